@@ -163,12 +163,6 @@ def check_memory(config: Config, layout: Layout, memory: float, host: float = ma
     memory: bytes of its GPU, infinite without one; host: bytes of the host's memory per rank.
     """
     steady, step = layout.steady_bytes(config), layout.step_bytes(config)
-    if (away := layout.host_bytes(config)) > host:
-        shards = math.ceil(layout.degrees["dp_shard"] * away / host)
-        raise ConfigError(
-            f'training.offload = "{config.training.offload}" needs {away / 2**30:.0f} GiB of host memory a rank, and a rank has '
-            f"{host / 2**30:.0f}; use parallelism.data_parallel_shard_degree = {shards} or more"
-        )
     if steady > (limit := memory if memory < math.inf else host):
         shards = math.ceil(layout.degrees["dp_shard"] * steady / limit)
         errors = (

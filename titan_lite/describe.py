@@ -114,18 +114,12 @@ def start_lines(
         lines.append(
             f"loss: in {chunks} chunks of {chunk:,} tokens, never with all logits (training.loss_chunk_tokens)"
         )
-    parts = {
-        "none": "parameters, gradients and optimizer state",
-        "optimizer": "parameters, gradients and buckets of optimizer state",
-        "all": "buckets of parameters, gradients and optimizer state",
-    }
-    memory = f"memory: {layout.steady_bytes(config) / 2**30:.2f} GiB a rank for {parts[training.offload]}"
+    held = f"{layout.steady_bytes(config) / 2**30:.2f} GiB a rank"
+    memory = f"memory: {held} for parameters, gradients and optimizer state"
     if errors := 2 * error_bytes(config, layout):
         memory += (
             f" ({errors / 2**30:.2f} GiB of it for two errors of the gradients between copies)"
         )
-    if training.offload != "none":
-        memory += f" ({layout.host_bytes(config) / 2**30:.2f} GiB in host memory)"
     if layout.gathers_once:
         memory += f", {layout.step_bytes(config) / 2**30:.2f} GiB for unsharded weights and gradients, held for the step"
     saves = (

@@ -31,7 +31,7 @@ from titan_lite.layout_checks import (
 )
 from titan_lite.loss_chunk import loss_chunk
 from titan_lite.models.shapes import ModelConfig
-from titan_lite.optimizer.state import kept_by_owners, numbers_in, share_of_matrices
+from titan_lite.optimizer.state import kept_by_owners, moment_bytes, numbers_in, share_of_matrices
 from titan_lite.shape import shape_of
 
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes of an element
@@ -90,9 +90,10 @@ class Layout:
     def steady_bytes(self, config: Config) -> float:
         """Return the bytes of a rank's weights, gradients and moments on its device, of what it has as an owner, and of the
         errors of compressed gradients."""
-        held = 0 if config.training.offload == "all" else 2 * itemsizes(config.training)[0]
+        own = self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
+        moments = moment_bytes(config.optimizer, own, own * share_of_matrices(self.shapes_of_rank))
         beside = self.owner_bytes(config) + 2 * error_bytes(config, self)
-        return held * self._own_parameters + sum(self._moments(config)[0]) + beside
+        return 2 * itemsizes(config.training)[0] * own + sum(moments) + beside
 
     def owner_bytes(self, config: Config) -> float:
         """Return the bytes that the rank with most keeps of whole matrices (optimizer/owners.py)."""
@@ -100,20 +101,6 @@ class Layout:
         return max(
             kept_by_owners(config.optimizer, self.shapes_of_rank, self.model.head_dim, ranks)
         )
-
-    def host_bytes(self, config: Config) -> float:
-        """Return the bytes of what a rank has in host memory."""
-        return self._moments(config)[1]
-
-    @property
-    def _own_parameters(self) -> float:
-        return self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
-
-    def _moments(self, config: Config) -> tuple[list[float], float]:
-        from titan_lite.optimizer.offload import state_bytes
-
-        matrices = self._own_parameters * share_of_matrices(self.shapes_of_rank)
-        return state_bytes(config.training, config.optimizer, self._own_parameters, matrices)
 
     def step_bytes(self, config: Config) -> float:
         """Return the extra bytes of gathering once a step: unsharded weights, gradients of a backward, sums of gradients."""

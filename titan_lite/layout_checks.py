@@ -34,16 +34,7 @@ def check_layout(config: Config, layout: "Layout") -> None:
     check_schedule(config, layout)
     check_compression(config, layout)
     check_chunks(config, layout)
-    if training.offload != "none" and config.compile.compiles("optimizer"):
-        raise ConfigError(
-            f'training.offload = "{training.offload}" has an update of its own, a bucket at a time, and compile.components has '
-            'the optimizer; use compile.components = ["model", "loss"]'
-        )
     name = config.optimizer.name
-    if name != "AdamW" and training.offload != "none":
-        raise ConfigError(
-            f'training.offload = "{training.offload}": the state of optimizer.name = "{name}" stays on the device; use "none"'
-        )
     if name != "AdamW" and config.compile.compiles("optimizer"):
         raise ConfigError(
             f'compile.components has the optimizer, and the update of optimizer.name = "{name}" is not compiled, as most of it '
@@ -127,10 +118,6 @@ def check_compression(config: Config, layout: "Layout") -> None:
     if layout.degrees["dp_replicate"] == 1:
         raise ConfigError(
             f"{key} has no effect with data_parallel_replicate_degree = 1; use 2 or more"
-        )
-    if training.offload == "all":
-        raise ConfigError(
-            f'{key}: with training.offload = "all", gradients are in host memory; use offload = "none"'
         )
     if parallelism.replicate_uncompressed_steps >= training.steps:
         raise ConfigError(

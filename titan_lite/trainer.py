@@ -49,7 +49,6 @@ from titan_lite.distributed.mesh import (
     sum_of_losses,
     sum_over_tokens,
 )
-from titan_lite.distributed.offload import offload_gradients
 from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.distributed.simple_fsdp import refresh_scales, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
@@ -234,11 +233,9 @@ class Trainer:
         )
         how |= dict(
             seed=config.debug.seed,
-            offload=config.training.offload,
             head_dim=self.layout.model.head_dim,
         )
         self.optimizer = build_optimizer(config.optimizer, self.parameters, **how)
-        offload_gradients(self.stages, self.optimizer.host.put if self.optimizer.host else None)
 
     def build_data(self) -> None:
         config, layout = self.config, self.layout
@@ -401,9 +398,7 @@ class Trainer:
         loss = self.forward_backward(batches, tokens)
         self.between.reduce(self.step)
         self.observe("backward", self)
-        grad_norm = clip_grad_norm_(
-            self.parameters.values(), self.config.training.max_norm, self.optimizer.host
-        )
+        grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)
         self.lr = self.config.optimizer.lr * lr_factor(
             self.step, self.config.lr_scheduler, self.config.total_steps
         )

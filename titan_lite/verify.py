@@ -6,7 +6,7 @@
 
 The *twin* of a recipe keeps what decides whether a layout is correct: kinds of parallelism, schedule, activation checkpointing,
 compiler passes, communication, tied weights, RoPE scaling. It shrinks the rest: the model to the debug flavor, degrees to 2 or a
-little more, the batch to a few short sequences; layers are split evenly, nothing is offloaded, and graphs run as traced, without
+little more, the batch to a few short sequences; layers are split evenly, and graphs run as traced, without
 Inductor. The twin is trained in float32, with float8 products if the recipe has them, on the standard library's text. The same
 model is trained with the same seed and data in one eager process without checkpointing. The comparison covers the losses of all
 steps and of validation, every gradient of the first step, and the output of every module in its forward.
@@ -219,7 +219,6 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
             mixed_precision_param="float32",
             mixed_precision_reduce="float32",
             attention_kernel="auto",
-            offload="none",  # CPU processes have no device to offload from
         ),
         optimizer=dataclasses.replace(
             config.optimizer, ns_dtype="float32", start_preconditioning_step=1

@@ -57,7 +57,6 @@ def build(
     receipts=None,
     float8=None,
     chunk=0,
-    offload="none",
     dtype="float32",
     powersgd=0,
 ):
@@ -79,7 +78,6 @@ def build(
             seq_len=config.max_seq_len,
             mixed_precision_param=str(param).removeprefix("torch."),
             mixed_precision_reduce="float32",
-            offload=offload,
             dtype=dtype,
         ),
         parallelism=parallelism,

@@ -19,10 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from titan_lite.config import Float8
 from titan_lite.distributed import accumulation, arriving, buckets
 from titan_lite.distributed.accumulation import IN_FLIGHT, gathered_for_step, gradient_leaves
-from titan_lite.distributed.gather import GatherPlan, local
+from titan_lite.distributed.gather import GatherPlan
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, as_shard_of, model_of
 from titan_lite.loss import cross_entropy_sum
+from titan_lite.sharding import local
 
 TIED = replace(CONFIG, tied_embeddings=True)
 MODELS = {

@@ -17,9 +17,10 @@ from titan_lite.compiler.profiles import PROFILES
 from titan_lite.config import Float8
 from titan_lite.distributed import scales, tensor_parallel
 from titan_lite.distributed.accumulation import gathered_for_step
-from titan_lite.distributed.gather import GatherPlan, local
+from titan_lite.distributed.gather import GatherPlan
 from titan_lite.distributed.simple_fsdp import model_of, refresh_scales
 from titan_lite.models.llama3 import ModelConfig
+from titan_lite.sharding import local
 
 # three ranks divide no dimension, two and four divide heads and hidden units
 CONFIG = ModelConfig(

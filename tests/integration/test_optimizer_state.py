@@ -1,21 +1,18 @@
-"""Runs with optimizer state in bfloat16 or in host memory: resumed to the bit, and converted in words."""
+"""Runs with optimizer state in bfloat16: resumed to the bit, and converted in words."""
 
 import logging
-import re
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
+from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
+from titan_lite.optimizer.offload import local
 
 from titan_lite.config.recipe import load_config
 from titan_lite.logging import logger
 from titan_lite.metrics.records import read_metrics
-from titan_lite.optimizer.offload import local
 from titan_lite.trainer import Trainer
 
 OPTIONS = [
@@ -29,13 +26,6 @@ OPTIONS = [
 OPTIONS += ["--lr_scheduler.total_steps=4"]
 BFLOAT16 = ["--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"]
 
-OFFLOAD = ["--training.offload=optimizer"]
-ALL = ["--training.offload=all"]
-
-
-def offloads(option):
-    return option.startswith("--training.offload=")
-
 
 def trained(folder, options):
     """(lines of the log, {name: this rank's part} of parameters and state at the end)."""
@@ -44,19 +34,6 @@ def trained(folder, options):
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    forced = (
-        mock.patch("titan_lite.check.check_machine")
-        if any(map(offloads, options))
-        else nullcontext()
-    )
-    with (
-        forced,
-        mock.patch("titan_lite.optimizer.offload.BUCKET", 2**19),
-    ):  # a CPU may offload to itself here, in several buckets
-        return run(folder, options, lines)
-
-
-def run(folder, options, lines):
     trainer = Trainer(load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])[0])
     trainer.train()
     return "\n".join(lines), {
@@ -125,49 +102,3 @@ def test_another_state_dtype_is_told_and_the_moments_are_converted(whole, at_ste
     assert losses(at_step_2)[3] == [
         pytest.approx(losses(whole[0])[3][0], rel=1e-4)
     ]  # it goes on from the converted ones
-
-
-def test_a_run_resumes_with_and_without_offload_to_the_bit(whole, at_step_2):
-    """Without it until step 2; then with all in host memory, saved in the background; from step 3 on with the moments there."""
-    for then in ([*ALL, *steps(3), "--checkpoint.async_mode=async"], OFFLOAD):
-        found = train(at_step_2, *BFLOAT16, *then)
-        assert re.search(r"training does not change(\n  .*)*\n  training.offload = ", found[0][0])
-    assert all(
-        same(tensors, expected) for (_, tensors), (_, expected) in zip(found, whole[1], strict=True)
-    )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(
-            [
-                *AOT_EAGER,
-                "--compile.components=model,loss",
-                "--training.local_batch_size=1",
-                "--validation.enable",
-                *every(2, 2),
-            ],
-            marks=pytest.mark.slow,
-            id="compiled",
-        ),
-        pytest.param(
-            [
-                "--parallelism.pipeline_parallel_degree=2",
-                "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
-            ],
-            id="pipeline",
-        ),
-    ],
-)
-def test_a_run_with_all_in_host_memory_changes_no_bit(options, tmp_path):
-    """In several microbatches a step."""
-    several = [*options, "--parallelism.fsdp_communication=microbatch", *steps(3)]
-    found, expected = (
-        train(tmp_path / name, *several, *where) for name, where in (("all", ALL), ("none", []))
-    )
-    assert losses(tmp_path / "all") == losses(tmp_path / "none")
-    assert all(
-        same(tensors, expected) for (_, tensors), (_, expected) in zip(found, expected, strict=True)
-    )
-    assert "for buckets of parameters, gradients and optimizer state (" in found[0][0]

@@ -234,7 +234,6 @@ def test_without_compression_a_run_resumes_without_errors(saved, at_step_2):
             [*DDP, *POWERSGD, "--parallelism.replicate_uncompressed_steps=4"],
             "would do nothing; use fewer",
         ),
-        ([*DDP, *POWERSGD, "--training.offload=all"], 'use offload = "none"'),
     ],
 )
 def test_what_cannot_work_is_refused(options, message):

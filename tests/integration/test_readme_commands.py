@@ -110,9 +110,6 @@ HERE = {
     ),
     f"{PLANNER} train_configs/llama3_8b.toml --world-size 128 --training.local_batch_size 1 --training.global_batch_size 512 "
     "--parallelism.fsdp_communication step": Run("8 microbatches", PLAN, PLANNED_8B),
-    f"{PLANNER} train_configs/llama3_8b.toml --training.offload optimizer": Run(
-        "in host memory", PLAN, PLANNED_8B
-    ),
     f"{PLANNER} train_configs/llama3_8b.toml --optimizer.name Muon": Run(
         "whole matrices of the optimizer", PLAN, PLANNED_8B
     ),

@@ -421,44 +421,6 @@ def test_what_cannot_fit_is_refused_with_what_would():
     check_memory(*layout_of("llama3_8b", 8, 60, *accumulates), 60 * 2**30)
 
 
-OFFLOAD = "--training.offload=optimizer"
-
-
-def test_offload_is_refused_without_a_gpu(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    wrong = r'^training.offload = "optimizer": .* from a GPU\'s memory, and there is none here; use offload = "none"$'
-    with pytest.raises(ConfigError, match=wrong):
-        check(*layout_of("debug_model", 1, math.inf, OFFLOAD))
-
-
-def test_offload_with_a_compiled_update_is_refused():
-    options = [OFFLOAD, "--compile.enable", "--compile.components=model,optimizer"]
-    with pytest.raises(
-        ConfigError,
-        match=r'training.offload = "optimizer" .* use compile.components = \["model", "loss"\]$',
-    ):
-        layout_of("llama3_8b", 8, 80, *options)
-    layout_of("llama3_8b", 8, 80, *options[:2])
-
-
-def test_offloaded_moments_count_as_host_memory():
-    """8B on one rank: weights and gradients take 60 GiB, both moments 60 more, or two buckets of 2 x 64 MiB."""
-    config, layout = layout_of("llama3_8b", 1, 80, OFFLOAD)
-    assert layout.host_bytes(config) == 8 * layout.parameters
-    assert layout.steady_bytes(config) == 8 * layout.parameters + 2**28
-    check_memory(config, layout, 80 * 2**30, 64 * 2**30)
-    wrong = r'offload = "optimizer" needs 60 GiB of host memory a rank, and a rank has 32; use .*data_parallel_shard_degree = 2'
-    with pytest.raises(ConfigError, match=wrong):
-        check_memory(config, layout, 80 * 2**30, 32 * 2**30)
-
-
-def test_with_all_in_host_memory_the_device_has_buckets_alone():
-    config, layout = layout_of("llama3_8b", 1, 80, "--training.offload=all")
-    assert layout.host_bytes(config) == 16 * layout.parameters
-    assert layout.steady_bytes(config) == 2 * 4 * 2**26
-    check_memory(config, layout, 80 * 2**30, 128 * 2**30)
-
-
 def test_a_model_that_this_machine_cannot_hold_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(

@@ -28,7 +28,7 @@ ROOMS = {
         "titan_lite.config",
     ),  # operators, which the model and its parallel forms call
     "float8": ("torch", "titan_lite.config"),  # as attention
-    "host_memory": ("torch",),
+    "sharding": ("torch",),
     "describe": (
         *PART,
         "titan_lite.attention",
@@ -45,7 +45,7 @@ ROOMS = {
     "loss_chunk": ("titan_lite.config",),
     "chunked_loss": (*PART, "titan_lite.loss"),
     "validation": (*PART, "titan_lite.distributed", "titan_lite.loss", "titan_lite.metrics"),
-    "optimizer": (*PART, "titan_lite.host_memory"),
+    "optimizer": (*PART, "titan_lite.sharding"),
     "lr_scheduler": PART,
     "compiler": ("torch", "titan_lite.config", "titan_lite.outside"),
     "distributed": (
@@ -54,7 +54,7 @@ ROOMS = {
         "titan_lite.config",
         "titan_lite.compiler",
         "titan_lite.float8",
-        "titan_lite.host_memory",
+        "titan_lite.sharding",
         "titan_lite.outside",
         "titan_lite.ranks",
     ),

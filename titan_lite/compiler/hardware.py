@@ -61,9 +61,6 @@ class Machine:
     intra_node: Link
     inter_node: Link  # one rank's own network card
     ranks_per_node: int = 8
-    host_bandwidth: float = (
-        64.0  # GB/s between device and host memory, in each direction; default: PCIe 5, 16 lanes
-    )
     launch: float = 3.0  # microseconds of overhead per kernel
     host: float = 0.0  # microseconds of the host for an operator that no graph was compiled for; 0: not planned
     collective_launch: float = 14.0  # microseconds of overhead per collective
@@ -166,10 +163,6 @@ class Machine:
             link.bandwidth * self.link_efficiency * GB
         )
 
-    def host_link(self, nbytes: float) -> float:
-        """Return the seconds to copy `nbytes` from host memory to the device, or back."""
-        return nbytes / (self.host_bandwidth * self.link_efficiency * GB)
-
     def cost(self, node: Node, fused: bool = True) -> float:
         """Return the seconds that `node` occupies the device, or for a collective its links.
 
@@ -187,8 +180,6 @@ class Machine:
             ):
                 return self.in_parts(node, node.meta["fused_with"], fused)
             return self.collective(kind_of(node), collective_bytes(node), ranks)
-        if is_from_host(node):
-            return self.host_link(nbytes_of(node))
         seconds = self.memory_traffic(_bytes_moved(node, fused, not self.is_cpu))
         matmul, attention = flops_of(node)
         if matmul or attention:
@@ -333,17 +324,8 @@ REDUCTIONS = frozenset(
 )
 
 
-def is_from_host(node: Node) -> bool:
-    """Return whether a node copies a shard from host memory (`GatherPlan.cast`). Inductor decomposes that copy into two nodes."""
-    said = [
-        each.meta.get("custom", {}).get("from_host", False)
-        for each in (node, *node.all_input_nodes)
-    ]
-    return said[0] and not any(said[1:])
-
-
 def _is_pointwise(node: Node) -> bool:
-    if is_from_host(node) or any(_is_complex(each) for each in (node, *node.all_input_nodes)):
+    if any(_is_complex(each) for each in (node, *node.all_input_nodes)):
         return False
     pointwise = (
         torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in AS_POINTWISE

@@ -112,7 +112,6 @@ PROFILES = {
             2039,
             NVLINK3,
             HDR200,
-            host_bandwidth=32,
             **_gpu(108, 400, 0.9, 0.55),
         ),
         Machine(

@@ -146,13 +146,6 @@ class Training:
         "sharded parameters and their gradients; in bfloat16 the optimizer rounds parameters stochastically",
         choices=("float32", "bfloat16"),
     )
-    offload: str = setting(
-        "none",
-        "optimizer: the moments of AdamW are in pinned host memory and stream through the GPU in buckets during the update; all: "
-        "so are parameters and gradients; each gather copies a shard to the GPU, and each reduced gradient leaves it",
-        choices=("none", "optimizer", "all"),
-        gpu="what is offloaded is moved from a GPU's memory",
-    )
     mixed_precision_param: str = setting(
         "bfloat16",
         "gathered parameters, activations, all-gather traffic",

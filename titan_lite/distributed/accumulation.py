@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from titan_lite.compiler.collectives import collectives
 from titan_lite.distributed.arriving import Arrival, register, takes
 from titan_lite.distributed.buckets import Bucket, gather_buckets, reduce_buckets
-from titan_lite.distributed.gather import GatherPlan, InFlight, local
+from titan_lite.distributed.gather import GatherPlan, InFlight
 from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
 from titan_lite.float8 import stand_in
+from titan_lite.sharding import local
 
 IN_FLIGHT = 2  # buckets allocated at once, beside weights and gradients: one is communicated while another is copied
 Started = TypeVar("Started")
@@ -34,13 +35,13 @@ def gathered_for_step(root: nn.Module, microbatches: int = 0) -> Iterator[None]:
     """Keep weights gathered and accumulate unreduced gradients in reduce_dtype; on exit, reduce them into `parameter.grad`.
 
     microbatches: of the step, if known. Weights are then gathered during the first forward, and gradients reduced during the last
-    backward. Otherwise, and for shards in host memory, all are gathered here and reduced on exit.
+    backward. Otherwise all are gathered here and reduced on exit.
 
     k microbatches cost the communication of one, and the memory of the rank's unsharded weights and gradients. With more than
     two ranks, a library may sum in an order that depends on the offset in a bucket.
     """
     model = model_of(root)
-    if microbatches and model.put is None:
+    if microbatches:
         model.step = Step(model, microbatches)
         if root._compiled_call_impl is not None:
             model.step.hold_all(root)
@@ -223,11 +224,7 @@ def _reduce(gradients: dict[nn.Parameter, Tensor], model: Any) -> None:
     )
     for members, bucket, in_flight in _prefetch(started):
         for parameter, rows in zip(members, bucket.finish_reduce(in_flight), strict=True):
-            rows = rows.to(parameter.dtype)
-            if model.put is None:
-                parameter.grad = as_shard_of(parameter, rows)
-            else:
-                model.put(parameter, rows)
+            parameter.grad = as_shard_of(parameter, rows.to(parameter.dtype))
         del in_flight, rows
 
 
@@ -244,20 +241,17 @@ def _prefetch(started: Iterable[Started]) -> Iterator[Started]:
 
 
 def gradient_leaves(root: nn.Module) -> list[Tensor]:
-    """Return the tensors that autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters, or
-    what stands for those in host memory."""
+    """Return the tensors that autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters."""
     model = model_of(root)
     return [
-        leaf_of(model, plan)
-        if plan.fqn in model.gathered
-        else model.leaves.get(plan.fqn, parameter)
+        leaf_of(model, plan) if plan.fqn in model.gathered else parameter
         for parameter, plan in model.plans.items()
     ]
 
 
 def fold_gradients(root: nn.Module) -> None:
     """Do what hooks do, after a backward that ran none: within `gathered_for_step` add each `.grad` to the sums in reduce_dtype,
-    else give away gradients of shards in host memory, or tell powersgd.py."""
+    else tell powersgd.py."""
     model = model_of(root)
     for (parameter, plan), leaf in zip(model.plans.items(), gradient_leaves(root), strict=True):
         if plan.fqn in model.gathered and leaf.grad is not None and model.step is not None:
@@ -266,9 +260,6 @@ def fold_gradients(root: nn.Module) -> None:
             plan.fqn in model.gathered and leaf.grad is not None and leaf.dtype != plan.reduce_dtype
         ):
             _fold(model.sums, plan, leaf)
-        elif not model.gathered and leaf.grad is not None and model.put is not None:
-            model.put(parameter, leaf.grad)
-            leaf.grad = None
         elif not model.gathered and model.added is not None:
             model.added(parameter)
 

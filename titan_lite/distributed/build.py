@@ -92,7 +92,6 @@ def build_stages(
             reshard_after_forward=reshard,
             keep_gathered=keep,
             float8_gather=float8.all_gather,
-            offload=training.offload == "all",
             sums_copies=parallelism.replicate_compression == "none",
         )
         stages.append(model)

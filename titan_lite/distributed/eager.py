@@ -22,8 +22,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_lite.distributed.buckets import Bucket, Buckets, Plans, gather_blocks, reduce_buckets
-from titan_lite.distributed.gather import GatherPlan, InFlight, local
+from titan_lite.distributed.gather import GatherPlan, InFlight
 from titan_lite.distributed.scales import Scales
+from titan_lite.sharding import local
 
 aten = torch.ops.aten
 

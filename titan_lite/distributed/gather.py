@@ -17,8 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
-from torch.fx.traceback import annotate
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_lite.compiler.collectives import all_gather_single, collectives
@@ -59,7 +57,6 @@ class GatherPlan:
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     float8: bool = False  # gathered as float8: one byte per element
-    device: str = ""  # kind of the device that gathers, if the shard is in host memory
 
     @property
     def gather_dtype(self) -> torch.dtype:
@@ -67,10 +64,7 @@ class GatherPlan:
         return torch.uint8 if self.float8 else self.param_dtype
 
     def cast(self, shard: Tensor, scale: Tensor | None) -> Tensor:
-        """Cast a shard to gather_dtype, on the device. scale: of the whole parameter's cast to float8."""
-        if self.device:
-            with annotate({"from_host": True}):
-                shard = shard.to(self.device, non_blocking=True, copy=True)
+        """Cast a shard to gather_dtype. scale: of the whole parameter's cast to float8."""
         if not self.float8:
             return shard.to(self.param_dtype)
         assert scale is not None
@@ -164,9 +158,3 @@ class GatherPlan:
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:
     missing = rows - tensor.shape[0]
     return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:]))) if missing else tensor
-
-
-def local(parameter: Tensor) -> Tensor:
-    """Return this rank's rows, differentiably."""
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local()

@@ -1,4 +1,4 @@
-"""Allocate a rank's shards of a model that was built on the meta device: on the device, or in host memory."""
+"""Allocate a rank's shards of a model that was built on the meta device."""
 
 from typing import Any
 
@@ -6,24 +6,16 @@ import torch
 from torch import nn
 
 from titan_lite.distributed.eager import Eager
-from titan_lite.distributed.gather import local
 from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
-from titan_lite.host_memory import zeros_on_host
+from titan_lite.sharding import local
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:
     """Allocate shards and buffers, uninitialised. Tied weights stay tied, unlike in `to_empty`."""
     model = model_of(root)
     filled: dict[Any, nn.Parameter] = {}
-    for meta, plan in model.plans.items():
-        if plan.device:
-            shard = zeros_on_host(meta, meta.dtype, pinned=device.type == "cuda")
-            leaf = torch.empty((), dtype=meta.dtype, device=device).expand(
-                local(meta).shape
-            )  # takes no memory
-            model.leaves[plan.fqn] = leaf.requires_grad_(meta.requires_grad)
-        else:
-            shard = as_shard_of(meta, torch.empty_like(local(meta), device=device))
+    for meta in model.plans:
+        shard = as_shard_of(meta, torch.empty_like(local(meta), device=device))
         filled[meta] = nn.Parameter(shard, requires_grad=meta.requires_grad)
     model.plans = {filled[meta]: plan for meta, plan in model.plans.items()}
     model.eager = Eager(model.plans, model.scales)

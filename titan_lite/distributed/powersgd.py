@@ -42,8 +42,9 @@ from torch.nn.utils.rnn import pad_sequence
 from titan_lite.compiler.fqns import block_of, last_block
 from titan_lite.config import Parallelism
 from titan_lite.distributed.eager import is_in_flight
-from titan_lite.distributed.gather import GatherPlan, local, started_last
+from titan_lite.distributed.gather import GatherPlan, started_last
 from titan_lite.distributed.simple_fsdp import model_of
+from titan_lite.sharding import local
 
 SHARE = 0.25  # most of a shard's numbers that its factors may have; with more, the shard travels uncompressed
 PASSES = 14  # times that a shard's numbers are read or written: M, three products with it, and the choice after a skipped step

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_lite.distributed.gather import local
 from titan_lite.float8 import scale_of
+from titan_lite.sharding import local
 
 
 class Scales:

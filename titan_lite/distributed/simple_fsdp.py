@@ -37,9 +37,10 @@ from titan_lite.compiler.collectives import tracing
 from titan_lite.compiler.fqns import parameters_within
 from titan_lite.distributed.arriving import Arriving
 from titan_lite.distributed.eager import Eager
-from titan_lite.distributed.gather import GatherPlan, local
+from titan_lite.distributed.gather import GatherPlan
 from titan_lite.distributed.scales import Scales
 from titan_lite.float8 import Float8Linear, Scaled, stand_in
+from titan_lite.sharding import local
 
 
 class _Gather(torch.autograd.Function):
@@ -56,7 +57,6 @@ class _Gather(torch.autograd.Function):
         plan: GatherPlan,
         eager: Eager | None,
         scale: Tensor | None,
-        leaf: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.plan, ctx.eager, ctx.shard_dtype = plan, eager, shard.dtype
         ctx.parameter, shard = (
@@ -72,9 +72,7 @@ class _Gather(torch.autograd.Function):
         return weight, stand_in(weight, plan.param_dtype) if plan.float8 else None
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
         gradient = gradients[1] if ctx.plan.float8 else gradients[0]
         assert gradient is not None
         if ctx.eager is None:
@@ -82,11 +80,7 @@ class _Gather(torch.autograd.Function):
         else:
             reduced = ctx.eager.reduce(gradient, ctx.plan, ctx.shard_dtype)
             reduced = reduced if ctx.parameter is None else as_shard_of(ctx.parameter, reduced)
-        return (
-            (None, None, None, None, reduced)
-            if ctx.plan.device
-            else (reduced, None, None, None, None)
-        )
+        return reduced, None, None, None
 
 
 class _Model:
@@ -98,9 +92,6 @@ class _Model:
         self.plans: dict[
             nn.Parameter, GatherPlan
         ] = {}  # one entry for tied weights; parameters hash by identity
-        # For shards in host memory: stand-ins for them on the device, by FQN, and the function that takes gradients (offload.py).
-        self.leaves: dict[str, Tensor] = {}
-        self.put: Callable[[nn.Parameter, Tensor], None] | None = None
         # Called with a parameter after a backward has added to its gradient without running the parameter's hooks (powersgd.py)
         self.added: Callable[[nn.Parameter], None] | None = None
         self.eager = Eager(self.plans, self.scales)
@@ -131,7 +122,6 @@ def apply_simple_fsdp(
     reshard_after_forward: bool,
     keep_gathered: Sequence[str] = (),
     float8_gather: bool = False,
-    offload: bool = False,
     sums_copies: bool = True,
 ) -> None:
     """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place; see `parameter_mesh` (mesh.py).
@@ -141,8 +131,7 @@ def apply_simple_fsdp(
     and of computation; reduce_dtype: of sums of gradients. reshard_after_forward: drop gathered weights after forward and
     gather them again in backward (less memory, one more all-gather). keep_gathered: FQN prefixes of modules that keep their
     gathered weights nevertheless, such as "layers.31". float8_gather: weights of tensorwise float8 products (float8.py) are
-    gathered in float8.
-    offload: shards are in host memory, with their gradients (offload.py). sums_copies: False leaves dp_replicate to powersgd.py.
+    gathered in float8. sums_copies: False leaves dp_replicate to powersgd.py.
     """
     names = {fqn for fqn, _ in model.named_parameters()} if reshard_after_forward else set()
     shared = _Model(frozenset(names.difference(parameters_within(model, keep_gathered))))
@@ -158,11 +147,8 @@ def apply_simple_fsdp(
                 if isinstance(module, Float8Linear) and module.recipe == "tensorwise":
                     shared.scales.add(fqn)
                     plan = replace(plan, float8=float8_gather)
-                away, groups = (
-                    mesh.device_type if offload else "",
-                    plan.sum_groups[0 if sums_copies else 1 :],
-                )
-                plan = replace(plan, device=away, sum_groups=groups)
+                if not sums_copies:
+                    plan = replace(plan, sum_groups=plan.sum_groups[1:])
                 shared.plans[shards[parameter]] = plan
             module._parameters[name] = shards[parameter]
             plans[name] = shared.plans[shards[parameter]]
@@ -257,15 +243,12 @@ def _read(module: nn.Module, name: str) -> Tensor | Scaled:
         weight, stands_in = model.gathered[plan.fqn], model.stand_ins.get(plan.fqn)
     else:
         assert parameter is not None
-        own, leaf = parameter.detach() if plan.device else parameter, model.leaves.get(plan.fqn)
-        shard = local(own) if plan.device or tracing() else own
         if tracing():
-            with annotate(
-                {"fqn": plan.fqn}
-            ):  # names the nodes for graph passes, those of backward too
-                weight, stands_in = _Gather.apply(shard, plan, None, scale, leaf)
+            # names the nodes for graph passes, those of backward too
+            with annotate({"fqn": plan.fqn}):
+                weight, stands_in = _Gather.apply(local(parameter), plan, None, scale)
         else:
-            weight, stands_in = _Gather.apply(shard, plan, model.eager, scale, leaf)
+            weight, stands_in = _Gather.apply(parameter, plan, model.eager, scale)
             if plan.fqn in model.resharded:
                 model.eager.remember(weight, parameter, plan)
     return weight if scale is None else Scaled(weight, scale, stands_in)

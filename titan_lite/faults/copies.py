@@ -130,10 +130,9 @@ def examine(tensor: Tensor) -> tuple[Tensor, Tensor]:
     finite = torch.ones((), dtype=torch.bool, device=device)
     weights = _weights(device)
     for place, part in enumerate(numbers.split(len(weights))):
-        chunk = part.to(device, non_blocking=True)  # if it is in host memory (training.offload)
-        bits = chunk.view(INTEGERS[chunk.itemsize])
+        bits = part.view(INTEGERS[part.itemsize])
         total += (bits * weights[: len(bits)]).sum() + 2 * len(weights) * place * bits.sum()
-        finite &= chunk.isfinite().all()
+        finite &= part.isfinite().all()
     return total, finite
 
 

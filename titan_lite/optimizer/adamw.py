@@ -1,6 +1,6 @@
 """AdamW over sharded parameters: torch's fused kernel, or an update of our own that rounds stochastically.
 
-optimizer = AdamW(named, groups, torch.float32, seed=0, host=None, compile=None, lr=3e-4, fused=True)
+optimizer = AdamW(named, groups, torch.float32, seed=0, compile=None, lr=3e-4, fused=True)
 optimizer.step(skip)                    # skip: a scalar on the device; if it is 1, nothing changes
 """
 
@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.optim.adamw import adamw
 
-from titan_lite.host_memory import device_of
-from titan_lite.optimizer.offload import HostState, local
 from titan_lite.optimizer.rounding import (
     PIECE,
     TENSORS,
@@ -23,6 +21,7 @@ from titan_lite.optimizer.rounding import (
     round_stochastically,
     row_numbers,
 )
+from titan_lite.sharding import local
 
 Draw = tuple[Tensor, Tensor]  # for random bits: numbers of the rows, keys of TENSORS
 
@@ -31,7 +30,7 @@ class AdamW(torch.optim.AdamW):
     """AdamW on local shards, without DTensor's overhead for each operator. The state is named as that of torch.optim.AdamW.
 
     If all is float32, the update is torch's fused kernel. That kernel rounds to the nearest, so parameters or moments in bfloat16
-    have `_update` instead, which rounds them stochastically (rounding.py). host: has what is not on the device.
+    have `_update` instead, which rounds them stochastically (rounding.py).
     compile: compiles `_update`, for any dtype, because torch 2.13 does not trace the fused kernel.
     """
 
@@ -41,12 +40,12 @@ class AdamW(torch.optim.AdamW):
         groups: list[dict],
         dtype: torch.dtype,
         seed: int,
-        host: HostState | None,
         compile: Callable[[Callable], Callable] | None,
         **settings: Any,
     ):
         super().__init__(groups, **settings)
-        self.dtype, self.host, self.compiled = dtype, host, compile and compile(_update)
+        self.dtype = dtype
+        self.compiled = compile and compile(_update)
         self.keys = dict(zip(parameters.values(), keys_of(seed, parameters), strict=True))
         self.places: dict[nn.Parameter, Draw] = {}  # on their device, for every step
 
@@ -54,14 +53,10 @@ class AdamW(torch.optim.AdamW):
         """Return the live state of a parameter: of zeros before its first step."""
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device_of(parameter))
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             own = parameter.detach()
             for name in TENSORS[1:]:
-                state[name] = (
-                    self.host.zeros_like(own)
-                    if self.host
-                    else torch.zeros_like(own, dtype=self.dtype)
-                )
+                state[name] = torch.zeros_like(own, dtype=self.dtype)
         return state
 
     @torch.no_grad()
@@ -79,17 +74,7 @@ class AdamW(torch.optim.AdamW):
             )
             first, second = ([local(state[name]) for state in states] for name in TENSORS[1:])
             if self.compiled is None and torch.float32 == own[0].dtype == self.dtype:
-                if self.host is None:
-                    _fused(own, gradients, first, second, steps, group, skip)
-                    continue
-                for bucket, (rows, grads, means, squares) in self.host.stream(
-                    (own, gradients, first, second)
-                ):
-                    counts = [
-                        steps[piece.number].clone() for piece in bucket
-                    ]  # the kernel counts the steps of each piece
-                    _fused(rows, grads, means, squares, counts, group, skip)
-                torch._foreach_add_(steps, 1.0 if skip is None else 1 - skip)
+                _fused(own, gradients, first, second, steps, group, skip)
                 continue
             skipped = torch.zeros_like(steps[0]) if skip is None else skip
             torch._foreach_add_(steps, 1 - skipped)
@@ -99,19 +84,8 @@ class AdamW(torch.optim.AdamW):
                 else []
             )
             factors = _factors(steps[0], skipped, group)
-            if self.host is None:
-                (self.compiled or _update_in_pieces)(
-                    own, gradients, first, second, draws, **factors
-                )
-                continue
-            for bucket, (rows, grads, means, squares) in self.host.stream(
-                (own, gradients, first, second)
-            ):
-                its = [
-                    (draws[number][0][start:stop], draws[number][1])
-                    for number, start, stop in bucket
-                ]
-                _update_in_pieces(rows, grads, means, squares, its, **factors)
+            update = self.compiled or _update_in_pieces
+            update(own, gradients, first, second, draws, **factors)
 
     def draws(self, parameters: list[nn.Parameter], step: Tensor) -> list[Draw]:
         for parameter in parameters:

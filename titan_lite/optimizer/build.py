@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from titan_lite.config import Optimizer
-from titan_lite.host_memory import device_of
 from titan_lite.optimizer.adamw import AdamW
 from titan_lite.optimizer.matrices import Matrices
 from titan_lite.optimizer.muon import Muon
-from titan_lite.optimizer.offload import HostState, local
 from titan_lite.optimizer.shampoo import Shampoo
 from titan_lite.optimizer.state import is_matrix
 
@@ -31,14 +29,13 @@ def build_optimizer(
     *,
     seed: int,
     head_dim: int = 0,
-    offload: str = "none",
     compile: Callable[[Callable], Callable] | None = None,
 ) -> AdamW | Matrices:
     """Return AdamW, fused (one kernel for all parameters) or with an update compiled by `compile`; its state is the same. Or
-    return an optimizer of matrices, which is neither offloaded nor compiled, with such an AdamW for embedding, output and norms.
+    return an optimizer of matrices, which is not compiled, with such an AdamW for embedding, output and norms.
 
     parameters: by FQN. seed: of stochastic rounding. head_dim: rows of a head in wq, wk and wv, for optimizer.ns_per_head.
-    offload: that of [training]. Norm weights do not decay.
+    Norm weights do not decay.
     """
     matrices = {
         fqn: parameter
@@ -54,13 +51,8 @@ def build_optimizer(
     settings: dict[str, Any] = dict(
         lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
     )
-    dtype, host = getattr(torch, config.state_dtype), None
-    if offload != "none":
-        assert compile is None, "an offloaded update is not compiled"
-        (device,) = set(map(device_of, parameters.values()))
-        elements = sum(local(parameter).numel() for parameter in parameters.values())
-        host = HostState(device, elements, dtype, everything=offload == "all")
-    adamw = AdamW(parameters, groups, dtype, seed, host, compile, **settings)
+    dtype = getattr(torch, config.state_dtype)
+    adamw = AdamW(parameters, groups, dtype, seed, compile, **settings)
     return OF_MATRICES[config.name](matrices, adamw, config, head_dim) if matrices else adamw
 
 
@@ -77,8 +69,6 @@ def optimizer_state(
 
     State that the first step would create is created here, so that a checkpoint can be loaded into it.
     """
-    if optimizer.host:
-        optimizer.host.wait()
     states = ((fqn, optimizer.state_of(parameter)) for fqn, parameter in parameters.items())
     return {f"{fqn}.{name}": value for fqn, state in states for name, value in state.items()}
 

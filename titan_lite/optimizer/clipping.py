@@ -1,7 +1,6 @@
 """Clip gradients by their global norm.
 
 norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
-norm = clip_grad_norm_(model.parameters(), max_norm=1.0, host=optimizer.host)       # gradients may be in host memory
 """
 
 import functools
@@ -12,36 +11,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_lite.optimizer.offload import HostState, local
+from titan_lite.sharding import local
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    parameters: Iterable[nn.Parameter], max_norm: float, host: HostState | None = None
-) -> Tensor:
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Clip gradients to a global L2 norm of `max_norm`; return the norm before, a scalar that is equal on all ranks.
 
     A gradient that k ranks have copies of counts 1/k on each, so that one sum over all ranks is correct on every layout, also
-    with pipeline stages. After a non-finite norm gradients are not finite: the caller must handle it. host: if it has the
-    gradients, the update clips them.
+    with pipeline stages. After a non-finite norm gradients are not finite: the caller must handle it.
     """
-    found = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-    gradients, shards = [*found.values()], [*map(local, found.values())]
-    if host is not None and host.everything:
-        norms = [host.norms[parameter] for parameter in found]
-    else:
-        # In float64: on a CPU, torch 2.13 sums float32 sequentially, with an error of 1e-4 for half a million elements.
-        norms = [*torch._foreach_norm(shards, dtype=torch.float64)]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shards = [local(gradient) for gradient in gradients]
+    # In float64: on a CPU, torch 2.13 sums float32 sequentially, with an error of 1e-4 for half a million elements.
+    norms = torch._foreach_norm(shards, dtype=torch.float64)
     copies = _on_device(tuple(map(_copies, gradients)), norms[0].device)
     square = (torch.stack(norms).square() / copies).sum()
     if dist.is_initialized():
         dist.all_reduce(square)
     norm = square.sqrt().float()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if host is not None and host.everything:
-        host.factor = factor
-    else:
-        torch._foreach_mul_(shards, factor)
+    torch._foreach_mul_(shards, factor)
     return norm
 
 

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from titan_lite.config import Optimizer
-from titan_lite.optimizer.adamw import AdamW, Draw, local
+from titan_lite.optimizer.adamw import AdamW, Draw
 from titan_lite.optimizer.owners import Owners
 from titan_lite.optimizer.rounding import round_stochastically
 from titan_lite.optimizer.state import OF_MATRIX, cut
+from titan_lite.sharding import local
 
 
 class Matrices(torch.optim.Optimizer):
     """An optimizer of matrices and AdamW, with one learning rate; the groups of both are in `param_groups`.
 
     matrices: by FQN. adamw: of the other parameters, with random bits for all. A matrix in bfloat16, or its state, is rounded
-    stochastically (rounding.py). State is not in host memory (`host`). A subclass has the methods that raise here.
+    stochastically (rounding.py). A subclass has the methods that raise here.
     """
 
     def __init__(
@@ -31,12 +32,8 @@ class Matrices(torch.optim.Optimizer):
         super().__init__([*matrices.values()], dict(lr=config.lr, weight_decay=config.weight_decay))
         self.matrices = self.param_groups[0]["params"]
         self.param_groups += adamw.param_groups
-        self.config, self.adamw, self.host, self.dtype = (
-            config,
-            adamw,
-            None,
-            getattr(torch, config.state_dtype),
-        )
+        self.config, self.adamw = config, adamw
+        self.dtype = getattr(torch, config.state_dtype)
         self.numbers = {matrix: number for number, matrix in enumerate(self.matrices)}
         kind = OF_MATRIX[config.name]
         self.shapes = cut(

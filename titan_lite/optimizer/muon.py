@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_lite.optimizer.matrices import Matrices
-from titan_lite.optimizer.offload import local
+from titan_lite.sharding import local
 
 COEFFICIENTS = (
     3.4445,

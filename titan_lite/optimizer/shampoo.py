@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from titan_lite.config import Optimizer
 from titan_lite.optimizer.adamw import AdamW
 from titan_lite.optimizer.matrices import Matrices
-from titan_lite.optimizer.offload import local
 from titan_lite.optimizer.state import OF_MATRIX, blocks_of, factor_numbers, sides_of, turns_of
+from titan_lite.sharding import local
 
 NAMES = OF_MATRIX["Shampoo"].on_owner
 TINY = 1e-30  # of an eigenvalue or a norm: that of zeros

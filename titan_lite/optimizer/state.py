@@ -192,6 +192,16 @@ def kept_by_owners(config: Optimizer, shapes: Shapes, head_dim: int, ranks: int)
     )
 
 
+def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> list[float]:
+    """Return the bytes of each tensor of moments of `own` parameters, `matrices` of which are in matrices within blocks.
+
+    Step counts are left out, and what owners have.
+    """
+    size = 2 if optimizer.state_dtype == "bfloat16" else 4
+    moments = OF_MATRIX[optimizer.name].moments
+    return [size * (own - matrices * (moments < place)) for place in (1, 2)]
+
+
 def share_out(costs: Iterable[float], ranks: int) -> list[dict[int, int]]:
     """Return buckets of matrices, each as {owner: number of its matrix}, with at most one matrix for each of `ranks`.
 

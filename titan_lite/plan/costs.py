@@ -20,12 +20,11 @@ from titan_lite.compiler.collectives import (
     ranks_of,
 )
 from titan_lite.compiler.fqns import block_of, last_block
-from titan_lite.compiler.hardware import Machine, flops_of, is_from_host
+from titan_lite.compiler.hardware import Machine, flops_of
 from titan_lite.compiler.timeline import simulate
 from titan_lite.config import Parallelism
 from titan_lite.distributed.axes import Axes, axis_along, ranks_in
 from titan_lite.distributed.buckets import Plans, gather_buckets, reduce_buckets
-from titan_lite.distributed.gather import local
 from titan_lite.distributed.powersgd import PASSES, factors_of
 
 Figures = dict[str, float]
@@ -36,7 +35,6 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
 
     compute                      seconds of all operators except collectives, slower beside those of parameters
     exposed.host                 seconds in which the device waits for the host
-    exposed.link                 seconds of copies from host memory, on the stream that computes
     communication.A, exposed.A   seconds of the collectives along axis A; the part of them in which nothing computes; all of them
                                  on a CPU, whose cores the transport takes
     bytes.A, across.A            bytes that a rank sends along A; the part to another node, averaged over its ranks
@@ -45,10 +43,9 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
     result: Figures = defaultdict(float)
     timeline = simulate(graph, machine, fused=fused)
     spans = iter([span for span in timeline.spans if span.group])
-    copies = {node.name for node in graph.nodes if is_from_host(node)}
     for span in timeline.spans:
         if span.lane == "compute" and not span.group:
-            result["exposed.link" if span.name in copies else "compute"] += span.seconds
+            result["compute"] += span.seconds
     if timeline.idle:
         result["exposed.host"] = timeline.idle
     for node in graph.nodes:
@@ -104,14 +101,12 @@ def round_figures(
 
     under: the seconds of `forward` and `backward` that they overlap with: the collectives of a block with the computation of the
     block before it, a share by its parameters, which is slower meanwhile. Else empty: two buckets are in flight at once, so the
-    copies of one overlap the communication of the other: the longer of both counts. Shards in host memory travel to the device
-    and back, on the stream that computes.
+    copies of one overlap the communication of the other: the longer of both counts.
     """
     result: Figures = {}
     last, shares = last_block(plan.fqn for plan in plans.values()), shares_of_blocks(plans)
     before = dict(zip(shares, [0.0, *shares.values()], strict=False))
     slowed = 1 - machine.beside_collectives().memory_efficiency / machine.memory_efficiency
-    away = sum(local(parameter).nbytes for parameter, plan in plans.items() if plan.device)
     for what, buckets, kind, phase in (
         ("gather", gather_buckets(plans), "all_gather", "forward"),
         ("reduce", reduce_buckets(plans), "reduce_scatter", "backward"),
@@ -147,8 +142,6 @@ def round_figures(
             else sum(value for key, value in figures.items() if key.startswith("exposed."))
         )
         figures["compute"] = max(0.0, machine.memory_traffic(copied) - travels) + hidden * slowed
-        if away:
-            figures["exposed.link"] = machine.host_link(away)
         result |= {f"{what}.{key}": value for key, value in figures.items()}
     return result
 

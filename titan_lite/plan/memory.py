@@ -8,7 +8,6 @@ order of the schedule, then reduced gradients, and at the end of the first step 
 gaps that the first one left.
 """
 
-import functools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,9 +17,8 @@ from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.distributed.accumulation import IN_FLIGHT
 from titan_lite.distributed.pipeline_plan import computations, order_of
 from titan_lite.layout import SIZES, itemsizes
-from titan_lite.optimizer.offload import state_bytes
 from titan_lite.optimizer.rounding import PIECE
-from titan_lite.optimizer.state import AT_ONCE, OF_MATRIX
+from titan_lite.optimizer.state import AT_ONCE, OF_MATRIX, moment_bytes
 from titan_lite.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
 from titan_lite.plan.tape import GRAPHS, Stage, Weight, buckets_of
 from titan_lite.plan.trace import PlannedLayout
@@ -56,7 +54,6 @@ class Memory:
     rows: dict[str, float]  # parts of the peak
     reserved: float  # the expected `torch.cuda.max_memory_reserved`
     outside: float  # of tensors
-    host: float = 0.0  # in host memory (training.offload)
 
     @property
     def peak(self) -> float:
@@ -89,9 +86,7 @@ def memory_of(layout: PlannedLayout, stages: Sequence[Stage], machine: Machine) 
             allocator = CachingAllocator(device, expandable=True)  # as start.py sets it
             with suppress(OutOfDeviceMemory):
                 run = replay(layout, stages, -rank, machine, allocator)
-                found.append(
-                    Memory(-rank, run.moment, run.rows, allocator.most_reserved, outside, run.host)
-                )
+                found.append(Memory(-rank, run.moment, run.rows, allocator.most_reserved, outside))
                 break
     return max(found, key=lambda memory: memory.reserved)
 
@@ -151,17 +146,12 @@ class Replay:
         )  # by stage: by number on its tape
         self.shards: list[Held] = []  # of reduced gradients
         self.wholes: list[Held] = []
-        self.has_state, self.all_away = False, layout.config.training.offload == "all"
+        self.has_state = False
         # of gradients, which a graph gives away (distributed/arriving.py)
-        self.copies = layout.config.compile.compiles("model") and not self.all_away
+        self.copies = layout.config.compile.compiles("model")
         self.weights = [weight for stage in stages.values() for weight in stage.weights]
         self.errors: list[Held] = []  # of this step
         self.lacking: dict[int, list[Weight]] = {}  # weights without such an error yet, by stage
-        self.host = state_bytes(
-            layout.config.training,
-            layout.config.optimizer,
-            sum(weight.held for weight in self.weights),
-        )[1]
 
     def make(self, row: str, nbytes: float) -> Held:
         block = self.allocator.malloc(int(nbytes))
@@ -183,7 +173,7 @@ class Replay:
     def start(self, machine: Machine) -> None:
         """Allocate what stays from before the first step, or from its start, to the end."""
         for number, stage in self.stages.items():
-            for weight in () if self.all_away else stage.weights:
+            for weight in stage.weights:
                 self.make("parameters", self.held * weight.held)
             self.make("parameters", stage.buffers)
             for weight in stage.weights:
@@ -220,11 +210,7 @@ class Replay:
         """Keep a gradient of the first microbatch, and add later ones to it: full ones in the dtype that they are reduced in."""
         sums, tape = self.gradients[number], self.stages[number].tape
         summed = tape.elements[gradient] * self.summed
-        if self.all_away and not self.layout.gathers_once:  # the sum of earlier ones comes and goes
-            if gradient in sums:
-                self.end(self.make("gradients", tape.sizes[gradient]))
-            sums[gradient] = "", None
-        elif gradient not in sums and (
+        if gradient not in sums and (
             not self.layout.gathers_once or (summed == tape.sizes[gradient] and not self.copies)
         ):
             sums[gradient] = held
@@ -242,9 +228,9 @@ class Replay:
         }
         for stage in self.stages.values() if self.layout.gathers_once else ():
             under_way: list[tuple[Held, Held, list[Weight]]] = []
-            # a weight on the device that is not sharded, of the same dtype, is no copy
+            # a weight that is not sharded, of the same dtype, is no copy
             kept = [
-                not (_sharded([weight]) or self.all_away or self.held != self.itemsize(weight))
+                not _sharded([weight]) and self.held == self.itemsize(weight)
                 for weight in stage.weights
             ]
             weights = [
@@ -253,10 +239,6 @@ class Replay:
             buckets = buckets_of(weights, "gathered_with")
             for place, bucket in enumerate(buckets):
                 itemsize = self.itemsize(bucket[0])  # a bucket has one dtype
-                if self.all_away:
-                    self.end(
-                        self.make("working", self.held * max(weight.held for weight in bucket))
-                    )
                 shard = self.make(
                     "working", _sharded(bucket) * itemsize * sum(weight.held for weight in bucket)
                 )
@@ -282,7 +264,7 @@ class Replay:
 
     def itemsize(self, weight: Weight) -> int:
         """Return the bytes of an element of a gathered weight."""
-        return 1 if weight.float8 else 4 if weight.float32 else self.computed
+        return 1 if weight.float8 else self.computed
 
     def reduce(self) -> None:
         """Reduce the sums of full gradients, IN_FLIGHT buckets at once, and free the full weights."""
@@ -308,7 +290,7 @@ class Replay:
                     table = self.make(
                         "gradients", self.summed * sum(weight.held for weight in bucket)
                     )
-                (done if self.all_away else self.shards).append(table)
+                self.shards.append(table)
                 under_way.append(done)
                 while len(under_way) == IN_FLIGHT or (under_way and place == len(buckets) - 1):
                     for held in under_way.pop(0):
@@ -327,8 +309,7 @@ class Replay:
             self.errors.append(self.make(ERRORS, 4 * weight.held))
 
     def update(self) -> None:
-        """Make the optimizer's state, or its buckets, in the first step, and free the gradients. Norms and fused updates need no
-        memory."""
+        """Make the optimizer's state in the first step, and free the gradients. Norms and fused updates need no memory."""
         while self.errors:
             self.end(self.errors.pop())
         self.now, config, own = (
@@ -336,17 +317,14 @@ class Replay:
             self.layout.config,
             [weight.held for weight in self.weights],
         )
-        moments = functools.partial(state_bytes, config.training, config.optimizer)
         kind, matrices = (
             OF_MATRIX[config.optimizer.name],
             [weight.held * weight.matrix for weight in self.weights],
         )
         state: list[list[float]] = [
-            [4, *moments(*each)[0]] for each in zip(own, matrices, strict=True)
+            [4, *moment_bytes(config.optimizer, *each)] for each in zip(own, matrices, strict=True)
         ]  # with a step count
         state.append([self.layout.owner_bytes(config)])
-        if config.training.offload != "none":
-            state = [*([4.0] for _ in own), moments(sum(own))[0]]
         for nbytes in () if self.has_state else (nbytes for each in state for nbytes in each):
             self.make("optimizer state", nbytes)
         self.has_state = True

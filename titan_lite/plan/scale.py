@@ -203,9 +203,7 @@ def step_seconds(plan: Plan, layout: PlannedLayout) -> float:
     seconds = stated.seconds - stated.parts.get("exposed.slowest", 0.0)
     if not machine.multiprocessors:  # figures that a run measured are those of its slowest rank
         seconds /= slowest_of(plan.layout.world_size)
-    seconds -= sum(
-        stated.parts.get(part, 0.0) for part in ("optimizer", "offload", "exposed.link")
-    ) * (1 - before / after)
+    seconds -= stated.parts.get("optimizer", 0.0) * (1 - before / after)
     few, many = (owned_matrices(each, machine) for each in (plan.layout, layout))
     seconds += many.computing + many.waiting - few.computing - few.waiting
     modules = max(

@@ -18,7 +18,7 @@ from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.distributed.degrees import DEGREES
 from titan_lite.layout import itemsizes
 from titan_lite.layout_checks import error_bytes
-from titan_lite.optimizer.offload import state_bytes
+from titan_lite.optimizer.state import moment_bytes
 from titan_lite.plan.changes import (
     CHECKPOINTING,
     Change,
@@ -300,13 +300,9 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
         if "output" in names:
             seconds += 6 * table * tokens / (peak * machine.matmul_efficiency)
         slowest, largest = max(slowest, seconds), max(largest, numbers)
-        kept = (
-            0 if config.training.offload == "all" else held * numbers / shards
-        )  # of weights, and of gradients
+        kept = held * numbers / shards  # of weights, and of gradients
         state = kept + sum(
-            state_bytes(
-                config.training, config.optimizer, numbers / shards, blocks * block / shards
-            )[0]
+            moment_bytes(config.optimizer, numbers / shards, blocks * block / shards)
         )
         state += (computed + summed) * numbers if once else kept
         logits = computed * tokens * model.vocab_size / tp if "output" in names else 0.0

@@ -16,7 +16,6 @@ from titan_lite.compiler.hardware import Machine
 from titan_lite.config import Config
 from titan_lite.distributed.pipeline_plan import Timetable, order_of, run_order
 from titan_lite.layout import SIZES, itemsizes
-from titan_lite.optimizer.offload import BUCKET, state_bytes
 from titan_lite.optimizer.state import OF_MATRIX, share_of_matrices
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.owned import owned_matrices
@@ -27,7 +26,7 @@ ROUND = ("gather", "reduce", "copies")
 # Bytes that an update with stochastic rounding reads and writes per local parameter, operator by operator: without the rounding,
 # and for each of parameter and moments that is rounded.
 PLAIN, ROUNDED = 170, 290
-UPDATE = ("optimizer", "owners", "exposed.owners", "offload")  # parts of a step after the gradients
+UPDATE = ("optimizer", "owners", "exposed.owners")  # parts of a step after the gradients
 SMALL_SUMS = 3  # all-reduces of one number: tokens, gradient norm, loss
 # GPUs of one kind are 8% apart on average without outliers (arXiv 2208.11035), the whiskers of a box plot, which are at 2.7
 # standard deviations on either side of a normal distribution.
@@ -39,8 +38,8 @@ class StepTimes:
     """The times of a step."""
 
     seconds: float
-    # Means over pipeline ranks, with the sum `seconds`: compute, bubble, optimizer, owners, offload (in the update), and
-    # exposed. with an axis, owners, host, link (gathers and gradients over the host link) or slowest.
+    # Means over pipeline ranks, with the sum `seconds`: compute, bubble, optimizer, owners, and
+    # exposed. with an axis, owners, host or slowest.
     parts: dict[str, float]
     sent: dict[str, float]  # bytes of the pipeline rank that sends most, by axis
     across: dict[str, float]  # the part of `sent` to other nodes
@@ -57,11 +56,10 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
     degree, owned = layout.degrees["pp"], owned_matrices(layout, machine)
     per_parameter = updated_bytes(layout.config, share_of_matrices(layout.shapes_of_rank))
     accumulating = [accumulate(layout, figures, machine) for figures in stages]
-    leaving = [leave(layout, figures, machine) for figures in stages]
     forward = [seconds_of(figures, FORWARD) for figures in stages]
     backward = [
-        seconds_of(figures, BACKWARD) + sum(extra)
-        for figures, *extra in zip(stages, accumulating, leaving, strict=True)
+        seconds_of(figures, BACKWARD) + extra
+        for figures, extra in zip(stages, accumulating, strict=True)
     ]
 
     def seconds(kind: str, stage: int) -> float:
@@ -86,16 +84,10 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
     ends = []
     for mine in ranks:
         parts = of_step(mine, "compute", "exposed.")
-        for part, each in (("compute", accumulating), ("exposed.link", leaving)):
-            parts[part] += layout.microbatches * sum(each[stage] for stage in mine)
+        parts["compute"] += layout.microbatches * sum(accumulating[stage] for stage in mine)
         own = sum(stages[stage]["held"] for stage in mine)
         sums = SMALL_SUMS * machine.collective("all_reduce", 8, range(layout.world_size))
-        traffic = machine.memory_traffic(per_parameter * own)
-        parts["optimizer"] = traffic + sums
-        if host := state_bytes(layout.config.training, layout.config.optimizer, own)[1]:
-            # Both directions at once, and under the update; the last bucket goes back alone.
-            last = host * min(1.0, BUCKET / own)
-            parts["offload"] = max(0.0, machine.host_link(host) - traffic) + machine.host_link(last)
+        parts["optimizer"] = machine.memory_traffic(per_parameter * own) + sums
         parts |= (
             {"owners": owned.computing, "exposed.owners": owned.waiting} if owned.computing else {}
         )
@@ -180,13 +172,3 @@ def accumulate(layout: PlannedLayout, figures: Figures, machine: Machine) -> flo
     if layout.gathers_once:
         return machine.memory_traffic(figures["whole"] * (computed + 2 * summed))
     return machine.memory_traffic(3 * held * figures["held"])
-
-
-def leave(layout: PlannedLayout, figures: Figures, machine: Machine) -> float:
-    """Return the seconds in which a microbatch's reduced gradients leave for host memory (optimizer/offload.py). In all but the
-    first one of a step, the sum of those before comes back first."""
-    if layout.config.training.offload != "all" or layout.gathers_once:
-        return 0.0
-    return (2 - 1 / layout.microbatches) * machine.host_link(
-        itemsizes(layout.config.training)[0] * figures["held"]
-    )

@@ -50,8 +50,6 @@ WORDS = {
     "host": "the host",
     "slowest": "the slowest rank",
     "owners": "whole matrices of the optimizer",
-    "offload": "waiting for host memory in the update",
-    "link": "shards from host memory, and gradients to it",
     **AXIS_WORDS,
 }
 
@@ -247,8 +245,6 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     lines.append(
         f"  {'of ' + format(machine.memory, 'g') + ' on the device':<40} {memory.total / GIB:8.2f}  {verdict}"
     )
-    if memory.host:
-        lines.append(f"  {'beside that, in host memory':<40} {memory.host / GIB:8.2f}")
     uncertain = ", ".join(
         f"{name.removesuffix('_efficiency')} {100 * share:.0f}%"
         for name, share in UNCERTAINTY.items()
@@ -337,7 +333,6 @@ def as_json(plan: Plan) -> str:
             "rows": memory.rows,
             "peak": memory.peak,
             "reserved": memory.reserved,
-            "host": memory.host,
             "total": memory.total,
             "device": plan.capacity,
             "fits": plan.fits,

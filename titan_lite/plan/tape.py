@@ -73,7 +73,6 @@ class Weight:
     reduced_with: int
     copy: int = 0  # of a block that was not traced
     float8: bool = False  # gathered as float8
-    float32: bool = False  # read as float32, whatever mixed_precision_param is
     matrix: bool = False  # within a block, and no norm (optimizer/state.py)
     factors: tuple[int, int] = (
         0,

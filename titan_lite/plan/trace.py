@@ -59,7 +59,6 @@ from titan_lite.distributed.axes import Axes, axes_of, by_axis
 from titan_lite.distributed.buckets import Plans, gather_buckets, reduce_buckets
 from titan_lite.distributed.build import build_stages, compile_stages
 from titan_lite.distributed.context_parallel import attend_to_the_past
-from titan_lite.distributed.gather import local
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.powersgd import factors_of
@@ -71,6 +70,7 @@ from titan_lite.models.llama3 import Transformer
 from titan_lite.optimizer.state import is_matrix
 from titan_lite.plan.costs import Figures, copies_figures, figures_of, round_figures
 from titan_lite.plan.tape import GRAPHS, ScheduledGraph, Tensors, Weight, lives_of
+from titan_lite.sharding import local
 
 PROCESSES = 2
 Kind = tuple[str, ...]  # a stage's modules other than blocks
@@ -246,7 +246,7 @@ def trace_stage(
     machines = [machine.attending(config.training.attention_kernel) for machine in machines]
     passes = _Priced.of("model", config.compile, machines, axes)
     passes.async_tensor_parallel = config.parallelism.enable_async_tensor_parallel
-    passes.gathers_once = layout.gathers_once and config.training.offload != "all"
+    passes.gathers_once = layout.gathers_once
     loss_passes = _Priced.of("loss", config.compile, machines, axes)
     dtype = getattr(torch, config.training.mixed_precision_param)
     tokens, tp = len(model.positions), axis_of(mesh["tp"])
@@ -298,7 +298,7 @@ def trace_stage(
     found = []
     for number, machine in enumerate(machines):
         computing = {name: each[number]["compute"] for name, (each, _) in passes.graphs.items()}
-        under = {} if layout.config.training.offload == "all" or machine.is_cpu else computing
+        under = {} if machine.is_cpu else computing
         figures = held | (round_figures(plans, machine, axes, under) if layout.gathers_once else {})
         for name, (each, _) in graphs.items():
             figures |= {f"{name}.{key}": value for key, value in each[number].items()}
@@ -340,7 +340,6 @@ def weights_of(plans: Plans, parallelism: Parallelism) -> list[Weight]:
         buckets = gathered[parameter], reduced[parameter]
         kind: dict[str, Any] = dict(
             float8=plan.float8,
-            float32=plan.param_dtype == torch.float32,
             matrix=is_matrix(plan.fqn),
         )
         kind |= dict(factors=factors_of(plan, parallelism) or (0, 0))

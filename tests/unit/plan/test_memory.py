@@ -11,7 +11,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from titan_lite.compiler.hardware import GIB
-from titan_lite.config import Compile, Optimizer, Training
+from titan_lite.config import Compile, Optimizer
 from titan_lite.optimizer.state import AT_ONCE as WHOLES
 from titan_lite.optimizer.state import numbers_in
 from titan_lite.plan import memory as module
@@ -149,40 +149,6 @@ def test_errors_between_copies_are_made_in_the_last_backward_of_eager_mode_and_a
     found = memory_of(mine, [small], CPU)
     assert found.moment == "backward"  # with the error of the step before, and Q
     assert found.rows["errors between copies"] == (4 if compiled else 8) * MIB + 4 * 512
-
-
-def test_offloaded_moments_leave_step_counts_and_buckets_on_the_device(monkeypatch):
-    monkeypatch.setattr("titan_lite.optimizer.offload.BUCKET", MIB // 2)
-    mine = layout()
-    mine = dataclasses.replace(
-        mine, config=dataclasses.replace(mine.config, training=Training(offload="optimizer"))
-    )
-    found = memory_of(mine, [stage([WEIGHT, WEIGHT])], CPU)
-    assert (
-        found.rows["optimizer state"] == 4 * 2 * MIB + 2 * 512
-    )  # four buffers of 2 MiB, two counts
-    assert found.host == 2 * 2 * 4 * MIB
-
-
-@pytest.mark.parametrize("gathers_once", [False, True])
-def test_with_all_in_host_memory_gradients_leave_and_buckets_stay(gathers_once, monkeypatch):
-    monkeypatch.setattr("titan_lite.optimizer.offload.BUCKET", MIB // 8)
-    mine = layout(accumulation=2, gathers_once=gathers_once)
-    mine = dataclasses.replace(
-        mine, config=dataclasses.replace(mine.config, training=Training(offload="all"))
-    )
-    events = {"forward": [1, ~1], "backward": [0, 1, ~1, ~0]}
-    tape = Tape(
-        [2 * MIB if gathers_once else 4 * MIB, 30 * MIB], [MIB], ["gradients", "working"], events
-    )
-    run = replayed(mine, [Stage(tape, [WEIGHT], 0, 0)])
-    assert run._rows["parameters"] == 0
-    assert run._rows["gradients"] == 0
-    assert (
-        run._rows["optimizer state"] == 4 * 2 * MIB // 2 + 512
-    )  # two buckets of four lists, one count
-    assert run.host == 4 * 4 * MIB
-    assert run.rows["working"] == 30 * MIB  # the peak is in backward, where the gradient is
 
 
 def test_workspaces_are_those_of_a_gpu():

@@ -14,7 +14,6 @@ from titan_lite.config import Compile, Config, Optimizer, Parallelism, Training
 from titan_lite.distributed.pipeline_plan import order_of, plan_pipeline, run_order
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.optimizer.build import build_optimizer
-from titan_lite.optimizer.offload import BUCKET
 from titan_lite.plan.owned import all_to_all, owned_matrices
 from titan_lite.plan.simulate import simulate_step, updated_bytes
 from titan_lite.plan.trace import PlannedLayout
@@ -211,36 +210,6 @@ def test_bytes_of_a_fused_update_are_those_of_its_tensors():
     assert updated_bytes(Config()) == 10 * 4
     assert updated_bytes(Config(**moments, compile=compiled)) == 6 * 4 + 4 * 2
     assert updated_bytes(Config(**parameters, **moments, compile=compiled)) == 10 * 2
-
-
-def test_an_offloaded_update_waits_for_the_host_link():
-    mine = layout()
-    mine = dataclasses.replace(
-        mine,
-        config=dataclasses.replace(mine.config, training=Training(seq_len=64, offload="optimizer")),
-    )
-    step = simulate_step(mine, stages_of(mine, held=1e9), H100)
-    assert sum(step.parts.values()) == pytest.approx(step.seconds)
-    link, bucket = (8 * numbers / (64e9 * H100.link_efficiency) for numbers in (1e9, BUCKET))
-    assert step.parts["offload"] == pytest.approx(link - 40e9 / (3350e9 * 0.85) + bucket, rel=1e-3)
-    assert step.ends[0]["optimizer"] == step.parts["optimizer"] + step.parts["offload"]
-    without = simulate_step(layout(), stages_of(mine, held=1e9), H100)
-    assert step.seconds == pytest.approx(without.seconds + step.parts["offload"])
-
-
-def test_with_all_in_host_memory_gradients_travel_once_and_sums_before_them_come_back():
-    mine = layout(accumulation=4)
-    mine = dataclasses.replace(
-        mine, config=dataclasses.replace(mine.config, training=Training(seq_len=64, offload="all"))
-    )
-    figures = dict(held=1e9, forward__exposed__link=0.1, backward__exposed__link=0.2)
-    step = simulate_step(mine, stages_of(mine, **figures), H100)
-    assert sum(step.parts.values()) == pytest.approx(step.seconds)
-    link = 4e9 / (64e9 * H100.link_efficiency)
-    assert step.parts["exposed.link"] == pytest.approx(4 * 0.3 + 4 * link + 3 * link)
-    assert step.parts["offload"] == pytest.approx(
-        4 * link - 40e9 / (3350e9 * 0.85) + 4 * link * BUCKET / 1e9, rel=1e-3
-    )
 
 
 def test_bytes_are_of_the_rank_that_sends_most():

@@ -79,9 +79,6 @@ FSDP, TP, RECOMPUTED, CHUNKED = (
 )
 
 
-AWAY = dataclasses.replace(FSDP.config.training, offload="all")
-AWAY = dataclasses.replace(FSDP, config=dataclasses.replace(FSDP.config, training=AWAY))
-
 HOW = dict(replicate_compression="powersgd", replicate_rank=8, replicate_uncompressed_steps=0)
 COPIES = layout(4, data_parallel_replicate_degree=2, **HOW)
 
@@ -91,7 +88,6 @@ WANTED = {
     ("fsdp", 3): FSDP,
     ("tp", 2): TP,
     ("chunks", 3): CHUNKED,
-    ("away", 3): AWAY,
 }
 WANTED |= {("copies", 3): COPIES}
 LONG = {("fsdp", 8): FSDP, ("full", 3): RECOMPUTED}
@@ -202,19 +198,6 @@ def test_factors_hide_under_the_shares_of_backward_after_their_gradients_have_ar
     # The embedding computes nothing. The blocks after it have no share left for Q; with FSDP, gradients arrive one block later.
     assert exposed(10.0) == pytest.approx((2 if shard == 1 else 3) * (p + q) + q + norms)
     assert exposed(10.0) < exposed(5 * p / 2) < exposed(0.0)  # half of a P in each share
-
-
-def test_every_gather_copies_a_shard_from_host_memory(traces):
-    here, away = traces["fsdp", 3].figures[0], traces["away", 3].figures[0]
-    link = 4 / RANKS / (64e9 * H100.link_efficiency)
-    assert away["forward.exposed.link"] == pytest.approx((3 * BLOCK + 2 * TABLE + MODEL.dim) * link)
-    assert away["backward.exposed.link"] == pytest.approx(
-        3 * BLOCK * link
-    )  # of what is gathered again
-    assert away["forward.compute"] == pytest.approx(here["forward.compute"], rel=0.02)
-    rows = memory_of(AWAY, [stage_of(traces["away", 3].tensors, 3, pipelined=False)], H100).rows
-    assert rows["parameters"] == traces["away", 3].tensors.buffers
-    assert rows["gradients"] <= 4 * TABLE / RANKS  # at most one at a time
 
 
 @pytest.mark.parametrize("blocks", [3, 4, 5])
@@ -389,7 +372,6 @@ def test_every_key_that_changes_a_graph_has_traces_of_its_own():
     others += [
         ["--float8.enable", "--float8.all_gather"],
         ["--training.loss_chunk_tokens=64"],
-        ["--training.offload=all"],
     ]
     others += [["--compile.enable"]]
     assert len({repr(traced(*options)) for options in alike}) == 1
