@@ -153,7 +153,7 @@ def time_updates(rank: int, folder: str, rounds: int) -> None:
     timed["Shampoo with roots"] = Optimizer("Shampoo", precondition_frequency=1, **roots)
     timed["Shampoo without"] = Optimizer("Shampoo", precondition_frequency=10**9, **roots)
     updates: dict[str, Callable] = {
-        name: build_optimizer(each, named, seed=0).step for name, each in timed.items()
+        name: build_optimizer(each, named).step for name, each in timed.items()
     }
     updates["torch.optim.Muon"] = torchs_muon(named)
     seconds: dict[str, list[float]] = {name: [] for name in updates}
@@ -177,7 +177,7 @@ def torchs_muon(named: dict[str, nn.Parameter]) -> Callable[[], None]:
     matrices = {fqn: parameter for fqn, parameter in named.items() if is_matrix(fqn)}
     muon = torch.optim.Muon([*matrices.values()], lr=3e-4, adjust_lr_fn="match_rms_adamw")
     others = {fqn: parameter for fqn, parameter in named.items() if fqn not in matrices}
-    adamw = build_optimizer(Optimizer(), others, seed=0)
+    adamw = build_optimizer(Optimizer(), others)
 
     def step() -> None:
         muon.step()

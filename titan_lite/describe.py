@@ -152,7 +152,7 @@ def _between_copies(config: Config, layout: Layout) -> str:
     """Return the line on what travels between copies, in bytes of a rank's all-reduces."""
     sent, summed, parallelism = (
         sent_between_copies(config, layout),
-        itemsizes(config.training)[2],
+        itemsizes(config.training)[1],
         config.parallelism,
     )
     whole = {

@@ -35,6 +35,8 @@ from titan_lite.optimizer.state import kept_by_owners, moment_bytes, numbers_in,
 from titan_lite.shape import shape_of
 
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes of an element
+# Bytes of a stored weight, of its gradient and of each of its moments: float32.
+STORED = 4
 # Share of a device's memory that fsdp_communication = "auto" may fill, without activations.
 FILLED = 0.6
 
@@ -93,7 +95,7 @@ class Layout:
         own = self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
         moments = moment_bytes(config.optimizer, own, own * share_of_matrices(self.shapes_of_rank))
         beside = self.owner_bytes(config) + 2 * error_bytes(config, self)
-        return 2 * itemsizes(config.training)[0] * own + sum(moments) + beside
+        return 2 * STORED * own + sum(moments) + beside
 
     def owner_bytes(self, config: Config) -> float:
         """Return the bytes that the rank with most keeps of whole matrices (optimizer/owners.py)."""
@@ -104,7 +106,7 @@ class Layout:
 
     def step_bytes(self, config: Config) -> float:
         """Return the extra bytes of gathering once a step: unsharded weights, gradients of a backward, sums of gradients."""
-        _, computed, summed = itemsizes(config.training)
+        computed, summed = itemsizes(config.training)
         in_float8 = (
             numbers_in(gathered_in_float8(config.float8, self.shapes_of_rank)) / self.degrees["tp"]
         )
@@ -158,13 +160,9 @@ class Layout:
         )
 
 
-def itemsizes(training: Training) -> tuple[int, int, int]:
-    """Return the bytes per element of stored weights, of computation, and of sums of gradients."""
-    return (
-        SIZES[training.dtype],
-        SIZES[training.mixed_precision_param],
-        SIZES[training.mixed_precision_reduce],
-    )
+def itemsizes(training: Training) -> tuple[int, int]:
+    """Return the bytes per element of computation, and of sums of gradients."""
+    return SIZES[training.mixed_precision_param], SIZES[training.mixed_precision_reduce]
 
 
 def _fits_gathered_once(config: Config, layout: Layout, memory: float) -> bool:

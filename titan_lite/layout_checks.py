@@ -40,11 +40,6 @@ def check_layout(config: Config, layout: "Layout") -> None:
             f'compile.components has the optimizer, and the update of optimizer.name = "{name}" is not compiled, as most of it '
             'is products of large matrices; use compile.components = ["model", "loss"]'
         )
-    if name == "Shampoo" and config.optimizer.state_dtype != "float32":
-        raise ConfigError(
-            f'optimizer.state_dtype = "{config.optimizer.state_dtype}": the roots of optimizer.name = "Shampoo" need factors in '
-            'float32; use "float32"'
-        )
     if name == "Shampoo" and config.optimizer.start_preconditioning_step > training.steps:
         raise ConfigError(
             f"optimizer.start_preconditioning_step = {config.optimizer.start_preconditioning_step} is after the last of "

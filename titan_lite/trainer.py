@@ -231,10 +231,7 @@ class Trainer:
         how: dict[str, Any] = (
             dict(compile=compile_update) if config.compile.compiles("optimizer") else {}
         )
-        how |= dict(
-            seed=config.debug.seed,
-            head_dim=self.layout.model.head_dim,
-        )
+        how |= dict(head_dim=self.layout.model.head_dim)
         self.optimizer = build_optimizer(config.optimizer, self.parameters, **how)
 
     def build_data(self) -> None:

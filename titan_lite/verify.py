@@ -215,7 +215,6 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
             steps=steps,
             loss_chunk_tokens=chunk,
             compare_copies_freq=1,
-            dtype="float32",
             mixed_precision_param="float32",
             mixed_precision_reduce="float32",
             attention_kernel="auto",

@@ -57,7 +57,6 @@ def build(
     receipts=None,
     float8=None,
     chunk=0,
-    dtype="float32",
     powersgd=0,
 ):
     """The model as the trainer builds it, without a recipe. compiled: a backend; receipts: a list that gets the schedule's;
@@ -78,7 +77,6 @@ def build(
             seq_len=config.max_seq_len,
             mixed_precision_param=str(param).removeprefix("torch."),
             mixed_precision_reduce="float32",
-            dtype=dtype,
         ),
         parallelism=parallelism,
         activation_checkpoint=checkpoint,

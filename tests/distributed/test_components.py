@@ -79,7 +79,7 @@ def updated(backend):
             parameters[f"{rows} rows"] = torch.nn.Parameter(whole)
         vector = distribute_tensor(torch.randn(9, generator=generator), mesh, [Replicate()])
         parameters["whole"] = torch.nn.Parameter(vector)
-        optimizer = build_optimizer(Optimizer(lr=0.02), parameters, seed=0, compile=compiler)
+        optimizer = build_optimizer(Optimizer(lr=0.02), parameters, compile=compiler)
         for step in range(1, 6):
             for parameter in parameters.values():
                 gradient = torch.randn(parameter.shape, generator=generator)

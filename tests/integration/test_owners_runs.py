@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from ranks import run_ranks
-from test_optimizer_state import copy_at_step_2, losses, same, trained
+from resumed import copy_at_step_2, losses, same, trained
 from tiny import DEBUG, DEBUG_TOKENIZER, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, steps
 
 from titan_lite.check import check
@@ -164,14 +164,6 @@ def test_a_compiled_update_is_refused(name):
     config, _ = load_config(DEBUG, options)
     wrong = rf'the update of optimizer.name = "{name}" is not compiled.* use compile.components = \["model", "loss"\]'
     with pytest.raises(ConfigError, match=wrong):
-        make_layout(config, 2)
-
-
-def test_shampoos_state_in_bfloat16_is_refused():
-    config, _ = load_config(DEBUG, [*OPTIONS["Shampoo"], "--optimizer.state_dtype=bfloat16"])
-    with pytest.raises(
-        ConfigError, match=r'optimizer.state_dtype = "bfloat16": the roots .* use "float32"'
-    ):
         make_layout(config, 2)
 
 

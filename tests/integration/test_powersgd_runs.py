@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_optimizer_state import copy_at_step_2, losses, trained
+from resumed import copy_at_step_2, losses, trained
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
 
 from titan_lite.config import ConfigError

@@ -178,11 +178,9 @@ HERE = {
     ),
     "python scripts/compare_measured.py": Run("FSDP 4", "--layouts 'FSDP 4' --rounds 1 --steps 1"),
     "python scripts/compare_precision.py --whole --steps 600": Run(
-        "bfloat16 | float32", "--steps 2 --seeds 1 --ways bfloat16"
+        "| bfloat16 |", "--steps 2 --seeds 1 --ways bfloat16"
     ),
-    "python scripts/compare_precision.py": Run(
-        "rowwise_with_gw_hp | float32", "--steps 4 --seeds 1"
-    ),
+    "python scripts/compare_precision.py": Run("rowwise_with_gw_hp |", "--steps 4 --seeds 1"),
     "python scripts/compare_optimizers.py --whole": Run(
         "| AdamW | 0.001 | 4 |", "--steps 4 --seeds 1 --names AdamW --rates 1e-3"
     ),

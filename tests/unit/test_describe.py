@@ -140,7 +140,6 @@ def test_the_start_of_other_runs():
     lines = said(
         "--compile.enable",
         "--no-checkpoint.enable",
-        "--training.dtype=bfloat16",
         "--training.global_batch_size=2",
         ranks=1,
     )
@@ -148,7 +147,7 @@ def test_the_start_of_other_runs():
     assert lines[2].startswith("layout: 1 rank, each one CPU")
     assert lines[3].endswith("512 tokens a step = 2 sequences of 256, in 1 local batch of 2 a rank")
     assert lines[5:] == [
-        "memory: 0.06 GiB a rank for parameters, gradients and optimizer state; activations beside that",
+        "memory: 0.09 GiB a rank for parameters, gradients and optimizer state; activations beside that",
         "checkpoints: none (checkpoint.enable = false)",
         "compiling comes first: the first step and the first validation take longer",
     ]

@@ -123,6 +123,7 @@ ROOMS = {
     "metrics/throughput": (),
     "metrics/timelines": ("titan_lite.compiler", "titan_lite.distributed.axes", "matplotlib"),
     "plan": (
+        "titan_lite.sharding",
         "titan_lite.attention",
         "titan_lite.chunked_loss",
         "titan_lite.command",

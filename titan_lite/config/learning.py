@@ -141,11 +141,6 @@ class Training:
         "optimizer steps of the run, resumed parts included",
         "steps >= 1",
     )
-    dtype: str = setting(
-        "float32",
-        "sharded parameters and their gradients; in bfloat16 the optimizer rounds parameters stochastically",
-        choices=("float32", "bfloat16"),
-    )
     mixed_precision_param: str = setting(
         "bfloat16",
         "gathered parameters, activations, all-gather traffic",
@@ -259,11 +254,6 @@ class Optimizer:
         1e-5,
         "added to the eigenvalues of the statistics",
         "times the largest eigenvalue > 0",
-    )
-    state_dtype: str = setting(
-        "float32",
-        "moments, and the momentum of Muon; in bfloat16 they take half of the memory, and are rounded stochastically",
-        choices=("float32", "bfloat16"),
     )
     weight_decay: float = setting(
         0.1, "decoupled decay of all but RMSNorm weights, times the learning rate", "per step >= 0"
@@ -449,7 +439,7 @@ class Debug:
 
     seed: int = setting(
         0,
-        "seed of weights, data order and stochastic rounding",
+        "seed of weights and data order",
         f"integer >= 0 <= {2**63 - 1}",
     )
     deterministic: bool = setting(

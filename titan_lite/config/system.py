@@ -133,7 +133,7 @@ class Float8:
 
     enable: bool = setting(
         False,
-        "compute forward and both gradients of these layers in float8; weights stay in training.dtype",
+        "compute forward and both gradients of these layers in float8; weights stay in float32",
     )
     recipe: str = setting(
         "tensorwise",

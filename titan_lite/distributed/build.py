@@ -72,7 +72,7 @@ def build_stages(
     stages = []
     for fqns in modules:
         with torch.device("meta"):
-            model = make_model(positions).to(getattr(torch, training.dtype))
+            model = make_model(positions)
         keep_modules(model, fqns)
         apply_context_parallel(model, mesh["cp"], attend)
         if float8.enable:

@@ -1,62 +1,42 @@
-"""AdamW over sharded parameters: torch's fused kernel, or an update of our own that rounds stochastically.
+"""AdamW over sharded parameters: torch's fused kernel, or an update that the compiler fuses.
 
-optimizer = AdamW(named, groups, torch.float32, seed=0, compile=None, lr=3e-4, fused=True)
+optimizer = AdamW(groups, compile=None, lr=3e-4, fused=True)
 optimizer.step(skip)                    # skip: a scalar on the device; if it is 1, nothing changes
 """
 
-import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.optim.adamw import adamw
 
-from titan_lite.optimizer.rounding import (
-    PIECE,
-    TENSORS,
-    at_step,
-    keys_of,
-    round_stochastically,
-    row_numbers,
-)
 from titan_lite.sharding import local
-
-Draw = tuple[Tensor, Tensor]  # for random bits: numbers of the rows, keys of TENSORS
 
 
 class AdamW(torch.optim.AdamW):
     """AdamW on local shards, without DTensor's overhead for each operator. The state is named as that of torch.optim.AdamW.
 
-    If all is float32, the update is torch's fused kernel. That kernel rounds to the nearest, so parameters or moments in bfloat16
-    have `_update` instead, which rounds them stochastically (rounding.py).
-    compile: compiles `_update`, for any dtype, because torch 2.13 does not trace the fused kernel.
+    compile: compiles `_update`, because torch 2.13 does not trace the fused kernel.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
         groups: list[dict],
-        dtype: torch.dtype,
-        seed: int,
         compile: Callable[[Callable], Callable] | None,
         **settings: Any,
     ):
         super().__init__(groups, **settings)
-        self.dtype = dtype
-        self.compiled = compile and compile(_update)
-        self.keys = dict(zip(parameters.values(), keys_of(seed, parameters), strict=True))
-        self.places: dict[nn.Parameter, Draw] = {}  # on their device, for every step
+        self.compiled_update = None if compile is None else compile(_update)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the live state of a parameter: of zeros before its first step."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            own = parameter.detach()
-            for name in TENSORS[1:]:
-                state[name] = torch.zeros_like(own, dtype=self.dtype)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter.detach())
         return state
 
     @torch.no_grad()
@@ -68,36 +48,34 @@ class AdamW(torch.optim.AdamW):
                 continue
             states = [self.state_of(parameter) for parameter in parameters]
             steps = [state["step"] for state in states]
-            own, gradients = (
-                [*map(local, parameters)],
-                [_waited(local(parameter.grad)) for parameter in parameters],
-            )
-            first, second = ([local(state[name]) for state in states] for name in TENSORS[1:])
-            if self.compiled is None and torch.float32 == own[0].dtype == self.dtype:
-                _fused(own, gradients, first, second, steps, group, skip)
+            shards = [local(parameter) for parameter in parameters]
+            gradients = [_waited(local(parameter.grad)) for parameter in parameters]
+            means = [local(state["exp_avg"]) for state in states]
+            squares = [local(state["exp_avg_sq"]) for state in states]
+            if self.compiled_update is None:
+                beta1, beta2 = group["betas"]
+                adamw(
+                    shards,
+                    gradients,
+                    means,
+                    squares,
+                    max_exp_avg_sqs=[],
+                    state_steps=steps,
+                    lr=group["lr"],
+                    beta1=beta1,
+                    beta2=beta2,
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    amsgrad=group["amsgrad"],
+                    maximize=group["maximize"],
+                    fused=True,
+                    found_inf=skip,
+                )
                 continue
             skipped = torch.zeros_like(steps[0]) if skip is None else skip
             torch._foreach_add_(steps, 1 - skipped)
-            draws = (
-                self.draws(parameters, steps[0])
-                if torch.bfloat16 in (own[0].dtype, self.dtype)
-                else []
-            )
             factors = _factors(steps[0], skipped, group)
-            update = self.compiled or _update_in_pieces
-            update(own, gradients, first, second, draws, **factors)
-
-    def draws(self, parameters: list[nn.Parameter], step: Tensor) -> list[Draw]:
-        for parameter in parameters:
-            if (
-                parameter not in self.places
-            ):  # copied to the device once: a copy waits for the work queued there
-                self.places[parameter] = (
-                    row_numbers(parameter).to(step.device),
-                    self.keys[parameter].to(step.device),
-                )
-        rows, keys = zip(*map(self.places.__getitem__, parameters), strict=True)
-        return [*zip(rows, at_step(torch.stack(keys), step), strict=True)]
+            self.compiled_update(shards, gradients, means, squares, factors)
 
 
 def _waited(gradient: Tensor) -> Tensor:
@@ -105,61 +83,31 @@ def _waited(gradient: Tensor) -> Tensor:
     return gradient.wait() if isinstance(gradient, AsyncCollectiveTensor) else gradient
 
 
-def _fused(
-    own: list[Tensor],
-    gradients: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    steps: list[Tensor],
-    group: Mapping[str, Any],
-    skip: Tensor | None,
-) -> None:
-    """Do one step by torch's fused kernel, which rounds to the nearest."""
-    settings: dict[str, Any] = {
-        name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")
-    }
-    settings |= dict(
-        beta1=group["betas"][0], beta2=group["betas"][1], max_exp_avg_sqs=[], fused=True
-    )
-    adamw(own, gradients, first, second, state_steps=steps, found_inf=skip, **settings)
+class _Factors(NamedTuple):
+    """The factors of a step for all parameters. Those that change are tensors: a graph would have numbers as constants."""
+
+    decay: Tensor  # of parameters
+    step_size: Tensor
+    correction: Tensor  # of the square root of the second moment
+    skip: Tensor  # bool
+    beta1: float
+    beta2: float
+    eps: float
 
 
-def _factors(step: Tensor, skip: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the factors of a step for all parameters, computed in float64 as in the fused kernel.
-
-    Those that change are tensors, since the graph would have numbers as constants.
-    """
-    (beta1, beta2), step = (
-        group["betas"],
-        step.double() + skip,
-    )  # nonzero even if the first step is skipped
-    decay, step_size = (
-        torch.full_like(step, 1 - group["lr"] * group["weight_decay"]),
-        group["lr"] / (1 - beta1**step),
-    )
-    tensors = dict(
-        decay=decay.float(),
-        step_size=step_size.float(),
+def _factors(step: Tensor, skip: Tensor, group: Mapping[str, Any]) -> _Factors:
+    """Compute the factors of a step in float64, as the fused kernel does. step: its number, without a step that is skipped."""
+    beta1, beta2 = group["betas"]
+    step = step.double() + skip  # nonzero even if the first step is skipped
+    return _Factors(
+        decay=torch.full_like(step, 1 - group["lr"] * group["weight_decay"]).float(),
+        step_size=(group["lr"] / (1 - beta1**step)).float(),
         correction=(1 - beta2**step).sqrt().float(),
+        skip=skip.bool(),
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
     )
-    return dict(**tensors, skip=skip.bool(), beta1=beta1, beta2=beta2, eps=group["eps"])
-
-
-def _update_in_pieces(
-    own: list[Tensor],
-    gradients: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    draws: list[Draw],
-    **factors: Any,
-) -> None:
-    """Do `_update` with PIECE elements at once, so that its temporaries are small."""
-    for *tensors, (rows, key) in zip(own, gradients, first, second, draws, strict=True):
-        length = max(1, PIECE[rows.device.type] // max(1, math.prod(tensors[0].shape[1:])))
-        for a, b, c, d, own_rows in zip(
-            *(tensor.split(length) for tensor in (*tensors, rows)), strict=True
-        ):
-            _update([a], [b], [c], [d], [(own_rows, key)], **factors)
 
 
 def _update(
@@ -167,41 +115,16 @@ def _update(
     gradients: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    draws: list[Draw],
-    *,
-    decay: Tensor,
-    step_size: Tensor,
-    correction: Tensor,
-    skip: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
+    factors: _Factors,
 ) -> None:
-    """Do one step of AdamW (arXiv 1711.05101, algorithm 2) in place, unless `skip`. Computes in float32 for any dtype.
-
-    draws: of each parameter, if anything is in bfloat16.
-    """
-    lists = (parameters, gradients, exp_avgs, exp_avg_sqs)
-    before, gradients, first, second = ([tensor.float() for tensor in tensors] for tensors in lists)
-    means = torch._foreach_lerp(first, gradients, 1 - beta1)
-    squares = torch._foreach_addcmul(
-        torch._foreach_mul(second, beta2), gradients, gradients, 1 - beta2
-    )
-    denominators = torch._foreach_add(
-        torch._foreach_div(torch._foreach_sqrt(squares), correction), eps
-    )
-    steps = torch._foreach_div(torch._foreach_mul(means, step_size), denominators)
-    after = torch._foreach_sub(torch._foreach_mul(before, decay), steps)
-    changes = (
-        (parameters, before, after),
-        (exp_avgs, first, means),
-        (exp_avg_sqs, second, squares),
-    )
-    for place, (tensors, old, new) in enumerate(changes):
-        exact = [torch.where(skip, *pair) for pair in zip(old, new, strict=True)]
-        if (
-            tensors[0].dtype == torch.bfloat16
-        ):  # a value that bfloat16 has, as of a skipped step, stays
-            pairs = zip(exact, draws, strict=True)
-            exact = [round_stochastically(value, rows, key[place]) for value, (rows, key) in pairs]
-        torch._foreach_copy_(tensors, exact)
+    """Do one step of AdamW (arXiv 1711.05101, algorithm 2) in place, unless it is skipped. All tensors are float32."""
+    means = torch._foreach_lerp(exp_avgs, gradients, 1 - factors.beta1)
+    squares = torch._foreach_mul(exp_avg_sqs, factors.beta2)
+    squares = torch._foreach_addcmul(squares, gradients, gradients, 1 - factors.beta2)
+    denominators = torch._foreach_div(torch._foreach_sqrt(squares), factors.correction)
+    denominators = torch._foreach_add(denominators, factors.eps)
+    steps = torch._foreach_div(torch._foreach_mul(means, factors.step_size), denominators)
+    updated = torch._foreach_sub(torch._foreach_mul(parameters, factors.decay), steps)
+    for old, new in ((parameters, updated), (exp_avgs, means), (exp_avg_sqs, squares)):
+        kept = [torch.where(factors.skip, *pair) for pair in zip(old, new, strict=True)]
+        torch._foreach_copy_(old, kept)

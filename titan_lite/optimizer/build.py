@@ -1,14 +1,13 @@
 """Build the optimizer of a recipe, and name its state by FQN.
 
 named = dict(model.named_parameters())
-optimizer = build_optimizer(config.optimizer, named, seed=0)                          # fused: one kernel
-optimizer = build_optimizer(config.optimizer, named, seed=0, compile=torch.compile)   # compiled
+optimizer = build_optimizer(config.optimizer, named)                          # fused: one kernel
+optimizer = build_optimizer(config.optimizer, named, compile=torch.compile)   # compiled
 optimizer_state(optimizer, named)       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
 optimizer_settings(optimizer, named)    # {"layers.0.attention.wq.weight.lr": 3e-4, ...}
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +26,13 @@ def build_optimizer(
     config: Optimizer,
     parameters: Mapping[str, nn.Parameter],
     *,
-    seed: int,
     head_dim: int = 0,
     compile: Callable[[Callable], Callable] | None = None,
 ) -> AdamW | Matrices:
     """Return AdamW, fused (one kernel for all parameters) or with an update compiled by `compile`; its state is the same. Or
     return an optimizer of matrices, which is not compiled, with such an AdamW for embedding, output and norms.
 
-    parameters: by FQN. seed: of stochastic rounding. head_dim: rows of a head in wq, wk and wv, for optimizer.ns_per_head.
+    parameters: by FQN. head_dim: rows of a head in wq, wk and wv, for optimizer.ns_per_head.
     Norm weights do not decay.
     """
     matrices = {
@@ -48,11 +46,8 @@ def build_optimizer(
     groups: list[dict] = [
         {"params": found, "weight_decay": decay} for decay, found in by_decay.items() if found
     ]
-    settings: dict[str, Any] = dict(
-        lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-    )
-    dtype = getattr(torch, config.state_dtype)
-    adamw = AdamW(parameters, groups, dtype, seed, compile, **settings)
+    betas = (config.beta1, config.beta2)
+    adamw = AdamW(groups, compile, lr=config.lr, betas=betas, eps=config.eps, fused=True)
     return OF_MATRICES[config.name](matrices, adamw, config, head_dim) if matrices else adamw
 
 

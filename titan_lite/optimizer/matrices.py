@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from titan_lite.config import Optimizer
-from titan_lite.optimizer.adamw import AdamW, Draw
+from titan_lite.optimizer.adamw import AdamW
 from titan_lite.optimizer.owners import Owners
-from titan_lite.optimizer.rounding import round_stochastically
 from titan_lite.optimizer.state import OF_MATRIX, cut
 from titan_lite.sharding import local
 
@@ -22,8 +21,7 @@ from titan_lite.sharding import local
 class Matrices(torch.optim.Optimizer):
     """An optimizer of matrices and AdamW, with one learning rate; the groups of both are in `param_groups`.
 
-    matrices: by FQN. adamw: of the other parameters, with random bits for all. A matrix in bfloat16, or its state, is rounded
-    stochastically (rounding.py). A subclass has the methods that raise here.
+    matrices: by FQN. adamw: of the other parameters. A subclass has the methods that raise here.
     """
 
     def __init__(
@@ -32,8 +30,8 @@ class Matrices(torch.optim.Optimizer):
         super().__init__([*matrices.values()], dict(lr=config.lr, weight_decay=config.weight_decay))
         self.matrices = self.param_groups[0]["params"]
         self.param_groups += adamw.param_groups
-        self.config, self.adamw = config, adamw
-        self.dtype = getattr(torch, config.state_dtype)
+        self.config = config
+        self.adamw = adamw
         self.numbers = {matrix: number for number, matrix in enumerate(self.matrices)}
         kind = OF_MATRIX[config.name]
         self.shapes = cut(
@@ -42,7 +40,6 @@ class Matrices(torch.optim.Optimizer):
         costs = [kind.cost(config, shape) for shape in self.shapes]
         self.owners = Owners(self.matrices, costs, getattr(torch, kind.dtype(config)))
         self.stays = torch.zeros(())  # True in a step that is skipped
-        self.draws: list[Draw] = []
 
     def zeros_of(self, number: int) -> dict[str, Tensor]:
         """Return the state of a matrix before its first step, beside its count of steps."""
@@ -73,27 +70,17 @@ class Matrices(torch.optim.Optimizer):
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]
         """Update parameters. skip: a float32 scalar on their device, not read on the host; if it is 1, nothing changes."""
         self.adamw.step(skip)
-        group, steps = (
-            self.param_groups[0],
-            [self.state_of(matrix)["step"] for matrix in self.matrices],
-        )
+        group = self.param_groups[0]
+        steps = [self.state_of(matrix)["step"] for matrix in self.matrices]
         skipped = torch.zeros_like(steps[0]) if skip is None else skip
         torch._foreach_add_(steps, 1 - skipped)
         self.stays = skipped.bool()
-        rounds = torch.bfloat16 in (self.matrices[0].dtype, self.dtype)
-        self.draws = self.adamw.draws(self.matrices, steps[0]) if rounds else []
         for number, update in self.owners.updates(self.part_of, self.update_of):
             own = local(self.matrices[number].detach())
-            before = own.float()
-            after = before.mul(1 - group["lr"] * group["weight_decay"]).add_(
-                update, alpha=-group["lr"] * self.scale_of(number)
-            )
-            self.store(own, before, after, number, 0)
+            decayed = own.mul(1 - group["lr"] * group["weight_decay"])
+            after = decayed.add_(update, alpha=-group["lr"] * self.scale_of(number))
+            self.store(own, after)
 
-    def store(self, tensor: Tensor, before: Tensor, after: Tensor, number: int, place: int) -> None:
-        """Write `after` to this rank's part of a tensor, unless the step is skipped. place: in TENSORS, for the random bits."""
-        exact = torch.where(self.stays, before, after)
-        if tensor.dtype == torch.bfloat16:
-            rows, key = self.draws[number]
-            exact = round_stochastically(exact, rows, key[place])
-        tensor.copy_(exact)
+    def store(self, tensor: Tensor, after: Tensor) -> None:
+        """Write `after` to this rank's part of a tensor, unless the step is skipped."""
+        tensor.copy_(torch.where(self.stays, tensor, after))

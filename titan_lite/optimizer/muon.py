@@ -35,21 +35,19 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 class Muon(Matrices):
-    """The momentum, which is rounded with the bits of AdamW's first moment, and the iteration."""
+    """The momentum, and the iteration."""
 
     def zeros_of(self, number: int) -> dict[str, Tensor]:
-        return dict(
-            momentum_buffer=torch.zeros_like(self.matrices[number].detach(), dtype=self.dtype)
-        )
+        return dict(momentum_buffer=torch.zeros_like(self.matrices[number].detach()))
 
     def part_of(self, number: int) -> Tensor:
         """Return this rank's part of the direction, and move the momentum on."""
         matrix, momentum = self.matrices[number], self.config.momentum
-        buffer, gradient = local(self.state[matrix]["momentum_buffer"]), local(matrix.grad).float()
-        before = buffer.float()
-        mean = before.lerp(gradient, 1 - momentum)
+        buffer = local(self.state[matrix]["momentum_buffer"])
+        gradient = local(matrix.grad)
+        mean = buffer.lerp(gradient, 1 - momentum)
         direction = gradient.lerp(mean, momentum) if self.config.nesterov else mean
-        self.store(buffer, before, mean, number, 1)
+        self.store(buffer, mean)
         return direction.to(self.owners.dtype)
 
     def update_of(self, number: int, whole: Tensor) -> Tensor:

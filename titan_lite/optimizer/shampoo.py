@@ -80,7 +80,7 @@ class Shampoo(Matrices):
             super().step()
 
     def part_of(self, number: int) -> Tensor:
-        return local(self.matrices[number].grad).float()
+        return local(self.matrices[number].grad)
 
     def update_of(self, number: int, whole: Tensor) -> Tensor:
         """Return the direction of a step from the whole gradient, and move the state on."""

@@ -104,7 +104,7 @@ class OfMatrix(NamedTuple):
     Of other parameters, there are AdamW's two moments.
     """
 
-    moments: int  # tensors of its shape that are sharded as it is, in optimizer.state_dtype
+    moments: int  # tensors of its shape that are sharded as it is
     moved: float = 0.0  # bytes that are read and written for each element beside products, on its rank and its owner
     on_owner: tuple[str, ...] = ()  # tensors that only its owner has
     kept: Callable[[Optimizer, Shape], float] = lambda config, shape: (
@@ -197,9 +197,8 @@ def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> lis
 
     Step counts are left out, and what owners have.
     """
-    size = 2 if optimizer.state_dtype == "bfloat16" else 4
     moments = OF_MATRIX[optimizer.name].moments
-    return [size * (own - matrices * (moments < place)) for place in (1, 2)]
+    return [4 * (own - matrices * (moments < place)) for place in (1, 2)]
 
 
 def share_out(costs: Iterable[float], ranks: int) -> list[dict[int, int]]:

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.distributed.accumulation import IN_FLIGHT
 from titan_lite.distributed.pipeline_plan import computations, order_of
-from titan_lite.layout import SIZES, itemsizes
-from titan_lite.optimizer.rounding import PIECE
+from titan_lite.layout import SIZES, STORED, itemsizes
 from titan_lite.optimizer.state import AT_ONCE, OF_MATRIX, moment_bytes
 from titan_lite.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
 from titan_lite.plan.tape import GRAPHS, Stage, Weight, buckets_of
@@ -34,7 +33,6 @@ CHANNEL_BUFFERS = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB
 # A workspace of cuBLAS comes from the allocator, one for each thread that multiplies: forward's and backward's
 # (aten/src/ATen/cuda/CublasHandlePool.cpp).
 WORKSPACE, HOPPER_WORKSPACE, THREADS = 4096 * 2048 + 16 * 8192, 32 * MIB, 2
-TEMPORARIES = 55  # bytes per element of a piece that is updated with stochastic rounding, operator by operator
 WHOLES = "weights gathered for the step"
 ERRORS = "errors between copies"
 WORDS = {
@@ -137,7 +135,7 @@ class Replay:
         self, layout: PlannedLayout, stages: Mapping[int, Stage], allocator: CachingAllocator
     ):
         self.layout, self.stages, self.allocator = layout, stages, allocator
-        self.held, self.computed, self.summed = itemsizes(layout.config.training)
+        self.computed, self.summed = itemsizes(layout.config.training)
         self.moment, self.rows = "start", dict[str, float]()
         self.now, self._rows = "start", Counter[str]()
         self.tensors: dict[tuple[int, int | None], list[Held]] = {}  # by stage and microbatch
@@ -174,7 +172,7 @@ class Replay:
         """Allocate what stays from before the first step, or from its start, to the end."""
         for number, stage in self.stages.items():
             for weight in stage.weights:
-                self.make("parameters", self.held * weight.held)
+                self.make("parameters", STORED * weight.held)
             self.make("parameters", stage.buffers)
             for weight in stage.weights:
                 if any(weight.factors):  # an error, and Q
@@ -230,7 +228,7 @@ class Replay:
             under_way: list[tuple[Held, Held, list[Weight]]] = []
             # a weight that is not sharded, of the same dtype, is no copy
             kept = [
-                not _sharded([weight]) and self.held == self.itemsize(weight)
+                not _sharded([weight]) and self.itemsize(weight) == STORED
                 for weight in stage.weights
             ]
             weights = [
@@ -328,10 +326,6 @@ class Replay:
         for nbytes in () if self.has_state else (nbytes for each in state for nbytes in each):
             self.make("optimizer state", nbytes)
         self.has_state = True
-        if 2 in (self.held, SIZES[config.optimizer.state_dtype]) and not config.compile.compiles(
-            "optimizer"
-        ):
-            self.end(self.make("working", TEMPORARIES * min(PIECE["cuda"], max(own))))
         if kind.moments < 2:
             whole = self.layout.degrees["tp"] * max(
                 weight.whole * weight.matrix for weight in self.weights

@@ -21,7 +21,7 @@ from typing import Any
 from titan_lite.compiler.hardware import GB, Machine
 from titan_lite.config import ConfigError
 from titan_lite.distributed.powersgd import as_matrix
-from titan_lite.layout import SIZES, itemsizes
+from titan_lite.layout import STORED
 from titan_lite.layout_checks import error_bytes, largest_shard, on_meta_device
 from titan_lite.optimizer.state import OF_MATRIX, is_matrix, share_of_matrices
 from titan_lite.plan.owned import owned_matrices
@@ -258,7 +258,7 @@ def scale_of(plan: Plan, ranks: int) -> Scale:
     moments = 2 - (2 - OF_MATRIX[config.optimizer.name].moments) * share_of_matrices(
         layout.shapes_of_rank
     )
-    each = itemsizes(config.training)[0] + moments * SIZES[config.optimizer.state_dtype]
+    each = STORED * (1 + moments)
     state, once = (
         each * layout.parameters_of_rank / shards(layout),
         layout.owner_bytes(config),

@@ -16,7 +16,7 @@ import torch
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.distributed.degrees import DEGREES
-from titan_lite.layout import itemsizes
+from titan_lite.layout import STORED, itemsizes
 from titan_lite.layout_checks import error_bytes
 from titan_lite.optimizer.state import moment_bytes
 from titan_lite.plan.changes import (
@@ -237,7 +237,7 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
     """Return the approximate seconds of a step, and a lower bound of a rank's bytes."""
     model, degrees, config = layout.model, layout.degrees, layout.config
     tp, pp, m = degrees["tp"], degrees["pp"], layout.pipeline.microbatches
-    held, computed, summed = itemsizes(config.training)
+    computed, summed = itemsizes(config.training)
     tokens = layout.sequences * layout.seq_len // degrees["cp"]
     table = model.vocab_size * model.dim / tp
     block = (
@@ -300,7 +300,7 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
         if "output" in names:
             seconds += 6 * table * tokens / (peak * machine.matmul_efficiency)
         slowest, largest = max(slowest, seconds), max(largest, numbers)
-        kept = held * numbers / shards  # of weights, and of gradients
+        kept = STORED * numbers / shards  # of weights, and of gradients
         state = kept + sum(
             moment_bytes(config.optimizer, numbers / shards, blocks * block / shards)
         )

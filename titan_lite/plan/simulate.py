@@ -15,7 +15,7 @@ from statistics import NormalDist
 from titan_lite.compiler.hardware import Machine
 from titan_lite.config import Config
 from titan_lite.distributed.pipeline_plan import Timetable, order_of, run_order
-from titan_lite.layout import SIZES, itemsizes
+from titan_lite.layout import STORED, itemsizes
 from titan_lite.optimizer.state import OF_MATRIX, share_of_matrices
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.owned import owned_matrices
@@ -23,9 +23,6 @@ from titan_lite.plan.trace import PlannedLayout
 
 FORWARD, BACKWARD = ("forward", "loss_forward"), ("backward", "loss_backward")
 ROUND = ("gather", "reduce", "copies")
-# Bytes that an update with stochastic rounding reads and writes per local parameter, operator by operator: without the rounding,
-# and for each of parameter and moments that is rounded.
-PLAIN, ROUNDED = 170, 290
 UPDATE = ("optimizer", "owners", "exposed.owners")  # parts of a step after the gradients
 SMALL_SUMS = 3  # all-reduces of one number: tokens, gradient norm, loss
 # GPUs of one kind are 8% apart on average without outliers (arXiv 2208.11035), the whiskers of a box plot, which are at 2.7
@@ -137,17 +134,10 @@ def updated_bytes(config: Config, matrices: float = 0.0) -> float:
     The norm reads gradients, clipping reads and writes them; AdamW reads parameter, gradient and both moments, and writes all
     but the gradient.
     """
-    held, kept = itemsizes(config.training)[0], SIZES[config.optimizer.state_dtype]
-    rounded = (held == 2) + 2 * (kept == 2)
-    eager = rounded and not config.compile.compiles("optimizer")
-    by_adamw = PLAIN + ROUNDED * rounded if eager else 3 * held + 4 * kept
+    clipping, by_adamw = 3 * STORED, 7 * STORED
     kind = OF_MATRIX[config.optimizer.name]
-    by_owners = (
-        kind.moved + ROUNDED * ((held == 2) + kind.moments * (kept == 2))
-        if kind.moments < 2
-        else by_adamw
-    )
-    return 3 * held + (1 - matrices) * by_adamw + matrices * by_owners
+    by_owners = kind.moved if kind.moments < 2 else by_adamw
+    return clipping + (1 - matrices) * by_adamw + matrices * by_owners
 
 
 def sums_of(figures: Figures, graphs: Sequence[str], what: tuple[str, ...]) -> dict[str, float]:
@@ -168,7 +158,7 @@ def accumulate(layout: PlannedLayout, figures: Figures, machine: Machine) -> flo
     """Return the seconds to add a microbatch's gradients to those before, for full weights or for shards."""
     if layout.microbatches == 1:
         return 0.0
-    held, computed, summed = itemsizes(layout.config.training)
+    computed, summed = itemsizes(layout.config.training)
     if layout.gathers_once:
         return machine.memory_traffic(figures["whole"] * (computed + 2 * summed))
-    return machine.memory_traffic(3 * held * figures["held"])
+    return machine.memory_traffic(3 * STORED * figures["held"])

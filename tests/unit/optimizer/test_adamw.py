@@ -52,7 +52,7 @@ def take_steps(model, optimizer, steps):
 
 def test_norms_do_not_decay():
     model = build_model()
-    optimizer = build_optimizer(Optimizer(weight_decay=0.3), dict(model.named_parameters()), seed=0)
+    optimizer = build_optimizer(Optimizer(weight_decay=0.3), dict(model.named_parameters()))
     names = {parameter: name for name, parameter in model.named_parameters()}
     decay = {
         names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
@@ -64,7 +64,7 @@ def test_norms_do_not_decay():
 
 
 def test_settings_reach_every_group():
-    optimizer = build_optimizer(CONFIG, dict(build_model().named_parameters()), seed=0)
+    optimizer = build_optimizer(CONFIG, dict(build_model().named_parameters()))
     assert len(optimizer.param_groups) == 2
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (
@@ -79,7 +79,7 @@ def test_settings_reach_every_group():
 
 def test_steps_are_those_of_the_plain_algorithm():
     model, oracle = build_model(), build_model()
-    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()), seed=0)
+    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()))
     theirs = [
         torch.optim.AdamW(
             [parameter],
@@ -105,7 +105,7 @@ def test_steps_are_those_of_the_plain_algorithm():
 
 def test_in_float32_the_update_is_torchs_fused_kernel_to_the_bit():
     model, oracle = build_model(), build_model()
-    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()), seed=0)
+    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()))
     theirs = torch.optim.AdamW(
         optimizer_groups(oracle), lr=CONFIG.lr, betas=(0.8, 0.9), eps=1e-6, fused=True
     )
@@ -124,40 +124,6 @@ def optimizer_groups(model):
     return [{"params": parameters, "weight_decay": decay} for decay, parameters in by_decay.items()]
 
 
-# Moments and parameters in bfloat16
-
-
-def follow(dtype, state_dtype, steps=400):
-    """The mean of 10,000 parameters that begin at 1, after steps of 1e-4 down, and of the moments of a constant gradient."""
-    parameter = torch.nn.Parameter(torch.ones(100, 100, dtype=dtype))
-    config = Optimizer(
-        lr=1e-4, beta1=0.999, beta2=0.999, eps=0.0, weight_decay=0.0, state_dtype=state_dtype
-    )
-    optimizer = build_optimizer(config, {"weight": parameter}, seed=0)
-    for _ in range(steps):
-        parameter.grad = torch.full_like(parameter, 0.75)
-        optimizer.step()
-    state = optimizer.state[parameter]
-    assert {state[name].dtype for name in ("exp_avg", "exp_avg_sq")} == {
-        getattr(torch, state_dtype)
-    }
-    return [
-        tensor.double().mean().item()
-        for tensor in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
-    ]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "state"),
-    [(torch.bfloat16, "bfloat16"), (torch.float32, "bfloat16"), (torch.bfloat16, "float32")],
-)
-def test_steps_too_small_for_bfloat16_are_taken_on_average(dtype, state):
-    """To the nearest, a parameter of 1 loses every step below 1/512, and a moment stands still at an increment of 1/512 of it."""
-    exact = follow(torch.float32, "float32")
-    assert exact[0] == pytest.approx(1 - 400 * 1e-4, abs=1e-5)
-    assert follow(dtype, state) == pytest.approx(exact, rel=2e-3)
-
-
 # Compiled
 
 
@@ -167,16 +133,13 @@ def compiling(backend):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_update_is_that_of_the_fused_kernel_and_compiled_once(backend, dtype):
+def test_a_compiled_update_is_that_of_the_fused_kernel_and_compiled_once(backend):
     """aot_eager: moments bitwise, parameters but for the rounding of one multiplication (torch 2.13, on a CPU)."""
     torch._dynamo.reset()
-    model, oracle = build_model().to(dtype), build_model().to(dtype)
-    optimizer = build_optimizer(
-        CONFIG, dict(model.named_parameters()), seed=0, compile=compiling(backend)
-    )
-    fused = build_optimizer(CONFIG, dict(oracle.named_parameters()), seed=0)
+    model, oracle = build_model(), build_model()
+    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()), compile=compiling(backend))
+    fused = build_optimizer(CONFIG, dict(oracle.named_parameters()))
     graphs = []
     for step in range(1, 11):
         for each, its in ((model, optimizer), (oracle, fused)):
@@ -191,29 +154,26 @@ def test_a_compiled_update_is_that_of_the_fused_kernel_and_compiled_once(backend
         for each, its in ((model, optimizer), (oracle, fused))
     )
     assert ours.keys() == theirs.keys()
-    rtol = 1e-5 if dtype == torch.float32 else 2**-7
     for name, tensor in ours.items():
         exact = backend == "aot_eager" or name.endswith(".step")
         torch.testing.assert_close(
-            tensor, theirs[name], rtol=0 if exact else rtol, atol=0 if exact else 1e-7
+            tensor, theirs[name], rtol=0 if exact else 1e-5, atol=0 if exact else 1e-7
         )
     for (name, parameter), expected in zip(
         model.named_parameters(), oracle.parameters(), strict=True
     ):
         torch.testing.assert_close(
-            parameter, expected, rtol=rtol, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+            parameter, expected, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
 def test_a_compiled_update_goes_on_from_the_state_of_the_fused_kernel():
     torch._dynamo.reset()
     model, resumed = build_model(), build_model()
-    fused = build_optimizer(CONFIG, dict(model.named_parameters()), seed=0)
+    fused = build_optimizer(CONFIG, dict(model.named_parameters()))
     take_steps(model, fused, [1, 2, 3])
     resumed.load_state_dict(model.state_dict())
-    new = build_optimizer(
-        CONFIG, dict(resumed.named_parameters()), seed=0, compile=compiling("aot_eager")
-    )
+    new = build_optimizer(CONFIG, dict(resumed.named_parameters()), compile=compiling("aot_eager"))
     saved = optimizer_state(fused, dict(model.named_parameters()))
     for name, tensor in optimizer_state(new, dict(resumed.named_parameters())).items():
         assert tensor.dtype == saved[name].dtype
@@ -282,7 +242,7 @@ def test_one_bad_number_shows_in_the_norm_and_stays_in_the_gradients(bad):
 @pytest.mark.parametrize("tied", [False, True])
 def test_state_is_named_after_parameters_and_is_the_live_one(tied):
     model = build_model(tied)
-    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()), seed=0)
+    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()))
     state = optimizer_state(optimizer, dict(model.named_parameters()))
     names = [name for name, _ in model.named_parameters()]
     assert ("output.weight" in names) is not tied
@@ -305,8 +265,7 @@ def test_state_is_named_after_parameters_and_is_the_live_one(tied):
 def test_asking_for_the_state_before_the_first_step_changes_nothing():
     model, untouched = build_model(), build_model()
     optimizers = [
-        build_optimizer(CONFIG, dict(each.named_parameters()), seed=0)
-        for each in (model, untouched)
+        build_optimizer(CONFIG, dict(each.named_parameters())) for each in (model, untouched)
     ]
     optimizer_state(optimizers[0], dict(model.named_parameters()))
     for each, optimizer in zip((model, untouched), optimizers, strict=True):
@@ -324,14 +283,14 @@ def test_asking_for_the_state_before_the_first_step_changes_nothing():
 
 def test_steps_after_loading_are_those_without_interruption():
     model, resumed = build_model(), build_model()
-    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()), seed=0)
+    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()))
     take_steps(model, optimizer, [1, 2, 3])
     saved = {
         name: tensor.clone()
         for name, tensor in optimizer_state(optimizer, dict(model.named_parameters())).items()
     }
     resumed.load_state_dict(model.state_dict())
-    new = build_optimizer(CONFIG, dict(resumed.named_parameters()), seed=0)
+    new = build_optimizer(CONFIG, dict(resumed.named_parameters()))
     for name, tensor in optimizer_state(new, dict(resumed.named_parameters())).items():
         tensor.copy_(saved[name])
     take_steps(model, optimizer, [4, 5])
@@ -348,7 +307,7 @@ def test_a_step_that_is_skipped_on_the_device_changes_nothing(compile):
     torch._dynamo.reset()
     model, oracle = build_model(), build_model()
     ours, theirs = (
-        build_optimizer(CONFIG, dict(each.named_parameters()), seed=0, compile=compile)
+        build_optimizer(CONFIG, dict(each.named_parameters()), compile=compile)
         for each in (model, oracle)
     )
     names = [dict(each.named_parameters()) for each in (model, oracle)]

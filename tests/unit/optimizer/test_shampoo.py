@@ -30,12 +30,11 @@ SHAMPOO = dataclasses.replace(
 )
 
 
-def build(config=SHAMPOO, dtype=torch.float32):
+def build(config=SHAMPOO):
     model = Transformer(UNTIED)
     model.init_weights(0)
-    model.to(dtype)
     parameters = dict(model.named_parameters())
-    return parameters, build_optimizer(config, parameters, seed=0)
+    return parameters, build_optimizer(config, parameters)
 
 
 def take_steps(parameters, optimizer, steps=range(1, 6)):
@@ -96,7 +95,7 @@ def test_steps_are_those_of_the_equations(shape, eps):
     weight = torch.nn.Parameter(start.clone())
     norm = torch.nn.Parameter(torch.ones(3))
     optimizer = build_optimizer(
-        config, {"layers.0.attention.wq.weight": weight, "norm.weight": norm}, seed=0
+        config, {"layers.0.attention.wq.weight": weight, "norm.weight": norm}
     )
     for step, gradient in enumerate(gradients, 1):
         weight.grad, norm.grad = gradient.clone(), torch.ones(3)
@@ -145,7 +144,7 @@ def test_embedding_output_and_norms_have_the_steps_of_adamw_and_so_have_matrices
 def test_a_gradient_of_zeros_only_decays():
     weight, norm = torch.nn.Parameter(torch.ones(20, 20)), torch.nn.Parameter(torch.ones(3))
     optimizer = build_optimizer(
-        SHAMPOO, {"layers.0.attention.wq.weight": weight, "norm.weight": norm}, seed=0
+        SHAMPOO, {"layers.0.attention.wq.weight": weight, "norm.weight": norm}
     )
     for _ in range(4):
         weight.grad, norm.grad = torch.zeros(20, 20), torch.zeros(3)
@@ -153,9 +152,8 @@ def test_a_gradient_of_zeros_only_decays():
     torch.testing.assert_close(weight.detach(), torch.full((20, 20), 0.99**4))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_skipped_step_changes_nothing(dtype):
-    parameters, optimizer = build(dtype=dtype)
+def test_a_skipped_step_changes_nothing():
+    parameters, optimizer = build()
     take_steps(parameters, optimizer, [1, 2])
     before = {
         name: tensor.clone()

@@ -18,7 +18,6 @@ from titan_lite.plan import memory as module
 from titan_lite.plan.allocator import MIB, CachingAllocator
 from titan_lite.plan.memory import (
     HOPPER_WORKSPACE,
-    TEMPORARIES,
     memory_of,
     outside_of_tensors,
     replay,
@@ -37,7 +36,6 @@ from titan_lite.plan.tape import (
     weights_at,
 )
 
-BFLOAT16 = Optimizer(state_dtype="bfloat16")
 CPU = dataclasses.replace(AT_ONCE, name="CPU")
 WEIGHT = Weight(held=MIB, whole=MIB, block=0, gathered_with=0, reduced_with=0)  # 4 MiB in float32
 
@@ -81,20 +79,6 @@ def test_a_step_by_hand():
     # moments: 4 + 4 + 4 of them. All else was freed before them, and serves the second step.
     assert found.reserved == 160 * MIB + 2 * MIB
     assert found.total == found.reserved + found.outside
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_moments_in_bfloat16_take_half_and_a_rounded_update_has_temporaries(compiled):
-    mine = layout()
-    compile = Compile(enable=compiled, components=("optimizer",))
-    mine = dataclasses.replace(
-        mine, config=dataclasses.replace(mine.config, optimizer=BFLOAT16, compile=compile)
-    )
-    small = stage(forward=[1, ~1], backward=[0, ~0])
-    small.tape.sizes[1] = 0
-    found = memory_of(mine, [small], CPU)
-    assert found.rows["optimizer state"] == 4 * MIB + 512
-    assert found.rows.get("working") == (None if compiled else TEMPORARIES * MIB)
 
 
 def test_muon_keeps_one_moment_of_a_matrix_and_needs_whole_matrices_for_its_update():
@@ -205,23 +189,6 @@ def test_weights_and_gradients_of_a_step_are_held_whole():
         "gradients": 8 + 4,
     }
     assert not any(held for held in (run.wholes, run.shards, run.gradients))
-
-
-def test_columns_of_an_embedding_are_neither_gathered_nor_summed_in_a_copy():
-    weights = [dataclasses.replace(WEIGHT, float32=True)]  # as in distributed/embedding.py
-    tape = Tape(
-        [4 * MIB, 100 * MIB],
-        [MIB],
-        ["gradients", "working"],
-        {"forward": [1, ~1], "backward": [0, 1, ~1, ~0]},
-    )
-    run = replayed(layout(accumulation=2, gathers_once=True), [Stage(tape, weights, 0, 0)])
-    assert mib(run.rows) == {
-        "parameters": 4,
-        "optimizer state": 8 + 512 / MIB,
-        "working": 100,
-        "gradients": 4 + 4,
-    }
 
 
 def test_all_that_a_step_makes_is_freed_but_the_state():
