@@ -101,9 +101,7 @@ def start_lines(
             f"no prices for {name}: what communication costs is not estimated (compile.machine)"
         )
     if degrees["pp"] > 1:
-        schedule = (
-            parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
-        )
+        schedule = parallelism.pipeline_parallel_schedule
         lines.append(
             f"pipeline: {len(plan.modules)} stages, {schedule}, {plan.microbatches} microbatches of "
             f"{layout.sequences}; ranks wait {100 * bubble_fraction(order_of(parallelism, plan)):.1f}% of the time (the "

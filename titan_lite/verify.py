@@ -108,8 +108,6 @@ def layout_of(config: Config) -> Degrees:
     if wanted["dp_shard"] == -1:
         wanted["dp_shard"] = 4  # for any number of GPUs
     layout = {axis: min(2, degree) for axis, degree in wanted.items()}
-    if config.parallelism.pipeline_parallel_schedule_csv:  # has a fixed degree
-        layout["pp"] = wanted["pp"]
     while True:
         largest = max(
             AXES, key=lambda axis: 0 if axis in ("pp", "tp") else wanted[axis] / layout[axis]
@@ -180,11 +178,6 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
             for f in dataclasses.fields(Parallelism)
             if f.name.startswith("pipeline_parallel_")
         }
-    elif config.parallelism.pipeline_parallel_schedule_csv:  # has a fixed number of microbatches
-        changes["pipeline_parallel_microbatch_size"] = each
-        local = each * (
-            config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
-        )
     else:
         changes["pipeline_parallel_microbatch_size"] = max(
             each, 2 if local >= 4 * layout["pp"] else 1

@@ -16,7 +16,6 @@ from tiny import DEBUG, DEBUG_TOKENIZER
 from titan_lite.compiler import chunking
 from titan_lite.config.recipe import load_config
 from titan_lite.distributed.accumulation import gathered_for_step
-from titan_lite.distributed.pipeline_plan import one_stage_order
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.verify import compare, parse_layout, reference, run, twin, twin_model
 
@@ -250,19 +249,3 @@ def test_tokens_in_float8_chunks_are_the_run_without_chunks(tmp_path):
     assert in_chunks(tmp_path, "--float8.enable") == in_chunks(
         tmp_path, "--float8.enable", chunks=1
     )
-
-
-def test_a_schedule_from_a_file_is_the_run_of_one_process(tmp_path):
-    rows = [",".join(map(str, actions)) for actions in one_stage_order("1F1B", 2, 4).values()]
-    (tmp_path / "schedule.csv").write_text("\n".join(rows) + "\n")
-    keys = [
-        f"--parallelism.pipeline_parallel_schedule_csv={tmp_path / 'schedule.csv'}",
-        "--training.local_batch_size=4",
-    ]
-    config = twin_of(
-        "pp=2",
-        [*keys, "--training.global_batch_size=16", "--parallelism.pipeline_parallel_degree=2"],
-    )
-    assert (config.training.local_batch_size, config.training.global_batch_size) == (4, 16)
-    result = trained(config)
-    assert result.agrees, result

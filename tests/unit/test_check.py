@@ -45,7 +45,6 @@ SHORT = {
     "async_tp": "parallelism.enable_async_tensor_parallel",
     "pp": "parallelism.pipeline_parallel_degree",
     "schedule": "parallelism.pipeline_parallel_schedule",
-    "csv": "parallelism.pipeline_parallel_schedule_csv",
     "microbatch": "parallelism.pipeline_parallel_microbatch_size",
     "stages": "parallelism.pipeline_parallel_stages_per_rank",
     "points": "parallelism.pipeline_parallel_split_points",
@@ -243,9 +242,6 @@ WRONG = {
     ),
     "half a name to keep": Wrong(
         2, "shard=2 keep=out", ('"out" has no parameter', "norm, output or"), "keep=output"
-    ),
-    "a schedule that is not there": Wrong(
-        2, "pp=2 csv=nowhere.csv", ("schedule_csv = ", "nowhere.csv", "2 rows"), "csv="
     ),
     "async TP without TP": Wrong(
         2,

@@ -55,7 +55,6 @@ ROOMS = {
         "titan_lite.compiler",
         "titan_lite.float8",
         "titan_lite.sharding",
-        "titan_lite.outside",
         "titan_lite.ranks",
     ),
     "data": (

@@ -51,11 +51,6 @@ class Parallelism:
         "two, with a backward in two halves",
         choices=("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"),
     )
-    pipeline_parallel_schedule_csv: str = setting(
-        "",
-        "a schedule of your own: a row per rank, such as 0F0,1F0,1B0 (stage, action, microbatch)",
-        path=True,
-    )
     pipeline_parallel_microbatch_size: int = setting(
         1,
         "sequences per pipeline microbatch, of the local_batch_size",

@@ -20,13 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
-    _PipelineScheduleRuntime,
     get_schedule_class,
 )
 
 from titan_lite.config import Parallelism
 from titan_lite.distributed.accumulation import fold_gradients, gradient_leaves
-from titan_lite.distributed.pipeline_plan import PipelinePlan, module_fqns, order_of
+from titan_lite.distributed.pipeline_plan import PipelinePlan, module_fqns
 from titan_lite.distributed.simple_fsdp import model_of
 
 
@@ -115,16 +114,9 @@ class Pipeline:
         options: dict[str, Any] = dict(
             n_microbatches=plan.microbatches, loss_fn=self._loss, scale_grads=False
         )
-        self.schedule: Any
-        if plan.order:
-            self.schedule = _PipelineScheduleRuntime(parts, **options)
-            self.schedule.pipeline_order = order_of(parallelism, plan)
-            self.schedule._prepare_schedule_with_comms(self.schedule.pipeline_order)
-        else:
-            cls: Any = get_schedule_class(parallelism.pipeline_parallel_schedule)
-            self.schedule = cls(
-                parts[0] if issubclass(cls, PipelineScheduleSingle) else parts, **options
-            )
+        cls: Any = get_schedule_class(parallelism.pipeline_parallel_schedule)
+        single = issubclass(cls, PipelineScheduleSingle)
+        self.schedule: Any = cls(parts[0] if single else parts, **options)
 
     def forward_backward(
         self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor

@@ -6,17 +6,13 @@ order = order_of(config.parallelism, plan)     # {0: [0F0, 0F1, ...], 1: ...}: s
 bubble_fraction(order)                         # the share of time in which ranks are idle
 """
 
-import csv
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from titan_lite.config import ConfigError, Parallelism
-from titan_lite.outside import Damaged, read_text, shown
 
 if TYPE_CHECKING:  # torch is imported late: most plans are checked without it
     from torch.distributed.pipelining.schedules import _Action
@@ -45,9 +41,6 @@ class PipelinePlan:
     modules: tuple[tuple[str, ...], ...]  # FQNs of each stage
     rank_of: tuple[int, ...]  # the pipeline rank of each stage
     microbatches: int  # of one local batch
-    order: tuple[
-        tuple[str, ...], ...
-    ] = ()  # actions of each rank, such as "0F0", if they come from a file
 
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
@@ -86,45 +79,22 @@ def plan_pipeline(
             f"{local_batch_size}; use {fix}"
         )
     microbatches = local_batch_size // size
-    order: Order = {}
-    if parallelism.pipeline_parallel_schedule_csv:
-        key = f'parallelism.pipeline_parallel_schedule_csv = "{parallelism.pipeline_parallel_schedule_csv}"'
-        others = "B instead of I and W"
-        order = read_schedule(
-            Path(parallelism.pipeline_parallel_schedule_csv), degree, microbatches
-        )
-        owner = {
-            action.stage_index: rank
-            for rank, actions in order.items()
-            for action in actions
-            if action is not None
-        }
-        rank_of = tuple(owner[stage] for stage in range(len(owner)))
-        halves = any("I" in str(action) for actions in order.values() for action in actions)
-    else:
-        key, others = (
-            f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}"',
-            '"Interleaved1F1B"',
-        )
-        rank_of = _named_schedule(parallelism, microbatches)
-        halves = parallelism.pipeline_parallel_schedule == "ZBVZeroBubble"
+    name = parallelism.pipeline_parallel_schedule
+    key = f'parallelism.pipeline_parallel_schedule = "{name}"'
+    rank_of = _ranks_of_stages(parallelism, microbatches)
+    halves = name == "ZBVZeroBubble"
     if halves and compiled:
         raise ConfigError(
             f"{key} cuts backward in two, which a compiled graph cannot be (compile.enable = true); use compile.enable = false "
-            f"or {others}"
+            'or "Interleaved1F1B"'
         )
     if halves and checkpointed:
         raise ConfigError(
             f"{key} cuts backward in two, and each half would recompute every block, the second one once for each weight; "
-            f'use activation_checkpoint.mode = "none" or {others}'
+            'use activation_checkpoint.mode = "none" or "Interleaved1F1B"'
         )
-    written = tuple(tuple(map(str, actions)) for _, actions in sorted(order.items()))
-    return PipelinePlan(
-        tuple(map(tuple, _split(modules, len(rank_of), parallelism))),
-        rank_of,
-        microbatches,
-        written,
-    )
+    stages = _split(modules, len(rank_of), parallelism)
+    return PipelinePlan(tuple(map(tuple, stages)), rank_of, microbatches)
 
 
 def module_fqns(n_layers: int) -> list[str]:
@@ -132,7 +102,7 @@ def module_fqns(n_layers: int) -> list[str]:
     return ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
 
 
-def _named_schedule(parallelism: Parallelism, microbatches: int) -> tuple[int, ...]:
+def _ranks_of_stages(parallelism: Parallelism, microbatches: int) -> tuple[int, ...]:
     """Return the rank of each stage. Raises ConfigError for a schedule that does not fit the microbatches or the degree."""
     degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     given, usual = parallelism.pipeline_parallel_stages_per_rank, STAGES_PER_RANK[name]
@@ -208,60 +178,6 @@ def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[li
     return parts
 
 
-def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
-    """Read a CSV file of actions: a row for each pipeline rank, blanks where it waits. Raises ConfigError."""
-    key = f'parallelism.pipeline_parallel_schedule_csv = "{path}"'
-    try:
-        rows = [row for row in csv.reader(read_text(path).splitlines()) if any(map(str.strip, row))]
-    except (Damaged, csv.Error) as error:
-        raise ConfigError(
-            f"{key} cannot be read ({error}); use a CSV file with {degree} rows"
-        ) from None
-    from torch.distributed.pipelining.schedules import _Action, _validate_schedule
-
-    order: dict[int, list[_Action | None]] = {}
-    seen: set[str] = set()
-    for rank, row in enumerate(rows):
-        order[rank] = []
-        for text in filter(None, map(str.strip, row)):
-            known = re.fullmatch(r"[0-9]{1,6}[FBIW]([0-9]{1,6})", text)
-            if known is None or int(known[1]) >= microbatches or text in seen:
-                why = (
-                    "given twice"
-                    if text in seen
-                    else f"no action of microbatches 0 to {microbatches - 1}"
-                )
-                raise ConfigError(
-                    f"{key}, row {rank + 1}: {shown(text)} is {why}; use actions such as 0F0, 1B0, 1I0 or 1W0"
-                )
-            seen.add(text)
-            order[rank].append(_Action.from_str(text))
-    if len(order) != degree:
-        raise ConfigError(
-            f"{key} has {len(order)} rows, but parallelism.pipeline_parallel_degree = {degree}; "
-            f"use {degree} rows or pipeline_parallel_degree = {len(order)}"
-        )
-    try:
-        stages = len(
-            {
-                action.stage_index
-                for actions in order.values()
-                for action in actions
-                if action is not None
-            }
-        )
-        _validate_schedule(order, degree, stages, microbatches)
-        bubble_fraction(order)
-    except (AssertionError, KeyError, IndexError) as error:
-        why = (str(error).splitlines() or ["not in order"])[0]
-        raise ConfigError(
-            f"{key} is no schedule for {microbatches} microbatches (training.local_batch_size / "
-            f"pipeline_parallel_microbatch_size): {why}; use F and B, or F, I and W, of microbatches 0 to {microbatches - 1} for "
-            "every stage, on one rank"
-        ) from None
-    return order
-
-
 def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:
     """Return the order of "GPipe" or "1F1B"."""
     from torch.distributed.pipelining.schedules import _Action
@@ -280,14 +196,9 @@ def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:
 
 def order_of(parallelism: Parallelism, plan: PipelinePlan) -> Order:
     """Return the actions of each pipeline rank. Needs no stages, only their plan."""
-    from torch.distributed.pipelining.schedules import _Action, get_schedule_class
+    from torch.distributed.pipelining.schedules import get_schedule_class
 
     degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    if plan.order:
-        return {
-            rank: [_Action.from_str(action) for action in row]
-            for rank, row in enumerate(plan.order)
-        }
     # Torch's classes of one stage a rank miscount the last stage's microbatches (torch 2.13), and do not run by this order.
     if degree == 1 or STAGES_PER_RANK[name] == 1:
         return one_stage_order(name, degree, plan.microbatches)

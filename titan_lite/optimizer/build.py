@@ -8,6 +8,7 @@ optimizer_settings(optimizer, named)    # {"layers.0.attention.wq.weight.lr": 3e
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn

@@ -243,7 +243,6 @@ TOGETHER = {
     "lr_scheduler.warmup_steps",
     "lr_scheduler.total_steps",
     "activation_checkpoint.mode",
-    "parallelism.pipeline_parallel_schedule_csv",
     "parallelism.fsdp_keep_gathered",
     "parallelism.enable_async_tensor_parallel",
     "parallelism.replicate_compression",

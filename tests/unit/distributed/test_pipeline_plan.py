@@ -5,13 +5,12 @@ import dataclasses
 import pytest
 from torch.distributed.pipelining.schedules import _Action
 
-from titan_lite.config import ConfigError, Parallelism
+from titan_lite.config import Parallelism
 from titan_lite.distributed.pipeline_plan import (
     bubble_fraction,
     module_fqns,
     one_stage_order,
     plan_pipeline,
-    read_schedule,
 )
 
 
@@ -119,78 +118,6 @@ def test_backward_in_halves_fills_the_bubble():
     whole = order_of("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
     halves = order_of("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1")
     assert bubble_fraction(halves) < bubble_fraction(whole) == pytest.approx(1 / 3)
-
-
-def write(tmp_path, text):
-    path = tmp_path / "schedule.csv"
-    path.write_text(text)
-    return path
-
-
-GOOD = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
-
-
-@pytest.mark.parametrize("text", [GOOD, GOOD + "\n,,\n", GOOD.replace(",", " , ")])
-def test_blanks_in_a_schedule_do_not_matter(text, tmp_path):
-    assert plan(degree=2, local_batch_size=2, schedule_csv=str(write(tmp_path, text))).order == (
-        ("0F0", "0F1", "0B0", "0B1"),
-        ("1F0", "1B0", "1F1", "1B1"),
-    )
-
-
-def test_a_schedule_from_a_file(tmp_path):
-    order = read_schedule(write(tmp_path, GOOD), 2, 2)
-    assert bubble_fraction(order) == pytest.approx(1 / 3)
-    found = plan(degree=2, local_batch_size=2, schedule_csv=str(write(tmp_path, GOOD)))
-    assert found.rank_of == (0, 1)
-    assert found.microbatches == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            GOOD.replace("0B1", "0X1"),
-            ["row 1", "'0X1' is no action of microbatches 0 to 1", "such as 0F0"],
-        ),
-        (GOOD.replace("1B1", "1B2"), ["row 2", "'1B2' is no action"]),
-        (GOOD.replace("1B1", "1B"), ["row 2", "'1B' is no action"]),
-        (GOOD.replace("1B1", "1SEND_B1"), ["row 2", "'1SEND_B1' is no action"]),
-        (GOOD.replace("0B1", "0B0"), ["row 1", "'0B0' is given twice"]),
-        (GOOD.split("\n")[0], ["has 1 rows, but parallelism.pipeline_parallel_degree = 2"]),
-        (
-            GOOD.replace(",0B1", ""),
-            ["no schedule for 2 microbatches", "expected 2 total backwards", "stage 0"],
-        ),
-        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,0I1", ["Stage 0 is assigned to both", "on one rank"]),
-        ("0B0,0B1,0F0,0F1\n1F0,1B0,1F1,1B1", ["without first running Forward"]),
-        (
-            "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0",
-            ["actions wait for each other: rank 0 at 0B0, rank 1 at 1F1"],
-        ),
-        (GOOD.replace("1F", "2F").replace("1B", "2B"), ["no schedule"]),
-        ("", ["has 0 rows"]),
-        (" , ,\n,\n", ["has 0 rows"]),
-    ],
-)
-def test_a_wrong_schedule_is_refused_with_row_and_action(text, words, tmp_path):
-    with pytest.raises(ConfigError) as error:
-        read_schedule(write(tmp_path, text), 2, 2)
-    for word in [
-        f'parallelism.pipeline_parallel_schedule_csv = "{tmp_path / "schedule.csv"}"',
-        *words,
-    ]:
-        assert word in str(error.value)
-
-
-def test_a_schedule_that_is_not_text_is_refused(tmp_path):
-    path = tmp_path / "schedule.csv"
-    path.write_bytes(b"\xff\xfe\x00")
-    for wrong in (path, tmp_path / "nowhere.csv", tmp_path):
-        with pytest.raises(
-            ConfigError, match=r"pipeline_parallel_schedule_csv = .* cannot be read"
-        ):
-            read_schedule(wrong, 2, 2)
 
 
 def test_plans_are_plain_values():
