@@ -139,7 +139,7 @@ def start_lines(
 
 def _owners_of(config: Config, layout: Layout) -> str:
     ranks, kind = layout.world_size // layout.degrees["pp"], OF_MATRIX[config.optimizer.name]
-    buckets = owned(config.optimizer, layout.shapes_of_rank, layout.model.head_dim, ranks)
+    buckets = owned(config.optimizer, layout.shapes_of_rank, ranks)
     loads = by_owner(buckets, ranks, functools.partial(kind.cost, config.optimizer))
     shared = f", shared by {ranks} ranks, of which the busiest computes {max(loads) * ranks / sum(loads):.2f} times the mean"
     by = f"optimizer: {config.optimizer.name} for {sum(map(len, buckets))} matrices{shared * (ranks > 1)}"

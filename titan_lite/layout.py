@@ -100,9 +100,7 @@ class Layout:
     def owner_bytes(self, config: Config) -> float:
         """Return the bytes that the rank with most keeps of whole matrices (optimizer/owners.py)."""
         ranks = self.world_size // self.degrees["pp"]
-        return max(
-            kept_by_owners(config.optimizer, self.shapes_of_rank, self.model.head_dim, ranks)
-        )
+        return max(kept_by_owners(config.optimizer, self.shapes_of_rank, ranks))
 
     def step_bytes(self, config: Config) -> float:
         """Return the extra bytes of gathering once a step: unsharded weights, gradients of a backward, sums of gradients."""

@@ -225,14 +225,12 @@ class Trainer:
             self.dtype,
             self.device,
         )
-        compile_update = functools.partial(
-            compile_function, config=config.compile, component="optimizer"
-        )
-        how: dict[str, Any] = (
-            dict(compile=compile_update) if config.compile.compiles("optimizer") else {}
-        )
-        how |= dict(head_dim=self.layout.model.head_dim)
-        self.optimizer = build_optimizer(config.optimizer, self.parameters, **how)
+        compile_update = None
+        if config.compile.compiles("optimizer"):
+            compile_update = functools.partial(
+                compile_function, config=config.compile, component="optimizer"
+            )
+        self.optimizer = build_optimizer(config.optimizer, self.parameters, compile=compile_update)
 
     def build_data(self) -> None:
         config, layout = self.config, self.layout

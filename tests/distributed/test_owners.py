@@ -27,7 +27,7 @@ def updated(model, config):
     parameters = {
         fqn: torch.nn.Parameter(parameter.detach()) for fqn, parameter in model.named_parameters()
     }
-    optimizer = build_optimizer(config, parameters, head_dim=model.layers["0"].attention.head_dim)
+    optimizer = build_optimizer(config, parameters)
     generator, computed = torch.Generator().manual_seed(0), []
 
     def counting(number, whole):
@@ -72,11 +72,10 @@ LAYOUTS += [pytest.param((2, 2, 1), marks=pytest.mark.slow)]
 NAMES = ["FSDP", "FSDP x TP", "DDP", "TP", "FSDP of 4", "HSDP"]
 
 
-BY_HEAD = pytest.param(dataclasses.replace(MUON, ns_per_head=True), 0.0, marks=pytest.mark.slow)
 BFLOAT16 = pytest.param(
     dataclasses.replace(MUON, ns_dtype="bfloat16"), 1e-2, marks=pytest.mark.slow
 )
-OTHERS = [BFLOAT16, (SHAMPOO, 0.0), BY_HEAD]
+OTHERS = [BFLOAT16, (SHAMPOO, 0.0)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)

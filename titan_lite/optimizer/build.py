@@ -27,14 +27,12 @@ def build_optimizer(
     config: Optimizer,
     parameters: Mapping[str, nn.Parameter],
     *,
-    head_dim: int = 0,
     compile: Callable[[Callable], Callable] | None = None,
 ) -> AdamW | Matrices:
     """Return AdamW, fused (one kernel for all parameters) or with an update compiled by `compile`; its state is the same. Or
     return an optimizer of matrices, which is not compiled, with such an AdamW for embedding, output and norms.
 
-    parameters: by FQN. head_dim: rows of a head in wq, wk and wv, for optimizer.ns_per_head.
-    Norm weights do not decay.
+    parameters: by FQN. Norm weights do not decay.
     """
     matrices = {
         fqn: parameter
@@ -49,7 +47,7 @@ def build_optimizer(
     ]
     betas = (config.beta1, config.beta2)
     adamw = AdamW(groups, compile, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-    return OF_MATRICES[config.name](matrices, adamw, config, head_dim) if matrices else adamw
+    return OF_MATRICES[config.name](matrices, adamw, config) if matrices else adamw
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from titan_lite.config import Optimizer
 from titan_lite.optimizer.adamw import AdamW
 from titan_lite.optimizer.owners import Owners
-from titan_lite.optimizer.state import OF_MATRIX, cut
+from titan_lite.optimizer.state import OF_MATRIX
 from titan_lite.sharding import local
 
 
@@ -24,9 +24,7 @@ class Matrices(torch.optim.Optimizer):
     matrices: by FQN. adamw: of the other parameters. A subclass has the methods that raise here.
     """
 
-    def __init__(
-        self, matrices: Mapping[str, nn.Parameter], adamw: AdamW, config: Optimizer, head_dim: int
-    ):
+    def __init__(self, matrices: Mapping[str, nn.Parameter], adamw: AdamW, config: Optimizer):
         super().__init__([*matrices.values()], dict(lr=config.lr, weight_decay=config.weight_decay))
         self.matrices = self.param_groups[0]["params"]
         self.param_groups += adamw.param_groups
@@ -34,9 +32,7 @@ class Matrices(torch.optim.Optimizer):
         self.adamw = adamw
         self.numbers = {matrix: number for number, matrix in enumerate(self.matrices)}
         kind = OF_MATRIX[config.name]
-        self.shapes = cut(
-            config, {fqn: tuple(matrix.shape) for fqn, matrix in matrices.items()}, head_dim
-        )
+        self.shapes = [tuple(matrix.shape) for matrix in self.matrices]
         costs = [kind.cost(config, shape) for shape in self.shapes]
         self.owners = Owners(self.matrices, costs, getattr(torch, kind.dtype(config)))
         self.stays = torch.zeros(())  # True in a step that is skipped

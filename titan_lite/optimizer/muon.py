@@ -51,12 +51,7 @@ class Muon(Matrices):
         return direction.to(self.owners.dtype)
 
     def update_of(self, number: int, whole: Tensor) -> Tensor:
-        return torch.cat(
-            [
-                orthogonalize(head, self.config.ns_steps)
-                for head in whole.split(self.shapes[number][-2])
-            ]
-        )
+        return orthogonalize(whole, self.config.ns_steps)
 
     def scale_of(self, number: int) -> float:
-        return 0.2 * math.sqrt(max(self.shapes[number][-2:]))
+        return 0.2 * math.sqrt(max(self.shapes[number]))

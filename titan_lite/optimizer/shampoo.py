@@ -53,10 +53,8 @@ class Shampoo(Matrices):
 
     count = 0  # steps that were not skipped, with the present one
 
-    def __init__(
-        self, matrices: Mapping[str, nn.Parameter], adamw: AdamW, config: Optimizer, head_dim: int
-    ):
-        super().__init__(matrices, adamw, config, head_dim)
+    def __init__(self, matrices: Mapping[str, nn.Parameter], adamw: AdamW, config: Optimizer):
+        super().__init__(matrices, adamw, config)
         self.turns = turns_of(config, dict(zip(matrices, self.shapes, strict=True)))
 
     def zeros_of(self, number: int) -> dict[str, Tensor]:

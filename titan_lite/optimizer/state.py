@@ -41,8 +41,8 @@ def share_of_matrices(shapes: Shapes) -> float:
 
 def newton_schulz_flops(shape: Shape, steps: int = 1) -> float:
     """Return the floating-point operations of the iteration: three products a step, of which one is of squares."""
-    short, long = sorted(shape[-2:])
-    return math.prod(shape[:-2]) * steps * (4.0 * short * short * long + 2.0 * short**3)
+    short, long = sorted(shape)
+    return steps * (4.0 * short * short * long + 2.0 * short**3)
 
 
 def blocks_of(shape: Shape, most: int) -> list[tuple[slice, slice]]:
@@ -119,7 +119,6 @@ class OfMatrix(NamedTuple):
     dtype: Callable[[Optimizer], str] = lambda config: (
         "float32"
     )  # of travelling matrices, and of products
-    per_head: Callable[[Optimizer], bool] = lambda config: False  # wq, wk and wv are cut into heads
 
     def cost(self, config: Optimizer, shape: Shape, device: str = "cuda") -> float:
         """Return the time of an owner in a step, in floating-point operations of products, on average over steps."""
@@ -133,7 +132,6 @@ OF_MATRIX = {  # by optimizer.name
         moved=92,
         flops=lambda config, shape: newton_schulz_flops(shape, config.ns_steps),
         dtype=lambda config: config.ns_dtype,
-        per_head=lambda config: config.ns_per_head,
     ),
     "Shampoo": OfMatrix(
         0,
@@ -150,26 +148,18 @@ OF_MATRIX = {  # by optimizer.name
 }
 
 
-def cut(config: Optimizer, shapes: Shapes, head_dim: int) -> list[Shape]:
-    """Return the shapes of the matrices, in the order of their names; (heads, rows, columns) of one that is cut into heads."""
-    heads = (
-        ("wq.weight", "wk.weight", "wv.weight") if OF_MATRIX[config.name].per_head(config) else ()
-    )
-    matrices = [(fqn.endswith(heads), *shape) for fqn, shape in shapes.items() if is_matrix(fqn)]
-    return [
-        (rows // head_dim, head_dim, columns) if by_head else (rows, columns)
-        for by_head, rows, columns in matrices
-    ]
+def matrices_in(shapes: Shapes) -> list[Shape]:
+    """Return the shapes of the matrices within blocks, in the order of their names."""
+    return [shape for fqn, shape in shapes.items() if is_matrix(fqn)]
 
 
-def owned(config: Optimizer, shapes: Shapes, head_dim: int, ranks: int) -> list[dict[int, Shape]]:
-    """Return buckets of {owner: shape of its matrix, as of `cut`}; none for an optimizer without owners."""
-    kind, matrices = OF_MATRIX[config.name], cut(config, shapes, head_dim)
-    shared = (
-        share_out([kind.cost(config, shape) for shape in matrices], ranks)
-        if kind.moments < 2
-        else []
-    )
+def owned(config: Optimizer, shapes: Shapes, ranks: int) -> list[dict[int, Shape]]:
+    """Return buckets of {owner: shape of its matrix}; none for an optimizer without owners."""
+    kind = OF_MATRIX[config.name]
+    if kind.moments == 2:
+        return []
+    matrices = matrices_in(shapes)
+    shared = share_out([kind.cost(config, shape) for shape in matrices], ranks)
     return [{owner: matrices[number] for owner, number in bucket.items()} for bucket in shared]
 
 
@@ -183,10 +173,10 @@ def by_owner(
     return sums
 
 
-def kept_by_owners(config: Optimizer, shapes: Shapes, head_dim: int, ranks: int) -> list[float]:
+def kept_by_owners(config: Optimizer, shapes: Shapes, ranks: int) -> list[float]:
     """Return the bytes that each rank keeps as an owner."""
     return by_owner(
-        owned(config, shapes, head_dim, ranks),
+        owned(config, shapes, ranks),
         ranks,
         lambda shape: 4 * OF_MATRIX[config.name].kept(config, shape),
     )

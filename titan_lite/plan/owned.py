@@ -38,7 +38,7 @@ def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
     device = "cuda" if machine.multiprocessors else "cpu"
     computes, sent, across = list[float](), 0.0, 0.0
     goes, returns = list[float](), list[float]()
-    for bucket in owned(config, layout.shapes_of_rank, layout.model.head_dim, len(ranks)):
+    for bucket in owned(config, layout.shapes_of_rank, len(ranks)):
         computes.append(max(kind.cost(config, shape, device) for shape in bucket.values()) / speed)
         nbytes = SIZES[kind.dtype(config)] * max(map(math.prod, bucket.values()))
         for times, size, group in ((goes, nbytes, of_copy), (returns, copies * nbytes, ranks)):

@@ -487,7 +487,13 @@ MISTAKES = [
         '"optimizer"',
         'components = ["optimizer"]',
     ),
-    a_line("unknown choice", "training", 'dtype = "fp8"', '"bfloat16"', 'dtype = "bfloat16"'),
+    a_line(
+        "unknown choice",
+        "training",
+        'mixed_precision_param = "fp8"',
+        '"bfloat16"',
+        'mixed_precision_param = "bfloat16"',
+    ),
     # files
     Mistake(
         "invalid TOML",

@@ -1,7 +1,5 @@
 """Muon: the steps of torch.optim.Muon, what AdamW keeps, a skipped step, and how owners share the matrices."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from titan_lite.config import Optimizer
 from titan_lite.models.llama3 import FLAVORS, Transformer
 from titan_lite.optimizer.build import build_optimizer, optimizer_state, set_learning_rate
 from titan_lite.optimizer.muon import COEFFICIENTS, orthogonalize
-from titan_lite.optimizer.state import cut, is_matrix, newton_schulz_flops, share_out
+from titan_lite.optimizer.state import is_matrix, newton_schulz_flops, share_out
 
 MUON = Optimizer(name="Muon", lr=0.02, beta2=0.9, weight_decay=0.5, momentum=0.8)
 
@@ -56,41 +54,6 @@ def test_steps_are_those_of_torchs_muon_to_the_bit_and_of_adamw(nesterov):
     for fqn, parameter in parameters.items():
         assert torch.equal(parameter, expected[fqn]), fqn
         assert fqn not in copies or not torch.equal(parameter, copies[fqn]), fqn
-
-
-@pytest.mark.parametrize("head_dim", [10, 5])
-def test_with_heads_the_steps_are_those_of_torchs_muon_for_each_head(head_dim):
-    """wq has 20 rows, wk and wv 10."""
-    parameters, optimizer = build(dataclasses.replace(MUON, ns_per_head=True), head_dim=head_dim)
-    start = {fqn: parameter.detach().clone() for fqn, parameter in parameters.items()}
-    take_steps(parameters, optimizer)
-    for fqn in filter(is_matrix, parameters):
-        rows = head_dim if fqn.split(".")[-2] in ("wq", "wk", "wv") else len(start[fqn])
-        heads = [torch.nn.Parameter(head.clone()) for head in start[fqn].split(rows)]
-        oracle = torch.optim.Muon(
-            heads, weight_decay=0.5, momentum=0.8, adjust_lr_fn="match_rms_adamw"
-        )
-        for step in range(1, 6):
-            set_gradients(parameters, step)
-            for head, gradient in zip(heads, parameters[fqn].grad.split(rows), strict=True):
-                head.grad = gradient
-            set_learning_rate(oracle, 0.02 / step)
-            oracle.step()
-        assert torch.equal(parameters[fqn], torch.cat(heads)), fqn
-
-
-def test_heads_are_priced_as_what_they_are():
-    config, shapes = (
-        dataclasses.replace(MUON, ns_per_head=True),
-        {"layers.0.attention.wq.weight": (40, 24)},
-    )
-    assert cut(config, shapes, 10) == [(4, 10, 24)]
-    assert (
-        cut(MUON, shapes, 10)
-        == cut(dataclasses.replace(config, name="AdamW"), shapes, 10)
-        == [(40, 24)]
-    )
-    assert newton_schulz_flops((4, 10, 24), 5) == 4 * newton_schulz_flops((10, 24), 5)
 
 
 def test_one_learning_rate_serves_both_and_norms_do_not_decay():
