@@ -294,7 +294,7 @@ class Trainer:
             after,
         )
         self.plan_vs_actual = PlanVsActual(*compared)
-        self.stragglers = Stragglers(self.rank, self.mesh.mesh.flatten(1).tolist(), self.device)
+        self.stragglers = Stragglers(self.rank)
         notes: dict[str, Any] = dict(
             priced=self.machine is not None, sources=self.loader.source_lines()
         )
@@ -382,7 +382,8 @@ class Trainer:
 
     def train_step(self) -> None:
         """Run one optimizer step. Nothing here but Shampoo waits for the device; `read` gets the loss later."""
-        batches = [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
+        with self.stragglers.preparing():
+            batches = [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
         tokens = torch.stack([counted(label) for _, label, _ in batches]).sum()
         sum_over_tokens(tokens, self.mesh)
         self.observe("forward", self)
@@ -505,7 +506,7 @@ class Trainer:
             **self.by_source.figures(),
         }
         self.metrics.log(self.step, values)
-        self.stragglers.warn(self.step)
+        self.stragglers.log(self.step, values["step_time"])
         self.throughput.start(self.step)
 
     @property

@@ -83,12 +83,10 @@ def build_profiler(
 def set_flight_recorder(trace_buf_size: int, dump_folder: Path) -> None:
     """Keep the last `trace_buf_size` collectives for the watchdog; 0 turns this off. Call before making the process group.
 
-    NCCL also dumps them into `flight_recorder/rank-R` on its own timeout, and times them to find slow ranks (stragglers.py).
+    NCCL also dumps them into `flight_recorder/rank-R` on its own timeout.
     """
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(trace_buf_size)
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = os.environ["TORCH_NCCL_ENABLE_TIMING"] = (
-        "1" if trace_buf_size else "0"
-    )
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if trace_buf_size else "0"
     if trace_buf_size:
         folder = dump_folder.resolve() / "flight_recorder"
         folder.mkdir(parents=True, exist_ok=True)
