@@ -20,7 +20,7 @@ PROGRAMS = {  # name: (module, purpose)
     "verify": ("verify", "compare a recipe's layout with one process, on CPUs"),
     "prepare": ("data.prepare", "tokenize documents once, for many runs"),
     "report": ("report", "make a page of one run, or of several"),
-    "convert": ("convert", "convert weights from and to Hugging Face's and Meta's formats"),
+    "convert": ("convert", "convert weights from and to Hugging Face's format"),
     "generate": ("generate", "continue a text with a run's weights"),
 }
 

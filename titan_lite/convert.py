@@ -1,8 +1,7 @@
-"""Convert weights, tensor by tensor: from Hugging Face or Meta to a step, or from a step or a run to Hugging Face.
+"""Convert weights, tensor by tensor: from Hugging Face to a step, or from a step or a run to Hugging Face.
 
     python -m titan_lite.convert outputs/debug_model exported                 # the run's newest step, for transformers
-    python -m titan_lite.convert Meta-Llama-3.1-8B initial                    # a step, for checkpoint.initial_load_path
-    python -m titan_lite.convert Meta-Llama-3.1-8B/original exported --to hf  # Meta's consolidated.*.pth
+    python -m titan_lite.convert Llama-3.1-8B initial                         # a step, for checkpoint.initial_load_path
 
 Nothing is overwritten. Until everything is on disk, the folder is called unfinished-TARGET-*; if the program is killed, delete it
 by hand. Memory: two tensors of a step, or those of one safetensors file.
@@ -190,7 +189,7 @@ def _whole(folder: Path, needed: int) -> Iterator[Path]:
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("source", help="a step, a run's folder, a Hugging Face folder, or Meta's")
+    add("source", help="a step, a run's folder, or a Hugging Face folder")
     add("target", type=Path, help="a new folder")
     add(
         "--to",

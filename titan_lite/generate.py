@@ -196,7 +196,7 @@ def main(arguments: Sequence[str]) -> None:
     add, which = parser.add_argument, "(default %(default)s)"
     add(
         "checkpoint",
-        help="a run's folder (its newest whole step), a step, a Hugging Face folder, or Meta's",
+        help="a run's folder (its newest whole step), a step, or a Hugging Face folder",
     )
     add(
         "--prompt",

@@ -9,14 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 from commands import run
 from pages import PAGES, blocks, prose
-from tiny import DEBUG, ROOT
+from tiny import ROOT
 
-from titan_lite.config.recipe import load_config
 from titan_lite.metrics.records import read_metrics
-from titan_lite.models.llama3 import FLAVORS, Transformer
 
 SHORT = "--training.steps 4 --training.seq_len 64 --checkpoint.interval 2 --metrics.log_freq 1 --validation.freq 4"
 SHORT += " --validation.steps 1"
@@ -88,7 +85,7 @@ HERE = {
     ),
     f"{PREPARE} --verify prepared/books": Run("every byte is as written"),
     "python -m titan_lite.convert outputs/debug_model exported": Run("exported"),
-    "python -m titan_lite.convert Llama-3.1-8B/original initial": Run("initial"),
+    "python -m titan_lite.convert Llama-3.1-8B initial": Run("initial"),
     "./run_train.sh --checkpoint.initial_load_path Llama-3.1-8B": Run(
         "Llama-3.1-8B", f"{SHORT} --training.steps 1 --job.dump_folder outputs/from_weights"
     ),
@@ -295,19 +292,6 @@ def trained(checkout):
     for name in ("a", "b", "llama3_8b"):
         shutil.copytree(outputs / "debug_model", outputs / name)
     typed(checkout, "python -m titan_lite.convert outputs/debug_model Llama-3.1-8B")
-    meta = checkout / "Llama-3.1-8B/original"
-    meta.mkdir()
-    shape = FLAVORS[load_config(DEBUG)[0].model.flavor]
-    model = Transformer(shape)
-    model.init_weights(seed=0)
-    torch.save(model.state_dict(), meta / "consolidated.00.pth")
-    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps", "rope_theta")
-    parameters = {name: getattr(shape, name) for name in names} | {
-        "multiple_of": 1,
-        "ffn_dim_multiplier": 1.0,
-    }
-    parameters["ffn_dim_multiplier"] = shape.hidden_dim / int(8 * shape.dim / 3)
-    (meta / "params.json").write_text(json.dumps(parameters))
     typed(checkout, f"{PREPARE} train_configs/debug_model.toml {BOOKS}")
     return checkout
 

@@ -1,16 +1,15 @@
-"""Read a model's weights from a step of titan_lite, a Hugging Face folder, or Meta's consolidated files.
+"""Read a model's weights from a step of titan_lite or a Hugging Face folder.
 
-    weights = open_weights("outputs/debug_model")            # the newest step of a run; or any folder of the three kinds
+    weights = open_weights("outputs/debug_model")            # the newest step of a run; or a folder of either kind
     weights.config                                           # the model's shape
     weights.read("layers.3.attention.wq.weight")             # one unsharded tensor, by our name and in our layout
     load(weights, dict(model.named_parameters()), shard_of)  # into a model on any layout
 
-Opening reads only names and shapes, and reports everything that does not fit at once. No pickle that could run code is read.
+Opening reads only names and shapes, and reports everything that does not fit at once.
 """
 
 import dataclasses
 import itertools
-import pickle
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -31,7 +30,7 @@ from titan_lite.config import ConfigError
 from titan_lite.logging import logger
 from titan_lite.models.hf import config_from_hf, from_hf, hf_names
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
-from titan_lite.models.shape_files import config_from_fields, config_from_meta
+from titan_lite.models.shape_files import config_from_fields
 from titan_lite.outside import FILE, TOKENS, WORD, Damaged, in_short, maybe, open_regular, read_json
 from titan_lite.ranks import alike, first_word, gather_objects
 
@@ -205,114 +204,7 @@ class HuggingFaceFolder:
         return tokenizer_files(self.folder)
 
 
-class MetaFolder:
-    """The weights in a folder of Meta: params.json and one consolidated.*.pth for each rank of tensor parallelism."""
-
-    kind = "Meta's consolidated files"
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        paths = sorted(folder.glob("consolidated.*.pth"))
-        for number, path in enumerate(paths):
-            if path.name != f"consolidated.{number:02d}.pth":
-                raise Damaged(f"consolidated.{number:02d}.pth is missing, and {path.name} exists")
-        self.parts = [self._read_part(path) for path in paths]
-        tied = all(
-            "output.weight" not in part
-            or _equal(part["output.weight"], part["tok_embeddings.weight"])
-            for part in self.parts
-            if "tok_embeddings.weight" in part
-        )
-        self.config = config_from_meta(read_json(folder / "params.json"), tied)
-        check_size(self.config, min(map(len, self.parts)))
-        for part in self.parts if tied else ():
-            part.pop("output.weight", None)
-        self.shapes = expected = shapes(self.config)
-        self._check_count()
-        faults = []
-        for path, part in zip(paths, self.parts, strict=True):
-            found = {
-                fqn: expected[fqn]
-                if fqn in expected and self._axis(tensor, expected[fqn]) is not None
-                else tensor.shape
-                for fqn, tensor in part.items()
-            }
-            faults += [f"{path.name}: {fault}" for fault in misfits(expected, found)]
-        _refuse(faults)
-        self.dtypes = {fqn: self.parts[0][fqn].dtype for fqn in expected}
-        bos = self.config.vocab_size - 256  # special tokens are last in Llama 3's vocabulary
-        self.special_tokens = {"bos_token_id": bos, "eos_token_id": bos + 1}
-
-    def _read_part(self, path: Path) -> dict[str, Tensor]:
-        """Return the tensors of a file by name, mapped. Raises Damaged."""
-        try:
-            part = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Damaged:
-            raise
-        except pickle.UnpicklingError:  # torch's message advises to admit anything
-            raise Damaged(
-                f"{path.name} has something other than tensors, which may run code"
-            ) from None
-        except Exception as error:  # arbitrary bytes may raise anything
-            raise Damaged(f"{path.name} cannot be read: {in_short(error)}") from None
-        if not isinstance(part, dict) or not all(
-            type(name) is str and _is_plain(part[name]) for name in part
-        ):
-            raise Damaged(f"{path.name} has no tensors by name")
-        _refuse(
-            [
-                f"{path.name}: {name} has {tensor.numel():,} elements, and {tensor.untyped_storage().nbytes():,} bytes are stored"
-                for name, tensor in part.items()
-                if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes()
-            ]
-        )
-        part.pop("rope.freqs", None)
-        unknown = {
-            name: tensor.dtype
-            for name, tensor in part.items()
-            if tensor.dtype not in DTYPES.values()
-        }
-        _refuse([f"{path.name}: {name} has dtype {dtype}" for name, dtype in unknown.items()])
-        return part
-
-    def _check_count(self) -> None:
-        """Raise Damaged if the shape of one tensor shows that files are missing: one line, instead of one for every tensor."""
-        name = "layers.0.attention.wq.weight"
-        (rows, *rest), part = self.shapes[name], self.parts[0].get(name, torch.empty(0)).shape
-        if (
-            list(part[1:]) == rest
-            and 0 < part[0] < rows != part[0] * len(self.parts)
-            and rows % part[0] == 0
-        ):
-            raise Damaged(
-                f"consolidated.*.pth: {len(self.parts)} found, and {rows // part[0]} expected, as {name} is "
-                f"{list(part)} in the first, and {[rows, *rest]} by params.json; a file may be missing"
-            )
-
-    def _axis(self, part: Tensor, whole: torch.Size) -> int | None:
-        """Return the dimension along which the parts are split; -1: each part is the full tensor; None: they do not fit."""
-        if part.shape == whole:
-            return -1
-        for dim in range(part.dim()):
-            if (
-                torch.Size(
-                    (*part.shape[:dim], part.shape[dim] * len(self.parts), *part.shape[dim + 1 :])
-                )
-                == whole
-            ):
-                return dim
-        return None
-
-    def read(self, fqn: str) -> Tensor:
-        axis = self._axis(self.parts[0][fqn], self.shapes[fqn])
-        parts = [part[fqn] for part in self.parts]
-        return parts[0] if axis == -1 else torch.cat(parts, axis or 0)
-
-    def tokenizer_files(self) -> list[Path]:
-        return tokenizer_files(self.folder / "tokenizer.model")
-
-
-Weights = StepFolder | HuggingFaceFolder | MetaFolder
+Weights = StepFolder | HuggingFaceFolder
 ShardOf = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
 
 
@@ -328,8 +220,6 @@ def open_weights(path: str | Path, key: str = "", *, every_byte: bool = False) -
             return StepFolder(folder, every_byte=every_byte)
         if (folder / "config.json").is_file():
             return HuggingFaceFolder(folder)
-        if any(folder.glob("consolidated.*.pth")):
-            return MetaFolder(folder)
         steps = [
             path
             for path in (*folder.glob("step-*"), *folder.glob("*/step-*"))
@@ -350,8 +240,8 @@ def open_weights(path: str | Path, key: str = "", *, every_byte: bool = False) -
         raise ConfigError(f"{wrong}: all of its {len(steps)} steps are damaged; use another folder")
     what = "has no weights" if folder.is_dir() else "is not a folder"
     raise ConfigError(
-        f"{wrong} {what}; use a step (such as outputs/NAME/checkpoint/step-100), a run's folder, a Hugging Face folder "
-        "(config.json and *.safetensors) or Meta's (params.json and consolidated.*.pth)"
+        f"{wrong} {what}; use a step (such as outputs/NAME/checkpoint/step-100), a run's folder, or a Hugging Face folder "
+        "(config.json and *.safetensors)"
     )
 
 
@@ -472,14 +362,6 @@ def shapes(config: ModelConfig) -> dict[str, torch.Size]:
         for prefix in (f"layers.{i}." for i in range(config.n_layers)) if of_layer else ("",):
             found |= {f"{prefix}{name}": shape for name, shape in own}
     return found
-
-
-def _is_plain(value: Any) -> bool:
-    return (
-        type(value) in (Tensor, torch.nn.Parameter)
-        and value.layout is torch.strided
-        and value.device.type == "cpu"
-    )
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
