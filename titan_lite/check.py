@@ -50,7 +50,7 @@ def check(config: Config, layout: Layout) -> Tokenizer:
     path = config.checkpoint.initial_load_path
     if path and step is None:
         check_fit(
-            open_weights(path, "checkpoint.initial_load_path"),
+            open_weights(path, "checkpoint.initial_load_path", model=layout.model),
             layout.model,
             "checkpoint.initial_load_path",
         )

@@ -1,7 +1,8 @@
-"""Convert weights, tensor by tensor: from Hugging Face to a step, or from a step or a run to Hugging Face.
+"""Convert weights, tensor by tensor: from Hugging Face to a step, or from a step or a run to Hugging Face or torchtitan.
 
     python -m titan_lite.convert outputs/debug_model exported                 # the run's newest step, for transformers
     python -m titan_lite.convert Llama-3.1-8B initial                         # a step, for checkpoint.initial_load_path
+    python -m titan_lite.convert outputs/debug_model theirs --to torchtitan   # a checkpoint of torchtitan, model only
 
 Nothing is overwritten. Until everything is on disk, the folder is called unfinished-TARGET-*; if the program is killed, delete it
 by hand. Memory: two tensors of a step, or those of one safetensors file.
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
+from titan_lite.checkpoint.names import to_torchtitan
 from titan_lite.checkpoint.weights import (
     TOKENIZER_FILES,
     StepFolder,
@@ -42,11 +44,6 @@ from titan_lite.models.hf import config_to_hf, hf_names, to_hf
 
 def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:
     """Write a step 0 with only the model, for checkpoint.initial_load_path. Raises ConfigError."""
-    dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in weights.shapes}
-    planned = {
-        fqn: torch.empty(shape, dtype=dtypes[fqn], device="meta")
-        for fqn, shape in weights.shapes.items()
-    }
     state = {
         "step": 0,
         "tensors": ["model"],
@@ -54,15 +51,38 @@ def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None)
         "run": {"model": dataclasses.asdict(weights.config)},
         "special_tokens": weights.special_tokens,
     }
-
-    def read(fqn: str) -> Tensor:
-        return weights.read(fqn).to(dtypes[fqn])
-
-    with _whole(folder, sum(tensor.nbytes for tensor in planned.values())) as unfinished:
-        tensor_files.write_one_by_one(unfinished, planned, read)
+    fqns = {fqn: fqn for fqn in weights.shapes}
+    with _written_tensors(folder, weights, fqns, dtype) as unfinished:
         manifest.write_text(unfinished / "state.json", json.dumps(state, indent=1) + "\n")
         files = {path.name: manifest.digest(path) for path in unfinished.iterdir()}
         manifest.write(unfinished, 0, files)
+
+
+def write_torchtitan(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:
+    """Write a checkpoint with only the model, which torchtitan loads as initial_load_path. Raises ConfigError."""
+    fqns = {to_torchtitan(fqn): fqn for fqn in weights.shapes}
+    if weights.config.tied_embeddings:
+        fqns[to_torchtitan("output.weight")] = "tok_embeddings.weight"
+    with _written_tensors(folder, weights, fqns, dtype):
+        pass
+
+
+@contextmanager
+def _written_tensors(
+    folder: Path, weights: Weights, fqns: Mapping[str, str], dtype: torch.dtype | None
+) -> Iterator[Path]:
+    """Return a context with a folder that has the tensors as a checkpoint of DCP, as in `_whole`. fqns: by name there."""
+    planned = {
+        name: torch.empty(weights.shapes[fqn], dtype=dtype or weights.dtypes[fqn], device="meta")
+        for name, fqn in fqns.items()
+    }
+
+    def read(name: str) -> Tensor:
+        return weights.read(fqns[name]).to(planned[name].dtype)
+
+    with _whole(folder, sum(tensor.nbytes for tensor in planned.values())) as unfinished:
+        tensor_files.write_one_by_one(unfinished, planned, read)
+        yield unfinished
 
 
 def write_hf(
@@ -193,7 +213,7 @@ def main(arguments: Sequence[str]) -> None:
     add("target", type=Path, help="a new folder")
     add(
         "--to",
-        choices=("hf", "step"),
+        choices=("hf", "step", "torchtitan"),
         help="the format to write (default: hf from a step, and a step from anything else)",
     )
     add(
@@ -213,16 +233,17 @@ def main(arguments: Sequence[str]) -> None:
     logger.info(
         f"{weights.folder}: {weights.kind}, {sum(s.numel() for s in weights.shapes.values()):,} parameters"
     )
-    if (options.to or ("hf" if isinstance(weights, StepFolder) else "step")) == "step":
+    to = options.to or ("hf" if isinstance(weights, StepFolder) else "step")
+    if to in ("step", "torchtitan"):
+        what = "a step" if to == "step" else "a checkpoint of torchtitan"
         if options.tokenizer:
-            raise ConfigError(
-                "--tokenizer: a step has none, the recipe names it (model.tokenizer_path); leave it out"
-            )
+            raise ConfigError(f"--tokenizer: {what} has none, the recipe names it; leave it out")
         if options.max_shard_size is not None:
             raise ConfigError(
-                f"--max-shard-size {options.max_shard_size}: a step has a file for each tensor; leave it out, or use --to hf"
+                f"--max-shard-size {options.max_shard_size}: {what} has a file for each tensor; leave it out, or use --to hf"
             )
-        write_step(options.target, weights, dtype)
+        write = write_step if to == "step" else write_torchtitan
+        write(options.target, weights, dtype)
     else:
         asked_for = bool(options.tokenizer)
         files = tokenizer_files(options.tokenizer) if asked_for else weights.tokenizer_files()

@@ -558,7 +558,8 @@ class Trainer:
         )
         step = self.checkpointer.verified_step() if config.checkpoint.enable else None
         if step is None:
-            load_initial(config.checkpoint.initial_load_path, self.parameters, shard_of)
+            path = config.checkpoint.initial_load_path
+            load_initial(path, self.layout.model, self.parameters, shard_of)
         else:
             self.load(step)
         refresh_scales(self.stages)

@@ -86,6 +86,7 @@ HERE = {
     f"{PREPARE} --verify prepared/books": Run("every byte is as written"),
     "python -m titan_lite.convert outputs/debug_model exported": Run("exported"),
     "python -m titan_lite.convert Llama-3.1-8B initial": Run("initial"),
+    "python -m titan_lite.convert outputs/debug_model theirs --to torchtitan": Run("theirs"),
     "./run_train.sh --checkpoint.initial_load_path Llama-3.1-8B": Run(
         "Llama-3.1-8B", f"{SHORT} --training.steps 1 --job.dump_folder outputs/from_weights"
     ),

@@ -1,12 +1,44 @@
-"""Names of what a checkpoint has.
+"""Names of what a checkpoint has: of sections, and of parameters in torchtitan's checkpoints.
 
-section_of("optimizer.state.norm.weight.step")              # "optimizer"
+    section_of("optimizer.state.norm.weight.step")              # "optimizer"
+    to_torchtitan("layers.0.attention.wq.weight")               # "layers.0.attention.qkv_linear.wq.weight"
+    from_torchtitan("lm_head.weight")                           # "output.weight"
+
+torchtitan's Llama 3 (0.3.0) has the same parameters in the same layout, rotary pairs included, so that names are all that differs.
 """
 
-SECTIONS = ("optimizer", "between", "train_state")  # first words of names that are no parameters
+# first words of names that are no parameters; the last two are in torchtitan's checkpoints alone
+SECTIONS = ("optimizer", "between", "train_state", "lr_scheduler", "dataloader")
+TORCHTITAN = {  # our module: torchtitan's
+    "attention.wq": "attention.qkv_linear.wq",
+    "attention.wk": "attention.qkv_linear.wk",
+    "attention.wv": "attention.qkv_linear.wv",
+    "output": "lm_head",
+}
+OURS = {theirs: ours for ours, theirs in TORCHTITAN.items()}
 
 
 def section_of(name: str) -> str:
     """Return the first word of a name in SECTIONS, and "model" for a parameter."""
     first, _, _ = name.partition(".")
     return first if first in SECTIONS else "model"
+
+
+def to_torchtitan(fqn: str) -> str:
+    """Return torchtitan's name of a parameter."""
+    return _renamed(fqn, TORCHTITAN)
+
+
+def from_torchtitan(name: str) -> str:
+    """Invert `to_torchtitan`."""
+    return _renamed(name, OURS)
+
+
+def _renamed(fqn: str, modules: dict[str, str]) -> str:
+    """Return a parameter's name, such as "layers.0.attention.wq.weight", with its module renamed."""
+    module, _, parameter = fqn.rpartition(".")
+    layer = ""
+    if module.startswith("layers."):
+        _, number, module = module.split(".", 2)
+        layer = f"layers.{number}."
+    return f"{layer}{modules.get(module, module)}.{parameter}"

@@ -179,7 +179,7 @@ def write_one_by_one(
         with _alone():
             dcp.save(dict(planned), storage_writer=writer, planner=_OneByOne(read), no_dist=True)
     except CheckpointException as failed:
-        raise OSError(_in_words(failed)) from None
+        raise OSError(_failure(failed)) from None
 
 
 # Reading
@@ -230,10 +230,19 @@ def read_metadata(folder: Path) -> Metadata:
     except FileNotFoundError:
         raise Damaged(f"{NAME} is missing") from None
     except Exception as error:  # arbitrary bytes may raise anything
-        raise Damaged(f"{NAME} cannot be read: {type(error).__name__}: {in_short(error)}") from None
+        raise Damaged(f"{NAME} cannot be read: {_in_words(error)}") from None
     if not isinstance(metadata, Metadata):
         raise Damaged(f"{NAME} cannot be read: it is a {type(metadata).__name__}")
     return metadata
+
+
+def parameters(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return the tensors that are the model's, by their names in the folder."""
+    return {
+        name: entry
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and section_of(name) == "model"
+    }
 
 
 class _NamedFiles(FileSystem):
@@ -245,7 +254,7 @@ class _NamedFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
         except Exception as error:
-            raise Damaged(f"{Path(path).name} cannot be read: {in_short(error)}") from None
+            raise Damaged(f"{Path(path).name} cannot be read: {_in_words(error)}") from None
 
 
 class _Reader(FileSystemReader):
@@ -294,7 +303,7 @@ def load(
                 no_dist=True,
             )
     except CheckpointException as failed:
-        raise Damaged(_in_words(failed)) from None
+        raise Damaged(_failure(failed)) from None
 
 
 def _misfit(metadata: Metadata, tensors: Mapping[str, Tensor]) -> str:
@@ -324,6 +333,11 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _in_words(failed: CheckpointException) -> str:
+def _failure(failed: CheckpointException) -> str:
     """Return what failed in one process."""
     return "; ".join(in_short(cause) for cause, _ in failed.failures.values())
+
+
+def _in_words(error: Exception) -> str:
+    """Return an error that may have no text."""
+    return f"{type(error).__name__}: {in_short(error)}".removesuffix(": ")

@@ -1,6 +1,6 @@
-"""Read a model's weights from a step of titan_lite or a Hugging Face folder.
+"""Read a model's weights from a step of titan_lite, a checkpoint of torchtitan, or a Hugging Face folder.
 
-    weights = open_weights("outputs/debug_model")            # the newest step of a run; or a folder of either kind
+    weights = open_weights("outputs/debug_model")            # the newest step of a run; or a folder of any kind
     weights.config                                           # the model's shape
     weights.read("layers.3.attention.wq.weight")             # one unsharded tensor, by our name and in our layout
     load(weights, dict(model.named_parameters()), shard_of)  # into a model on any layout
@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
-from titan_lite.checkpoint.names import section_of
+from titan_lite.checkpoint.names import from_torchtitan, to_torchtitan
+from titan_lite.checkpoint.state import NAME as STATE
 from titan_lite.checkpoint.state import read_state
 from titan_lite.config import ConfigError
 from titan_lite.logging import logger
@@ -45,7 +46,36 @@ TOKENIZER_FILES = (  # in a Hugging Face folder
 )
 
 
-class StepFolder:
+class _DcpFolder:
+    """The model's weights in a checkpoint of torch.distributed.checkpoint."""
+
+    folder: Path
+    config: ModelConfig
+    metadata: Metadata
+    names: dict[str, str]  # of parameters in the folder, by FQN
+
+    def _check_shapes(self, stored: Mapping[str, TensorStorageMetadata]) -> None:
+        """Set shapes and dtypes. Raises Damaged if these tensors, by their names in the folder, are not the model's."""
+        self.shapes = shapes(self.config)
+        expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
+        _refuse(misfits(expected, {name: tensor.size for name, tensor in stored.items()}))
+        self.dtypes = {fqn: stored[name].properties.dtype for fqn, name in self.names.items()}
+
+    def read(self, fqn: str) -> Tensor:
+        tensor = torch.empty(self.shapes[fqn], dtype=self.dtypes[fqn])
+        self.read_into({fqn: tensor})
+        return tensor
+
+    def read_into(self, parameters: Mapping[str, Tensor]) -> None:
+        """Fill tensors or DTensors, without communication. Raises ConfigError."""
+        tensors = {self.names[fqn]: parameter.detach() for fqn, parameter in parameters.items()}
+        try:
+            tensor_files.load(self.folder, tensors, metadata=self.metadata)
+        except Damaged as damage:
+            raise ConfigError(f"{self.folder} cannot be read: {damage}") from None
+
+
+class StepFolder(_DcpFolder):
     """The model's weights in a step that a run or `convert` has written. every_byte: check all bytes on opening."""
 
     kind = "a step of titan_lite"
@@ -61,15 +91,10 @@ class StepFolder:
         if shape is None:
             raise Damaged("state.json does not say which model this is (run.model)")
         self.config = config_from_fields(shape, "state.json: run.model")
-        stored = {
-            name: tensor
-            for name, tensor in self.metadata.state_dict_metadata.items()
-            if section_of(name) == "model" and isinstance(tensor, TensorStorageMetadata)
-        }
+        stored = tensor_files.parameters(self.metadata)
         check_size(self.config, len(stored))
-        self.shapes = shapes(self.config)
-        _refuse(misfits(self.shapes, {fqn: tensor.size for fqn, tensor in stored.items()}))
-        self.dtypes = {fqn: tensor.properties.dtype for fqn, tensor in stored.items()}
+        self.names = {fqn: fqn for fqn in shapes(self.config)}
+        self._check_shapes(stored)
         # Only a converted step has them; those of a run are in its tokenizer.
         self.special_tokens = self.state.get("special_tokens") or {
             "bos_token_id": None,
@@ -78,27 +103,37 @@ class StepFolder:
 
     def check_bytes(self, part: int = 0, of: int = 1) -> None:
         """Compare every `of`-th file, from `part` on, with its SHA-256. Raises Damaged."""
-        manifest.check_bytes(
-            self.folder, {name: self.files[name] for name in sorted(self.files)[part::of]}
-        )
-
-    def read(self, fqn: str) -> Tensor:
-        tensor = torch.empty(self.shapes[fqn], dtype=self.dtypes[fqn])
-        self.read_into({fqn: tensor})
-        return tensor
-
-    def read_into(self, parameters: Mapping[str, Tensor]) -> None:
-        """Fill tensors or DTensors, without communication. Raises ConfigError."""
-        tensors = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
-        try:
-            tensor_files.load(self.folder, tensors, metadata=self.metadata)
-        except Damaged as damage:
-            raise ConfigError(f"{self.folder} cannot be read: {damage}") from None
+        names = sorted(self.files)[part::of]
+        manifest.check_bytes(self.folder, {name: self.files[name] for name in names})
 
     def tokenizer_files(self) -> list[Path]:
         """Return the tokenizer of the run's recipe, if it still exists, and the files beside a tokenizer.json."""
         path = self.state.get("recipe", {}).get("model", {}).get("tokenizer_path")
         return tokenizer_files(path) if path and Path(path).is_file() else []
+
+
+class TorchtitanFolder(_DcpFolder):
+    """The model's weights in a checkpoint of torchtitan, or of a plain `dcp.save` with its names or ours.
+
+    config: the model's shape, which the folder does not have.
+    """
+
+    kind = "a checkpoint of torchtitan"
+
+    def __init__(self, folder: Path, config: ModelConfig):
+        self.folder = folder
+        self.config = config
+        self.metadata = tensor_files.read_metadata(folder)
+        stored = tensor_files.parameters(self.metadata)
+        ours = {from_torchtitan(name): name for name in stored}  # torchtitan 0.2 has our names
+        if config.tied_embeddings and "output.weight" in ours:  # torchtitan stores them twice
+            del stored[ours["output.weight"]]
+        self.names = {fqn: ours.get(fqn, to_torchtitan(fqn)) for fqn in shapes(config)}
+        self._check_shapes(stored)
+        self.special_tokens = {"bos_token_id": None, "eos_token_id": None}
+
+    def tokenizer_files(self) -> list[Path]:
+        return []
 
 
 class HuggingFaceFolder:
@@ -204,35 +239,36 @@ class HuggingFaceFolder:
         return tokenizer_files(self.folder)
 
 
-Weights = StepFolder | HuggingFaceFolder
+Weights = StepFolder | TorchtitanFolder | HuggingFaceFolder
 ShardOf = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
 
 
-def open_weights(path: str | Path, key: str = "", *, every_byte: bool = False) -> Weights:
+def open_weights(
+    path: str | Path,
+    key: str = "",
+    *,
+    every_byte: bool = False,
+    model: ModelConfig | None = None,
+) -> Weights:
     """Open the weights in a folder of any kind; of a run or a folder of steps, the newest undamaged step.
 
     key: the recipe's key, which errors name. every_byte: compare all bytes of a step with its manifest, not only sizes.
-    Raises ConfigError with all names and shapes that do not fit.
+    model: the shape to read a checkpoint of torchtitan with. Raises ConfigError with all names and shapes that do not fit.
     """
-    folder, wrong = Path(path), f'{key} = "{path}"' if key else f"{path}"
+    folder = Path(path)
+    wrong = f'{key} = "{path}"' if key else f"{path}"
     try:
-        if (folder / manifest.NAME).is_file():
-            return StepFolder(folder, every_byte=every_byte)
+        if any((folder / name).is_file() for name in (manifest.NAME, tensor_files.NAME)):
+            return _open_checkpoint(folder, every_byte, model)
         if (folder / "config.json").is_file():
             return HuggingFaceFolder(folder)
-        steps = [
-            path
-            for path in (*folder.glob("step-*"), *folder.glob("*/step-*"))
-            if re.fullmatch(r"step-\d+", path.name)
-        ]
-        for step in sorted(
-            steps, key=lambda path: int(path.name.removeprefix("step-")), reverse=True
-        ):
+        steps = _steps_in(folder)
+        for step in steps:
             try:
-                return StepFolder(step, every_byte=every_byte)
+                return _open_checkpoint(step, every_byte, model)
             except Damaged as damage:
                 logger.warning(f"{step} is skipped: {damage}")
-    except (Damaged, ConfigError) as error:
+    except ConfigError as error:
         raise ConfigError(f"{wrong}: {error}") from None
     except OSError as error:
         raise ConfigError(f"{wrong}: {error.filename}: {error.strerror}") from None
@@ -240,17 +276,41 @@ def open_weights(path: str | Path, key: str = "", *, every_byte: bool = False) -
         raise ConfigError(f"{wrong}: all of its {len(steps)} steps are damaged; use another folder")
     what = "has no weights" if folder.is_dir() else "is not a folder"
     raise ConfigError(
-        f"{wrong} {what}; use a step (such as outputs/NAME/checkpoint/step-100), a run's folder, or a Hugging Face folder "
-        "(config.json and *.safetensors)"
+        f"{wrong} {what}; use a step (such as outputs/NAME/checkpoint/step-100), a run's folder, a checkpoint of torchtitan, "
+        "or a Hugging Face folder (config.json and *.safetensors)"
     )
 
 
-def load_initial(path: str, parameters: Mapping[str, Tensor], shard_of: ShardOf) -> None:
+def _open_checkpoint(folder: Path, every_byte: bool, model: ModelConfig | None) -> Weights:
+    """Open a step of titan_lite, or of torchtitan, which has no state.json. Raises ConfigError, and Damaged for a broken one."""
+    ours = any((folder / name).is_file() for name in (manifest.NAME, STATE))
+    if ours or not (folder / tensor_files.NAME).is_file():
+        return StepFolder(folder, every_byte=every_byte)
+    if model is None:
+        raise ConfigError(
+            f"{folder} is a checkpoint of torchtitan, which does not have the shape of its model; use it as "
+            "checkpoint.initial_load_path of a recipe that has the shape"
+        )
+    return TorchtitanFolder(folder, model)
+
+
+def _steps_in(folder: Path) -> list[Path]:
+    """Return the steps in a run's folder, or in a folder of steps, newest first."""
+    found = (*folder.glob("step-*"), *folder.glob("*/step-*"))
+    steps = [path for path in found if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(steps, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def load_initial(
+    path: str, model: ModelConfig, parameters: Mapping[str, Tensor], shard_of: ShardOf
+) -> None:
     """Fill a run's parameters from checkpoint.initial_load_path, if set. A collective. Raises ConfigError on all ranks."""
     if not path:
         return
-    wrong, started, fault = f'checkpoint.initial_load_path = "{path}"', time.perf_counter(), ""
-    weights = open_weights(path, "checkpoint.initial_load_path")
+    wrong = f'checkpoint.initial_load_path = "{path}"'
+    started = time.perf_counter()
+    fault = ""
+    weights = open_weights(path, "checkpoint.initial_load_path", model=model)
     if isinstance(weights, StepFolder):
         try:
             weights.check_bytes(dist.get_rank(), dist.get_world_size())
@@ -279,7 +339,7 @@ def load(
 
     shard_of: parameter -> (this rank's part, its offset in the parameter); default: the full parameter.
     """
-    if isinstance(weights, StepFolder):
+    if not isinstance(weights, HuggingFaceFolder):
         weights.read_into(parameters)
         return
     for fqn, parameter in parameters.items():

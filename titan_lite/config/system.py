@@ -226,8 +226,8 @@ class Checkpoint:
     )
     initial_load_path: str = setting(
         "",
-        "initial weights of a run that has no saved step, for any layout: a step, a run's folder (its newest step), or a "
-        "Hugging Face folder (titan_lite/convert.py converts between them)",
+        "initial weights of a run that has no saved step, for any layout: a step, a run's folder (its newest step), a "
+        "checkpoint of torchtitan, or a Hugging Face folder (titan_lite/convert.py converts between them)",
         path=True,
     )
     must_resume: bool = setting(

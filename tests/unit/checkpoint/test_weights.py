@@ -421,7 +421,9 @@ def test_no_folder_of_any_kind(tmp_path):
         with pytest.raises(ConfigError) as error:
             open_weights(path)
         assert words in str(error.value)
-        assert "a run's folder, or a Hugging Face folder" in str(error.value)
+        assert "a run's folder, a checkpoint of torchtitan, or a Hugging Face folder" in str(
+            error.value
+        )
 
 
 @UNTIED_ONLY
@@ -523,12 +525,15 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path,
             ["STEP", "out", "--tokenizer", "STEP"],
             "no such file; use a file, or a folder with tokenizer.json or tokenizer.model",
         ),
-        (["STEP", "out", "--tokenizer", "README.md"], '--tokenizer "README.md", line 1: '),
+        (["STEP", "out", "--tokenizer", "README.md"], '--tokenizer "README.md" is not in tiktoken'),
         (
             ["STEP", "out", "--tokenizer", str(TOKENIZER)],
             "debug.model has 2048 tokens, and the model 320",
         ),
-        (["STEP", "out", "--to", "step", "--tokenizer", "STEP"], "--tokenizer: a step has none"),
+        (
+            ["STEP", "out", "--to", "step", "--tokenizer", "STEP"],
+            "--tokenizer: a step has none, the recipe names it",
+        ),
     ],
 )
 def test_wrong_options_are_one_line(options, words, step, tmp_path, monkeypatch, capsys):
@@ -575,6 +580,7 @@ def initial_weights(paths):
         try:
             load_initial(
                 str(by_rank[dist.get_rank()]),
+                TINY,
                 parameters,
                 lambda parameter: (parameter, (0,) * parameter.dim()),
             )
