@@ -5,7 +5,7 @@
     python scripts/compare_measured.py --keep found.json      # measured once, and read from there when it is planned again
 
 Each layout is a world of fresh processes that build the trainer of the debug recipe and run its steps, over gloo with one thread
-each. In turn with the steps, the same processes measure what this machine reaches meanwhile (plan/measure.py): large
+each. In turn with the steps, the same processes measure what this machine reaches meanwhile: large
 products, attention, memory, links. From these numbers and the recipe alone the step is then planned; nothing is fitted to a step.
 
     seconds    of a step: planned from the medians of what the rounds measured; measured, the median of all steps
@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,16 +32,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from benchmark_fsdp import peak_memory, start_world
+from torch import Tensor
 
-from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.collectives import all_gather_single
+from titan_lite.compiler.hardware import GB, Link, Machine
 from titan_lite.compiler.profiles import machine_from
 from titan_lite.config.recipe import load_config
+from titan_lite.models.llama3 import ModelConfig
 from titan_lite.plan.command import lay_out
-from titan_lite.plan.measure import Shapes, calibrated, find_machine, measure
+from titan_lite.plan.measure import find_machine, fit_link, seconds_of, times_of
 from titan_lite.plan.summary import make_plan
 from titan_lite.trainer import Trainer
 
+CACHES = 2**26  # bytes: more than the caches of a core
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 RECIPE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
 COMMON = (
     "--training.seq_len=512 --training.local_batch_size=2 --training.global_batch_size=-1 --data.num_workers=0 "
@@ -78,6 +85,88 @@ class Measured:
     peak: int
     figures: list[dict[str, float]]
     machine: Machine
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The shapes of a rank's work in one forward."""
+
+    model: ModelConfig
+    sequences: int
+    tokens: int  # per sequence
+    tp: int  # ranks that share the model's matrices and heads
+    dtype: torch.dtype
+
+
+def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict[str, float]:
+    """Measure what the ranks reach, in about 10 x `seconds`. A collective; the slowest rank counts.
+
+    matmul, attention        FLOP/s, forward and backward
+    memory                   bytes per second, read and written by pointwise operators on as many tensors as no cache holds
+    launch                   seconds of an operator on one element, with a view before and after it
+    latency, bandwidth       all-gather over all ranks, as a ring: seconds per hop, bytes per second and rank
+    reduction                reduce-scatter time divided by all-gather time, for the same bytes
+    """
+    model, tp, dtype = shapes.model, shapes.tp, shapes.dtype
+    rows, hidden, head = shapes.sequences * shapes.tokens, model.hidden_dim // tp, model.head_dim
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device=device)
+
+    x, w, gradient = random(rows, model.dim), random(hidden, model.dim), random(rows, hidden)
+    products = seconds_of(lambda: (x @ w.T, gradient @ w, gradient.T @ x), device, seconds)
+    q = random(shapes.sequences, max(1, model.n_heads // tp), shapes.tokens, head).requires_grad_()
+    k, v = (
+        random(
+            shapes.sequences, max(1, model.n_kv_heads // tp), shapes.tokens, head
+        ).requires_grad_()
+        for _ in range(2)
+    )
+    upstream = torch.ones_like(q)
+
+    def attend() -> None:
+        torch.autograd.grad(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+            (q, k, v),
+            upstream,
+        )
+
+    attention = seconds_of(attend, device, seconds)
+    gradients = [gradient, *(random(rows, hidden) for _ in range(CACHES // gradient.nbytes))]
+    # Results are kept, as in a step's heap. glibc returns others to the system, whose new pages would be measured instead.
+    results = [[torch.empty_like(each) for each in gradients] for _ in range(2)]
+
+    def gate() -> None:
+        for each, gated, product in zip(gradients, *results, strict=True):
+            torch.mul(torch.sigmoid(each, out=gated), each, out=product)
+
+    pointwise = seconds_of(gate, device, seconds) / len(gradients)
+    one = torch.ones(1, dtype=dtype, device=device)
+    found = {
+        "matmul": 3 * 2 * rows * model.dim * hidden / products,
+        "attention": 7
+        * 2
+        * q.numel()
+        * shapes.tokens
+        / 2
+        / attention,  # two products forward, five backward, each half (causal)
+        "memory": 5 * gradient.nbytes / pointwise,
+        # negative: the largest counts
+        "launch": -seconds_of(
+            lambda: [(one.view(1, 1) + one).view(1) for _ in range(100)], device, seconds / 5
+        )
+        / 100,
+    }
+    figures = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(figures, dist.ReduceOp.MIN)
+    found = dict(zip(found, figures.tolist(), strict=True))
+    found["launch"] *= -1
+    if dist.get_world_size() == 1:
+        return found
+    gathers = times_of(all_gather_single, device)
+    reduces = times_of(lambda full, shard: reduce_scatter_single(shard, full), device)
+    return found | fit_link(gathers) | {"reduction": sum(reduces) / sum(gathers)}
 
 
 def rank_main(
@@ -160,6 +249,27 @@ def run(ranks: int, overrides: str, rounds: int, steps: int) -> dict[str, Any]:
         "reached": reached,
         "machine": machine,
     }
+
+
+def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtype) -> Machine:
+    """Return a CPU's machine with the measured speeds in `dtype`. A CPU has no datasheet: its peaks are measured, too."""
+    name = str(dtype).removeprefix("torch.")
+    machine = dataclasses.replace(
+        machine,
+        tflops={**machine.tflops, name: reached["matmul"] / 1e12},
+        memory_bandwidth=reached["memory"] / GB,
+        launch=1e6 * reached["launch"],
+        reduction=reached["reduction"],
+    )
+    latency = 1e6 * reached["latency"]
+    link = Link(reached["bandwidth"] / GB / machine.link_efficiency, latency)
+    return dataclasses.replace(
+        machine,
+        attention_efficiency=min(1.0, reached["attention"] / machine.flops(dtype)),
+        intra_node=link,
+        inter_node=link,
+        collective_launch=latency,
+    )
 
 
 def main() -> int:

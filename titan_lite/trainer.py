@@ -77,8 +77,7 @@ from titan_lite.optimizer.build import (
     set_learning_rate,
 )
 from titan_lite.optimizer.clipping import clip_grad_norm_
-from titan_lite.plan.measure import Shapes, find_machine, peak_flops
-from titan_lite.plan.plan_vs_actual import PlanVsActual
+from titan_lite.plan.measure import find_machine, peak_flops
 from titan_lite.ranks import device_memory, init_device, init_process_group
 from titan_lite.validation import Validation
 
@@ -281,19 +280,6 @@ class Trainer:
             flops_per_token=(causal, full),
             peak_flops=peak,
         )
-        shapes = Shapes(
-            layout.model, layout.sequences, len(self.positions), layout.degrees["tp"], self.dtype
-        )
-        after = layout.ramp[-1][1] if layout.ramp else 0
-        compared = (
-            config.metrics.compare_plan,
-            self.dump_folder,
-            self.device,
-            self.machine,
-            shapes,
-            after,
-        )
-        self.plan_vs_actual = PlanVsActual(*compared)
         self.stragglers = Stragglers(self.rank)
         notes: dict[str, Any] = dict(
             priced=self.machine is not None, sources=self.loader.source_lines()
@@ -489,7 +475,6 @@ class Trainer:
         self.receipts = gather_receipts(self.receipts, self.mesh)
         if self.rank == 0:
             show_receipts(self.receipts, self.dump_folder)
-        self.plan_vs_actual.start()
         self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")
 
     def log(self) -> None:
@@ -585,13 +570,9 @@ class Trainer:
         return f"step {self.step}: {self.checkpointer.before_exit(self.step)}{ending}"
 
     def finish(self, how: str) -> None:
-        """Log a summary. how: "done" or "stopped"; after "done", also draw the loss and compare the run with its plan."""
+        """Log a summary. how: "done" or "stopped"; after "done", also draw the loss."""
         self.read(now=True)
         self.metrics.close()
-        planned = []
-        if how == "done":
-            with self.watchdog.within("comparing with the plan", "init_timeout_seconds"):
-                planned = self.plan_vs_actual.close(peak_memory_gib(self.device))
         if self.rank != 0:
             return
         if how == "done":
@@ -608,5 +589,5 @@ class Trainer:
             receipts=self.receipts,
             steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),
         )
-        for line in (*planned, *ending):
+        for line in ending:
             logger.info(line, extra={"event": how} if line == ending[0] and how == "done" else {})

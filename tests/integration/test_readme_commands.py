@@ -137,7 +137,9 @@ HERE = {
         "the loop waits for the copy", PLAN, PLANNED_405B
     ),
     f"{PLANNER} RECIPE --json": Run('"tokens_per_second', PLAN, RECIPE),
-    f"{PLANNER} --calibrate outputs/llama3_8b": Run("--hardware"),
+    f"{PLANNER} RECIPE --compare outputs/llama3_8b": Run(
+        "planned / measured", "--training.seq_len 64", RECIPE
+    ),
     "python -m titan_lite.verify train_configs/llama3_405b.toml": Run("agrees", "--steps 1"),
     "python -m titan_lite.report outputs/debug_model": Run("report.html"),
     "python -m titan_lite.report outputs/a outputs/b --output compare.html": Run("compare.html"),
@@ -287,7 +289,7 @@ def checkout(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(checkout):
     """After the first command of README.md; with the other folders that its commands name."""
-    assert "done: step 4" in typed(checkout, f"{FIRST} {SHORT} --metrics.compare_plan always")
+    assert "done: step 4" in typed(checkout, f"{FIRST} {SHORT}")
     outputs = checkout / "outputs"
     assert len(read_metrics(outputs / "debug_model/metrics.jsonl")) >= 4
     for name in ("a", "b", "llama3_8b"):

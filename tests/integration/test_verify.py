@@ -246,16 +246,10 @@ def test_a_twin_needs_no_gpu_or_data_of_its_recipe_and_logs_nothing_elsewhere():
         "--training.mixed_precision_param=bfloat16",
         "--data.min_document_tokens=1000000",
     ]
-    config, _ = load_config(
-        DEBUG, [*options, "--metrics.enable_wandb", "--metrics.compare_plan=always"]
-    )
+    config, _ = load_config(DEBUG, [*options, "--metrics.enable_wandb"])
     small = twin(config, parse_layout("dp_shard=2"), steps=1)
     assert (small.training.attention_kernel, small.data.min_document_tokens) == ("auto", 0)
-    assert (
-        small.metrics.enable_wandb,
-        small.metrics.enable_tensorboard,
-        small.metrics.compare_plan,
-    ) == (False, False, "auto")
+    assert (small.metrics.enable_wandb, small.metrics.enable_tensorboard) == (False, False)
 
 
 def test_all_layouts_are_all_that_eight_processes_can_have():

@@ -139,7 +139,6 @@ ROOMS = {
         "titan_lite.metrics.timelines",
         "titan_lite.metrics.records",
         "titan_lite.optimizer",
-        "titan_lite.outside",
     ),
     "report": (
         "titan_lite.config",

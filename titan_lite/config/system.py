@@ -273,12 +273,6 @@ class Metrics:
         False,
         "show libraries' warnings unchanged on every rank; false: each once, without those known to be harmless",
     )
-    compare_plan: str = setting(
-        "auto",
-        "at the end of a run, compare planned and measured step time and memory, and write plan.json and measured.json: on GPUs "
-        "(auto), on CPUs as well, where it takes about 15 s (always), or not at all (never)",
-        choices=("auto", "always", "never"),
-    )
 
 
 @dataclass(frozen=True)

@@ -144,18 +144,38 @@ def _wrong(entry: dict[str, Any]) -> str:
     return next(faults(entry, _RESUME if "resumed_from" in entry else _ROW), "")
 
 
-def step_seconds(path: Path, after: int = 0) -> list[float]:
-    """Return step_time of each window of metrics.jsonl since the last start, without the first window, which compiles, and
-    without windows that begin before step `after` is done."""
+@dataclass(frozen=True)
+class Window:
+    """The steps from one line of metrics.jsonl to the next."""
+
+    begins_after: int  # step
+    steps: int
+    seconds: float
+    tokens: float  # of all ranks, padding excluded
+    tokens_per_second: float  # of one rank
+    memory_gib: float
+
+
+def timed_windows(path: Path) -> list[Window]:
+    """Return the windows of metrics.jsonl since the last start, without the first one, in which code is compiled."""
     entries = _entries(path)
     since = max(
         (place for place, entry in enumerate(entries) if "resumed_from" in entry), default=0
     )
-    windows = [entry for entry in entries[since:] if entry.get("step_time") is not None]
+    names = ("step_time", "tps", "tokens_seen", "memory_gib")
+    timed = [
+        entry for entry in entries[since:] if all(entry.get(name) is not None for name in names)
+    ]
     return [
-        window["step_time"]
-        for before, window in itertools.pairwise(windows)
-        if before["step"] >= after
+        Window(
+            begins_after=before["step"],
+            steps=entry["step"] - before["step"],
+            seconds=(entry["step"] - before["step"]) * entry["step_time"],
+            tokens=entry["tokens_seen"] - before["tokens_seen"],
+            tokens_per_second=entry["tps"],
+            memory_gib=entry["memory_gib"],
+        )
+        for before, entry in itertools.pairwise(timed)
     ]
 
 

@@ -7,7 +7,7 @@
     python -m titan_lite.plan train_configs/llama3_8b.toml --world-size 64 --search     # the best layout that fits: minutes
     python -m titan_lite.plan train_configs/llama3_405b.toml --scale            # on 512 to 100,000 ranks: start, saves, failures
     python -m titan_lite.plan train_configs/llama3_8b.toml --picture plan.png --trace plan.json
-    python -m titan_lite.plan --calibrate outputs/llama3_8b      # a real run's machine, as a profile for --hardware
+    python -m titan_lite.plan train_configs/llama3_8b.toml --compare outputs/llama3_8b      # beside a run that has ended
 
 The real model is parallelized, compiled and scheduled by the code that trains it, on fake tensors with a fake process group. A
 cost model of a machine (compiler/hardware.py) gives the time. Nothing runs, no weights are allocated, no tokenizer or data is
@@ -83,8 +83,8 @@ def main(arguments: Sequence[str]) -> None:
         f"per step; PLANS: number of layouts to plan, of all that are estimated by formula (default {SEARCHED})"
     )
     either("--search", type=at_least_one, nargs="?", const=SEARCHED, metavar="PLANS", help=search)
-    calibrate = "fit the machine's profile to a run's measurements, and write it"
-    either("--calibrate", type=Path, metavar="RUN_FOLDER", help=calibrate)
+    compare = "print step time, tokens per second and memory beside those of a run of this recipe"
+    either("--compare", type=Path, metavar="RUN_FOLDER", help=compare)
     options, overrides = parser.parse_with_overrides(arguments)
     try:
         print(answer(options, overrides))
@@ -110,10 +110,10 @@ def refuse_idle(options: argparse.Namespace) -> None:
     several = {
         "sweep": options.sweep,
         "search": options.search is not None,
-        "calibrate": options.calibrate,
+        "compare": options.compare,
     }
     idle = {"picture": several, "trace": several, "tokens": several | {"json": options.json}}
-    idle |= {name: {"calibrate": options.calibrate} for name in ("world_size", "full")}
+    idle["world_size"] = {"compare": options.compare}
     for name, others in idle.items():
         other = next((other for other, given in others.items() if given), "")
         if other and getattr(options, name):
@@ -130,21 +130,6 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
             raise ConfigError(
                 f"--{name} {getattr(options, name)}: there is no folder {folder}; use one that exists"
             )
-    if options.calibrate:
-        if others := [*([options.recipe] if options.recipe else []), *overrides]:
-            raise ConfigError(
-                f"{' '.join(others)}: --calibrate uses its run's recipe, RUN_FOLDER/config.toml; leave this out"
-            )
-        from titan_lite.plan.calibrate import calibrate_run
-
-        return "\n".join(
-            calibrate_run(
-                options.calibrate,
-                lay_out,
-                options.hardware
-                and find_hardware(options.hardware, f"--hardware {options.hardware}"),
-            )
-        )
     if not options.recipe:
         raise ConfigError("no recipe; use one such as train_configs/llama3_8b.toml")
     return plan_recipe(options, overrides)
@@ -152,7 +137,13 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
 
 def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
     config, _ = load_config(options.recipe, overrides)
-    world_size = options.world_size or world_size_of(find_recipe(Path(options.recipe)))
+    if options.compare:
+        from titan_lite.plan.compare import after_ramp, describe_comparison, ranks_of, read_windows
+
+        windows = read_windows(options.compare, config)
+        world_size = ranks_of(windows)
+    else:
+        world_size = options.world_size or world_size_of(find_recipe(Path(options.recipe)))
 
     def idle_async_tp(change: dict[str, str]) -> bool:
         return (
@@ -180,14 +171,9 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
     from titan_lite.plan.picture import draw_plan, write_plan_trace
     from titan_lite.plan.scale import check_scale, describe_scale
     from titan_lite.plan.search import lighter, search
-    from titan_lite.plan.summary import as_json, describe
+    from titan_lite.plan.summary import as_json, describe, make_plan
 
-    written = (
-        f"--hardware {options.hardware}"
-        if options.hardware
-        else f'compile.machine = "{config.compile.machine}"'
-    )
-    machine = find_hardware(options.hardware or config.compile.machine or "h100", written)
+    machine = find_hardware(options, config)
     if options.search is not None:
         return "\n".join(
             search(config, world_size, lay_out_changed, machine, options.search, options.full)
@@ -198,6 +184,12 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
         )
     if options.scale:
         check_scale(lay_out_changed({}))
+    if options.compare:
+        layout = lay_out_changed({})
+        if layout.ramp:
+            windows = after_ramp(windows, layout.ramp[-1][1], options.compare)
+        plan = make_plan(layout, machine.spread(), options.full)
+        return "\n".join(describe_comparison(plan, windows))
     others = candidates(lay_out_changed({}), machine) if options.changes else []
     off = {"parallelism.enable_async_tensor_parallel": "false"}
     others = [change | off if idle_async_tp(change) else change for change in others]
@@ -233,13 +225,16 @@ def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
     return PlannedLayout(**vars(layout), config=config)
 
 
-def find_hardware(name: str, written: str) -> Any:
-    """Return a profile, by its name in upper or lower case, or that of a file. written: the user's words, for errors."""
+def find_hardware(options: argparse.Namespace, config: Config) -> Any:
+    """Return the profile that the user names, in upper or lower case, or that of his file; by default H100."""
     from titan_lite.compiler.profiles import PROFILES, load_machine
 
-    return load_machine(
-        next((known for known in PROFILES if known.casefold() == name.casefold()), name), written
-    )
+    name = options.hardware or config.compile.machine or "h100"
+    known = {profile.casefold(): profile for profile in PROFILES}
+    written = f'compile.machine = "{config.compile.machine}"'
+    if options.hardware:
+        written = f"--hardware {options.hardware}"
+    return load_machine(known.get(name.casefold(), name), written)
 
 
 def world_size_of(recipe: Path) -> int:

@@ -101,9 +101,10 @@ class Plan:
         return self.machine.flops(getattr(torch, self.layout.config.training.mixed_precision_param))
 
 
-def make_plan(layout: PlannedLayout, machines: Sequence[Machine]) -> Plan:
-    """Return the plan of a layout, with a step for each machine. Raises ConfigError if it cannot be planned."""
-    (plan,) = make_plans([layout], machines, full=False)
+def make_plan(layout: PlannedLayout, machines: Sequence[Machine], full: bool = False) -> Plan:
+    """Return the plan of a layout, with a step for each machine. full: trace every block. Raises ConfigError if it cannot be
+    planned."""
+    (plan,) = make_plans([layout], machines, full)
     if isinstance(plan, CompileError):
         raise ConfigError(str(plan)) from plan
     return plan

@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from titan_lite.metrics.records import read_events, read_metrics, read_rows, step_seconds
+from titan_lite.metrics.records import (
+    Window,
+    read_events,
+    read_metrics,
+    read_rows,
+    timed_windows,
+)
 
 
 @pytest.fixture
@@ -45,23 +51,32 @@ def test_rows_carry_tokens_and_hours_so_far(written):
     assert (resumes, notes) == ([], [])
 
 
-def test_step_times_are_those_of_the_last_start_without_its_first_window(written):
-    windows = [{"step": step, "step_time": float(step)} for step in (10, 20, 30)]
-    assert step_seconds(written(*windows)) == [20.0, 30.0]
-    assert step_seconds(written(*windows), after=15) == [
-        30.0
-    ]  # the first one that begins there or later
-    assert step_seconds(written(*windows), after=20) == [30.0]
-    assert step_seconds(written(*windows), after=21) == []
+def window(step, seconds):
+    return {
+        "step": step,
+        "step_time": seconds,
+        "tps": 8.0,
+        "tokens_seen": 32 * step,
+        "memory_gib": 2.0,
+    }
+
+
+def test_windows_are_those_of_the_last_start_without_its_first_one(written):
+    windows = [window(step, float(step)) for step in (10, 20, 30)]
+    assert timed_windows(written(*windows)) == [
+        Window(10, 10, 200.0, 320, 8.0, 2.0),
+        Window(20, 10, 300.0, 320, 8.0, 2.0),
+    ]
     later = [
         {"resumed_from": 20},
         *windows[1:],
         {"step": 30, "loss": 1.0},
         "[1]\n",
-        {"step": 40, "step_time": 4.0},
+        window(40, 4.0),
         '{"st',
     ]
-    assert step_seconds(written(*windows, *later)) == [30.0, 4.0]
+    found = timed_windows(written(*windows, *later))
+    assert [(each.begins_after, each.seconds) for each in found] == [(20, 300.0), (30, 40.0)]
 
 
 def event(name, step):

@@ -47,14 +47,14 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         (["--training.seq_len"], ["training.seq_len", "no value"]),
         (["--model.flavor=7B"], ['model.flavor = "7B"', "8B"]),
         (["--compile.bucketing=measured"], ["compile.bucketing", "measured", "greedy"]),
-        (
-            ["--calibrate", "outputs/x", "--training.steps=1"],
-            ["8b.toml --training.steps=1: --calibrate uses", "leave this out"],
-        ),
         (["--tokens", "many"], ["--tokens: many", "use a number above 0, such as 15e12"]),
         (["--tokens", "nan"], ["--tokens: nan", "above 0"]),
         (["--tokens=1e12", "--json"], ["--tokens has no effect with --json"]),
-        (["--full", "--calibrate", "outputs/x"], ["--full has no effect with --calibrate"]),
+        (
+            ["--world-size=2", "--compare", "outputs/x"],
+            ["--world-size has no effect with --compare"],
+        ),
+        (["--compare", "outputs/x"], ["--compare outputs/x: no metrics.jsonl in it"]),
         (["--trace", "plan.json", "--search"], ["--trace has no effect with --search"]),
         (
             ["--search", "llama3_8b"],
