@@ -158,7 +158,6 @@ HERE = {
     "python scripts/benchmark_data.py read --tokens 20000000 --rounds 5": Run(
         "Loader, prepared", "--tokens 400000 --rounds 1 --seq-len 64 --mean-document 100"
     ),
-    "python scripts/measure_scale.py": Run("SHA-256", "--processes 2"),
     "python scripts/benchmark_checkpoint.py": Run("async", "--flavor debug --saves 1"),
     "python scripts/benchmark_schedule.py predict --layers 6": Run(
         "greedy", "--layers 2 --world-sizes 8 --batch-sizes 1"
