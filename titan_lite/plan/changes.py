@@ -9,11 +9,12 @@ print("\\n".join(table(rows)))
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+from tqdm import tqdm
+
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.compiler.stage import CompileError
 from titan_lite.config import KEYS, ConfigError
 from titan_lite.config.recipe import nearest_key
-from titan_lite.plan.progress import Progress
 from titan_lite.plan.summary import Plan, make_plans, what_binds
 from titan_lite.plan.trace import PlannedLayout
 
@@ -123,27 +124,29 @@ def plan_changes(
             if not change:
                 raise
             refused.append((change, str(error)))
-    progress = Progress()
-
-    def show(share: float) -> None:
-        best = ""
-        if fit := fitting(ranked(rows)):
-            change, plan = fit[0]
-            best = f"{plan.tokens_per_second(plan.steps[0]):,.0f} tokens/s per GPU: {(name or words_of)(change) or 'unchanged'}"
-        if len(layouts) > 1:
-            progress.show(f"planned {len(rows)} of {len(layouts)}", share, best)
-
+    plans = make_plans([layout for _, layout in layouts], machine.spread(), full)
+    alone = len(layouts) == 1
     try:
-        plans = make_plans([layout for _, layout in layouts], machine.spread(), full, show)
-        for (change, _), plan in zip(layouts, plans, strict=True):
-            if isinstance(plan, CompileError) and not change:
-                raise ConfigError(str(plan)) from plan
-            rows.append((change, str(plan) if isinstance(plan, CompileError) else plan))
+        with tqdm(total=len(layouts), desc="planned", leave=False, disable=alone) as bar:
+            for (change, _), plan in zip(layouts, plans, strict=True):
+                if isinstance(plan, CompileError) and not change:
+                    raise ConfigError(str(plan)) from plan
+                rows.append((change, str(plan) if isinstance(plan, CompileError) else plan))
+                bar.update()
+                bar.set_postfix_str(_best_of(rows, name or words_of))
     except KeyboardInterrupt:
         raise Stopped(ranked([*rows, *refused]), len(layouts)) from None
-    finally:
-        progress.close()
     return ranked([*rows, *refused])
+
+
+def _best_of(rows: Iterable[Row], name: Callable[[Change], str]) -> str:
+    """Return the speed and the change of the fastest plan that fits, "" if none does."""
+    fit = fitting(ranked(rows))
+    if not fit:
+        return ""
+    change, plan = fit[0]
+    speed = plan.tokens_per_second(plan.steps[0])
+    return f"best {speed:,.0f} tokens/s per GPU: {name(change) or 'unchanged'}"
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:

@@ -24,9 +24,8 @@ from titan_lite.layout import STORED
 from titan_lite.layout_checks import error_bytes
 from titan_lite.optimizer.state import OF_MATRIX, share_of_matrices
 from titan_lite.plan.owned import owned_matrices
-from titan_lite.plan.progress import rounded
 from titan_lite.plan.simulate import DEVIATION, slowest_of
-from titan_lite.plan.summary import Plan
+from titan_lite.plan.summary import Plan, rounded
 from titan_lite.plan.trace import PlannedLayout
 from titan_lite.shape import shape_words
 

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from tqdm import tqdm
 
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.config import Config, ConfigError, flatten
@@ -30,7 +31,6 @@ from titan_lite.plan.changes import (
     table,
 )
 from titan_lite.plan.memory import outside_of_tensors
-from titan_lite.plan.progress import Progress
 from titan_lite.plan.summary import Plan, name_of
 from titan_lite.plan.trace import PlannedLayout, layers_of
 from titan_lite.shape import shape_of
@@ -61,12 +61,7 @@ def search(
     found: list[tuple[float, Change]] = []
     refused = large = 0
     tried = list(space(config, world_size, machine, sequences))
-    progress = Progress()
-    for number, change in enumerate(tried):
-        if number % 50 == 0:
-            progress.show(
-                f"estimated {number:,} of {len(tried):,} layouts by formula", number / len(tried)
-            )
+    for change in tqdm(tried, desc="estimated by formula", leave=False, mininterval=1):
         try:
             seconds, nbytes = guess(lay_out(change), machine)
         except ConfigError:
@@ -76,7 +71,6 @@ def search(
             found.append((seconds, change))
         else:
             large += 1
-    progress.close()
     found.sort(key=lambda each: each[0])
     lines = [
         f"{len(tried):,} layouts of {world_size} ranks with {sequences:,} sequences per step: {refused:,} cannot run, "

@@ -12,7 +12,7 @@ uncertainty in compiler/hardware.py.
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, Future, wait
+from concurrent.futures import BrokenExecutor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,6 @@ from titan_lite.distributed.axes import WORDS as AXIS_WORDS
 from titan_lite.models.llama3 import flops_per_token
 from titan_lite.optimizer.state import OF_MATRIX
 from titan_lite.plan.memory import Memory, memory_of
-from titan_lite.plan.progress import in_units, rounded
 from titan_lite.plan.published import bias_of
 from titan_lite.plan.simulate import StepTimes, simulate_step
 from titan_lite.plan.tape import Stage, stage_of
@@ -52,6 +51,9 @@ WORDS = {
     "owners": "whole matrices of the optimizer",
     **AXIS_WORDS,
 }
+
+
+UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,10 @@ def make_plans(
     layouts: Sequence[PlannedLayout],
     machines: Sequence[Machine],
     full: bool,
-    watch: Callable[[float], None] = lambda share: None,
 ) -> Iterator[Plan | CompileError]:
     """Yield the plans of layouts of one world size, in order, with a step for each machine. Raises ConfigError.
 
-    full: trace every block. watch: called about every second with the fraction of traces that are done.
+    full: trace every block.
     """
     if not layouts:
         return
@@ -127,9 +128,6 @@ def make_plans(
         shared: dict[Any, Future[Traced]] = {}
         tasks = [start_trace(processes, layout, machines, full, shared) for layout in layouts]
         for layout, task in zip(layouts, tasks, strict=True):
-            mine = [each for depths in task.values() for each in depths.values()]
-            while wait(mine, timeout=1).not_done:
-                watch(sum(each.done() for each in shared.values()) / len(shared))
             try:
                 traced = {
                     kind: {depth: each.result() for depth, each in depths.items()}
@@ -346,3 +344,14 @@ def as_json(plan: Plan) -> str:
         "planning_seconds": round(plan.seconds, 1),
     }
     return json.dumps(found, indent=1)
+
+
+def in_units(*seconds: float) -> str:
+    """Return a duration, or a range of durations, in the unit that fits the longest."""
+    unit = next((unit for unit, size in UNITS.items() if max(seconds) >= 2 * size), "seconds")
+    return f"{' to '.join(rounded(each / UNITS[unit]) for each in seconds)} {unit}"
+
+
+def rounded(number: float) -> str:
+    """Return a number with three significant digits, or all digits before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -12,6 +12,7 @@ from titan_lite.compiler.profiles import load_machine
 from titan_lite.config.recipe import find_recipe, load_config
 from titan_lite.plan.command import lay_out, main, world_size_of
 from titan_lite.plan.search import guess
+from titan_lite.plan.summary import in_units
 
 RECIPES = Path(__file__).parents[3] / "train_configs"
 DEBUG, EIGHT = (str(RECIPES / f"{name}.toml") for name in ("debug_model", "llama3_8b"))
@@ -46,7 +47,6 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         (["--training.seq_length=1"], ["training.seq_length", "use training.seq_len"]),
         (["--training.seq_len"], ["training.seq_len", "no value"]),
         (["--model.flavor=7B"], ['model.flavor = "7B"', "8B"]),
-        (["--compile.bucketing=measured"], ["compile.bucketing", "measured", "greedy"]),
         (["--tokens", "many"], ["--tokens: many", "use a number above 0, such as 15e12"]),
         (["--tokens", "nan"], ["--tokens: nan", "above 0"]),
         (["--tokens=1e12", "--json"], ["--tokens has no effect with --json"]),
@@ -260,3 +260,18 @@ def test_a_shipped_recipe_fits_the_cluster_it_is_for(recipe, eight, capsys):
 def test_the_formula_is_a_lower_bound_and_no_less_than_half_of_a_plan(recipe, capsys):
     total = fits(planned(recipe, capsys), recipe)
     assert 0.5 * total < by_formula(recipe) < total
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ((0.545, 0.577), "0.545 to 0.577 seconds"),
+        ((119.0,), "119 seconds"),
+        ((1365.0, 1814.4), "22.8 to 30.2 minutes"),
+        ((51926.0, 67133.0), "14.4 to 18.6 hours"),
+        ((86400 * 2.0,), "2 days"),
+        ((86400 * 900.0, 86400 * 1234.0), "900 to 1,234 days"),
+    ],
+)
+def test_a_duration_has_the_unit_that_fits(seconds, words):
+    assert in_units(*seconds) == words
