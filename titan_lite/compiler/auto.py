@@ -9,8 +9,8 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
+import torch
 from torch._inductor import utils as inductor_utils
 from torch._inductor.fx_passes import overlap_scheduling
 from torch.fx import GraphModule, Node
@@ -18,6 +18,7 @@ from torch.utils import _runtime_estimation
 
 from titan_lite.compiler.collectives import KINDS, kind_of, ranks_of
 from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.replacing import replaced
 from titan_lite.compiler.timeline import shards_of
 
 
@@ -53,26 +54,25 @@ def schedule_by_inductor(module: GraphModule, machine: Machine, *, fused: bool) 
 
 @contextmanager
 def _patched_rooflines(machine: Machine, estimate: Callable[[Node], float]) -> Iterator[None]:
-    """Patch torch's rooflines to query no GPU. torch computes them even with custom estimates."""
+    """Replace torch's rooflines, to query no GPU. torch computes them even with custom estimates."""
+
+    def memory_bandwidth() -> float:
+        return machine.memory_bandwidth
+
+    def device_tflops(dtype: torch.dtype) -> float:
+        return machine.flops(dtype) / 1e12
+
+    def cost(node: Node, *_: Any) -> tuple[float, None]:
+        return estimate(node), None
+
     with ExitStack() as stack:
         for module in (inductor_utils, _runtime_estimation):
-            stack.enter_context(
-                mock.patch.object(
-                    module, "get_gpu_dram_gbps", return_value=machine.memory_bandwidth
-                )
-            )
-            stack.enter_context(
-                mock.patch.object(
-                    module, "get_device_tflops", lambda dtype: machine.flops(dtype) / 1e12
-                )
-            )
+            stack.enter_context(replaced(module, "get_gpu_dram_gbps", memory_bandwidth))
+            stack.enter_context(replaced(module, "get_device_tflops", device_tflops))
         # torch 2.11 also benchmarks nodes that have custom estimates
         if hasattr(overlap_scheduling, "estimate_runtime_analytical"):
             stack.enter_context(
-                mock.patch.object(overlap_scheduling, "estimate_runtime_analytical", estimate)
+                replaced(overlap_scheduling, "estimate_runtime_analytical", estimate)
             )
-            cost = lambda node, *_: (estimate(node), None)  # noqa: E731
-            stack.enter_context(
-                mock.patch.object(overlap_scheduling, "benchmark_node_with_cache_key", cost)
-            )
+            stack.enter_context(replaced(overlap_scheduling, "benchmark_node_with_cache_key", cost))
         yield

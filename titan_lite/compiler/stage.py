@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -40,6 +39,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_lite.compiler import collectives, pinning, resharding
 from titan_lite.compiler.fqns import parameters_within
+from titan_lite.compiler.replacing import replaced
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import Compile, ConfigError
 
@@ -240,8 +240,8 @@ def expect_fused_products(graph: Graph) -> int:
     return len(fused)
 
 
-def _meshes_in_keys() -> Any:
-    """Patch the keys of Inductor's cache to identify a mesh, an input of graphs with DTensors, by its ranks.
+def _meshes_in_keys() -> AbstractContextManager:
+    """Return a context in which the keys of Inductor's cache identify a mesh, an input of graphs with DTensors, by its ranks.
 
     torch 2.13 pickles it in a mode that depends on the identity of equal strings, so that no key matches another run's.
     """
@@ -253,16 +253,16 @@ def _meshes_in_keys() -> Any:
             return reduce(self, value)
         return str, (f"{mesh.device_type} {mesh.mesh_dim_names} {mesh.mesh.tolist()}",)
 
-    return mock.patch.object(FxGraphCachePickler, "_reduce_fake_script_object", reduced)
+    return replaced(FxGraphCachePickler, "_reduce_fake_script_object", reduced)
 
 
-def _nothing_is_random() -> Any:
-    """Patch the partitioner to save no random-number state for operators that it recomputes.
+def _nothing_is_random() -> AbstractContextManager:
+    """Return a context in which the partitioner saves no random-number state for operators that it recomputes.
 
     Attention operators count as random because of dropout, which Llama does not use. torch 2.13 confuses saved states with the
     meshes of DTensors, which it saves as well.
     """
-    return mock.patch.object(partitioners, "has_recomputable_rng_ops", return_value=False)
+    return replaced(partitioners, "has_recomputable_rng_ops", lambda graph: False)
 
 
 def compile_function(function: Callable, config: Compile, component: str) -> Callable:
