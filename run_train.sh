@@ -17,26 +17,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 source "$root/scripts/setup.sh"
 trap 'exit 75' TERM USR1 INT HUP # until Python listens: nothing has been started
 
-# A wrong recipe or option ends here: one line, before anything is installed.
-check() { # PYTHON ARGUMENT...
-    local argument options=(--only-check)
-    for argument in "${@:2}"; do
-        case $argument in --print-config | --help | -h) options=() ;; esac
-    done
-    PYTHONSAFEPATH=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" \
-        "$1" -m titan_lite.start ${options[@]+"${options[@]}"} "$recipe" "${@:2}" || exit $?
-    ((${#options[@]})) || exit 0
-}
-
 recipe=${CONFIG_FILE:-train_configs/debug_model.toml}
-find_python
-checked=
-if "$base" -c 'import tomllib' 2>/dev/null; then # Python 3.10 has no TOML reader before the set-up
-    check "$base" "$@"
-    checked=yes
-fi
 setup_python run
-[[ -n $checked ]] || check "$python" "$@"
 
 # What a run that stops names to go on: this command.
 again="${CONFIG_FILE:+CONFIG_FILE=$(printf %q "$CONFIG_FILE") }$(printf '%q ' "$0" "$@")"

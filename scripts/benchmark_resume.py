@@ -91,7 +91,7 @@ def main() -> None:
             write_corpus(Path(name), format, texts)
             show(
                 format,
-                Data("local", path=name, validation_fraction=0.0),
+                Data(dataset="local", path=name, validation_fraction=0.0),
                 int(0.9 * len(texts)),
                 arguments.rounds,
             )
@@ -100,7 +100,7 @@ def main() -> None:
             path = synthetic(Path(name), count * 100, 100)
             show(
                 f"prepared, {count:,}",
-                Data("prepared", path=str(path)),
+                Data(dataset="prepared", path=str(path)),
                 int(0.9 * count),
                 arguments.rounds,
             )

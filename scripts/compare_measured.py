@@ -39,7 +39,7 @@ from torch import Tensor
 from titan_lite.compiler.collectives import all_gather_single
 from titan_lite.compiler.hardware import GB, Link, Machine
 from titan_lite.compiler.profiles import machine_from
-from titan_lite.config.recipe import load_config
+from titan_lite.config import load_config
 from titan_lite.models.llama3 import ModelConfig
 from titan_lite.plan.command import lay_out
 from titan_lite.plan.measure import find_machine, fit_link, seconds_of, times_of
@@ -51,7 +51,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 RECIPE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
 COMMON = (
     "--training.seq_len=512 --training.local_batch_size=2 --training.global_batch_size=-1 --data.num_workers=0 "
-    "--no-checkpoint.enable --no-validation.enable --metrics.enable_tensorboard=false --training.steps=1000"
+    "--checkpoint.no-enable --validation.no-enable --metrics.no-enable_tensorboard --training.steps=1000"
 )
 COMPILED = "--compile.enable --compile.backend=aot_eager"
 LAYOUTS = {  # name: (ranks, what the recipe has beside COMMON)
@@ -184,7 +184,7 @@ def rank_main(
     }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store}
     with tempfile.TemporaryDirectory() as folder:
-        config, _ = load_config(
+        config = load_config(
             RECIPE, [*COMMON.split(), *overrides.split(), f"--job.dump_folder={folder}"]
         )
         layout = lay_out(config, ranks)
@@ -305,7 +305,7 @@ def main() -> int:
     for name, (ranks, overrides) in wanted.items():
         found = kept[name]
         machine = calibrated(machine_from(found["machine"], name), found["reached"], torch.float32)
-        config, _ = load_config(RECIPE, [*COMMON.split(), *overrides.split()])
+        config = load_config(RECIPE, [*COMMON.split(), *overrides.split()])
         plan = make_plan(lay_out(config, ranks), [machine])
         (planned, seconds), (expected, peak) = (
             (plan.steps[0].seconds, found["seconds"]),

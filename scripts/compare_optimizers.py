@@ -29,8 +29,14 @@ import torch.multiprocessing as mp
 from compare_precision import RECIPE, SMALL, run_alone
 from torch import nn
 
-from titan_lite.config import ActivationCheckpoint, Float8, Optimizer, Parallelism, Training
-from titan_lite.config.recipe import load_config
+from titan_lite.config import (
+    ActivationCheckpoint,
+    Float8,
+    Optimizer,
+    Parallelism,
+    Training,
+    load_config,
+)
 from titan_lite.distributed.build import build_stages
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh
@@ -102,7 +108,7 @@ def compare_compression(rank: int, steps: int, seeds: int, size: str) -> None:
         f"| between copies | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean | bytes of a step |"
     )
     print(f"|---|{'--:|' * (seeds + 2)}", flush=True)
-    config, _ = load_config(RECIPE, [*common, *compressed])
+    config = load_config(RECIPE, [*common, *compressed])
     sent = sent_between_copies(config, make_layout(config, 2)).values()
     whole, factors = (
         4 * sum(numbers for numbers, _ in sent),
@@ -149,9 +155,9 @@ def time_updates(rank: int, folder: str, rounds: int) -> None:
     for parameter in named.values():
         parameter.grad = torch.randn_like(parameter)
     roots = dict(start_preconditioning_step=1)
-    timed = {name: Optimizer(name) for name in NAMES[:2]}
-    timed["Shampoo with roots"] = Optimizer("Shampoo", precondition_frequency=1, **roots)
-    timed["Shampoo without"] = Optimizer("Shampoo", precondition_frequency=10**9, **roots)
+    timed = {name: Optimizer(name=name) for name in NAMES[:2]}
+    timed["Shampoo with roots"] = Optimizer(name="Shampoo", precondition_frequency=1, **roots)
+    timed["Shampoo without"] = Optimizer(name="Shampoo", precondition_frequency=10**9, **roots)
     updates: dict[str, Callable] = {
         name: build_optimizer(each, named).step for name, each in timed.items()
     }

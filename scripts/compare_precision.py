@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from titan_lite.config.recipe import load_config
+from titan_lite.config import load_config
 from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer
 
@@ -33,7 +33,7 @@ WAYS = {  # products: what the recipe has beside COMMON
 }
 SEQUENCES = "--training.local_batch_size={0} --training.global_batch_size={0}"
 SMALL = f"--model.dim=128 --model.n_layers=2 --model.hidden_dim=256 --training.seq_len=64 {SEQUENCES.format(8)}"
-COMMON = "--data.num_workers=0 --no-checkpoint.enable --validation.freq=1000000 --metrics.enable_tensorboard=false"
+COMMON = "--data.num_workers=0 --checkpoint.no-enable --validation.freq=1000000 --metrics.no-enable_tensorboard"
 
 
 def train(arguments: list[str], port: int, rank: int, ranks: int) -> None:
@@ -42,7 +42,7 @@ def train(arguments: list[str], port: int, rank: int, ranks: int) -> None:
         os.cpu_count()
     )  # a rank has the share of one of so many: one thread
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    Trainer(load_config(RECIPE, [*COMMON.split(), *arguments])[0]).train()
+    Trainer(load_config(RECIPE, [*COMMON.split(), *arguments])).train()
     os._exit(0)
 
 

@@ -35,8 +35,7 @@ from torch import Tensor
 
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.compiler.profiles import load_machine, machine_from
-from titan_lite.config import ConfigError
-from titan_lite.config.recipe import load_config
+from titan_lite.config import ConfigError, load_config
 from titan_lite.loss import all_reduce
 from titan_lite.models.llama3 import Attention, RMSNorm, flops_per_token
 from titan_lite.plan.command import lay_out
@@ -75,7 +74,7 @@ BLOCKS = "--compile.components=model"
 # no run computed its loss in chunks, or looked up tokens in columns
 AS_THERE = (
     "--training.loss_chunk_tokens=-1",
-    "--compile.defer_products=false",
+    "--compile.no-defer_products",
     "--compile.tensor_parallel_chunks=1",
 )
 SELECTIVE = (
@@ -83,7 +82,7 @@ SELECTIVE = (
 )
 # torch chose FlashAttention 2 in 2024, and in 2025-06 torchtitan did (models/attention.py at its commit e7c0cae)
 FA2 = "--training.attention_kernel=FA2"
-EAGER, COMPILED = f"--no-compile.enable {SELECTIVE} {FA2}", f"{BLOCKS} {SELECTIVE} {FA2}"
+EAGER, COMPILED = f"--compile.no-enable {SELECTIVE} {FA2}", f"{BLOCKS} {SELECTIVE} {FA2}"
 AOT = f"{SELECTIVE} --compile.backend=aot_eager --training.local_batch_size=1"
 BATCH1 = f"--training.local_batch_size=1 {SELECTIVE} {FA2}"
 LLAMA = (
@@ -97,7 +96,7 @@ NO_TP = "--parallelism.tensor_parallel_degree=1"
 TP8 = "--parallelism.tensor_parallel_degree=8 --parallelism.data_parallel_shard_degree=-1"
 TP8_OF_8B = f"{SELECTIVE} {FA2} {TP8} --training.local_batch_size=12"
 TP8_OF_70B = f"{FA2} {TP8} --training.local_batch_size=16"
-WIDE = "--no-float8.all_gather"  # weights travel in bfloat16
+WIDE = "--float8.no-all_gather"  # weights travel in bfloat16
 # A local batch of 32 sequences. How many microbatches: not published; the default then was the degree of the pipeline.
 PP16 = f"{BLOCKS} {FA2} --parallelism.pipeline_parallel_microbatch_size=2"
 DEGREES = (
@@ -455,13 +454,11 @@ def start_tracing_their_model(world_size: int, of_2024: bool) -> Iterator[Proces
 
 @functools.lru_cache
 def planned(recipe: str, ranks: int, machine: str, keys: str, async_tp: bool, model: str) -> Plan:
-    config, _ = load_config(RECIPES / f"llama3_{recipe}.toml", [*AS_THERE, *keys.split()])
+    config = load_config(RECIPES / f"llama3_{recipe}.toml", [*AS_THERE, *keys.split()])
     layout = lay_out(config, ranks, MACHINES[machine].memory * GIB)
     if async_tp:
-        parallelism = dataclasses.replace(config.parallelism, enable_async_tensor_parallel=True)
-        layout = dataclasses.replace(
-            layout, config=dataclasses.replace(config, parallelism=parallelism)
-        )
+        parallelism = config.parallelism.replace(enable_async_tensor_parallel=True)
+        layout = dataclasses.replace(layout, config=config.replace(parallelism=parallelism))
     if model == "titan_lite":
         return make_plan(layout, MACHINES[machine].spread())
     of_2024 = model == "torchtitan 2024"

@@ -28,9 +28,9 @@ DEBUG, STEPS, ROUNDS = "debug_model", 10, 2
 OFFLINE = [
     "--data.dataset=stdlib",
     f"--model.tokenizer_path={ROOT}/assets/tokenizer/debug.model",
-    "--no-validation.enable",
+    "--validation.no-enable",
 ]
-OFFLINE += ["--metrics.log_freq=1", "--no-metrics.enable_tensorboard", "--checkpoint.interval=1000"]
+OFFLINE += ["--metrics.log_freq=1", "--metrics.no-enable_tensorboard", "--checkpoint.interval=1000"]
 BLOCKS_OF_8B = 8  # with which weights, gradients and AdamW's state take 41 GiB
 
 
@@ -161,7 +161,7 @@ CHECKS = {
 def speed(recipe: str, folder: Path, device: str, *options: str) -> dict[str, float]:
     """Median tokens a second, MFU in percent, peak GiB of a run of 12 steps, without the first four."""
     run(
-        *training(recipe, folder, "--training.steps=12", "--no-checkpoint.enable", *options),
+        *training(recipe, folder, "--training.steps=12", "--checkpoint.no-enable", *options),
         device=device,
     )
     late = [values for step, values in metrics(folder).items() if step > 4]
@@ -180,13 +180,13 @@ def fsdp2(recipe: str, options: Sequence[str], compiles: bool) -> dict[str, floa
     import torch.nn.functional as F
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from titan_lite.config.recipe import load_config
+    from titan_lite.config import load_config
     from titan_lite.distributed.simple_fsdp import shard_of
     from titan_lite.layout import make_layout
     from titan_lite.models.llama3 import Transformer
     from titan_lite.ranks import init_device
 
-    config, _ = load_config(f"train_configs/{recipe}.toml", [*OFFLINE, *options])
+    config = load_config(f"train_configs/{recipe}.toml", [*OFFLINE, *options])
     layout = make_layout(config, 1)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     device = init_device(config.debug)
@@ -255,8 +255,8 @@ def planned(recipe: str, options: Sequence[str], device: str) -> dict[str, float
 def measure(name: str, recipe: str, options: Sequence[str], folder: Path, device: str) -> list[str]:
     """Rows of the table: every variant in turn, ROUNDS times."""
     variants: dict[str, list[str]] = {
-        "eager": ["--no-compile.enable"],
-        "compiled": ["--compile.enable=true"],
+        "eager": ["--compile.no-enable"],
+        "compiled": ["--compile.enable"],
     }
     found: dict[str, list[dict[str, float]]] = {}
     for turn in range(ROUNDS):

@@ -3,20 +3,21 @@
     python scripts/write_docs.py            # writes both parts into their pages
     python scripts/write_docs.py --check    # writes nothing; exit code 1 where a part is not that of today's sources
 
-The tables are made from the rows of titan_lite/config/, the drawing from the imports of the package. A part stands between two
+The tables are made from the docstrings of titan_lite/config/sections.py, the drawing from the imports of the package. A part stands between two
 comments of its page, and the rest of the page is written by hand.
 """
 
 import argparse
 import ast
-import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic.fields import FieldInfo
+
 from titan_lite.config import SECTIONS
-from titan_lite.config.recipe import admitted_values
-from titan_lite.config.toml import in_toml
+from titan_lite.config.errors import in_toml
+from titan_lite.config.help import accepted, doc_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, DOCS = ROOT / "titan_lite", ROOT / "docs"
@@ -33,37 +34,19 @@ def key_tables() -> str:
     """A table for each section of a recipe, a line for each key."""
     lines = []
     for section, cls in SECTIONS.items():
-        lines += [f"## [{section}]", "", f"{cls.__doc__[0].upper()}{cls.__doc__[1:]}.", ""]
+        lines += [f"## [{section}]", "", doc_of(section), ""]
         lines += ["| key | default | values | purpose |", "|---|---|---|---|"]
-        for field in dataclasses.fields(cls):
-            cells = (
-                f"`{field.name}`",
-                f"`{in_toml(field.default)}`",
-                _values(field),
-                _purpose(field),
-            )
-            lines.append(
-                f"| {' | '.join(cell.replace('|', '&#124;').replace('<', '&lt;') for cell in cells)} |"
-            )
+        for name, field in cls.model_fields.items():
+            cells = (f"`{name}`", f"`{in_toml(field.default)}`", accepted(field), purpose(field))
+            escaped = [cell.replace("|", "&#124;").replace("<", "&lt;") for cell in cells]
+            lines.append(f"| {' | '.join(escaped)} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _values(field: dataclasses.Field) -> str:
-    """an integer at least 1; steps"""
-    unit = field.metadata["unit"]
-    return admitted_values(field) + (
-        "" if unit in ("bool", "integer", "name", "text") else f"; {unit}"
-    )
-
-
-def _purpose(field: dataclasses.Field) -> str:
-    row = field.metadata
-    notes = [
-        row["gpu"] and f"needs a GPU: {row['gpu']}",
-        row["package"] and f"needs `pip install {row['package']}`",
-    ]
-    return f"{row['doc']}. {''.join(f'({note}) ' for note in notes if note)}".strip()
+def purpose(field: FieldInfo) -> str:
+    """The docstring of a key in one line."""
+    return " ".join((field.description or "").split())
 
 
 # docs/design.md

@@ -44,7 +44,7 @@ from titan_lite.compiler.collectives import aten, collectives, start_of
 from titan_lite.compiler.profiles import load_machine
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import FUSED_PRODUCTS
-from titan_lite.config.recipe import load_config
+from titan_lite.config import load_config
 from titan_lite.distributed.build import compile_stages
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.layout import make_layout
@@ -122,7 +122,7 @@ def capture(
     recipe: Path, world_size: int, options: Sequence[str], blocks: int, number: int
 ) -> dict[str, _Captured]:
     """Each graph of a stage as the passes leave it, on fake CPU tensors: with gradients, then without."""
-    config, _ = load_config(recipe, options)
+    config = load_config(recipe, options)
     layout = PlannedLayout(**vars(make_layout(config, world_size)), config=config)
     mesh = build_mesh(layout.degrees, "cpu")
     kind = kind_of_stage(layout.pipeline.modules[number])

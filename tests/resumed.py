@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every
 
-from titan_lite.config.recipe import load_config
+from titan_lite.config import load_config
 from titan_lite.logging import logger
 from titan_lite.metrics.records import read_metrics
 from titan_lite.sharding import local
@@ -30,7 +30,7 @@ def trained(folder, options):
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    trainer = Trainer(load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])[0])
+    trainer = Trainer(load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options]))
     trainer.train()
     return "\n".join(lines), {
         name: local(tensor.detach()).clone() for name, tensor in trainer.state_tensors().items()

@@ -14,8 +14,8 @@ DEBUG = RECIPES / "debug_model.toml"
 DEBUG_TOKENIZER = ROOT / "assets/tokenizer/debug.model"
 
 SMALL = ["--training.seq_len=32", "--metrics.log_freq=1"]
-NO_VALIDATION = ["--no-validation.enable"]
-NO_CHECKPOINT = ["--no-checkpoint.enable"]
+NO_VALIDATION = ["--validation.no-enable"]
+NO_CHECKPOINT = ["--checkpoint.no-enable"]
 NO_WORKERS = ["--data.num_workers=0"]
 AOT_EAGER = [
     "--compile.enable",

@@ -9,9 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from titan_lite.command import command
-from titan_lite.config import ConfigError
-from titan_lite.config.recipe import SHIPPED
-from titan_lite.config.toml import did_you_mean
+from titan_lite.config import SHIPPED, ConfigError
+from titan_lite.config.errors import did_you_mean
 
 PROGRAMS = {  # name: (module, purpose)
     "train": ("start", "train a recipe on this machine's GPUs, or on CPU processes"),

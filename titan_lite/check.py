@@ -5,7 +5,6 @@ tokenizer = check(config, make_layout(config, world_size=8))
 
 import dataclasses
 import importlib.util
-import json
 import math
 import os
 import platform
@@ -22,7 +21,7 @@ from titan_lite.checkpoint.saving import Checkpointer
 from titan_lite.checkpoint.weights import check_fit, open_weights
 from titan_lite.compiler.profiles import PROFILES, profile_of
 from titan_lite.compiler.stage import check_backend
-from titan_lite.config import KEYS, Compile, Config, ConfigError, flatten
+from titan_lite.config import Compile, Config, ConfigError
 from titan_lite.data.dataset import fingerprint
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.inputs import check_inputs
@@ -73,7 +72,7 @@ def describe_run(
     if config.model.max_seq_len:
         shape["max_seq_len"] = config.model.max_seq_len
     return {
-        "recipe": dataclasses.asdict(config),
+        "recipe": config.model_dump(),
         "run": {
             "model": shape,
             "tokenizer": tokenizer.sha256,
@@ -120,21 +119,27 @@ def check_machine(config: Config) -> None:
         raise ConfigError(
             'debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order; use "FA2"'
         )
-    for key, value in flatten(config).items():
-        name, gpu, package = (
-            key.partition(".")[2],
-            KEYS[key].metadata["gpu"],
-            KEYS[key].metadata["package"],
+    check_gpu(config)
+    if config.metrics.enable_wandb and not is_installed("wandb"):
+        raise ConfigError(
+            "metrics.enable_wandb = true: wandb is not installed here; pip install wandb, or enable_wandb = false"
         )
-        if value != KEYS[key].default and gpu and not torch.cuda.is_available():
-            fix = f"{name} = {json.dumps(KEYS[key].default)}"
-            raise ConfigError(
-                f"{key} = {json.dumps(value)}: {gpu}, and there is none here; use {fix}"
-            )
-        if value and package and not is_installed(package):
-            raise ConfigError(
-                f"{key} = true: {package} is not installed here; pip install {package}, or {name} = false"
-            )
+
+
+def check_gpu(config: Config) -> None:
+    """Raise ConfigError for a key that needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    if config.parallelism.enable_async_tensor_parallel:
+        raise ConfigError(
+            "parallelism.enable_async_tensor_parallel = true: its ranks write to each other's GPU memory, and there is none here; "
+            "use enable_async_tensor_parallel = false"
+        )
+    if config.profiling.enable_memory_snapshot:
+        raise ConfigError(
+            "profiling.enable_memory_snapshot = true: snapshots are of CUDA memory, and there is none here; "
+            "use enable_memory_snapshot = false"
+        )
 
 
 def check_float8(config: Config) -> None:

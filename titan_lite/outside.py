@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from titan_lite.config.row import ConfigError
+from titan_lite.config.errors import ConfigError
 
 MOST = 1 << 25  # bytes of a JSON file, which may take 25 times as much in memory
 DEEPEST = 16  # nested objects and lists

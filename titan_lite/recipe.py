@@ -1,4 +1,4 @@
-"""Check a recipe, print it resolved, or print the help of a run, in a tenth of a second. Standard library only.
+"""Check a recipe, print it resolved, or print the help of a run, without torch.
 
     python -m titan_lite.recipe RECIPE [--section.key value ...] [--print-config]
     python -m titan_lite.recipe --world-size 8 RECIPE ...      # also checks the layout of 8 ranks, tokenizer, data and LOG_RANK
@@ -6,16 +6,15 @@
 Exit code 0: the recipe can be read; 2: something in it or on the command line is wrong.
 """
 
-import dataclasses
 import re
 import sys
 import textwrap
 from collections.abc import Sequence
 
 from titan_lite.command import command
-from titan_lite.config import KEYS, SECTIONS, Config, ConfigError
-from titan_lite.config.recipe import admitted_values, load_config, nearest_section, to_toml
-from titan_lite.config.toml import in_toml
+from titan_lite.config import SECTIONS, Config, ConfigError, load_config, to_toml
+from titan_lite.config.help import section_help
+from titan_lite.config.load import nearest_section
 from titan_lite.layout import make_layout
 from titan_lite.logging import log_ranks
 
@@ -29,8 +28,8 @@ usage: ./run_train.sh [OPTION ...]                          the recipe that CONF
 RECIPE is a TOML file, such as train_configs/debug_model.toml, or the name of a shipped one, such as debug_model. A key of it, in
 [section], is an option as well:
 
-  --section.key value, --section.key=value     lists with commas: --parallelism.fsdp_keep_gathered norm,output
-  --section.key, --no-section.key              true and false
+  --section.key value, --section.key=value     lists: --parallelism.fsdp_keep_gathered norm,output, also with spaces
+  --section.key, --section.no-key              true and false: --compile.enable, --compile.no-enable
   --print-config                               print the resolved recipe, with the origin of each value
   --help [SECTION]                             print this and every key, or the keys of one section
 
@@ -62,8 +61,10 @@ HELP += textwrap.fill(f"Sections: {', '.join(SECTIONS)}.", 114) + "\n"
 
 
 def help_text(arguments: Sequence[str] = ()) -> str:
-    """Return the usage of a run and every key with its default, admitted values, unit and purpose, or only the section that
-    follows --help in the arguments. Raises ConfigError for an unknown section."""
+    """Return the usage of a run and every key, or only the section that follows --help in the arguments.
+
+    Raises ConfigError for an unknown section.
+    """
     words = [
         word
         for flag in ("--help", "-h")
@@ -75,31 +76,10 @@ def help_text(arguments: Sequence[str] = ()) -> str:
         raise ConfigError(
             f"command line: --help {wanted}: no such section{nearest_section(wanted)}"
         )
-    lines = [] if wanted else [HELP]
-    for name in [wanted] if wanted else SECTIONS:
-        lines += [f"[{name}]  {SECTIONS[name].__doc__}", ""]
-        for field in dataclasses.fields(SECTIONS[name]):
-            lines.append(f"  {_help_line(f'{name}.{field.name}')}")
-            package = field.metadata["package"] and f" (pip install {field.metadata['package']})"
-            lines += textwrap.wrap(
-                field.metadata["doc"] + package,
-                114,
-                initial_indent=" " * 6,
-                subsequent_indent=" " * 6,
-            )
-        lines.append("")
-    return "\n".join(lines).rstrip()
-
-
-def _help_line(key: str) -> str:
-    """Return a line such as --training.steps (default 1000; an integer at least 1; steps)."""
-    field, unit = KEYS[key], KEYS[key].metadata["unit"]
-    words = [f"default {in_toml(field.default)}"]
-    if field.type not in (bool, str) or field.metadata["choices"]:
-        words.append(admitted_values(field))
-    if unit not in ("bool", "integer") and not field.metadata["choices"]:
-        words.append(unit)
-    return f"--{key} ({'; '.join(words)})"
+    if wanted:
+        return "\n".join(section_help(wanted))
+    sections = ("\n".join(section_help(name)) for name in SECTIONS)
+    return "\n\n".join((HELP.rstrip(), *sections))
 
 
 def _world_size(arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
@@ -131,13 +111,11 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text(arguments) if arguments else HELP.rstrip())
         return 0 if arguments else 2
     world_size, arguments = _world_size(arguments)
-    config, origins = load_config(
-        arguments[0], [word for word in arguments[1:] if word != "--print-config"]
-    )
+    config = load_config(arguments[0], [word for word in arguments[1:] if word != "--print-config"])
     if world_size:
         check_world(config, world_size)
     if "--print-config" in arguments:
-        print(to_toml(config, origins))
+        print(to_toml(config, origins=True))
     return 0
 
 

@@ -7,8 +7,8 @@ shape_words(Model(flavor="debug", n_layers=12))   # "debug with n_layers = 12 (n
 import dataclasses
 from typing import Any
 
-from titan_lite.config import ConfigError, Mistakes, Model
-from titan_lite.config.toml import shown
+from titan_lite.config import ConfigError, Model
+from titan_lite.config.errors import shown
 from titan_lite.models.shapes import FLAVORS, ModelConfig, RopeScaling
 
 _NEEDED = (
@@ -85,7 +85,9 @@ def _check(model: Model, shape: ModelConfig) -> None:
             else f"{name} = {getattr(shape, name)} of the flavor"
         )
 
-    mistakes, heads, pair = Mistakes(), shape.n_heads, 2 * shape.n_heads
+    mistakes = []
+    heads = shape.n_heads
+    pair = 2 * heads
     if heads % shape.n_kv_heads:
         fix = " or ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
         why = f"{value('n_heads')} is not a multiple of {value('n_kv_heads')}"
@@ -98,4 +100,5 @@ def _check(model: Model, shape: ModelConfig) -> None:
         )
         why = f"{value('dim')} is not a multiple of 2 x {value('n_heads')}, and a head's dimensions rotate in pairs"
         mistakes.append(f"{why}; use model.dim = {fix}")
-    mistakes.refuse()
+    if mistakes:
+        raise ConfigError(*mistakes)

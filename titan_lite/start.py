@@ -6,7 +6,7 @@
 
 It checks the recipe, the environment variables (`titan-lite train --help` lists them), the tokenizer and the data, counts the
 GPUs, and calls torchrun in this process. It exits with the code that the ranks record (faults/exit_code.py), since torchrun has
-1 for every failure. --only-check ends before torch is needed.
+1 for every failure.
 """
 
 import _thread
@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from titan_lite import recipe
-from titan_lite.config import ConfigError
-from titan_lite.config.recipe import SHIPPED, load_config
+from titan_lite.config import SHIPPED, ConfigError, load_config
 from titan_lite.faults import exit_code
 from titan_lite.faults.signals import LAUNCHER, STOPPING, tell
 
@@ -63,20 +62,14 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code.WRONG_INPUT
-    return launch(options) if options else 0
+    return launch(options)
 
 
 def launcher_options(arguments: Sequence[str]) -> list[str]:
-    """Return torchrun's arguments, and set the environment of its processes; an empty list if nothing is to be launched.
-
-    Raises ConfigError.
-    """
-    only_check = arguments[0] == "--only-check"
-    path, *keys = arguments[only_check:]
-    config, _ = load_config(path, keys)
+    """Return torchrun's arguments, and set the environment of its processes. Raises ConfigError."""
+    path, *keys = arguments
+    config = load_config(path, keys)
     nodes, rendezvous = check_variables()
-    if only_check:
-        return []
     if nodes != "1":  # otherwise every node waits for it, with many warnings
         check_host(os.environ["RDZV_ENDPOINT"])
     gpus = count_gpus()

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite import recipe
-from titan_lite.config import Config, ConfigError
-from titan_lite.config.recipe import load_config
+from titan_lite.config import Config, ConfigError, load_config
 from titan_lite.environment import check_environment, number
 from titan_lite.faults import TrainingError, exit_code, signals
 from titan_lite.faults.restart import RepeatedFault, Restarts
@@ -29,7 +28,7 @@ def main(arguments: list[str], observe: Any = None) -> int:
     try:
         if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
             return recipe.main(arguments) if number("RANK", 0) == 0 else 0
-        config, _ = load_config(arguments[0], arguments[1:])
+        config = load_config(arguments[0], arguments[1:])
         code = train(config, observe)
     except ConfigError as error:
         code = report(error, exit_code.WRONG_INPUT)

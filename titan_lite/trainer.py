@@ -26,8 +26,7 @@ from titan_lite.checkpoint.weights import load_initial
 from titan_lite.chunked_loss import build_losses
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.stage import CompileError, compile_function
-from titan_lite.config import Config, flatten
-from titan_lite.config.recipe import save_recipe
+from titan_lite.config import Config, flatten, save_recipe
 from titan_lite.data.bad_documents import BadDocumentsLog
 from titan_lite.data.loader import (
     Batch,

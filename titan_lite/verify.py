@@ -36,14 +36,19 @@ from torch import Tensor, nn
 from titan_lite.check import check
 from titan_lite.command import Parser, at_least_one, command
 from titan_lite.config import (
+    SHIPPED,
     ActivationCheckpoint,
+    Checkpoint,
     Compile,
     Config,
     ConfigError,
+    Data,
     Float8,
+    Metrics,
     Parallelism,
+    Profiling,
+    load_config,
 )
-from titan_lite.config.recipe import SHIPPED, load_config
 from titan_lite.distributed.degrees import AXES, DEGREES
 from titan_lite.distributed.pipeline_plan import TooFewLayers
 from titan_lite.float8 import MULTIPLE
@@ -174,9 +179,9 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
     changes: dict[str, Any] = {"pipeline_parallel_split_points": ()}
     if layout["pp"] == 1:
         changes = {
-            f.name: f.default
-            for f in dataclasses.fields(Parallelism)
-            if f.name.startswith("pipeline_parallel_")
+            name: field.default
+            for name, field in Parallelism.model_fields.items()
+            if name.startswith("pipeline_parallel_")
         }
     else:
         changes["pipeline_parallel_microbatch_size"] = max(
@@ -196,11 +201,9 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
     changes.update(
         {DEGREES[axis]: degree for axis, degree in layout.items()}, replicate_compression="none"
     )  # approximates
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, tokenizer_path=str(TOKENIZER)),
-        training=dataclasses.replace(
-            config.training,
+    return config.replace(
+        model=config.model.replace(tokenizer_path=str(TOKENIZER)),
+        training=config.training.replace(
             local_batch_size=local,
             global_batch_size=-(-ROWS // (local * dp)) * local * dp,
             global_batch_ramp=(),
@@ -212,23 +215,18 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
             mixed_precision_reduce="float32",
             attention_kernel="auto",
         ),
-        optimizer=dataclasses.replace(
-            config.optimizer, ns_dtype="float32", start_preconditioning_step=1
-        ),
-        lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0, total_steps=-1),
-        parallelism=dataclasses.replace(
-            config.parallelism, **changes, enable_async_tensor_parallel=False
-        ),
-        float8=dataclasses.replace(
-            config.float8,
+        optimizer=config.optimizer.replace(ns_dtype="float32", start_preconditioning_step=1),
+        lr_scheduler=config.lr_scheduler.replace(warmup_steps=0, total_steps=-1),
+        parallelism=config.parallelism.replace(**changes, enable_async_tensor_parallel=False),
+        float8=config.float8.replace(
             filter_fqns=tuple(dict.fromkeys(map(_of_twin, config.float8.filter_fqns))),
         ),
         compile=_compile_of_twin(config.compile, SEQ_LEN // layout["cp"] // layout["tp"]),
-        checkpoint=Config.checkpoint,
-        data=dataclasses.replace(Config.data, num_workers=0),
-        validation=dataclasses.replace(config.validation, enable=True, freq=steps, steps=1),
-        metrics=dataclasses.replace(Config.metrics, log_freq=1, enable_tensorboard=False),
-        profiling=Config.profiling,
+        checkpoint=Checkpoint(),
+        data=Data(num_workers=0),
+        validation=config.validation.replace(enable=True, freq=steps, steps=1),
+        metrics=Metrics(log_freq=1, enable_tensorboard=False),
+        profiling=Profiling(),
     )
 
 
@@ -255,8 +253,7 @@ def _compile_of_twin(stage: Compile, tokens: int) -> Compile:
 
     tokens: of a sequence on a tensor-parallel rank, for chunks.
     """
-    return dataclasses.replace(
-        stage,
+    return stage.replace(
         backend="aot_eager",
         buckets=tuple(" ".join(map(_of_twin, bucket.split())) for bucket in stage.buckets),
         tensor_parallel_chunks=2
@@ -274,10 +271,10 @@ def reference(config: Config) -> Config:
     """Return the reference for a twin: the same batches in one eager process without checkpointing, the loss of all logits."""
     plain, training = (
         Parallelism(data_parallel_shard_degree=1),
-        dataclasses.replace(config.training, loss_chunk_tokens=-1),
+        config.training.replace(loss_chunk_tokens=-1),
     )
     changes: dict[str, Any] = dict(compile=Compile(), activation_checkpoint=ActivationCheckpoint())
-    return dataclasses.replace(config, parallelism=plain, training=training, **changes)
+    return config.replace(parallelism=plain, training=training, **changes)
 
 
 def run(config: Config, model: ModelConfig, *, prepare: Prepare | None = None) -> Observed:
@@ -287,9 +284,7 @@ def run(config: Config, model: ModelConfig, *, prepare: Prepare | None = None) -
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        config = dataclasses.replace(
-            config, job=dataclasses.replace(config.job, dump_folder=folder)
-        )
+        config = config.replace(job=config.job.replace(dump_folder=folder))
         mp.start_processes(
             _process, (processes, port, config, model, prepare), processes, start_method="spawn"
         )
@@ -471,7 +466,7 @@ def verify(
             result = compare(run(small, model, prepare=prepare), expected[key], within)
             module = result.module
             if not result.agrees and small.compile.enable:
-                eager = dataclasses.replace(small, compile=Compile())
+                eager = small.replace(compile=Compile())
                 module = (
                     compare(run(eager, model, prepare=prepare), expected[key], within).module
                     or "none in eager mode"
@@ -490,10 +485,8 @@ def verify(
 def _show_rounding(config: Config, model: ModelConfig, rounded: Observed, width: int) -> None:
     """Print how far a run in float8 is from the same without, in bfloat16 and in float32."""
     for dtype in ("bfloat16", "float32"):
-        training = dataclasses.replace(config.training, mixed_precision_param=dtype)
-        apart = compare(
-            rounded, run(dataclasses.replace(config, float8=Float8(), training=training), model)
-        )
+        training = config.training.replace(mixed_precision_param=dtype)
+        apart = compare(rounded, run(config.replace(float8=Float8(), training=training), model))
         name = f"float8 beside {dtype}"
         print(
             f"{name:<{width + 11}}  {apart.loss:.1e}  {apart.gradient:.1e}   {apart.parameter}",
@@ -531,7 +524,7 @@ def main(arguments: Sequence[str]) -> int:
         "--steps", type=at_least_one, default=5, metavar="N", help="steps of each run (default: 5)"
     )
     options, overrides = parser.parse_with_overrides(arguments)
-    config, _ = load_config(options.recipe, overrides)
+    config = load_config(options.recipe, overrides)
     layouts: list[Degrees] = []
     for name in options.layouts:
         layouts += (

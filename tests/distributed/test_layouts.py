@@ -4,7 +4,6 @@ Float32: loss within 1e-4 of one process and each gradient within 1e-4 of its no
 weights against float32 ones: 2e-3 and 5e-2.
 """
 
-import dataclasses
 import functools
 import sys
 
@@ -14,7 +13,7 @@ from packed_attention import packed_attention
 from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.compiler import chunking
-from titan_lite.config.recipe import load_config
+from titan_lite.config import load_config
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.verify import compare, parse_layout, reference, run, twin, twin_model
@@ -114,9 +113,9 @@ SLOW = [
 
 
 def twin_of(layout, options, **training):
-    config, _ = load_config(DEBUG, [f"--model.tokenizer_path={DEBUG_TOKENIZER}", *options])
+    config = load_config(DEBUG, [f"--model.tokenizer_path={DEBUG_TOKENIZER}", *options])
     small = twin(config, parse_layout(layout), STEPS)
-    return dataclasses.replace(small, training=dataclasses.replace(small.training, **training))
+    return small.replace(training=small.training.replace(**training))
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """Muon and Shampoo on ranks: every layout takes the steps of one process, and no rank computes what another does."""
 
-import dataclasses
-
 import pytest
 import torch
 from parity import build, make_mesh
@@ -16,10 +14,10 @@ from titan_lite.optimizer.build import build_optimizer, optimizer_state, set_lea
 from titan_lite.optimizer.state import OF_MATRIX, is_matrix
 
 MUON, SHAMPOO = (
-    Optimizer("Muon", ns_dtype="float32"),
-    Optimizer("Shampoo", precondition_frequency=3),
+    Optimizer(name="Muon", ns_dtype="float32"),
+    Optimizer(name="Shampoo", precondition_frequency=3),
 )
-SHAMPOO = dataclasses.replace(SHAMPOO, max_preconditioner_dim=16, start_preconditioning_step=2)
+SHAMPOO = SHAMPOO.replace(max_preconditioner_dim=16, start_preconditioning_step=2)
 
 
 def updated(model, config):
@@ -72,9 +70,7 @@ LAYOUTS += [pytest.param((2, 2, 1), marks=pytest.mark.slow)]
 NAMES = ["FSDP", "FSDP x TP", "DDP", "TP", "FSDP of 4", "HSDP"]
 
 
-BFLOAT16 = pytest.param(
-    dataclasses.replace(MUON, ns_dtype="bfloat16"), 1e-2, marks=pytest.mark.slow
-)
+BFLOAT16 = pytest.param(MUON.replace(ns_dtype="bfloat16"), 1e-2, marks=pytest.mark.slow)
 OTHERS = [BFLOAT16, (SHAMPOO, 0.0)]
 
 

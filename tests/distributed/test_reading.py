@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 from tiny import DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, steps
 
-from titan_lite.config.recipe import load_config
+from titan_lite.config import load_config
 from titan_lite.metrics import readings
 from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer
@@ -23,7 +23,7 @@ OPTIONS = [*SMALL, *steps(8), *NO_VALIDATION, *NO_CHECKPOINT, *NO_WORKERS]
 def train_late(folder, options, lag):
     """Return how tensors were read from the first batch of a step to its end, from the third step on, and the tokens seen."""
     readings.LAG["cpu"] = lag
-    config, _ = load_config(DEBUG, [f"--job.dump_folder={folder}", *OPTIONS, *options])
+    config = load_config(DEBUG, [f"--job.dump_folder={folder}", *OPTIONS, *options])
     reads, counting = [], [False]
 
     def watch(name):

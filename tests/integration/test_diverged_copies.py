@@ -173,7 +173,7 @@ def test_copies_are_equal_to_the_bit_on_every_layout(layout, way, tmp_path):
     ranks = 2 if layout in ("ddp", "tp") else 4
     options = [
         "--training.compare_copies_freq=1",
-        "--no-checkpoint.enable",
+        "--checkpoint.no-enable",
         "--training.global_batch_size=16",
     ]
     options += AOT_EAGER if way == "aot_eager" else []

@@ -1,6 +1,5 @@
 """Weights of transformers into a run on any layout, and a run's out to transformers: the same losses as theirs."""
 
-import dataclasses
 import json
 import shutil
 
@@ -14,8 +13,7 @@ from titan_lite import convert
 from titan_lite import generate as generate_command
 from titan_lite.check import check
 from titan_lite.checkpoint.weights import open_weights
-from titan_lite.config import ConfigError
-from titan_lite.config.recipe import load_config
+from titan_lite.config import ConfigError, load_config
 from titan_lite.convert import write_step
 from titan_lite.data.loader import build_loader
 from titan_lite.data.tokenizer import load_tokenizer
@@ -52,11 +50,11 @@ def their_losses(folder):
     """Return the losses of transformers on the first global batch of training and of validation."""
     import transformers
 
-    config, _ = load_config(DEBUG, OPTIONS)
+    config = load_config(DEBUG, OPTIONS)
     model, losses = transformers.AutoModelForCausalLM.from_pretrained(folder), []
     for split in ("train", "validation"):
         loader = build_loader(
-            dataclasses.replace(config.data, num_workers=0),
+            config.data.replace(num_workers=0),
             load_tokenizer(config.model.tokenizer_path),
             split=split,
             rows=4,
@@ -213,7 +211,7 @@ def test_weights_that_do_not_fit_are_told_before_anything_starts(folder, tmp_pat
     copy = shutil.copytree(folder, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | change))
-    recipe, _ = load_config(
+    recipe = load_config(
         DEBUG,
         ["--job.dump_folder", str(tmp_path / "run"), f"--checkpoint.initial_load_path={copy}"],
     )

@@ -10,7 +10,7 @@ import torch
 from ranks import run_ranks
 from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
 
-from titan_lite.config.recipe import load_config
+from titan_lite.config import load_config
 from titan_lite.faults import TrainingError
 from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer
@@ -35,7 +35,7 @@ def with_faults(folder, options, fault):
             changed[trainer.step] = not torch.equal(before[0], parameters())
         fault(moment, trainer)
 
-    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
+    config = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
     trainer = Trainer(config, observe=observe)
     try:
         trainer.train()

@@ -9,8 +9,7 @@ from resumed import copy_at_step_2, losses, same, trained
 from tiny import DEBUG, DEBUG_TOKENIZER, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, steps
 
 from titan_lite.check import check
-from titan_lite.config import ConfigError
-from titan_lite.config.recipe import load_config
+from titan_lite.config import ConfigError, load_config
 from titan_lite.layout import make_layout
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.trainer import Trainer
@@ -53,7 +52,7 @@ def parameters_of(folder, name, options):
         "--job.dump_folder",
         str(folder),
     ]
-    trainer = Trainer(load_config(DEBUG, [*OPTIONS[name], *options])[0])
+    trainer = Trainer(load_config(DEBUG, [*OPTIONS[name], *options]))
     trainer.train()
     return {fqn: parameter.detach().full_tensor() for fqn, parameter in trainer.parameters.items()}
 
@@ -130,7 +129,7 @@ def test_on_another_layout_it_goes_on_within_rounding(whole, at_step_2, ranks, o
 
 
 def test_another_optimizer_is_refused_and_begins_with_the_model_alone_if_asked(whole, at_step_2):
-    config, _ = load_config(
+    config = load_config(
         DEBUG,
         [*SMALL, *TINY, "--job.dump_folder", str(at_step_2), "--training.global_batch_size=8"],
     )
@@ -161,7 +160,7 @@ def test_another_optimizer_is_refused_and_begins_with_the_model_alone_if_asked(w
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_compiled_update_is_refused(name):
     options = [*OPTIONS[name], "--compile.enable", "--compile.components=model,optimizer"]
-    config, _ = load_config(DEBUG, options)
+    config = load_config(DEBUG, options)
     wrong = rf'the update of optimizer.name = "{name}" is not compiled.* use compile.components = \["model", "loss"\]'
     with pytest.raises(ConfigError, match=wrong):
         make_layout(config, 2)
@@ -170,7 +169,7 @@ def test_a_compiled_update_is_refused(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_verify_compares_a_layout_that_has_owners(name):
-    config, _ = load_config(
+    config = load_config(
         DEBUG, [f"--optimizer.name={name}", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]
     )
     small = twin(config, parse_layout("dp_shard=2,tp=2"), 3)

@@ -11,8 +11,7 @@ from ranks import run_ranks
 from resumed import copy_at_step_2, losses, trained
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
 
-from titan_lite.config import ConfigError
-from titan_lite.config.recipe import load_config
+from titan_lite.config import ConfigError, load_config
 from titan_lite.distributed import powersgd
 from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.layout import make_layout
@@ -48,7 +47,7 @@ def train(folder, *options, ranks=2, count=10):
 
 def expected_bytes(options, ranks):
     """[bytes of a compressed step's all-reduces], by the formula of the paper: r (n + m) numbers for a matrix of n x m."""
-    config, _ = load_config(DEBUG, [*TINY, *options, "--training.global_batch_size=8"])
+    config = load_config(DEBUG, [*TINY, *options, "--training.global_batch_size=8"])
     blocks, whole = {}, 0
     for fqn, (numbers, factors) in sent_between_copies(config, make_layout(config, ranks)).items():
         whole += 0 if factors else 4 * numbers
@@ -241,13 +240,13 @@ def test_what_cannot_work_is_refused(options, message):
         make_layout(
             load_config(
                 DEBUG, [*TINY, *SMALL, *steps(4), *every(2), *NO_VALIDATION, *NO_WORKERS, *options]
-            )[0],
+            ),
             2,
         )
 
 
 def test_a_recipe_is_verified_without_compression():
-    config, _ = load_config(DEBUG, [*DDP, *POWERSGD])
+    config = load_config(DEBUG, [*DDP, *POWERSGD])
     assert (
         twin(config, parse_layout("dp_replicate=2"), 2).parallelism.replicate_compression == "none"
     )

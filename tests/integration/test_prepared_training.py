@@ -17,7 +17,7 @@ OPTIONS = [
     *NO_VALIDATION,
     *NO_CHECKPOINT,
     "--data.validation_fraction=0",
-    "--no-data.shuffle",
+    "--data.no-shuffle",
 ]
 
 

@@ -17,7 +17,7 @@ from titan_lite.metrics.records import read_metrics
 
 SHORT = "--training.steps 4 --training.seq_len 64 --checkpoint.interval 2 --metrics.log_freq 1 --validation.freq 4"
 SHORT += " --validation.steps 1"
-SHRUNK = "--model.flavor debug --model.tokenizer_path assets/tokenizer/debug.model --data.dataset stdlib --no-compile.enable"
+SHRUNK = "--model.flavor debug --model.tokenizer_path assets/tokenizer/debug.model --data.dataset stdlib --compile.no-enable"
 ONE_STEP = f"{SHRUNK} {SHORT} --training.steps 1 --training.local_batch_size 1 --training.global_batch_size 2"
 
 

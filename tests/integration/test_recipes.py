@@ -1,6 +1,5 @@
 """Every shipped recipe: it loads, it fits the cluster that its header states, and, shrunk to the debug flavor, it trains."""
 
-import dataclasses
 import re
 
 import pytest
@@ -8,8 +7,7 @@ from ranks import run_ranks
 from tiny import DEBUG_TOKENIZER
 from tiny import RECIPES as FOLDER
 
-from titan_lite.config import Config, gradient_accumulation_steps
-from titan_lite.config.recipe import load_config, to_toml
+from titan_lite.config import Config, gradient_accumulation_steps, load_config, to_toml
 from titan_lite.distributed.degrees import resolve_degrees
 from titan_lite.distributed.pipeline_plan import plan_pipeline
 from titan_lite.models.llama3 import FLAVORS
@@ -25,12 +23,12 @@ def test_there_is_a_recipe_for_every_flavor():
         *(f"llama3_{size}" for size in ("1b", "3b", "8b", "70b", "405b", "8b_128k")),
         *(f"llama3_{size}_float8" for size in ("8b", "70b", "405b")),
     }
-    assert {load_config(recipe)[0].model.flavor for recipe in RECIPES} == set(FLAVORS)
+    assert {load_config(recipe).model.flavor for recipe in RECIPES} == set(FLAVORS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_loads_and_fits_the_cluster_of_its_header(recipe, tmp_path):
-    config, _ = load_config(recipe)
+    config = load_config(recipe)
     stated = re.search(r"^# world_size: (\d+)$", recipe.read_text(), re.M)
     world_size = int(stated[1]) if stated else 2  # the debug recipe is for any machine
     assert config.training.seq_len <= FLAVORS[config.model.flavor].max_seq_len
@@ -49,7 +47,7 @@ def test_a_recipe_loads_and_fits_the_cluster_of_its_header(recipe, tmp_path):
     assert len(plan.modules) % degrees["pp"] == 0
     saved = tmp_path / "config.toml"
     saved.write_text(to_toml(config))
-    assert load_config(saved)[0] == config
+    assert load_config(saved) == config
 
 
 def train_shrunk(config: Config) -> tuple[int, list[float]]:
@@ -77,31 +75,27 @@ def train_shrunk(config: Config) -> tuple[int, list[float]]:
     ],
 )
 def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
-    config, _ = load_config(recipe)
+    config = load_config(recipe)
     pp = min(2, config.parallelism.pipeline_parallel_degree)
     small = dict(local_batch_size=pp, seq_len=32, steps=2)
     if config.training.global_batch_size != -1:
         small["global_batch_size"] = 4
-    config = dataclasses.replace(
-        config,
-        job=dataclasses.replace(config.job, dump_folder=str(tmp_path)),
-        model=dataclasses.replace(
-            config.model, flavor="debug", tokenizer_path=str(DEBUG_TOKENIZER)
-        ),
-        training=dataclasses.replace(config.training, **small),
-        lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0),
-        parallelism=dataclasses.replace(
-            config.parallelism,
+    config = config.replace(
+        job=config.job.replace(dump_folder=str(tmp_path)),
+        model=config.model.replace(flavor="debug", tokenizer_path=str(DEBUG_TOKENIZER)),
+        training=config.training.replace(**small),
+        lr_scheduler=config.lr_scheduler.replace(warmup_steps=0),
+        parallelism=config.parallelism.replace(
             data_parallel_shard_degree=-1,
             tensor_parallel_degree=min(2 // pp, config.parallelism.tensor_parallel_degree),
             context_parallel_degree=min(2, config.parallelism.context_parallel_degree),
             pipeline_parallel_degree=pp,
         ),
-        compile=dataclasses.replace(
-            config.compile, backend="aot_eager"
+        compile=config.compile.replace(
+            backend="aot_eager"
         ),  # the passes without a minute of code generation
-        data=dataclasses.replace(config.data, dataset="stdlib"),
-        validation=dataclasses.replace(config.validation, steps=1),
+        data=config.data.replace(dataset="stdlib"),
+        validation=config.validation.replace(steps=1),
     )
     (accumulation, losses), again = run_ranks(2, train_shrunk, config, init=False)
     assert (accumulation, losses) == again

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
 
 from titan_lite.checkpoint.names import section_of
-from titan_lite.config.recipe import load_config
+from titan_lite.config import load_config
 from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer
 
@@ -44,7 +44,7 @@ def layout_of(words):
 
 def watched(folder, options, saves_model_alone):
     """One rank's part of a run: the hashes of the sequences it took by step, and one of its parameters at the end."""
-    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
+    config = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
     trainer = Trainer(config)
     samples: dict[int, list[str]] = {}
     next_batch, state_tensors = trainer.next_batch, trainer.state_tensors
@@ -207,7 +207,7 @@ def test_restart_data_begins_anew_only_once(uninterrupted, at_step_2, tmp_path_f
 def test_a_checkpoint_records_its_recipe_and_run(uninterrupted):
     folder, *_ = uninterrupted
     state = json.loads((folder / "checkpoint/step-6/state.json").read_text())
-    config, _ = load_config(folder / "config.toml")
+    config = load_config(folder / "config.toml")
     recipe = {section: vars(getattr(config, section)) for section in state["recipe"]}
     recipe["job"] = {
         **recipe["job"],

@@ -13,7 +13,7 @@ from commands import ROOT, python, run, script, torchrun, train
 from ranks import run_ranks
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, SMALL, every, steps
 
-from titan_lite.config.recipe import load_config
+from titan_lite.config import load_config
 from titan_lite.faults import TrainingError
 from titan_lite.metrics.records import read_metrics, read_run
 from titan_lite.optimizer import adamw
@@ -177,7 +177,7 @@ def test_all_components_compiled_by_inductor_train_as_the_eager_ones(uninterrupt
 
 @pytest.mark.slow
 def test_greedy_buckets_change_no_number_and_leave_their_receipt(tmp_path):
-    options = [*OPTIONS, *steps(2), "--training.local_batch_size", "4", "--no-validation.enable"]
+    options = [*OPTIONS, *steps(2), "--training.local_batch_size", "4", "--validation.no-enable"]
     eager = trained(2, DEBUG, tmp_path / "eager", *options)
     compiled = [*AOT_EAGER, "--compile.bucketing", "greedy", "--compile.dump_graphs"]
     same(trained(2, DEBUG, tmp_path / "greedy", *options, *compiled), eager)
@@ -235,7 +235,7 @@ def test_a_compiled_update_of_an_eager_model_reads_gradients_that_are_being_redu
 def with_a_broken_optimizer(folder):
     """A run whose compiled update cannot be traced; returns how it ended."""
     options = [*AOT_EAGER, "--compile.components", "optimizer"]
-    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
+    config = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
     adamw._update = lambda *lists, **numbers: torch._dynamo.graph_break()
     with pytest.raises(TrainingError) as failure:
         Trainer(config).train()
@@ -395,8 +395,8 @@ def test_a_broken_document_is_reported_by_the_rank_that_read_it(tmp_path):
         "local",
         "--data.path",
         corpus,
-        "--no-data.shuffle",
-        "--no-validation.enable",
+        "--data.no-shuffle",
+        "--validation.no-enable",
     ]
     options += ["--data.validation_fraction", "0"]  # else it might be held out
     result = train(2, DEBUG, tmp_path / "out", *OPTIONS, *options, *steps(12))
@@ -406,7 +406,7 @@ def test_a_broken_document_is_reported_by_the_rank_that_read_it(tmp_path):
 
 
 def bfloat16(folder):
-    config, _ = load_config(
+    config = load_config(
         DEBUG,
         [
             "--job.dump_folder",

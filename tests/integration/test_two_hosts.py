@@ -157,7 +157,7 @@ def test_a_launcher_that_is_killed_on_one_host_stops_both_saved(killed, hosts, t
     folder = tmp_path / "run"
     endless = [
         *steps(100_000, schedule=-1),
-        "--no-validation.enable",
+        "--validation.no-enable",
         "--checkpoint.interval=100000",
     ]
     launchers = hosts.start(folder, *endless, "--comm.train_timeout_seconds=60")

@@ -8,7 +8,7 @@ from commands import python, run
 from tiny import DEBUG, RECIPES
 
 from titan_lite import verify
-from titan_lite.config.recipe import load_config
+from titan_lite.config import load_config
 from titan_lite.distributed.buckets import Bucket
 from titan_lite.verify import every_layout, layout_of, name_of, parse_layout, twin
 
@@ -67,7 +67,7 @@ def one_rank_fails(trainer):
 
 
 def verified(prepare, *options, layout="dp_shard=2"):
-    config, _ = load_config(DEBUG, options)
+    config = load_config(DEBUG, options)
     return verify.verify(config, [parse_layout(layout)], steps=1, prepare=prepare)
 
 
@@ -173,13 +173,13 @@ def test_help_is_what_the_module_says(capsys):
     ],
 )
 def test_a_twin_has_the_kinds_of_its_recipe(recipe, layout):
-    config, _ = load_config(RECIPES / f"{recipe}.toml")
+    config = load_config(RECIPES / f"{recipe}.toml")
     assert layout_of(config) == parse_layout(layout)
 
 
 def test_a_twin_keeps_the_last_of_its_layers_gathered_for_those_that_it_lacks():
     keep = "--parallelism.fsdp_keep_gathered=layers.2.attention,layers.30,layers.31,norm"
-    config, _ = load_config(RECIPES / "llama3_8b.toml", [keep])
+    config = load_config(RECIPES / "llama3_8b.toml", [keep])
     small = twin(config, parse_layout("dp_shard=2"), steps=1)
     assert small.parallelism.fsdp_keep_gathered == ("layers.2.attention", "layers.3", "norm")
 
@@ -194,14 +194,14 @@ def test_a_twin_keeps_the_last_of_its_layers_gathered_for_those_that_it_lacks():
     ],
 )
 def test_a_twin_computes_its_loss_in_chunks_if_its_recipe_does(recipe, layout, chunk):
-    config, _ = load_config(RECIPES / f"{recipe}.toml")
+    config = load_config(RECIPES / f"{recipe}.toml")
     small = twin(config, parse_layout(layout), steps=1)
     assert small.training.loss_chunk_tokens == chunk
     assert verify.reference(small).training.loss_chunk_tokens == -1
 
 
 def test_a_microbatch_of_a_twin_has_the_tokens_that_products_in_float8_need():
-    config, _ = load_config(RECIPES / "llama3_405b_float8.toml")
+    config = load_config(RECIPES / "llama3_405b_float8.toml")
     small = twin(config, parse_layout("pp=4,cp=4"), steps=1)
     size = small.parallelism.pipeline_parallel_microbatch_size
     assert size * small.training.seq_len // 4 == 16
@@ -210,7 +210,7 @@ def test_a_microbatch_of_a_twin_has_the_tokens_that_products_in_float8_need():
 
 def test_a_twin_has_one_batch_and_the_documents_of_every_machine():
     ramp = ["--training.global_batch_size=64", "--training.global_batch_ramp=32 until 10"]
-    config, _ = load_config(
+    config = load_config(
         RECIPES / "debug_model.toml",
         [*ramp, '--data.sources=[{dataset = "local", path = "web"}, {}]'],
     )
@@ -224,11 +224,11 @@ def test_a_twin_has_one_batch_and_the_documents_of_every_machine():
 
 def test_a_twin_compiles_by_the_same_passes_under_its_own_names():
     buckets = "--compile.buckets=layers.2 layers.30 layers.31.attention,norm output"
-    config, _ = load_config(RECIPES / "llama3_8b.toml", ["--compile.bucketing=plan", buckets])
+    config = load_config(RECIPES / "llama3_8b.toml", ["--compile.bucketing=plan", buckets])
     stage = twin(config, parse_layout("dp_shard=2"), steps=1).compile
     assert (stage.enable, stage.backend, stage.bucketing) == (True, "aot_eager", "plan")
     assert stage.buckets == ("layers.2 layers.3 layers.3.attention", "norm output")
-    config, _ = load_config(RECIPES / "llama3_8b.toml", ["--compile.bucketing=measured"])
+    config = load_config(RECIPES / "llama3_8b.toml", ["--compile.bucketing=measured"])
     assert twin(config, parse_layout("dp_shard=2"), steps=1).compile.bucketing == "greedy"
 
 
@@ -236,7 +236,7 @@ def test_a_twin_compiles_by_the_same_passes_under_its_own_names():
     ("layout", "chunks"), [("tp=2", 4), ("dp_shard=2", 4), ("cp=4,tp=2", 4), ("cp=8,tp=2", 2)]
 )
 def test_a_twin_cuts_its_few_tokens_into_chunks_too(layout, chunks):
-    config, _ = load_config(RECIPES / "llama3_70b.toml", ["--compile.tensor_parallel_chunks=4"])
+    config = load_config(RECIPES / "llama3_70b.toml", ["--compile.tensor_parallel_chunks=4"])
     assert twin(config, parse_layout(layout), steps=1).compile.tensor_parallel_chunks == chunks
 
 
@@ -246,7 +246,7 @@ def test_a_twin_needs_no_gpu_or_data_of_its_recipe_and_logs_nothing_elsewhere():
         "--training.mixed_precision_param=bfloat16",
         "--data.min_document_tokens=1000000",
     ]
-    config, _ = load_config(DEBUG, [*options, "--metrics.enable_wandb"])
+    config = load_config(DEBUG, [*options, "--metrics.enable_wandb"])
     small = twin(config, parse_layout("dp_shard=2"), steps=1)
     assert (small.training.attention_kernel, small.data.min_document_tokens) == ("auto", 0)
     assert (small.metrics.enable_wandb, small.metrics.enable_tensorboard) == (False, False)

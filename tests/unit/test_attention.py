@@ -22,8 +22,7 @@ from titan_lite.attention import (
     use_kernel,
 )
 from titan_lite.check import check_machine
-from titan_lite.config import ConfigError
-from titan_lite.config.recipe import load_config
+from titan_lite.config import ConfigError, load_config
 from titan_lite.data.loader import document_begins, document_counts
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.context_parallel import attend_to_the_past
@@ -282,7 +281,7 @@ def test_a_kernel_that_cannot_be_had_is_refused(monkeypatch):
 
 def test_a_kernel_that_sums_in_any_order_is_refused_where_a_run_is_to_be_repeated(monkeypatch):
     monkeypatch.setattr("titan_lite.check.check_kernel", lambda kernel: None)
-    config, _ = load_config(DEBUG, ["--training.attention_kernel=cudnn", "--debug.deterministic"])
+    config = load_config(DEBUG, ["--training.attention_kernel=cudnn", "--debug.deterministic"])
     with pytest.raises(
         ConfigError,
         match=r'debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order',

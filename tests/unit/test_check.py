@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from titan_lite.check import check, check_float8, check_memory
-from titan_lite.config import ConfigError
-from titan_lite.config.recipe import load_config
+from titan_lite.config import ConfigError, load_config
+from titan_lite.config.load import option
 from titan_lite.layout import make_layout
 
 ROOT = Path(__file__).parents[2]
@@ -305,8 +305,8 @@ WRONG = {
 
 def checked(ranks, *keys):
     pairs = dict(pair.split("=", 1) for part in keys for pair in part.split())
-    options = [f"--{SHORT[key]}={value}" for key, value in pairs.items()]
-    config, _ = load_config(
+    options = [option(SHORT[key], value) for key, value in pairs.items()]
+    config = load_config(
         DEBUG, [*options, f"--model.tokenizer_path={ROOT / 'assets/tokenizer/debug.model'}"]
     )
     return check(config, make_layout(config, ranks))
@@ -353,7 +353,7 @@ def test_weights_and_biases_must_be_installed_where_they_are_asked_for(monkeypat
     (tmp_path / "wandb").mkdir()  # where it keeps its files
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    config, _ = load_config(
+    config = load_config(
         DEBUG, ["--metrics.enable_wandb", "--job.dump_folder", str(tmp_path / "out")]
     )
     with pytest.raises(
@@ -367,7 +367,7 @@ def test_weights_and_biases_must_be_installed_where_they_are_asked_for(monkeypat
 
 
 def layout_of(recipe, ranks, gib, *options):
-    config, _ = load_config(ROOT / f"train_configs/{recipe}.toml", options)
+    config = load_config(ROOT / f"train_configs/{recipe}.toml", options)
     return config, make_layout(config, ranks, memory=gib * 2**30)
 
 
@@ -479,7 +479,7 @@ def test_float8_needs_a_gpu_that_has_it(monkeypatch, capability, options, words)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    config, _ = load_config(DEBUG, ["--float8.enable", *options])
+    config = load_config(DEBUG, ["--float8.enable", *options])
     if not words:
         check_float8(config)
         return

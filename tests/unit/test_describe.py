@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import DEBUG, DEBUG_TOKENIZER
 
-from titan_lite.config.recipe import load_config
+from titan_lite.config import load_config
 from titan_lite.describe import mesh_picture, short_names, start_lines
 from titan_lite.layout import make_layout
 
@@ -92,7 +92,7 @@ def test_short_names():
 
 
 def said(*overrides, ranks=2):
-    config, _ = load_config(DEBUG, overrides)
+    config = load_config(DEBUG, overrides)
     return start_lines(
         config,
         make_layout(config, ranks),
@@ -139,7 +139,7 @@ def test_the_start_says_what_is_in_float8():
 def test_the_start_of_other_runs():
     lines = said(
         "--compile.enable",
-        "--no-checkpoint.enable",
+        "--checkpoint.no-enable",
         "--training.global_batch_size=2",
         ranks=1,
     )

@@ -3,15 +3,14 @@
 import pytest
 from tiny import DEBUG, RECIPES
 
-from titan_lite.config import ConfigError
-from titan_lite.config.recipe import load_config
+from titan_lite.config import ConfigError, load_config
 from titan_lite.layout import make_layout
 
 RAMP = ["--training.global_batch_size=16", "--training.global_batch_ramp=4 until 3, 8 until 5"]
 
 
 def layout(*options, ranks=2):
-    return make_layout(load_config(DEBUG, options)[0], ranks)
+    return make_layout(load_config(DEBUG, options), ranks)
 
 
 def test_a_step_of_a_ramp_has_its_own_sequences():
@@ -137,7 +136,7 @@ def test_layers_that_stay_in_bfloat16_may_have_any_size():
     ],
 )
 def test_tokens_of_a_chunk_of_the_loss(recipe, ranks, options, chunk):
-    found = make_layout(load_config(RECIPES / f"{recipe}.toml", options.split())[0], ranks)
+    found = make_layout(load_config(RECIPES / f"{recipe}.toml", options.split()), ranks)
     assert found.loss_chunk == chunk
 
 
@@ -195,6 +194,6 @@ def test_weights_gathered_once_in_float8_have_one_byte():
         (gathered, 6),
         ([*gathered, "--float8.filter_fqns=layers.0"], 5),
     ):
-        config, _ = load_config(DEBUG, [*float8, *options])
+        config = load_config(DEBUG, [*float8, *options])
         expected = (2 + 2 + 4) * 5_770_496 - one_byte * of_a_block
         assert make_layout(config, 2).step_bytes(config) == expected

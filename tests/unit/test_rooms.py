@@ -20,9 +20,13 @@ ROOMS = {
     "command": ("titan_lite.config",),
     "logging": (),
     "manifest": ("titan_lite.outside",),
-    "outside": ("titan_lite.config.row",),
+    "outside": ("titan_lite.config.errors",),
     "ranks": ("torch", "titan_lite.config"),
-    "config": ("tomli",),  # the standard library has it from Python 3.11 on
+    "config": (
+        "pydantic",
+        "tomli",  # the standard library has it from Python 3.11 on
+        "tyro",
+    ),
     "attention": (
         "torch",
         "titan_lite.config",
@@ -245,7 +249,7 @@ def forbidden_imports(package):
             wrong |= room not in ("train", "verify") and within(name, "titan_lite.trainer")
             wrong |= room != "start" and within(name, "titan_lite.train")
             wrong |= room not in WHOLE_CONFIG and (
-                name == "titan_lite.config.Config" or within(name, "titan_lite.config.recipe")
+                name == "titan_lite.config.Config" or name == "titan_lite.config.load_config"
             )
             if wrong:
                 found.append(f"{path}:{line}: {room} imports {name}")
@@ -266,9 +270,9 @@ def test_the_package_is_read():
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("config/keys.py", "import torch"),
-        ("config/keys.py", "from titan_lite.recipe import help_text"),
-        ("config/keys.py", "def late():\n    import numpy"),
+        ("config/sections.py", "import torch"),
+        ("config/sections.py", "from titan_lite.recipe import help_text"),
+        ("config/sections.py", "def late():\n    import numpy"),
         ("logging.py", "from titan_lite.config import Metrics"),
         ("models/llama3.py", "import torch.distributed as dist"),
         ("models/llama3.py", "from torch import distributed"),
@@ -281,7 +285,7 @@ def test_the_package_is_read():
         ("distributed/mesh.py", "from titan_lite.models.llama3 import Llama3"),
         ("distributed/mesh.py", "from titan_lite.config import Config"),
         ("data/loader.py", "from titan_lite.distributed.mesh import build_mesh"),
-        ("data/loader.py", "from titan_lite.config.recipe import load_config"),
+        ("data/loader.py", "from titan_lite.config import load_config"),
         ("optimizer/adamw.py", "from titan_lite import checkpoint"),
         ("metrics.py", "from . import trainer"),
         ("planner/trace.py", "from titan_lite.trainer import Trainer"),
@@ -302,7 +306,7 @@ def test_a_forbidden_import_is_found(module, source, tmp_path):
     ("module", "source"),
     [
         (
-            "config/toml.py",
+            "config/load.py",
             "import json, tomllib, tomli\nfrom titan_lite.config import ConfigError",
         ),
         (
@@ -324,7 +328,7 @@ def test_a_forbidden_import_is_found(module, source, tmp_path):
         ),
         (
             "train.py",
-            "from titan_lite.trainer import Trainer\nfrom titan_lite.config.recipe import load_config",
+            "from titan_lite.trainer import Trainer\nfrom titan_lite.config import load_config",
         ),
     ],
 )
@@ -337,10 +341,10 @@ def test_an_allowed_import_is_not(module, source, tmp_path):
 
 LAYOUT = {
     "layout.py",
-    "config/keys.py",
-    "config/recipe.py",
+    "config/batch_sizes.py",
+    "config/rules.py",
     "verify.py",
-}  # recipe: an early check; verify: makes other recipes
+}  # rules: an early check; verify: makes other recipes
 
 
 def derived_again(package):

@@ -10,8 +10,7 @@ from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.check import describe_run
 from titan_lite.checkpoint.resume import NEEDED, compare
-from titan_lite.config import KEYS, ConfigError, Model
-from titan_lite.config.recipe import load_config
+from titan_lite.config import KEYS, ConfigError, Model, load_config
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.describe import start_lines
 from titan_lite.layout import make_layout
@@ -63,7 +62,7 @@ def test_scaling_keeps_what_the_flavor_says_beside_its_factor_and_1_takes_it_awa
 
 def test_a_shape_without_a_flavor():
     assert shape_of(OWN) == ModelConfig(96, 3, 6, 6, 128, 2048)
-    assert shape_of(dataclasses.replace(OWN, n_kv_heads=2, tied_embeddings="yes")).n_kv_heads == 2
+    assert shape_of(OWN.replace(n_kv_heads=2, tied_embeddings="yes")).n_kv_heads == 2
     assert (
         shape_words(OWN)
         == "of its own with dim = 96, n_layers = 3, n_heads = 6, hidden_dim = 128, vocab_size = 2048"
@@ -158,16 +157,13 @@ def test_a_size_that_no_model_has_is_refused_before_one_is_built(option):
 
 
 def test_the_largest_sizes_that_are_admitted_are_laid_out():
-    sizes = {
-        name: KEYS[f"model.{name}"].metadata["most"]
-        for name in ("dim", "n_heads", "hidden_dim", "vocab_size")
-    }
-    config, _ = load_config(DEBUG, [f"--model.{name}={value}" for name, value in sizes.items()])
+    sizes = {"dim": 2**18, "n_heads": 4096, "hidden_dim": 2**20, "vocab_size": 2**22}
+    config = load_config(DEBUG, [f"--model.{name}={value}" for name, value in sizes.items()])
     assert make_layout(config, 1).parameters > 10**12
 
 
 def configured(*options):
-    config, _ = load_config(DEBUG, [*options, f"--model.tokenizer_path={DEBUG_TOKENIZER}"])
+    config = load_config(DEBUG, [*options, f"--model.tokenizer_path={DEBUG_TOKENIZER}"])
     return config, make_layout(config, 2)
 
 

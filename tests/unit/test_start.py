@@ -126,6 +126,7 @@ def test_the_command_that_goes_on_is_that_of_the_script(environment):
     assert environment["TITAN_LITE_COMMAND"] == "NGPU=4 CONFIG_FILE=llama3_8b ./run_train.sh"
 
 
-def test_only_check_counts_no_gpus(monkeypatch):
+def test_a_wrong_recipe_is_told_before_gpus_are_counted(monkeypatch):
     monkeypatch.setattr(start, "count_gpus", lambda: pytest.fail("counted"))
-    assert start.launcher_options(["--only-check", "debug_model"]) == []
+    with pytest.raises(ConfigError, match=r"unknown option --training\.stepz"):
+        start.launcher_options(["debug_model", "--training.stepz", "5"])

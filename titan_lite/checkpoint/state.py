@@ -7,11 +7,9 @@ A step that `convert` wrote has only the model. A recipe's values may have any t
 """
 
 from collections.abc import Sequence
-from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import LRScheduler
 from titan_lite.outside import (
     ANY,
     BYTES,
@@ -24,28 +22,11 @@ from titan_lite.outside import (
     Damaged,
     Form,
     maybe,
-    one_of,
     optional,
     read_json,
 )
 
 NAME = "state.json"
-
-
-def _within_bounds(field: Field) -> Form:
-    """Return the form of a key's values: a number within its bounds, or one of its choices."""
-    row = field.metadata
-    if row["choices"]:
-        return one_of(*row["choices"])
-    least, most = (
-        default if row[name] is None else row[name]
-        for name, default in (("least", -1e300), ("most", 1e300))
-    )
-    words = f"a number from {least} to {most}"
-    return Form(
-        words,
-        lambda value: NUMBER.holds(value) and (least <= value <= most or value == row["also"]),
-    )
 
 
 def _is_place(value: Any) -> bool:
@@ -62,15 +43,6 @@ def _is_place(value: Any) -> bool:
 
 
 _RECIPE = {
-    "training": optional({"global_batch_ramp": optional([WORD]), WORD: ANY}),
-    "data": optional({"sources": optional([OBJECT]), WORD: ANY}),
-    "optimizer": optional({"lr": optional(NUMBER), WORD: ANY}),
-    "lr_scheduler": optional(
-        {
-            **{field.name: optional(_within_bounds(field)) for field in fields(LRScheduler)},
-            WORD: ANY,
-        }
-    ),
     "model": optional({"tokenizer_path": optional(WORD), WORD: ANY}),
     Form(
         "a name that can be printed", lambda value: type(value) is str and value.isprintable()

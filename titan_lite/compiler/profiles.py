@@ -18,8 +18,8 @@ import torch
 from titan_lite.compiler.hardware import Link, Machine
 from titan_lite.compiler.kernels import IDLE
 from titan_lite.config import ConfigError
-from titan_lite.config.row import one_line
-from titan_lite.config.toml import read_toml, shown
+from titan_lite.config.errors import one_line, shown
+from titan_lite.config.load import read_toml
 
 HOST = 7.0  # a multiplication with autograd in eager mode (pytorch/pytorch issue 41383)
 # 390 GB/s in the table of nccl.py; 476 to 480 are published for registered buffers (NVIDIA/nccl-tests issues 212 and 290)

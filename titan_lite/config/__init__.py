@@ -1,7 +1,66 @@
-"""The keys of a recipe, for other rooms to import. row.py defines what a key is; learning.py and system.py list the keys."""
+"""Recipes: the keys that there are, and how a file and the command line become a checked Config.
 
-# ruff: noqa: F403
-from titan_lite.config.keys import *
-from titan_lite.config.learning import *
-from titan_lite.config.row import *
-from titan_lite.config.system import *
+sections.py has the keys, load.py reads them, rules.py has what cannot be together, help.py prints them. Imports no torch.
+"""
+
+from titan_lite.config.batch_sizes import batch_ramp, gradient_accumulation_steps
+from titan_lite.config.errors import ConfigError
+from titan_lite.config.help import save_recipe, to_toml
+from titan_lite.config.load import SHIPPED, find_recipe, load_config
+from titan_lite.config.sections import (
+    KEYS,
+    SECTIONS,
+    ActivationCheckpoint,
+    Checkpoint,
+    Comm,
+    Compile,
+    Config,
+    Corpus,
+    Data,
+    DataSource,
+    Debug,
+    Float8,
+    Job,
+    LRScheduler,
+    Metrics,
+    Model,
+    Optimizer,
+    Parallelism,
+    Profiling,
+    Training,
+    Validation,
+    flatten,
+)
+
+__all__ = [
+    "KEYS",
+    "SECTIONS",
+    "SHIPPED",
+    "ActivationCheckpoint",
+    "Checkpoint",
+    "Comm",
+    "Compile",
+    "Config",
+    "ConfigError",
+    "Corpus",
+    "Data",
+    "DataSource",
+    "Debug",
+    "Float8",
+    "Job",
+    "LRScheduler",
+    "Metrics",
+    "Model",
+    "Optimizer",
+    "Parallelism",
+    "Profiling",
+    "Training",
+    "Validation",
+    "batch_ramp",
+    "find_recipe",
+    "flatten",
+    "gradient_accumulation_steps",
+    "load_config",
+    "save_recipe",
+    "to_toml",
+]

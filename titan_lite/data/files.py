@@ -26,7 +26,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from titan_lite.config import ConfigError, Data
-from titan_lite.config.row import one_line
+from titan_lite.config.errors import one_line
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.readers import (
     BLOCK,

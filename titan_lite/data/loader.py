@@ -26,7 +26,6 @@ which one: so shares count tokens, need no state, and may change when a run is r
 """
 
 import bisect
-import dataclasses
 import errno
 import hashlib
 import itertools
@@ -488,7 +487,7 @@ def build_loader(
     if split == "validation":
         # Validation is short and rare: a process or a filled shuffle buffer of a remote stream does not pay.
         here = all(part.dataset in ("stdlib", "local", "prepared") for _, part in data.mixture())
-        data = dataclasses.replace(data, num_workers=0, shuffle=data.shuffle and here)
+        data = data.replace(num_workers=0, shuffle=data.shuffle and here)
     sources = [build_source(part, split=split, seed=seed) for _, part in data.mixture()]
     dataset = _PackedRows(
         data, sources, tokenizer, batch_size=batch_size, seq_len=seq_len, seed=seed

@@ -16,7 +16,6 @@ The bytes do not depend on the number of workers. Until everything is on disk, t
 same command continues after its last whole shard.
 """
 
-import dataclasses
 import fcntl
 import hashlib
 import json
@@ -38,9 +37,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from titan_lite import manifest
 from titan_lite.command import Parser, command, end_with_parent
-from titan_lite.config import ConfigError, Data
-from titan_lite.config.recipe import load_config
-from titan_lite.config.toml import in_toml
+from titan_lite.config import ConfigError, Data, load_config
+from titan_lite.config.errors import in_toml
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
 from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprint
 from titan_lite.data.prepared import (
@@ -166,9 +164,7 @@ def _about(data: Data, tokenizer: Tokenizer, shard_tokens: int) -> dict[str, Any
         "tokenizer": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
         "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
-        "data": {
-            key: value for key, value in dataclasses.asdict(data).items() if key not in _NO_MATTER
-        },
+        "data": {key: value for key, value in data.model_dump().items() if key not in _NO_MATTER},
         "documents": fingerprint(data),
         "shard_tokens": shard_tokens,
     }
@@ -262,7 +258,7 @@ def _write_split(
     """Write the remaining shards of a split. A shard ends with a portion, so that a resumed run cuts the same shards."""
     about, shards = progress["about"], progress["splits"][split]
     policy = BadDocumentPolicy(data, [(bad["file"], bad["place"]) for bad in progress["bad"]])
-    in_order, most = dataclasses.replace(data, shuffle=False), min(_PORTION, about["shard_tokens"])
+    in_order, most = data.replace(shuffle=False), min(_PORTION, about["shard_tokens"])
     portions = _portions(in_order, split, progress["next"], most, policy)
     dtype = np.dtype(about["dtype"]).newbyteorder("<")
     shard: _Shard | None = None
@@ -456,7 +452,7 @@ def main(arguments: Sequence[str]) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: expected {least} or more"
             )
-    config, _ = load_config(others[0], others[2:])
+    config = load_config(others[0], others[2:])
     folder, tokenizer = Path(others[1]), load_tokenizer(config.model.tokenizer_path)
     how = {"workers": options.workers, "shard_tokens": options.shard_tokens}
     try:

@@ -27,7 +27,7 @@ import tokenizers
 from tiktoken.load import load_tiktoken_bpe
 
 from titan_lite.config import ConfigError
-from titan_lite.config.row import one_line
+from titan_lite.config.errors import one_line
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -26,7 +26,6 @@ and for each source of a mixture, where NAME is the end of its path, or its data
     validation_loss_by_source/NAME
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -93,8 +92,8 @@ class MetricsWriter:
         self.bar = self.tensorboard = self.wandb = None
         if not writes:
             return
-        # sources of documents are dataclasses
-        plain = json.loads(json.dumps(recipe, default=dataclasses.asdict))
+        # sources of documents are models
+        plain = json.loads(json.dumps(recipe, default=dict))
         resumes = self._open()
         if resumes:
             self._write({"resumed_from": first_step})

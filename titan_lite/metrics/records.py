@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config.toml import read_toml
+from titan_lite.config.load import read_toml
 from titan_lite.outside import (
     ANY,
     BYTES,

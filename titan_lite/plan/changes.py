@@ -14,7 +14,7 @@ from tqdm import tqdm
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.compiler.stage import CompileError
 from titan_lite.config import KEYS, ConfigError
-from titan_lite.config.recipe import nearest_key
+from titan_lite.config.load import nearest_key
 from titan_lite.plan.summary import Plan, make_plans, what_binds
 from titan_lite.plan.trace import PlannedLayout
 
@@ -91,9 +91,7 @@ def grid(sweeps: Sequence[str]) -> list[Change]:
                 f"--sweep {sweep}: use a key and values, such as parallelism.tensor_parallel_degree=1,2,4"
             )
         if key not in KEYS:
-            raise ConfigError(
-                f"--sweep {sweep}: unknown key {key}{nearest_key(*key.partition('.')[::2])}"
-            )
+            raise ConfigError(f"--sweep {sweep}: unknown key {key}{nearest_key(key)}")
         if any(key == axis[0][0] for axis in axes):
             raise ConfigError(
                 f"--sweep {sweep}: {key} has values already; use one --sweep with all of them"

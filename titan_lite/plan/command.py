@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.command import Parser, at_least_one, command
-from titan_lite.config import Config, ConfigError
-from titan_lite.config.recipe import find_recipe, load_config
+from titan_lite.config import Config, ConfigError, find_recipe, load_config
+from titan_lite.config.load import option
 
 SEARCHED = 12  # plans of a search by default
 
@@ -136,7 +136,7 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
 
 
 def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
-    config, _ = load_config(options.recipe, overrides)
+    config = load_config(options.recipe, overrides)
     if options.compare:
         from titan_lite.plan.compare import after_ramp, describe_comparison, ranks_of, read_windows
 
@@ -152,14 +152,14 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
         )
 
     def lay_out_changed(change: dict[str, str]) -> Any:
-        changes = [f"--{key}={value}" for key, value in change.items()]
+        changes = [option(key, value) for key, value in change.items()]
         if idle_async_tp(change):
-            changes.append("--no-parallelism.enable_async_tensor_parallel")  # else an error
-        changed = load_config(options.recipe, [*overrides, *changes])[0] if changes else config
+            changes.append("--parallelism.no-enable_async_tensor_parallel")  # else an error
+        changed = load_config(options.recipe, [*overrides, *changes]) if changes else config
         if changed.float8.enable and "float8_e4m3fn" not in machine.tflops:
             wrong = f"float8.enable = true: {machine.name} has no peak of float8"
             raise ConfigError(
-                f"{wrong}; use --no-float8.enable, another machine, or tflops.float8_e4m3fn in its file"
+                f"{wrong}; use --float8.no-enable, another machine, or tflops.float8_e4m3fn in its file"
             )
         if not machine.is_cpu:
             check_float8_results(changed)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_lite.compiler.hardware import GIB
-from titan_lite.config import Config, ConfigError, flatten
-from titan_lite.config.recipe import load_config
+from titan_lite.config import Config, ConfigError, flatten, load_config
 from titan_lite.metrics.records import RecordError, Window, read_rows, timed_windows
 from titan_lite.plan.summary import Plan
 from titan_lite.shape import shape_words
@@ -45,7 +44,7 @@ def read_windows(folder: Path, config: Config) -> list[Window]:
     for path in (metrics, recipe):
         if not path.is_file():
             raise ConfigError(f"{written}: no {path.name} in it; use a run's job.dump_folder")
-    of_run = flatten(load_config(recipe, [])[0])
+    of_run = flatten(load_config(recipe, []))
     for key, value in flatten(config).items():
         is_planned = key.partition(".")[0] in PLANNED_SECTIONS and key not in NOT_PLANNED
         if is_planned and of_run[key] != value:

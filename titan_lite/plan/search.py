@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.config import Config, ConfigError, flatten
+from titan_lite.config.load import option
 from titan_lite.distributed.degrees import DEGREES
 from titan_lite.layout import STORED, itemsizes
 from titan_lite.layout_checks import error_bytes
@@ -115,7 +116,7 @@ def outcome(config: Config, rows: Sequence[Row]) -> list[str]:
         for its, plan in rows
         if isinstance(plan, Plan) and plan is not best
     ]
-    keys = " ".join(f"--{key}={value}" for key, value in differing(config, change).items())
+    keys = " ".join(option(key, value) for key, value in differing(config, change).items())
     return ["", "why the others lost", *lost, "", f"best: {keys}"]
 
 

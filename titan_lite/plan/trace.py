@@ -176,9 +176,9 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
     """Return all that a stage's graphs depend on besides its modules: not the number or order of microbatches."""
     config = layout.config
     of_pipeline: dict[str, Any] = {
-        field.name: field.default
-        for field in dataclasses.fields(Parallelism)
-        if field.name.startswith("pipeline_parallel")
+        name: field.default
+        for name, field in Parallelism.model_fields.items()
+        if name.startswith("pipeline_parallel")
     }
     degrees = tuple(degree for axis, degree in layout.degrees.items() if axis != "pp")
     return (
@@ -189,10 +189,8 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
         config.compile,
         config.float8,
         config.activation_checkpoint,
-        dataclasses.replace(config.parallelism, **of_pipeline),
-        dataclasses.replace(
-            config.training, local_batch_size=1, global_batch_size=-1, global_batch_ramp=()
-        ),
+        config.parallelism.replace(**of_pipeline),
+        config.training.replace(local_batch_size=1, global_batch_size=-1, global_batch_ramp=()),
     )
 
 
@@ -242,7 +240,7 @@ def trace_stage(
     axes = axes_of(mesh)
     model = build_stage(layout, mesh, kind, n_layers)
     plans = model_of(model).plans
-    compile = dataclasses.replace(config.compile, backend="aot_eager")
+    compile = config.compile.replace(backend="aot_eager")
     machines = [machine.attending(config.training.attention_kernel) for machine in machines]
     passes = _Priced.of("model", config.compile, machines, axes)
     passes.async_tensor_parallel = config.parallelism.enable_async_tensor_parallel
@@ -423,8 +421,8 @@ class _Loss(nn.Module):
 
 
 def without_passes(compile: Compile) -> Compile:
-    return dataclasses.replace(
-        compile, bucketing="none", reordering=False, defer_products=False, tensor_parallel_chunks=1
+    return compile.replace(
+        bucketing="none", reordering=False, defer_products=False, tensor_parallel_chunks=1
     )
 
 

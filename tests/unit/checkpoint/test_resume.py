@@ -1,7 +1,6 @@
 """Differences between a run and the one that saved its step: what is refused, what starts anew, what is told."""
 
 import copy
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -21,8 +20,7 @@ from titan_lite.checkpoint.resume import (
     compare,
     git_revision,
 )
-from titan_lite.config import KEYS, Checkpoint, ConfigError
-from titan_lite.config.recipe import load_config
+from titan_lite.config import KEYS, Checkpoint, ConfigError, load_config
 
 DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"
 RUN = {
@@ -44,9 +42,9 @@ TABLE = '{"dataset": "%s", "path": "%s", "subset": "", "split": "train", "text_f
 
 
 def described(*overrides, **facts):
-    config, _ = load_config(DEBUG, overrides)
+    config = load_config(DEBUG, overrides)
     return {
-        "recipe": dataclasses.asdict(config),
+        "recipe": config.model_dump(),
         "run": {**RUN, "total_steps": config.total_steps, **facts},
     }
 
@@ -136,7 +134,7 @@ CASES = [
             )
         ],
     ),
-    (["--no-data.shuffle"], {}, [(Kind.DATA, "data.shuffle = false, was true")]),
+    (["--data.no-shuffle"], {}, [(Kind.DATA, "data.shuffle = false, was true")]),
     (["--debug.seed=1"], {}, [(Kind.DATA, "debug.seed = 1, was 0")]),
     (
         ["--optimizer.name=Muon", "--optimizer.max_preconditioner_dim=9"],
@@ -180,7 +178,7 @@ def test_what_a_difference_does(overrides, facts, expected):
 
 
 def test_without_shuffling_the_seed_and_the_buffer_are_of_no_data():
-    plain = ["--no-data.shuffle"]
+    plain = ["--data.no-shuffle"]
     found = differences(*plain, "--debug.seed=1", "--data.shuffle_buffer=5", was=plain)
     assert [kind for kind, _ in found] == [Kind.NOTED, Kind.NOTED]
 
@@ -263,7 +261,7 @@ def test_what_starts_anew_is_not_loaded():
 
 
 def test_lines_begin_with_what_matters_most():
-    now = described("--training.steps=200", "--no-data.shuffle", "--optimizer.name=Muon")
+    now = described("--training.steps=200", "--data.no-shuffle", "--optimizer.name=Muon")
     assert compare(saved(), now).lines() == [
         "the data starts anew: data.shuffle = false, was true",
         'the optimizer starts anew: optimizer.name = "Muon", was "AdamW"',

@@ -34,7 +34,7 @@ LAYOUTS = {  # recipe, world size, options, pipeline stage
     "8B, float8 by rows": (
         "llama3_8b_float8.toml",
         8,
-        ["--float8.recipe=rowwise", "--no-float8.all_gather"],
+        ["--float8.recipe=rowwise", "--float8.no-all_gather"],
     ),
     "8B, float8, TP 2 x FSDP 4": ("llama3_8b_float8.toml", 8, TP),
     "70B, float8": ("llama3_70b_float8.toml", 256, []),

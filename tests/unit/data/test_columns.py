@@ -13,7 +13,7 @@ pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.
 
 
 def documents(path):
-    data = Data("local", path=str(path), max_document_mib=1)
+    data = Data(dataset="local", path=str(path), max_document_mib=1)
     pieces = local_pieces(data)
     return [
         text_of(raw, piece, place, data)

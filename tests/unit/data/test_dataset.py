@@ -436,7 +436,7 @@ def test_a_dataset_of_the_hub_is_read_by_shards(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     data = Data(
-        "owner/name", subset="part", split="all", text_field="body", validation_fraction=0.0
+        dataset="owner/name", subset="part", split="all", text_field="body", validation_fraction=0.0
     )
     check_data(data)
     source = build_source(data, split="train", seed=0)
@@ -456,7 +456,13 @@ def test_a_dataset_of_the_hub_is_read_by_shards(monkeypatch):
     assert read(source, epoch[-1][0], 1)[0][0] == epoch[-1][0]
     assert opened == [last]
     held_out = build_source(
-        Data("owner/name", subset="part", split="all", text_field="body", validation_fraction=0.3),
+        Data(
+            dataset="owner/name",
+            subset="part",
+            split="all",
+            text_field="body",
+            validation_fraction=0.3,
+        ),
         split="validation",
         seed=0,
     )
@@ -504,19 +510,19 @@ def test_the_fingerprint_of_the_standard_library_is_of_all_its_documents():
 
 def test_the_fingerprint_of_several_sources_is_of_all_but_not_of_their_weights(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["x"])
-    one, other = DataSource("local", path=str(tmp_path)), DataSource("stdlib")
+    one, other = DataSource(dataset="local", path=str(tmp_path)), DataSource(dataset="stdlib")
     seen = {
         fingerprint(Data(sources=sources))
         for sources in ((one, other), (other, one), (one,), (other,))
     }
     assert len(seen) == 4
-    assert fingerprint(Data(sources=(one, DataSource("stdlib", weight=9.0)))) == fingerprint(
-        Data(sources=(one, other))
-    )
+    assert fingerprint(
+        Data(sources=(one, DataSource(dataset="stdlib", weight=9.0)))
+    ) == fingerprint(Data(sources=(one, other)))
     assert (
-        fingerprint(Data("c4"))
-        != fingerprint(Data("owner/name"))
-        != fingerprint(Data("owner/name", subset="x"))
+        fingerprint(Data(dataset="c4"))
+        != fingerprint(Data(dataset="owner/name"))
+        != fingerprint(Data(dataset="owner/name", subset="x"))
     )
-    other_field = DataSource("local", path=str(tmp_path), text_field="body")
+    other_field = DataSource(dataset="local", path=str(tmp_path), text_field="body")
     assert fingerprint(Data(sources=(other_field,))) != fingerprint(Data(sources=(one,)))

@@ -25,7 +25,9 @@ TEXTS = [
 
 
 def local(path, **more):
-    return Data("local", path=str(path), **{"validation_fraction": 0.0, "shuffle": False, **more})
+    return Data(
+        dataset="local", path=str(path), **{"validation_fraction": 0.0, "shuffle": False, **more}
+    )
 
 
 def documents(data):

@@ -1,4 +1,3 @@
-import dataclasses
 import errno
 import gc
 import hashlib
@@ -75,7 +74,7 @@ def data(request, corpus):
         return Data(num_workers=0)
     shuffle = request.param == "local shuffled"
     return Data(
-        "local",
+        dataset="local",
         path=str(corpus),
         validation_fraction=0.0,
         shuffle=shuffle,
@@ -154,7 +153,7 @@ def test_the_global_batch_does_not_depend_on_the_layout(data, tokenizer, dp_degr
 def test_resumed_equals_uninterrupted(corpus, tokenizer, num_workers):
     others = set(multiprocessing.active_children())
     data = Data(
-        "local",
+        dataset="local",
         path=str(corpus),
         validation_fraction=0.0,
         shuffle_buffer=5,
@@ -184,12 +183,10 @@ def test_resumed_equals_uninterrupted(corpus, tokenizer, num_workers):
 
 
 def test_state_is_of_the_batch_given_not_of_the_one_prefetched(corpus, tokenizer):
-    data = Data("local", path=str(corpus), validation_fraction=0.0, num_workers=0)
+    data = Data(dataset="local", path=str(corpus), validation_fraction=0.0, num_workers=0)
     for workers in (1, 2):
         [plain] = loaders(data, tokenizer, batch_size=4)
-        [ahead] = loaders(
-            dataclasses.replace(data, num_workers=workers, prefetch=8), tokenizer, batch_size=4
-        )
+        [ahead] = loaders(data.replace(num_workers=workers, prefetch=8), tokenizer, batch_size=4)
         for _ in range(5):
             assert all(map(torch.equal, next(ahead), next(plain)))
             assert ahead.state_dict() == plain.state_dict()
@@ -200,12 +197,12 @@ def test_any_number_of_processes_gives_the_same_batches_and_reads_each_document_
     corpus, tokenizer, batch_size, workers, used, caplog
 ):
     before = len(multiprocessing.active_children())
-    data = Data("local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=0)
+    data = Data(
+        dataset="local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=0
+    )
     [plain] = loaders(data, tokenizer, batch_size=batch_size)
     with caplog.at_level("INFO", logger="titan_lite"):
-        [many] = loaders(
-            dataclasses.replace(data, num_workers=workers), tokenizer, batch_size=batch_size
-        )
+        [many] = loaders(data.replace(num_workers=workers), tokenizer, batch_size=batch_size)
         many.peek()
     for _ in range(20):
         assert all(map(torch.equal, next(many), next(plain)))
@@ -380,7 +377,7 @@ def test_a_mistake_in_the_data_arrives_as_itself(tmp_path, tokenizer, num_worker
     (tmp_path / "b.jsonl").write_text('{"text": "fine"}\n')
     for shuffle in (False, True):
         data = Data(
-            "local",
+            dataset="local",
             path=str(tmp_path),
             validation_fraction=0.0,
             num_workers=num_workers,
@@ -407,7 +404,7 @@ def test_a_bug_arrives_as_its_own_kind(num_workers):
 
 
 def test_a_split_without_documents_is_an_error_and_no_hang(corpus, tokenizer):
-    data = Data("local", path=str(corpus), validation_fraction=0.999999, num_workers=1)
+    data = Data(dataset="local", path=str(corpus), validation_fraction=0.999999, num_workers=1)
     [loader] = loaders(data, tokenizer)
     with pytest.raises(ConfigError, match="no train document"):
         next(loader)
@@ -458,7 +455,9 @@ LAYOUTS = st.sampled_from(
 )
 def test_whatever_batches_become_each_window_is_taken_once_in_order(corpus, legs, rows):
     """legs: parts of a run, each resumed on other ranks; local batches of each step. Also where ranks do not divide the rows."""
-    data = Data("local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=0)
+    data = Data(
+        dataset="local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=0
+    )
     state, steps = None, []
     for (dp_degree, batch_size), accumulations in legs:
         ranks = loaders(
@@ -486,13 +485,13 @@ def test_whatever_batches_become_each_window_is_taken_once_in_order(corpus, legs
 
 def test_processes_follow_batches_that_change_without_piling_up(corpus, tokenizer):
     """On 2 ranks with 2 processes each, and on 3 that share rows: the windows of one process that reads them one by one."""
-    data = Data("local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=0)
+    data = Data(
+        dataset="local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=0
+    )
     [plain] = loaders(data, tokenizer, batch_size=1)
     state = None
     for dp_degree, batch_size, sizes in ((2, 2, (4, 8, 12, 4)), (3, 1, (3, 9, 6, 3))):
-        ranks = loaders(
-            dataclasses.replace(data, num_workers=2), tokenizer, dp_degree, batch_size, state=state
-        )
+        ranks = loaders(data.replace(num_workers=2), tokenizer, dp_degree, batch_size, state=state)
         for size in sizes:
             assert torch.equal(
                 global_batch(ranks, batch_size, size=size), global_batch([plain], 1, size=size)
@@ -505,7 +504,7 @@ def test_processes_follow_batches_that_change_without_piling_up(corpus, tokenize
 
 def test_ranks_that_share_rows_count_short_documents_once(corpus, tokenizer):
     data = Data(
-        "local",
+        dataset="local",
         path=str(corpus),
         validation_fraction=0.0,
         shuffle=False,
@@ -536,7 +535,7 @@ def test_processes_that_cannot_be_started_are_told_in_a_line_with_what_is_full(
 
     monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", no_semaphore)
     [loader] = loaders(
-        Data("local", path=str(corpus), validation_fraction=0.0, num_workers=2),
+        Data(dataset="local", path=str(corpus), validation_fraction=0.0, num_workers=2),
         tokenizer,
         batch_size=4,
     )
@@ -553,7 +552,9 @@ def test_processes_that_cannot_be_started_are_told_in_a_line_with_what_is_full(
 
 def test_a_loader_process_that_was_killed_is_told_in_a_line(corpus, tokenizer):
     others = set(multiprocessing.active_children())
-    data = Data("local", path=str(corpus), validation_fraction=0.0, num_workers=1, prefetch=1)
+    data = Data(
+        dataset="local", path=str(corpus), validation_fraction=0.0, num_workers=1, prefetch=1
+    )
     [loader] = loaders(data, tokenizer, batch_size=1)
     next(loader)
     (process,) = set(multiprocessing.active_children()) - others
@@ -592,11 +593,9 @@ def test_a_signal_to_all_processes_leaves_the_loader_process_to_the_training_pro
     corpus, tokenizer
 ):
     """Which still wants batches; of its own SIGTERM it ends."""
-    data = Data("local", path=str(corpus), validation_fraction=0.0, num_workers=0)
+    data = Data(dataset="local", path=str(corpus), validation_fraction=0.0, num_workers=0)
     [expected] = loaders(data, tokenizer, batch_size=1)
-    [loader] = loaders(
-        dataclasses.replace(data, num_workers=1, prefetch=1), tokenizer, batch_size=1
-    )
+    [loader] = loaders(data.replace(num_workers=1, prefetch=1), tokenizer, batch_size=1)
     others = set(
         multiprocessing.active_children()
     )  # of loaders that no garbage collection has met yet

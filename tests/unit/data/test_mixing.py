@@ -2,7 +2,6 @@
 every token is in one window, in order."""
 
 import copy
-import dataclasses
 import itertools
 import json
 import pickle
@@ -78,8 +77,8 @@ def two(tmp_path_factory):
     write(folder / "a.jsonl", ["a" * (i % 50 + 1) for i in range(500)])
     write(folder / "b.jsonl", ["b" * (i % 900 + 100) for i in range(300)])
     sources = (
-        DataSource("local", path=str(folder / "a.jsonl"), weight=7.0),
-        DataSource("local", path=str(folder / "b.jsonl"), weight=3.0),
+        DataSource(dataset="local", path=str(folder / "a.jsonl"), weight=7.0),
+        DataSource(dataset="local", path=str(folder / "b.jsonl"), weight=3.0),
     )
     return Data(sources=sources, validation_fraction=0.0, num_workers=0)
 
@@ -109,7 +108,7 @@ def test_70_to_30_is_so_in_tokens_on_any_number_of_ranks_and_after_a_resume_on_a
 
 @pytest.mark.parametrize(("dp_degree", "rows", "workers"), [(1, 8, 0), (2, 8, 2), (3, 8, 1)])
 def test_the_loader_tells_the_source_of_each_sequence(two, dp_degree, rows, workers):
-    ranks = loaders(dataclasses.replace(two, num_workers=workers), rows, dp_degree, 3, 31)
+    ranks = loaders(two.replace(num_workers=workers), rows, dp_degree, 3, 31)
     found = []
     for loader in ranks:
         for _ in range(8):
@@ -146,7 +145,9 @@ def test_any_weights(tmp_path, weights):
     sources = []
     for index, weight in enumerate(weights):
         write(tmp_path / f"{index}.jsonl", [chr(ord("a") + index) * 10] * 50)
-        sources.append(DataSource("local", path=str(tmp_path / f"{index}.jsonl"), weight=weight))
+        sources.append(
+            DataSource(dataset="local", path=str(tmp_path / f"{index}.jsonl"), weight=weight)
+        )
     data = Data(sources=tuple(sources), validation_fraction=0.0, num_workers=0)
     ranks = loaders(data, 4, 1, 4, 15, seed=3)
     seen = Counter(
@@ -162,14 +163,14 @@ def test_weights_may_change_when_a_run_goes_on_and_hold_from_there(two):
     ranks = loaders(two, 8, 2, 4, 63)
     for _ in range(100):
         global_batch(ranks, 8, 4)
-    sources = tuple(dataclasses.replace(source, weight=1.0) for source in two.sources)
-    ranks = loaders(dataclasses.replace(two, sources=sources), 8, 2, 4, 63, state_of(ranks))
+    sources = tuple(source.replace(weight=1.0) for source in two.sources)
+    ranks = loaders(two.replace(sources=sources), 8, 2, 4, 63, state_of(ranks))
     is_a = torch.stack([(global_batch(ranks, 8, 4) == ord("a")).any(dim=1) for _ in range(50)])
     assert abs(is_a.float().mean() - 0.5) < 0.01
 
 
 def test_the_standard_library_and_files_mix(two):
-    data = dataclasses.replace(two, sources=(DataSource("stdlib"), two.sources[0]))
+    data = two.replace(sources=(DataSource(dataset="stdlib"), two.sources[0]))
     ranks = loaders(data, 4, 2, 2, 31)
     batches = [global_batch(ranks, 4, 2) for _ in range(10)]
     resumed = loaders(data, 4, 1, 4, 31, state_of(ranks))
@@ -181,7 +182,7 @@ def test_the_standard_library_and_files_mix(two):
 def test_a_state_of_another_number_of_sources_is_not_loaded(two):
     state = state_of(loaders(two, 8, 1, 8, 63))
     with pytest.raises(ValueError, match=r"zip\(\) argument 2 is longer"):
-        loaders(dataclasses.replace(two, sources=two.sources[:1]), 8, 1, 8, 63, state)
+        loaders(two.replace(sources=two.sources[:1]), 8, 1, 8, 63, state)
 
 
 # Skipped documents
@@ -193,7 +194,7 @@ def test_bad_and_short_documents_are_skipped_counted_and_listed(tmp_path, num_wo
     lines[3], lines[17], lines[30] = '{"text": null}', "not json", '{"text": "short"}'
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     data = Data(
-        "local",
+        dataset="local",
         path=str(tmp_path),
         validation_fraction=0.0,
         num_workers=num_workers,
@@ -224,10 +225,14 @@ def test_bad_and_short_documents_are_skipped_counted_and_listed(tmp_path, num_wo
 def test_more_bad_documents_than_the_recipe_allows_are_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + "bad\n" * 5)
     data = Data(
-        "local", path=str(tmp_path), validation_fraction=0.0, num_workers=0, on_bad_document="skip"
+        dataset="local",
+        path=str(tmp_path),
+        validation_fraction=0.0,
+        num_workers=0,
+        on_bad_document="skip",
     )
     for most in (4, 5):
-        [loader] = loaders(dataclasses.replace(data, max_bad_documents=most), 1, 1, 1, 15)
+        [loader] = loaders(data.replace(max_bad_documents=most), 1, 1, 1, 15)
         if most == 5:
             next(loader)  # however many epochs that takes
             continue
@@ -242,8 +247,10 @@ def test_more_bad_documents_than_the_recipe_allows_are_an_error(tmp_path):
 @pytest.mark.parametrize("content", ['{"text": "x"}\n' * 9, "bad\n" * 9])
 def test_a_dataset_that_yields_nothing_is_an_error_and_no_hang(tmp_path, content, num_workers):
     (tmp_path / "a.jsonl").write_text(content)
-    data = Data("local", path=str(tmp_path), validation_fraction=0.0, num_workers=num_workers)
-    data = dataclasses.replace(data, min_document_tokens=3, on_bad_document="skip")
+    data = Data(
+        dataset="local", path=str(tmp_path), validation_fraction=0.0, num_workers=num_workers
+    )
+    data = data.replace(min_document_tokens=3, on_bad_document="skip")
     for rows in (1, 8):
         [loader] = loaders(data, rows, 1, 1, 15)
         with pytest.raises(
@@ -256,7 +263,11 @@ def test_a_dataset_that_yields_nothing_is_an_error_and_no_hang(tmp_path, content
 def test_one_good_document_is_found_among_many(tmp_path):
     write(tmp_path / "a.jsonl", ["x"] * 150 + ["good one"] + ["y"] * 150)
     data = Data(
-        "local", path=str(tmp_path), validation_fraction=0.0, num_workers=0, min_document_tokens=3
+        dataset="local",
+        path=str(tmp_path),
+        validation_fraction=0.0,
+        num_workers=0,
+        min_document_tokens=3,
     )
     [loader] = loaders(data, 2, 1, 2, 15)
     assert set(next(loader)[0].unique().tolist()) == {BOS, EOS, *map(ord, "good one")}
@@ -330,7 +341,9 @@ def test_every_token_is_in_one_window_in_order(
                 for number, text in enumerate([*some, "never empty"])
             ],
         )
-        sources.append(DataSource("local", path=str(folder / f"{index}.jsonl"), weight=weight))
+        sources.append(
+            DataSource(dataset="local", path=str(folder / f"{index}.jsonl"), weight=weight)
+        )
     data = Data(
         sources=tuple(sources),
         validation_fraction=0.0,
@@ -392,7 +405,11 @@ def test_every_epoch_has_every_document_once_wherever_it_is_begun(
     write(folder / "a.jsonl", texts[::2])
     write(folder / "b.jsonl", texts[1::2])
     data = Data(
-        "local", path=str(folder), validation_fraction=0.0, shuffle=shuffle, shuffle_buffer=buffer
+        dataset="local",
+        path=str(folder),
+        validation_fraction=0.0,
+        shuffle=shuffle,
+        shuffle_buffer=buffer,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("titan_lite.data.files.PIECE", piece)
@@ -461,18 +478,18 @@ def test_an_error_names_the_key_that_was_written(wrong, keys, tmp_path):
     parquet.write_table(pyarrow.table({"text": ["a"], "n": [[1]]}), tmp_path / "a.parquet")
     wrong = {name: value.replace("FOLDER", str(tmp_path)) for name, value in wrong.items()}
     assert keys_said(Data(**wrong), tmp_path) == {f"data.{key}" for key in keys}
-    fine = DataSource("local", path=str(tmp_path / "a.jsonl"))
+    fine = DataSource(dataset="local", path=str(tmp_path / "a.jsonl"))
     for number, sources in ((1, (DataSource(**wrong), fine)), (2, (fine, DataSource(**wrong)))):
         data = Data(sources=sources, validation_fraction=0.0)
         assert keys_said(data, tmp_path) == {f"data.sources[{number}].{key}" for key in keys}
 
 
 def test_a_source_of_a_mixture_knows_its_place_and_stays_itself():
-    data = Data(sources=(DataSource(), DataSource("local", path="a")), max_document_mib=7)
+    data = Data(sources=(DataSource(), DataSource(dataset="local", path="a")), max_document_mib=7)
     _, (_, second) = data.mixture()
     assert second.key("path") == "data.sources[2].path"
     assert second.key("max_document_mib") == "data.max_document_mib"
-    assert dataclasses.replace(second, shuffle=False).key("path") == "data.sources[2].path"
+    assert second.replace(shuffle=False).key("path") == "data.sources[2].path"
     assert pickle.loads(pickle.dumps(second)).key("path") == "data.sources[2].path"
     assert (second.dataset, second.path, second.max_document_mib, second.sources) == (
         "local",

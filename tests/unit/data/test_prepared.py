@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from titan_lite import manifest
 from titan_lite.check import check
 from titan_lite.checkpoint.state import merge_loaders
-from titan_lite.config import ConfigError, Data
-from titan_lite.config.recipe import load_config
+from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.data import prepare as command
 from titan_lite.data.dataset import build_source, fingerprint
 from titan_lite.data.loader import build_loader
@@ -333,8 +332,8 @@ def test_a_corpus_with_nothing_to_train_on_is_an_error(tmp_path):
         ConfigError,
         match=r"has no validation document; prepare it again with another .*\(it was 0.1\)",
     ):
-        checked(load_config(RECIPE, more)[0])
-    checked(load_config(RECIPE, [*more, "--no-validation.enable"])[0])
+        checked(load_config(RECIPE, more))
+    checked(load_config(RECIPE, [*more, "--validation.no-enable"]))
 
 
 def test_bad_documents_are_an_error_or_skipped_and_listed(tmp_path):
@@ -348,7 +347,7 @@ def test_bad_documents_are_an_error_or_skipped_and_listed(tmp_path):
         ConfigError, match=r"data.max_bad_documents = 2: there are 3, the last one .*a.jsonl, line"
     ):
         prepare(
-            dataclasses.replace(skip, max_bad_documents=2),
+            skip.replace(max_bad_documents=2),
             TOKENIZER,
             tmp_path / "q",
             workers=0,
@@ -407,7 +406,7 @@ def test_a_mixture_becomes_a_folder_for_each_source_and_a_part_of_a_recipe(
     assert sorted(path.name for path in (tmp_path / "mix").iterdir()) == names
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f'extends = "{RECIPE}"\n' + out[out.index("\n[[data.sources]]") :])
-    data = load_config(recipe)[0].data
+    data = load_config(recipe).data
     assert [source.path for source in data.sources] == [
         *(f"{tmp_path}/mix/{name}" for name in names),
         str(folder),
@@ -417,7 +416,7 @@ def test_a_mixture_becomes_a_folder_for_each_source_and_a_part_of_a_recipe(
         (0.25, "prepared"),
         (0.25, "prepared"),
     ]
-    fraction = load_config(RECIPE)[0].data.validation_fraction
+    fraction = load_config(RECIPE).data.validation_fraction
     prepare(
         local(tmp_path / "books", validation_fraction=fraction),
         TOKENIZER,
@@ -551,14 +550,14 @@ def checked(config):
 
 def test_check_finds_it_before_anything_starts(folder, tmp_path):
     more = ["--data.dataset=prepared", f"--data.path={folder}", f"--job.dump_folder={tmp_path}"]
-    checked(load_config(RECIPE, more)[0])
+    checked(load_config(RECIPE, more))
     (tmp_path / "other.model").write_text(
         "".join(f"{b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
     )
     with pytest.raises(ConfigError, match="was made by another tokenizer"):
-        checked(load_config(RECIPE, [*more, f"--model.tokenizer_path={tmp_path}/other.model"])[0])
+        checked(load_config(RECIPE, [*more, f"--model.tokenizer_path={tmp_path}/other.model"]))
     with pytest.raises(ConfigError, match=r"manifest.json is missing"):
-        checked(load_config(RECIPE, [*more, f"--data.path={tmp_path}"])[0])
+        checked(load_config(RECIPE, [*more, f"--data.path={tmp_path}"]))
 
 
 def test_it_is_told_by_its_bytes_wherever_it_lies(folder, tmp_path):

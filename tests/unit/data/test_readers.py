@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_lite.config import ConfigError, Data
-from titan_lite.config.recipe import load_config
+from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.dataset import build_source, check_data, fingerprint
 from titan_lite.data.files import local_files, local_pieces, read_piece, text_of
@@ -29,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 
 def local(path, **more):
     return Data(
-        "local",
+        dataset="local",
         path=str(path),
         **{"validation_fraction": 0.0, "shuffle": False, "max_document_mib": 1, **more},
     )
@@ -216,7 +215,7 @@ def test_a_folder_a_file_and_a_pattern_at_a_url_are_read_as_on_disk(tmp_path):
 
 def test_a_url_in_a_recipe_stays_one():
     options = ["--data.dataset=local", "--data.path=s3://bucket/corpus/*.jsonl.gz"]
-    config, _ = load_config(ROOT / "train_configs/debug_model.toml", options)
+    config = load_config(ROOT / "train_configs/debug_model.toml", options)
     assert config.data.path == "s3://bucket/corpus/*.jsonl.gz"
 
 

@@ -1,6 +1,5 @@
 """Shampoo: its equations in float64, what AdamW keeps, blocks, a skipped step, and state that goes on where it was."""
 
-import dataclasses
 from unittest import mock
 
 import numpy as np
@@ -24,9 +23,9 @@ from titan_lite.optimizer.state import (
     turns_of,
 )
 
-SHAMPOO = Optimizer("Shampoo", lr=0.02, beta2=0.9, weight_decay=0.5)
-SHAMPOO = dataclasses.replace(
-    SHAMPOO, max_preconditioner_dim=16, precondition_frequency=2, start_preconditioning_step=2
+SHAMPOO = Optimizer(name="Shampoo", lr=0.02, beta2=0.9, weight_decay=0.5)
+SHAMPOO = SHAMPOO.replace(
+    max_preconditioner_dim=16, precondition_frequency=2, start_preconditioning_step=2
 )
 
 
@@ -89,7 +88,7 @@ def equations(weight, gradients, config, turns):
 @pytest.mark.parametrize(("shape", "eps"), [((40, 24), 1e-6), ((7, 5), 1e-5), ((16, 33), 1e-3)])
 def test_steps_are_those_of_the_equations(shape, eps):
     """A block of one column has too few gradients for a factor of full rank: rounding there is small beside a larger eps."""
-    config = dataclasses.replace(SHAMPOO, preconditioner_eps=eps)
+    config = SHAMPOO.replace(preconditioner_eps=eps)
     generator = torch.Generator().manual_seed(1)
     start, *gradients = (torch.randn(shape, generator=generator) for _ in range(8))
     weight = torch.nn.Parameter(start.clone())
@@ -129,8 +128,8 @@ def test_a_root_is_that_of_the_damped_matrix(seen):
 
 
 def test_embedding_output_and_norms_have_the_steps_of_adamw_and_so_have_matrices_before_the_start():
-    parameters, optimizer = build(dataclasses.replace(SHAMPOO, start_preconditioning_step=4))
-    expected, adamw = build(dataclasses.replace(SHAMPOO, name="AdamW"))
+    parameters, optimizer = build(SHAMPOO.replace(start_preconditioning_step=4))
+    expected, adamw = build(SHAMPOO.replace(name="AdamW"))
     take_steps(parameters, optimizer, [1, 2, 3])
     take_steps(expected, adamw, [1, 2, 3])
     for fqn, parameter in parameters.items():
@@ -199,7 +198,7 @@ def computed_roots(parameters, optimizer, step):
 
 
 def test_every_root_has_one_turn_in_a_period_after_the_step_that_computes_them_all():
-    parameters, optimizer = build(dataclasses.replace(SHAMPOO, precondition_frequency=5))
+    parameters, optimizer = build(SHAMPOO.replace(precondition_frequency=5))
     each = [computed_roots(parameters, optimizer, step) for step in range(1, 13)]
     every = sorted(side for shape in optimizer.shapes for side in sides_of(shape, 16))
     assert (each[0], each[1]) == ([], every)
@@ -213,7 +212,7 @@ def test_every_root_has_one_turn_in_a_period_after_the_step_that_computes_them_a
 )
 def test_owners_have_alike_roots_in_every_step(flavor, ranks, most):
     """The busiest owner in its busiest step, beside the mean of all."""
-    config, model = Optimizer("Shampoo"), FLAVORS[flavor]
+    config, model = Optimizer(name="Shampoo"), FLAVORS[flavor]
     heads = model.dim // model.n_heads * model.n_kv_heads
     of_block = {
         name: (rows, model.dim)

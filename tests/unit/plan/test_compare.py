@@ -5,7 +5,7 @@ import json
 import pytest
 from test_plan import RECIPES
 
-from titan_lite.config.recipe import load_config, to_toml
+from titan_lite.config import load_config, to_toml
 from titan_lite.plan.command import main
 from titan_lite.plan.compare import ranks_of, read_windows
 
@@ -16,7 +16,7 @@ SHORT = ["--training.seq_len=64", "--training.global_batch_size=8", "--training.
 @pytest.fixture
 def run(tmp_path):
     """The folder of a run on two ranks: steps of 0.5 s with 8 x 64 tokens, the first one slower."""
-    config, _ = load_config(DEBUG, SHORT)
+    config = load_config(DEBUG, SHORT)
     (tmp_path / "config.toml").write_text(to_toml(config))
     lines = [
         {
@@ -53,13 +53,13 @@ def test_a_run_is_printed_beside_its_plan(run, capsys):
 
 
 def test_the_number_of_ranks_is_that_of_the_tokens(run):
-    config, _ = load_config(DEBUG, SHORT)
+    config = load_config(DEBUG, SHORT)
     assert ranks_of(read_windows(run, config)) == 2
 
 
 def test_windows_with_smaller_batches_do_not_count(run, capsys):
     ramp = ["--training.global_batch_ramp=4 until 3"]
-    config, _ = load_config(DEBUG, [*SHORT, *ramp])
+    config = load_config(DEBUG, [*SHORT, *ramp])
     (run / "config.toml").write_text(to_toml(config))
     assert main([str(DEBUG), *SHORT, *ramp, "--compare", str(run)]) == 2
     assert (

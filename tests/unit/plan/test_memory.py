@@ -83,9 +83,7 @@ def test_a_step_by_hand():
 
 def test_muon_keeps_one_moment_of_a_matrix_and_needs_whole_matrices_for_its_update():
     mine = layout()
-    mine = dataclasses.replace(
-        mine, config=dataclasses.replace(mine.config, optimizer=Optimizer("Muon"))
-    )
+    mine = dataclasses.replace(mine, config=mine.config.replace(optimizer=Optimizer(name="Muon")))
     small = stage(
         [dataclasses.replace(WEIGHT, held=MIB // 2, matrix=True), WEIGHT],
         forward=[1, ~1],
@@ -102,8 +100,8 @@ def test_muon_keeps_one_moment_of_a_matrix_and_needs_whole_matrices_for_its_upda
 
 def test_shampoos_state_is_that_of_the_owner_with_most():
     mine = layout(n_layers=1)
-    optimizer = Optimizer("Shampoo", max_preconditioner_dim=256)
-    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, optimizer=optimizer))
+    optimizer = Optimizer(name="Shampoo", max_preconditioner_dim=256)
+    mine = dataclasses.replace(mine, config=mine.config.replace(optimizer=optimizer))
     small = stage([dataclasses.replace(WEIGHT, matrix=True), WEIGHT])
     blocks = {(256, 256): 2 + 9, (128, 256): 2}
     numbers = 2 * sum(
@@ -124,9 +122,7 @@ def test_errors_between_copies_are_made_in_the_last_backward_of_eager_mode_and_a
     compiled,
 ):
     mine = layout(accumulation=2)
-    mine = dataclasses.replace(
-        mine, config=dataclasses.replace(mine.config, compile=Compile(enable=compiled))
-    )
+    mine = dataclasses.replace(mine, config=mine.config.replace(compile=Compile(enable=compiled)))
     small = stage(
         [dataclasses.replace(WEIGHT, factors=(256, 512))], forward=[1], backward=[2, 0, ~0, ~1, ~2]
     )

@@ -9,7 +9,7 @@ import pytest
 
 from titan_lite.compiler.hardware import GIB
 from titan_lite.compiler.profiles import load_machine
-from titan_lite.config.recipe import find_recipe, load_config
+from titan_lite.config import find_recipe, load_config
 from titan_lite.plan.command import lay_out, main, world_size_of
 from titan_lite.plan.search import guess
 from titan_lite.plan.summary import in_units
@@ -72,7 +72,7 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         (["--world-size", "many"], ["--world-size", "many"]),
         (
             ["--float8.enable", "--hardware", "a100"],
-            ["float8.enable = true: A100 has no peak of float8", "use --no-float8.enable"],
+            ["float8.enable = true: A100 has no peak of float8", "use --float8.no-enable"],
         ),
         (["--scale", "--json"], ["--json", "not allowed with", "--scale"]),
         (["--scale", "--search"], ["--search", "not allowed with", "--scale"]),
@@ -81,7 +81,7 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
             ["--sweep", "not allowed with", "--scale"],
         ),
         (
-            ["--scale", "--no-checkpoint.enable"],
+            ["--scale", "--checkpoint.no-enable"],
             ["checkpoint.enable = false", "use --checkpoint.enable"],
         ),
         (
@@ -152,7 +152,7 @@ def test_no_tokenizer_and_no_data_are_looked_at(capsys):
 @pytest.mark.slow
 def test_async_tensor_parallelism_waits_less_and_is_off_without_tensor_parallelism(capsys):
     def waits(*options):
-        assert main([EIGHT, f"--{key}=2", "--no-compile.defer_products", *options, "--json"]) == 0
+        assert main([EIGHT, f"--{key}=2", "--compile.no-defer_products", *options, "--json"]) == 0
         return json.loads(capsys.readouterr().out)["parts_seconds"]["exposed.tp"]
 
     key, asynchronous = (
@@ -233,7 +233,7 @@ def test_a_trace_shows_the_step_and_a_lane_for_the_axis(eight):
 
 def by_formula(recipe):
     """Bytes that it needs at least; a plan needs less than twice as many (the slow test below)."""
-    config, _ = load_config(RECIPES / f"{recipe}.toml")
+    config = load_config(RECIPES / f"{recipe}.toml")
     return guess(lay_out(config, world_size_of(RECIPES / f"{recipe}.toml")), H100)[1]
 
 

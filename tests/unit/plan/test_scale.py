@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from test_plan import H100, RECIPES
 
-from titan_lite.config.recipe import load_config
+from titan_lite.config import load_config
 from titan_lite.plan import scale
 from titan_lite.plan.command import lay_out
 from titan_lite.plan.scale import (
@@ -22,8 +22,8 @@ from titan_lite.plan.scale import (
 
 def planned(*settings, ranks=512, recipe="llama3_405b"):
     """A plan of a step that was not traced: 20 s, of which 0.02 s are the optimizer's, with 14 GB sent by FSDP."""
-    config, _ = load_config(
-        RECIPES / f"{recipe}.toml", ["--no-parallelism.enable_async_tensor_parallel", *settings]
+    config = load_config(
+        RECIPES / f"{recipe}.toml", ["--parallelism.no-enable_async_tensor_parallel", *settings]
     )
     step = SimpleNamespace(seconds=20.0, parts={"optimizer": 0.02}, sent={"dp_shard": 14e9})
     return SimpleNamespace(layout=lay_out(config, ranks), machine=H100, steps=(step, step, step))

@@ -12,8 +12,7 @@ from commands import Job, python
 from test_changes import H100, planned
 
 from titan_lite.compiler.hardware import GIB
-from titan_lite.config import Config, ConfigError, Model, Training
-from titan_lite.config.recipe import load_config
+from titan_lite.config import Config, ConfigError, Model, Training, load_config
 from titan_lite.plan.command import lay_out, main
 from titan_lite.plan.search import differing, guess, label, outcome, space, why_lost
 
@@ -23,7 +22,7 @@ SEVENTY = str(RECIPES / "llama3_70b.toml")
 
 def changed(recipe, world_size, **changes):
     overrides = [f"--{key.replace('__', '.')}={value}" for key, value in changes.items()]
-    return lay_out(load_config(RECIPES / f"{recipe}.toml", overrides)[0], world_size)
+    return lay_out(load_config(RECIPES / f"{recipe}.toml", overrides), world_size)
 
 
 def test_the_space_keeps_the_tokens_of_a_step_and_the_ranks():

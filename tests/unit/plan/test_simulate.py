@@ -216,7 +216,7 @@ def test_a_collective_of_no_machine_is_slower_on_a_slow_one():
 
 def with_muon(**degrees):
     mine = layout(n_layers=2)
-    config = dataclasses.replace(mine.config, optimizer=Optimizer("Muon", ns_dtype="float32"))
+    config = mine.config.replace(optimizer=Optimizer(name="Muon", ns_dtype="float32"))
     return dataclasses.replace(mine, config=config, degrees=mine.degrees | degrees)
 
 
@@ -248,8 +248,8 @@ def test_one_rank_computes_all_matrices_and_two_compute_half_of_them_each():
 
 def test_shampoos_owners_compute_products_of_blocks_and_a_part_of_the_roots_in_each_step():
     mine = layout(n_layers=1)
-    optimizer = Optimizer("Shampoo", max_preconditioner_dim=256, precondition_frequency=5)
-    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, optimizer=optimizer))
+    optimizer = Optimizer(name="Shampoo", max_preconditioner_dim=256, precondition_frequency=5)
+    mine = dataclasses.replace(mine, config=mine.config.replace(optimizer=optimizer))
     blocks = {(256, 256): 2 + 9, (128, 256): 2}  # three of 256 x 256 in each matrix of 768 x 256
     products = sum(
         count * 4 * rows * columns * (rows + columns) for (rows, columns), count in blocks.items()

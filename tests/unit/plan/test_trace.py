@@ -17,8 +17,8 @@ from titan_lite.config import (
     Float8,
     Parallelism,
     Training,
+    load_config,
 )
-from titan_lite.config.recipe import load_config
 from titan_lite.distributed.axes import axis_along
 from titan_lite.distributed.gather import GatherPlan
 from titan_lite.layout import make_layout
@@ -64,10 +64,10 @@ def layout(accumulation=1, mode="none", chunk=-1, **parallelism):
         activation_checkpoint=ActivationCheckpoint(mode=mode),
         compile=Compile(enable=True),
     )
-    training = dataclasses.replace(
-        config.training, global_batch_size=accumulation * make_layout(config, RANKS, MODEL).rows
+    training = config.training.replace(
+        global_batch_size=accumulation * make_layout(config, RANKS, MODEL).rows
     )
-    config = dataclasses.replace(config, training=training)
+    config = config.replace(training=training)
     return PlannedLayout(**vars(make_layout(config, RANKS, MODEL)), config=config)
 
 
@@ -354,7 +354,7 @@ def test_which_depths_lie_on_a_line(sections, depths):
 
 def test_every_key_that_changes_a_graph_has_traces_of_its_own():
     def traced(*options):
-        config, _ = load_config(DEBUG, options)
+        config = load_config(DEBUG, options)
         return traced_by(PlannedLayout(**vars(make_layout(config, 2)), config=config))
 
     alike = [

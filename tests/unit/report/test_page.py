@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_lite.config.recipe import load_config, to_toml
+from titan_lite.config import load_config, to_toml
 from titan_lite.metrics.records import RecordError, read_run
 from titan_lite.report import page as report
 from titan_lite.report.page import drawn, exposed_share, main, name_runs, page, thin
@@ -53,7 +53,7 @@ def run(tmp_path):
         if spans is not None:
             (folder / "timeline.json").write_text(json.dumps({"traceEvents": spans}))
         if overrides is not None:
-            config, _ = load_config(ROOT / "train_configs/debug_model.toml", overrides)
+            config = load_config(ROOT / "train_configs/debug_model.toml", overrides)
             (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         return folder
 

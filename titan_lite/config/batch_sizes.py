@@ -1,83 +1,14 @@
-"""Config: one frozen dataclass per TOML section of a recipe, each key with its row (row.py).
+"""Sequences of a step: the batch sizes of [training], and the microbatches that they take.
 
-    config.training.steps            # a Config is read by recipe.py from a TOML file and the command line
-    KEYS["training.steps"].metadata["unit"]
-
-Standard library only, so that a recipe is checked in a tenth of a second, before torch is imported or a process is started.
+gradient_accumulation_steps(config.training, dp_degree=4)        # [(2, inf)]: two microbatches a rank in every step
 """
 
-# ruff: noqa: RUF009 - sections are frozen
-
-import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from titan_lite.config.learning import (
-    Data,
-    Debug,
-    Job,
-    LRScheduler,
-    Model,
-    Optimizer,
-    Training,
-    Validation,
-)
-from titan_lite.config.row import ConfigError
-from titan_lite.config.system import (
-    ActivationCheckpoint,
-    Checkpoint,
-    Comm,
-    Compile,
-    Float8,
-    Metrics,
-    Parallelism,
-    Profiling,
-)
-
-
-@dataclass(frozen=True)
-class Config:
-    job: Job = Job()
-    model: Model = Model()
-    training: Training = Training()
-    optimizer: Optimizer = Optimizer()
-    lr_scheduler: LRScheduler = LRScheduler()
-    parallelism: Parallelism = Parallelism()
-    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
-    float8: Float8 = Float8()
-    compile: Compile = Compile()
-    checkpoint: Checkpoint = Checkpoint()
-    data: Data = Data()
-    validation: Validation = Validation()
-    metrics: Metrics = Metrics()
-    profiling: Profiling = Profiling()
-    comm: Comm = Comm()
-    debug: Debug = Debug()
-
-    @property
-    def total_steps(self) -> int:
-        """Length of the learning-rate schedule, in steps."""
-        return (
-            self.training.steps
-            if self.lr_scheduler.total_steps == -1
-            else self.lr_scheduler.total_steps
-        )
-
-
-SECTIONS: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(Config)}
-KEYS: dict[str, dataclasses.Field] = {
-    f"{name}.{f.name}": f for name, cls in SECTIONS.items() for f in dataclasses.fields(cls)
-}
-
-
-def flatten(config: Config) -> dict[str, Any]:
-    """Return {"training.steps": 1000, ...} for all keys."""
-    return {
-        key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in KEYS
-    }
+from titan_lite.config.errors import ConfigError
+from titan_lite.config.sections import Training
 
 
 def batch_ramp(entries: Sequence[str]) -> list[tuple[int, int]]:

@@ -1,0 +1,195 @@
+"""What a person reads: help, the values that keys accept, a printed recipe, and the command that does it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_lite import start
+from titan_lite.__main__ import PROGRAMS
+from titan_lite.config import KEYS, SECTIONS, flatten, load_config, to_toml
+from titan_lite.config.help import accepted
+from titan_lite.recipe import HELP, help_text, main
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
+DEBUG = str(ROOT / "train_configs/debug_model.toml")
+
+
+def python(*arguments, cwd=ROOT, **environment):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_is_described(key):
+    text = help_text()
+    assert re.search(rf"--{re.escape(key)}(, --[\w.]+no-\w+)? \(default ", text)
+    description = " ".join(KEYS[key].description.split())
+    assert description.endswith(".")
+    assert description in " ".join(text.split())  # wrapped
+    assert max(map(len, text.splitlines())) <= 130
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("training.steps", "an integer at least 1"),
+        ("training.global_batch_size", "an integer at least 1 and at most 1048576, or -1"),
+        ("optimizer.beta1", "a number at least 0 and below 1"),
+        ("compile.enable", "true or false"),
+        ("compile.components", 'a list of "model", "loss", "optimizer"'),
+        ("float8.filter_fqns", "a list of strings"),
+        ("optimizer.ns_dtype", 'one of "bfloat16", "float32"'),
+        ("data.dataset", 'one of "stdlib", "local", "c4", "prepared", or owner/name'),
+        (
+            "data.sources",
+            "a list of tables of dataset, path, subset, split, text_field, weight",
+        ),
+        ("job.dump_folder", "a string"),
+    ],
+)
+def test_accepted_values_in_words(key, words):
+    assert accepted(KEYS[key]) == words
+
+
+def test_without_arguments_the_usage_is_short(capsys):
+    assert main([]) == 2
+    text = capsys.readouterr().out
+    assert text.startswith("usage: ")
+    assert len(text.splitlines()) < 60
+    assert all(section in text for section in SECTIONS)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["recipe.toml", "-h"], ["-h", "--x"]])
+def test_help(arguments, capsys):
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: ")
+    assert "--training.steps (default 1000; an integer at least 1)\n" in text
+    assert "--compile.enable, --compile.no-enable (default false)\n" in text
+
+
+@pytest.mark.parametrize(
+    "arguments", [["recipe.toml", "--help", "optimizer"], ["-h", "[optimizer]"]]
+)
+def test_help_on_one_section(arguments, capsys):
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("[optimizer]  The optimizer and its constants.\n")
+    assert set(re.findall(r"--(\w+)\.", text)) == {"optimizer"}
+
+
+def test_help_on_a_section_that_there_is_not(capsys):
+    assert main(["recipe.toml", "--help", "optimiser"]) == 2
+    told = "error: command line: --help optimiser: no such section; did you mean optimizer?\n"
+    assert capsys.readouterr() == ("", told)
+
+
+def test_the_command_has_every_program_and_help_names_them():
+    is_run = '__name__ == "__main__"'
+    programs = [path for path in (ROOT / "titan_lite").rglob("*.py") if is_run in path.read_text()]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts[1:]) for path in programs}
+    folders = {path.parent.name for path in (ROOT / "titan_lite").glob("*/__main__.py")}
+    modules = {module for module, _ in PROGRAMS.values()}
+    assert modules == (names | folders) - {"__main__", "launch", "train"}  # start has both
+    assert [name for name in PROGRAMS if not re.search(rf"\b{name} ", HELP)] == []
+    assert [name for name in start.VARIABLES if name not in HELP] == ["OMP_NUM_THREADS"]
+
+
+@pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
+def test_print_config_is_a_recipe_that_loads_to_the_same_values(recipe, tmp_path, capsys):
+    assert main([str(recipe), "--print-config", "--training.steps=12345"]) == 0
+    printed = tmp_path / "printed.toml"
+    printed.write_text(capsys.readouterr().out)
+    assert "steps = 12345  # command line" in printed.read_text()
+    assert f"flavor = {flavor_of(recipe)}  # " in printed.read_text()
+    found, expected = load_config(printed), load_config(recipe, ["--training.steps=12345"])
+    assert flatten(found) == flatten(expected)
+
+
+def flavor_of(recipe):
+    return f'"{load_config(recipe).model.flavor}"'
+
+
+def test_any_text_and_an_origin_with_a_line_break_are_printed_on_their_line(tmp_path):
+    text = 'a\nb\t"c" \\ é \x7f'
+    config = load_config(
+        DEBUG, [f"--job.description={text}", '--data.sources=[{subset = "x\\ny", dataset = "o/n"}]']
+    )
+    config.set_origins({"job.description": "x\ny = 1"})
+    printed = tmp_path / "printed.toml"
+    printed.write_text(to_toml(config, origins=True))
+    assert flatten(load_config(printed)) == flatten(config)
+
+
+# python -m titan_lite.recipe
+
+
+def test_exit_code_0_and_silence_for_a_good_recipe_without_torch(tmp_path):
+    code = "import sys, titan_lite.recipe as r; print(r.main(sys.argv[1:]), 'torch' in sys.modules)"
+    result = python("-c", code, DEBUG, "--training.steps", "5", cwd=tmp_path)
+    assert (result.stdout, result.stderr) == ("0 False\n", "")
+
+
+def test_exit_code_2_and_a_line_for_each_mistake(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[training]\nsteps = 0\n[optimizer]\nlr = 0")
+    result = python("-m", "titan_lite.recipe", recipe, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    first, *rest = result.stderr.splitlines()
+    assert first == "error: several things are wrong:"
+    assert [line.partition("] ")[2].partition(":")[0] for line in rest] == ["steps = 0", "lr = 0"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "words"),
+    [
+        ("4", ["--parallelism.pipeline_parallel_degree=3"], "does not divide 4 ranks"),
+        ("4", ["--model.flavor=7B"], 'model.flavor = "7B"'),
+        ("4", ["--training.global_batch_size=6"], "is not a multiple"),
+        ("4", ["--model.tokenizer_path=/nowhere/tokenizer.model"], "/nowhere/tokenizer.model"),
+        ("4", ["--data.dataset=local", "--data.path=/nowhere/*.jsonl"], 'data.path = "/nowhere/*'),
+        ("0", [], "--world-size 0: use"),
+        ("two", [], "--world-size two: use"),
+    ],
+)
+def test_what_files_and_the_number_of_ranks_decide_is_told_without_torch(ranks, options, words):
+    code = "import sys; from titan_lite.recipe import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    result = python("-c", code, "--world-size", ranks, DEBUG, *options)
+    assert result.stdout == "2 False\n"
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_layout_that_fits_and_ranks_that_print_are_told_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("LOG_RANK", "3")
+    assert main(["--world-size", "4", DEBUG]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert main(["--world-size", "2", DEBUG]) == 2
+    assert capsys.readouterr().err.startswith("error: LOG_RANK=3: use ranks below 2")
+
+
+@pytest.mark.parametrize(
+    ("environment", "code"),
+    [({"PYTHONIOENCODING": "ascii"}, 2), ({"PYTHONIOENCODING": "utf-8"}, 0), ({"LC_ALL": "C"}, 0)],
+)
+def test_a_console_that_cannot_show_a_recipe_is_told(environment, code):
+    arguments = ["--job.description", "é", "--print-config"]
+    result = python("-m", "titan_lite.recipe", DEBUG, *arguments, **environment)
+    assert result.returncode == code
+    told = "error: standard output is ascii, which has no '\\xe9'; use PYTHONIOENCODING=utf-8\n"
+    assert result.stderr == (told if code else "")
+
+
+def test_a_pager_that_is_left_is_no_failure():
+    command = [sys.executable, "-m", "titan_lite.recipe", "--help"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0

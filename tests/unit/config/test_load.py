@@ -1,0 +1,973 @@
+"""Recipes: where a value is from, `extends`, the command line, and a table of mistakes with the message that each one gets."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from titan_lite.config import (
+    KEYS,
+    SECTIONS,
+    ConfigError,
+    DataSource,
+    Training,
+    batch_ramp,
+    flatten,
+    gradient_accumulation_steps,
+    load_config,
+    to_toml,
+)
+from titan_lite.config.errors import in_toml, shown
+from titan_lite.config.load import option
+from titan_lite.config.sections import kind_of
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
+TOKENIZER = '[model]\ntokenizer_path = "t.model"\n'  # the one key without a usable default
+
+
+def write(folder, text, name="recipe.toml"):
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def lines_of(*arguments):
+    """The messages of a recipe that is wrong."""
+    with pytest.raises(ConfigError) as error:
+        load_config(*arguments)
+    return list(error.value.args)
+
+
+# Where a value is from
+
+
+def test_command_line_beats_recipe_beats_base_beats_default(tmp_path):
+    text = TOKENIZER + "[training]\nsteps = 2\nseq_len = 2\nlocal_batch_size = 2\n"
+    base = write(tmp_path, text, "base.toml")
+    recipe = write(tmp_path, 'extends = "base.toml"\n[training]\nsteps = 3\nseq_len = 3\n')
+    config = load_config(recipe, ["--training.steps", "4"])
+    training = config.training
+    assert (training.steps, training.seq_len, training.local_batch_size) == (4, 3, 2)
+    assert training.gc_freq == KEYS["training.gc_freq"].default
+    assert config.origin("training.steps") == "command line"
+    assert config.origin("training.seq_len") == str(recipe)
+    assert config.origin("training.local_batch_size") == str(base)
+    assert config.origin("training.gc_freq") == "default"
+    set_keys = {key for key in KEYS if config.was_set(key)}
+    assert set_keys == {
+        "model.tokenizer_path",
+        "training.steps",
+        "training.seq_len",
+        "training.local_batch_size",
+    }
+
+
+def test_the_last_of_two_options_wins(tmp_path):
+    recipe = write(tmp_path, TOKENIZER)
+    config = load_config(recipe, ["--training.steps=5", "--training.steps", "6"])
+    assert config.training.steps == 6
+
+
+def test_extends_goes_through_a_chain_each_path_relative_to_its_file(tmp_path):
+    (tmp_path / "a/b").mkdir(parents=True)
+    write(tmp_path, TOKENIZER + "[optimizer]\nlr = 1\nbeta1 = 0.1\n", "a/bottom.toml")
+    middle = 'extends = "../bottom.toml"\n[optimizer]\nbeta1 = 0.2\nbeta2 = 0.2\n'
+    write(tmp_path, middle, "a/b/middle.toml")
+    top = write(tmp_path, 'extends = "a/b/middle.toml"\n[optimizer]\nbeta2 = 0.3\n')
+    config = load_config(top)
+    assert (config.optimizer.lr, config.optimizer.beta1, config.optimizer.beta2) == (1.0, 0.2, 0.3)
+    assert config.model.tokenizer_path == str(tmp_path / "a/t.model")
+    assert os.path.samefile(config.origin("optimizer.lr"), tmp_path / "a/bottom.toml")
+
+
+def test_the_dump_folder_is_named_after_the_recipe_unless_it_is_given(tmp_path):
+    recipe = write(tmp_path, TOKENIZER, "mine.toml")
+    assert load_config(recipe).job.dump_folder == "outputs/mine"
+    assert load_config(recipe, ["--job.dump_folder=x"]).job.dump_folder == "x"
+
+
+def test_a_machine_is_a_name_or_the_path_of_a_file(tmp_path):
+    recipe = write(tmp_path, TOKENIZER + '[compile]\nmachine = "mine.toml"\n')
+    assert load_config(recipe).compile.machine == str(tmp_path / "mine.toml")
+    assert load_config(recipe, ["--compile.machine", "H100"]).compile.machine == "H100"
+
+
+def test_the_saved_recipe_is_the_same_one_in_another_folder(tmp_path, monkeypatch):
+    for name in ("here", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    write(tmp_path, TOKENIZER, "here/base.toml")
+    text = 'extends = "base.toml"\n[data]\ndataset = "local"\npath = "../text/*.jsonl"\n'
+    write(tmp_path, text, "here/recipe.toml")
+    options = ["--model.tokenizer_path", "other.model", "--optimizer.lr=0.1"]
+    config = load_config("recipe.toml", options)
+    assert config.model.tokenizer_path == str(tmp_path / "here/other.model")
+    assert config.data.path == str(tmp_path / "text/*.jsonl")
+
+    saved = write(tmp_path, to_toml(config), "elsewhere/config.toml")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert flatten(load_config(saved)) == flatten(config)
+
+
+def test_sources_are_tables_of_a_recipe_or_one_list_on_the_command_line(tmp_path):
+    text = '[[data.sources]]\ndataset = "local"\npath = "a"\nweight = 3\n[[data.sources]]\n'
+    recipe = write(tmp_path, TOKENIZER + text)
+    config = load_config(recipe, ["--data.text_field", "text", "--data.shuffle_buffer=7"])
+    local = DataSource(dataset="local", path=str(tmp_path / "a"), weight=3.0)
+    assert config.data.sources == (local, DataSource())
+    (share, first), (other_share, other) = config.data.mixture()
+    assert (share, other_share) == (0.75, 0.25)
+    assert (first.dataset, first.path, first.shuffle_buffer) == ("local", local.path, 7)
+    assert first.sources == ()
+    assert first.key("path") == "data.sources[1].path"
+    assert (other.dataset, other.path) == ("stdlib", "")
+    config = load_config(recipe, ["--data.sources", '[{dataset = "local", path = "b c"}]'])
+    assert config.data.sources == (DataSource(dataset="local", path=os.path.abspath("b c")),)
+    alone = load_config(recipe, ["--data.sources=[]"])
+    assert alone.data.mixture() == [(1.0, alone.data)]
+
+
+def test_sources_of_a_base_are_dropped_by_an_empty_list(tmp_path):
+    mixed = '[[data.sources]]\n[[data.sources]]\ndataset = "c4"\n'
+    base = write(tmp_path, TOKENIZER + mixed, "base.toml")
+    text = 'extends = "base.toml"\n[data]\ndataset = "local"\npath = "a"\n'
+    for key, line in zip(("dataset", "path"), lines_of(write(tmp_path, text)), strict=True):
+        assert f"[data] {key} = " in line
+        assert f"is beside data.sources ({base}), which replace it" in line
+        assert "or use sources = []" in line
+    config = load_config(write(tmp_path, text + "sources = []\n"))
+    assert (config.data.sources, config.data.dataset) == ((), "local")
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--compile.enable"], True),
+        (["--compile.no-enable"], False),
+        (["--compile.no-enable", "--compile.enable"], True),
+        (["--compile.enable", "--training.steps", "7"], True),
+    ],
+)
+@pytest.mark.parametrize("in_recipe", ["true", "false"])
+def test_forms_of_a_boolean(tmp_path, arguments, expected, in_recipe):
+    recipe = write(tmp_path, TOKENIZER + f"[compile]\nenable = {in_recipe}\n")
+    config = load_config(recipe, arguments)
+    assert config.compile.enable is expected
+    assert config.training.steps == (7 if "7" in arguments else 1000)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--training.global_batch_ramp", "4 until 5,8 until 9"],
+        ["--training.global_batch_ramp=4 until 5, 8 until 9"],
+        ["--training.global_batch_ramp", "4 until 5", "8 until 9", "--debug.seed=1"],
+    ],
+)
+def test_a_list_has_commas_or_several_words(arguments):
+    ramp = load_config(SHIPPED[0], arguments).training.global_batch_ramp
+    assert ramp == ("4 until 5", "8 until 9")
+    assert load_config(SHIPPED[0], ["--training.global_batch_ramp="]).training == (
+        load_config(SHIPPED[0]).training
+    )
+
+
+def test_a_word_becomes_the_type_of_its_key(tmp_path):
+    arguments = ["--optimizer.lr", "1e-3", "--debug.seed=0"]
+    arguments += ["--training.global_batch_size", "-1", "--job.description=a = b"]
+    arguments += ["--training.max_norm", "2", "--training.seq-len=16"]  # hyphens are underscores
+    config = load_config(write(tmp_path, TOKENIZER), arguments)
+    assert config.optimizer.lr == 0.001
+    assert type(config.training.max_norm) is float
+    assert (config.debug.seed, config.training.global_batch_size) == (0, -1)
+    assert config.job.description == "a = b"
+    assert config.training.seq_len == 16
+    assert load_config(SHIPPED[0], ["--job.description="]).job.description == ""
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_default_of_every_key_can_be_typed(key, tmp_path):
+    recipe = write(tmp_path, TOKENIZER)
+    default = KEYS[key].default
+    if isinstance(default, bool):
+        typed = option(key, in_toml(default))
+    else:
+        typed = f"--{key}={','.join(default) if isinstance(default, tuple) else default}"
+    if key == "model.tokenizer_path":
+        typed = f"--{key}={tmp_path}/t.model"
+    if key == "data.sources":
+        typed = f"--{key}=[]"
+    config = load_config(recipe, [typed])
+    assert flatten(config) == flatten(load_config(recipe))
+    assert config.origin(key) == "command line"
+
+
+# Mistakes
+
+
+class Mistake(NamedTuple):
+    """A recipe and a command line; what the message must name; the fix that it must state; and both with that fix."""
+
+    about: str
+    recipe: str | bytes
+    names: tuple[str, ...]  # key or file, and value
+    fix: str
+    fixed: str = TOKENIZER
+    arguments: tuple[str, ...] = ()
+    fixed_arguments: tuple[str, ...] = ()
+
+
+def a_line(about, section, line, fix, fixed=None):
+    """A line that is wrong in itself. fix: what to write instead, if `fixed` does not tell."""
+    head = f"{TOKENIZER}[{section}]\n"
+    return Mistake(about, head + line, (f"[{section}] {line}",), fix, head + (fixed or fix))
+
+
+def a_name(about, recipe, names, fix, section, line):
+    """A wrong name. section, line: the right ones."""
+    return Mistake(about, TOKENIZER + recipe, names, fix, f"{TOKENIZER}[{section}]\n{line}\n")
+
+
+def an_option(about, arguments, names, fix, *fixed_arguments):
+    """A mistake on the command line."""
+    words = tuple(arguments.split())
+    return Mistake(about, TOKENIZER, names, fix, TOKENIZER, words, fixed_arguments)
+
+
+def together(about, recipe, names, fix, fixed):
+    """Values that are wrong only together."""
+    return Mistake(about, TOKENIZER + recipe, names, fix, TOKENIZER + fixed)
+
+
+MISTAKES = [
+    # names
+    a_name(
+        "misspelt section",
+        "[trainig]\nsteps = 5",
+        ("[trainig]",),
+        "did you mean training?",
+        "training",
+        "steps = 5",
+    ),
+    a_name(
+        "section in capitals",
+        "[Training]\nsteps = 5",
+        ("[Training]",),
+        "did you mean training?",
+        "training",
+        "steps = 5",
+    ),
+    a_name(
+        "unknown section",
+        "[zzz]\nsteps = 5",
+        ("[zzz]",),
+        "known sections: job, model, training,",
+        "training",
+        "steps = 5",
+    ),
+    a_name(
+        "key as a section",
+        "[beta1]\nx = 0.5",
+        ("[beta1]",),
+        "beta1 is a key: optimizer.beta1",
+        "optimizer",
+        "beta1 = 0.5",
+    ),
+    a_name(
+        "misspelt key",
+        "[training]\nstepz = 5",
+        ("stepz = 5 in [training]",),
+        "training.steps?",
+        "training",
+        "steps = 5",
+    ),
+    a_name(
+        "unknown key",
+        "[compile]\nzzz = 5",
+        ("zzz = 5 in [compile]",),
+        "[compile] has enable,",
+        "compile",
+        "enable = true",
+    ),
+    a_name(
+        "other section's key",
+        "[training]\nlr = 0.1",
+        ("lr = 0.1 in [training]",),
+        "optimizer.lr?",
+        "optimizer",
+        "lr = 0.1",
+    ),
+    a_name(
+        "section as a value",
+        "[job]\ntraining = 5",
+        ("training = 5 in [job]",),
+        "[job] has dump_folder",
+        "training",
+        "steps = 5",
+    ),
+    Mistake(
+        "key without a section",
+        "steps = 5",
+        ("steps",),
+        "training.steps",
+        TOKENIZER + "[training]\nsteps = 5",
+    ),
+    Mistake(
+        "section without keys",
+        "training = 5",
+        ("training = 5",),
+        "write [training]",
+        TOKENIZER + "[training]\nsteps = 5",
+    ),
+    Mistake(
+        "array of sections",
+        "[[training]]\nsteps = 5",
+        ("training", "5"),
+        "[training]",
+        TOKENIZER + "[training]\nsteps = 5",
+    ),
+    # types
+    a_line("string for integer", "training", 'steps = "5"', "steps = 1000"),
+    a_line("boolean for integer", "training", "steps = true", "steps = 1000"),
+    a_line("float for integer", "training", "steps = 5.0", "steps = 1000"),
+    a_line("array for integer", "training", "steps = [5]", "steps = 1000"),
+    a_line("table for integer", "training", "steps = {}", "steps = 1000"),
+    a_line("date for integer", "training", "steps = 2024-11-01", "steps = 1000"),
+    a_line("string for number", "optimizer", 'lr = "high"', "lr = 0.0003"),
+    a_line("boolean for number", "optimizer", "lr = true", "lr = 0.0003"),
+    a_line("integer for boolean", "compile", "enable = 1", "enable = false"),
+    a_line("string for boolean", "compile", 'enable = "yes"', "true or false", "enable = true"),
+    a_line("integer for string", "job", "description = 5", 'description = ""'),
+    a_line(
+        "string for list",
+        "parallelism",
+        'pipeline_parallel_split_points = "norm"',
+        "pipeline_parallel_split_points = []",
+    ),
+    a_line(
+        "list of numbers",
+        "parallelism",
+        "pipeline_parallel_split_points = [2]",
+        "a list of strings",
+        "pipeline_parallel_split_points = []",
+    ),
+    a_line("boolean for choice", "compile", "backend = true", '"inductor"', 'backend = "inductor"'),
+    # ranges and choices
+    a_line("zero", "training", "steps = 0", "at least 1", "steps = 1"),
+    a_line(
+        "below, but not -1", "training", "global_batch_size = -2", "or -1", "global_batch_size = -1"
+    ),
+    a_line("open end", "optimizer", "beta2 = 1.0", "beta2 = 0.95"),
+    a_line(
+        "above the most",
+        "activation_checkpoint",
+        "memory_budget = 2.0",
+        "at most 1",
+        "memory_budget = 0.5",
+    ),
+    a_line("not a number", "optimizer", "lr = nan", "lr = 0.0003"),
+    a_line("infinite", "training", "max_norm = inf", "max_norm = 1.0"),
+    Mistake(
+        "no float is that large",
+        f"[optimizer]\nlr = 1{'0' * 400}",
+        ("[optimizer] lr = 1000",),
+        "such as lr = 0.0003",
+    ),
+    a_line(
+        "no blocks",
+        "activation_checkpoint",
+        'selective_ac_option = "0"',
+        '"op"',
+        'selective_ac_option = "op"',
+    ),
+    a_line(
+        "not a word for blocks",
+        "activation_checkpoint",
+        'selective_ac_option = "two"',
+        'such as "2"',
+        'selective_ac_option = "2"',
+    ),
+    a_line(
+        "misspelt choice",
+        "compile",
+        'backend = "induktor"',
+        "did you mean inductor?",
+        'backend = "inductor"',
+    ),
+    a_line(
+        "misspelt choice in a list",
+        "compile",
+        'components = ["model", "los"]',
+        "did you mean loss?",
+        'components = ["loss"]',
+    ),
+    a_line(
+        "unknown choice in a list",
+        "compile",
+        'components = ["data"]',
+        '"optimizer"',
+        'components = ["optimizer"]',
+    ),
+    a_line(
+        "unknown choice", "optimizer", 'ns_dtype = "fp8"', '"bfloat16"', 'ns_dtype = "bfloat16"'
+    ),
+    # files
+    Mistake(
+        "invalid TOML",
+        "[training\n",
+        ("recipe.toml", "line 1"),
+        "`key = value` under a `[section]`",
+    ),
+    Mistake(
+        "string without quotes",
+        "[model]\nname = llama3\n",
+        ("recipe.toml", "line 2"),
+        "`key = value`",
+    ),
+    Mistake("section given twice", TOKENIZER * 2, ("recipe.toml", "model"), "`key = value`"),
+    Mistake(
+        "not UTF-8", b'[job]\ndescription = "\xff"\n', ("recipe.toml", "0xff"), "not valid TOML"
+    ),
+    Mistake(
+        "extends nothing there",
+        'extends = "x/y.toml"',
+        ("extends", "x/y.toml"),
+        "no such file (looked for",
+    ),
+    Mistake(
+        "extends a near miss",
+        'extends = "bace.toml"',
+        ('extends = "bace.toml"',),
+        "base.toml?",
+        'extends = "base.toml"',
+    ),
+    Mistake("extends a number", "extends = 5", ("extends = 5",), 'extends = "debug_model.toml"'),
+    Mistake(
+        "extends a list",
+        'extends = ["base.toml"]',
+        ('extends = ["base.toml"]',),
+        'extends = "',
+        'extends = "base.toml"',
+    ),
+    Mistake(
+        "extends itself",
+        'extends = "recipe.toml"',
+        ("extends", "recipe.toml"),
+        "remove one of these",
+    ),
+    # the command line
+    an_option(
+        "misspelt key",
+        "--training.stepz 5",
+        ("--training.stepz",),
+        "training.steps?",
+        "--training.steps",
+        "5",
+    ),
+    an_option(
+        "key alone",
+        "--steps 5",
+        ("--steps",),
+        "steps is a key: training.steps or validation.steps",
+        "--training.steps",
+        "5",
+    ),
+    an_option("section alone", "--training 5", ("--training",), "steps", "--training.steps", "5"),
+    an_option(
+        "misspelt section",
+        "--trainig.steps=5",
+        ("--trainig.steps=5",),
+        "mean training.steps?",
+        "--training.steps=5",
+    ),
+    an_option(
+        "no value",
+        "--training.steps",
+        ("--training.steps has no value",),
+        "an integer at least 1",
+        "--training.steps=1",
+    ),
+    an_option(
+        "an option for a value",
+        "--optimizer.lr --compile.enable",
+        ("--optimizer.lr has no value",),
+        "use one: a number above 0",
+        "--optimizer.lr=0.0003",
+    ),
+    an_option(
+        "no option", "steps=5", ("'steps=5'",), "--training.steps 100", "--training.steps", "100"
+    ),
+    an_option(
+        "one value too many",
+        "--training.steps 5 6",
+        ("--training.steps has several values: 5 6",),
+        "use one: an integer at least 1",
+        "--training.steps",
+        "5",
+    ),
+    an_option(
+        "one hyphen",
+        "-training.steps=5",
+        ("'-training.steps=5'",),
+        "--section.key value",
+        "--training.steps=5",
+    ),
+    an_option(
+        "no- of a number",
+        "--training.no-steps",
+        ("unknown option --training.no-steps",),
+        "training.steps?",
+        "--training.steps=5",
+    ),
+    an_option(
+        "a boolean and a value",
+        "--compile.enable true",
+        ("'true' after an option that is true or false itself",),
+        "--section.no-key for false",
+        "--compile.enable",
+    ),
+    an_option(
+        "a second recipe",
+        "b.toml",
+        ("'b.toml' is a second recipe",),
+        "CONFIG_FILE=b.toml",
+    ),
+    an_option(
+        "word for integer",
+        "--training.steps=ten",
+        ('[training] steps = "ten"',),
+        "such as steps = 1000",
+        "--training.steps=1000",
+    ),
+    an_option(
+        "Arabic digits",
+        "--training.steps=٣",
+        ("[training] steps = ",),
+        "such as steps = 1000",
+        "--training.steps=1000",
+    ),
+    an_option(
+        "float for integer",
+        "--training.steps=1e3",
+        ('[training] steps = "1e3"',),
+        "such as steps = 1000",
+        "--training.steps=1000",
+    ),
+    an_option(
+        "word for boolean",
+        "--compile.enable=on",
+        ("'on' is not an option",),
+        "--section.key value",
+        "--compile.enable",
+    ),
+    an_option(
+        "out of range", "--debug.seed=-1", ("[debug] seed = -1",), "at least 0", "--debug.seed=0"
+    ),
+    an_option(
+        "infinite",
+        "--optimizer.lr=inf",
+        ("[optimizer] lr = inf",),
+        "lr = 0.0003",
+        "--optimizer.lr=0.0003",
+    ),
+    an_option(
+        "unknown choice",
+        "--data.dataset=c5",
+        ('[data] dataset = "c5"',),
+        '"c4"',
+        "--data.dataset=c4",
+    ),
+    an_option(
+        "unknown component",
+        "--compile.components=model,data",
+        ("[compile] components",),
+        '"loss"',
+        "--compile.components=model,loss",
+    ),
+    an_option(
+        "no steps between roots",
+        "--optimizer.precondition_frequency=0",
+        ("[optimizer] precondition_frequency = 0",),
+        "precondition_frequency = 10",
+        "--optimizer.precondition_frequency=10",
+    ),
+    an_option(
+        "not UTF-8",
+        "--job.description=\udcff",
+        (r'--job.description = "\udcff"',),
+        "UTF-8",
+        "--job.description=",
+    ),
+    # combinations
+    together(
+        "local text from nowhere",
+        '[data]\ndataset = "local"',
+        ('[data] dataset = "local"',),
+        'data.path; use one such as path = "corpus/*.jsonl"',
+        '[data]\ndataset = "local"\npath = "corpus/*.jsonl"',
+    ),
+    together(
+        "prepared text from nowhere",
+        '[data]\ndataset = "prepared"',
+        ('[data] dataset = "prepared"',),
+        'data.path; use one such as path = "prepared/books"',
+        '[data]\ndataset = "prepared"\npath = "prepared/books"\nvalidation_fraction = 0\n[validation]\nenable = true',
+    ),
+    together(
+        "a path that is not read",
+        '[data]\npath = "text"',
+        ("[data] path", "text", '"stdlib"'),
+        'data.dataset = "local"',
+        '[data]\npath = "text"\ndataset = "local"',
+    ),
+    together(
+        "a source from nowhere",
+        '[[data.sources]]\ndataset = "local"',
+        ('data.sources[1].dataset = "local" needs data.sources[1].path',),
+        'use one such as path = "corpus/*.jsonl"',
+        '[[data.sources]]\ndataset = "local"\npath = "corpus/*.jsonl"',
+    ),
+    together(
+        "a dataset beside sources",
+        '[data]\ndataset = "c4"\n[[data.sources]]\nweight = 2',
+        ('[data] dataset = "c4"',),
+        "move it into these, or use sources = []",
+        '[[data.sources]]\nweight = 2\n[[data.sources]]\ndataset = "c4"',
+    ),
+    together(
+        "a subset of what has none",
+        '[data]\nsubset = "en"',
+        ('[data] subset = "en"', '"stdlib"'),
+        "datasets of the hub (",
+        '[data]\ndataset = "owner/name"\nsubset = "en"',
+    ),
+    Mistake(
+        "misspelt key of a source",
+        TOKENIZER + "[[data.sources]]\n[[data.sources]]\nweigth = 2",
+        ("weigth = 2 in data.sources[2]",),
+        "did you mean weight?",
+        TOKENIZER + '[[data.sources]]\n[[data.sources]]\nweight = 2\ndataset = "c4"',
+    ),
+    Mistake(
+        "a source twice",
+        TOKENIZER + "[[data.sources]]\n[[data.sources]]\nweight = 2",
+        ("data.sources[1] and [2] have the same documents",),
+        "sum of both weights",
+        TOKENIZER + "[[data.sources]]\nweight = 3",
+    ),
+    Mistake(
+        "no weight",
+        TOKENIZER + "[[data.sources]]\nweight = 0",
+        ("data.sources[1].weight = 0:",),
+        "weight = 1.0",
+        TOKENIZER + "[[data.sources]]\nweight = 1.0",
+    ),
+    Mistake(
+        "a name for a source",
+        TOKENIZER + '[data]\nsources = ["c4"]',
+        ('data.sources[1] = "c4"',),
+        "use [[data.sources]]",
+        TOKENIZER + '[[data.sources]]\ndataset = "c4"',
+    ),
+    an_option(
+        "sources that are no TOML",
+        "--data.sources=[{dataset=c4}]",
+        ('[data] sources = "[{dataset=c4}]"',),
+        "a list of tables of dataset, path,",
+        '--data.sources=[{dataset="c4"}]',
+    ),
+    together(
+        "validation on nothing",
+        "[validation]\nenable = true\n[data]\nvalidation_fraction = 0",
+        ("[validation] enable = true",),
+        "data.validation_fraction = 0.05",
+        "[validation]\nenable = true\n[data]\nvalidation_fraction = 0.05",
+    ),
+    together(
+        "a budget that nobody keeps",
+        '[activation_checkpoint]\nmode = "memory_budget"',
+        ('[activation_checkpoint] mode = "memory_budget"',),
+        "compile.enable = true",
+        '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true',
+    ),
+    together(
+        "a budget for a model that is not compiled",
+        '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true\ncomponents = ["loss"]',
+        ('[activation_checkpoint] mode = "memory_budget"',),
+        '"model" in compile.components',
+        '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true\ncomponents = ["model"]',
+    ),
+    together(
+        "nothing to compile",
+        "[compile]\nenable = true\ncomponents = []",
+        ("[compile] components = []",),
+        'components = ["model", "loss"]',
+        '[compile]\nenable = true\ncomponents = ["model", "loss"]',
+    ),
+    together(
+        "a step to load, from no checkpoint",
+        "[checkpoint]\nload_step = 5",
+        ("[checkpoint] load_step = 5",),
+        "checkpoint.enable = true",
+        "[checkpoint]\nload_step = 5\nenable = true",
+    ),
+    together(
+        "to go on from no checkpoint",
+        "[checkpoint]\nmust_resume = true",
+        ("[checkpoint] must_resume = true",),
+        "checkpoint.enable = true",
+        "[checkpoint]\nmust_resume = true\nenable = true",
+    ),
+    together(
+        "warm-up longer than the schedule",
+        "[lr_scheduler]\nwarmup_steps = 3000\ntotal_steps = 2000",
+        ("[lr_scheduler] warmup_steps = 3000", "lr_scheduler.total_steps = 2000"),
+        "use warmup_steps = 200",
+        "[lr_scheduler]\nwarmup_steps = 200\ntotal_steps = 2000",
+    ),
+    together(
+        "schedule shorter than the run",
+        "[lr_scheduler]\ntotal_steps = 500",
+        ("[lr_scheduler] total_steps = 500", "training.steps = 1000"),
+        "use -1 or at least that many",
+        "[lr_scheduler]\ntotal_steps = 1000",
+    ),
+    together(
+        "global batch that cannot be split",
+        "[training]\nlocal_batch_size = 4\nglobal_batch_size = 10\n[parallelism]\ndata_parallel_shard_degree = 2",
+        ("training.global_batch_size = 10", "4 x 2 = 8"),
+        "use 8 or 16",
+        "[training]\nlocal_batch_size = 4\nglobal_batch_size = 16\n[parallelism]\ndata_parallel_shard_degree = 2",
+    ),
+    Mistake("no tokenizer", "", ("[model] tokenizer_path",), '"../assets/tokenizer/debug.model"'),
+]
+
+
+@pytest.mark.parametrize(
+    "mistake", MISTAKES, ids=[f"{'option, ' if m.arguments else ''}{m.about}" for m in MISTAKES]
+)
+def test_a_mistake_is_named_with_its_fix(mistake, tmp_path):
+    write(tmp_path, TOKENIZER, "base.toml")
+    recipe = write(tmp_path, mistake.recipe)
+    (message,) = lines_of(recipe, mistake.arguments)
+    for part in (*mistake.names, mistake.fix):
+        assert part in message
+    assert "\n" not in message
+    assert "pydantic" not in message
+    if mistake.about not in (
+        "global batch that cannot be split",
+        "no tokenizer",
+    ):  # no line's fault
+        assert ("command line: " if mistake.arguments else f"{recipe}: ") in message
+
+    load_config(write(tmp_path, mistake.fixed), mistake.fixed_arguments)
+
+
+def test_all_mistakes_of_a_recipe_of_what_it_extends_and_of_the_command_line_are_told_at_once(
+    tmp_path,
+):
+    base = write(tmp_path, "[training]\nsteps = 0\n", "base.toml")
+    text = 'extends = "base.toml"\n[training]\nseq_len = "x"\nstepz = 1\n[optimizr]\nlr = 1\n'
+    text += "[data]\nsources = [{weight = 0, x = 1}, 5]"
+    recipe = write(tmp_path, text)
+    arguments = ["--optimizer.lr=high", "--nonsense", "5", "--optimizer.eps", "--compile.enable"]
+    found = lines_of(recipe, [*arguments, "--debug.seed=-1"])
+    begins = [
+        f"{recipe}: [training] seq_len = ",
+        f"{base}: [training] steps = 0: ",
+        f"{recipe}: unknown key stepz = 1 in [training]; ",
+        "command line: [optimizer] lr = ",
+        f"{recipe}: data.sources[1].weight = 0: ",
+        f"{recipe}: unknown key x = 1 in data.sources[1]; ",
+        f"{recipe}: data.sources[2] = 5: ",
+        "command line: [debug] seed = -1: ",
+        f"{recipe}: unknown section [optimizr]; ",
+        "command line: unknown option --nonsense; ",
+        "command line: --optimizer.eps has no value; ",
+    ]
+    assert len(found) == len(begins)
+    for line, begin in zip(found, begins, strict=True):
+        assert line.startswith(begin), line
+
+
+def test_impossible_combinations_are_told_together_and_only_where_all_values_are_possible(tmp_path):
+    text = "[lr_scheduler]\nwarmup_steps = 3000\ntotal_steps = 2000\n[data]\npath = 'x'\n[checkpoint]\nmust_resume = true\n"
+    found = lines_of(write(tmp_path, text))
+    assert [line.partition(" = ")[0].rpartition(": ")[2] for line in found] == [
+        "[checkpoint] must_resume",
+        "[lr_scheduler] warmup_steps",
+        "[model] tokenizer_path",
+        "[data] path",
+    ]
+    assert len(lines_of(write(tmp_path, text + "[training]\nsteps = 0"))) == 1
+
+
+def test_numbers_that_are_not_finite_are_never_accepted():
+    for key, field in KEYS.items():
+        if kind_of(field.annotation) is float:
+            for word in ("nan", "inf", "-inf"):
+                (line,) = lines_of(SHIPPED[0], [f"--{key}={word}"])
+                assert line.startswith(
+                    f"command line: [{key.replace('.', '] ')} = {word}: expected"
+                )
+            assert math.isfinite(field.default)
+
+
+# Files
+
+
+@pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_recipe_fits_the_cluster_that_it_is_for(recipe):
+    text = recipe.read_text()
+    assert text.startswith("# ")
+    assert "# For: " in text or ". For: " in text
+    sizes = re.findall(r"^# world_size: (\d+)$", text, re.MULTILINE)
+    if recipe.stem == "debug_model":
+        sizes = sizes or ["1", "2", "4"]  # any machine
+    else:
+        assert len(sizes) == 1
+    config = load_config(recipe)
+    degrees = config.parallelism
+    model = degrees.pipeline_parallel_degree * degrees.tensor_parallel_degree
+    others = model * degrees.context_parallel_degree * degrees.data_parallel_replicate_degree
+    for size in map(int, sizes):
+        shard = degrees.data_parallel_shard_degree
+        shard = size // others if shard == -1 else shard
+        assert others * shard == size
+        copies = degrees.data_parallel_replicate_degree
+        assert gradient_accumulation_steps(config.training, copies * shard)
+    assert config.lr_scheduler.warmup_steps < config.training.steps
+
+
+def test_all_recipes_are_here():
+    sizes = {f"llama3_{size}" for size in ("1b", "3b", "8b", "70b", "405b")}
+    assert {path.stem for path in SHIPPED} >= sizes | {"debug_model"}
+
+
+def test_a_circle_of_recipes_is_shown(tmp_path):
+    first = write(tmp_path, 'extends = "second.toml"', "first.toml")
+    second = write(tmp_path, 'extends = "third.toml"', "second.toml")
+    third = write(tmp_path, 'extends = "second.toml"', "third.toml")
+    (line,) = lines_of(first)
+    assert f"{second} -> {third} -> {second}" in line
+
+
+@pytest.mark.parametrize("name", ["none.toml", "./none.toml", "none"])
+def test_a_recipe_that_is_not_there_is_called_as_it_was_written(name):
+    (line,) = lines_of(name)
+    begin = f"{Path(name)}: no such recipe; use the path of a TOML file, or one of debug_model"
+    assert line.startswith(begin)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [("debug_modle.toml", "debug_model.toml?"), ("zzz", "has debug_model.toml, llama3_")],
+)
+def test_a_recipe_that_is_not_there(name, fix):
+    (line,) = lines_of(ROOT / "train_configs" / name)
+    assert name in line
+    assert fix in line
+
+
+def test_what_is_no_file_is_named(tmp_path):
+    assert "cannot be read (Is a directory); use a TOML file" in lines_of(tmp_path)[0]
+    told = "nowhere/x.toml: no such recipe; the shipped recipes are in train_configs/"
+    assert lines_of("nowhere/x.toml") == [told]
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+def test_a_byte_order_mark_is_read_over(newline, tmp_path):
+    lines = [b"\xef\xbb\xbf" + TOKENIZER.strip().encode(), b"[job]", b'description = "\xc3\xa9"']
+    assert load_config(write(tmp_path, newline.join(lines))).job.description == "é"
+
+
+# Parts
+
+
+def test_a_value_in_a_message_is_short_and_in_one_line():
+    assert shown("a\nb") == '"a\\nb"'
+    assert shown([1, "a"]) == '[1, "a"]'
+    assert shown("x" * 500) == f'"{"x" * 49} ... {"x" * 49}"'
+    assert shown(True) == "true"
+    assert str(ConfigError("a = /x\nerror: \x1b[31mred")) == r"a = /x\nerror: \x1b[31mred"
+    assert str(ConfigError("two things:\n  one\n  two")) == "two things:\n  one\n  two"
+
+
+@pytest.mark.parametrize(("size", "ranks", "steps"), [(-1, 3, 1), (8, 2, 1), (24, 2, 3)])
+def test_gradient_accumulation_steps(size, ranks, steps):
+    training = Training(local_batch_size=4, global_batch_size=size)
+    assert gradient_accumulation_steps(training, ranks) == [(steps, math.inf)]
+
+
+def test_a_ramp_is_the_batches_before_the_global_one():
+    ramp = ("16 until 10", "8 until 1000", "24 until 1001")
+    training = Training(local_batch_size=4, global_batch_size=32, global_batch_ramp=ramp)
+    assert batch_ramp(ramp) == [(16, 10), (8, 1000), (24, 1001)]
+    found = gradient_accumulation_steps(training, 2)
+    assert found == [(2, 10), (1, 1000), (3, 1001), (4, math.inf)]
+
+
+FORM = 'is not of the form "SEQUENCES until STEP"; use one such as "64 until 1000"'
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("64:1000", FORM),
+        ("0 until 1000", FORM),
+        ("64 until -1", FORM),
+        (
+            "8 until 10",
+            "does not come after step 20, where the entry before it ends; use a later step",
+        ),
+        (
+            "12 until 30",
+            "is not a multiple of training.local_batch_size x data-parallel degree = 2 x 4 = 8; use 8 or 16",
+        ),
+        ("9999996 until 30", "is too large; use at most 1048576 sequences"),
+    ],
+)
+def test_a_wrong_ramp_names_its_entry(entry, told):
+    arguments = ["--training.global_batch_ramp", f"8 until 20, {entry}"]
+    arguments += ["--training.global_batch_size=16", "--parallelism.data_parallel_shard_degree=4"]
+    assert lines_of(SHIPPED[0], arguments) == [f'training.global_batch_ramp: "{entry}" {told}']
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/a/web/*.jsonl.zst", "/a/code"], ["web", "code"]),
+        (["/a/x y.jsonl", "/b/x/y"], ["x_y", "y"]),
+        (["/a/web", "/b/web/**/*", "/c/web"], ["web", "web_2", "web_3"]),
+        (["/", "/a/.hidden", "*.txt"], ["local", "local_2", "local_3"]),
+        ([], []),
+    ],
+)
+def test_each_source_has_a_short_name_of_its_own(paths, names):
+    sources = tuple(DataSource(dataset="local", path=path) for path in paths)
+    assert SECTIONS["data"](sources=sources).source_names() == names
+
+
+def test_a_source_without_a_path_is_named_after_its_dataset():
+    sources = (DataSource(dataset="o/fine", subset="s-1"), DataSource())
+    assert SECTIONS["data"](sources=sources).source_names() == ["o_fine_s-1", "stdlib"]
+
+
+def test_a_wrong_recipe_is_told_before_torch_is_imported(tmp_path):
+    code = "import sys; from titan_lite.train import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, SHIPPED[0], "--training.stepz", "5"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "2 False\n"
+    assert done.stderr == (
+        "error: command line: unknown option --training.stepz; did you mean training.steps?\n"
+    )

@@ -1,0 +1,59 @@
+"""ConfigError, and the words of its messages.
+
+ConfigError("recipe.toml: [training] steps = 0: expected an integer at least 1")          # one mistake
+ConfigError(*messages)                                                                    # several, a line each
+"""
+
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel
+
+
+class ConfigError(ValueError):
+    """A recipe or command line that cannot be run; each message names the key, the value and a value to use."""
+
+    def __str__(self) -> str:
+        # A value may have line breaks and control characters; a list of ours is indented.
+        lines = [
+            "\n  ".join(one_line(part, 10**6) for part in str(line).split("\n  "))
+            for line in self.args
+        ]
+        if len(lines) == 1:
+            return lines[0]
+        return "\n  ".join(("several things are wrong:", *lines))
+
+
+def one_line(text: str, most: int) -> str:
+    """Escape line breaks and other unprintable characters, and cut the middle of a text longer than `most` characters."""
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message: short, and as in TOML if it has a form there."""
+    return one_line(in_toml(value), 100)
+
+
+def in_toml(value: Any) -> str:
+    """Return a value as it is written in a TOML file."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):  # a JSON string is a TOML basic string, except for DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(in_toml, value))}]"
+    if isinstance(value, BaseModel):
+        value = dict(value)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name} = {in_toml(part)}' for name, part in value.items())}}}"
+    return str(value)
+
+
+def did_you_mean(word: str, known: Iterable[str], *, within: str = "", otherwise: str = "") -> str:
+    """Return the end of a message about an unknown word: the nearest known one, or `otherwise`."""
+    close = difflib.get_close_matches(word[:100], list(known), n=1, cutoff=0.5)
+    return f"; did you mean {within}{close[0]}?" if close else otherwise

@@ -1,0 +1,420 @@
+"""Read a recipe: a TOML file, what it extends, and the command line, checked at once into a Config.
+
+    config = load_config("train_configs/debug_model.toml", ["--training.steps", "20"])
+    config.training.steps              # 20
+    config.origin("training.steps")    # "command line"
+
+Precedence: command line > recipe > the recipe it `extends` > default. tyro reads the words of the command line; what was typed
+is merged over the TOML, and pydantic checks all of it once. Every mistake is one line of a ConfigError, with the place, the key,
+the value and what is accepted. Imports no torch.
+"""
+
+import functools
+import operator
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from titan_lite.config import rules
+from titan_lite.config.errors import ConfigError, did_you_mean, in_toml, one_line, shown
+from titan_lite.config.help import accepted
+from titan_lite.config.sections import (
+    KEYS,
+    SECTIONS,
+    Config,
+    Relative,
+    Section,
+    choices_of,
+    kind_of,
+    table_of,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover - the standard library has it from 3.11 on
+    import tomli as tomllib
+
+COMMAND_LINE = "command line"
+_PACKAGE = Path(__file__).parents[1]
+# In a wheel the recipes lie in the package; in a checkout beside it.
+SHIPPED = next(
+    (_PACKAGE / "train_configs").glob("debug_model.toml"),
+    _PACKAGE.parent / "train_configs/debug_model.toml",
+).parent
+
+Tables = dict[str, Any]  # {section: {key: value}} of a recipe, not checked yet
+Origins = dict[str, str]  # by section and by "section.key": the file, or COMMAND_LINE
+
+
+def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe and the command line.
+
+    recipe: path of a TOML file, or the name of a shipped one, such as llama3_8b. overrides: `--section.key value`,
+    `--section.key=value`, for a list `--section.key a,b` or `--section.key a b`, and for booleans `--section.key` and
+    `--section.no-key`.
+    Raises ConfigError with all mistakes in single keys, or if there are none, with all impossible combinations.
+    """
+    path = find_recipe(Path(recipe))
+    tables, origins = read_recipe(path)
+    typed, mistakes = parse_command_line(overrides)
+    _merge(tables, origins, typed, COMMAND_LINE)
+    try:
+        config = Config.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError(*_messages(error, tables, origins), *mistakes) from None
+    if mistakes:
+        raise ConfigError(*mistakes)
+    if not config.job.dump_folder:
+        config = config.replace(job=config.job.replace(dump_folder=f"outputs/{path.stem}"))
+    config.set_origins({key: origins[key] for key in KEYS if key in origins})
+    rules.check(config)
+    return config
+
+
+# Files
+
+
+def find_recipe(path: Path) -> Path:
+    """Return the path itself if it exists, else that of the shipped recipe: llama3_8b or train_configs/llama3_8b.toml.
+
+    Raises ConfigError for a word that names neither.
+    """
+    shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.toml"))}
+    name = path.name.removesuffix(".toml")
+    if str(path.parent) not in (".", "train_configs") or os.path.lexists(path):
+        return path
+    if name in shipped:
+        return shipped[name]
+    if re.fullmatch(r"\w{1,64}", name):
+        known = f"; use the path of a TOML file, or one of {', '.join(shipped)}"
+        raise ConfigError(
+            f"{one_line(str(path), 200)}: no such recipe{did_you_mean(name, shipped, otherwise=known)}"
+        )
+    return path
+
+
+def read_recipe(path: Path, chain: tuple[str, ...] = ()) -> tuple[Tables, Origins]:
+    """Return the tables of a recipe on top of those of the one it extends, with absolute paths. Raises ConfigError.
+
+    chain: the recipes that lead to this one by `extends`.
+    """
+    resolved = os.path.realpath(path)
+    if resolved in chain:
+        loop = " -> ".join((*chain[chain.index(resolved) :], resolved))
+        raise ConfigError(
+            f"{path}: extends is circular: {loop}; remove one of these `extends` lines"
+        )
+    own = read_toml(path, "recipe")
+    base = own.pop("extends", None)
+    tables, origins = (
+        ({}, {}) if base is None else read_recipe(_extended(path, base), (*chain, resolved))
+    )
+    _merge(tables, origins, _absolute(own, Config, path.parent), str(path))
+    return tables, origins
+
+
+def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
+    """Return the tables of a TOML file. Raises ConfigError."""
+    try:
+        # an editor may put a byte order mark first
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such {what}{_files_beside(path)}") from None
+    except OSError as error:
+        fix = "use a TOML file such as train_configs/debug_model.toml"
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        wrong = f"byte {error.object[error.start]:#04x} is not UTF-8 (at line {line})"
+        raise ConfigError(f"{path}: not valid TOML: {wrong}; save it as UTF-8") from None
+    except ValueError as error:
+        why = one_line(str(error), 300)
+        fix = "use lines of the form `key = value` under a `[section]`"
+        raise ConfigError(f"{path}: not valid TOML: {why}; {fix}") from None
+
+
+def _extended(path: Path, base: Any) -> Path:
+    """Return the path of the recipe that the one at `path` extends with `extends = base`. Raises ConfigError."""
+    if not isinstance(base, str) or not base:
+        fix = 'use one such as extends = "debug_model.toml"'
+        raise ConfigError(f"{path}: extends = {shown(base)} is not a path; {fix}")
+    found = path.parent / base
+    if not os.path.exists(found):
+        wrong = f"extends = {shown(base)}: no such file (looked for {one_line(str(found), 200)})"
+        raise ConfigError(f"{path}: {wrong}{_files_beside(found)}")
+    return found
+
+
+def _files_beside(path: Path) -> str:
+    """Return the end of a message about a missing recipe: the recipes in its folder."""
+    found = sorted(
+        file.name for file in path.parent.glob("*.toml") if file.name != "pyproject.toml"
+    )
+    if found:
+        known = f"; {path.parent} has {', '.join(found[:20])}"
+    else:
+        known = "; the shipped recipes are in train_configs/"
+    return did_you_mean(path.name, found, within=f"{path.parent}/", otherwise=known)
+
+
+def _absolute(values: Mapping[str, Any], cls: type[Section], folder: Path) -> dict[str, Any]:
+    """Return the keys of a table of this class, with paths made absolute and lists as tuples, as pydantic wants them."""
+    result = {}
+    for name, value in values.items():
+        field = cls.model_fields.get(name)
+        table = table_of(field.annotation) if field else None
+        if isinstance(value, dict):
+            value = _absolute(value, table, folder) if table else value
+        elif isinstance(value, list):
+            value = tuple(
+                _absolute(part, table, folder) if table and isinstance(part, dict) else part
+                for part in value
+            )
+        elif isinstance(value, str) and field and _is_relative(value, field):
+            value = os.path.abspath(folder / value)
+        result[name] = value
+    return result
+
+
+def _is_relative(value: str, field: FieldInfo) -> bool:
+    """Return True for a path that may be relative to a recipe: not empty, and no URL."""
+    if not value or "://" in value:
+        return False
+    return any(
+        isinstance(mark, Relative) and value.endswith(mark.suffix) for mark in field.metadata
+    )
+
+
+def _merge(tables: Tables, origins: Origins, upper: Tables, origin: str) -> None:
+    """Put the keys of `upper` over those of `tables`, and note their origin."""
+    for section, table in upper.items():
+        if not isinstance(tables.setdefault(section, {}), dict):
+            continue  # a wrong value, which stays to be told
+        origins[section] = origin
+        if isinstance(table, dict):
+            tables[section].update(table)
+            origins.update({f"{section}.{name}": origin for name in table})
+        else:
+            tables[section] = table
+
+
+# The command line
+
+
+def parse_command_line(arguments: Sequence[str]) -> tuple[Tables, list[str]]:
+    """Return the keys that are typed in these arguments, as tables of a recipe, and messages about words that are no option."""
+    if not arguments:
+        return {}, []
+    import tyro  # not needed without arguments
+
+    words, unknown = tyro.cli(
+        _words_of_keys(),
+        args=list(arguments),
+        return_unknown_args=True,
+        add_help=False,
+        console_outputs=False,
+        config=(tyro.conf.HelptextFromCommentsOff,),  # else it reads this file's source each time
+    )
+    mistakes = list(_unknown_words(unknown))
+    tables: Tables = {}
+    for section, table in words.items():
+        for name, typed in table.items():
+            try:
+                value = _value_of(f"{section}.{name}", typed)
+            except ConfigError as error:
+                mistakes += error.args
+                continue
+            tables.setdefault(section, {})[name] = value
+    return _absolute(tables, Config, Path()), mistakes
+
+
+def option(key: str, text: str) -> str:
+    """Return the option that sets a key to a value, given as text: true and false are --section.key and --section.no-key."""
+    section, _, name = key.partition(".")
+    if KEYS[key].annotation is not bool:
+        return f"--{key}={text}"
+    if text == "true":
+        return f"--{key}"
+    if text == "false":
+        return f"--{section}.no-{name}"
+    raise ConfigError(f"{key} = {shown(text)}: expected true or false")
+
+
+@functools.cache
+def _words_of_keys() -> Any:
+    """Return the type that tyro reads: of each section the keys that are typed, as True, False or a tuple of words.
+
+    Words, so that pydantic checks all values at once, with those of the recipe.
+    """
+    sections = {}
+    for name, cls in SECTIONS.items():
+        kinds = {
+            key: bool if field.annotation is bool else tuple[str, ...]
+            for key, field in cls.model_fields.items()
+        }
+        sections[name] = TypedDict(name, kinds, total=False)  # type: ignore[operator]
+    return TypedDict("Sections", sections, total=False)  # type: ignore[operator]
+
+
+def _value_of(key: str, words: bool | tuple[str, ...]) -> Any:
+    """Return the words typed for a key as its type, or as text where they have another form, which the check tells.
+
+    Raises ConfigError for several words or none where one is needed.
+    """
+    if isinstance(words, bool):
+        return words
+    field = KEYS[key]
+    kind = kind_of(field.annotation)
+    if not all(map(_is_utf8, words)):
+        raise ConfigError(f"{COMMAND_LINE}: --{key} = {shown(' '.join(words))}: not valid UTF-8")
+    if kind is tuple and not table_of(field.annotation):
+        entries = (entry.strip() for word in words for entry in word.split(","))
+        return tuple(filter(None, entries))
+    if len(words) != 1:
+        wrong = f"several values: {' '.join(words)}" if words else "no value"
+        raise ConfigError(f"{COMMAND_LINE}: --{key} has {wrong}; use one: {accepted(field)}")
+    word = words[0]
+    try:
+        if kind is tuple:
+            return tomllib.loads(f"value = {word}")["value"]
+        if kind is int and re.fullmatch("[+-]?[0-9]{1,30}", word):
+            return int(word)
+        if kind is float and word.isascii():
+            return float(word)
+    except ValueError:
+        pass
+    return word
+
+
+def _is_utf8(word: str) -> bool:
+    """Return False if the bytes of an argument are not UTF-8, which Python has as surrogates."""
+    return word.encode(errors="ignore").decode() == word
+
+
+def _unknown_words(unknown: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each word that tyro did not take."""
+    after_unknown = False
+    for word in unknown:
+        written = one_line(word, 100)
+        if word.startswith("--") and len(word) > 2:
+            after_unknown = True
+            key = word[2:].partition("=")[0].replace("-", "_")
+            yield f"{COMMAND_LINE}: unknown option {written}{nearest_key(key)}"
+        elif after_unknown:  # perhaps its value
+            continue
+        elif word.lower() in ("true", "false"):
+            fix = "use --section.key for true and --section.no-key for false"
+            yield f"{COMMAND_LINE}: '{written}' after an option that is true or false itself; {fix}"
+        elif word.endswith(".toml"):
+            fix = f"use one, with ./run_train.sh as CONFIG_FILE={written}"
+            yield f"{COMMAND_LINE}: '{written}' is a second recipe; {fix}"
+        else:
+            fix = "use --section.key value, such as --training.steps 100"
+            yield f"{COMMAND_LINE}: '{written}' is not an option; {fix}"
+
+
+def nearest_key(key: str) -> str:
+    """Return the end of a message about an unknown key "section.name": keys of that name, the nearest one, or all there are."""
+    section, _, name = key.partition(".")
+    if section not in SECTIONS:
+        return did_you_mean(key, KEYS if name else (), otherwise=nearest_section(section))
+    if named_so := [known for known in KEYS if known.endswith(f".{name}")]:
+        return f"; did you mean {' or '.join(named_so)}?"
+    known = SECTIONS[section].model_fields
+    otherwise = f"; [{section}] has {', '.join(known)}"
+    return did_you_mean(name, known, within=f"{section}.", otherwise=otherwise)
+
+
+def nearest_section(section: str) -> str:
+    """Return the end of a message about an unknown section: the key called so, the nearest section, or all sections."""
+    named_so = [known for known in KEYS if known.endswith(f".{section}")]
+    if named_so:
+        return f"; {section} is a key: {' or '.join(named_so)}"
+    return did_you_mean(section, SECTIONS, otherwise=f"; known sections: {', '.join(SECTIONS)}")
+
+
+# pydantic's errors in our words
+
+KeyPath = tuple[str | int, ...]  # ("data", "sources", 0, "weight")
+
+
+def _messages(error: ValidationError, tables: Tables, origins: Origins) -> list[str]:
+    """Return a message for each wrong key. A union has an error for each of its types, and a list for each entry: one is told."""
+    messages: dict[KeyPath, str] = {}
+    for part in error.errors(include_url=False):
+        table, path, field = _find(part["loc"])
+        value = functools.reduce(operator.getitem, path, tables)  # type: ignore[arg-type]
+        section, name = path[0], path[-1]
+        origin = origins.get(".".join(map(str, path[:2])), origins[str(section)])
+        written = f"[{section}] {name}" if len(path) == 2 else _dotted(path)
+        if part["type"] == "extra_forbidden":
+            message = _unknown(table, path, value)
+        elif part["type"] == "model_type" and len(path) == 1:
+            message = f"{section} = {shown(value)} should be a section: write [{section}] and its keys below"
+        elif part["type"] == "model_type":
+            fix = f"use [[{_dotted(path[:-1])}]] with the keys of each below it"
+            message = f"{written} = {shown(value)}: expected a table; {fix}"
+        else:
+            message = f"{written} = {shown(value)}: {_why(part, str(name), field)}"
+        messages.setdefault(path, f"{origin}: {message}")
+    return list(messages.values())
+
+
+def _find(loc: Sequence[str | int]) -> tuple[type[Section], KeyPath, FieldInfo | None]:
+    """Return the table that an error is in, the path of its key, and the field, None for an unknown key or a whole table.
+
+    loc: as pydantic has it, with the entry of a list and the type of a union at its end.
+    """
+    table: type[Section] = Config
+    path: KeyPath = ()
+    field: FieldInfo | None = None
+    for part in loc:
+        if path and isinstance(part, str):
+            inner = table_of(field.annotation) if field else None
+            if inner is None:
+                break
+            table = inner
+        elif path and not (field and table_of(field.annotation)):
+            break
+        path += (part,)
+        if isinstance(part, str):
+            field = table.model_fields.get(part)
+    return table, path, field
+
+
+def _dotted(path: KeyPath) -> str:
+    """("data", "sources", 0, "weight") -> data.sources[1].weight"""
+    words = (f"[{part + 1}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(words).removeprefix(".")
+
+
+def _unknown(table: type[Section], path: KeyPath, value: Any) -> str:
+    """Return a message about a section or key that does not exist."""
+    name = str(path[-1])
+    written = shown(name)[1:-1]
+    if len(path) == 1:
+        return f"unknown section [{written}]{nearest_section(name)}"
+    if len(path) == 2:
+        near = nearest_key(f"{path[0]}.{name}")
+        return f"unknown key {written} = {shown(value)} in [{path[0]}]{near}"
+    known = table.model_fields
+    near = did_you_mean(name, known, otherwise=f"; it has {', '.join(known)}")
+    return f"unknown key {written} = {shown(value)} in {_dotted(path[:-1])}{near}"
+
+
+def _why(part: Any, name: str, field: FieldInfo | None) -> str:
+    """Return why a value is wrong, and what is accepted."""
+    assert field is not None
+    if part["type"] == "value_error":
+        return str(part["ctx"]["error"])
+    expected = f"expected {accepted(field)}"
+    choices = choices_of(field.annotation)
+    if choices and isinstance(part["input"], str):
+        return expected + did_you_mean(part["input"], choices)
+    return f"{expected}, such as {name} = {in_toml(field.default)}"

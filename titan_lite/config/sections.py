@@ -1,0 +1,735 @@
+"""The sections and keys of a recipe: one pydantic model for each TOML table, one field for each key.
+
+    config.training.steps                      # a Config is read from a recipe and the command line by load.py
+    KEYS["training.steps"].description         # "Optimizer steps of the run, resumed parts included."
+
+A field's type has the values that are accepted, its docstring the meaning and the unit. Rules across keys are in rules.py. Help
+and docs/recipes.md are made from these docstrings (help.py). Imports no torch.
+"""
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic.fields import FieldInfo
+
+Own = TypeVar("Own", bound="Section")
+
+
+class Section(BaseModel):
+    """One table of a recipe."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,  # "5" and true are no 5; an integer of TOML is a float, too
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    def replace(self: Own, **values: Any) -> Own:
+        """Return a copy with other values, which are not checked."""
+        return self.model_copy(update=values)
+
+
+@dataclass(frozen=True)
+class Relative:
+    """Marks a path: relative to the recipe's folder in a recipe, and to the current one on the command line.
+
+    suffix: only values that end with it are paths.
+    """
+
+    suffix: str = ""
+
+
+RecipePath = Annotated[str, Relative()]
+
+
+def _zero_or_at_least_one(value: float) -> float:
+    if 0 < value < 1:
+        raise ValueError("expected 0, or a number at least 1")
+    return value
+
+
+ZeroOrAtLeastOne = Annotated[float, Field(ge=0), AfterValidator(_zero_or_at_least_one)]
+
+
+class Job(Section):
+    """Name and folder of the run."""
+
+    dump_folder: str = ""
+    """Folder that the run writes to; empty: outputs/<recipe name>."""
+
+    description: str = ""
+    """One line about the run, shown at its start."""
+
+
+class Model(Section):
+    """The model and its tokenizer."""
+
+    name: Literal["llama3"] = "llama3"
+    """Model family."""
+
+    flavor: str = "debug"
+    """Size, a key of FLAVORS in models/shapes.py; empty: the keys below give the shape."""
+
+    dim: Annotated[int, Field(ge=1, le=2**18)] | Literal[0] = 0
+    """Width of the residual stream; 0: the flavor's."""
+
+    n_layers: Annotated[int, Field(ge=1, le=1024)] | Literal[0] = 0
+    """Transformer blocks; 0: the flavor's."""
+
+    n_heads: Annotated[int, Field(ge=1, le=4096)] | Literal[0] = 0
+    """Query heads, dim / n_heads numbers each; 0: the flavor's."""
+
+    n_kv_heads: Annotated[int, Field(ge=1, le=4096)] | Literal[0] = 0
+    """Key/value heads, shared by query heads; 0: the flavor's."""
+
+    hidden_dim: Annotated[int, Field(ge=1, le=2**20)] | Literal[0] = 0
+    """Width within feed_forward; 0: the flavor's."""
+
+    vocab_size: Annotated[int, Field(ge=1, le=2**22)] | Literal[0] = 0
+    """Rows of the embedding, at least the tokenizer's tokens; 0: the flavor's."""
+
+    tied_embeddings: Literal["flavor", "yes", "no"] = "flavor"
+    """Whether embedding and output are one weight."""
+
+    rope_theta: ZeroOrAtLeastOne = Field(0.0, le=1e9)
+    """Base of the rotary frequencies; 0: the flavor's."""
+
+    rope_scaling_factor: ZeroOrAtLeastOne = Field(0.0, le=1024)
+    """Divisor of the low rotary frequencies, as in Llama 3.1; 1: no scaling; 0: the flavor's."""
+
+    norm_eps: float = Field(0.0, ge=0, lt=1)
+    """Added to the mean square in RMSNorm; 0: the flavor's."""
+
+    max_seq_len: Annotated[int, Field(ge=1, le=2**24)] | Literal[0] = 0
+    """Upper bound of training.seq_len, and of a text of titan_lite.generate; 0: the flavor's."""
+
+    tokenizer_path: RecipePath = ""
+    """Tokenizer in tiktoken's format (base64 token and rank per line), or a tokenizer.json."""
+
+
+class Training(Section):
+    """Batch size, sequence length, steps and precision; which steps are skipped."""
+
+    local_batch_size: int = Field(8, ge=1, le=2**16)
+    """Sequences per forward of a data-parallel rank or its pipeline."""
+
+    global_batch_size: Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] = -1
+    """Sequences per optimizer step over all ranks; more than local_batch_size x data-parallel
+    degree means gradient accumulation; -1: one local batch per data-parallel rank."""
+
+    global_batch_ramp: tuple[str, ...] = ()
+    """Other global batch sizes at the beginning: ["64 until 1000", "128 until 3000"] is 64
+    sequences up to step 1000, 128 up to step 3000, and then global_batch_size."""
+
+    seq_len: int = Field(2048, ge=1, le=2**24)
+    """Tokens per sequence."""
+
+    mask_documents: bool = False
+    """A token attends only to its own document, not to those packed before it (Llama 3, section
+    3.2); by FlashAttention on NVIDIA GPUs in bfloat16; with context parallelism and elsewhere by a
+    mask of all pairs of tokens."""
+
+    attention_kernel: Literal["auto", "cudnn", "FA2", "FA3", "FA4"] = "auto"
+    """Attention on NVIDIA GPUs: auto is torch's choice (a new cuDNN on H100 and B200, else
+    FlashAttention 2) and with context parallelism FlashAttention 2; FA3 (H100, package
+    flash_attn_interface) and FA4 (H100 and B200, package flash_attn) are newer ones; mask_documents
+    knows no cuDNN."""
+
+    max_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this global L2 norm."""
+
+    steps: int = Field(1000, ge=1)
+    """Optimizer steps of the run, resumed parts included."""
+
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Gathered parameters, activations, all-gather traffic."""
+
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Gradient reduction and accumulation, its traffic."""
+
+    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Argument of torch.set_float32_matmul_precision, for matrix products of float32 tensors: high
+    lets GPUs compute them in TF32, about eight times as fast, with 10 bits of mantissa; no effect
+    on products in bfloat16."""
+
+    loss_chunk_tokens: int = Field(0, ge=-1, le=2**24)
+    """Tokens of a microbatch that a rank projects to the vocabulary at a time, with their part of
+    loss and gradients, so that logits of all never exist; at most 16 chunks. 0: all at once if
+    logits, copies and gradients take at most 1.5 GiB (12 bytes for each token and entry of the
+    vocabulary on the rank), else chunks of that size, at most 8; -1: all at once."""
+
+    gc_freq: int = Field(50, ge=1)
+    """Interval of Python's garbage collection, at once on all ranks, in steps."""
+
+    compare_copies_freq: int = Field(100, ge=0)
+    """Interval in steps at which ranks compare their copies of a parameter or of optimizer state;
+    they also do at the start and before a save. If copies differ or a value is not finite, the run
+    ends and saves nothing; 0: no interval."""
+
+    max_nonfinite_steps: int = Field(10, ge=1)
+    """Steps with a non-finite loss or gradient are skipped; this many in a row stop the run."""
+
+    spike_window: Annotated[int, Field(ge=2)] | Literal[0] = 0
+    """Skip a step whose loss is far above the mean of this many steps before (a spike); 0: off."""
+
+    spike_sigmas: float = Field(6.0, gt=0)
+    """Distance of a spike above that mean, in standard deviations."""
+
+
+class Optimizer(Section):
+    """The optimizer and its constants."""
+
+    name: Literal["AdamW", "Muon", "Shampoo"] = "AdamW"
+    """Muon: momentum made orthogonal; Shampoo: momentum between roots of gradient statistics. Both
+    are for matrices within blocks, and AdamW for embedding, output and norms."""
+
+    lr: float = Field(3e-4, gt=0)
+    """Peak learning rate."""
+
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment of AdamW and Shampoo."""
+
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the second moment of AdamW, and of Shampoo's statistics."""
+
+    eps: float = Field(1e-8, gt=0)
+    """Added to the denominator of AdamW."""
+
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon: decay of the momentum."""
+
+    nesterov: bool = True
+    """Muon: add the gradient once more to its momentum, before it is made orthogonal."""
+
+    ns_steps: int = Field(5, ge=1, le=99)
+    """Muon: steps of the Newton-Schulz iteration."""
+
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Muon: dtype of the Newton-Schulz iteration, and of the traffic of matrices to their owners
+    and back."""
+
+    max_preconditioner_dim: int = Field(1024, ge=1)
+    """Shampoo: larger matrices are cut into blocks of at most so many rows and columns."""
+
+    precondition_frequency: int = Field(10, ge=1)
+    """Shampoo: steps from one computation of a root to the next, in which it becomes stale."""
+
+    start_preconditioning_step: int = Field(10, ge=1)
+    """Shampoo: first step with roots; earlier ones are AdamW's."""
+
+    preconditioner_eps: float = Field(1e-5, gt=0)
+    """Shampoo: added to the eigenvalues of the statistics, times the largest of them."""
+
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled decay a step of all but RMSNorm weights, times the learning rate."""
+
+
+class LRScheduler(Section):
+    """The learning rate over the run."""
+
+    warmup_steps: int = Field(200, ge=0)
+    """Steps of linear warm-up from zero."""
+
+    total_steps: Annotated[int, Field(ge=1)] | Literal[-1] = -1
+    """Length of the schedule, if it is not that of the run; -1: training.steps."""
+
+    decay_ratio: float = Field(1.0, ge=0, le=1)
+    """Share of total_steps that decays, at the end; between warm-up and decay the learning rate is
+    constant; 1.0: decay starts when warm-up ends."""
+
+    decay_type: Literal["linear", "cosine", "sqrt"] = "linear"
+    """Shape of the decay."""
+
+    min_lr_factor: float = Field(0.0, ge=0, le=1)
+    """Final learning rate, relative to lr."""
+
+
+class Parallelism(Section):
+    """The layout of ranks; the product of all degrees is the number of ranks."""
+
+    data_parallel_replicate_degree: int = Field(1, ge=1)
+    """Copies of the sharded model (HSDP; DDP if shard degree is 1)."""
+
+    data_parallel_shard_degree: Annotated[int, Field(ge=1)] | Literal[-1] = -1
+    """Ranks that a copy is sharded over (FSDP); -1: all remaining ranks."""
+
+    tensor_parallel_degree: int = Field(1, ge=1)
+    """Ranks that each matrix product is split over."""
+
+    replicate_compression: Literal["none", "powersgd"] = "none"
+    """How gradients travel between copies. none: as they are, in backward; powersgd: once a step in
+    the last backward, as two thin factors of each large shard, with error feedback (memory: two
+    float32 shards of these)."""
+
+    replicate_rank: int = Field(8, ge=1)
+    """powersgd: columns of these factors. A shard whose factors would have more than a quarter of
+    its numbers travels as it is."""
+
+    replicate_uncompressed_steps: int = Field(100, ge=0)
+    """powersgd: first steps, in which gradients change fast and travel as they are."""
+
+    enable_async_tensor_parallel: bool = False
+    """Overlap tensor parallelism's collectives with the matrix products beside them. Needs Inductor
+    and GPUs, whose ranks write to each other's memory."""
+
+    context_parallel_degree: int = Field(1, ge=1)
+    """Ranks that each sequence is split over."""
+
+    pipeline_parallel_degree: int = Field(1, ge=1)
+    """Groups of ranks that the layers are split over."""
+
+    pipeline_parallel_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"] = (
+        "1F1B"
+    )
+    """Order of forwards and backwards in the pipeline: GPipe and 1F1B have one stage per rank,
+    Interleaved1F1B two or more, ZBVZeroBubble two, with a backward in two halves."""
+
+    pipeline_parallel_microbatch_size: int = Field(1, ge=1)
+    """Sequences per pipeline microbatch, of the local_batch_size."""
+
+    pipeline_parallel_stages_per_rank: Annotated[int, Field(ge=1)] | Literal[-1] = -1
+    """Stages per pipeline rank; -1: the fewest that the schedule admits."""
+
+    pipeline_parallel_first_stage_less_layers: int = Field(1, ge=0)
+    """Layers less in the first stage, which has the embedding."""
+
+    pipeline_parallel_last_stage_less_layers: int = Field(1, ge=0)
+    """Layers less in the last stage, which has norm, output and loss."""
+
+    pipeline_parallel_split_points: tuple[str, ...] = ()
+    """First modules of all stages but the first, such as layers.2 layers.4; empty: automatic."""
+
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Which gathered weights are freed after forward and gathered again in backward: all of them
+    (always), none (never), or all but those of fsdp_keep_gathered (default); fsdp_communication =
+    step keeps all of them for a step."""
+
+    fsdp_keep_gathered: tuple[str, ...] = ("norm", "output")
+    """Modules whose gathered weights are kept from forward to backward, such as layers.31, norm and
+    output (memory: these weights, unsharded, in mixed_precision_param); norm and output are not
+    worth freeing, since backward needs them first. A block that activation_checkpoint recomputes
+    gathers its weights again in any case."""
+
+    fsdp_communication: Literal["auto", "step", "microbatch"] = "auto"
+    """With several microbatches (gradient accumulation, pipeline): step gathers all weights and
+    reduces all gradients once per optimizer step (memory: the rank's stages, unsharded, in
+    mixed_precision_param, and their gradients in mixed_precision_reduce); microbatch does both for
+    every microbatch (traffic times the number of microbatches); auto is step if that leaves 40% of
+    a GPU for activations and compile.bucketing is none or block, else microbatch."""
+
+
+class ActivationCheckpoint(Section):
+    """Recomputation of activations instead of keeping them."""
+
+    mode: Literal["none", "selective", "full", "memory_budget"] = "none"
+    """none keeps every activation; full keeps each block's input and recomputes the rest; selective
+    follows selective_ac_option; memory_budget lets the compiler choose within the key
+    memory_budget."""
+
+    selective_ac_option: str = "op"
+    """With mode = selective: "op" keeps matrix products and attention of every block and recomputes
+    the rest, which is cheap; "op/2" also recomputes every second matrix product, like TorchTitan; a
+    number such as 2 recomputes every second block."""
+
+    memory_budget: float = Field(0.5, ge=0, le=1)
+    """With mode = memory_budget and a compiled model: share of activations kept; 0 recomputes all
+    that can be, 1 nothing."""
+
+
+class Float8(Section):
+    """Matrix products of the blocks' linear layers in float8, for GPUs from H100 on."""
+
+    enable: bool = False
+    """Compute forward and both gradients of these layers in float8; weights stay in
+    float32."""
+
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """What shares a scale. tensorwise: a tensor, the fastest; rowwise: a row, with scales that are
+    powers of two, more exact; rowwise_with_gw_hp: also a row, and gradients of weights are computed
+    in mixed_precision_param, the most exact."""
+
+    all_gather: bool = False
+    """FSDP gathers these weights in float8: half the bytes; only tensorwise, since backward
+    multiplies by columns of a weight."""
+
+    filter_fqns: tuple[str, ...] = ()
+    """Layers of the blocks that stay in mixed_precision_param, by parts of their names:
+    "attention.wk", "layers.0", "w2"; embedding and output always do."""
+
+
+class Compile(Section):
+    """torch.compile, and the passes that bucket and overlap communication."""
+
+    enable: bool = False
+    """Compile each of components as one graph."""
+
+    components: tuple[Literal["model", "loss", "optimizer"], ...] = ("model", "loss")
+    """Compiled parts: model; loss, for which Inductor avoids float32 copies of the logits (in
+    chunks of tokens it is in the model's graph); optimizer, which gains little, since its fused
+    update is already one kernel."""
+
+    backend: Literal["inductor", "aot_eager"] = "inductor"
+    """inductor makes kernels; aot_eager only traces (for tests)."""
+
+    bucketing: Literal["none", "block", "plan", "greedy", "auto"] = "block"
+    """Which parameters share an all-gather and a reduction. none: each has its own; block: those of
+    each transformer block, the last one with the last norm; plan: those of each entry of buckets;
+    greedy: as many as fit under the computation before them, by the cost model of machine; auto:
+    Inductor's overlap scheduler, with the same cost model."""
+
+    buckets: tuple[str, ...] = ()
+    """With bucketing = plan, the modules or parameters of each bucket, with spaces between, such as
+    ["tok_embeddings", "layers.0 layers.1", "norm output"]; each parameter not named has its own."""
+
+    machine: Annotated[str, Relative(".toml")] = ""
+    """Cost model of communication and computation: a profile (A100, H100, H100 PCIe, H100 NVL,
+    H200, H200 NVL, B200, MI300X) or the path of a .toml file (compiler/profiles.py), on a CPU also
+    the peak for MFU; empty: this GPU's profile, or measurements of this CPU."""
+
+    dump_graphs: bool = False
+    """Write every graph before and after each pass to graphs/."""
+
+    reordering: bool = True
+    """Start each gather one bucket early, and wait for each reduction when the next starts."""
+
+    defer_products: bool = True
+    """Compute gradients of weights while a collective of tensor or context parallelism is in
+    flight; not with asynchronous tensor parallelism."""
+
+    tensor_parallel_chunks: int = Field(1, ge=1)
+    """Chunks of tokens that a collective of tensor parallelism and its matrix product are cut into,
+    so that one travels while another is computed; where the cost model of machine finds it slower,
+    nothing is cut; 1: never."""
+
+    def compiles(self, component: str) -> bool:
+        return self.enable and component in self.components
+
+
+class Checkpoint(Section):
+    """Saving and resuming."""
+
+    enable: bool = False
+    """Save, and resume from the newest step found."""
+
+    folder: str = "checkpoint"
+    """Folder of the steps, inside job.dump_folder."""
+
+    interval: int = Field(500, ge=1)
+    """Interval of saves in steps; the last step is saved, too."""
+
+    keep_latest_k: int = Field(3, ge=0)
+    """Saved steps to keep; older ones are deleted; 0: keep all."""
+
+    load_step: Annotated[int, Field(ge=1)] | Literal[-1] = -1
+    """Step to resume from; -1: the newest."""
+
+    initial_load_path: RecipePath = ""
+    """Initial weights of a run that has no saved step, for any layout: a step, a run's folder (its
+    newest step), a checkpoint of torchtitan, or a Hugging Face folder (titan_lite/convert.py
+    converts between them)."""
+
+    must_resume: bool = False
+    """Fail if no checkpoint exists, and start no new run."""
+
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """disabled: training waits until a step is on disk; async: training waits only for a copy in
+    host memory, and goes on while that is written; async_with_pinned_mem: the copy is pinned and
+    reused, which is faster on GPUs."""
+
+    on_failure: Literal["stop", "continue"] = "stop"
+    """If a save fails: stop, or continue with a warning."""
+
+    last_save_model_only: bool = False
+    """At training.steps, save the model without optimizer state; resuming from it needs
+    accept_model_only."""
+
+    restart_data: bool = False
+    """If the loaded step had other data (other documents or another order), start the data of this
+    recipe at its first document; later resumes continue it. Without this key such a resume is an
+    error."""
+
+    accept_model_only: bool = False
+    """Start with a new optimizer if the step has only the model, or that of another optimizer; else
+    that is an error."""
+
+
+class Corpus(Section):
+    """The source of documents: keys of [data], and of each table of data.sources."""
+
+    dataset: (
+        Literal["stdlib", "local", "c4", "prepared"]
+        | Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$", title="owner/name")]
+    ) = "stdlib"
+    """stdlib: documentation and sources of the running Python; local: files at path; owner/name: a
+    dataset of the Hugging Face hub, streamed; c4: allenai/c4 in English, with its own validation
+    split; prepared: tokens that titan_lite.data.prepare wrote to path."""
+
+    path: RecipePath = ""
+    """File, folder or glob, on disk or at a URL, of txt, jsonl, json, csv (these plain or
+    compressed), parquet or arrow, for dataset = local; a folder for dataset = prepared."""
+
+    subset: str = ""
+    """Subset of a dataset of the hub; empty: its only or default one."""
+
+    split: str = "train"
+    """Split of a dataset of the hub."""
+
+    text_field: str = "text"
+    """Field or column that holds a document's text, except in txt."""
+
+
+class DataSource(Corpus):
+    """One corpus of a mixture."""
+
+    weight: float = Field(1.0, gt=0)
+    """Share of the tokens, relative to the other sources' weights."""
+
+
+class Data(Corpus):
+    """The documents to train on, and their loader."""
+
+    sources: tuple[DataSource, ...] = ()
+    """Several corpora to mix: [[data.sources]] tables with the keys dataset, path, subset, split,
+    text_field and weight; [data] then has none of these."""
+
+    validation_fraction: float = Field(0.05, ge=0, lt=1)
+    """Share of documents held out for validation, chosen by a hash of their name."""
+
+    shuffle: bool = True
+    """Shuffle documents with debug.seed, anew in each epoch."""
+
+    shuffle_buffer: int = Field(10_000, ge=1)
+    """Documents of 4 KiB in the shuffle buffer, over all files."""
+
+    min_document_tokens: int = Field(0, ge=0)
+    """Documents with fewer tokens, BOS and EOS not counted, are left out."""
+
+    max_document_mib: int = Field(32, ge=1, le=4096)
+    """A document of more MiB of UTF-8 is a bad one."""
+
+    on_bad_document: Literal["error", "skip"] = "error"
+    """Policy for a document that cannot be read, is empty or too large: error ends the run and
+    names file and line, skip leaves it out and lists it in bad_documents.jsonl in
+    job.dump_folder."""
+
+    max_bad_documents: int = Field(100, ge=0)
+    """More bad documents than this end the run."""
+
+    num_workers: int = Field(1, ge=0, le=1024)
+    """Loader processes per rank; 0: read in the training process."""
+
+    prefetch: int = Field(4, ge=1, le=2**16)
+    """Microbatches prepared ahead by each loader process."""
+
+    def source_names(self) -> list[str]:
+        """Return a short unique name for each of data.sources: the last part of its path without a pattern, or its dataset."""
+        names: list[str] = []
+        for source in self.sources:
+            fixed = [part for part in PurePath(source.path).parts if not set(part) & set("*?[")]
+            if fixed:
+                text = PurePath(fixed[-1]).name.partition(".")[0]
+            else:
+                text = f"{source.dataset} {source.subset}".strip()
+            name = re.sub(r"[^\w.-]+", "_", text) or source.dataset
+            numbered = (f"{name}_{number}" for number in itertools.count(2))
+            names.append(
+                next(
+                    each
+                    for each in (name, *itertools.islice(numbered, len(names)))
+                    if each not in names
+                )
+            )
+        return names
+
+    def mixture(self) -> "list[tuple[float, Data]]":
+        """Return [(share of the tokens, the source as a [data] section), ...]."""
+        if not self.sources:
+            return [(1.0, self)]
+        total = sum(source.weight for source in self.sources)
+        found: list[tuple[float, Data]] = []
+        for number, source in enumerate(self.sources, 1):
+            corpus = {name: getattr(source, name) for name in Corpus.model_fields}
+            values = {**dict(self), **corpus, "sources": (), "number": number}
+            found.append((source.weight / total, MixedData(**values)))
+        return found
+
+    def key(self, name: str) -> str:
+        """Return the key as the recipe has it, for messages."""
+        return f"data.{name}"
+
+
+class MixedData(Data):
+    """One source of a mixture as a [data] section."""
+
+    number: int = 0  # position in data.sources, from 1
+
+    def key(self, name: str) -> str:
+        if name in Corpus.model_fields:
+            return f"data.sources[{self.number}].{name}"
+        return super().key(name)
+
+
+class Validation(Section):
+    """The loss on held-out documents."""
+
+    enable: bool = False
+    """Measure the loss on held-out documents."""
+
+    freq: int = Field(500, ge=1)
+    """Interval of validations in steps; there is one at the end, too."""
+
+    steps: int = Field(10, ge=1)
+    """Global batches per validation, the same ones each time."""
+
+
+class Metrics(Section):
+    """Logging during training; NO_COLOR=1 in the environment turns colours and the progress bar
+    off."""
+
+    log_freq: int = Field(10, ge=1)
+    """Interval in steps of entries in the log, metrics.jsonl and TensorBoard."""
+
+    enable_tensorboard: bool = True
+    """Write TensorBoard events to tb/."""
+
+    enable_wandb: bool = False
+    """Log to Weights & Biases, to the project WANDB_PROJECT. Needs pip install wandb."""
+
+    show_all_warnings: bool = False
+    """Show libraries' warnings unchanged on every rank; false: each once, without those known to be
+    harmless."""
+
+
+class Profiling(Section):
+    """Traces and memory snapshots."""
+
+    enable_profiling: bool = False
+    """Write torch.profiler traces to profile_traces/."""
+
+    profile_freq: int = Field(10, ge=3)
+    """Interval of traces in steps; its last step is traced."""
+
+    enable_memory_snapshot: bool = False
+    """Write snapshots of CUDA memory to memory_snapshots/, every profile_freq steps and on
+    out-of-memory."""
+
+
+class Comm(Section):
+    """Time limits and the flight recorder."""
+
+    init_timeout_seconds: int = Field(300, ge=1, le=365 * 86400)
+    """Limit in seconds before the first step is done, and while a checkpoint is written: a rank
+    that neither enters nor leaves a collective for this time hangs, and the run ends."""
+
+    compile_timeout_seconds: int = Field(900, ge=1, le=365 * 86400)
+    """The same limit in a first step or validation that compiles."""
+
+    train_timeout_seconds: int = Field(100, ge=1, le=365 * 86400)
+    """The same limit afterwards; a finished step or microbatch counts as progress, too."""
+
+    trace_buf_size: int = Field(2000, ge=0, le=2**20)
+    """Entries of the flight recorder, which shows where a run hangs; NCCL dumps it into
+    job.dump_folder on a timeout; 0: off, and collectives do not count as progress."""
+
+
+class Debug(Section):
+    """Settings to repeat a run exactly."""
+
+    seed: int = Field(0, ge=0, le=2**63 - 1)
+    """Seed of weights and data order."""
+
+    deterministic: bool = False
+    """Use deterministic kernels, and fail where there is none."""
+
+
+class Config(Section):
+    """A recipe with all its sections."""
+
+    job: Job = Job()
+    model: Model = Model()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    parallelism: Parallelism = Parallelism()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    float8: Float8 = Float8()
+    compile: Compile = Compile()
+    checkpoint: Checkpoint = Checkpoint()
+    data: Data = Data()
+    validation: Validation = Validation()
+    metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
+    comm: Comm = Comm()
+    debug: Debug = Debug()
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)  # of the keys that were set
+
+    @property
+    def total_steps(self) -> int:
+        """Length of the learning-rate schedule, in steps."""
+        total = self.lr_scheduler.total_steps
+        return self.training.steps if total == -1 else total
+
+    def origin(self, key: str) -> str:
+        """Return where the value of "section.key" is from: a recipe's path, "command line" or "default"."""
+        return self._origins.get(key, "default")
+
+    def was_set(self, key: str) -> bool:
+        """Return True if the recipe or the command line has the key "section.key"."""
+        return key in self._origins
+
+    def set_origins(self, origins: Mapping[str, str]) -> None:
+        """Note the origins of the keys that were set, by "section.key"."""
+        self._origins.update(origins)
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation  # type: ignore[misc]
+    for name, field in Config.model_fields.items()
+}
+KEYS: dict[str, FieldInfo] = {
+    f"{name}.{key}": field
+    for name, section in SECTIONS.items()
+    for key, field in section.model_fields.items()
+}
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Return {"training.steps": 1000, ...} for all keys."""
+    return {f"{name}.{key}": value for name, section in config for key, value in section}
+
+
+# The types of fields
+
+
+def kind_of(annotation: Any) -> type:
+    """Return bool, int, float, str, tuple or the class of a table."""
+    origin = get_origin(annotation)
+    if origin is Annotated or origin in (Union, UnionType):
+        return kind_of(get_args(annotation)[0])
+    if origin is Literal:
+        return type(get_args(annotation)[0])
+    return origin or annotation
+
+
+def table_of(annotation: Any) -> type[Section] | None:
+    """Return the class of a table, or of the tables of a list; None for other values."""
+    kind = kind_of(annotation)
+    if kind is tuple:
+        return table_of(get_args(annotation)[0])
+    return kind if issubclass(kind, Section) else None
+
+
+def choices_of(annotation: Any) -> tuple[str, ...]:
+    """Return the words that a key, or the entries of a list, may have; () if any."""
+    if get_origin(annotation) is Literal:
+        return tuple(word for word in get_args(annotation) if isinstance(word, str))
+    return tuple(word for part in get_args(annotation) for word in choices_of(part))
