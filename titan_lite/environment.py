@@ -15,6 +15,7 @@ from titan_lite.logging import log_ranks
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 WORLD = (*ALONE, "MASTER_ADDR", "MASTER_PORT")
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+LAST_PORT = 2**16 - 1
 
 
 def number(name: str, default: int) -> int:
@@ -35,11 +36,7 @@ def check_environment() -> tuple[int, int]:
     """Return (rank, number of ranks) of this process. Raises ConfigError with every wrong variable and its value."""
     missing = [name for name in WORLD if not os.environ.get(name)]
     if missing and all(os.environ.get(name) in (None, "", value) for name, value in ALONE.items()):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ.update(
-                ALONE, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1])
-            )
+        _run_alone()
         missing = []
     wrong = []
     if missing:
@@ -50,23 +47,12 @@ def check_environment() -> tuple[int, int]:
     values: dict[str, int] = {}
     for name in (*ALONE, "MASTER_PORT", *RESTARTS):
         text = os.environ.get(name) or "0"
-        values[name] = int(text) if _is_number(text) else -1
-        if values[name] == -1:
+        if _is_number(text):
+            values[name] = int(text)
+        else:
             wrong.append(f"{name}={text}: expected an integer at least 0")
-    if not wrong:
-        rank, world_size, local_rank, local_size, port = (
-            values[name] for name in WORLD if name != "MASTER_ADDR"
-        )
-        if not rank < world_size:
-            wrong.append(f"RANK={rank}: expected less than WORLD_SIZE={world_size}")
-        if not local_rank < local_size <= world_size:
-            wrong.append(
-                f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}: expected a rank below the number of ranks of this "
-                f"node, which is at most WORLD_SIZE={world_size}"
-            )
-        if not 0 < port < 2**16:
-            wrong.append(f"MASTER_PORT={port}: expected a port from 1 to {2**16 - 1}")
-    if values["WORLD_SIZE"] > 0:
+    wrong = wrong or _contradictions(values)
+    if values.get("WORLD_SIZE"):
         try:
             log_ranks(values["WORLD_SIZE"])
         except ValueError as error:
@@ -74,3 +60,29 @@ def check_environment() -> tuple[int, int]:
     if wrong:
         raise ConfigError(f"environment: {'; '.join(wrong)}")
     return values["RANK"], values["WORLD_SIZE"]
+
+
+def _run_alone() -> None:
+    """Set the variables of a process that no launcher has started, with a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(ALONE, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def _contradictions(values: dict[str, int]) -> list[str]:
+    """Return what is wrong with numbers that are each in range."""
+    wrong = []
+    world_size = values["WORLD_SIZE"]
+    local_rank = values["LOCAL_RANK"]
+    local_size = values["LOCAL_WORLD_SIZE"]
+    if not values["RANK"] < world_size:
+        wrong.append(f"RANK={values['RANK']}: expected less than WORLD_SIZE={world_size}")
+    if not local_rank < local_size <= world_size:
+        wrong.append(
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}: expected a rank below the number of ranks of this "
+            f"node, which is at most WORLD_SIZE={world_size}"
+        )
+    if not 0 < values["MASTER_PORT"] <= LAST_PORT:
+        wrong.append(f"MASTER_PORT={values['MASTER_PORT']}: expected a port from 1 to {LAST_PORT}")
+    return wrong

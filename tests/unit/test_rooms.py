@@ -99,7 +99,7 @@ ROOMS = {
     "faults": PART,
     "faults/signals": (),  # beside faults/exit_code
     "faults/exit_code": (),
-    "faults/restart": ("titan_lite.logging", "titan_lite.outside"),
+    "faults/restart": ("titan_lite.logging",),
     "faults/verdict": (),
     "metrics": (*PART, "titan_lite.manifest", "matplotlib", "tqdm", "wandb"),
     "metrics/records": ("titan_lite.config", "titan_lite.outside"),  # and no torch, as report

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan_lite.logging import logger
-from titan_lite.outside import BYTES, WORD, Damaged, read_json
 
 
 class RepeatedFault(RuntimeError):
@@ -24,12 +23,17 @@ class RepeatedFault(RuntimeError):
 
 
 class Restarts:
+    """The steps in which the attempts of a launch ended."""
+
     def __init__(self, dump_folder: Path):
         self.path = dump_folder / "restarts.json"
         self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-        self.writes = self.most and os.environ.get("RANK", "0") == "0"
-        self.steps: dict[str, int] = self._read() if self.attempt else {}
+        self.writes = self.most > 0 and os.environ.get("RANK", "0") == "0"
+        self.steps: dict[str, int] = {}
+        if self.attempt > 0:
+            with suppress(OSError, ValueError):  # no attempt has begun a step
+                self.steps = json.loads(self.path.read_text())
 
     def check(self) -> None:
         """Log how the attempt before ended. Raises RepeatedFault if the last two ended in the same step.
@@ -41,35 +45,29 @@ class Restarts:
                 self.path.unlink()
             return
         last = self.steps.get(str(self.attempt - 1))
+        place = "before its first step" if last is None else f"in step {last}"
         logger.info(
-            f"restart {self.attempt} of {self.most}: the attempt before ended "
-            + ("before its first step" if last is None else f"in step {last}"),
+            f"restart {self.attempt} of {self.most}: the attempt before ended {place}",
             extra={"event": "restart", "step": last or 0},
         )
         # An attempt that did not begin a step says nothing about the fault.
-        begun = [
-            self.steps[str(attempt)]
-            for attempt in range(self.attempt)
-            if str(attempt) in self.steps
-        ]
+        earlier = [self.steps.get(str(attempt)) for attempt in range(self.attempt)]
+        begun = [step for step in earlier if step is not None]
         if len(begun) > 1 and begun[-1] == begun[-2]:
             raise RepeatedFault(
                 f"step {begun[-1]} failed twice in a row, the second time after a restart, so there is no further one; "
                 "the cause is above"
             )
 
-    def _read(self) -> dict[str, int]:
-        with suppress(Damaged):
-            return read_json(self.path, {WORD: BYTES})
-        return {}  # no attempt has begun a step
-
     def begin(self, step: int) -> None:
-        if self.writes:
-            self.steps[str(self.attempt)] = step
-            new = self.path.with_name("restarts.json.new")
-            with suppress(OSError):  # the run goes on with a full disk
-                new.write_text(json.dumps(self.steps) + "\n")
-                new.replace(self.path)
+        """Record that a step begins."""
+        if not self.writes:
+            return
+        self.steps[str(self.attempt)] = step
+        new = self.path.with_name("restarts.json.new")
+        with suppress(OSError):  # the run goes on with a full disk
+            new.write_text(json.dumps(self.steps) + "\n")
+            new.replace(self.path)
 
 
 def again() -> str:
@@ -78,7 +76,8 @@ def again() -> str:
         return command  # set by ./run_train.sh
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join(sys.orig_argv)
-    world_size, local_size = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    world_size = int(os.environ["WORLD_SIZE"])
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = f"--nnodes {world_size // local_size} ... " if world_size > local_size else ""
     program = shlex.join([word for word in sys.orig_argv[1:] if word != "-u"])
     return f"torchrun {nodes}--nproc-per-node {local_size} {program}"
