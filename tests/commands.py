@@ -26,7 +26,8 @@ from titan_lite import start
 from titan_lite.faults.exit_code import end_with
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as start.py sets it for restarts
 start.listen()
-end_with(lambda: start.launch(sys.argv[1:]))
+restarts = sys.argv[1 + sys.argv.index("--max-restarts")]
+end_with(lambda: start.launch(sys.argv[1:], may_restart=restarts != "0"))
 """
 Done = subprocess.CompletedProcess  # of which stdout has both streams
 

@@ -21,7 +21,7 @@ import sys
 import time
 
 from titan_lite.compiler import stage
-from titan_lite.faults.signals import end_with
+from titan_lite.faults.exit_code import end_with
 from titan_lite.train import main
 
 FAULT = json.loads(os.environ["FAULT"])

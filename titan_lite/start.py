@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,9 +31,9 @@ from titan_lite.faults.signals import LAUNCHER, STOPPING, tell
 
 NUMA_NODES = "/sys/devices/system/node"
 SAVE_LIMIT = 3600  # seconds from a signal until ranks that have not ended are killed; a hang ends them before
-NODES_LIMIT = (
-    20  # seconds for the launchers of other nodes to answer, once all ranks here have ended
-)
+# Seconds for the launchers of other nodes to answer, once all ranks here have ended
+NODES_LIMIT = 20
+RESTART_LIMIT = 600  # where ranks may start again: the time of torchrun, too
 VARIABLES = {  # name: (pattern, meaning)
     "OMP_NUM_THREADS": ("[1-9][0-9]{0,5}", "a number of threads, such as OMP_NUM_THREADS=1"),
     "NGPU": ("[1-9][0-9]{0,5}", "the number of processes, at least 1, such as NGPU=2"),
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code.WRONG_INPUT
-    return launch(options)
+    return launch(options, may_restart=int(os.environ.get("MAX_RESTARTS") or 0) > 0)
 
 
 def launcher_options(arguments: Sequence[str]) -> list[str]:
@@ -234,7 +235,7 @@ def pass_signal_on() -> None:
     _thread.interrupt_main(number)  # runs the signal's handler in the main thread
 
 
-def launch(options: Sequence[str]) -> int:
+def launch(options: Sequence[str], *, may_restart: bool) -> int:
     """Run torchrun with these arguments, and return the exit code of the run."""
     # Imports that take seconds
     from torch.distributed import DistError, run
@@ -245,7 +246,9 @@ def launch(options: Sequence[str]) -> int:
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_LIMIT))  # torch >= 2.12
     exit_code.expect()
-    threading.Thread(target=leave_other_nodes, name="nodes", daemon=True).start()
+    if sys.platform == "linux":
+        args = (may_restart,)
+        threading.Thread(target=leave_other_nodes, args=args, name="nodes", daemon=True).start()
     handled = ",".join(number.name for number in (*STOPPING, signal.SIGQUIT))
     error: Exception | None = None
     try:
@@ -272,38 +275,46 @@ def launch(options: Sequence[str]) -> int:
 
 def describe_failures(codes: Mapping[int, int]) -> str:
     """Return {0: 1, 1: -9}, exit codes by rank, as "rank 1 was killed by SIGKILL; rank 0 ended with exit code 1"."""
-    words = {}
-    for rank, code in codes.items():
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
-        words[rank] = f"rank {rank} {how}"
-    return "; ".join(
-        words[rank] for rank in sorted(words, key=lambda rank: (codes[rank] > 0, rank))
-    )
+    killed = []
+    failed = []
+    for rank, code in sorted(codes.items()):
+        if code < 0:
+            killed.append(f"rank {rank} was killed by {signal.Signals(-code).name}")
+        else:
+            failed.append(f"rank {rank} ended with exit code {code}")
+    return "; ".join(killed + failed)
 
 
-def leave_other_nodes() -> NoReturn:
-    """Run in a thread: end this process if the run has ended here, and the launchers of other nodes do not answer.
+def leave_other_nodes(may_restart: bool) -> NoReturn:
+    """Run in a thread: end this process if its ranks have ended badly, and the launchers of other nodes do not answer.
 
-    torchrun would wait 300 s for a launcher that was killed.
+    torchrun would wait for many minutes after a cut cable, and for 300 s for a launcher that was killed.
     """
     waited = 0
-    while waited < NODES_LIMIT:
+    started = False
+    while True:
         time.sleep(1)
-        over = exit_code.recorded() in exit_code.ENDINGS and not has_children()
-        waited = waited + 1 if over else 0
+        code = exit_code.recorded()
+        running = ranks_run()
+        started = started or running
+        waited = 0 if running or not started or code == exit_code.TRAINED else waited + 1
+        limit = RESTART_LIMIT if may_restart and code not in exit_code.ENDINGS else NODES_LIMIT
+        if waited > limit:
+            break
+    if code not in exit_code.ENDINGS:
+        tell(
+            f"error: the ranks here have failed, and the other nodes are not reached for {limit} s"
+        )
     os._exit(exit_code.taken() or exit_code.FAILED)
 
 
-def has_children() -> bool:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
+def ranks_run() -> bool:
+    """Return True if a process that the main thread has started has not ended. torchrun need not have noticed its end."""
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        with suppress(ChildProcessError):
+            if os.waitid(os.P_PID, int(pid), os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return True
+    return False
 
 
 if __name__ == "__main__":

@@ -298,8 +298,12 @@ def test_a_job_whose_time_is_nearly_over_is_requeued(alone, cluster, tmp_path):
     job = cluster.sbatch(tmp_path / "job", *slow, slurm=["--time=1", "--signal=USR1@50"])
     until(lambda: "back into the queue" in job.output, job.told, 180)
     until(lambda: job["Restarts"] == "1" and job["JobState"] == "PENDING", job.told)
-    assert "SIGUSR1 received by" in job.output
-    assert saved_steps(job.folder / "run")
+    # Where the machine is slow, the time is nearly over before the first step.
+    assert (
+        saved_steps(job.folder / "run")
+        if "SIGUSR1 received by" in job.output
+        else ("SIGUSR1: stopped at the start, with nothing to save" in job.output)
+    )
     cluster.run("scancel", job.number)
 
 

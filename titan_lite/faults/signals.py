@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from types import FrameType
 
@@ -70,6 +71,8 @@ def _note(number: int, frame: FrameType | None = None) -> None:
     """Note the first signal, or end a process that is starting."""
     global _received
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    if _launcher and number == signal.SIGTERM:
+        time.sleep(0.05)  # the kernel may send it a moment before this thread has another parent
     name = LOST if _launcher and os.getppid() != _launcher else signal.Signals(number).name
     with _deciding:
         if _starting:
