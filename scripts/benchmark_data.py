@@ -32,14 +32,14 @@ import numpy as np
 import torch
 
 from titan_lite.config import Data
-from titan_lite.data.dataset import StdlibSource
+from titan_lite.data.dataset import build_source
 from titan_lite.data.loader import build_loader
-from titan_lite.data.prepare import prepare
-from titan_lite.data.prepared import FORMAT, read_manifest
+from titan_lite.data.prepare import prepare, save, write_description
+from titan_lite.data.prepared import BOTH_SPLITS
 from titan_lite.data.tokenizer import TiktokenTokenizer, load_tokenizer
-from titan_lite.manifest import NAME, digest, write_sealed
 
 ROOT = Path(__file__).parents[1]
+DOCUMENTS_PER_PIECE = 300  # of a synthetic corpus: about 1 MiB of text
 Variant = Callable[[], float]  # runs once; tokens a second, or seconds
 
 
@@ -60,7 +60,7 @@ def tokens_per_second(batches: Iterator[Any], options: argparse.Namespace, token
 
 def tokenize(options: argparse.Namespace, folder: Path) -> None:
     tokenizer = load_tokenizer(options.tokenizer)
-    source = StdlibSource(Data(), "train", seed=0)
+    source = build_source(Data(), split="train", seed=0)
     texts, characters = [], 0
     for _, text in source.documents(0, lambda ordinal: True):
         texts += [text[at : at + 4000] for at in range(0, len(text), 4000)]  # as long as web pages
@@ -130,61 +130,81 @@ def tokenize(options: argparse.Namespace, folder: Path) -> None:
     show(title, "tokens/s", measured(variants, options.rounds), options)
 
 
+class NoTokenizer:
+    """What a folder of random ids was made by."""
+
+    vocab_size = 128_256
+    sha256 = "0" * 64
+
+
 def synthetic(folder: Path, tokens: int, mean: int) -> Path:
     """A prepared corpus of random ids, its documents as long as web pages are: log-normal, of this mean."""
+    import datasets
+
+    datasets.disable_progress_bars()
     rng = np.random.default_rng(0)
     lengths = np.maximum(
         2, rng.lognormal(np.log(mean) - 0.5, 1.0, size=tokens // mean).astype(np.int64)
     )
     path = folder / f"synthetic-{mean}"
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for row, length in enumerate(lengths):
+            ids = rng.integers(0, 128_000, size=length, dtype=np.uint32)
+            ids[0], ids[-1] = 128_000, 128_001
+            yield {"name": str(row), "size": 4 * length, "tokens": ids}
+
+    features = datasets.Features(
+        name=datasets.Value("string"),
+        size=datasets.Value("int64"),
+        tokens=datasets.LargeList(datasets.Value("uint32")),
+    )
+    table = datasets.Dataset.from_generator(
+        rows, features=features, cache_dir=str(folder / "cache"), fingerprint=path.name
+    )
     path.mkdir()
-    files: dict[str, Any] = {}
-    shards = []
-    for number, some in enumerate(np.array_split(lengths, 4)):
-        name = f"train-{number:05d}"
-        ends = np.concatenate([[0], np.cumsum(some)])
-        ids = rng.integers(0, 128_000, size=ends[-1], dtype=np.uint32)
-        ids[ends[:-1]], ids[ends[1:] - 1] = 128_000, 128_001
-        ids.tofile(path / f"{name}.tokens")
-        ends.astype("<u8").tofile(path / f"{name}.documents")
-        files |= {
-            f"{name}.{suffix}": digest(path / f"{name}.{suffix}")
-            for suffix in ("tokens", "documents")
-        }
-        shards.append({"name": name, "documents": len(some), "tokens": int(ends[-1])})
-    data = {"dataset": "local", "validation_fraction": 0.0}
-    nobody = "0" * 64  # the hash of a tokenizer and of documents that there are not
-    about = {
-        "format": FORMAT,
-        "tokenizer": nobody,
-        "vocab_size": 128_256,
-        "dtype": "uint32",
-        "data": data,
-        "documents": nobody,
-    }
-    described = {
-        **about,
-        "shard_tokens": 0,
-        "splits": {"train": shards, "validation": []},
-        "bad": [],
-        "files": files,
-    }
-    write_sealed(path / NAME, described)
+    described = save(table, path / BOTH_SPLITS)
+    per_piece = DOCUMENTS_PER_PIECE
+    counts = [min(per_piece, len(lengths) - at) for at in range(0, len(lengths), per_piece)]
+    described["piece_documents"] = counts
+    described["piece_sizes"] = [count * mean * 4 for count in counts]
+    source = {"dataset": "local", "path": "", "text_field": "text"}
+    write_description(path, NoTokenizer(), {BOTH_SPLITS: described}, source)
     return path
+
+
+def memory_mapped(path: Path) -> list[np.memmap]:
+    """The tokens of a prepared corpus alone, one document after the other, as other readers have them."""
+    import datasets
+
+    table = datasets.load_from_disk(str(path / BOTH_SPLITS)).data
+    shards = []
+    for number, chunks in enumerate(np.array_split(np.arange(table["tokens"].num_chunks), 4)):
+        file = path.with_name(f"{path.name}-{number}.tokens")
+        parts = [table["tokens"].chunk(int(chunk)) for chunk in chunks]
+        np.concatenate([part.flatten().to_numpy() for part in parts]).tofile(file)
+        ends = np.cumsum([0, *(n for part in parts for n in np.diff(part.offsets.to_numpy()))])
+        ends.astype("<u8").tofile(file.with_suffix(".documents"))
+        shards.append(np.memmap(file, dtype=np.uint32, mode="r"))
+    return shards
 
 
 def read(options: argparse.Namespace, folder: Path) -> None:
     for mean in options.mean_document:
         path = synthetic(folder, options.tokens, mean)
-        names = [shard["name"] for shard in read_manifest(path)["splits"]["train"]]
-        shards = [np.memmap(path / f"{name}.tokens", dtype=np.uint32, mode="r") for name in names]
+        shards = memory_mapped(path)
         variants = {
             "random windows of one np.memmap, as nanoGPT reads": lambda s=shards: windows(
                 s, options
             )
         }
         for num_workers in (0, 1):
-            data = Data(dataset="prepared", path=str(path), num_workers=num_workers)
+            data = Data(
+                dataset="prepared",
+                path=str(path),
+                num_workers=num_workers,
+                validation_fraction=0.0,
+            )
             variants[f"Loader, prepared, num_workers = {num_workers}"] = lambda d=data: (
                 tokens_per_second(loader(d, None, options), options, options.tokens)
             )
@@ -193,7 +213,7 @@ def read(options: argparse.Namespace, folder: Path) -> None:
         )
         if importlib.util.find_spec("litdata"):
             variants["litdata StreamingDataset with TokensLoader, one worker"] = lit(
-                path, names, folder / f"lit-{mean}", options
+                shards, folder / f"lit-{mean}", options
             )
         else:
             print("litdata is not installed: left out", file=sys.stderr)
@@ -261,12 +281,12 @@ def lit_documents(shard: str) -> Iterator[torch.Tensor]:
         yield torch.from_numpy(document)
 
 
-def lit(path: Path, names: list[str], target: Path, options: argparse.Namespace) -> Variant:
+def lit(corpus: list[np.memmap], target: Path, options: argparse.Namespace) -> Variant:
     """Their chunks of tokens, made of the same documents; blocks of seq_len + 1, shuffled."""
     import litdata
 
     loader = litdata.TokensLoader(block_size=options.seq_len + 1)
-    shards = [str(path / name) for name in names]
+    shards = [str(Path(shard.filename).with_suffix("")) for shard in corpus]
     with redirect_stdout(sys.stderr):
         litdata.optimize(
             lit_documents,

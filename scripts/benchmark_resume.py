@@ -20,7 +20,7 @@ from typing import Any
 from benchmark_data import synthetic
 
 from titan_lite.config import Data
-from titan_lite.data.dataset import StdlibSource, build_source
+from titan_lite.data.dataset import build_source
 
 FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "txt")
 FILES = 8
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    source = StdlibSource(Data(validation_fraction=0.0), "train", seed=0)
+    source = build_source(Data(validation_fraction=0.0), split="train", seed=0)
     texts, size = [], 0
     for ordinal, text in source.documents(0, lambda ordinal: True):
         for at in range(0, len(text), 4000):

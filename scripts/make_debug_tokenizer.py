@@ -13,7 +13,7 @@ import itertools
 from pathlib import Path
 
 from titan_lite.config import Data
-from titan_lite.data.dataset import StdlibSource
+from titan_lite.data.dataset import build_source
 from titan_lite.data.tokenizer import PATTERN, load_tokenizer
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1792)
     arguments = parser.parse_args()
 
-    source = StdlibSource(Data(shuffle=False), "train", seed=0)
+    source = build_source(Data(shuffle=False), split="train", seed=0)
     documents = source.documents(0, lambda ordinal: True)
     texts = [text for _, text in itertools.islice(documents, len(source.names))]
     tokens = train(texts, arguments.ranks)

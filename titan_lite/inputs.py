@@ -5,7 +5,7 @@ tokenizer = check_inputs(config, make_layout(config, world_size=8))
 
 from titan_lite.config import Config, ConfigError
 from titan_lite.data.dataset import check_data
-from titan_lite.data.prepared import SPLITS, PreparedSource, check_prepared
+from titan_lite.data.prepared import check_prepared
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.layout import Layout
 
@@ -22,6 +22,4 @@ def check_inputs(config: Config, layout: Layout) -> Tokenizer:
     for _, part in config.data.mixture():
         if part.dataset == "prepared":
             check_prepared(part, tokenizer.sha256, tokenizer.vocab_size)
-            for split in SPLITS if config.validation.enable else SPLITS[:1]:
-                PreparedSource(part, split, seed=0)
     return tokenizer

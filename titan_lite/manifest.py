@@ -1,6 +1,5 @@
 """Write files and folders that are complete or absent, and manifests: JSON with the size and SHA-256 of each file of a folder.
 
-write_whole(folder / "progress.json", text)                 # one file
 publish(unfinished, folder)                                 # a folder that was filled under another name
 write_sealed(folder / NAME, {"files": {...}, ...})
 content = read_sealed(folder, {"files": FILES, ...})       # raises Damaged: it was altered, or has another form
@@ -53,13 +52,6 @@ def publish(unfinished: Path, path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
     sync(path)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write or replace a file atomically; until then it is called NAME.new."""
-    unfinished = path.with_name(f"{path.name}.new")
-    unfinished.write_text(text, encoding="utf-8")
-    publish(unfinished, path)
 
 
 def digest(path: Path, beat: Callable[[], None] = lambda: None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Run:
     quick: bool = False
 
 
-PREPARE = "python -m titan_lite.data.prepare"
+PREPARE = "titan-lite prepare"
 BOOKS = "prepared/books --data.dataset local --data.path 'books/*.jsonl'"
 PLANNER = "python -m titan_lite.plan"
 RECIPE = {"RECIPE": "train_configs/debug_model.toml"}
@@ -77,7 +77,8 @@ HERE = {
         {"--nproc-per-node 8": "--nproc-per-node 2"},
     ),
     f"{PREPARE} train_configs/llama3_8b.toml {BOOKS}": Run(
-        "train: 189 documents", "--model.tokenizer_path assets/tokenizer/debug.model --workers 1"
+        "documents: 200 documents",
+        "--model.tokenizer_path assets/tokenizer/debug.model --workers 1",
     ),
     "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --data.dataset prepared --data.path prepared/books": Run(
         "done: step 1",

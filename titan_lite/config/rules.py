@@ -171,7 +171,7 @@ def documents_can_be_found(config: Config) -> Iterator[str]:
 def validation_has_documents(config: Config) -> Iterator[str]:
     if not config.validation.enable or config.data.validation_fraction > 0:
         return
-    if any(source.dataset not in ("c4", "prepared") for _, source in config.data.mixture()):
+    if any(source.dataset != "c4" for _, source in config.data.mixture()):
         fix = "use data.validation_fraction = 0.05, or validation.enable = false"
         yield _wrong(config, "validation.enable", f" needs held-out documents; {fix}")
 

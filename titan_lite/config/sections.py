@@ -470,7 +470,7 @@ class Corpus(Section):
     ) = "stdlib"
     """stdlib: documentation and sources of the running Python; local: files at path; owner/name: a
     dataset of the Hugging Face hub, streamed; c4: allenai/c4 in English, with its own validation
-    split; prepared: tokens that titan_lite.data.prepare wrote to path."""
+    split; prepared: tokens that titan-lite prepare wrote to path."""
 
     path: RecipePath = ""
     """File, folder or glob, on disk or at a URL, of txt, jsonl, json, csv (these plain or

@@ -49,7 +49,7 @@ from torchdata.stateful_dataloader.stateful_dataloader import _StatefulMultiProc
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy, SkippedDocuments
-from titan_lite.data.dataset import Source, Split, amount, build_source
+from titan_lite.data.dataset import Source, Split, build_source
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.logging import logger
 
@@ -406,11 +406,11 @@ class Loader:
         data, sources = self._dataset.data, self._dataset.sources
         if not data.sources:
             return [
-                f"data: {data.dataset}{f' ({data.path})' if data.path else ''}, {amount(sources[0])}"
+                f"data: {data.dataset}{f' ({data.path})' if data.path else ''}, {sources[0].amount}"
             ]
         parts = zip(data.source_names(), data.mixture(), sources, strict=True)
         return [
-            f"source {name}: {100 * share:.3g}% of the tokens; {amount(source)}"
+            f"source {name}: {100 * share:.3g}% of the tokens; {source.amount}"
             for name, (share, _), source in parts
         ]
 

@@ -12,7 +12,6 @@ from titan_lite.data import files
 from titan_lite.data.dataset import (
     EPOCH,
     GROUP,
-    StdlibSource,
     build_source,
     check_data,
     fingerprint,
@@ -52,13 +51,13 @@ def write_jsonl(path, texts, field="text"):
 
 def test_stdlib_is_split_without_overlap_and_by_name():
     train, held_out = (
-        StdlibSource(Data(), split, seed=0).names for split in ("train", "validation")
+        build_source(Data(), split=split, seed=0).names for split in ("train", "validation")
     )
-    everything = StdlibSource(Data(validation_fraction=0.0), "train", seed=0).names
+    everything = build_source(Data(validation_fraction=0.0), split="train", seed=0).names
     assert sorted(train + held_out) == everything
     assert not set(train) & set(held_out)
     assert 0.02 < len(held_out) / len(everything) < 0.1
-    larger = StdlibSource(Data(validation_fraction=0.2), "validation", seed=0).names
+    larger = build_source(Data(validation_fraction=0.2), split="validation", seed=0).names
     assert set(held_out) < set(larger)  # raising the fraction moves documents one way only
     assert "argparse.py" in everything
     assert "topics/for" in everything
@@ -68,21 +67,25 @@ def test_stdlib_is_split_without_overlap_and_by_name():
 
 
 def test_stdlib_order_belongs_to_seed_and_epoch():
-    source = StdlibSource(Data(), "train", seed=1)
+    source = build_source(Data(), split="train", seed=1)
     count = len(source.names)
     first, second = (read(source, epoch * count, count) for epoch in (0, 1))
     assert [ordinal for ordinal, _ in first + second] == list(range(2 * count))
     texts = [text for _, text in first]
     assert texts != [text for _, text in second]
     assert sorted(texts) == sorted(text for _, text in second)
-    assert texts == [text for _, text in read(StdlibSource(Data(), "train", seed=1), 0, count)]
-    assert texts != [text for _, text in read(StdlibSource(Data(), "train", seed=2), 0, count)]
-    plain = StdlibSource(Data(shuffle=False), "train", seed=1)
+    assert texts == [
+        text for _, text in read(build_source(Data(), split="train", seed=1), 0, count)
+    ]
+    assert texts != [
+        text for _, text in read(build_source(Data(), split="train", seed=2), 0, count)
+    ]
+    plain = build_source(Data(shuffle=False), split="train", seed=1)
     assert [text for _, text in read(plain, 0, 5)] == [text for _, text in read(plain, count, 5)]
 
 
 def test_stdlib_starts_anywhere_and_reads_only_what_is_wanted(monkeypatch):
-    source = StdlibSource(Data(), "train", seed=0)
+    source = build_source(Data(), split="train", seed=0)
     count = len(source.names)
     everything = dict(read(source, 0, 2 * count))
     opened = []
