@@ -372,10 +372,6 @@ class Trainer:
         tokens = torch.stack([counted(label) for _, label, _ in batches]).sum()
         sum_over_tokens(tokens, self.mesh)
         self.observe("forward", self)
-        self.between.begin(
-            self.step,
-            1 if self.layout.gathers_once else len(batches) * self.layout.pipeline.microbatches,
-        )
         loss = self.forward_backward(batches, tokens)
         self.between.reduce(self.step)
         self.observe("backward", self)

@@ -169,8 +169,6 @@ class Step:
             parameter.grad = as_shard_of(
                 parameter, self.model.eager.reduce(gradient, plan, parameter.dtype)
             )
-            if self.model.added is not None:
-                self.model.added(parameter)
         assert self.added[plan.fqn] <= self.microbatches
 
     def take_part(self, plan: GatherPlan, gradient: Tensor, copy: bool) -> None:
@@ -250,18 +248,15 @@ def gradient_leaves(root: nn.Module) -> list[Tensor]:
 
 
 def fold_gradients(root: nn.Module) -> None:
-    """Do what hooks do, after a backward that ran none: within `gathered_for_step` add each `.grad` to the sums in reduce_dtype,
-    else tell powersgd.py."""
+    """Add each `.grad` to the sums in reduce_dtype, as hooks do, after a backward within `gathered_for_step` that ran none."""
     model = model_of(root)
-    for (parameter, plan), leaf in zip(model.plans.items(), gradient_leaves(root), strict=True):
-        if plan.fqn in model.gathered and leaf.grad is not None and model.step is not None:
+    for plan, leaf in zip(model.plans.values(), gradient_leaves(root), strict=True):
+        if plan.fqn not in model.gathered or leaf.grad is None:
+            continue
+        if model.step is not None:
             model.step.add(plan, leaf)
-        elif (
-            plan.fqn in model.gathered and leaf.grad is not None and leaf.dtype != plan.reduce_dtype
-        ):
+        elif leaf.dtype != plan.reduce_dtype:
             _fold(model.sums, plan, leaf)
-        elif not model.gathered and model.added is not None:
-            model.added(parameter)
 
 
 def _sum_in_reduce_dtype(root: nn.Module) -> None:

@@ -126,11 +126,6 @@ class Rows(AsyncCollectiveTensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def is_in_flight(gradient: Tensor) -> bool:
-    """Return True for rows of a gradient that a use would wait for."""
-    return isinstance(gradient, Rows) and gradient.future.adding is not None
-
-
 class Eager:
     """State shared by all reads of one model's weights.
 

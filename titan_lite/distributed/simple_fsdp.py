@@ -21,7 +21,7 @@ Gradients are *summed* over ranks: the loss is already divided by the number of 
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -92,8 +92,6 @@ class _Model:
         self.plans: dict[
             nn.Parameter, GatherPlan
         ] = {}  # one entry for tied weights; parameters hash by identity
-        # Called with a parameter after a backward has added to its gradient without running the parameter's hooks (powersgd.py)
-        self.added: Callable[[nn.Parameter], None] | None = None
         self.eager = Eager(self.plans, self.scales)
         # Within `gathered_for_step` alone: unsharded weights by FQN, their stand-ins in autograd (of float8 weights), and sums of
         # their gradients if these have another dtype.

@@ -4,7 +4,6 @@ figures_of(graph, machine, fused=True, axes=axes_of(mesh))       # {"compute": 0
 round_figures(plans, machine, axes, under={})                    # the parameters' collectives once per step
 """
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -157,56 +156,30 @@ def shares_of_blocks(plans: Plans) -> dict[str, float]:
     return {block: size / (sum(sizes.values()) or 1) for block, size in sizes.items()}
 
 
-def copies_figures(
-    plans: Plans, machine: Machine, axes: Axes, parallelism: Parallelism, under: float
-) -> Figures:
-    """Return `copies.` figures of sums over copies (distributed/powersgd.py): two collectives of a block's factors, one of all
-    other gradients, and the products, which read and write shards more than they compute.
-
-    under: seconds of the last backward in which no other collective is in flight; 0 for a compiled model that gathers in
-    each microbatch. Each block has a share of them. A block's P hides under the first share after its gradients have arrived, and
-    its Q under the next one. The rest is exposed, as are both where no such share is left, the other gradients and the products.
+def copies_figures(plans: Plans, machine: Machine, axes: Axes, parallelism: Parallelism) -> Figures:
+    """Return `copies.` figures of sums over copies after backward (distributed/powersgd.py), which nothing hides: a collective of
+    all P, one of all Q and one of all other gradients, and the products, which read and write shards more than they compute.
     """
     figures: Figures = defaultdict(float)
     if parallelism.replicate_compression == "none":
         return figures
     ranks = next(ranks for ranks, axis in axes.items() if axis == "dp_replicate")
-    last, blocks, whole = (
-        last_block(plan.fqn for plan in plans.values()),
-        defaultdict[str, list[tuple[int, int]]](list),
-        0,
-    )
+    axis = axis_along(ranks, axes, True)
+    whole = ps = qs = 0.0  # bytes
     for plan in plans.values():
         numbers = plan.chunk * math.prod(plan.row_shape)
-        if (factors := factors_of(plan, parallelism)) is None:
+        factors = factors_of(plan, parallelism)
+        if factors is None:
             whole += numbers * plan.reduce_dtype.itemsize
             continue
-        blocks[block_of(plan.fqn, last)].append(factors)
+        ps += 4 * factors[0]
+        qs += 4 * factors[1]
         operations = 8.0 * parallelism.replicate_rank * numbers
         figures["matmul"] += operations
         figures["compute"] += max(
             machine.memory_traffic(4 * PASSES * numbers), operations / machine.flops(torch.float32)
         )
-    shares = shares_of_blocks(plans)
-    spare = [under * share for share in reversed(shares.values())] + [0.0] * 3
-    arriving = (
-        2 if any(plan.shard_degree > 1 for plan in plans.values()) else 1
-    )  # blocks from its own until its gradients arrive
-    add = functools.partial(
-        _add_collective,
-        figures,
-        axis_along(ranks, axes, True),
-        "all_reduce",
-        ranks=ranks,
-        machine=machine,
-    )
-    for place, block in enumerate(reversed(shares)):
-        for at, sizes in enumerate(
-            zip(*blocks[block], strict=True), place + arriving
-        ):  # of P, then of Q
-            seconds = machine.collective("all_reduce", 4.0 * sum(sizes), ranks)
-            add(4.0 * sum(sizes), exposed=max(0.0, seconds - spare[at]))
-            spare[at] = max(0.0, spare[at] - seconds)
-    if whole:
-        add(whole)
+    for nbytes in (ps, qs, whole):
+        if nbytes:
+            _add_collective(figures, axis, "all_reduce", nbytes, ranks, machine)
     return {f"copies.{key}": value for key, value in figures.items()}

@@ -110,20 +110,16 @@ def replay(
     )
     actions = computations(order_of(layout.config.parallelism, layout.pipeline)[rank])
     run.start(machine)
-    eager = not layout.config.compile.compiles("model")
     for _ in range(2):
         run.gather()
-        for left in reversed(
-            range(min(2, layout.accumulation))
-        ):  # in a second local batch, gradients of the first exist
+        # in a second local batch, gradients of the first exist
+        for _ in range(min(2, layout.accumulation)):
             for kind, stage, microbatch in actions:
-                ends = eager and not left and microbatch in (None, layout.pipeline.microbatches - 1)
                 for graph in GRAPHS[:2] if kind == "F" else GRAPHS[2:] if kind in "BI" else ():
-                    run.graph(stage, graph, microbatch, ends)
+                    run.graph(stage, graph, microbatch)
         run.reduce()
         run.now = "summing over copies"
-        for stage in run.stages:
-            run.compress(stage)
+        run.compress()
         run.update()
     return run
 
@@ -149,7 +145,6 @@ class Replay:
         self.copies = layout.config.compile.compiles("model")
         self.weights = [weight for stage in stages.values() for weight in stage.weights]
         self.errors: list[Held] = []  # of this step
-        self.lacking: dict[int, list[Weight]] = {}  # weights without such an error yet, by stage
 
     def make(self, row: str, nbytes: float) -> Held:
         block = self.allocator.malloc(int(nbytes))
@@ -189,8 +184,8 @@ class Replay:
                     HOPPER_WORKSPACE if machine.name.startswith("H") else WORKSPACE,
                 )
 
-    def graph(self, number: int, name: str, microbatch: int | None, compresses: bool) -> None:
-        """Run a graph of a microbatch. compresses: errors between copies are made in its backward."""
+    def graph(self, number: int, name: str, microbatch: int | None) -> None:
+        """Run a graph of a microbatch."""
         tape = self.stages[number].tape
         self.now = WORDS[name]
         held = self.tensors.setdefault((number, microbatch), [("", None)] * len(tape.sizes))
@@ -199,8 +194,6 @@ class Replay:
                 held[event] = self.make(tape.rows[event], tape.sizes[event])
             elif ~event < len(tape.elements):
                 self.add(number, ~event, held[~event])
-                if compresses:
-                    self.compress(number, tape.elements[~event])
             else:
                 self.end(held[~event])
 
@@ -220,10 +213,6 @@ class Replay:
     def gather(self) -> None:
         """Gather the weights for the step, IN_FLIGHT buckets at once (distributed/accumulation.py)."""
         self.now = "gathering weights"
-        self.lacking = {
-            key: [weight for weight in stage.weights if any(weight.factors)]
-            for key, stage in self.stages.items()
-        }
         for stage in self.stages.values() if self.layout.gathers_once else ():
             under_way: list[tuple[Held, Held, list[Weight]]] = []
             # a weight that is not sharded, of the same dtype, is no copy
@@ -296,15 +285,11 @@ class Replay:
         while self.wholes:
             self.end(self.wholes.pop())
 
-    def compress(self, number: int, elements: int = 0) -> None:
-        """Make errors of this step, which the update chooses or drops (distributed/powersgd.py): that of a gradient of so many
-        elements, or all that are left."""
-        weights = [
-            weight for weight in self.lacking[number] if elements in (0, weight.held, weight.whole)
-        ]
-        for weight in weights[: 1 if elements else None]:
-            self.lacking[number].remove(weight)
-            self.errors.append(self.make(ERRORS, 4 * weight.held))
+    def compress(self) -> None:
+        """Make the errors of this step, which the update chooses or drops (distributed/powersgd.py)."""
+        for weight in self.weights:
+            if any(weight.factors):
+                self.errors.append(self.make(ERRORS, 4 * weight.held))
 
     def update(self) -> None:
         """Make the optimizer's state in the first step, and free the gradients. Norms and fused updates need no memory."""

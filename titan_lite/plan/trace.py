@@ -300,14 +300,7 @@ def trace_stage(
         figures = held | (round_figures(plans, machine, axes, under) if layout.gathers_once else {})
         for name, (each, _) in graphs.items():
             figures |= {f"{name}.{key}": value for key, value in each[number].items()}
-        travels = ("backward.communication.", "reduce.communication.")
-        alone = under.get("backward", 0.0) - sum(
-            value for key, value in figures.items() if key.startswith(travels)
-        )
-        copies_under = (
-            max(0.0, alone) if passes.priced_as == "eager" or passes.gathers_once else 0.0
-        )
-        figures |= copies_figures(plans, machine, axes, config.parallelism, copies_under)
+        figures |= copies_figures(plans, machine, axes, config.parallelism)
         found.append(figures)
     in_order = sorted(graphs, key=GRAPHS.index)
     timelines = [dataclasses.replace(graphs[name][1], graph=name) for name in in_order]

@@ -11,7 +11,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from titan_lite.compiler.hardware import GIB
-from titan_lite.config import Compile, Optimizer
+from titan_lite.config import Optimizer
 from titan_lite.optimizer.state import AT_ONCE as WHOLES
 from titan_lite.optimizer.state import numbers_in
 from titan_lite.plan import memory as module
@@ -117,18 +117,18 @@ def test_shampoos_state_is_that_of_the_owner_with_most():
     )
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_errors_between_copies_are_made_in_the_last_backward_of_eager_mode_and_after_a_compiled_one(
-    compiled,
-):
+def test_errors_between_copies_are_made_after_backward():
     mine = layout(accumulation=2)
-    mine = dataclasses.replace(mine, config=mine.config.replace(compile=Compile(enable=compiled)))
-    small = stage(
-        [dataclasses.replace(WEIGHT, factors=(256, 512))], forward=[1], backward=[2, 0, ~0, ~1, ~2]
-    )
+    weights = [dataclasses.replace(WEIGHT, factors=(256, 512))]
+    small = stage(weights, forward=[1], backward=[2, 0, ~0, ~1, ~2])
     found = memory_of(mine, [small], CPU)
     assert found.moment == "backward"  # with the error of the step before, and Q
-    assert found.rows["errors between copies"] == (4 if compiled else 8) * MIB + 4 * 512
+    assert found.rows["errors between copies"] == 4 * MIB + 4 * 512
+    small = stage(weights, forward=[1, ~1], backward=[0, ~0])
+    small.tape.sizes[1] = 0
+    found = memory_of(mine, [small], CPU)
+    assert found.moment == "summing over copies"
+    assert found.rows["errors between copies"] == 8 * MIB + 4 * 512
 
 
 def test_workspaces_are_those_of_a_gpu():
