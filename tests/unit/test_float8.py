@@ -1,5 +1,8 @@
 """Float8 products: equal to torchao's to the bit, and near the products of the numbers that they round."""
 
+import inspect
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -13,6 +16,7 @@ from titan_lite.float8 import (
     Scaled,
     apply_float8,
     cast,
+    multiply_in_float32_on_cpus,
     scale_of,
     stand_in,
     to_bytes,
@@ -68,6 +72,35 @@ def test_products_are_torchaos_to_the_bit(recipe):
         strict=True,
     ):
         assert torch.equal(mine, other)
+
+
+def products():
+    """Products of torch._scaled_mm with scales of tensors and of rows, on matrices with which each kernel is done at once."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(32, 64, generator=generator) for _ in range(2))
+    whole = (torch.tensor(0.37), torch.tensor(1.7))
+    rows = tuple(torch.rand(shape, generator=generator) for shape in ((32, 1), (1, 32)))
+    found = []
+    for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
+        left, right = a.to(kind), b.to(torch.float8_e4m3fn).t()
+        for scales in (whole, rows) if torch.__version__ >= "2.13" else (whole,):
+            for dtype in (torch.bfloat16, torch.float32):
+                found.append(torch._scaled_mm(left, right, *scales, out_dtype=dtype))
+    return found
+
+
+def test_products_on_cpus_are_those_of_torchs_kernel(tmp_path):
+    """Torch's own in a process of its own, where nothing has replaced it."""
+    source = f"import torch\n\n\n{inspect.getsource(products)}\n\n"
+    source += f"torch.save(products(), {str(tmp_path / 'torch.pt')!r})\n"
+    subprocess.run([sys.executable, "-c", source], check=True)
+    multiply_in_float32_on_cpus()
+    theirs = torch.load(tmp_path / "torch.pt")
+    assert len(theirs) in (4, 8)  # torch 2.11 has no scales of rows on CPUs
+    for mine, other in zip(products(), theirs, strict=True):
+        assert mine.dtype == other.dtype
+        close = dict(rtol=2**-7 if mine.dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+        torch.testing.assert_close(mine, other, **close)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
