@@ -18,6 +18,7 @@ from titan_lite.loss import build_loss, cross_entropy_sum
 
 SCATTER, ALL = "reduce_scatter_tensor", "all_reduce"
 LAYOUTS = {"DDP": ((2, 1), [ALL]), "FSDP": ((1, 2), [SCATTER]), "HSDP": ((2, 2), [SCATTER, ALL])}
+SLOW = pytest.mark.slow
 BUCKETS = 4  # two blocks, embedding and output
 
 
@@ -107,7 +108,11 @@ def nth(names, name, number):
     return [place for place, each in enumerate(names) if each == name][number]
 
 
-def reads(reshard):
+def reads():
+    return [reads_of(reshard) for reshard in (True, False)]
+
+
+def reads_of(reshard):
     """[(event, FQNs or FQN)] of gathers in a second step: "start" and "wait" of a bucket, "read" of a weight, "backward"."""
     mesh, calls = make_mesh(1, 2), []
     model = build(UNTIED, mesh, reshard=reshard)
@@ -138,10 +143,14 @@ def reads(reshard):
     return calls
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_bucket_is_gathered_while_weights_of_the_one_before_are_read(reshard):
-    first, second = run_ranks(2, reads, reshard)
+def test_a_bucket_is_gathered_while_weights_of_the_one_before_are_read():
+    first, second = run_ranks(2, reads)
     assert first == second
+    for reshard, calls in zip((True, False), first, strict=True):
+        check_reads(calls, reshard)
+
+
+def check_reads(first, reshard):
     turn = first.index(("backward", ""))
     for phase, gathers in (
         (first[:turn], BUCKETS),
@@ -192,7 +201,7 @@ def ways(layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [(2, 1), (2, 2), pytest.param((1, 4), marks=pytest.mark.slow), (1, 2, 2)]
+    "layout", [(2, 2), (1, 2, 2), *(pytest.param(each, marks=SLOW) for each in ((2, 1), (1, 4)))]
 )
 def test_gradients_are_to_the_bit_those_of_sums_that_are_waited_for_at_once(layout):
     world_size = layout[0] * layout[1] * (layout[2] if layout[2:] else 1)

@@ -1,5 +1,7 @@
 """Muon and Shampoo on ranks: every layout takes the steps of one process, and no rank computes what another does."""
 
+import math
+
 import pytest
 import torch
 from parity import build, make_mesh
@@ -57,10 +59,12 @@ def whole(tensor):
     return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
-def on_ranks(config, layout, *how):
-    return updated(build(config, make_mesh(*layout)), *how)
+def on_ranks(config, layout):
+    return [updated(build(config, make_mesh(*layout)), optimizer) for optimizer, _ in CASES]
 
 
+# (optimizer, tolerance of a tensor by its norm; 0: it differs by the rounding of float32 alone)
+CASES = [(MUON, 0.0), (MUON.replace(ns_dtype="bfloat16"), 1e-2), (SHAMPOO, 0.0)]
 LAYOUTS = [
     (1, 2, 1),
     (1, 2, 2),
@@ -70,25 +74,23 @@ LAYOUTS += [pytest.param((2, 2, 1), marks=pytest.mark.slow)]
 NAMES = ["FSDP", "FSDP x TP", "DDP", "TP", "FSDP of 4", "HSDP"]
 
 
-BFLOAT16 = pytest.param(MUON.replace(ns_dtype="bfloat16"), 1e-2, marks=pytest.mark.slow)
-OTHERS = [BFLOAT16, (SHAMPOO, 0.0)]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)
-@pytest.mark.parametrize(("optimizer", "tolerance"), [(MUON, 0.0), *OTHERS])
-def test_every_layout_takes_the_steps_of_one_process_and_shares_the_work(
-    layout, optimizer, tolerance
-):
-    """tolerance: 0 for what differs by float32's rounding alone."""
+def test_every_layout_takes_the_steps_of_one_process_and_shares_the_work(layout):
     config = TIED if layout == (1, 2, 1) else HEADS  # four ranks have 30 rows unevenly
-    model = Transformer(config)
-    model.init_weights(0)
-    expected, every = updated(model, optimizer)
-    matrices = [fqn for fqn, _ in model.named_parameters() if is_matrix(fqn)]
-    assert len(every) == (10 if optimizer.name == "Muon" else 9) * len(
-        matrices
-    )  # Shampoo computes nothing in a skipped step
-    ranks = run_ranks(layout[0] * layout[1] * layout[2], on_ranks, config, layout, optimizer)
+    ranks = run_ranks(math.prod(layout), on_ranks, config, layout)
+    for number, (optimizer, tolerance) in enumerate(CASES):
+        model = Transformer(config)
+        model.init_weights(0)
+        expected, every = updated(model, optimizer)
+        matrices = [fqn for fqn, _ in model.named_parameters() if is_matrix(fqn)]
+        # Shampoo computes nothing in a skipped step
+        assert len(every) == (10 if optimizer.name == "Muon" else 9) * len(matrices)
+        found = [rank[number] for rank in ranks]
+        check(found, expected, every, matrices, optimizer, tolerance)
+
+
+def check(ranks, expected, every, matrices, optimizer, tolerance):
+    """ranks: (whole tensors, numbers of the matrices that it computed) of each rank."""
     for found, _ in ranks:
         for name, tensor in found.items():
             if not tolerance:
@@ -96,9 +98,8 @@ def test_every_layout_takes_the_steps_of_one_process_and_shares_the_work(
             else:
                 assert (tensor - expected[name]).norm() <= tolerance * expected[name].norm(), name
     kept = {f"{fqn}.{name}" for fqn in matrices for name in OF_MATRIX[optimizer.name].on_owner}
-    assert sorted(name for found, _ in ranks for name in kept & found.keys()) == sorted(
-        kept
-    )  # one rank has it
+    # one rank has it
+    assert sorted(name for found, _ in ranks for name in kept & found.keys()) == sorted(kept)
     assert all(found.keys() - kept == expected.keys() - kept for found, _ in ranks)
     assert sorted(number for _, computed in ranks for number in computed) == sorted(every)
     assert all(computed for _, computed in ranks)

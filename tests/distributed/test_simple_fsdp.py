@@ -4,6 +4,7 @@ import functools
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -71,20 +72,22 @@ VARIANTS = {
         reshard=True, compiled="aot_eager", checkpointing="selective"
     ),
 }
-MODELS = {
-    "untied": (UNTIED, list(VARIANTS)),
-    "tied": (TIED, ["eager, reshard", "eager, keep", "aot_eager, reshard"]),
-}
+CONFIGS = {"untied": UNTIED, "tied": TIED}
+CASES = [("untied", variant) for variant in VARIANTS]
+CASES += [("tied", each) for each in ("eager, reshard", "eager, keep", "aot_eager, reshard")]
+# what test_buckets.py and test_layouts.py show, too
+THOROUGH = [case for case in CASES if "aot_eager" in case[1] and case[1] != "aot_eager, reshard"]
+QUICK = [case for case in CASES if case not in THOROUGH]
 
 
-def compare(layout):
+def compare(layout, cases):
     mesh = make_mesh(*LAYOUTS[layout])
     tokens, labels = batch()
     counted_tokens = (labels != -100).sum()
     mine = my_microbatches(mesh, tokens, labels)
     found = {}
-    for name, (config, variants) in MODELS.items():
-        for variant in variants:
+    for name, config in CONFIGS.items():
+        for variant in [variant for model, variant in cases if model == name]:
             model = build(config, mesh, **VARIANTS[variant])
             loss, grads = step(model, mesh, mine, counted_tokens)
             model.zero_grad()
@@ -109,19 +112,19 @@ def own_rows(model, fqn, whole):
 
 
 @functools.cache
-def compared(layout):
+def compared(layout, thorough):
     replicate, shard = LAYOUTS[layout]
-    return run_ranks(replicate * shard, compare, layout)
+    return run_ranks(replicate * shard, compare, layout, THOROUGH if thorough else QUICK)
 
 
-CASES = [(model, variant) for model, (_, variants) in MODELS.items() for variant in variants]
+PARAMETERS = [*QUICK, *(pytest.param(*case, marks=SLOW) for case in THOROUGH)]
 
 
 @pytest.mark.parametrize("layout", PARAMS)
-@pytest.mark.parametrize(("model", "variant"), CASES)
+@pytest.mark.parametrize(("model", "variant"), PARAMETERS)
 def test_the_loss_and_every_gradient_are_those_of_one_process_and_of_fsdp2(layout, model, variant):
-    one = one_process(MODELS[model][0], *batch())
-    for found in compared(layout):
+    one = one_process(CONFIGS[model], *batch())
+    for found in compared(layout, (model, variant) in THOROUGH):
         loss, grads, _ = found[model, variant]
         for oracle_loss, oracle in (one, found[model, "FSDP2"]):
             assert loss == pytest.approx(oracle_loss, abs=1e-6)
@@ -129,7 +132,7 @@ def test_the_loss_and_every_gradient_are_those_of_one_process_and_of_fsdp2(layou
 
 
 @pytest.mark.parametrize("layout", PARAMS)
-@pytest.mark.parametrize(("model", "variant"), CASES)
+@pytest.mark.parametrize(("model", "variant"), PARAMETERS)
 def test_what_one_step_communicates(layout, model, variant):
     """A parameter is gathered where it is read, again in backward where it was not kept, and reduced for every read. In eager
     mode it travels in its bucket."""
@@ -148,7 +151,7 @@ def test_what_one_step_communicates(layout, model, variant):
     replicate, shard = LAYOUTS[layout]
     expected = {"all_gather": gathered, "reduce_scatter": read} if shard > 1 else {}
     expected |= {"all_reduce": read} if replicate > 1 else {}
-    for found in compared(layout):
+    for found in compared(layout, (model, variant) in THOROUGH):
         assert found[model, variant][2] == expected
 
 
@@ -284,7 +287,12 @@ def test_rows_that_the_world_does_not_divide(world_size):
     run_ranks(world_size, uneven)
 
 
-def names(config):
+def names():
+    for config in (UNTIED, TIED):
+        names_of(config)
+
+
+def names_of(config):
     plain = Transformer(config)
     model = build(config, make_mesh(1, 2))
     with counted() as counts:
@@ -315,9 +323,8 @@ def names(config):
         assert "output.weight" not in dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("config", [UNTIED, TIED], ids=["untied", "tied"])
-def test_names_and_state_dict_are_those_of_the_plain_model(config):
-    run_ranks(2, names, config)
+def test_names_and_state_dict_are_those_of_the_plain_model():
+    run_ranks(2, names)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -355,8 +362,15 @@ def test_no_rank_holds_the_full_model_while_it_is_made():
     run_ranks(4, no_rank_holds_the_full_model)
 
 
-def gathered_weights_alive(reshard, keep, kept):
+def gathered_weights_alive():
     """Count gathered weights after forward and after backward, of 21; backward does not need the embedding."""
+    for reshard, keep, kept in ((True, (), 0), (True, ("layers.1", "output"), 10), (False, (), 20)):
+        with mock.patch.object(Bucket, "finish_gather", Bucket.finish_gather):
+            found = alive_with(reshard, keep, kept)
+        assert found == [(kept, 0), (kept, 0)], (reshard, keep)
+
+
+def alive_with(reshard, keep, kept):
 
     def alive(expected):
         for _ in range(500):  # a thread of gloo may hold the last one a little longer
@@ -386,15 +400,8 @@ def gathered_weights_alive(reshard, keep, kept):
     return found
 
 
-@pytest.mark.parametrize(
-    ("reshard", "keep", "kept"),
-    [(True, (), 0), (True, ("layers.1", "output"), 10), (False, (), 20)],
-)
-def test_resharding_in_eager_mode_frees_gathered_weights_after_forward_but_for_those_to_keep(
-    reshard, keep, kept
-):
-    for found in run_ranks(2, gathered_weights_alive, reshard, keep, kept):
-        assert found == [(kept, 0), (kept, 0)]
+def test_resharding_in_eager_mode_frees_gathered_weights_after_forward_but_for_those_to_keep():
+    run_ranks(2, gathered_weights_alive)
 
 
 def change_between_forward_and_backward():

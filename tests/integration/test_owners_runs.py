@@ -36,10 +36,10 @@ def train(name, folder, *options, ranks=2):
 
 
 def parameters_of(folder, name, options):
-    """{FQN: whole parameter} on this rank's stages, after ten steps of the debug model in float32."""
+    """{FQN: whole parameter} on this rank's stages, after four steps of the debug model in float32."""
     options = [
         *SMALL,
-        *steps(10),
+        *steps(4),
         *NO_VALIDATION,
         *NO_CHECKPOINT,
         *NO_WORKERS,
@@ -82,7 +82,7 @@ def degrees(**of):
     ],
     ids=["FSDP", "FSDP of 4", "DDP", "HSDP", "FSDP x TP", "FSDP x PP"],
 )
-def test_ten_steps_on_a_layout_are_those_of_one_process(ranks, options, one_process, tmp_path):
+def test_four_steps_on_a_layout_are_those_of_one_process(ranks, options, one_process, tmp_path):
     seen, (name, expected) = set(), one_process
     for found in run_ranks(ranks, parameters_of, tmp_path, name, options, init=False):
         seen |= found.keys()

@@ -25,7 +25,7 @@ POWERSGD += ["--parallelism.replicate_uncompressed_steps=1"]
 DDP = ["--parallelism.data_parallel_replicate_degree=2"]
 
 
-def counted_run(folder, options, count=10):
+def counted_run(folder, options, count=5):
     """(log, {FQN: this rank's part of the state}, [bytes of each all-reduce of gradients between copies])"""
     sent = []
 
@@ -39,7 +39,7 @@ def counted_run(folder, options, count=10):
     return log, tensors, sent
 
 
-def train(folder, *options, ranks=2, count=10):
+def train(folder, *options, ranks=2, count=5):
     found = run_ranks(ranks, counted_run, folder, [*NO_CHECKPOINT, *options], count, init=False)
     return found, losses(folder)
 
@@ -61,21 +61,21 @@ LAYOUTS = {
     "DDP, compiled": (2, [*DDP, *AOT_EAGER]),
     "HSDP, compiled": (4, [*DDP, *AOT_EAGER]),
 }
-SLOW = {"HSDP x CP", "HSDP x TP", "DDP x PP", "HSDP, compiled"}
+SLOW = {*LAYOUTS} - {"HSDP"}
 
 
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
 )
-def test_copies_stay_equal_for_ten_steps_and_send_what_the_paper_says(layout, tmp_path):
+def test_copies_stay_equal_for_five_steps_and_send_what_the_paper_says(layout, tmp_path):
     ranks, options = LAYOUTS[layout]
     found, compressed = train(tmp_path / "powersgd", *options, *POWERSGD, ranks=ranks)
     _, plain = train(tmp_path / "none", *options, ranks=ranks)
     assert compressed[1][0] == pytest.approx(
         plain[1][0], rel=1e-6
     )  # the first step is not compressed
-    assert compressed[10][0] == pytest.approx(plain[10][0], rel=0.02)
-    assert compressed[10][0] != plain[10][0]
+    assert compressed[5][0] == pytest.approx(plain[5][0], rel=0.02)
+    assert compressed[5][0] != plain[5][0]
     parts = Counter()
     stages = 2 if "PP" in layout else 1
     half = ranks // 2 // stages

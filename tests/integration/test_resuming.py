@@ -137,11 +137,11 @@ def test_resumed_twice_it_is_bitwise_the_uninterrupted_run(uninterrupted, at_ste
 def test_in_float8_it_is_bitwise_too(tmp_path):
     """Scales are not saved: they are those of the weights."""
     float8 = ["--float8.enable", "--float8.all_gather"]
-    whole = train("2 ranks", tmp_path / "whole", *float8, *steps(4))
-    train("2 ranks", tmp_path / "parts", *float8, *steps(2))
-    again = train("2 ranks", tmp_path / "parts", *float8, *steps(4))
+    whole = train("2 ranks", tmp_path / "whole", *float8, *steps(2))
+    train("2 ranks", tmp_path / "parts", *float8, *steps(1))
+    again = train("2 ranks", tmp_path / "parts", *float8, *steps(2))
     assert again[1] == whole[1]
-    assert losses(tmp_path / "parts")[4] == losses(tmp_path / "whole")[4]
+    assert losses(tmp_path / "parts")[2] == losses(tmp_path / "whole")[2]
 
 
 LAYOUTS = [("4 ranks", "2 ranks"), ("4 ranks tp", "4 ranks pp"), ("4 ranks", "4 ranks hsdp")]

@@ -23,9 +23,7 @@ def test_a_recipe_that_is_right_exits_with_0():
         "--layouts",
         "dp_shard=2",
         "pp=3,tp=3",
-        "--steps=2",
-        "--activation_checkpoint.mode",
-        "full",
+        "--steps=1",
     )
     assert result.returncode == 0
     assert re.search(
@@ -228,8 +226,6 @@ def test_a_twin_compiles_by_the_same_passes_under_its_own_names():
     stage = twin(config, parse_layout("dp_shard=2"), steps=1).compile
     assert (stage.enable, stage.backend, stage.bucketing) == (True, "aot_eager", "plan")
     assert stage.buckets == ("layers.2 layers.3 layers.3.attention", "norm output")
-    config = load_config(RECIPES / "llama3_8b.toml", ["--compile.bucketing=measured"])
-    assert twin(config, parse_layout("dp_shard=2"), steps=1).compile.bucketing == "greedy"
 
 
 @pytest.mark.parametrize(

@@ -265,8 +265,8 @@ class Parallelism(Section):
     """Ranks that each matrix product is split over."""
 
     replicate_compression: Literal["none", "powersgd"] = "none"
-    """How gradients travel between copies. none: as they are, in backward; powersgd: once a step in
-    the last backward, as two thin factors of each large shard, with error feedback (memory: two
+    """How gradients travel between copies. none: as they are, in backward; powersgd: once a step
+    after backward, as two thin factors of each large shard, with error feedback (memory: two
     float32 shards of these)."""
 
     replicate_rank: int = Field(8, ge=1)
