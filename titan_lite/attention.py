@@ -5,7 +5,9 @@
     out = attend_in_two_parts(q, k, v)                                  # q: the last t of k's S positions
 
 Both are custom operators. The first takes sizes that its kernel needs on the host as a tensor of fixed shape, so that graphs have
-static shapes. The second passes a merged log-sum-exp to its kernel's backward.
+static shapes. torch.nn.attention.varlen.varlen_attn calls the same kernel, but takes an entry for each document, and these sizes
+as numbers: a graph then has shapes that its data decide, which neither the passes nor the planner can price. The second operator
+passes a merged log-sum-exp to its kernel's backward.
 """
 
 import importlib.util
