@@ -4,6 +4,7 @@ import logging
 import shutil
 from pathlib import Path
 
+import torch
 from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every
 
 from titan_lite.config import load_config
@@ -51,3 +52,9 @@ def copy_at_step_2(folder, copied):
     shutil.rmtree(copied / "checkpoint/step-4")
     (copied / "metrics.jsonl").unlink()
     return copied
+
+
+def same(found, expected):
+    """Return True if both have the same tensors to the bit, by name."""
+    assert found.keys() == expected.keys()
+    return all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
