@@ -213,6 +213,7 @@ ELSEWHERE = {
     ),
     "tail -F slurm-JOB/0-*.log": "test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_exactly",
     "NNODES=2 RDZV_ENDPOINT=node0:29500 ./run_train.sh": "test_with_restarts_both_meet_again_when_the_cable_is_mended",
+    "torchrun --nproc-per-node 2 -m titan_lite.train train_configs/debug_model.toml": "test_a_signal_under_torchrun_alone_saves_the_step",
 }
 
 
