@@ -28,6 +28,7 @@ from titan_lite.inputs import check_inputs
 from titan_lite.layout import Layout
 from titan_lite.layout_checks import check_float8_results, error_bytes
 from titan_lite.logging import logger
+from titan_lite.outside import fields_of
 from titan_lite.ranks import alike, device_memory, host_memory
 from titan_lite.shape import shape_words
 
@@ -99,7 +100,8 @@ def accepted_state(
 ) -> tuple[dict, Changes]:
     """Return the state.json of a step that this run can resume from, and what differs. Raises ConfigError."""
     state = checkpointer.read_state(step)
-    changes = compare(state, described)
+    with fields_of(f"{checkpointer.path_of(step)}/state.json"):
+        changes = compare(state, described)
     done = state["step"] >= described["recipe"]["training"]["steps"]
     changes.refuse_unless_accepted(checkpointer.path_of(step), checkpointer.config, done=done)
     return state, changes

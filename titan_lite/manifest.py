@@ -1,8 +1,6 @@
 """Write files and folders that are complete or absent, and manifests: JSON with the size and SHA-256 of each file of a folder.
 
 publish(unfinished, folder)                                 # a folder that was filled under another name
-write_sealed(folder / NAME, {"files": {...}, ...})
-content = read_sealed(folder, {"files": FILES, ...})       # raises Damaged: it was altered, or has another form
 
 write(folder, step=50, files={"__0_0.distcp": digest(folder / "__0_0.distcp"), ...})     # of a step, written last
 files = check_step(folder, step=50)         # raises Damaged: a file is missing, cut short or foreign; reads no data
@@ -16,21 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_lite.outside import (
-    BYTES,
-    COUNT,
-    FILE,
-    HASH,
-    Damaged,
-    check_form,
-    open_regular,
-    parse_json,
-    read_text,
-    size_of,
-)
+from titan_lite.outside import Damaged, fields_of, read_object
 
 NAME = "manifest.json"
-FILES = {FILE: {"sha256": HASH, "size": BYTES}}
 
 
 def sync(path: Path) -> None:
@@ -55,9 +41,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def digest(path: Path, beat: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Return size in bytes and SHA-256 of a file. beat: called every 4 MiB. Raises Damaged if it is missing or not regular."""
-    sha256, size = hashlib.sha256(), 0
-    with open_regular(path) as file:
+    """Return size in bytes and SHA-256 of a file. beat: called every 4 MiB. Raises OSError."""
+    sha256 = hashlib.sha256()
+    size = 0
+    with path.open("rb") as file:
         while block := file.read(1 << 22):
             sha256.update(block)
             size += len(block)
@@ -65,39 +52,23 @@ def digest(path: Path, beat: Callable[[], None] = lambda: None) -> dict[str, Any
     return {"sha256": sha256.hexdigest(), "size": size}
 
 
-def sealed(content: Mapping[str, Any]) -> str:
-    """Return a non-empty object as JSON with its own SHA-256, which distinguishes an altered manifest from altered files."""
-    body = json.dumps(content, indent=1)
-    return f'{body[:-2]},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
-
-
-def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
-    write_text(path, sealed(content))
-
-
 def write(folder: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> None:
-    write_sealed(folder / NAME, {"files": dict(sorted(files.items())), "step": step})
-
-
-def read_sealed(folder: Path, form: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the object that `write_sealed` wrote as the manifest of this folder. Raises Damaged."""
-    size_of(folder, NAME)  # raises for a link out of the folder
-    text = read_text(folder / NAME)
-    content = parse_json(text, NAME)
-    body, _, end = text.rpartition(',\n "sha256": "')
-    sha256 = hashlib.sha256((body + "\n}").encode()).hexdigest()
-    if end != f'{sha256}"\n}}\n':
-        raise Damaged(f"{NAME} was altered: its SHA-256 is not the one in it")
-    del content["sha256"]  # the last key
-    return check_form(content, form, NAME)
+    content = {"step": step, "files": dict(sorted(files.items()))}
+    write_text(folder / NAME, json.dumps(content, indent=1))  # no JSON without its last byte
 
 
 def read(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
     """Return {name: {"sha256", "size"}} of the files of a step (None: of any step). Raises Damaged."""
-    content = read_sealed(folder, {"files": FILES, "step": COUNT})
-    if content["step"] != step and step is not None:
-        raise Damaged(f"{NAME} is of step {content['step']}")
-    return content["files"]
+    content = read_object(folder / NAME)
+    with fields_of(NAME):
+        files = {
+            name: {"sha256": entry["sha256"], "size": int(entry["size"])}
+            for name, entry in content["files"].items()
+        }
+        saved = int(content["step"])
+    if step not in (None, saved):
+        raise Damaged(f"{NAME} is of step {saved}")
+    return files
 
 
 def check_step(
@@ -121,7 +92,13 @@ def check_step(
 def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise Damaged for the first file that is missing or has another size."""
     for name, expected in files.items():
-        if (size := size_of(folder, name)) != expected["size"]:
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise Damaged(f"{name} is missing") from None
+        except OSError as error:
+            raise Damaged(f"{name}: {error.strerror}") from None
+        if size != expected["size"]:
             raise Damaged(f"{name} has {size:,} bytes of {expected['size']:,}")
 
 
@@ -132,6 +109,8 @@ def check_bytes(
     for name, expected in files.items():
         try:
             found = digest(folder / name, beat)
+        except FileNotFoundError:
+            raise Damaged(f"{name} is missing") from None
         except OSError as error:
             raise Damaged(f"{name}: {error.strerror}") from None
         if found != expected:

@@ -76,6 +76,7 @@ from titan_lite.optimizer.build import (
     set_learning_rate,
 )
 from titan_lite.optimizer.clipping import clip_grad_norm_
+from titan_lite.outside import fields_of
 from titan_lite.plan.measure import find_machine, peak_flops
 from titan_lite.ranks import device_memory, init_device, init_process_group
 from titan_lite.validation import Validation
@@ -549,12 +550,14 @@ class Trainer:
         for line in changes.lines():
             logger.info(line)
         self.checkpointer.load(step, changes.to_load(self.state_tensors()))
-        self.step, self.tokens_seen = state["step"], state["tokens_seen"]
-        self.validation_due = state["validation_due"] and self.config.validation.enable
-        self.skipped.load_state_dict(state)
-        self.by_source.load_state_dict(state)
-        if not changes.restarts_data:
-            self.loader.load_state_dict(state["loader"])
+        with fields_of(f"{self.checkpointer.path_of(step)}/state.json"):
+            self.step = state["step"]
+            self.tokens_seen = state["tokens_seen"]
+            self.validation_due = state["validation_due"] and self.config.validation.enable
+            self.skipped.load_state_dict(state)
+            self.by_source.load_state_dict(state)
+            if not changes.restarts_data:
+                self.loader.load_state_dict(state["loader"])
 
     def describe_stop(self) -> str:
         ending = (

@@ -32,7 +32,7 @@ from titan_lite.logging import logger
 from titan_lite.models.hf import config_from_hf, from_hf, hf_names
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.models.shape_files import config_from_fields
-from titan_lite.outside import FILE, TOKENS, WORD, Damaged, in_short, maybe, open_regular, read_json
+from titan_lite.outside import Damaged, fields_of, in_short, read_object
 from titan_lite.ranks import alike, first_word, gather_objects
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -143,7 +143,7 @@ class HuggingFaceFolder:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        content = read_json(folder / "config.json")
+        content = read_object(folder / "config.json")
         try:
             self.config = config_from_hf(content)
         except ValueError as error:
@@ -151,7 +151,6 @@ class HuggingFaceFolder:
         self.file_of: dict[str, Path] = {}
         stored: dict[str, tuple[torch.Size, str]] = {}
         for path in self._files():
-            open_regular(path).close()
             try:
                 with safe_open(path, "pt") as file:
                     for name in file.keys():  # noqa: SIM118 - not a dictionary
@@ -160,13 +159,7 @@ class HuggingFaceFolder:
                             (torch.Size(part.get_shape()), part.get_dtype()),
                             path,
                         )
-            except (
-                SafetensorError,
-                OSError,
-                RuntimeError,
-                TypeError,
-                OverflowError,
-            ) as error:  # the last three: huge sizes
+            except (SafetensorError, OSError) as error:
                 raise Damaged(f"{path.name} cannot be read: {in_short(error)}") from None
         check_size(self.config, len(stored))
         self.names = hf_names(self.config)
@@ -193,8 +186,9 @@ class HuggingFaceFolder:
                     "there is no .safetensors file; use save_pretrained of transformers to write one"
                 )
             return found
-        named = read_json(index, {"weight_map": {WORD: FILE}})["weight_map"]
-        files = [self.folder / name for name in sorted(set(named.values()))]
+        with fields_of(index.name):
+            names = sorted(set(read_object(index)["weight_map"].values()))
+            files = [self.folder / name for name in names]
         _refuse(
             [
                 f"{path.name} is missing, which {index.name} lists"
@@ -223,7 +217,7 @@ class HuggingFaceFolder:
             "generation_config.json",
         ):  # the second may have more tokens that end a text
             if (self.folder / name).is_file():
-                content = read_json(self.folder / name, dict.fromkeys(found, maybe(TOKENS)))
+                content = read_object(self.folder / name)
                 found |= {key: content[key] for key in found if content.get(key) is not None}
         return found
 

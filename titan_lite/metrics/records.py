@@ -8,62 +8,16 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titan_lite.config.load import read_toml
-from titan_lite.outside import (
-    ANY,
-    BYTES,
-    COUNT,
-    NUMBER,
-    WORD,
-    Damaged,
-    Form,
-    faults,
-    maybe,
-    one_of,
-    open_regular,
-    optional,
-    read_json,
-)
 
 ENDS = {"done", "stop", "failed", "error"}  # events that end an attempt
 LONGEST = 1 << 20  # bytes in a line
-_VALUE = Form(
-    "a number",
-    lambda value: NUMBER.holds(value) or (type(value) is float and not math.isfinite(value)),
-)
-_ROW = {"step": BYTES, WORD: maybe(_VALUE)}
-_RESUME = {"resumed_from": BYTES}
-_EVENT = {"step": BYTES, "event": WORD, "time": maybe(WORD), "text": maybe(WORD)}
-_TIMES = {"communication": NUMBER, "exposed": NUMBER, "seconds": NUMBER, WORD: ANY}
-_RECEIPT = {
-    "graph": WORD,
-    "before": {WORD: COUNT},
-    "after": [
-        {
-            "kind": WORD,
-            "fqns": [WORD],
-            "nbytes": COUNT,
-            **dict.fromkeys(("seconds", "under", "exposed"), maybe(NUMBER)),
-        }
-    ],
-    "timeline": maybe(_TIMES),
-    "pp_rank": maybe(COUNT),
-}
-_SPAN = {
-    "ph": one_of("X"),
-    "name": WORD,
-    "cat": WORD,
-    "ts": NUMBER,
-    "dur": NUMBER,
-    "tid": COUNT,
-    "args": {"exposed_us": NUMBER},
-}
-_NAMED = {"ph": one_of("M"), "name": WORD, "args": {"name": WORD}}
-_TRACE = {"traceEvents": [(_SPAN | {"pid": optional(COUNT)}, _NAMED | {"pid": optional(COUNT)})]}
+EVENT = ("step", "event", "time", "text")  # keys of a line of events.jsonl
 
 
 class RecordError(ValueError):
@@ -92,11 +46,11 @@ class RunRecord:
 def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
     """Yield (number, object) of each line that is not empty; None for a line that is not an object, which a kill may leave.
 
-    A line of more than LONGEST bytes gives None, too. A missing file has no lines. Raises Damaged for a file that is not regular.
+    A line of more than LONGEST bytes gives None, too. A missing file has no lines.
     """
-    if not path.exists() or path.is_dir():
+    if not path.is_file():
         return
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         for number in itertools.count(1):
             line = file.readline(LONGEST)
             if len(line) == LONGEST:
@@ -141,7 +95,13 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 def _wrong(entry: dict[str, Any]) -> str:
     """Return why a line is neither a step nor a resume, or "" if it is one."""
-    return next(faults(entry, _RESUME if "resumed_from" in entry else _ROW), "")
+    name = "resumed_from" if "resumed_from" in entry else "step"
+    if type(entry.get(name)) is not int or entry[name] < 0:
+        return f"{name} = {entry.get(name)!r:.60}: expected a whole number from 0 on"
+    for name, value in entry.items():
+        if value is not None and type(value) not in (int, float):
+            return f"{name} = {value!r:.60}: expected a number"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -225,8 +185,13 @@ def read_run(folder: Path, name: str) -> RunRecord:
         RecursionError,
     ) as error:  # a number of too many digits, or nested too deeply
         raise RecordError(f"{folder / 'config.toml'}: not a run's recipe: {error}") from None
-    run.receipts = _read_json(folder / "compile.json", [_RECEIPT], [])
-    run.timelines = _timelines(_read_json(folder / "timeline.json", _TRACE, {"traceEvents": []}))
+    run.receipts = _read_json(folder / "compile.json", [])
+    trace = _read_json(folder / "timeline.json", {})
+    with _damage(folder / "compile.json"):
+        for receipt in run.receipts:
+            _check_receipt(receipt)
+    with _damage(folder / "timeline.json"):
+        run.timelines = _timelines(trace)
     return run
 
 
@@ -280,10 +245,10 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     events: list[dict[str, Any]] = []
     notes, going = [], False  # an attempt that has not ended
     for number, entry in read_lines(path) if path.is_file() else ():
-        if entry is None or any(faults(entry, _EVENT)):
+        if entry is None or not _is_event(entry):
             notes.append(f"{path.name}, line {number}, is not an event, and is skipped")
             continue
-        entry = {name: entry[name] for name in _EVENT if name in entry}
+        entry = {name: entry[name] for name in EVENT if name in entry}
         event = entry["event"]
         if going and event in ("start", "restart"):
             last = max(events[-1]["step"], entry["step"] if event == "restart" else 0)
@@ -299,13 +264,41 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return events, notes
 
 
-def _read_json(path: Path, form: Any, otherwise: Any) -> Any:
-    """Return the content of a file, or `otherwise` if there is none. Raises RecordError."""
+def _is_event(entry: dict[str, Any]) -> bool:
+    texts = (entry.get("time") or "", entry.get("text") or "", entry.get("event"))
+    return type(entry.get("step")) is int and all(isinstance(text, str) for text in texts)
+
+
+def _check_receipt(receipt: dict[str, Any]) -> None:
+    """Raise KeyError for an entry of compile.json without what the page shows, and TypeError for another type."""
+    missing = [key for key in ("graph", "before", "after") if key not in receipt]
+    if receipt.get("timeline") is not None:
+        times = ("communication", "exposed", "seconds")
+        missing += [key for key in times if key not in receipt["timeline"]]
+    if missing:
+        raise KeyError(missing[0])
+
+
+def _read_json(path: Path, otherwise: Any) -> Any:
+    """Return the content of a file, or `otherwise`, which is of its type, if there is none. Raises RecordError."""
+    if not path.is_file():
+        return otherwise
+    with _damage(path):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if type(content) is not type(otherwise):
+            raise TypeError(f"it is a {type(content).__name__}")
+        return content
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Return a context that reads what a file has. Raises RecordError if it is not what a run writes."""
     try:
-        return read_json(path, form) if path.exists() else otherwise
-    except Damaged as damage:
+        yield
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
         raise RecordError(
-            f"{path.parent}: {damage}; remove the file to make the page without it"
+            f"{path}: not as a run writes it ({why:.200}); remove the file to make the page without it"
         ) from None
 
 

@@ -8,14 +8,13 @@ In a head of D dimensions, rotary pairs are (2i, 2i+1) here and (i, i + D/2) the
 Tied weights are one tensor in both, under the embedding's name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from titan_lite.models.llama3 import ModelConfig, RopeScaling
-from titan_lite.outside import FLAG, OBJECT, POSITIVE, SIZE, Form, faults, maybe, one_of, optional
 
 _IN_A_LAYER = {
     "attention.wq": "self_attn.q_proj",
@@ -44,16 +43,6 @@ _SCALING = {
     "original_max_seq_len": "original_max_position_embeddings",
 }
 _FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-_CONFIG = {
-    **dict.fromkeys(_SIZES.values(), SIZE),
-    "rms_norm_eps": POSITIVE,
-    "tie_word_embeddings": maybe(FLAG),
-    **dict.fromkeys(
-        ("rope_scaling", "rope_parameters"),
-        maybe(Form("an object or null", lambda v: not v or OBJECT.holds(v))),
-    ),
-    **{name: optional(one_of(value)) for name, value in _FIXED.items()},
-}
 
 
 def hf_names(config: ModelConfig) -> dict[str, str]:
@@ -114,42 +103,66 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 def config_from_hf(json: Mapping[str, Any]) -> ModelConfig:
     """Return the shape of the model that a config.json describes. Raises ValueError with all values that are not supported."""
     given = {
-        "num_key_value_heads": json.get("num_attention_heads", 1),
+        "num_key_value_heads": json.get("num_attention_heads"),
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
         **json,
     }
-    # transformers 5 writes rope_parameters, where 4 had rope_scaling beside rope_theta
+    wrong = [
+        f"{key} = {json[key]!r:.60}: expected {value!r}"
+        for key, value in _FIXED.items()
+        if json.get(key, value) != value
+    ]
+    wrong += _not_sizes(given, _SIZES.values())
+    wrong += _not_numbers(given, ["rms_norm_eps"])
     rope: dict[str, Any] = {"rope_theta": json.get("rope_theta", 10_000.0), "rope_type": "default"}
-    wrong = list(faults(given, _CONFIG))
-    for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(said := json.get(name) or {}, dict):
-            rope |= {"rope_type": said["type"]} if "type" in said else {}  # its earlier name
-            rope |= said
-    wrong += faults(rope, {"rope_theta": POSITIVE, "rope_type": one_of("default", "llama3")})
-    if not wrong and json.get("head_dim", None) not in (
-        None,
-        json["hidden_size"] // json["num_attention_heads"],
-    ):
-        wrong.append(
-            f"head_dim = {json['head_dim']!r:.60}: expected hidden_size / num_attention_heads"
-        )
-    kind, scaling = rope["rope_type"], None
-    if kind == "llama3":
-        wrong += [
-            f"rope_scaling: {line}"
-            for line in faults(rope, dict.fromkeys(_SCALING.values(), POSITIVE))
-        ]
+    # transformers 5 writes rope_parameters, where 4 had rope_scaling beside rope_theta
+    for key in ("rope_scaling", "rope_parameters"):
+        said = json.get(key) or {}
+        if not isinstance(said, dict):
+            wrong.append(f"{key} = {said!r:.60}: expected an object or null")
+            continue
+        if "type" in said:  # its earlier name
+            rope["rope_type"] = said["type"]
+        rope.update(said)
+    wrong += _not_numbers(rope, ["rope_theta"])
+    if rope["rope_type"] not in ("default", "llama3"):
+        wrong.append(f"rope_type = {rope['rope_type']!r:.60}: expected 'default' or 'llama3'")
+    scales = rope["rope_type"] == "llama3"
+    if scales:
+        wrong += [f"rope_scaling: {line}" for line in _not_numbers(rope, _SCALING.values())]
     if json.get("quantization_config"):
         wrong.append("quantization_config: quantized weights cannot be read")
     if wrong:
         raise ValueError("; ".join(wrong))
-    if kind == "llama3":
-        scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in _SCALING.items()})
+    head_dim = json["hidden_size"] // json["num_attention_heads"]
+    if json.get("head_dim") not in (None, head_dim):
+        raise ValueError(
+            f"head_dim = {json['head_dim']!r:.60}: expected hidden_size / num_attention_heads"
+        )
+    scaling = {ours: rope[theirs] for ours, theirs in _SCALING.items()} if scales else None
     return ModelConfig(
         **{ours: given[theirs] for ours, theirs in _SIZES.items()},
         tied_embeddings=bool(json.get("tie_word_embeddings", False)),
         rope_theta=float(rope["rope_theta"]),
-        rope_scaling=scaling,
+        rope_scaling=RopeScaling(**scaling) if scaling else None,
         norm_eps=given["rms_norm_eps"],
     )
+
+
+def _not_sizes(given: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    """Return a line for each of these values that is no size."""
+    return [
+        f"{key} = {given.get(key)!r:.60}: expected a whole number above 0"
+        for key in keys
+        if type(given.get(key)) is not int or given[key] < 1
+    ]
+
+
+def _not_numbers(given: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    """Return a line for each of these values that is no number above 0."""
+    return [
+        f"{key} = {given.get(key)!r:.60}: expected a number above 0"
+        for key in keys
+        if type(given.get(key)) not in (int, float) or not given[key] > 0
+    ]

@@ -24,7 +24,7 @@ from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.checkpoint.tensor_files import BeatingSavePlanner, StepWriter, read_metadata
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.logging import logger
-from titan_lite.outside import Damaged
+from titan_lite.outside import Damaged, fields_of
 
 ROOT = Path(__file__).parents[3]
 MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -411,6 +411,19 @@ def test_a_state_that_is_no_json_object_is_named(tmp_path):
         (tmp_path / "checkpoint/step-1/state.json").write_text(content)
         with pytest.raises(ConfigError, match=r"step-1/state\.json"):
             steps_of.read_state(1)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({}, r"state.json has no 'loader'"),
+        ({"loader": 5}, r"state.json is not as it was written: 'int' object is not subscriptable"),
+        ({"loader": {"of": "a"}}, r"state.json is not as it was written: invalid literal for int"),
+    ],
+)
+def test_a_field_that_is_missing_or_of_a_wrong_type_is_one_line(state, words):
+    with pytest.raises(ConfigError, match=f"^{words}"), fields_of("state.json"):
+        int(state["loader"]["of"])
 
 
 class Payload:

@@ -312,11 +312,11 @@ def first(copy, pattern):
         (lambda copy: (copy / "config.json").write_text("{"), "config.json is not JSON"),
         (
             lambda copy: (copy / "config.json").write_text("[]"),
-            r"config.json: its content = \[\]: expected an object",
+            "config.json is not a JSON object",
         ),
         (
             lambda copy: (copy / "config.json").write_text('{"model_type": "gpt2"}'),
-            "config.json: hidden_size = None.*gpt2",
+            "config.json: model_type = 'gpt2'.*hidden_size = None",
         ),
         *(
             (
@@ -328,11 +328,11 @@ def first(copy, pattern):
             for change, words in (
                 (
                     {"rope_theta": None},
-                    "rope_theta = None: expected a number above 0 and below 1e18",
+                    "rope_theta = None: expected a number above 0",
                 ),
                 (
                     {"rope_theta": "1e4"},
-                    "rope_theta = '1e4': expected a number above 0 and below 1e18",
+                    "rope_theta = '1e4': expected a number above 0",
                 ),
                 ({"rope_scaling": "llama3"}, "rope_scaling = 'llama3': expected an object or null"),
                 ({"rope_parameters": [8]}, r"rope_parameters = \[8\]: expected an object or null"),
@@ -341,27 +341,25 @@ def first(copy, pattern):
                         "rope_scaling": config_to_hf(TIED, torch.bfloat16)["rope_scaling"]
                         | {"factor": "8"}
                     },
-                    "rope_scaling: factor = '8': expected a number above 0 and below 1e18",
+                    "rope_scaling: factor = '8': expected a number above 0",
                 ),
                 (
                     {"rms_norm_eps": None},
-                    "rms_norm_eps = None: expected a number above 0 and below 1e18",
+                    "rms_norm_eps = None: expected a number above 0",
                 ),
                 (
                     {"max_position_embeddings": None},
-                    r"max_position_embeddings = None: expected a whole number above 0 and below 2\*\*30",
+                    r"max_position_embeddings = None: expected a whole number above 0",
                 ),
                 (
                     {"vocab_size": True},
-                    r"vocab_size = True: expected a whole number above 0 and below 2\*\*30",
+                    r"vocab_size = True: expected a whole number above 0",
                 ),
             )
         ),
         (
-            lambda copy: (copy / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"a": "../b.safetensors"}}'
-            ),
-            "weight_map.a = .*: expected the name of a file in this folder",
+            lambda copy: (copy / "model.safetensors.index.json").write_text("{}"),
+            "model.safetensors.index.json has no 'weight_map'",
         ),
         (
             lambda copy: [path.unlink() for path in copy.glob("model*")],

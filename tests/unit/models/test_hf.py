@@ -92,15 +92,15 @@ def test_what_is_left_out_is_as_transformers_has_it_by_default():
         ({"head_dim": 16}, "head_dim = 16: expected hidden_size / num_attention_heads"),
         (
             {"num_hidden_layers": 0},
-            "num_hidden_layers = 0: expected a whole number above 0 and below 2**30",
+            "num_hidden_layers = 0: expected a whole number above 0",
         ),
         (
             {"num_key_value_heads": "2"},
-            "num_key_value_heads = '2': expected a whole number above 0 and below 2**30",
+            "num_key_value_heads = '2': expected a whole number above 0",
         ),
         (
             {"vocab_size": None},
-            "vocab_size = None: expected a whole number above 0 and below 2**30",
+            "vocab_size = None: expected a whole number above 0",
         ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
         (
