@@ -95,7 +95,7 @@ ROOMS = {
         "titan_lite.lr_scheduler",
         "titan_lite.data.dataset.EPOCH",
     ),
-    "faults": PART,
+    "faults": (*PART, "titan_lite.sharding"),
     "faults/signals": (),  # beside faults/exit_code
     "faults/exit_code": (),
     "faults/restart": ("titan_lite.logging",),

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_lite.faults import TrainingError
 from titan_lite.ranks import gather_objects
+from titan_lite.sharding import local
 
 CHUNK = {
     "cpu": 2**16,
@@ -120,12 +121,8 @@ def examine(tensor: Tensor) -> tuple[Tensor, Tensor]:
     does not vanish, nor does it after multiplication by the difference of two weights. The upper half spreads the weights, so
     that several changes do not cancel.
     """
-    numbers = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
-    device = (
-        torch.device(tensor.device_mesh.device_type)
-        if isinstance(tensor, DTensor)
-        else tensor.device
-    )
+    numbers = local(tensor).detach().reshape(-1)
+    device = numbers.device
     total = torch.zeros((), dtype=torch.int64, device=device)
     finite = torch.ones((), dtype=torch.bool, device=device)
     weights = _weights(device)
