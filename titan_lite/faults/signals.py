@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from contextlib import suppress
 from types import FrameType
 
@@ -59,8 +58,12 @@ def started() -> None:
 
 
 def received() -> str:
-    """Return the name of the first signal, or LOST, or ""."""
-    return _received
+    """Return the name of the first signal, or LOST, or "".
+
+    The launcher is the parent for a moment after the kernel's signal, until its last thread has ended.
+    """
+    lost = _launcher and os.getppid() != _launcher
+    return LOST if _received and lost else _received
 
 
 def _wait() -> None:
@@ -71,15 +74,12 @@ def _note(number: int, frame: FrameType | None = None) -> None:
     """Note the first signal, or end a process that is starting."""
     global _received
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    if _launcher and number == signal.SIGTERM:
-        time.sleep(0.05)  # the kernel may send it a moment before this thread has another parent
-    name = LOST if _launcher and os.getppid() != _launcher else signal.Signals(number).name
     with _deciding:
+        _received = _received or signal.Signals(number).name
         if _starting:
             rank = os.environ.get("RANK", "0")
-            tell(f"[rank {rank}] {name}: stopped at the start, with nothing to save")
+            tell(f"[rank {rank}] {received()}: stopped at the start, with nothing to save")
             os._exit(STOPPED)
-        _received = _received or name
 
 
 def _watch_launcher() -> int:

@@ -34,11 +34,12 @@ class Stopping:
         if self.asked or not asked:
             return
         self.asked = True
-        name, rank = received(), dist.get_rank()
-        came = first_word(
-            name and f"{name} {'noticed' if name == LOST else 'received'} by rank {rank}"
-        )
-        (others,) = reduce_numbers(int(bool(name)) - (rank == 0), total=True)
+        name = received()
+        rank = dist.get_rank()
+        verb = "noticed" if name == LOST else "received"
+        came = first_word(f"{name} {verb} by rank {rank}" if name else "")
+        (signalled,) = reduce_numbers(1 if name else 0, total=True)
         if rank == 0:  # a warning, which is shown for any LOG_RANK
-            also = f" and {others} other{'s' * (others > 1)}" if others else ""
+            others = signalled - 1
+            also = f" and {others} other{'s' if others > 1 else ''}" if others else ""
             logger.warning(f"{came}{also} at {self.describe()}", extra={"event": "stop"})
