@@ -51,16 +51,17 @@ class BadDocumentPolicy:
     last: BadDocument | None = None  # the last one skipped
 
     def __init__(self, data: Data, known: Iterable[tuple[str, str]] = ()):
-        self.data, self.known = data, set(known)
+        self.data = data
+        self.known = set(known)
 
     def skip(self, bad: BadDocument) -> None:
         """Count a bad document. Raises ConfigError if bad documents are errors, or if this is one too many."""
         if self.data.on_bad_document == "error":
             skip = 'data.on_bad_document = "skip"'
-            field = f"use {bad.instead}, or {skip} if other documents need the present setting"
-            raise ConfigError(
-                f"{bad}; {field if bad.instead else f'repair or remove it, or use {skip}'}"
-            )
+            fix = f"repair or remove it, or use {skip}"
+            if bad.instead:
+                fix = f"use {bad.instead}, or {skip} if other documents need the present setting"
+            raise ConfigError(f"{bad}; {fix}")
         self.last = bad
         self.known.add(bad[:2])
         self.check(len(self.known), f"the last one {bad}", bad.instead)
@@ -82,11 +83,13 @@ class BadDocumentsLog:
     """
 
     def __init__(self, data: Data, dump_folder: Path, reads_alone: bool):
-        self.data, self.reads_alone = data, reads_alone
+        self.data = data
+        self.reads_alone = reads_alone
         self.path = dump_folder / "bad_documents.jsonl"
         self.listed = self._read()
         self.policy = BadDocumentPolicy(data, map(_place, self.listed))
-        self.bad = self.short = 0
+        self.bad = 0
+        self.short = 0
 
     def gather(self, skipped: Sequence[SkippedDocuments]) -> dict[str, float]:
         """Return the counts by their names in metrics.jsonl; {} if the recipe skips no documents. A collective.
@@ -97,25 +100,25 @@ class BadDocumentsLog:
 
         from titan_lite.ranks import gather_on_first, reduce_numbers
 
-        skips, shortens = self.data.on_bad_document == "skip", self.data.min_document_tokens > 0
-        if not skips and not shortens:
+        counts_bad = self.data.on_bad_document == "skip"
+        counts_short = self.data.min_document_tokens > 0
+        if not counts_bad and not counts_short:
             return {}
-        short, bad = (
-            sum(some.short for some in skipped),
-            [document for some in skipped for document in some.bad],
-        )
-        more, found = reduce_numbers(short if self.reads_alone else 0, len(bad), total=True)
-        self.short += more
-        if found:
-            self._list(
-                [document for theirs in gather_on_first(bad) for document in theirs]
-            )  # none on other ranks than the first
+        short = sum(some.short for some in skipped) if self.reads_alone else 0
+        bad = [document for some in skipped for document in some.bad]
+        short_everywhere, bad_everywhere = reduce_numbers(short, len(bad), total=True)
+        self.short += short_everywhere
+        if bad_everywhere:
+            # the first rank has those of all ranks, the others none
+            self._list([document for theirs in gather_on_first(bad) for document in theirs])
         (self.bad,) = reduce_numbers(0 if dist.get_rank() else len(self.policy.known))
         self.policy.check(self.bad, f"listed in {self.path}")
-        return {
-            **({"bad_documents": self.bad} if skips else {}),
-            **({"short_documents": self.short} if shortens else {}),
-        }
+        counts: dict[str, float] = {}
+        if counts_bad:
+            counts["bad_documents"] = self.bad
+        if counts_short:
+            counts["short_documents"] = self.short
+        return counts
 
     @contextmanager
     def listing(self, loaders: Iterable[Any]) -> Iterator[None]:
@@ -133,13 +136,13 @@ class BadDocumentsLog:
 
     def summary(self) -> str:
         """Return the number of skipped documents in words, for the end of a run; "" if none was skipped."""
-        bad = f", {_documents(self.bad)} left out, listed in {self.path}" if self.bad else ""
-        least = self.data.min_document_tokens
-        return bad + (
-            f", {self.short} times a document left out that is shorter than {least} tokens"
-            if self.short
-            else ""
-        )
+        words = ""
+        if self.bad:
+            words += f", {_documents(self.bad)} left out, listed in {self.path}"
+        if self.short:
+            least = self.data.min_document_tokens
+            words += f", {self.short} times a document left out that is shorter than {least} tokens"
+        return words
 
     def _read(self) -> list[dict]:
         if not self.path.exists():
@@ -153,17 +156,18 @@ class BadDocumentsLog:
         if not new:
             return
         known.update(new)
-        logger.warning(
-            f"{_documents(len(new))} left out, {len(known)} in all; {next(iter(new.values()))}"
-            + (f"; all are listed in {self.path}" if len(new) > 1 else "")
-        )
-        lines = [document.listed() for document in new.values()]
-        self.listed += lines
+        first = next(iter(new.values()))
+        words = f"{_documents(len(new))} left out, {len(known)} in all; {first}"
+        if len(new) > 1:
+            words += f"; all are listed in {self.path}"
+        logger.warning(words)
+        entries = [document.listed() for document in new.values()]
+        self.listed += entries
         try:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.writelines(
-                    json.dumps(line) + "\n" for line in (lines if file.tell() else self.listed)
-                )  # all, if it is new
+                if not file.tell():  # a new file has all
+                    entries = self.listed
+                file.writelines(json.dumps(entry) + "\n" for entry in entries)
         except OSError as error:  # no reason to end the run
             logger.warning(f"{self.path} cannot be written, and lacks these: {error.strerror}")
 
