@@ -122,7 +122,7 @@ def tokenize(options: argparse.Namespace, folder: Path) -> None:
         "Loader, local jsonl, num_workers = 0": ours(0),
         "Loader, local jsonl, num_workers = 1": ours(1),
         "prepare, this process": prepared(0),
-        "datasets.map with our tokenizer, one process": mapped,
+        "datasets.map with our tokenizer and lists, one process": mapped,
     }
     if options.clock is time.process_time:
         del variants["Loader, local jsonl, num_workers = 1"]

@@ -63,7 +63,7 @@ def through_datasets(folder: Path, format: str, count: int) -> None:
         if format == "parquet"
         else datasets.IterableDataset.from_json
     )
-    stream = read(files).shuffle(seed=0, buffer_size=Data.shuffle_buffer)
+    stream = read(files).shuffle(seed=0, buffer_size=Data().shuffle_buffer)
     next(itertools.islice(stream, count, None))
 
 
