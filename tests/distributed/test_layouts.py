@@ -199,15 +199,14 @@ def test_bfloat16_weights_with_float32_reduction_are_near(layout, options):
 
 
 def count_chunks(trainer):
-    """Fail unless the four collectives of each block are cut in forward, with gathers that wait for no other chunk but in the
-    first block, and some in backward, whose products hide others. Half of them in float8, where some take less time whole, and
-    a scale depends on all tokens."""
-    eight, cut = trainer.config.float8.enable, chunking.cut_into_chunks
-    least = iter([(8, 0), (2, 0)] if eight else [(16, 7), (4, 1)])
+    """Fail unless the four collectives of each block are cut in forward, and some in backward, whose products hide others. Half
+    of them in float8, where some take less time whole."""
+    cut = chunking.cut_into_chunks
+    least = iter([8, 2] if trainer.config.float8.enable else [16, 4])
 
     def counted(graph, chunks, chosen):
-        found, expected = cut(graph, chunks, chosen), next(least, (0, 0))
-        assert all(number >= few for number, few in zip(found, expected, strict=True)), found
+        found = cut(graph, chunks, chosen)
+        assert found >= next(least, 0)
         return found
 
     chunking.cut_into_chunks = counted

@@ -8,8 +8,8 @@
 
 Plain collectives, as in arXiv 2302.05442 (section 2.2) and unlike asynchronous tensor parallelism, which needs symmetric memory:
 Inductor does that, and `mark_fused` finds what it will fuse.
-Of the products that read gathered tokens, only the first is cut; it hides all chunks but the first, and chaining.py that one.
-A product of fewer rows may round differently.
+Of the products that read gathered tokens, only the first is cut; it hides all chunks but the first. A product of fewer rows may
+round differently.
 """
 
 import operator
@@ -21,7 +21,6 @@ from torch._inductor.inductor_prims import force_stride_order
 from torch.fx import Graph, Node
 
 from titan_lite.compiler.bucketing import add_call
-from titan_lite.compiler.chaining import Gathered, Reduced, chain_chunks
 from titan_lite.compiler.collectives import (
     activation_collectives,
     aten,
@@ -56,9 +55,8 @@ class _Site(NamedTuple):
 
 def choose_collectives(
     graph: Graph, chunks: int, machine: Machine | None = None, *, fused: bool = True
-) -> list[tuple[int, bool]]:
-    """Return the numbers, among collectives of activations, of those to cut: directly before or behind a product; each with True
-    if it is behind one that takes at least as long for a chunk as two chunks travel.
+) -> list[int]:
+    """Return the numbers, among collectives of activations, of those to cut: directly before or behind a product.
 
     With a machine, only those that are then faster, as estimated. A collective that is hidden already gains nothing. All ranks
     must use those of one.
@@ -73,49 +71,29 @@ def choose_collectives(
             or site.whole.meta["val"].shape[1] % (chunks * group_size(node))
         ):
             continue
-        long = False
         if machine is not None:
             known, made = set(graph.nodes), _add_chunks(graph, site, chunks)
             before, after = made.seconds(machine, fused, costs[node])
-            long = made.whole is None and machine.cost(
-                made.products[-1], fused
-            ) >= 2 * machine.cost(made.starts[-1], fused)
             _erase(graph, *(new for new in reversed(graph.nodes) if new not in known))
             if after >= before:
                 continue
-        chosen.append((number, long))
+        chosen.append(number)
     return chosen
 
 
-def cut_into_chunks(
-    graph: Graph, chunks: int, chosen: Sequence[tuple[int, bool]]
-) -> tuple[int, int]:
-    """Cut the chosen collectives and their products, in place. Return how many were cut, and how many of them are gathers whose
-    chunks do not wait for each other (chaining.py)."""
-    found, reduced, gathered = activation_collectives(graph), list[Reduced](), list[_Chunks]()
-    for number, long in chosen:
+def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[int]) -> int:
+    """Cut the chosen collectives and their products, in place. Return how many were cut."""
+    found = activation_collectives(graph)
+    number_cut = 0
+    for number in chosen:
         site = _site_of(found[number])
         if site is None:  # its product has been cut for another collective
             continue
-        made = _add_chunks(graph, site, chunks)
-        _replace(graph, site, made)
-        if made.whole is None:
-            reduced.append(Reduced(made.starts, made.result, long))
-        else:
-            gathered.append(made)
-    of_chunks = (
-        Gathered(_tokens_of(each), each.copies, each.starts, each.products) for each in gathered
-    )
-    chained = chain_chunks(graph, reduced, [*of_chunks])
+        _replace(graph, site, _add_chunks(graph, site, chunks))
+        number_cut += 1
     graph.eliminate_dead_code()
     graph.lint()
-    return len(reduced) + len(gathered), chained
-
-
-def _tokens_of(chunks: "_Chunks") -> Node:
-    """Return a rank's own tokens, whose chunks are gathered."""
-    (part,) = chunks.copies[0].all_input_nodes
-    return part.all_input_nodes[0]
+    return number_cut
 
 
 def mark_fused(graph: Graph) -> int:

@@ -53,9 +53,6 @@ class Receipt:
     cache: str = ""  # "hit" or "miss" of Inductor's cache, "" without it
     deferred: int = 0  # number of products computed while a collective of activations is in flight
     cut: int = 0  # number of collectives of activations in chunks
-    chained: int = (
-        0  # number of gathers of them whose chunks do not wait for each other (chaining.py)
-    )
     pp_rank: int | None = None  # the pipeline rank that runs the graph
 
 
@@ -103,7 +100,9 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
             [*words, f"schedule {receipt.schedule}"] if counts else ["no collectives of parameters"]
         )
         if receipt.deferred or receipt.cut:
-            hiding = f"{receipt.deferred} products deferred, {receipt.cut} collectives cut into chunks, {receipt.chained} chained"
+            hiding = (
+                f"{receipt.deferred} products deferred, {receipt.cut} collectives cut into chunks"
+            )
             words.append(f"tensor and context parallelism: {hiding}")
         where = "" if receipt.pp_rank is None else f"pipeline rank {receipt.pp_rank}, "
         cache = f", cache {receipt.cache}" if receipt.cache else ""

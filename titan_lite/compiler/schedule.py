@@ -131,7 +131,7 @@ class Schedule:
                 found["deferred"] = deferring.defer_products(graph, products)
             if chunks > 1:
                 chosen = self.first(chunking.choose_collectives(graph, chunks, self.machine, **how))
-                found["cut"], found["chained"] = chunking.cut_into_chunks(graph, chunks, chosen)
+                found["cut"] = chunking.cut_into_chunks(graph, chunks, chosen)
             deferring.start_behind(
                 graph, self.first(deferring.choose_order(graph, self.machine, **how))
             )

@@ -18,8 +18,7 @@ B, T, C, N = 3, 8, 4, 5  # sequences, tokens of all ranks, width, width of the p
 
 
 def cut(graph, chunks, machine=None):
-    number, _ = cut_into_chunks(graph, chunks, choose_collectives(graph, chunks, machine))
-    return number
+    return cut_into_chunks(graph, chunks, choose_collectives(graph, chunks, machine))
 
 
 def gathered(hand, x):
@@ -253,3 +252,14 @@ def test_a_fused_collective_costs_what_its_products_do_not_hide(make, kind):
         machine.intra_node.bandwidth * machine.link_efficiency * 1e9
     )
     assert machine.cost(node) == pytest.approx(launches + moved + copy)
+
+
+def test_a_reduction_that_is_saved_before_its_wait_is_cut():
+    hand, graph = reduction()
+    (waited,) = graph.output_node().all_input_nodes
+    graph.output_node().args = ([waited, waited.all_input_nodes[0]],)
+    before = hand.run()
+    assert cut(graph, 4) == 1
+    assert count(graph, REDUCE) == 4
+    for old, new in zip(before, hand.run(), strict=True):
+        torch.testing.assert_close(old, new)
