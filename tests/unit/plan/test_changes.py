@@ -12,6 +12,7 @@ from titan_lite.config import (
     Compile,
     Config,
     ConfigError,
+    Float8,
     Parallelism,
     Training,
 )
@@ -182,6 +183,15 @@ def test_memory_to_spare_is_said_with_what_it_buys():
     assert "92.0 GiB in total, and would not fit" in "\n".join(describe(base, lighter=too_large))
     for lines in (describe(base), describe(planned(memory=90.0), lighter=faster)):
         assert "free memory:" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize(("stages", "said"), [(1, False), (2, True)])
+def test_names_of_single_blocks_are_those_of_a_stage_and_a_plan_says_so(stages, said):
+    mine = layout(pipeline_parallel_degree=stages)
+    float8 = Float8(enable=True, filter_fqns=("layers.1",))
+    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, float8=float8))
+    text = "\n".join(describe(dataclasses.replace(planned(), layout=mine)))
+    assert ("; keys that name blocks count them from each stage's first" in text) is said
 
 
 def test_one_screen_says_ranges_memory_and_whether_it_fits():
