@@ -25,6 +25,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor_config
 from torch._inductor.codecache import FxGraphCachePickler
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
@@ -190,6 +191,9 @@ def _inductor(
         "_pre_fusion_custom_pass": pinning.PinnedOrder(),
         **dict.fromkeys(orders, False),
     }
+    if hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"):
+        # torch >= 2.14 moves collectives by default, after our passes
+        patches["aten_distributed_optimizations.enable_simple_overlap"] = False
     if reshard is not None:
         patches["joint_custom_post_pass"] = reshard
     if async_tensor_parallel:

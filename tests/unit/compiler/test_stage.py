@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import config as inductor_config
 
 from titan_lite.compiler import stage
 from titan_lite.compiler.stage import CompileError, compile_function, compile_model
@@ -198,6 +200,25 @@ def test_an_error_of_the_run_is_none_of_the_compiler():
     compiled(logits, labels)
     with pytest.raises(IndexError):
         compiled(logits, labels + 7)
+
+
+@pytest.mark.skipif(
+    not hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"),
+    reason="torch < 2.14 has no such pass",
+)
+def test_inductor_moves_no_collective_after_the_passes(monkeypatch):
+    found = []
+
+    def compile_none(graph, inputs, **options):
+        found.append(inductor_config.aten_distributed_optimizations.enable_simple_overlap)
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(stage, "compile_fx_inner", compile_none)
+    torch._dynamo.reset()
+    config = Compile(enable=True, components=("loss",))
+    compile_function(torch.square, config, "loss")(torch.ones(3))
+    assert found == [False]
+    assert inductor_config.aten_distributed_optimizations.enable_simple_overlap  # the default
 
 
 def test_settings_of_the_compiler_are_what_they_were():
