@@ -170,9 +170,7 @@ def test_a_collective_that_leaves_its_node_is_told():
 
 
 def test_memory_to_spare_is_said_with_what_it_buys():
-    config = dataclasses.replace(
-        layout().config, activation_checkpoint=ActivationCheckpoint(mode="none")
-    )
+    config = layout().config.replace(activation_checkpoint=ActivationCheckpoint(mode="none"))
     faster = dataclasses.replace(
         planned(0.9, memory=75.0), layout=dataclasses.replace(layout(), config=config)
     )
@@ -189,7 +187,7 @@ def test_memory_to_spare_is_said_with_what_it_buys():
 def test_names_of_single_blocks_are_those_of_a_stage_and_a_plan_says_so(stages, said):
     mine = layout(pipeline_parallel_degree=stages)
     float8 = Float8(enable=True, filter_fqns=("layers.1",))
-    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, float8=float8))
+    mine = dataclasses.replace(mine, config=mine.config.replace(float8=float8))
     text = "\n".join(describe(dataclasses.replace(planned(), layout=mine)))
     assert ("; keys that name blocks count them from each stage's first" in text) is said
 

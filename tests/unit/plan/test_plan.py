@@ -30,7 +30,7 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
             ["--compile.machine=mine.toml"],
             ["error: compile.machine = ", "mine.toml", "no such file"],
         ),
-        (["--model.n_layers=0x5"], ["--model.n_layers=0x5"]),
+        (["--model.n_layers=0x5"], ['n_layers = "0x5"', "an integer"]),
         (
             ["--model.dim=4100"],
             ["model.dim = 4100 is not a multiple of 2 x n_heads = 32", "4096 or 4160"],
@@ -44,7 +44,7 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
             ["--parallelism.tensor_parallel_degree=3", "--world-size", "9"],
             ["tensor_parallel_degree = 3", "2 or 4 or 8"],
         ),
-        (["--training.seq_length=1"], ["training.seq_length", "use training.seq_len"]),
+        (["--training.seq_length=1"], ["training.seq_length", "did you mean training.seq_len?"]),
         (["--training.seq_len"], ["training.seq_len", "no value"]),
         (["--model.flavor=7B"], ['model.flavor = "7B"', "8B"]),
         (["--tokens", "many"], ["--tokens: many", "use a number above 0, such as 15e12"]),
