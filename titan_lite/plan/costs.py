@@ -82,15 +82,10 @@ def _add_collective(
     seconds = machine.collective(kind, nbytes, ranks)
     nodes = len({rank // machine.ranks_per_node for rank in ranks})
     sent = (2 if kind == "all_reduce" else 1) * nbytes * (len(ranks) - 1) / len(ranks)
-    share = (
-        (len(ranks) - len(ranks) / nodes) / (len(ranks) - 1)
-        if kind == "all_to_all"
-        else nodes / len(ranks)
-    )
     result[f"communication.{axis}"] += seconds
     result[f"exposed.{axis}"] += seconds if exposed is None else exposed
     result[f"bytes.{axis}"] += sent
-    result[f"across.{axis}"] += sent * share if nodes > 1 else 0.0  # in a ring, one hop per node
+    result[f"across.{axis}"] += sent * nodes / len(ranks) if nodes > 1 else 0.0  # a hop per node
 
 
 def round_figures(

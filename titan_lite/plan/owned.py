@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_lite.compiler.hardware import GB, Machine
+from titan_lite.compiler.hardware import Machine
 from titan_lite.layout import SIZES
 from titan_lite.optimizer.state import OF_MATRIX, owned
 from titan_lite.plan.trace import PlannedLayout
@@ -60,7 +60,4 @@ def all_to_all(machine: Machine, nbytes: float, ranks: Sequence[int]) -> tuple[f
         return 0.0, 0.0, 0.0
     here = min(len(ranks), machine.ranks_per_node)
     near, far = nbytes * (here - 1) / len(ranks), nbytes * (len(ranks) - here) / len(ranks)
-    inside, between = machine.intra_node, machine.inter_node
-    travel = max(near / inside.bandwidth, far / between.bandwidth) / (machine.link_efficiency * GB)
-    latency = machine.collective_launch + max(inside.latency, between.latency if far else 0.0)
-    return latency * 1e-6 + travel, near, far
+    return machine.collective("all_to_all", nbytes, ranks), near, far
