@@ -50,6 +50,7 @@ POINTS = {
         (0, manifest, "sync", 4, "before", {3}),
         (0, manifest, "sync", 4, "after", {3}),
         (0, Checkpointer, "_commit", 1, "after", {3}),
+        (0, Checkpointer, "_retain", 1, "before", {3}),
         *[(1, StepWriter, "write_data", 1, when, {2}) for when in ("before", "after")],
     ],
     "retention": [
