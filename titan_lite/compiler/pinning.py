@@ -10,6 +10,10 @@ collective that the passes start before a product may then start after it, and o
 Before fusion, this pass adds a dependency from each operator that Inductor calls (a collective, a wait, a product, attention) to
 the one before it. Fusions that need another order are then impossible. The dependencies are those that Inductor itself adds
 between collectives: they order nodes, but keep no buffer alive.
+
+torch's control_dependencies.preserve_node_ordering does the same to FX nodes, each in a subgraph of its own. It names a
+dependency by the buffer of the node's result: that of a wait is the collective's, so nothing is ordered behind a wait, and torch
+2.11 ignores a node with several results, such as attention.
 """
 
 import heapq
