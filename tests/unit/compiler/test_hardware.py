@@ -189,7 +189,7 @@ def test_a_file_describes_a_machine_of_its_own(tmp_path):
     ("text", "message"),
     [
         ('like = "H101"', 'like = "H101" is not a profile; use B200, .*'),
-        ('like = ["H100"]', r"like = \['H100'\] is not a profile"),
+        ('like = ["H100"]', r'like = \["H100"\] is not a profile'),
         (
             WHOLE.replace("float32 = 20", "float32 = 20, bf16 = 40"),
             "tflops.bf16 is not a dtype of torch; use bfloat16",
