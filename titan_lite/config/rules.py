@@ -146,26 +146,28 @@ def sources_stand_alone(config: Config) -> Iterator[str]:
 
 def documents_can_be_found(config: Config) -> Iterator[str]:
     for _, source in config.data.mixture():
-
-        def wrong(name: str, why: str, source: Data = source) -> str:
-            if not config.data.sources:
-                return _wrong(config, f"data.{name}", why)
-            value = shown(getattr(source, name))
-            return f"{config.origin('data.sources')}: {source.key(name)} = {value}{why}"
-
         example = {"local": "corpus/*.jsonl", "prepared": "prepared/books"}.get(source.dataset)
         if example and not source.path:
             fix = f'use one such as path = "{example}"'
-            yield wrong("dataset", f" needs {source.key('path')}; {fix}")
+            yield _wrong_source(config, source, "dataset", f" needs {source.key('path')}; {fix}")
         if source.path and not example:
             fix = f'{source.key("dataset")} = "local" or "prepared" (it is "{source.dataset}")'
-            yield wrong("path", f" is only read with {fix}; use one of these or remove path")
+            why = f" is only read with {fix}; use one of these or remove path"
+            yield _wrong_source(config, source, "path", why)
         for name in ("subset", "split"):
             is_set = getattr(source, name) != Corpus.model_fields[name].default
             if is_set and "/" not in source.dataset:
                 fix = 'use one such as dataset = "HuggingFaceFW/fineweb", or remove it'
                 only = f'is only for datasets of the hub (dataset = "{source.dataset}")'
-                yield wrong(name, f" {only}; {fix}")
+                yield _wrong_source(config, source, name, f" {only}; {fix}")
+
+
+def _wrong_source(config: Config, source: Data, name: str, why: str) -> str:
+    """Return a message about a key of a source of documents, one of data.sources or [data] itself."""
+    if not config.data.sources:
+        return _wrong(config, f"data.{name}", why)
+    value = shown(getattr(source, name))
+    return f"{config.origin('data.sources')}: {source.key(name)} = {value}{why}"
 
 
 def validation_has_documents(config: Config) -> Iterator[str]:

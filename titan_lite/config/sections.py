@@ -33,7 +33,9 @@ class Section(BaseModel):
     )
 
     def replace(self: Own, **values: Any) -> Own:
-        """Return a copy with other values, which are not checked."""
+        """Return a copy with other values, whose types and bounds are not checked. Raises TypeError for an unknown key."""
+        if unknown := values.keys() - type(self).model_fields:
+            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
         return self.model_copy(update=values)
 
 

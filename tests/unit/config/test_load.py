@@ -12,8 +12,8 @@ import pytest
 
 from titan_lite.config import (
     KEYS,
-    SECTIONS,
     ConfigError,
+    Data,
     DataSource,
     Training,
     batch_ramp,
@@ -620,7 +620,7 @@ MISTAKES = [
         '[data]\ndataset = "prepared"',
         ('[data] dataset = "prepared"',),
         'data.path; use one such as path = "prepared/books"',
-        '[data]\ndataset = "prepared"\npath = "prepared/books"\nvalidation_fraction = 0\n[validation]\nenable = true',
+        '[data]\ndataset = "prepared"\npath = "prepared/books"',
     ),
     together(
         "a path that is not read",
@@ -902,6 +902,15 @@ def test_a_value_in_a_message_is_short_and_in_one_line():
     assert str(ConfigError("two things:\n  one\n  two")) == "two things:\n  one\n  two"
 
 
+def test_a_copy_with_other_values_has_the_keys_of_its_section():
+    config = load_config(SHIPPED[0])
+    changed = config.replace(training=config.training.replace(steps=7))
+    assert (changed.training.steps, changed.training.seq_len) == (7, config.training.seq_len)
+    assert changed.origin("training.steps") == config.origin("training.steps")
+    with pytest.raises(TypeError, match="Training has no stepz"):
+        config.training.replace(stepz=7)
+
+
 @pytest.mark.parametrize(("size", "ranks", "steps"), [(-1, 3, 1), (8, 2, 1), (24, 2, 3)])
 def test_gradient_accumulation_steps(size, ranks, steps):
     training = Training(local_batch_size=4, global_batch_size=size)
@@ -954,12 +963,12 @@ def test_a_wrong_ramp_names_its_entry(entry, told):
 )
 def test_each_source_has_a_short_name_of_its_own(paths, names):
     sources = tuple(DataSource(dataset="local", path=path) for path in paths)
-    assert SECTIONS["data"](sources=sources).source_names() == names
+    assert Data(sources=sources).source_names() == names
 
 
 def test_a_source_without_a_path_is_named_after_its_dataset():
     sources = (DataSource(dataset="o/fine", subset="s-1"), DataSource())
-    assert SECTIONS["data"](sources=sources).source_names() == ["o_fine_s-1", "stdlib"]
+    assert Data(sources=sources).source_names() == ["o_fine_s-1", "stdlib"]
 
 
 def test_a_wrong_recipe_is_told_before_torch_is_imported(tmp_path):

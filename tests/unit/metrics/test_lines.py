@@ -102,7 +102,7 @@ def test_receipts_that_cannot_be_written_cost_a_warning_and_not_the_run(tmp_path
     receipts = [
         Receipt("forward", {}, (), 0, "", Timeline("forward", (), 0.4, 0.3, 0.2, 0.1, 0.0, 0))
     ]
-    show_receipts(receipts, [], tmp_path / "gone")
+    show_receipts(receipts, tmp_path / "gone")
     path = tmp_path / "gone/compile.json"
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         f"no compile.json or timeline: {path}: No such file or directory"
