@@ -15,9 +15,12 @@ save_to_disk writes them. Until everything is on disk, the folder is called unfi
 text, too; nothing is written to the cache of `datasets`.
 """
 
+import ctypes
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +49,7 @@ from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging
 from titan_lite.ranks import usable_cores
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 DOCUMENTS_AT_ONCE = 100  # that a process tokenizes
 
 
@@ -217,7 +221,11 @@ class _Preparation:
                 new_fingerprint="tokens",
                 desc="Tokenizing",
             )
-        except RuntimeError as error:  # datasets' own of a process that was killed
+        except Exception as error:
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None  # datasets raises a TimeoutError in its place
+            if not isinstance(error, RuntimeError):  # datasets' own of a process that was killed
+                raise
             raise ConfigError(
                 f"--workers {self.workers}: a process that tokenizes ended ({error}); use fewer workers"
             ) from error
@@ -314,5 +322,16 @@ def main(arguments: Sequence[str]) -> None:
             print(f"{key} = {in_toml(value)}")
 
 
+def _end_with_parent() -> None:
+    """Leave Ctrl-C to the parent, and have the kernel end this process when the parent is killed.
+
+    Processes of datasets would wait for ever. Linux alone can do it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    os.register_at_fork(after_in_child=_end_with_parent)
     sys.exit(main(sys.argv[1:]))

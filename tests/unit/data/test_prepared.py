@@ -5,6 +5,9 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from base64 import b64encode
 from pathlib import Path
 
@@ -187,6 +190,54 @@ def test_the_command_prepares_says_what_and_verifies(corpus, tmp_path, capsys):
     file.write_bytes(content)
     assert command.main(["--verify", str(tmp_path / "p")]) == 2
     assert f"documents/{file.name} was altered" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_when_the_command_ends_its_processes_do(tmp_path, number):
+    """Killed; and by Ctrl-C, which all processes get."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text(i) * 100}) + "\n" for i in range(5000)))
+    words = [sys.executable, "-m", "titan_lite.data.prepare", *options(tmp_path / "p", corpus)]
+    words[words.index("--workers") + 1] = "2"
+    command = subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while len(children(command.pid)) < 3:  # two that tokenize, and the one of their queue
+        assert command.poll() is None
+        time.sleep(0.05)
+    started = children(command.pid)
+    if number == signal.SIGKILL:
+        command.kill()
+    else:
+        os.killpg(command.pid, number)
+    assert command.wait(60) == (130 if number == signal.SIGINT else -number)
+    for _ in range(500):
+        if not any(map(runs, started)):
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("processes outlived the command")
+    if number == signal.SIGINT:
+        assert "Traceback" not in command.stderr.read()
+        assert os.listdir(tmp_path) == ["corpus.jsonl"]
+    assert not (tmp_path / "p").exists()
+
+
+def children(pid):
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize(
