@@ -40,9 +40,9 @@ def test_two_blocks_of_8B_are_predicted_without_hardware():
     )
     modes = table(result.stdout)
     assert list(modes) == ["none", "block", "greedy"]
-    # 9 parameters a block, norm, output, and ids and rows of the embedding; in backward those of blocks are gathered again
-    assert modes["none"]["collectives"] == "22 + 39"
-    assert modes["block"]["collectives"] == "5 + 6"
+    # 9 parameters a block, embedding, norm and output; in backward those of blocks are gathered again
+    assert modes["none"]["collectives"] == "21 + 39"
+    assert modes["block"]["collectives"] == "4 + 6"
     for figures in modes.values():
         exposed, bound, communication = (
             float(figures[f"{what} ms"]) for what in ("exposed", "bound", "communication")
