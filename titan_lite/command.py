@@ -1,4 +1,4 @@
-"""Common parts of command-line programs: help, one line for an error, exit codes. Standard library only.
+"""Common parts of command-line programs: help, one line for an error, exit codes. Imports no torch.
 
 @command
 def main(arguments: Sequence[str]) -> None:

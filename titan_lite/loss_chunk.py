@@ -1,4 +1,4 @@
-"""Decide how many tokens' logits exist at a time in the loss. Standard library only, like layout.py, which asks.
+"""Decide how many tokens' logits exist at a time in the loss. Imports no torch, like layout.py, which asks.
 
 loss_chunk(training, tokens=8192, vocabulary=128_256)        # 1024
 """

@@ -1,4 +1,4 @@
-"""Read what a run has written to its folder. Standard library only.
+"""Read what a run has written to its folder. Imports no torch.
 
 for step, values in read_metrics(folder / "metrics.jsonl").items(): ...
 run = read_run(folder, "a name")          # everything; raises RecordError for a damaged file
