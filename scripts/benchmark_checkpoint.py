@@ -90,7 +90,7 @@ def rank_main(
         for mode, checkpointer in checkpointers.items():
             alone = statistics.median(step() for _ in range(5))
             start = time.perf_counter()
-            checkpointer.save(number, tensors, {})
+            checkpointer.save(number, tensors, {"step": number})
             blocked, steps = time.perf_counter() - start, 0
             while checkpointer.saving is not None:
                 step()
