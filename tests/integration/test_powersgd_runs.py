@@ -165,10 +165,10 @@ def test_without_compression_a_run_resumes_without_errors(saved, at_step_2):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (POWERSGD, "no effect: parallelism.data_parallel_replicate_degree = 1"),
+        (POWERSGD, "has no effect with data_parallel_replicate_degree = 1"),
         (
             [*DDP, *POWERSGD, "--parallelism.replicate_rank=0"],
-            "expected an integer at least 1 (columns)",
+            "expected an integer at least 1",
         ),
         ([*DDP, *POWERSGD, "--parallelism.replicate_rank=512"], "use a smaller rank"),
         (

@@ -38,7 +38,6 @@ RECIPE = {"RECIPE": "train_configs/debug_model.toml"}
 PLANNED_8B, PLANNED_405B = (
     {f"train_configs/llama3_{size}.toml": RECIPE["RECIPE"]} for size in ("8b", "405b")
 )
-META_TOKENIZER = {"Meta-Llama-3/original/tokenizer.model": "assets/tokenizer/debug.model"}
 PLAN = "--hardware h100 --world-size 8 --training.global_batch_size=64"
 EAGER = "--rounds 1 --steps 1 --variants fsdp2-eager simple-eager-chunked"
 HERE = {
@@ -150,11 +149,12 @@ HERE = {
     "python scripts/write_docs.py": Run("", quick=True),
     "scripts/test_versions.sh 2.11.0 2.14.1": Run("torch 2.14.1: passed", "-- --version"),
     "python scripts/gpu_day.py --device cpu": Run("| debug | FSDP2 loop, compiled |"),
-    "python scripts/benchmark_resume.py --megabytes 50 --rounds 2": Run(
+    "python scripts/benchmark_resume.py --megabytes 20 --rounds 1": Run(
         "parquet", "--megabytes 2 --rounds 1"
     ),
-    "python scripts/benchmark_data.py tokenize --tokenizer Meta-Llama-3/original/tokenizer.model --seq-len 2048 --rounds 7": Run(
-        "Loader, local jsonl", "--characters 100000 --rounds 1 --seq-len 64", META_TOKENIZER
+    "python scripts/benchmark_data.py --cpu --rounds 3 --characters 3000000 --tokens 8000000": Run(
+        "Loader, local jsonl",
+        "--characters 100000 --tokens 400000 --rounds 1 --seq-len 64 --mean-document 100",
     ),
     "python scripts/benchmark_data.py read --tokens 20000000 --rounds 5": Run(
         "Loader, prepared", "--tokens 400000 --rounds 1 --seq-len 64 --mean-document 100"
