@@ -295,7 +295,7 @@ def test_a_checkpoint_goes_on_with_other_ranks(before, after, uninterrupted, tmp
             ["--training.stepz", "3"],
             r"unknown option --training.stepz; did you mean training.steps\?",
         ),
-        ([*steps(0)], r"steps = 0: out of range"),
+        ([*steps(0)], r"steps = 0: expected an integer at least 1"),
         (["--data.dataset", "local"], r"needs data.path"),
     ],
 )
