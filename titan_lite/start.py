@@ -10,6 +10,7 @@ GPUs, and calls torchrun in this process. It exits with the code that the ranks 
 """
 
 import _thread
+import logging
 import os
 import re
 import shlex
@@ -243,6 +244,8 @@ def launch(options: Sequence[str], *, may_restart: bool) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    # It has a line of its own for each rank that fails; this function tells how they ended.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_LIMIT))  # torch >= 2.12
     exit_code.expect()

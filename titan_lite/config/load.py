@@ -305,7 +305,12 @@ def _unknown_words(unknown: Sequence[str]) -> Iterator[str]:
         if word.startswith("--") and len(word) > 2:
             after_unknown = True
             key = word[2:].partition("=")[0].replace("-", "_")
-            yield f"{COMMAND_LINE}: unknown option {written}{nearest_key(key)}"
+            negated = key.removeprefix("no_")
+            if negated != key and negated in KEYS:
+                fix = f"; use {option(negated, 'false')}"
+            else:
+                fix = nearest_key(key)
+            yield f"{COMMAND_LINE}: unknown option {written}{fix}"
         elif after_unknown:  # perhaps its value
             continue
         elif word.lower() in ("true", "false"):

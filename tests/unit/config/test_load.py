@@ -570,6 +570,13 @@ MISTAKES = [
         "--compile.enable",
     ),
     an_option(
+        "false in another form",
+        "--no-compile.enable",
+        ("unknown option --no-compile.enable",),
+        "use --compile.no-enable",
+        "--compile.no-enable",
+    ),
+    an_option(
         "out of range", "--debug.seed=-1", ("[debug] seed = -1",), "at least 0", "--debug.seed=0"
     ),
     an_option(
