@@ -60,11 +60,15 @@ def train(config: Config, observe: Any = None) -> int:
 
 def report(error: Exception, code: int) -> int:
     """Print the error in one line, on one rank of a node if all have the same error, and return the exit code."""
-    everywhere = getattr(error, "everywhere", False)
-    place = f"[rank {os.environ['RANK']}] " if process_group_is_up() and not everywhere else ""
-    first = os.environ.get("RANK" if everywhere else "LOCAL_RANK", "0") == "0"
-    # With a wrong environment the rank is unknown.
-    if place or first or str(error).startswith("environment:"):
+    place = ""
+    if getattr(error, "everywhere", False):
+        speaks = os.environ.get("RANK", "0") == "0"
+    elif process_group_is_up():
+        place = f"[rank {os.environ['RANK']}] "
+        speaks = True
+    else:  # with a wrong environment the rank is unknown
+        speaks = exit_code.is_first_to_record(code) or str(error).startswith("environment:")
+    if speaks:
         print(f"error: {place}{error}", file=sys.stderr, flush=True)
     return code
 

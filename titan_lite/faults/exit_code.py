@@ -54,6 +54,21 @@ def record(code: int) -> None:
         Path(path).write_text(str(code))
 
 
+def is_first_to_record(code: int) -> bool:
+    """Record the code if no rank of this node has recorded one, and return True then: this rank tells why the run ends.
+
+    Another could not: torchrun ends all ranks as soon as the first one has exited. Without a record, each rank under torchrun
+    tells it, and else the first one of the node.
+    """
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
+    with suppress(FileExistsError), open(path, "x") as file:
+        file.write(str(code))
+        return True
+    return False
+
+
 def recorded() -> int | None:
     """Return the exit code that a rank of this node has recorded last; None if there is none."""
     with suppress(OSError, ValueError, KeyError):

@@ -39,6 +39,21 @@ def test_how_the_run_ended_is_recorded_and_decides_whether_a_restart_goes_on(cod
     assert not os.path.exists(os.environ[exit_code.VARIABLE])
 
 
+def test_the_first_rank_of_a_node_that_ends_tells_why(expected):
+    assert exit_code.is_first_to_record(REPEATED)
+    assert not exit_code.is_first_to_record(REPEATED)
+    assert exit_code.recorded() == REPEATED
+
+
+def test_without_a_record_each_rank_under_torchrun_tells_and_else_the_first(monkeypatch):
+    monkeypatch.delenv(exit_code.VARIABLE, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    assert exit_code.is_first_to_record(WRONG_INPUT)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert not exit_code.is_first_to_record(WRONG_INPUT)
+
+
 def test_under_torchrun_alone_a_stop_exits_with_0_and_nothing_is_recorded(monkeypatch):
     monkeypatch.delenv(exit_code.VARIABLE, raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
