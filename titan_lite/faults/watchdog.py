@@ -86,6 +86,8 @@ class Watchdog:
             if group.group_desc != self.apart:
                 _set_timeout(timedelta(seconds=self.limit + PATIENCE), group)
         self.beat()
+        if self.world_size > 1:  # at once: the thread that renews it may not run again
+            self._end_if_held()
 
     @contextlib.contextmanager
     def within(self, phase: str, key: str) -> Iterator[None]:
@@ -139,16 +141,19 @@ class Watchdog:
             f"a collective of rank {self.rank} failed in {self.phase}: {_first_line(error)}", GONE
         )
 
+    def _end_if_held(self) -> None:
+        """Have faulthandler end the process if its interpreter runs no thread until the limit, and PATIENCE, are over."""
+        faulthandler.dump_traceback_later(
+            self.limit + PATIENCE, exit=True, file=sys.__stderr__ or 2
+        )
+
     def _watch(self) -> NoReturn:
         while True:
             time.sleep(0.25)
             if self.limit == RESTING:
                 faulthandler.cancel_dump_traceback_later()
                 continue
-            # In case this thread does not run again. It does not detect progress, which is detected here.
-            faulthandler.dump_traceback_later(
-                self.limit + PATIENCE, exit=True, file=sys.__stderr__ or 2
-            )
+            self._end_if_held()
             seen = (
                 json.dumps(self._trace(entries=False)["pg_status"]),
                 compiling_at(sys._current_frames().get(self.thread)),
