@@ -13,19 +13,20 @@ RANK = """
 import os, sys, time
 from titan_lite.faults import exit_code, signals
 
+# signals.tell writes a line at once: print of two ranks may mix theirs
 def train(rank, how, seconds):
     signals.listen()
-    print("listening", flush=True)
+    signals.tell("listening")
     if how == "start":
         time.sleep(60)
     signals.started()
     exit_code.record(exit_code.FAILED)
-    print("training", flush=True)
+    signals.tell("training")
     while how in ("stop", "fail to save") and not signals.received():
         time.sleep(0.05)
     if how == "stop":
         time.sleep(seconds)  # saves
-        print("saved after", signals.received(), flush=True)
+        signals.tell(f"saved after {signals.received()}")
         return exit_code.STOPPED
     if how == "kill" and rank == 1:
         os.kill(os.getpid(), 9)
@@ -37,7 +38,7 @@ def train(rank, how, seconds):
 
 def main():
     if exit_code.has_ended():
-        print("nothing to do", flush=True)
+        signals.tell("nothing to do")
         return 0
     return exit_code.exit_of_rank(train(int(os.environ["RANK"]), sys.argv[1], float(sys.argv[2])))
 
