@@ -10,7 +10,7 @@
 # SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, here or to any rank: the step is ended and saved. Exit code 0: trained; 1: failed; 2: wrong
 # recipe, option or data; 3: the same step failed again after a restart; 75: stopped by a signal, and saved, to be started again.
 #
-# This script finds or makes a Python that has all packages; titan_lite/start.py does the rest.
+# This script finds or makes a Python that has all packages; titan_lite/launch.py does the rest.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
@@ -29,4 +29,4 @@ waiting=(env --block-signal=TERM,USR1,INT,HUP)
 "${waiting[@]}" true 2>/dev/null || waiting=()
 
 # exec: an interrupt or a scheduler's signal reaches the launcher itself.
-exec ${waiting[@]+"${waiting[@]}"} "$python" -m titan_lite.start "$recipe" "$@"
+exec ${waiting[@]+"${waiting[@]}"} "$python" -m titan_lite.launch "$recipe" "$@"

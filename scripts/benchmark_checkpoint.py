@@ -29,7 +29,7 @@ from benchmark_fsdp import join_world, start_world
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_lite.checkpoint.saving import Checkpointer
+from titan_lite.checkpoint.manager import Checkpointer
 from titan_lite.config import Checkpoint
 from titan_lite.logging import logger
 from titan_lite.models.llama3 import FLAVORS, Transformer

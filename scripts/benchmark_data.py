@@ -34,9 +34,9 @@ import torch
 from titan_lite.config import Data
 from titan_lite.data.dataset import build_source
 from titan_lite.data.loader import build_loader
-from titan_lite.data.prepare import prepare, save, write_description
 from titan_lite.data.prepared import BOTH_SPLITS
 from titan_lite.data.tokenizer import TiktokenTokenizer, load_tokenizer
+from titan_lite.tools.prepare import prepare, save, write_description
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS_PER_PIECE = 300  # of a synthetic corpus: about 1 MiB of text

@@ -41,20 +41,20 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from titan_lite.chunked_loss import build_chunked_loss
-from titan_lite.compiler.hardware import Machine
-from titan_lite.compiler.receipt import Receipt
-from titan_lite.compiler.schedule import Schedule
-from titan_lite.compiler.stage import compile_function, compile_model
+from titan_lite.compile.compile import compile_function, compile_model
+from titan_lite.compile.report import CompileReport
+from titan_lite.compile.schedule import Schedule
 from titan_lite.config import Compile, Parallelism
+from titan_lite.cost.machine import Machine
+from titan_lite.cost.measure import find_machine
 from titan_lite.distributed.degrees import resolve_degrees
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
-from titan_lite.distributed.peers import stage_peers
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, shard_of
-from titan_lite.loss import cross_entropy_sum
+from titan_lite.distributed.stage_ranks import stage_peers
+from titan_lite.models.chunked_loss import build_chunked_loss
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
-from titan_lite.plan.measure import find_machine
+from titan_lite.models.loss import cross_entropy_sum
 
 SEQ_LEN = 512
 MODELS = {  # name: (shape, sequences a rank)
@@ -72,13 +72,13 @@ WARM_UP_STEPS = (
 TOLERANCE = 1e-4  # relative, between the losses of variants
 Step = Callable[[], torch.Tensor]  # trains one step
 Variant = tuple[
-    Callable[..., list[Receipt]], dict[str, Any]
+    Callable[..., list[CompileReport]], dict[str, Any]
 ]  # how a model is sharded, and the settings of that
 
 
 def fsdp2(
     model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str
-) -> list[Receipt]:
+) -> list[CompileReport]:
     """As its documentation has it: fully_shard on every block and on the root, whose weights stay gathered; blocks compiled."""
     for layer in model.layers.values():
         if backend:
@@ -91,7 +91,7 @@ def fsdp2(
 
 def alone(
     model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str
-) -> list[Receipt]:
+) -> list[CompileReport]:
     model.to_empty(device=device)
     return []
 
@@ -106,7 +106,7 @@ def simple_fsdp(
     bucketing: str = "none",
     reordering: bool = True,
     machine: Machine | None = None,
-) -> list[Receipt]:
+) -> list[CompileReport]:
     """backend: "" is eager. machine: this one by default. Returns what the receipts will be in, after the first step."""
     resharding: dict[str, Any] = dict(
         reshard_after_forward=reshard, keep_gathered=Parallelism().fsdp_keep_gathered
@@ -118,7 +118,7 @@ def simple_fsdp(
         reduce_dtype=torch.float32,
         **resharding,
     )
-    receipts: list[Receipt] = []
+    receipts: list[CompileReport] = []
     if backend:
         config = Compile(
             enable=True,
@@ -159,7 +159,7 @@ VARIANTS: dict[str, Variant] = {
 
 def build_step(
     variant: Variant, config: ModelConfig, batch_size: int, device: torch.device, compile_loss: bool
-) -> tuple[Step, list[Receipt]]:
+) -> tuple[Step, list[CompileReport]]:
     """The model, sharded, and its batch; a step returns this rank's part of the loss. The receipts are there after the first."""
     world_size = dist.get_world_size()
     mesh = build_mesh(resolve_degrees(Parallelism(), world_size), device.type)
@@ -233,7 +233,7 @@ class Built:
 
     peak: int  # bytes, by `peak_memory`
     compile_seconds: float  # time of the warm-up steps beyond that of as many of the fastest steps
-    receipts: list[Receipt]  # of its graphs, if any
+    receipts: list[CompileReport]  # of its graphs, if any
 
 
 def join_world(rank: int, world_size: int, store: str) -> torch.device:

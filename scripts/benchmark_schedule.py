@@ -60,18 +60,18 @@ from benchmark_fsdp import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_lite.compiler.hardware import Machine
-from titan_lite.compiler.profiles import load_machine
-from titan_lite.compiler.receipt import Receipt
-from titan_lite.compiler.schedule import Schedule
-from titan_lite.compiler.stage import CompileError, check_backend, compile_model
+from titan_lite.compile.compile import CompileError, check_backend, compile_model
+from titan_lite.compile.report import CompileReport
+from titan_lite.compile.schedule import Schedule
 from titan_lite.config import Compile, ConfigError, Parallelism
+from titan_lite.cost.machine import Machine
+from titan_lite.cost.measure import find_machine
+from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.degrees import resolve_degrees
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
-from titan_lite.plan.measure import find_machine
 
 MODES = ("none", "block", "auto", "greedy")
 BACKENDS = ("aot_eager", "inductor")
@@ -81,7 +81,7 @@ BACKENDS = ("aot_eager", "inductor")
 class Compiled:
     """receipts: forward's and backward's; seconds: of the first call; host_bytes: the most that the process has had so far."""
 
-    receipts: list[Receipt]
+    receipts: list[CompileReport]
     seconds: float
     host_bytes: int
 
@@ -199,12 +199,12 @@ def depth_line(mode: str, blocks: int, compiled: Compiled) -> list[str]:
     return [mode, str(blocks), f"{compiled.seconds:.1f}", f"{passes(compiled.receipts):.2f}"]
 
 
-def counts(receipts: Sequence[Receipt]) -> str:
+def counts(receipts: Sequence[CompileReport]) -> str:
     """Collectives that are left: forward + backward."""
     return " + ".join(str(len(receipt.after)) for receipt in receipts)
 
 
-def passes(receipts: Sequence[Receipt]) -> float:
+def passes(receipts: Sequence[CompileReport]) -> float:
     return sum(receipt.pass_seconds for receipt in receipts)
 
 
@@ -231,7 +231,7 @@ def measure(arguments: argparse.Namespace) -> None:
         world.end()
     if machine is None:
         raise ConfigError(
-            f"{torch.cuda.get_device_name()} has no profile in titan_lite/compiler/profiles.py, which prices need"
+            f"{torch.cuda.get_device_name()} has no profile in titan_lite/cost/profiles.py, which prices need"
         )
     variants: dict[str, Variant] = {"fsdp2-compiled": (fsdp2, dict(backend="inductor"))}
     for backend in arguments.backends:

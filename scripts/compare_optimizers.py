@@ -37,17 +37,17 @@ from titan_lite.config import (
     Training,
     load_config,
 )
-from titan_lite.distributed.build import build_stages
+from titan_lite.distributed.layout import make_layout
+from titan_lite.distributed.layout_checks import sent_between_copies
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh
-from titan_lite.distributed.pipeline_plan import module_fqns
+from titan_lite.distributed.parallelize import build_stages
+from titan_lite.distributed.pipeline_schedule import module_fqns
 from titan_lite.distributed.simple_fsdp import shard_of
-from titan_lite.layout import make_layout
-from titan_lite.layout_checks import sent_between_copies
-from titan_lite.metrics.records import read_metrics
+from titan_lite.metrics.run_files import read_metrics
 from titan_lite.models.llama3 import FLAVORS, Transformer
-from titan_lite.optimizer.build import build_optimizer
-from titan_lite.optimizer.state import is_matrix
+from titan_lite.optim.build import build_optimizer
+from titan_lite.optim.state import is_matrix
 
 NAMES = ("AdamW", "Muon", "Shampoo")
 

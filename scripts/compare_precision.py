@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from titan_lite.config import load_config
-from titan_lite.metrics.records import read_metrics
+from titan_lite.metrics.run_files import read_metrics
 from titan_lite.trainer import Trainer
 
 RECIPE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"

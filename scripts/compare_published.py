@@ -4,7 +4,7 @@
     python scripts/compare_published.py --rows 8B             # those whose name has this in it
 
 No constant is fitted to a row. A machine is its datasheet; that of the TorchTitan rows is H100 with 96 GB of HBM2e at 2.4 TB/s,
-limited to 500 W. Efficiencies are those of compiler/profiles.py for all rows. What is not known of a run stands beside its row:
+limited to 500 W. Efficiencies are those of cost/profiles.py for all rows. What is not known of a run stands beside its row:
 such a row is not scored. The microbatches of torchtitan's pipelines are not published, either: they are taken to be as many as
 the pipeline's ranks, which was the default then. Its runs are planned with its model: keys and values for every query head,
 complex rotary embeddings, and in 2024 an RMSNorm of several operators, torch's loss_parallel, and pipelines that keep outputs.
@@ -33,16 +33,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_lite.compiler.hardware import GIB, Machine
-from titan_lite.compiler.profiles import load_machine, machine_from
 from titan_lite.config import ConfigError, load_config
-from titan_lite.loss import all_reduce
+from titan_lite.cost.machine import GIB, Machine
+from titan_lite.cost.profiles import load_machine, machine_from
 from titan_lite.models.llama3 import Attention, RMSNorm, flops_per_token
-from titan_lite.plan.command import lay_out
-from titan_lite.plan.memory import Held, Replay
-from titan_lite.plan.published import RATIOS
-from titan_lite.plan.summary import Plan, make_plan
-from titan_lite.plan.trace import PROCESSES, start_fake_world
+from titan_lite.models.loss import all_reduce
+from titan_lite.tools.plan.command import lay_out
+from titan_lite.tools.plan.memory import Held, Replay
+from titan_lite.tools.plan.published import RATIOS
+from titan_lite.tools.plan.summary import Plan, make_plan
+from titan_lite.tools.plan.trace import PROCESSES, start_fake_world
 
 RECIPES = Path(__file__).parents[1] / "train_configs"
 H100, H200, A100 = (load_machine(name) for name in ("H100", "H200", "A100"))
@@ -439,7 +439,7 @@ def start_with_their_model(world_size: int, of_2024: bool) -> None:
     patch.object(Attention, "attend", attend).start()
     if of_2024:
         patch.object(RMSNorm, "forward", normalize).start()
-        patch("titan_lite.loss.vocabulary_parallel_cross_entropy_sum", loss_parallel).start()
+        patch("titan_lite.models.loss.vocabulary_parallel_cross_entropy_sum", loss_parallel).start()
     start_fake_world(world_size)
 
 
@@ -465,8 +465,8 @@ def planned(recipe: str, ranks: int, machine: str, keys: str, async_tp: bool, mo
     tracing = functools.partial(start_tracing_their_model, of_2024=of_2024)
     replay = ReplayOf2024 if of_2024 else Replay
     with (
-        patch("titan_lite.plan.summary.start_tracing", tracing),
-        patch("titan_lite.plan.memory.Replay", replay),
+        patch("titan_lite.tools.plan.summary.start_tracing", tracing),
+        patch("titan_lite.tools.plan.memory.Replay", replay),
     ):
         return make_plan(layout, MACHINES[machine].spread())
 
@@ -521,7 +521,7 @@ def compare(row: Row) -> Compared:
     speed = f"{slow:,.0f} to {fast:,.0f} | {published:,.0f} | {nominal / published:.2f}"
     kept = RATIOS.get(row.name, ("", nominal / published))[1]
     if abs(kept - nominal / published) > 0.005:
-        print(f"{row.name}: titan_lite/plan/published.py says {kept:.2f}", file=sys.stderr)
+        print(f"{row.name}: titan_lite/tools/plan/published.py says {kept:.2f}", file=sys.stderr)
     line = f"| {row.name} | {speed} | {memory} | {row.differs} |"
     away = math.log(published / nominal) / math.log(
         (slow if published < nominal else fast) / nominal

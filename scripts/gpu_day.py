@@ -181,10 +181,10 @@ def fsdp2(recipe: str, options: Sequence[str], compiles: bool) -> dict[str, floa
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from titan_lite.config import load_config
+    from titan_lite.distributed.layout import make_layout
+    from titan_lite.distributed.process_group import init_device
     from titan_lite.distributed.simple_fsdp import shard_of
-    from titan_lite.layout import make_layout
     from titan_lite.models.llama3 import Transformer
-    from titan_lite.ranks import init_device
 
     config = load_config(f"train_configs/{recipe}.toml", [*OFFLINE, *options])
     layout = make_layout(config, 1)
@@ -243,7 +243,7 @@ def planned(recipe: str, options: Sequence[str], device: str) -> dict[str, float
         "--json",
         *options,
     ]
-    plan = json.loads(run(sys.executable, "-m", "titan_lite.plan", *words, device=device))
+    plan = json.loads(run(sys.executable, "-m", "titan_lite", "plan", *words, device=device))
     memory = plan["memory"]["peak"] / 2**30
     return {
         "tokens_per_second": plan["tokens_per_second"]["stated"],

@@ -52,7 +52,7 @@ def purpose(field: FieldInfo) -> str:
 # docs/design.md
 
 # What nearly every part imports, and what imports nothing but each other: not drawn.
-GROUND = {"command", "config", "logging", "manifest", "outside", "ranks"}
+GROUND = {"config", "environment", "logging", "manifest", "outside", "sharding"}
 Graph = dict[str, set[str]]  # part -> the parts that it imports
 
 

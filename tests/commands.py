@@ -22,9 +22,9 @@ ENVIRONMENT = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THR
 TORCHRUN = "torch.distributed.run"
 LAUNCH = """
 import os, sys
-from titan_lite import start
-from titan_lite.faults.exit_code import end_with
-os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as start.py sets it for restarts
+from titan_lite import launch as start
+from titan_lite.resilience.exit_code import end_with
+os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch.py sets it for restarts
 start.listen()
 restarts = sys.argv[1 + sys.argv.index("--max-restarts")]
 end_with(lambda: start.launch(sys.argv[1:], may_restart=restarts != "0"))
@@ -120,7 +120,7 @@ def script(folder: Any, *options: Any) -> list[Any]:
 
 
 def launcher(world_size: int, *program: Any, ours: bool = True, restarts: int = 0) -> list[Any]:
-    """The command that starts `program` on so many ranks of this machine. ours: by start.py's launch, else by torchrun."""
+    """The command that starts `program` on so many ranks of this machine. ours: by launch.py's launch, else by torchrun."""
     options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     options += ["--max-restarts", restarts, "--nproc-per-node", world_size, *program]
     return python("-c", LAUNCH, *options) if ours else python("-m", TORCHRUN, *options)

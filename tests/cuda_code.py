@@ -39,16 +39,16 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _triton
 from wrapper_code import Replay, triton_kernels
 
-from titan_lite.compiler import stage as compiler_stage
-from titan_lite.compiler.collectives import aten, collectives, start_of
-from titan_lite.compiler.profiles import load_machine
-from titan_lite.compiler.schedule import Schedule
-from titan_lite.compiler.stage import FUSED_PRODUCTS
+from titan_lite.compile import compile as compiler_stage
+from titan_lite.compile.compile import FUSED_PRODUCTS
+from titan_lite.compile.schedule import Schedule
 from titan_lite.config import load_config
-from titan_lite.distributed.build import compile_stages
+from titan_lite.cost.collectives import aten, collectives, start_of
+from titan_lite.cost.profiles import load_machine
+from titan_lite.distributed.layout import make_layout
 from titan_lite.distributed.mesh import build_mesh
-from titan_lite.layout import make_layout
-from titan_lite.plan.trace import (
+from titan_lite.distributed.parallelize import compile_stages
+from titan_lite.tools.plan.trace import (
     PlannedLayout,
     build_stage,
     documents_for,

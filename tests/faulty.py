@@ -20,8 +20,8 @@ import signal
 import sys
 import time
 
-from titan_lite.compiler import stage
-from titan_lite.faults.exit_code import end_with
+from titan_lite.compile import compile as stage
+from titan_lite.resilience.exit_code import end_with
 from titan_lite.train import main
 
 FAULT = json.loads(os.environ["FAULT"])

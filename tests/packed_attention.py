@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_lite import attention
+from titan_lite.models import attention
 
 aten = torch.ops.aten
 

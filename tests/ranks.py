@@ -38,7 +38,7 @@ PRELOADED = [
 PRELOADED += [
     "titan_lite.train",
     "titan_lite.trainer",
-    "titan_lite.verify",
+    "titan_lite.tools.verify",
     "matplotlib.pyplot",
     "pytest",
     "ranks",

@@ -8,19 +8,19 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from titan_lite.command import command
 from titan_lite.config import SHIPPED, ConfigError
 from titan_lite.config.errors import did_you_mean
+from titan_lite.tools.cli import command
 
 PROGRAMS = {  # name: (module, purpose)
-    "train": ("start", "train a recipe on this machine's GPUs, or on CPU processes"),
-    "recipe": ("recipe", "check a recipe, or print it resolved"),
-    "plan": ("plan", "predict memory, traffic and time of a recipe, without a GPU"),
-    "verify": ("verify", "compare a recipe's layout with one process, on CPUs"),
-    "prepare": ("data.prepare", "tokenize documents once, for many runs"),
-    "report": ("report", "make a page of one run, or of several"),
-    "convert": ("convert", "convert weights from and to Hugging Face's format"),
-    "generate": ("generate", "continue a text with a run's weights"),
+    "train": ("launch", "train a recipe on this machine's GPUs, or on CPU processes"),
+    "recipe": ("tools.recipe", "check a recipe, or print it resolved"),
+    "plan": ("tools.plan", "predict memory, traffic and time of a recipe, without a GPU"),
+    "verify": ("tools.verify", "compare a recipe's layout with one process, on CPUs"),
+    "prepare": ("tools.prepare", "tokenize documents once, for many runs"),
+    "report": ("tools.report", "make a page of one run, or of several"),
+    "convert": ("tools.convert", "convert weights from and to Hugging Face's format"),
+    "generate": ("tools.generate", "continue a text with a run's weights"),
 }
 
 

@@ -15,22 +15,22 @@ from typing import Any
 import torch
 
 from titan_lite import __version__
-from titan_lite.attention import check_kernel
+from titan_lite.checkpoint.manager import Checkpointer
 from titan_lite.checkpoint.resume import Changes, compare
-from titan_lite.checkpoint.saving import Checkpointer
 from titan_lite.checkpoint.weights import check_fit, open_weights
-from titan_lite.compiler.profiles import PROFILES, profile_of
-from titan_lite.compiler.stage import check_backend
+from titan_lite.compile.compile import check_backend
 from titan_lite.config import Compile, Config, ConfigError
+from titan_lite.cost.profiles import PROFILES, profile_of
 from titan_lite.data.dataset import fingerprint
 from titan_lite.data.tokenizer import Tokenizer
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.layout_checks import check_float8_results, error_bytes
+from titan_lite.distributed.process_group import alike, device_memory, host_memory
 from titan_lite.inputs import check_inputs
-from titan_lite.layout import Layout
-from titan_lite.layout_checks import check_float8_results, error_bytes
 from titan_lite.logging import logger
+from titan_lite.models.attention import check_kernel
+from titan_lite.models.flavors import shape_words
 from titan_lite.outside import fields_of
-from titan_lite.ranks import alike, device_memory, host_memory
-from titan_lite.shape import shape_words
 
 
 def check(config: Config, layout: Layout) -> Tokenizer:

@@ -86,3 +86,8 @@ def _contradictions(values: dict[str, int]) -> list[str]:
     if not 0 < values["MASTER_PORT"] <= LAST_PORT:
         wrong.append(f"MASTER_PORT={values['MASTER_PORT']}: expected a port from 1 to {LAST_PORT}")
     return wrong
+
+
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,7 +7,7 @@ from titan_lite.config import Config, ConfigError
 from titan_lite.data.dataset import check_data
 from titan_lite.data.prepared import check_prepared
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from titan_lite.layout import Layout
+from titan_lite.distributed.layout import Layout
 
 
 def check_inputs(config: Config, layout: Layout) -> Tokenizer:

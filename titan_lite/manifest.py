@@ -3,8 +3,8 @@
 publish(unfinished, folder)                                 # a folder that was filled under another name
 
 write(folder, step=50, files={"__0_0.distcp": digest(folder / "__0_0.distcp"), ...})     # of a step, written last
-files = check_step(folder, step=50)         # raises Damaged: a file is missing, cut short or foreign; reads no data
-check_bytes(folder, files)                  # raises Damaged: a file was altered; reads all
+files = check_step(folder, step=50)         # raises CorruptFileError: a file is missing, cut short or foreign; reads no data
+check_bytes(folder, files)                  # raises CorruptFileError: a file was altered; reads all
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_lite.outside import Damaged, fields_of, read_object
+from titan_lite.outside import CorruptFileError, fields_of, read_object
 
 NAME = "manifest.json"
 
@@ -58,7 +58,7 @@ def write(folder: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> No
 
 
 def read(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
-    """Return {name: {"sha256", "size"}} of the files of a step (None: of any step). Raises Damaged."""
+    """Return {name: {"sha256", "size"}} of the files of a step (None: of any step). Raises CorruptFileError."""
     content = read_object(folder / NAME)
     with fields_of(NAME):
         files = {
@@ -67,14 +67,14 @@ def read(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
         }
         saved = int(content["step"])
     if step not in (None, saved):
-        raise Damaged(f"{NAME} is of step {saved}")
+        raise CorruptFileError(f"{NAME} is of step {saved}")
     return files
 
 
 def check_step(
     folder: Path, step: int | None, share: int = 0, shares: int = 1
 ) -> dict[str, dict[str, Any]]:
-    """Check the names and sizes of all files in the folder, and return the files as in `read`. Raises Damaged.
+    """Check the names and sizes of all files in the folder, and return the files as in `read`. Raises CorruptFileError.
 
     share, shares: check only every `shares`-th file from number `share` on; the first share also has the names.
     """
@@ -82,36 +82,36 @@ def check_step(
     try:
         foreign = [] if share else sorted(set(os.listdir(folder)) - set(files) - {NAME})
     except OSError as error:
-        raise Damaged(f"{error.filename}: {error.strerror}") from None
+        raise CorruptFileError(f"{error.filename}: {error.strerror}") from None
     if foreign:
-        raise Damaged(f"{foreign[0]} is foreign: {NAME} does not list it")
+        raise CorruptFileError(f"{foreign[0]} is foreign: {NAME} does not list it")
     check_sizes(folder, {name: files[name] for name in sorted(files)[share::shares]})
     return files
 
 
 def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise Damaged for the first file that is missing or has another size."""
+    """Raise CorruptFileError for the first file that is missing or has another size."""
     for name, expected in files.items():
         try:
             size = (folder / name).stat().st_size
         except FileNotFoundError:
-            raise Damaged(f"{name} is missing") from None
+            raise CorruptFileError(f"{name} is missing") from None
         except OSError as error:
-            raise Damaged(f"{name}: {error.strerror}") from None
+            raise CorruptFileError(f"{name}: {error.strerror}") from None
         if size != expected["size"]:
-            raise Damaged(f"{name} has {size:,} bytes of {expected['size']:,}")
+            raise CorruptFileError(f"{name} has {size:,} bytes of {expected['size']:,}")
 
 
 def check_bytes(
     folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Callable[[], None] = lambda: None
 ) -> None:
-    """Raise Damaged for the first file whose bytes are not those written. beat: as in `digest`."""
+    """Raise CorruptFileError for the first file whose bytes are not those written. beat: as in `digest`."""
     for name, expected in files.items():
         try:
             found = digest(folder / name, beat)
         except FileNotFoundError:
-            raise Damaged(f"{name} is missing") from None
+            raise CorruptFileError(f"{name} is missing") from None
         except OSError as error:
-            raise Damaged(f"{name}: {error.strerror}") from None
+            raise CorruptFileError(f"{name}: {error.strerror}") from None
         if found != expected:
-            raise Damaged(f"{name} was altered: its SHA-256 is not the one in {NAME}")
+            raise CorruptFileError(f"{name} was altered: its SHA-256 is not the one in {NAME}")

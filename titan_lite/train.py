@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 -m titan_lite.train train_configs/llama3_8b.toml --training.steps 100
     python -m titan_lite.train train_configs/debug_model.toml             # one process, without torchrun
 
-faults/exit_code.py lists the exit codes. torchrun turns all but 0 into 1, and starts the ranks again, so a run that is stopped by a
+resilience/exit_code.py lists the exit codes. torchrun turns all but 0 into 1, and starts the ranks again, so a run that is stopped by a
 signal exits with 0 under torchrun. ./run_train.sh exits with the codes themselves.
 """
 
@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titan_lite import recipe
 from titan_lite.config import Config, ConfigError, load_config
+from titan_lite.distributed.layout import make_layout
 from titan_lite.environment import check_environment, number
-from titan_lite.faults import TrainingError, exit_code, signals
-from titan_lite.faults.restart import RepeatedFault, Restarts
-from titan_lite.layout import make_layout
 from titan_lite.logging import events, init_logging, logger
+from titan_lite.resilience import TrainingError, exit_code, signals
+from titan_lite.resilience.restarts import RepeatedFault, Restarts
+from titan_lite.tools import recipe
 
 
 def main(arguments: list[str], observe: Any = None) -> int:

@@ -2,7 +2,7 @@
 
     Trainer(config).train()
 
-A recipe is checked before the process group starts (layout.py, check.py).
+A recipe is checked before the process group starts (distributed/layout.py, check.py).
 """
 
 import functools
@@ -17,16 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_lite.attention import masks_by_kernel, use_kernel
 from titan_lite.check import accepted_state, check, check_agreement, describe_run
+from titan_lite.checkpoint.manager import GROUP as CHECKPOINT_GROUP
+from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.resume import git_revision
-from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
-from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.checkpoint.weights import load_initial
-from titan_lite.chunked_loss import build_losses
-from titan_lite.compiler.receipt import Receipt
-from titan_lite.compiler.stage import CompileError, compile_function
+from titan_lite.compile.compile import CompileError, compile_function
+from titan_lite.compile.report import CompileReport
 from titan_lite.config import Config, flatten, save_recipe
+from titan_lite.cost.measure import find_machine, peak_flops
 from titan_lite.data.bad_documents import BadDocumentsLog
 from titan_lite.data.loader import (
     Batch,
@@ -36,10 +35,7 @@ from titan_lite.data.loader import (
     document_counts,
 )
 from titan_lite.data.preflight import check_first_loss, preflight
-from titan_lite.describe import start_lines
-from titan_lite.distributed.accumulation import gathered_for_step
-from titan_lite.distributed.build import build_runner, build_stages, compile_stages, gather_receipts
-from titan_lite.distributed.gather import started_last
+from titan_lite.distributed.layout import make_layout
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import (
     build_mesh,
@@ -48,37 +44,46 @@ from titan_lite.distributed.mesh import (
     sum_of_losses,
     sum_over_tokens,
 )
+from titan_lite.distributed.parallelize import (
+    build_runner,
+    build_stages,
+    compile_stages,
+    gather_receipts,
+)
+from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.powersgd import PowerSGD
+from titan_lite.distributed.process_group import device_memory, init_device, init_process_group
 from titan_lite.distributed.simple_fsdp import refresh_scales, shard_of
+from titan_lite.distributed.step_gather import gathered_for_step
 from titan_lite.distributed.tensor_parallel import axis_of
-from titan_lite.faults import exit_code, signals
-from titan_lite.faults.copies import Copies
-from titan_lite.faults.restart import Restarts, again
-from titan_lite.faults.skipped_steps import SkippedSteps
-from titan_lite.faults.stopping import Stopping
-from titan_lite.faults.stragglers import Stragglers
-from titan_lite.faults.watchdog import PATIENCE, Watchdog
-from titan_lite.layout import make_layout
 from titan_lite.logging import events, logger
-from titan_lite.loss import counted
-from titan_lite.lr_scheduler import lr_factor
-from titan_lite.metrics.figures import MetricsWriter, draw_loss, peak_memory_gib
-from titan_lite.metrics.lines import end_lines, show_receipts
-from titan_lite.metrics.profiling import build_profiler, set_flight_recorder
-from titan_lite.metrics.readings import Readings
-from titan_lite.metrics.sources import BySource
+from titan_lite.metrics.deferred import DeferredMetrics
+from titan_lite.metrics.end_lines import end_lines, show_receipts
+from titan_lite.metrics.per_source import PerSource
+from titan_lite.metrics.profiler import build_profiler, set_flight_recorder
+from titan_lite.metrics.start_lines import start_lines
 from titan_lite.metrics.throughput import Throughput
+from titan_lite.metrics.writer import MetricsWriter, draw_loss, peak_memory_gib
+from titan_lite.models.attention import masks_by_kernel, use_kernel
+from titan_lite.models.chunked_loss import build_losses
 from titan_lite.models.llama3 import ModelConfig, Transformer, flops_per_token
-from titan_lite.optimizer.build import (
+from titan_lite.models.loss import counted
+from titan_lite.optim.build import (
     build_optimizer,
     optimizer_settings,
     optimizer_state,
     set_learning_rate,
 )
-from titan_lite.optimizer.clipping import clip_grad_norm_
+from titan_lite.optim.clipping import clip_grad_norm_
+from titan_lite.optim.lr_scheduler import lr_factor
 from titan_lite.outside import fields_of
-from titan_lite.plan.measure import find_machine, peak_flops
-from titan_lite.ranks import device_memory, init_device, init_process_group
+from titan_lite.resilience import exit_code, signals
+from titan_lite.resilience.replica_check import ReplicaCheck
+from titan_lite.resilience.restarts import Restarts, again
+from titan_lite.resilience.skipped_steps import SkippedSteps
+from titan_lite.resilience.stopping import Stopping
+from titan_lite.resilience.stragglers import Stragglers
+from titan_lite.resilience.watchdog import PATIENCE, Watchdog
 from titan_lite.validation import Validation
 
 DeviceBatch = tuple[
@@ -124,8 +129,8 @@ class Trainer:
                 config.validation.enable,
             )
             self.skipped = SkippedSteps(config.training, config.optimizer.lr, self.device)
-            self.readings = Readings(self.device)
-            self.copies = Copies(
+            self.readings = DeferredMetrics(self.device)
+            self.copies = ReplicaCheck(
                 config.training.compare_copies_freq, self.checkpointer.describe_newest
             )
             self.stopping, self.restarts = (
@@ -196,7 +201,7 @@ class Trainer:
         parts |= dict(compiled=kinds["in_graph"])
         self.stages = build_stages(make_model, modules, self.mesh, **parts, **sections)
         sections |= dict(compile=config.compile, machine=self.machine, dump_folder=self.dump_folder)
-        self.receipts: list[Receipt] = []  # filled at the first call of each stage
+        self.receipts: list[CompileReport] = []  # filled at the first call of each stage
         if config.compile.compiles("model"):
             self.receipts = compile_stages(self.stages, self.mesh, **sections)
         self.watchdog.enter(
@@ -245,7 +250,7 @@ class Trainer:
         sums = (
             functools.partial(add_up, mesh=self.mesh) for add_up in (sum_of_losses, sum_over_tokens)
         )
-        by_source = functools.partial(BySource, config.data.source_names(), self.device, *sums)
+        by_source = functools.partial(PerSource, config.data.source_names(), self.device, *sums)
         self.by_source = by_source()
         if config.validation.enable:
             self.loaders.append(build(split="validation", rows=layout.rows))

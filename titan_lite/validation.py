@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite.distributed.mesh import sum_of_losses, sum_over_tokens
-from titan_lite.loss import counted
-from titan_lite.metrics.sources import BySource
+from titan_lite.metrics.per_source import PerSource
+from titan_lite.models.loss import counted
 
 
 class Validation:
@@ -24,7 +24,7 @@ class Validation:
         loader: Any,
         batches: int,
         accumulation: int,
-        by_source: BySource,
+        by_source: PerSource,
         device: torch.device,
         mesh: DeviceMesh,
     ):

@@ -6,18 +6,18 @@ from contextlib import contextmanager
 
 import torch
 
-from titan_lite.chunked_loss import build_chunked_loss
-from titan_lite.compiler.schedule import Schedule
+from titan_lite.compile.schedule import Schedule
 from titan_lite.config import ActivationCheckpoint, Compile, Float8, Parallelism, Training
-from titan_lite.distributed.build import build_stages, compile_stages
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_tokens
-from titan_lite.distributed.peers import stage_peers
-from titan_lite.distributed.pipeline_plan import module_fqns
+from titan_lite.distributed.parallelize import build_stages, compile_stages
+from titan_lite.distributed.pipeline_schedule import module_fqns
 from titan_lite.distributed.simple_fsdp import refresh_scales, shard_of
+from titan_lite.distributed.stage_ranks import stage_peers
 from titan_lite.distributed.tensor_parallel import axis_of
-from titan_lite.loss import build_loss, cross_entropy_sum
+from titan_lite.models.chunked_loss import build_chunked_loss
 from titan_lite.models.llama3 import Transformer
+from titan_lite.models.loss import build_loss, cross_entropy_sum
 
 
 def make_mesh(replicate, shard, tp=1):

@@ -17,12 +17,13 @@ from test_simple_fsdp import Rows
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan_lite.config import Float8
-from titan_lite.distributed import accumulation, arriving, buckets
-from titan_lite.distributed.accumulation import IN_FLIGHT, gathered_for_step, gradient_leaves
-from titan_lite.distributed.gather import GatherPlan
+from titan_lite.distributed import arriving, buckets
+from titan_lite.distributed import step_gather as accumulation
 from titan_lite.distributed.mesh import parameter_mesh
+from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, as_shard_of, model_of
-from titan_lite.loss import cross_entropy_sum
+from titan_lite.distributed.step_gather import IN_FLIGHT, gathered_for_step, gradient_leaves
+from titan_lite.models.loss import cross_entropy_sum
 from titan_lite.sharding import local
 
 TIED = replace(CONFIG, tied_embeddings=True)
@@ -166,7 +167,7 @@ def memory(param):
     def reference(tensor):
         return StorageWeakRef(tensor.untyped_storage())
 
-    start_gather, start_reduce = GatherPlan.start_gather_of, GatherPlan.start_reduce
+    start_gather, start_reduce = ShardSpec.start_gather_of, ShardSpec.start_reduce
     flat, weights, gradients, most = [], [], {}, {"flat": 0, "weights": 0, "gradients": 0}
     done = []
 
@@ -190,7 +191,7 @@ def memory(param):
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
     model = build(CONFIG, mesh, param=param)
-    GatherPlan.start_gather_of, GatherPlan.start_reduce = watched_gather, watched_reduce
+    ShardSpec.start_gather_of, ShardSpec.start_reduce = watched_gather, watched_reduce
     with gathered_for_step(model):
         assert alive(flat, 0) == 0
         step(
@@ -236,8 +237,8 @@ def overlapped(layout, cases):
                 optimizer.zero_grad()
                 events.clear()
                 with (
-                    watched(GatherPlan, "start_gather_of", events),
-                    watched(GatherPlan, "start_reduce", events),
+                    watched(ShardSpec, "start_gather_of", events),
+                    watched(ShardSpec, "start_reduce", events),
                     gathered_for_step(model, count),
                 ):
                     for number, (input, label) in enumerate(mine):

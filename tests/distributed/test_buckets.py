@@ -9,7 +9,7 @@ from parity import batch, build, counted, make_mesh, my_microbatches, step
 from ranks import run_ranks
 from tiny import HEADS
 
-from titan_lite.compiler.profiles import load_machine
+from titan_lite.cost.profiles import load_machine
 
 CONFIG = replace(HEADS, n_layers=3)
 LAYOUTS = {

@@ -10,11 +10,11 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from titan_lite.chunked_loss import build_chunked_loss
-from titan_lite.compiler.stage import compile_function
+from titan_lite.compile.compile import compile_function
 from titan_lite.config import Compile, Optimizer
-from titan_lite.loss import build_loss, own_vocabulary
-from titan_lite.optimizer.build import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.models.chunked_loss import build_chunked_loss
+from titan_lite.models.loss import build_loss, own_vocabulary
+from titan_lite.optim.build import build_optimizer, optimizer_state, set_learning_rate
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 

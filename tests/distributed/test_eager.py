@@ -10,11 +10,11 @@ from parity import batch, build, gradients, make_mesh, my_microbatches
 from ranks import run_ranks
 from tiny import HEADS, TIED, UNTIED
 
-from titan_lite.distributed import gather
+from titan_lite.distributed import param_collectives as gather
 from titan_lite.distributed.buckets import Bucket
-from titan_lite.distributed.eager import Eager
+from titan_lite.distributed.prefetch import Eager
 from titan_lite.distributed.tensor_parallel import axis_of
-from titan_lite.loss import build_loss, cross_entropy_sum
+from titan_lite.models.loss import build_loss, cross_entropy_sum
 
 SCATTER, ALL = "reduce_scatter_tensor", "all_reduce"
 LAYOUTS = {"DDP": ((2, 1), [ALL]), "FSDP": ((1, 2), [SCATTER]), "HSDP": ((2, 2), [SCATTER, ALL])}

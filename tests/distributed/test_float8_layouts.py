@@ -14,13 +14,14 @@ import torch
 from parity import batch, build, gradients, make_mesh, my_microbatches, step
 from ranks import run_ranks
 
-from titan_lite import float8
-from titan_lite.compiler.profiles import PROFILES
 from titan_lite.config import Float8
-from titan_lite.distributed import scales, tensor_parallel
-from titan_lite.distributed.accumulation import gathered_for_step
-from titan_lite.distributed.gather import GatherPlan
+from titan_lite.cost.profiles import PROFILES
+from titan_lite.distributed import float8_scales as scales
+from titan_lite.distributed import tensor_parallel
+from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.simple_fsdp import model_of, refresh_scales
+from titan_lite.distributed.step_gather import gathered_for_step
+from titan_lite.models import float8
 from titan_lite.models.llama3 import ModelConfig
 from titan_lite.sharding import local
 
@@ -237,14 +238,14 @@ def gathered_bytes(float8):
     """Bytes of an eager step's all-gathers, by whether they are float8; of those in receipts; numbers in the blocks' matrices."""
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
-    receipts, counts, start = [], {True: 0, False: 0}, GatherPlan.start_gather_of
+    receipts, counts, start = [], {True: 0, False: 0}, ShardSpec.start_gather_of
 
     def noted(plan, *arguments):
         started = start(plan, *arguments)
         counts[plan.float8] += started.tensor.nbytes
         return started
 
-    GatherPlan.start_gather_of = noted
+    ShardSpec.start_gather_of = noted
     for compiled in ({}, dict(AOT, bucketing="block", receipts=receipts)):
         model = build(CONFIG, mesh, param=torch.bfloat16, float8=float8, **compiled)
         step(
@@ -268,7 +269,7 @@ def gathered_bytes(float8):
 def gathered_both_ways():
     found = []
     for recipe in (GATHERED, None):
-        with mock.patch.object(GatherPlan, "start_gather_of", GatherPlan.start_gather_of):
+        with mock.patch.object(ShardSpec, "start_gather_of", ShardSpec.start_gather_of):
             found.append(gathered_bytes(recipe))
     return found
 

@@ -17,14 +17,14 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from titan_lite.checkpoint.saving import Checkpointer
+from titan_lite.checkpoint.manager import Checkpointer
 from titan_lite.config import Checkpoint, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentsLog, SkippedDocuments
-from titan_lite.distributed.peers import StagePeers
-from titan_lite.faults.copies import Copies
-from titan_lite.faults.stopping import Stopping
-from titan_lite.faults.stragglers import Stragglers
-from titan_lite.ranks import gather_objects
+from titan_lite.distributed.process_group import gather_objects
+from titan_lite.distributed.stage_ranks import StagePeers
+from titan_lite.resilience.replica_check import ReplicaCheck
+from titan_lite.resilience.stopping import Stopping
+from titan_lite.resilience.stragglers import Stragglers
 
 COUNTED = (
     "all_reduce",
@@ -117,7 +117,7 @@ def a_run(folder):
         if hasattr(tensor, "mesh")
     )
     with counting(parts["copies"]):
-        Copies(0, str).check(1, lambda: tensors)
+        ReplicaCheck(0, str).check(1, lambda: tensors)
     with counting(parts["schedule"]):
         peers = StagePeers([*range(ranks)], None)
         assert peers.alike("a schedule")

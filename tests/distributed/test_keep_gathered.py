@@ -6,7 +6,7 @@ from parity import assert_same, batch, build, counted, gradients, make_mesh, my_
 from ranks import run_ranks
 from tiny import TIED, UNTIED
 
-from titan_lite.loss import cross_entropy_sum
+from titan_lite.models.loss import cross_entropy_sum
 
 EAGER, APART = dict(), dict(compiled="aot_eager")
 BUCKETS = dict(compiled="aot_eager", bucketing="block")

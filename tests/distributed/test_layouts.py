@@ -1,6 +1,6 @@
 """Every layout is the training run of one process: losses, gradient norms, validation, and every gradient of the first step.
 
-Float32: loss within 1e-4 of one process and each gradient within 1e-4 of its norm (verify.py), measured 1e-7 and 1e-6; bfloat16
+Float32: loss within 1e-4 of one process and each gradient within 1e-4 of its norm (tools/verify.py), measured 1e-7 and 1e-6; bfloat16
 weights against float32 ones: 2e-3 and 5e-2.
 """
 
@@ -12,11 +12,11 @@ import torch
 from packed_attention import packed_attention
 from tiny import DEBUG, DEBUG_TOKENIZER
 
-from titan_lite.compiler import chunking
+from titan_lite.compile.passes import token_chunks as chunking
 from titan_lite.config import load_config
-from titan_lite.distributed.accumulation import gathered_for_step
+from titan_lite.distributed.step_gather import gathered_for_step
 from titan_lite.models.llama3 import FLAVORS
-from titan_lite.verify import compare, parse_layout, reference, run, twin, twin_model
+from titan_lite.tools.verify import compare, parse_layout, reference, run, twin, twin_model
 
 STEPS = 3
 NOTHING: list[str] = []

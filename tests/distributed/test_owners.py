@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from titan_lite.config import Optimizer
 from titan_lite.distributed.simple_fsdp import as_shard_of, shard_of
 from titan_lite.models.llama3 import Transformer
-from titan_lite.optimizer.build import build_optimizer, optimizer_state, set_learning_rate
-from titan_lite.optimizer.state import OF_MATRIX, is_matrix
+from titan_lite.optim.build import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.optim.state import OF_MATRIX, is_matrix
 
 MUON, SHAMPOO = (
     Optimizer(name="Muon", ns_dtype="float32"),

@@ -17,12 +17,12 @@ from torch import nn
 
 from titan_lite.config import Parallelism
 from titan_lite.distributed import powersgd
-from titan_lite.distributed.accumulation import gathered_for_step
-from titan_lite.distributed.gather import started_last
 from titan_lite.distributed.mesh import parameter_mesh
+from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.powersgd import PowerSGD, orthogonalize
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, as_shard_of
-from titan_lite.faults.copies import find
+from titan_lite.distributed.step_gather import gathered_for_step
+from titan_lite.resilience.replica_check import find
 
 F32 = torch.float32
 ANY_SIZE = functools.partial(

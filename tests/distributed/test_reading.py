@@ -8,14 +8,14 @@ from ranks import run_ranks
 from tiny import DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, steps
 
 from titan_lite.config import load_config
-from titan_lite.metrics import readings
-from titan_lite.metrics.records import read_metrics
+from titan_lite.metrics import deferred as readings
+from titan_lite.metrics.run_files import read_metrics
 from titan_lite.trainer import Trainer
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy")
 ON_HOST = (
     "torch/distributed/device_mesh.py",
-    "titan_lite/metrics/readings.py",
+    "titan_lite/metrics/deferred.py",
 )  # tensors that are not on the device
 OPTIONS = [*SMALL, *steps(8), *NO_VALIDATION, *NO_CHECKPOINT, *NO_WORKERS]
 

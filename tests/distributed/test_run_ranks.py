@@ -6,7 +6,7 @@ import sys
 import pytest
 from ranks import run_ranks
 
-from titan_lite.ranks import gather_objects
+from titan_lite.distributed.process_group import gather_objects
 
 
 def process_and_modules():

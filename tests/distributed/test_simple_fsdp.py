@@ -29,14 +29,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_lite.compiler.stage import compile_model
+from titan_lite.compile.compile import compile_model
 from titan_lite.config import Compile
-from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.buckets import Bucket
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, shard_of
-from titan_lite.loss import cross_entropy_sum
+from titan_lite.distributed.step_gather import gathered_for_step
 from titan_lite.models.llama3 import Transformer
+from titan_lite.models.loss import cross_entropy_sum
 
 F32 = torch.float32
 LAYOUTS = {"FSDP-2": (1, 2), "FSDP-4": (1, 4), "HSDP-2x2": (2, 2), "DDP-2": (2, 1)}

@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_lite.config import Optimizer
-from titan_lite.distributed.accumulation import gathered_for_step
-from titan_lite.distributed.tensor_parallel import PLAN, apply_tensor_parallel, axis_of
-from titan_lite.loss import build_loss, cross_entropy_sum
+from titan_lite.distributed.step_gather import gathered_for_step
+from titan_lite.distributed.tensor_parallel import STYLES, apply_tensor_parallel, axis_of
 from titan_lite.models.llama3 import FLAVORS, Transformer
-from titan_lite.optimizer.build import build_optimizer
+from titan_lite.models.loss import build_loss, cross_entropy_sum
+from titan_lite.optim.build import build_optimizer
 
 TIED = dataclasses.replace(HEADS, tied_embeddings=True)
 DEBUG = dataclasses.replace(FLAVORS["debug"], max_seq_len=16)
@@ -228,4 +228,4 @@ def test_a_parameter_without_a_style_is_an_error():
 
 def test_the_plan_names_modules_of_the_model():
     names = [name.replace(".1.", ".*.") for name, _ in Transformer(HEADS).named_modules()]
-    assert set(PLAN) <= set(names)
+    assert set(STYLES) <= set(names)

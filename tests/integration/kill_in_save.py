@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_lite import manifest
-from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
+from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.tensor_files import BeatingSavePlanner, StepWriter
 from titan_lite.config import Checkpoint
 

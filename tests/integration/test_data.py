@@ -8,7 +8,7 @@ from commands import train
 from test_training import OPTIONS
 from tiny import DEBUG, NO_VALIDATION, steps
 
-from titan_lite.metrics.figures import read_metrics
+from titan_lite.metrics.writer import read_metrics
 
 pytest.importorskip("pyarrow")
 

@@ -14,10 +14,10 @@ from commands import Job, python, run, train
 from filelock import FileLock
 from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
 
-from titan_lite.checkpoint import saving as checkpoint
-from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
+from titan_lite.checkpoint import manager as checkpoint
+from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.config import Checkpoint, ConfigError
-from titan_lite.metrics.records import read_metrics
+from titan_lite.metrics.run_files import read_metrics
 
 OPTIONS = [
     *SMALL,

@@ -9,19 +9,19 @@ from commands import train
 from safetensors.torch import load_file
 from tiny import DEBUG, DEBUG_TOKENIZER, SMALL, every, steps
 
-from titan_lite import convert
-from titan_lite import generate as generate_command
 from titan_lite.check import check
 from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config import ConfigError, load_config
-from titan_lite.convert import write_step
 from titan_lite.data.loader import build_loader
 from titan_lite.data.tokenizer import load_tokenizer
-from titan_lite.layout import make_layout
-from titan_lite.loss import IGNORE_INDEX
-from titan_lite.metrics.figures import read_metrics
-from titan_lite.models.hf import config_to_hf
+from titan_lite.distributed.layout import make_layout
+from titan_lite.metrics.writer import read_metrics
+from titan_lite.models.huggingface import config_to_hf
 from titan_lite.models.llama3 import FLAVORS
+from titan_lite.models.loss import IGNORE_INDEX
+from titan_lite.tools import convert
+from titan_lite.tools import generate as generate_command
+from titan_lite.tools.convert import write_step
 
 OPTIONS = [
     *SMALL,

@@ -9,7 +9,7 @@ from commands import python, run, script, train
 from pages import ALL, blocks
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_WORKERS, ROOT, SMALL, steps
 
-from titan_lite.metrics.records import read_metrics
+from titan_lite.metrics.run_files import read_metrics
 
 (MIXTURE,) = (block for block in blocks(ALL, "toml") if "[[data.sources]]" in block)
 FAKE = """import json, pathlib
@@ -87,7 +87,7 @@ def test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_source
     }.items() <= (
         next(values for values in logged if values["step"] == 10 and "loss" in values).items()
     )
-    assert run(*python("-m", "titan_lite.report", folder)).returncode == 0
+    assert run(*python("-m", "titan_lite", "report", folder)).returncode == 0
     page = (folder / "report.html").read_text(encoding="utf-8")
     table = page.partition("<h2>Sources</h2>")[2].partition("</table>")[0]
     assert re.findall(r"<td>(\w+)</td>", table) == ["web", "code"]

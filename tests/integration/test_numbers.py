@@ -11,8 +11,8 @@ from ranks import run_ranks
 from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
 
 from titan_lite.config import load_config
-from titan_lite.faults import TrainingError
-from titan_lite.metrics.records import read_metrics
+from titan_lite.metrics.run_files import read_metrics
+from titan_lite.resilience import TrainingError
 from titan_lite.trainer import Trainer
 
 OPTIONS = [*SMALL, "--metrics.log_freq=4", *steps(8, schedule=20), *NO_VALIDATION, *NO_WORKERS]

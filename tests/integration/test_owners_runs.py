@@ -10,10 +10,10 @@ from tiny import DEBUG, DEBUG_TOKENIZER, NO_CHECKPOINT, NO_VALIDATION, NO_WORKER
 
 from titan_lite.check import check
 from titan_lite.config import ConfigError, load_config
-from titan_lite.layout import make_layout
+from titan_lite.distributed.layout import make_layout
 from titan_lite.models.llama3 import FLAVORS
+from titan_lite.tools.verify import compare, parse_layout, reference, run, twin, twin_model
 from titan_lite.trainer import Trainer
-from titan_lite.verify import compare, parse_layout, reference, run, twin, twin_model
 
 TINY = [
     "--model.dim=64",

@@ -14,9 +14,9 @@ from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMA
 
 from titan_lite.config import ConfigError, load_config
 from titan_lite.distributed import powersgd
-from titan_lite.layout import make_layout
-from titan_lite.layout_checks import sent_between_copies
-from titan_lite.verify import parse_layout, twin
+from titan_lite.distributed.layout import make_layout
+from titan_lite.distributed.layout_checks import sent_between_copies
+from titan_lite.tools.verify import parse_layout, twin
 
 TINY = ["--model.dim=64", "--model.n_layers=2", "--model.hidden_dim=90"]
 RANK = 4

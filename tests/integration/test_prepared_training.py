@@ -5,10 +5,10 @@ import json
 from commands import train
 from tiny import DEBUG, DEBUG_TOKENIZER, NO_CHECKPOINT, SMALL, steps
 
-from titan_lite.data import prepare
 from titan_lite.data.tokenizer import load_tiktoken
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
-from titan_lite.metrics.figures import read_metrics
+from titan_lite.metrics.writer import read_metrics
+from titan_lite.tools import prepare
 
 OPTIONS = [*SMALL, *steps(3), *NO_CHECKPOINT, "--validation.enable", "--validation.steps=2"]
 

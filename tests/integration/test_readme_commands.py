@@ -13,7 +13,7 @@ from commands import run
 from pages import PAGES, blocks, prose
 from tiny import ROOT
 
-from titan_lite.metrics.records import read_metrics
+from titan_lite.metrics.run_files import read_metrics
 
 SHORT = "--training.steps 4 --training.seq_len 64 --checkpoint.interval 2 --metrics.log_freq 1 --validation.freq 4"
 SHORT += " --validation.steps 1"
@@ -33,7 +33,7 @@ class Run:
 
 PREPARE = "titan-lite prepare"
 BOOKS = "prepared/books --data.dataset local --data.path 'books/*.jsonl'"
-PLANNER = "python -m titan_lite.plan"
+PLANNER = "python -m titan_lite plan"
 RECIPE = {"RECIPE": "train_configs/debug_model.toml"}
 PLANNED_8B, PLANNED_405B = (
     {f"train_configs/llama3_{size}.toml": RECIPE["RECIPE"]} for size in ("8b", "405b")
@@ -84,13 +84,13 @@ HERE = {
         f"{ONE_STEP.replace('--data.dataset stdlib', '')} --job.dump_folder outputs/prepared",
     ),
     f"{PREPARE} --verify prepared/books": Run("every byte is as written"),
-    "python -m titan_lite.convert outputs/debug_model exported": Run("exported"),
-    "python -m titan_lite.convert Llama-3.1-8B initial": Run("initial"),
-    "python -m titan_lite.convert outputs/debug_model theirs --to torchtitan": Run("theirs"),
+    "python -m titan_lite convert outputs/debug_model exported": Run("exported"),
+    "python -m titan_lite convert Llama-3.1-8B initial": Run("initial"),
+    "python -m titan_lite convert outputs/debug_model theirs --to torchtitan": Run("theirs"),
     "./run_train.sh --checkpoint.initial_load_path Llama-3.1-8B": Run(
         "Llama-3.1-8B", f"{SHORT} --training.steps 1 --job.dump_folder outputs/from_weights"
     ),
-    'python -m titan_lite.generate outputs/debug_model --prompt "def main("': Run(
+    'python -m titan_lite generate outputs/debug_model --prompt "def main("': Run(
         "def main(", "--max-new-tokens 5"
     ),
     f"{PLANNER} train_configs/llama3_70b.toml": Run("waiting for tensor parallelism"),
@@ -140,9 +140,9 @@ HERE = {
     f"{PLANNER} RECIPE --compare outputs/llama3_8b": Run(
         "planned / measured", "--training.seq_len 64", RECIPE
     ),
-    "python -m titan_lite.verify train_configs/llama3_405b.toml": Run("agrees", "--steps 1"),
-    "python -m titan_lite.report outputs/debug_model": Run("report.html"),
-    "python -m titan_lite.report outputs/a outputs/b --output compare.html": Run("compare.html"),
+    "python -m titan_lite verify train_configs/llama3_405b.toml": Run("agrees", "--steps 1"),
+    "python -m titan_lite report outputs/debug_model": Run("report.html"),
+    "python -m titan_lite report outputs/a outputs/b --output compare.html": Run("compare.html"),
     "MAX_RESTARTS=5 ./run_train.sh": Run(
         "done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/restarts"
     ),
@@ -295,7 +295,7 @@ def trained(checkout):
     assert len(read_metrics(outputs / "debug_model/metrics.jsonl")) >= 4
     for name in ("a", "b", "llama3_8b"):
         shutil.copytree(outputs / "debug_model", outputs / name)
-    typed(checkout, "python -m titan_lite.convert outputs/debug_model Llama-3.1-8B")
+    typed(checkout, "python -m titan_lite convert outputs/debug_model Llama-3.1-8B")
     typed(checkout, f"{PREPARE} train_configs/debug_model.toml {BOOKS}")
     return checkout
 

@@ -15,7 +15,7 @@ from titan_lite.config import (
     to_toml,
 )
 from titan_lite.distributed.degrees import resolve_degrees
-from titan_lite.distributed.pipeline_plan import plan_pipeline
+from titan_lite.distributed.pipeline_schedule import plan_pipeline
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.trainer import Trainer
 

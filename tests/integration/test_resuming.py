@@ -18,7 +18,7 @@ from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
 
 from titan_lite.checkpoint.names import section_of
 from titan_lite.config import load_config
-from titan_lite.metrics.records import read_metrics
+from titan_lite.metrics.run_files import read_metrics
 from titan_lite.trainer import Trainer
 
 OPTIONS = [

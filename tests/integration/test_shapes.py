@@ -6,10 +6,10 @@ import torch
 from commands import train
 from tiny import DEBUG, DEBUG_TOKENIZER, NO_VALIDATION, SMALL, steps
 
-from titan_lite import convert
-from titan_lite import generate as generate_command
 from titan_lite.checkpoint.weights import open_weights
 from titan_lite.models.llama3 import ModelConfig
+from titan_lite.tools import convert
+from titan_lite.tools import generate as generate_command
 
 RECIPE = """
 extends = "{debug}"

@@ -17,7 +17,7 @@ from filelock import FileLock
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, ROOT, SMALL, every, steps
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titan_lite.metrics.records import read_metrics
+from titan_lite.metrics.run_files import read_metrics
 
 STEPS = 12
 OPTIONS = [

@@ -14,10 +14,10 @@ from ranks import run_ranks
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, SMALL, every, steps
 
 from titan_lite.config import load_config
-from titan_lite.faults import TrainingError
-from titan_lite.metrics.records import read_metrics, read_run
-from titan_lite.optimizer import adamw
-from titan_lite.report.page import main
+from titan_lite.metrics.run_files import read_metrics, read_run
+from titan_lite.optim import adamw
+from titan_lite.resilience import TrainingError
+from titan_lite.tools.report.page import main
 from titan_lite.trainer import Trainer
 
 OPTIONS = [*SMALL, "--training.seq_len=64", *steps(6, schedule=12), *every(3, validated=3)]
@@ -71,7 +71,7 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
     (end,) = (number for number, line in enumerate(said) if line.startswith("done: step 6, "))
     assert said[end + 2 : end + 4] == [
         "checkpoints: step-3, step-6",
-        f"to look at: python -m titan_lite.report {tmp_path}; tensorboard --logdir {tmp_path}",
+        f"to look at: python -m titan_lite report {tmp_path}; tensorboard --logdir {tmp_path}",
     ]
     assert re.search(r"5,770,496 parameters", first.stdout)
     assert re.search(

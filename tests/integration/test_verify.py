@@ -1,4 +1,4 @@
-"""`python -m titan_lite.verify`: what agrees, what does not and is named, and what cannot be asked."""
+"""`python -m titan_lite verify`: what agrees, what does not and is named, and what cannot be asked."""
 
 import re
 
@@ -7,14 +7,14 @@ import torch
 from commands import python, run
 from tiny import DEBUG, RECIPES
 
-from titan_lite import verify
 from titan_lite.config import load_config
 from titan_lite.distributed.buckets import Bucket
-from titan_lite.verify import every_layout, layout_of, name_of, parse_layout, twin
+from titan_lite.tools import verify
+from titan_lite.tools.verify import every_layout, layout_of, name_of, parse_layout, twin
 
 
 def command(*arguments):
-    return run(*python("-m", "titan_lite.verify", *arguments), seconds=900)
+    return run(*python("-m", "titan_lite", "verify", *arguments), seconds=900)
 
 
 def test_a_recipe_that_is_right_exits_with_0():

@@ -13,7 +13,7 @@ import torch
 from titan_lite.check import check, check_float8, check_memory
 from titan_lite.config import ConfigError, load_config
 from titan_lite.config.load import option
-from titan_lite.layout import make_layout
+from titan_lite.distributed.layout import make_layout
 
 ROOT = Path(__file__).parents[2]
 DEBUG = (

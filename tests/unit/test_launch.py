@@ -1,4 +1,4 @@
-"""torchrun as start.py calls it, with ranks that do not train: what they get, whether they start again, the exit code."""
+"""torchrun as launch.py calls it, with ranks that do not train: what they get, whether they start again, the exit code."""
 
 import re
 import signal
@@ -7,11 +7,12 @@ import time
 import pytest
 from commands import Job, launcher
 
-from titan_lite.start import describe_failures
+from titan_lite.launch import describe_failures
 
 RANK = """
 import os, sys, time
-from titan_lite.faults import exit_code, signals
+from titan_lite.resilience import exit_code
+from titan_lite.resilience import signals
 
 # signals.tell writes a line at once: print of two ranks may mix theirs
 def train(rank, how, seconds):

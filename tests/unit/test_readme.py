@@ -9,7 +9,7 @@ from pages import ALL, PAGES, README, ROOT, anchor, anchors, blocks, links
 from tiny import DEBUG
 
 from titan_lite.config import KEYS, load_config
-from titan_lite.layout import make_layout
+from titan_lite.distributed.layout import make_layout
 
 
 def test_every_test_and_file_that_a_page_names_is_there():

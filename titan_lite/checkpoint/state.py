@@ -1,6 +1,6 @@
 """Read a step's state.json, which has what is saved beside its tensors.
 
-    state = read_state(folder / "step-50")                     # raises Damaged
+    state = read_state(folder / "step-50")                     # raises CorruptFileError
     state["run"]["model"], state["loader"]["rows"]["3"]        # [windows taken, [ordinal, tokens used] of each source]
 
 A step that `convert` wrote has only the model.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_lite.outside import Damaged, read_object
+from titan_lite.outside import CorruptFileError, read_object
 
 NAME = "state.json"
 
@@ -22,8 +22,8 @@ def merge_loaders(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the state of the step in this folder. Raises Damaged."""
+    """Return the state of the step in this folder. Raises CorruptFileError."""
     state = read_object(folder / NAME)
     if not isinstance(state.get("step"), int):
-        raise Damaged(f"{NAME} has no step")
+        raise CorruptFileError(f"{NAME} has no step")
     return state

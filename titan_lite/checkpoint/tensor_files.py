@@ -40,7 +40,7 @@ from torch.futures import Future
 
 from titan_lite import manifest
 from titan_lite.checkpoint.names import section_of
-from titan_lite.outside import Damaged, in_short
+from titan_lite.outside import CorruptFileError, in_short
 
 NAME = ".metadata"
 
@@ -211,7 +211,9 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _member  # as Python up to 3.11.3 pickles a member of an enumeration
         if name not in _ADMITTED.get(module, ()):
-            raise Damaged(f"{NAME} asks for {module}.{name}, which DCP does not write there")
+            raise CorruptFileError(
+                f"{NAME} asks for {module}.{name}, which DCP does not write there"
+            )
         return super().find_class(module, name)
 
 
@@ -221,18 +223,18 @@ def _member(kind: Any, name: str) -> Any:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return names, shapes and places of all tensors in a folder. Raises Damaged."""
+    """Return names, shapes and places of all tensors in a folder. Raises CorruptFileError."""
     try:
         with (folder / NAME).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
-    except Damaged:
+    except CorruptFileError:
         raise
     except FileNotFoundError:
-        raise Damaged(f"{NAME} is missing") from None
+        raise CorruptFileError(f"{NAME} is missing") from None
     except Exception as error:  # arbitrary bytes may raise anything
-        raise Damaged(f"{NAME} cannot be read: {_in_words(error)}") from None
+        raise CorruptFileError(f"{NAME} cannot be read: {_in_words(error)}") from None
     if not isinstance(metadata, Metadata):
-        raise Damaged(f"{NAME} cannot be read: it is a {type(metadata).__name__}")
+        raise CorruptFileError(f"{NAME} cannot be read: it is a {type(metadata).__name__}")
     return metadata
 
 
@@ -254,7 +256,9 @@ class _NamedFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
         except Exception as error:
-            raise Damaged(f"{Path(path).name} cannot be read: {_in_words(error)}") from None
+            raise CorruptFileError(
+                f"{Path(path).name} cannot be read: {_in_words(error)}"
+            ) from None
 
 
 class _Reader(FileSystemReader):
@@ -287,13 +291,13 @@ def load(
     beat: Callable[[], None] = lambda: None,
     metadata: Metadata | None = None,
 ) -> None:
-    """Fill tensors and DTensors in place, without communication. Raises Damaged if they are not in the folder.
+    """Fill tensors and DTensors in place, without communication. Raises CorruptFileError if they are not in the folder.
 
     metadata: those of the folder, if they were read before.
     """
     metadata = metadata or read_metadata(folder)
     if misfit := _misfit(metadata, tensors):
-        raise Damaged(misfit)
+        raise CorruptFileError(misfit)
     try:
         with _alone():
             dcp.load(
@@ -303,7 +307,7 @@ def load(
                 no_dist=True,
             )
     except CheckpointException as failed:
-        raise Damaged(_failure(failed)) from None
+        raise CorruptFileError(_failure(failed)) from None
 
 
 def _misfit(metadata: Metadata, tensors: Mapping[str, Tensor]) -> str:

@@ -28,12 +28,12 @@ from titan_lite.checkpoint.names import from_torchtitan, to_torchtitan
 from titan_lite.checkpoint.state import NAME as STATE
 from titan_lite.checkpoint.state import read_state
 from titan_lite.config import ConfigError
+from titan_lite.distributed.process_group import alike, first_word, gather_objects
 from titan_lite.logging import logger
-from titan_lite.models.hf import config_from_hf, from_hf, hf_names
+from titan_lite.models.huggingface import config_from_hf, from_hf, hf_names
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.models.shape_files import config_from_fields
-from titan_lite.outside import Damaged, fields_of, in_short, read_object
-from titan_lite.ranks import alike, first_word, gather_objects
+from titan_lite.outside import CorruptFileError, fields_of, in_short, read_object
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 TOKENIZER_FILES = (  # in a Hugging Face folder
@@ -55,7 +55,7 @@ class _DcpFolder:
     names: dict[str, str]  # of parameters in the folder, by FQN
 
     def _check_shapes(self, stored: Mapping[str, TensorStorageMetadata]) -> None:
-        """Set shapes and dtypes. Raises Damaged if these tensors, by their names in the folder, are not the model's."""
+        """Set shapes and dtypes. Raises CorruptFileError if these tensors, by their names in the folder, are not the model's."""
         self.shapes = shapes(self.config)
         expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
         _refuse(misfits(expected, {name: tensor.size for name, tensor in stored.items()}))
@@ -71,11 +71,11 @@ class _DcpFolder:
         tensors = {self.names[fqn]: parameter.detach() for fqn, parameter in parameters.items()}
         try:
             tensor_files.load(self.folder, tensors, metadata=self.metadata)
-        except Damaged as damage:
+        except CorruptFileError as damage:
             raise ConfigError(f"{self.folder} cannot be read: {damage}") from None
 
 
-class StepFolder(_DcpFolder):
+class CheckpointFolder(_DcpFolder):
     """The model's weights in a step that a run or `convert` has written. every_byte: check all bytes on opening."""
 
     kind = "a step of titan_lite"
@@ -89,7 +89,7 @@ class StepFolder(_DcpFolder):
         self.state = read_state(folder)
         shape = self.state.get("run", {}).get("model")
         if shape is None:
-            raise Damaged("state.json does not say which model this is (run.model)")
+            raise CorruptFileError("state.json does not say which model this is (run.model)")
         self.config = config_from_fields(shape, "state.json: run.model")
         stored = tensor_files.parameters(self.metadata)
         check_size(self.config, len(stored))
@@ -102,7 +102,7 @@ class StepFolder(_DcpFolder):
         }
 
     def check_bytes(self, part: int = 0, of: int = 1) -> None:
-        """Compare every `of`-th file, from `part` on, with its SHA-256. Raises Damaged."""
+        """Compare every `of`-th file, from `part` on, with its SHA-256. Raises CorruptFileError."""
         names = sorted(self.files)[part::of]
         manifest.check_bytes(self.folder, {name: self.files[name] for name in names})
 
@@ -147,7 +147,7 @@ class HuggingFaceFolder:
         try:
             self.config = config_from_hf(content)
         except ValueError as error:
-            raise Damaged(f"config.json: {error}") from None
+            raise CorruptFileError(f"config.json: {error}") from None
         self.file_of: dict[str, Path] = {}
         stored: dict[str, tuple[torch.Size, str]] = {}
         for path in self._files():
@@ -160,7 +160,7 @@ class HuggingFaceFolder:
                             path,
                         )
             except (SafetensorError, OSError) as error:
-                raise Damaged(f"{path.name} cannot be read: {in_short(error)}") from None
+                raise CorruptFileError(f"{path.name} cannot be read: {in_short(error)}") from None
         check_size(self.config, len(stored))
         self.names = hf_names(self.config)
         _refuse(
@@ -182,7 +182,7 @@ class HuggingFaceFolder:
         if not index.exists():
             found = sorted(self.folder.glob("*.safetensors"))
             if not found:
-                raise Damaged(
+                raise CorruptFileError(
                     "there is no .safetensors file; use save_pretrained of transformers to write one"
                 )
             return found
@@ -205,7 +205,7 @@ class HuggingFaceFolder:
         embedding, output = "model.embed_tokens.weight", "lm_head.weight"
         if self.config.tied_embeddings and {embedding, output} <= stored.keys():
             if not _equal(self._open(embedding), self._open(output)):
-                raise Damaged(
+                raise CorruptFileError(
                     f"config.json has tie_word_embeddings = true, but {output} is not {embedding}"
                 )
             del stored[output]
@@ -233,7 +233,7 @@ class HuggingFaceFolder:
         return tokenizer_files(self.folder)
 
 
-Weights = StepFolder | TorchtitanFolder | HuggingFaceFolder
+Weights = CheckpointFolder | TorchtitanFolder | HuggingFaceFolder
 ShardOf = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
 
 
@@ -260,7 +260,7 @@ def open_weights(
         for step in steps:
             try:
                 return _open_checkpoint(step, every_byte, model)
-            except Damaged as damage:
+            except CorruptFileError as damage:
                 logger.warning(f"{step} is skipped: {damage}")
     except ConfigError as error:
         raise ConfigError(f"{wrong}: {error}") from None
@@ -276,10 +276,10 @@ def open_weights(
 
 
 def _open_checkpoint(folder: Path, every_byte: bool, model: ModelConfig | None) -> Weights:
-    """Open a step of titan_lite, or of torchtitan, which has no state.json. Raises ConfigError, and Damaged for a broken one."""
+    """Open a step of titan_lite, or of torchtitan, which has no state.json. Raises ConfigError, and CorruptFileError for a broken one."""
     ours = any((folder / name).is_file() for name in (manifest.NAME, STATE))
     if ours or not (folder / tensor_files.NAME).is_file():
-        return StepFolder(folder, every_byte=every_byte)
+        return CheckpointFolder(folder, every_byte=every_byte)
     if model is None:
         raise ConfigError(
             f"{folder} is a checkpoint of torchtitan, which does not have the shape of its model; use it as "
@@ -305,10 +305,10 @@ def load_initial(
     started = time.perf_counter()
     fault = ""
     weights = open_weights(path, "checkpoint.initial_load_path", model=model)
-    if isinstance(weights, StepFolder):
+    if isinstance(weights, CheckpointFolder):
         try:
             weights.check_bytes(dist.get_rank(), dist.get_world_size())
-        except Damaged as damage:
+        except CorruptFileError as damage:
             fault = str(damage)
     if fault := first_word(fault and f"{weights.folder}: {fault}"):
         raise ConfigError(f"{wrong}: {fault}")
@@ -390,7 +390,7 @@ def tokenizer_files(path: str | Path) -> list[Path]:
 def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256: str) -> None:
     """Raise ConfigError if a tokenizer is not that of the step, if known, or has more tokens than the model."""
     trained_with = (
-        weights.state["run"].get("tokenizer") if isinstance(weights, StepFolder) else None
+        weights.state["run"].get("tokenizer") if isinstance(weights, CheckpointFolder) else None
     )
     if trained_with not in (None, sha256):
         raise ConfigError(
@@ -423,14 +423,16 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def check_size(config: ModelConfig, tensors: int) -> None:
-    """Raise Damaged for an impossible model, or one with more layers than tensors, before names are made for its layers."""
+    """Raise CorruptFileError for an impossible model, or one with more layers than tensors, before names are made for its layers."""
     if config.dim % (2 * config.n_heads) or config.n_heads % config.n_kv_heads:
-        raise Damaged(
+        raise CorruptFileError(
             f"{config.n_heads:,} heads, {config.n_kv_heads:,} of keys and values, in {config.dim:,} dimensions: heads must have "
             "an even size, and their number must be a multiple of that of keys and values"
         )
     if config.n_layers > tensors:
-        raise Damaged(f"its shape has {config.n_layers:,} layers, but it has {tensors:,} tensors")
+        raise CorruptFileError(
+            f"its shape has {config.n_layers:,} layers, but it has {tensors:,} tensors"
+        )
 
 
 def misfits(expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> list[str]:
@@ -447,10 +449,10 @@ def misfits(expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size])
 
 
 def _refuse(lines: list[str]) -> None:
-    """Raise Damaged with the faults, if there are any."""
+    """Raise CorruptFileError with the faults, if there are any."""
     if lines:
         more = [f"and {len(lines) - 40} more"] if len(lines) > 40 else []
-        raise Damaged(
+        raise CorruptFileError(
             lines[0]
             if len(lines) == 1
             else "\n  ".join((f"{len(lines)} things do not fit:", *lines[:40], *more))

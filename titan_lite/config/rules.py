@@ -2,7 +2,7 @@
 
 check(config)          # raises ConfigError with all mistakes
 
-What depends on the number of ranks is in layout_checks.py, and what depends on the machine in check.py.
+What depends on the number of ranks is in distributed/layout_checks.py, and what depends on the machine in check.py.
 """
 
 from collections.abc import Callable, Iterator

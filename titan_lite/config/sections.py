@@ -111,7 +111,7 @@ class Model(Section):
     """Added to the mean square in RMSNorm; 0: the flavor's."""
 
     max_seq_len: Annotated[int, Field(ge=1, le=2**24)] | Literal[0] = 0
-    """Upper bound of training.seq_len, and of a text of titan_lite.generate; 0: the flavor's."""
+    """Upper bound of training.seq_len, and of a text of titan_lite.tools.generate; 0: the flavor's."""
 
     tokenizer_path: RecipePath = ""
     """Tokenizer in tiktoken's format (base64 token and rank per line), or a tokenizer.json."""
@@ -393,7 +393,7 @@ class Compile(Section):
 
     machine: Annotated[str, Relative(".toml")] = ""
     """Cost model of communication and computation: a profile (A100, H100, H100 PCIe, H100 NVL,
-    H200, H200 NVL, B200, MI300X) or the path of a .toml file (compiler/profiles.py), on a CPU also
+    H200, H200 NVL, B200, MI300X) or the path of a .toml file (cost/profiles.py), on a CPU also
     the peak for MFU; empty: this GPU's profile, or measurements of this CPU."""
 
     dump_graphs: bool = False
@@ -435,7 +435,7 @@ class Checkpoint(Section):
 
     initial_load_path: RecipePath = ""
     """Initial weights of a run that has no saved step, for any layout: a step, a run's folder (its
-    newest step), a checkpoint of torchtitan, or a Hugging Face folder (titan_lite/convert.py
+    newest step), a checkpoint of torchtitan, or a Hugging Face folder (titan_lite/tools/convert.py
     converts between them)."""
 
     must_resume: bool = False

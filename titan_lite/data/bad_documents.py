@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.logging import logger
-from titan_lite.metrics.records import read_lines
+from titan_lite.metrics.run_files import read_lines
 
 
 class BadDocument(NamedTuple):
@@ -98,7 +98,7 @@ class BadDocumentsLog:
         """
         import torch.distributed as dist  # here, since prepare's processes need the policy but not torch
 
-        from titan_lite.ranks import gather_on_first, reduce_numbers
+        from titan_lite.distributed.process_group import gather_on_first, reduce_numbers
 
         counts_bad = self.data.on_bad_document == "skip"
         counts_short = self.data.min_document_tokens > 0

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer
+from titan_lite.distributed.process_group import gather_numbers, hash_of
 from titan_lite.logging import logger
-from titan_lite.ranks import gather_numbers, hash_of
 
 SHOWN = 200  # characters in the logged sample
 FAR = 0.1  # fraction of ln(vocabulary); the loss of a new model is 1/32 nats above, with tied embeddings about half a nat

@@ -161,7 +161,7 @@ def read_prepared(folder: Path, key: str = "data.path", every_byte: bool = False
             manifest.check_bytes(folder, described["files"])
         else:
             manifest.check_sizes(folder, described["files"])
-    except manifest.Damaged as error:
+    except manifest.CorruptFileError as error:
         raise ConfigError(f"{where}: {error}; {_FIX}") from None
     return described
 

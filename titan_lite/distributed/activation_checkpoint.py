@@ -4,7 +4,7 @@
 
 Each block's class is replaced by a subclass that runs forward under torch's non-reentrant checkpoint; FQNs do not change.
 Recomputing a block reads its weights again, so SimpleFSDP gathers them again. Under torch.compile, checkpointing and resharding
-(compiler/resharding.py) are tags on the graph, and one partitioner reads both.
+(compile/passes/resharding.py) are tags on the graph, and one partitioner reads both.
 """
 
 import functools
@@ -17,8 +17,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from titan_lite.attention import OPERATORS
-from titan_lite.compiler.collectives import aten, collectives
+from titan_lite.cost.collectives import aten, collectives
+from titan_lite.models.attention import OPERATORS
 
 # Operators with results that are expensive to recompute: matrix products, all kernels of F.scaled_dot_product_attention and ours,
 # and of tensor parallelism reduce-scatters and all-reduces, of one number (scales of tokens in float8). All-gathers of tensor and
@@ -43,7 +43,7 @@ def apply_activation_checkpoint(
 ) -> None:
     """Checkpoint `blocks` in place. A block's name is its number in the model.
 
-    mode: "none"; "full": keep a block's input only; "selective": see option; "memory_budget": see compiler/stage.py.
+    mode: "none"; "full": keep a block's input only; "selective": see option; "memory_budget": see compile/compile.py.
     option: "op": keep results of EXPENSIVE operators; "op/2": the same, but of matrix products only the first, third, ... of a
     block; "2": every second block (0, 2, ...) as in "full", the others as in "none".
     compiled: the partitioner drops what backward does not need. In eager mode, results of a block's last product are not kept.

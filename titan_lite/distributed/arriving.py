@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work, _register_work
 
-from titan_lite.compiler.collectives import collectives
-from titan_lite.distributed.gather import GatherPlan
-from titan_lite.float8 import stand_in
+from titan_lite.cost.collectives import collectives
+from titan_lite.distributed.param_collectives import ShardSpec
+from titan_lite.models.float8 import stand_in
 
 # By FQN. A function must not keep its argument, whose memory the graph uses again.
 takes: dict[str, Callable[[Tensor], None]] = {}
@@ -49,7 +49,7 @@ class Arriving(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, handle: Tensor, plan: GatherPlan
+        ctx: Any, weight: Tensor, handle: Tensor, plan: ShardSpec
     ) -> tuple[Tensor, Tensor | None]:
         ctx.plan = plan
         ctx.set_materialize_grads(False)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from titan_lite.compiler.timeline import Span, Timeline
+from titan_lite.cost.timeline import Span, Timeline
 from titan_lite.distributed.degrees import AXES
 
 Axes = Mapping[tuple[int, ...], str]  # ranks of a group -> its axis

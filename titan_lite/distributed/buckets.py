@@ -5,7 +5,7 @@
     reduce_buckets(plans)           # the same for gradients, which may be summed over other groups
 
 Buckets are those of SimpleFSDP's manual wrapping (arXiv 2411.00284, section 4.1). One has the layout of a graph's bucket
-(compiler/bucketing.py): the padded shards of a rank, concatenated.
+(compile/passes/bucketing.py): the padded shards of a rank, concatenated.
 
     gathered   w1 of rank 0, w2 of rank 0, w1 of rank 1, w2 of rank 1        one row per rank; a weight is a range of columns
     reduced    the same for gradients; each rank gets the sum of its row
@@ -20,15 +20,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from titan_lite.compiler.fqns import block_of, last_block
-from titan_lite.distributed.gather import GatherPlan, InFlight, pad_rows
+from titan_lite.distributed.param_collectives import InFlight, ShardSpec, pad_rows
+from titan_lite.models.fqns import block_of, last_block
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
     """Parameters that share each collective. plans: of one shard group, and of one dtype and sum_groups where these matter."""
 
-    plans: tuple[GatherPlan, ...]
+    plans: tuple[ShardSpec, ...]
 
     def start_gather(
         self,
@@ -94,14 +94,14 @@ class Bucket:
         return [plan.chunk * math.prod(plan.row_shape) for plan in self.plans]
 
     @functools.cached_property
-    def as_one(self) -> GatherPlan:
+    def as_one(self) -> ShardSpec:
         """Plan of one flat parameter with as many elements, which needs no padding."""
         first, own = self.plans[0], sum(self._numels)
         fqn = " ".join(plan.fqn for plan in self.plans)
         return replace(first, fqn=fqn, rows=own * first.shard_degree, own_rows=own, row_shape=())
 
 
-Plans = Mapping[nn.Parameter, GatherPlan]
+Plans = Mapping[nn.Parameter, ShardSpec]
 Buckets = list[tuple[list[nn.Parameter], Bucket]]
 
 
@@ -109,7 +109,7 @@ def gather_buckets(plans: Plans) -> Buckets:
     """Return the buckets that weights are gathered in. A weight that is not sharded has its own."""
     last = last_block(plan.fqn for plan in plans.values())
 
-    def key(plan: GatherPlan) -> Hashable:
+    def key(plan: ShardSpec) -> Hashable:
         return (
             (block_of(plan.fqn, last), plan.shard_group, plan.gather_dtype)
             if plan.shard_degree > 1
@@ -141,7 +141,7 @@ def reduce_buckets(plans: Plans) -> Buckets:
     )
 
 
-def _buckets(plans: Plans, key: Callable[[GatherPlan], Hashable]) -> Buckets:
+def _buckets(plans: Plans, key: Callable[[ShardSpec], Hashable]) -> Buckets:
     """Return one bucket for each value of `key`, in the order of their first parameters."""
     together: dict[Hashable, list[nn.Parameter]] = defaultdict(list)
     for parameter, plan in plans.items():

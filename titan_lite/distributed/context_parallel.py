@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite.attention import attend_in_two_parts, fits_flash
 from titan_lite.distributed.tensor_parallel import Axis, axis_of, gather_tokens
+from titan_lite.models.attention import attend_in_two_parts, fits_flash
 
 ATTENTION = "layers.*.attention"  # modules with a method `attend`
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # as `attend_to_the_past`

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_lite.distributed.eager import Eager
+from titan_lite.distributed.prefetch import Eager
 from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
 from titan_lite.sharding import local
 

@@ -24,9 +24,9 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from titan_lite.config import Parallelism
-from titan_lite.distributed.accumulation import fold_gradients, gradient_leaves
-from titan_lite.distributed.pipeline_plan import PipelinePlan, module_fqns
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule, module_fqns
 from titan_lite.distributed.simple_fsdp import model_of
+from titan_lite.distributed.step_gather import fold_gradients, gradient_leaves
 
 
 def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
@@ -43,7 +43,7 @@ def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
 class SingleStage:
     """The methods of Pipeline for an unsplit model.
 
-    loss_sum: (output, labels) -> summed loss, a scalar or (B,) (loss.py); losses returned have the same shape. documents: keyword
+    loss_sum: (output, labels) -> summed loss, a scalar or (B,) (models/loss.py); losses returned have the same shape. documents: keyword
     arguments of the model beside tokens (models/llama3.py), with a row for each sequence; with labels, the output is the loss.
     """
 
@@ -75,7 +75,7 @@ class Pipeline:
     def __init__(
         self,
         stages: Sequence[nn.Module],
-        plan: PipelinePlan,
+        plan: PipelineSchedule,
         mesh: DeviceMesh,
         parallelism: Parallelism,
         *,

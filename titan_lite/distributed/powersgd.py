@@ -32,10 +32,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titan_lite.compiler.fqns import block_of, last_block
 from titan_lite.config import Parallelism
-from titan_lite.distributed.gather import GatherPlan, started_last
+from titan_lite.distributed.param_collectives import ShardSpec, started_last
 from titan_lite.distributed.simple_fsdp import model_of
+from titan_lite.models.fqns import block_of, last_block
 from titan_lite.sharding import local
 
 SHARE = 0.25  # most of a shard's numbers that its factors may have; with more, the shard travels uncompressed
@@ -51,7 +51,7 @@ def as_matrix(rows: int, row_shape: Sequence[int], rank: int) -> tuple[int, int]
     return (rows, columns) if rank * (rows + columns) <= SHARE * rows * columns else None
 
 
-def factors_of(plan: GatherPlan, parallelism: Parallelism) -> tuple[int, int] | None:
+def factors_of(plan: ShardSpec, parallelism: Parallelism) -> tuple[int, int] | None:
     """Return the numbers of P and Q of a parameter's largest shard, on which all ranks agree, or None if it travels as it is."""
     if parallelism.replicate_compression == "none":
         return None
@@ -103,7 +103,7 @@ class Part(NamedTuple):
 
     fqn: str
     parameter: nn.Parameter
-    plan: GatherPlan
+    plan: ShardSpec
 
     def gradient(self) -> Tensor:
         """Return this rank's rows of the gradient, to be changed in place."""

@@ -33,13 +33,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.traceback import annotate
 
-from titan_lite.compiler.collectives import tracing
-from titan_lite.compiler.fqns import parameters_within
+from titan_lite.cost.collectives import tracing
 from titan_lite.distributed.arriving import Arriving
-from titan_lite.distributed.eager import Eager
-from titan_lite.distributed.gather import GatherPlan
-from titan_lite.distributed.scales import Scales
-from titan_lite.float8 import Float8Linear, Scaled, stand_in
+from titan_lite.distributed.float8_scales import Scales
+from titan_lite.distributed.param_collectives import ShardSpec
+from titan_lite.distributed.prefetch import Eager
+from titan_lite.models.float8 import Float8Linear, Scaled, stand_in
+from titan_lite.models.fqns import parameters_within
 from titan_lite.sharding import local
 
 
@@ -54,7 +54,7 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any,
         shard: Tensor,
-        plan: GatherPlan,
+        plan: ShardSpec,
         eager: Eager | None,
         scale: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -90,7 +90,7 @@ class _Model:
         self.resharded = resharded  # FQNs of weights that are dropped after forward
         self.scales = Scales()
         self.plans: dict[
-            nn.Parameter, GatherPlan
+            nn.Parameter, ShardSpec
         ] = {}  # one entry for tied weights; parameters hash by identity
         self.eager = Eager(self.plans, self.scales)
         # Within `gathered_for_step` alone: unsharded weights by FQN, their stand-ins in autograd (of float8 weights), and sums of
@@ -108,7 +108,7 @@ class _Module(NamedTuple):
     """The attribute `_fsdp` of a sharded module."""
 
     model: _Model
-    plans: dict[str, GatherPlan]  # of its own parameters, by name
+    plans: dict[str, ShardSpec]  # of its own parameters, by name
 
 
 def apply_simple_fsdp(
@@ -128,7 +128,7 @@ def apply_simple_fsdp(
     (see `materialize`). One with data must be equal on all ranks, and each rank keeps its rows. param_dtype: of gathered weights
     and of computation; reduce_dtype: of sums of gradients. reshard_after_forward: drop gathered weights after forward and
     gather them again in backward (less memory, one more all-gather). keep_gathered: FQN prefixes of modules that keep their
-    gathered weights nevertheless, such as "layers.31". float8_gather: weights of tensorwise float8 products (float8.py) are
+    gathered weights nevertheless, such as "layers.31". float8_gather: weights of tensorwise float8 products (models/float8.py) are
     gathered in float8. sums_copies: False leaves dp_replicate to powersgd.py.
     """
     names = {fqn for fqn, _ in model.named_parameters()} if reshard_after_forward else set()
@@ -161,7 +161,7 @@ def _shard(
     fqn: str,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-) -> tuple[nn.Parameter, GatherPlan]:
+) -> tuple[nn.Parameter, ShardSpec]:
     """Return this rank's rows of a parameter as a DTensor, and the plan to gather it."""
     tp_placement: Placement = Replicate()
     unsharded = parameter.detach()
@@ -173,7 +173,7 @@ def _shard(
     start = min(mesh["dp_shard"].get_local_rank() * chunk, size)
     rows = unsharded[start : start + chunk].clone(memory_format=torch.contiguous_format)
     same_shard = ["dp_replicate"] if tp_placement.is_shard() else ["dp_replicate", "tp"]
-    plan = GatherPlan(
+    plan = ShardSpec(
         fqn=fqn,
         rows=size,
         own_rows=rows.shape[0],

@@ -7,7 +7,7 @@ A rank has some heads and some hidden units of every block (arXiv 1909.08053), a
 
     x (B, t, C) -> all-gather -> (B, T, C) -> wq, wk, wv: own heads -> wo: own columns -> reduce-scatter -> (B, t, C)
 
-Embedding and output have a rank's rows of the vocabulary. The loss is computed from their logits (`loss.py`), and no rank ever
+Embedding and output have a rank's rows of the vocabulary. The loss is computed from their logits (`models/loss.py`), and no rank ever
 has the logits of the full vocabulary. Modules compute on plain tensors: a graph has plain collectives.
 """
 
@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_lite.compiler.collectives import all_reduce, collectives
-from titan_lite.float8 import E5M2, Float8Linear, Scaled, scale_of, stand_in, to_bytes
+from titan_lite.cost.collectives import all_reduce, collectives
+from titan_lite.models.float8 import E5M2, Float8Linear, Scaled, scale_of, stand_in, to_bytes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Style:
 
 
 COLUMN, ROW = Style(weight=0), Style(weight=1, scatters=True)  # of the product x @ weight.T
-PLAN: dict[str, Style] = {
+STYLES: dict[str, Style] = {
     "tok_embeddings": Style(weight=0, scatters=True, vocabulary=True),
     "layers.*.attention_norm": Style(),
     "layers.*.attention": Style(gathers=True),
@@ -79,7 +79,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, compiled: bool 
 
     Parameters become DTensors on `mesh`, split or replicated; those on the meta device stay there. The gradient of a replicated
     one must be summed over ranks, because each rank sees other tokens; SimpleFSDP does it. Raises ValueError for a parameter of
-    a module that is not in PLAN.
+    a module that is not in STYLES.
 
     compiled: gradients of tokens are gathered in float8 where their products are. The gather is then a part of the product's
     backward, which a graph computes once. Eagerly, full checkpointing would repeat the product's reduce-scatter, and a pipeline
@@ -132,7 +132,7 @@ def weight_dim(fqn: str) -> int | None:
 
 def _style_of(fqn: str) -> Style | None:
     return next(
-        (style for pattern, style in PLAN.items() if fnmatch.fnmatchcase(fqn, pattern)), None
+        (style for pattern, style in STYLES.items() if fnmatch.fnmatchcase(fqn, pattern)), None
     )
 
 

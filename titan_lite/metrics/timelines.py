@@ -1,8 +1,8 @@
-"""Draw estimated timelines (compiler/timeline.py), and write them as a trace for https://ui.perfetto.dev and chrome://tracing.
+"""Draw estimated timelines (cost/timeline.py), and write them as a trace for https://ui.perfetto.dev and chrome://tracing.
 
     write_timelines(receipts, dump_folder)       # timeline.png and timeline.json of a run
 
-Computation has a lane, and each mesh axis with communication has one. plan/picture.py draws plans with the same functions.
+Computation has a lane, and each mesh axis with communication has one. tools/plan/picture.py draws plans with the same functions.
 """
 
 import itertools
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_lite.compiler.receipt import Receipt, rank_timelines
-from titan_lite.compiler.timeline import Span, Timeline
+from titan_lite.compile.report import CompileReport, rank_timelines
+from titan_lite.cost.timeline import Span, Timeline
 from titan_lite.distributed.axes import WORDS
 
 TraceSpan = tuple[
@@ -26,7 +26,7 @@ COLORS = {
 }
 
 
-def write_timelines(receipts: Sequence[Receipt], folder: Path) -> None:
+def write_timelines(receipts: Sequence[CompileReport], folder: Path) -> None:
     """Write timeline.png and timeline.json, with a panel or a process for each pipeline rank; nothing without timelines."""
     ranks = rank_timelines(receipts)
     if not ranks:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_lite.attention import Documents, attend_within_documents, documents_of
+from titan_lite.models.attention import Documents, attend_within_documents, documents_of
 from titan_lite.models.shapes import FLAVORS, ModelConfig, RopeScaling  # noqa: F401 - re-exported
 
 Mask = Tensor | Documents | None  # of `attention_mask`, or what a kernel takes in its place
@@ -143,7 +143,7 @@ class TransformerBlock(nn.Module):
 class Output(nn.Linear):
     """Projection to the vocabulary: hidden states (B, T, C) -> logits (B, T, V), or with labels (B, T) -> their summed loss.
 
-    loss_sum: (hidden states, weight, labels) -> loss, set by who trains the model (loss.py).
+    loss_sum: (hidden states, weight, labels) -> loss, set by who trains the model (models/loss.py).
     """
 
     loss_sum: Callable[[Tensor, Tensor, Tensor], Tensor]

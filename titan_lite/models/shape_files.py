@@ -6,18 +6,18 @@ config = config_from_fields(state["run"]["model"], "state.json: run.model")
 from typing import Any
 
 from titan_lite.models.shapes import ModelConfig, RopeScaling
-from titan_lite.outside import Damaged, fields_of
+from titan_lite.outside import CorruptFileError, fields_of
 
 SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
 
 
 def config_from_fields(given: Any, name: str) -> ModelConfig:
-    """Invert `dataclasses.asdict`; fields with defaults may be missing. name: the beginning of errors. Raises Damaged."""
+    """Invert `dataclasses.asdict`; fields with defaults may be missing. name: the beginning of errors. Raises CorruptFileError."""
     with fields_of(name):
         scaling = given.get("rope_scaling")
         config = ModelConfig(**{**given, "rope_scaling": scaling and RopeScaling(**scaling)})
     for field in SIZES:
         size = getattr(config, field)
         if type(size) is not int or size < 1:
-            raise Damaged(f"{name}.{field} = {size!r}: expected a whole number above 0")
+            raise CorruptFileError(f"{name}.{field} = {size!r}: expected a whole number above 0")
     return config

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
-from titan_lite import convert, manifest
+from titan_lite import manifest
 from titan_lite.checkpoint.weights import (
+    CheckpointFolder,
     HuggingFaceFolder,
-    StepFolder,
     check_fit,
     load,
     load_initial,
@@ -26,11 +26,12 @@ from titan_lite.checkpoint.weights import (
     shapes,
 )
 from titan_lite.config import ConfigError, Model
-from titan_lite.convert import write_hf, write_step
 from titan_lite.logging import logger
-from titan_lite.models.hf import config_to_hf
+from titan_lite.models.flavors import shape_of
+from titan_lite.models.huggingface import config_to_hf
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
-from titan_lite.shape import shape_of
+from titan_lite.tools import convert
+from titan_lite.tools.convert import write_hf, write_step
 
 TOKENIZER = Path(__file__).parents[3] / "assets/tokenizer/debug.model"
 TINY = ModelConfig(
@@ -111,7 +112,7 @@ def tensors_of(folder):
 
 def test_a_step_has_what_was_imported(step, config, expected):
     weights = open_weights(step, every_byte=True)
-    assert isinstance(weights, StepFolder)
+    assert isinstance(weights, CheckpointFolder)
     same(weights, config, expected)
     files = {f"__0_{number}.distcp" for number in range(len(shapes(config)))}
     small = {".metadata", "manifest.json", "state.json"}
@@ -186,7 +187,7 @@ def test_another_dtype_is_rounded_to(step, expected, tmp_path):
 @UNTIED_ONLY
 def test_two_tensors_or_one_files_tensors_are_held_at_a_time(step, config, tmp_path, monkeypatch):
     """Most bytes that are held just after a tensor was read."""
-    held, most, read = weakref.WeakSet(), 0, StepFolder.read
+    held, most, read = weakref.WeakSet(), 0, CheckpointFolder.read
 
     def reading(self, fqn):
         nonlocal most
@@ -194,7 +195,7 @@ def test_two_tensors_or_one_files_tensors_are_held_at_a_time(step, config, tmp_p
         most = max(most, sum(other.nbytes for other in held))
         return tensor
 
-    monkeypatch.setattr(StepFolder, "read", reading)
+    monkeypatch.setattr(CheckpointFolder, "read", reading)
     sizes = sorted(shape.numel() * 2 for shape in shapes(config).values())
     write_step(tmp_path / "step", open_weights(step))
     assert sizes[-1] <= most <= sum(sizes[-2:])

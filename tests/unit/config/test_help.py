@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from titan_lite import start
+from titan_lite import launch as start
 from titan_lite.__main__ import PROGRAMS
 from titan_lite.config import KEYS, SECTIONS, flatten, load_config, to_toml
 from titan_lite.config.help import accepted
-from titan_lite.recipe import HELP, help_text, main
+from titan_lite.tools.recipe import HELP, help_text, main
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -127,11 +127,11 @@ def test_any_text_and_an_origin_with_a_line_break_are_printed_on_their_line(tmp_
     assert flatten(load_config(printed)) == flatten(config)
 
 
-# python -m titan_lite.recipe
+# python -m titan_lite recipe
 
 
 def test_exit_code_0_and_silence_for_a_good_recipe_without_torch(tmp_path):
-    code = "import sys, titan_lite.recipe as r; print(r.main(sys.argv[1:]), 'torch' in sys.modules)"
+    code = "import sys, titan_lite.tools.recipe as r; print(r.main(sys.argv[1:]), 'torch' in sys.modules)"
     result = python("-c", code, DEBUG, "--training.steps", "5", cwd=tmp_path)
     assert (result.stdout, result.stderr) == ("0 False\n", "")
 
@@ -139,7 +139,7 @@ def test_exit_code_0_and_silence_for_a_good_recipe_without_torch(tmp_path):
 def test_exit_code_2_and_a_line_for_each_mistake(tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("[training]\nsteps = 0\n[optimizer]\nlr = 0")
-    result = python("-m", "titan_lite.recipe", recipe, cwd=tmp_path)
+    result = python("-m", "titan_lite", "recipe", recipe, cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     first, *rest = result.stderr.splitlines()
     assert first == "error: several things are wrong:"
@@ -159,7 +159,7 @@ def test_exit_code_2_and_a_line_for_each_mistake(tmp_path):
     ],
 )
 def test_what_files_and_the_number_of_ranks_decide_is_told_without_torch(ranks, options, words):
-    code = "import sys; from titan_lite.recipe import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    code = "import sys; from titan_lite.tools.recipe import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     result = python("-c", code, "--world-size", ranks, DEBUG, *options)
     assert result.stdout == "2 False\n"
     assert words in result.stderr
@@ -180,14 +180,14 @@ def test_a_layout_that_fits_and_ranks_that_print_are_told_nothing(monkeypatch, c
 )
 def test_a_console_that_cannot_show_a_recipe_is_told(environment, code):
     arguments = ["--job.description", "é", "--print-config"]
-    result = python("-m", "titan_lite.recipe", DEBUG, *arguments, **environment)
+    result = python("-m", "titan_lite", "recipe", DEBUG, *arguments, **environment)
     assert result.returncode == code
     told = "error: standard output is ascii, which has no '\\xe9'; use PYTHONIOENCODING=utf-8\n"
     assert result.stderr == (told if code else "")
 
 
 def test_a_pager_that_is_left_is_no_failure():
-    command = [sys.executable, "-m", "titan_lite.recipe", "--help"]
+    command = [sys.executable, "-m", "titan_lite", "recipe", "--help"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         process.stdout.close()

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from titan_lite import ranks
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import (
     BadDocument,
@@ -14,6 +13,7 @@ from titan_lite.data.bad_documents import (
     BadDocumentsLog,
     SkippedDocuments,
 )
+from titan_lite.distributed import process_group as ranks
 
 SKIP = Data(on_bad_document="skip", min_document_tokens=5, max_bad_documents=3)
 

@@ -18,13 +18,13 @@ import torch
 from titan_lite.check import check
 from titan_lite.checkpoint.state import merge_loaders
 from titan_lite.config import ConfigError, Data, load_config
-from titan_lite.data import prepare as command
 from titan_lite.data.dataset import build_source, fingerprint
 from titan_lite.data.loader import build_loader
-from titan_lite.data.prepare import prepare
 from titan_lite.data.prepared import PreparedDocuments, check_prepared, read_prepared
 from titan_lite.data.tokenizer import load_tokenizer
-from titan_lite.layout import make_layout
+from titan_lite.distributed.layout import make_layout
+from titan_lite.tools import prepare as command
+from titan_lite.tools.prepare import prepare
 
 pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 ROOT = Path(__file__).parents[3]
@@ -199,7 +199,7 @@ def test_when_the_command_ends_its_processes_do(tmp_path, number):
     """Killed; and by Ctrl-C, which all processes get."""
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text(i) * 100}) + "\n" for i in range(5000)))
-    words = [sys.executable, "-m", "titan_lite.data.prepare", *options(tmp_path / "p", corpus)]
+    words = [sys.executable, "-m", "titan_lite", "prepare", *options(tmp_path / "p", corpus)]
     words[words.index("--workers") + 1] = "2"
     command = subprocess.Popen(
         words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from titan_lite.compiler.receipt import Receipt
-from titan_lite.compiler.timeline import Span, Timeline
+from titan_lite.compile.report import CompileReport
+from titan_lite.cost.timeline import Span, Timeline
 from titan_lite.metrics.timelines import COLORS, write_timelines
 
 GATHER = Span("communication", "all_gather a", 0.0, 8.0, exposed=8.0, group="dp_shard")
@@ -18,7 +18,7 @@ FORWARD = Timeline("forward", (GATHER, PRODUCT, EXCHANGE), 13.0, 5.0, 8.0, 8.0, 
 
 
 def receipt(graph, **fields):
-    return Receipt(graph, {}, (), 0, "abc", replace(FORWARD, graph=graph), **fields)
+    return CompileReport(graph, {}, (), 0, "abc", replace(FORWARD, graph=graph), **fields)
 
 
 def test_a_trace_has_every_pipeline_rank_and_a_lane_for_every_axis(tmp_path):
@@ -76,7 +76,7 @@ def test_the_picture_is_written(tmp_path):
 def test_nothing_is_drawn_where_nothing_communicates(tmp_path):
     write_timelines(
         [
-            Receipt(
+            CompileReport(
                 "forward",
                 {},
                 (),
@@ -87,5 +87,5 @@ def test_nothing_is_drawn_where_nothing_communicates(tmp_path):
         ],
         tmp_path,
     )
-    write_timelines([Receipt("forward", {}, (), 0, "abc")], tmp_path)
+    write_timelines([CompileReport("forward", {}, (), 0, "abc")], tmp_path)
     assert list(tmp_path.iterdir()) == []

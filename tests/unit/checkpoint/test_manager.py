@@ -1,0 +1,595 @@
+"""Steps on disk: whole or absent, told apart to the bit, and read by DCP's own programs. A world of one; of two at the end."""
+
+import json
+import logging
+import os
+import pickle
+import threading
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from titan_lite import manifest
+from titan_lite.checkpoint import manager as checkpoint
+from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
+from titan_lite.checkpoint.tensor_files import BeatingSavePlanner, StepWriter, read_metadata
+from titan_lite.config import Checkpoint, ConfigError
+from titan_lite.logging import logger
+from titan_lite.outside import CorruptFileError, fields_of
+
+ROOT = Path(__file__).parents[3]
+MODES = ("disabled", "async", "async_with_pinned_mem")
+FILES = (".metadata", "__0_0.distcp", "manifest.json", "state.json")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def log():
+    """The lines of the run's log."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def of(folder, **settings):
+    return Checkpointer(Checkpoint(enable=True, **settings), folder)
+
+
+def tensors(step):
+    generator = torch.Generator().manual_seed(step)
+    weight = torch.randn(8, 6, generator=generator)
+    return {
+        "w": weight,
+        "half": weight.t().bfloat16()[1:],  # not contiguous
+        "optimizer.state.w.exp_avg": weight * 2,
+        "optimizer.state.w.step": torch.tensor(float(step)),
+    }
+
+
+def save(folder, *steps, **settings):
+    steps_of = of(folder, **settings)
+    for step in steps:
+        steps_of.save(step, tensors(step), {"step": step})
+    steps_of.wait()
+    return steps_of
+
+
+def loaded(steps_of, step):
+    found = {name: torch.full_like(tensor, -1) for name, tensor in tensors(0).items()}
+    steps_of.load(step, found)
+    return found
+
+
+def assert_step(steps_of, step):
+    found = loaded(steps_of, step)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(step).items())
+    assert steps_of.read_state(step)["step"] == step
+
+
+def names(folder):
+    return sorted(path.name for path in (folder / "checkpoint").iterdir())
+
+
+# Saving
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_loaded_as_it_was_saved(mode, tmp_path, log):
+    steps_of = save(tmp_path, 1, 2, async_mode=mode)
+    assert names(tmp_path) == ["step-1", "step-2"]
+    assert sorted(path.name for path in (tmp_path / "checkpoint/step-2").iterdir()) == sorted(FILES)
+    assert steps_of.verified_step() == 2
+    for step in (1, 2):
+        assert_step(steps_of, step)
+    assert f"checkpoint written to {tmp_path}/checkpoint/step-2" in log
+    assert any("nothing is pinned" in line for line in log) == (mode == "async_with_pinned_mem")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_writing_hashing_and_loading_are_progress(mode, tmp_path):
+    beats = []
+    steps_of = Checkpointer(
+        Checkpoint(enable=True, async_mode=mode), tmp_path, lambda: beats.append(phase)
+    )
+    phase = "save"
+    steps_of.save(1, tensors(1), {"step": 1})
+    steps_of.wait()
+    phase = "verify"
+    assert steps_of.verified_step() == 1
+    phase = "load"
+    loaded(steps_of, 1)
+    assert beats.count("save") > len(tensors(1))  # each tensor, and the file's hash
+    assert beats.count("verify") >= len(FILES) - 1
+    assert beats.count("load") >= len(tensors(1))
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_what_the_optimizer_does_meanwhile_is_not_in_a_step(mode, tmp_path, monkeypatch):
+    begin, write = threading.Event(), StepWriter.write_data
+    monkeypatch.setattr(StepWriter, "write_data", lambda *args: begin.wait(30) and write(*args))
+    steps_of, live = of(tmp_path, async_mode=mode), tensors(1)
+    steps_of.save(1, live, {"step": 1})
+    for tensor in live.values():
+        tensor.zero_()
+    steps_of.poll()
+    assert steps_of.saving is not None
+    begin.set()
+    steps_of.wait()
+    assert steps_of.saving is None
+    assert_step(steps_of, 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_model_alone_where_the_last_step_is_asked_for_so(mode, tmp_path):
+    steps_of = of(tmp_path, async_mode=mode, last_save_model_only=True)
+    steps_of.save(1, tensors(1), {"step": 1})
+    steps_of.save(2, tensors(2), {"step": 2}, last=True)
+    steps_of.wait()
+    assert_step(steps_of, 1)
+    model = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in tensors(2).items()
+        if not name.startswith("optimizer.")
+    }
+    steps_of.load(2, model)
+    assert torch.equal(model["w"], tensors(2)["w"])
+    with pytest.raises(
+        ConfigError,
+        match=r"step-2 cannot be loaded: it has only the model \(checkpoint.last_save_model_only",
+    ):
+        loaded(steps_of, 2)
+
+
+def test_a_step_that_is_there_is_not_overwritten(tmp_path):
+    steps_of = save(tmp_path, 1)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoint").rglob("*")}
+    with pytest.raises(
+        CheckpointError,
+        match=r"step 1 was not saved in .*step-1 exists, and no step is overwritten",
+    ):
+        steps_of.save(1, tensors(3), {"step": 3})
+    assert {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoint").rglob("*")
+    } == before
+    assert_step(steps_of, 1)
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_nothing_is_written_where_there_is_no_room(mode, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "free")
+    save(tmp_path, 1, async_mode=mode)
+    size = sum(tensor.numel() * tensor.itemsize for tensor in tensors(2).values())
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage(size - 1))
+    monkeypatch.setattr(StepWriter, "write_data", lambda *args: pytest.fail("it was begun"))
+    with pytest.raises(
+        CheckpointError, match=r"step 2 was not saved.*it needs 0.000 GiB, and 0.000 GiB are free"
+    ):
+        save(tmp_path, 2, async_mode=mode)
+    assert names(tmp_path) == ["step-1"]
+    monkeypatch.undo()
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage(size))
+    assert save(tmp_path, 2, async_mode=mode).steps() == [1, 2]
+
+
+PHASES = {
+    "data": (BeatingSavePlanner, "resolve_data"),
+    "hashes": (manifest, "digest"),
+    "manifest": (manifest, "write"),
+    "folder": (manifest, "sync"),
+    "rename": (Path, "rename"),
+}
+
+
+def save_and_poll(steps_of):
+    steps_of.save(2, tensors(2), {"step": 2})
+    while not steps_of.saving.done():
+        time.sleep(0.01)
+    steps_of.poll()  # at the next step's end
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_a_save_that_fails_leaves_the_one_before_and_by_recipe_stops_or_goes_on(
+    phase, mode, tmp_path, monkeypatch, log
+):
+    def broken(*args, **named):
+        raise OSError(28, "No space left on device")
+
+    save(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(*PHASES[phase], broken)
+        steps_of = of(tmp_path, async_mode=mode)
+        with pytest.raises(
+            CheckpointError,
+            match=r"step 2 was not saved in .*rank 0: OSError: \[Errno 28\] No space left",
+        ):
+            save_and_poll(steps_of)
+        steps_of.wait()  # told once
+        assert names(tmp_path) == ["step-1"]
+        goes_on = of(tmp_path, async_mode=mode, on_failure="continue")
+        goes_on.save(2, tensors(2), {"step": 2})
+        goes_on.wait()
+        assert any(
+            line.startswith("NOTHING WAS SAVED: step 2") and line.endswith('"continue")')
+            for line in log
+        )
+        assert (goes_on.tried, goes_on.newest) == (2, 0)
+    assert_step(steps_of, 1)
+    steps_of = save(tmp_path, 3)
+    assert steps_of.verified_step() == steps_of.newest == 3
+
+
+@pytest.mark.parametrize("then", ["next save", "end of the run"])
+def test_a_failure_in_the_background_is_not_lost(then, tmp_path, monkeypatch):
+    monkeypatch.setattr(StepWriter, "write_data", lambda *args: 1 / 0)
+    steps_of = of(tmp_path, async_mode="async")
+    steps_of.save(1, tensors(1), {"step": 1})
+    with pytest.raises(CheckpointError, match=r"step 1 was not saved.*ZeroDivisionError"):
+        steps_of.wait() if then == "end of the run" else steps_of.save(2, tensors(2), {"step": 2})
+
+
+def test_a_file_that_rank_0_does_not_see_is_told(tmp_path, monkeypatch):
+    write = manifest.write
+    monkeypatch.setattr(
+        manifest,
+        "write",
+        lambda folder, *args: ((folder / "__0_0.distcp").unlink(), write(folder, *args)),
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank 0: __0_0.distcp is missing, seen from rank 0; use a .* on a file",
+    ):
+        save(tmp_path, 1)
+    assert names(tmp_path) == []
+
+
+def test_old_steps_go_whole_and_invalid_ones_do_not_count(tmp_path, monkeypatch, log):
+    save(tmp_path, 1, 2, 3, keep_latest_k=2)
+    assert names(tmp_path) == ["step-2", "step-3"]
+    (tmp_path / "checkpoint/step-3/state.json").unlink()
+    save(tmp_path, 4, keep_latest_k=2)
+    assert names(tmp_path) == ["step-2", "step-3", "step-4"]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            checkpoint.shutil,
+            "rmtree",
+            lambda path, **named: (_ for _ in ()).throw(OSError(5, "Input/output error")),
+        )
+        save(tmp_path, 5, keep_latest_k=2)
+        assert names(tmp_path) == ["deleting-step-2", "step-3", "step-4", "step-5"]
+        save(tmp_path, 6, keep_latest_k=0)
+    assert "an old step was not deleted: [Errno 5] Input/output error" in log
+    assert any(
+        "deleting-step-2, left by a killed run, was not removed: [Errno 5]" in line for line in log
+    )
+    save(tmp_path, 7, keep_latest_k=0)
+    assert names(tmp_path) == ["step-3", "step-4", "step-5", "step-6", "step-7"]
+    assert of(tmp_path).verified_step() == 7
+    assert "step-3 could not be loaded, either: state.json is missing" in log
+    assert names(tmp_path) == ["step-3", "step-4", "step-5", "step-6", "step-7"]
+
+
+def test_leftovers_of_a_run_that_was_killed_are_removed_at_start_and_at_a_save(tmp_path, log):
+    steps_of = save(tmp_path, 1)
+    for begin in (steps_of.lock, lambda: save(tmp_path, 2)):
+        for name in ("unfinished-step-7", "deleting-step-3"):
+            (tmp_path / "checkpoint" / name / "inner").mkdir(parents=True)
+        begin()
+        assert not {"unfinished-step-7", "deleting-step-3"} & set(names(tmp_path))
+    assert sum("unfinished-step-7, left by a killed run" in line for line in log) == 2
+
+
+# What is loaded, and what is not
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped": flip,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_step_is_named_and_the_one_before_is_taken(damage, name, tmp_path, log):
+    steps_of = save(tmp_path, 1, 2)
+    DAMAGES[damage](tmp_path / "checkpoint/step-2" / name)
+    assert steps_of.verified_step() == 1
+    (line,) = [line for line in log if line.startswith("step-2 is not loaded: ")]
+    assert name in line
+    assert names(tmp_path) == ["invalid-step-2", "step-1"]
+    assert_step(save(tmp_path, 2), 2)  # as the run comes to it again
+    DAMAGES[damage](tmp_path / "checkpoint/step-2" / name)
+    with pytest.raises(ConfigError, match=f"load_step = 2: the step is damaged: .*{name}"):
+        of(tmp_path, load_step=2).verified_step()
+
+
+def test_a_foreign_file_is_named(tmp_path, log):
+    steps_of = save(tmp_path, 1, 2)
+    (tmp_path / "checkpoint/step-2/__1_0.distcp").write_bytes(b"x")
+    assert steps_of.step_to_load() == 1
+    assert steps_of.verified_step() == 1
+    assert (
+        "step-2 is not loaded: __1_0.distcp is foreign: manifest.json does not list it; set aside as invalid-step-2"
+        in log
+    )
+
+
+def test_a_step_under_another_steps_name_is_named(tmp_path):
+    steps_of = save(tmp_path, 1)
+    (tmp_path / "checkpoint/step-1").rename(tmp_path / "checkpoint/step-2")
+    assert steps_of.fault(2) == "manifest.json is of step 1"
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_one_without_steps(tmp_path):
+    (tmp_path / "checkpoint").write_text("a file")
+    with pytest.raises(ConfigError, match=r"checkpoint cannot be read: Not a directory"):
+        of(tmp_path).step_to_load()
+
+
+def test_the_command_that_named_a_step_goes_on_from_a_newer_one_of_its_own(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step)
+    with pytest.raises(ConfigError, match="has newer steps, up to 2"):
+        of(tmp_path, load_step=1).step_to_load()
+    steps_of = of(tmp_path)
+    steps_of.save(3, tensors(3), {"step": 3, "recipe": {"checkpoint": {"load_step": 1}}})
+    assert of(tmp_path, load_step=1).step_to_load() == 3
+
+
+def test_which_step_is_loaded(tmp_path):
+    assert of(tmp_path).step_to_load() is None
+    assert Checkpointer(Checkpoint(), tmp_path).step_to_load() is None
+    with pytest.raises(
+        ConfigError,
+        match=r"must_resume = true: there is no step in .*checkpoint; use false to start a new run",
+    ):
+        of(tmp_path, must_resume=True).step_to_load()
+    with pytest.raises(
+        ConfigError,
+        match=r"load_step = 4: there is no such step in .*checkpoint; it has none; use -1",
+    ):
+        of(tmp_path, load_step=4).verified_step()
+    save(tmp_path, 2, 10)
+    assert of(tmp_path, must_resume=True).step_to_load() == 10  # and not 2, which sorts after it
+    assert of(tmp_path, load_step=10).verified_step() == 10
+    with pytest.raises(
+        ConfigError,
+        match=r"load_step = 4: there is no such step in .*; it has 2, 10; use -1 for the newest",
+    ):
+        of(tmp_path, load_step=4).step_to_load()
+    with pytest.raises(
+        ConfigError, match=r"load_step = 2: .* has newer steps, up to 10, which this run would save"
+    ):
+        of(tmp_path, load_step=2).step_to_load()
+    (tmp_path / "checkpoint/step-10/manifest.json").unlink()
+    with pytest.raises(
+        ConfigError,
+        match=r"load_step = 10: the step is damaged: manifest.json is missing; it has 2; use -1",
+    ):
+        of(tmp_path, load_step=10).step_to_load()
+    assert of(tmp_path, load_step=2).step_to_load() == 2
+    flip(tmp_path / "checkpoint/step-2/__0_0.distcp")
+    for must_resume in (True, False):  # never a new run in silence
+        with pytest.raises(
+            ConfigError,
+            match=r"all steps in .* are damaged \(step-2: __0_0.*step-10: manifest.*move them away",
+        ):
+            of(tmp_path, must_resume=must_resume).verified_step()
+
+
+def test_a_state_that_is_no_json_object_is_named(tmp_path):
+    steps_of = save(tmp_path, 1)
+    for content in ("{", "[]"):
+        (tmp_path / "checkpoint/step-1/state.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"step-1/state\.json"):
+            steps_of.read_state(1)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({}, r"state.json has no 'loader'"),
+        ({"loader": 5}, r"state.json is not as it was written: 'int' object is not subscriptable"),
+        ({"loader": {"of": "a"}}, r"state.json is not as it was written: invalid literal for int"),
+    ],
+)
+def test_a_field_that_is_missing_or_of_a_wrong_type_is_one_line(state, words):
+    with pytest.raises(ConfigError, match=f"^{words}"), fields_of("state.json"):
+        int(state["loader"]["of"])
+
+
+class Payload:
+    def __reduce__(self):
+        return os.system, ("false",)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"no pickle", "cannot be read: UnpicklingError"),
+        (b"", "cannot be read: EOFError"),
+        (pickle.dumps({"a": 1}), "cannot be read: it is a dict"),
+        (pickle.dumps(Payload()), "asks for posix.system, which DCP does not write there"),
+    ],
+)
+def test_metadata_that_dcp_does_not_write_are_named(content, words, tmp_path):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CorruptFileError, match=rf"^\.metadata {words}"):
+        read_metadata(tmp_path)
+
+
+# What reads a step beside this project
+
+
+def test_plain_dcp_loads_a_step(tmp_path):
+    save(tmp_path, 1)
+    found = {name: torch.full_like(tensor, -1) for name, tensor in tensors(0).items()}
+    dcp.load(found, checkpoint_id=tmp_path / "checkpoint/step-1")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(1).items())
+
+
+def test_dcp_makes_a_file_of_torch_save_of_a_step_with_the_sections_of_torchtitan(tmp_path):
+    steps_of = of(tmp_path)
+    values = {"train_state.step": 1, "optimizer.param_groups.w.betas": (0.9, 0.95)}
+    steps_of.save(1, {**tensors(1), **values}, {"step": 1})
+    assert_step(steps_of, 1)
+    dcp_to_torch_save(tmp_path / "checkpoint/step-1", tmp_path / "step.pt")
+    found = torch.load(tmp_path / "step.pt", weights_only=False)
+    assert sorted(found) == ["half", "optimizer", "train_state", "w"]
+    assert torch.equal(found["w"], tensors(1)["w"])
+    assert torch.equal(found["optimizer"]["state.w.exp_avg"], tensors(1)["w"] * 2)
+    assert tuple(found["optimizer"]["param_groups.w.betas"]) == (0.9, 0.95)
+    assert found["train_state"]["step"] == 1
+    assert json.loads((tmp_path / "checkpoint/step-1/state.json").read_text()) == {
+        "step": 1,
+        "tensors": ["model", "optimizer"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("w", torch.zeros(8, 7), r"w is \[8, 6\] in it, and \[8, 7\] in this run"),
+        ("other", torch.zeros(1), r"it has no other"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(name, tensor, words, tmp_path):
+    steps_of = save(tmp_path, 1)
+    with pytest.raises(ConfigError, match=f"step-1 cannot be loaded: {words}$"):
+        steps_of.load(1, {**tensors(1), name: tensor})
+
+
+# Several processes
+
+
+def test_a_folder_that_cannot_be_is_told(tmp_path):
+    (tmp_path / "checkpoint").write_text("")
+    with pytest.raises(
+        ConfigError,
+        match=r'checkpoint.folder = "checkpoint": .*/checkpoint: File exists; use a job.dump_folder',
+    ):
+        of(tmp_path).lock()
+
+
+def two_ranks(folder, mode):
+    """Saves of sharded tensors, one of which fails on rank 1, and a file altered; returns what was told and is there."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(40.0).reshape(5, 8)
+    live = {
+        "a": distribute_tensor(whole, mesh, [Shard(0)]),
+        "b": distribute_tensor(whole, mesh, [Replicate()]),
+        "optimizer.state.a.step": torch.tensor(1.0),
+    }
+    steps_of = of(folder, async_mode=mode)
+    begun, begin = [], Checkpointer._begin
+    Checkpointer._begin = lambda self, step, needed: (
+        begun.append(needed),
+        begin(self, step, needed),
+    )
+    steps_of.save(1, live, {"step": 1})
+    steps_of.wait()
+
+    resolve = BeatingSavePlanner.resolve_data
+    if rank == 1:
+        BeatingSavePlanner.resolve_data = lambda *args: (_ for _ in ()).throw(
+            OSError(5, "Input/output error")
+        )
+    told = ""
+    try:
+        steps_of.save(2, live, {"step": 2})
+        while steps_of.saving is not None:
+            steps_of.poll()  # one raises where all do
+    except CheckpointError as error:
+        told = str(error)
+    BeatingSavePlanner.resolve_data = resolve
+    steps_of.save(3, live, {"step": 3})
+    live["a"].to_local().zero_()
+    steps_of.wait()
+    steps_of.load(3, live)
+    same = torch.equal(live["a"].full_tensor(), whole)
+
+    if rank == 1:
+        flip(folder / "checkpoint/step-3/__1_0.distcp")
+    dist.barrier()
+    found = steps_of.verified_step()
+    dist.barrier()
+    if rank == 1:  # another machine's disk
+        steps_of.folder = folder / "elsewhere"
+    elsewhere = ""
+    try:
+        steps_of.verified_step()
+    except ConfigError as error:
+        elsewhere = str(error)
+    return begun[:1], told, same, found, names(folder), elsewhere
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("disabled", marks=pytest.mark.slow)])
+def test_ranks_agree_on_what_failed_and_on_what_is_whole(mode, tmp_path):
+    for rank, result in enumerate(run_ranks(2, two_ranks, tmp_path, mode)):
+        needed, told, same, found, there, elsewhere = result
+        assert needed == [[160 + 160 + 4], []][rank]
+        assert "step 2 was not saved" in told
+        assert "rank 1: OSError: [Errno 5] Input/output error" in told
+        assert "rank 0" not in told
+        assert same
+        assert found == 1
+        assert there == ["invalid-step-3", "step-1"]
+        assert "ranks see different newest steps in " in elsewhere
+        assert "(rank 0: 1, rank 1: none)" in elsewhere
+    state = json.loads((tmp_path / "checkpoint/step-1/state.json").read_text())
+    assert state == {"step": 1, "tensors": ["model", "optimizer"]}
+
+
+@pytest.mark.parametrize(
+    ("newest", "tried", "enable", "words"),
+    [
+        (5, 5, True, "saving, then "),
+        (7, 7, True, ""),
+        (5, 7, True, "the newest step on disk is 5; "),
+        (5, 5, False, "checkpoint.enable = false, so nothing is saved; "),
+    ],
+)
+def test_a_run_that_stops_says_what_becomes_of_its_step(newest, tried, enable, words, tmp_path):
+    checkpointer = checkpoint.Checkpointer(Checkpoint(enable=enable), tmp_path)
+    checkpointer.newest, checkpointer.tried = newest, tried
+    assert checkpointer.before_exit(7) == words
+
+
+def test_nothing_is_saved_in_a_folder_that_was_removed_or_is_another_runs(tmp_path):
+    steps_of = of(tmp_path)
+    steps_of.lock()
+    steps_of.locked.path.unlink()
+    (tmp_path / "checkpoint/other").touch()
+    (tmp_path / "checkpoint/other").rename(steps_of.locked.path)
+    with pytest.raises(CheckpointError, match="the folder or its lock was removed during the run"):
+        steps_of.save(1, tensors(1), {"step": 1})
+    assert names(tmp_path) == ["lock"]

@@ -1,0 +1,171 @@
+"""Products that nothing waits for are computed while a collective of activations is in flight; numbers stay the same."""
+
+import pytest
+import torch
+from hand import GATHER, Hand, aten, collectives, priced, two_ranks  # noqa: F401
+
+from titan_lite.compile.passes.defer_products import (
+    RECENT,
+    choose_order,
+    choose_products,
+    defer_products,
+    start_behind,
+)
+from titan_lite.cost.timeline import lower_bound, simulate
+
+pytestmark = pytest.mark.usefixtures("two_ranks")
+
+
+def product(hand, name, seconds, *factors):
+    node = hand.call(aten.mm.default, *factors)
+    node.meta |= {"seconds": seconds, "called": name}
+    return node
+
+
+def exchange(hand, x, seconds):
+    """Gather tokens on the path from block to block, and keep this rank's."""
+    gathered = hand.call(GATHER, x, 2, "tp")
+    gathered.meta["seconds"] = seconds
+    return hand.call(
+        aten.slice.Tensor, hand.call(collectives.wait_tensor.default, gathered), 0, 0, 2
+    )
+
+
+def backward(blocks, exchanged=4.0, weight=(1.0, 5.0), reduces=True):
+    """Blocks with a product on the path, and two gradients of weights before the path communicates."""
+    hand, results = Hand(), []
+    x = hand.input(2, 2)
+    for block in range(blocks):
+        for number, seconds in enumerate(weight):
+            gradient = product(
+                hand, f"dw{block}.{number}", seconds, hand.call(aten.t.default, x), x
+            )
+            results.append(
+                hand.reduce(gradient, f"layers.{block}.{number}") if reduces else gradient
+            )
+        x = exchange(hand, product(hand, f"dx{block}", 2.0, x, hand.input(2, 2)), exchanged)
+    return hand, hand.output(x, *results)
+
+
+def deferred(graph, machine=None):
+    return defer_products(graph, choose_products(graph, machine))
+
+
+def words(graph):
+    """The order of products, and of the collectives of activations and their waits."""
+    names = {GATHER: "start", collectives.wait_tensor.default: "wait"}
+    found = []
+    for node in graph.nodes:
+        if node.target is aten.mm.default:
+            found.append(node.meta["called"])
+        elif node.target in names and "fqn" not in node.meta.get("custom", {}):
+            found.append(names[node.target])
+    return found
+
+
+def test_a_collective_gets_the_shortest_product_that_hides_it():
+    hand, graph = backward(2)
+    before, numbers = simulate(graph, priced()), hand.run()
+    assert deferred(graph, priced()) == 2
+    assert words(graph) == [
+        "dw0.0",
+        "dx0",
+        "start",
+        "dw0.1",
+        "wait",
+        "dw1.0",
+        "dx1",
+        "start",
+        "dw1.1",
+        "wait",
+    ]
+    after = simulate(graph, priced())
+    assert before.compute == 2 * (1 + 5 + 2 + 4)
+    assert after.compute == 2 * (1 + 5 + 2)
+    assert [span.exposed for span in after.spans if span.group == "tp"] == [0.0, 0.0]
+    assert all(torch.equal(*pair) for pair in zip(numbers, hand.run(), strict=True))
+
+
+def test_products_that_are_too_short_are_used_together():
+    _, graph = backward(1, exchanged=4.0, weight=(1.0, 2.0), reduces=False)
+    assert deferred(graph, priced()) == 2
+    assert words(graph) == ["dx0", "start", "dw0.1", "dw0.0", "wait"]
+    (span,) = [span for span in simulate(graph, priced()).spans if span.group == "tp"]
+    assert span.exposed == 4.0 - 3.0
+
+
+def test_a_product_on_the_path_and_an_old_one_stay():
+    hand = Hand()
+    old, x = hand.input(2, 2), hand.input(2, 2)
+    results = [product(hand, f"old{number}", 9.0, old, old) for number in range(RECENT + 3)]
+    x = exchange(hand, product(hand, "path", 9.0, x, x), 100.0)
+    graph = hand.output(exchange(hand, product(hand, "next", 9.0, x, x), 100.0), *results)
+    assert deferred(graph, priced()) == RECENT
+    assert words(graph)[:6] == ["old0", "old1", "old2", "path", "start", f"old{RECENT + 2}"]
+    assert words(graph)[-4:] == ["wait", "next", "start", "wait"]
+
+
+def test_without_a_machine_a_collective_gets_the_last_product():
+    _, graph = backward(2)
+    assert deferred(graph) == 2
+    assert words(graph)[:5] == ["dw0.0", "dx0", "start", "dw0.1", "wait"]
+
+
+def test_the_bound_counts_what_is_not_hidden():
+    _, graph = backward(2)
+    deferred(graph, priced())
+    assert lower_bound(graph, priced()) <= simulate(graph, priced()).exposed
+
+
+def test_forward_stays_as_it_is():
+    hand = Hand()
+    x = hand.input(2, 2)
+    for block in range(3):
+        x = exchange(hand, product(hand, f"y{block}", 2.0, x, hand.input(2, 2)), 4.0)
+    graph = hand.output(x)
+    before = [node.name for node in graph.nodes]
+    assert deferred(graph, priced()) == 0
+    assert [node.name for node in graph.nodes] == before
+
+
+def two_gathers(group="tp", between=0.0, after=9.0):
+    """A gather that is waited for after another one, which starts behind it."""
+    hand = Hand()
+    starts = [hand.call(GATHER, hand.input(2, 2), 2, "tp")]
+    starts.append(hand.call(GATHER, hand.compute("between", between, hand.input(2, 2)), 2, group))
+    for start in starts:
+        start.meta["seconds"] = 4.0
+    soon, late = (hand.call(collectives.wait_tensor.default, start) for start in reversed(starts))
+    graph = hand.output(hand.compute("after", after, soon), late)
+    late.prepend(graph.find_nodes(op="call_function", target=aten.add.Tensor)[-1])
+    return starts, graph
+
+
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [({}, 4.0), (dict(group="cp"), 0.0), (dict(between=5.0), 0.0), (dict(after=0.0), 0.0)],
+)
+def test_a_collective_that_delays_one_that_is_needed_earlier_starts_behind_it_if_that_is_faster(
+    options, saved
+):
+    starts, graph = two_gathers(**options)
+    before = simulate(graph, priced()).seconds
+    start_behind(graph, choose_order(graph, priced()))
+    assert (starts[0] > starts[1]) == (saved > 0)
+    assert simulate(graph, priced()).seconds == before - saved
+    assert choose_order(graph, None) == []
+
+
+def test_collectives_that_start_behind_the_same_one_keep_their_order():
+    hand = Hand()
+    starts = [hand.call(GATHER, hand.input(2, 2), 2, "tp") for _ in range(3)]
+    for start in starts:
+        start.meta["seconds"] = 4.0
+    first = hand.compute("next", 9.0, hand.call(collectives.wait_tensor.default, starts[2]))
+    graph = hand.output(
+        first, *(hand.call(collectives.wait_tensor.default, start) for start in starts[:2])
+    )
+    assert simulate(graph, priced()).waited == 12.0
+    start_behind(graph, choose_order(graph, priced()))
+    assert starts[2] < starts[0] < starts[1]
+    assert simulate(graph, priced()).waited == 4.0

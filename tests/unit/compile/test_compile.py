@@ -1,0 +1,244 @@
+"""The compile stage on one process: a budget of activations, functions, and what is said of that which cannot be compiled."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import config as inductor_config
+
+from titan_lite.compile import compile as stage
+from titan_lite.compile.compile import CompileError, compile_function, compile_model
+from titan_lite.config import Compile, ConfigError
+from titan_lite.models.llama3 import ModelConfig, Transformer
+from titan_lite.models.loss import IGNORE_INDEX, cross_entropy_sum
+
+CONFIG = ModelConfig(
+    dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=64, max_seq_len=16
+)
+
+
+def trained(budget):
+    """(bytes saved for backward besides parameters, loss, gradients)"""
+    torch._dynamo.reset()
+    model = Transformer(CONFIG)
+    model.init_weights(0)
+    compile_model(
+        model,
+        Compile(enable=True, backend="aot_eager"),
+        reshard_after_forward=False,
+        memory_budget=budget,
+    )
+    own = {parameter.data_ptr() for parameter in model.parameters()} | {
+        buffer.data_ptr() for buffer in model.buffers()
+    }
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    logits = model(tokens)
+    saved = {
+        t.data_ptr(): t.untyped_storage().nbytes()
+        for t in logits.grad_fn.saved_tensors
+        if t.data_ptr() not in own
+    }
+    loss = logits.square().mean()
+    loss.backward()
+    return sum(saved.values()), loss.detach(), [parameter.grad for parameter in model.parameters()]
+
+
+def settings():
+    return (
+        torch._dynamo.config.recompile_limit,
+        torch._functorch.config.force_non_lazy_backward_lowering,
+        torch._functorch.config.activation_memory_budget,
+    )
+
+
+def test_a_smaller_budget_saves_less_and_computes_the_same():
+    """And settings of the compiler are afterwards what they were."""
+    before = settings()
+    assert before[0] < stage.RECOMPILE_LIMIT  # or nothing is set
+    whole, loss, gradients = trained(1.0)
+    sizes = [whole]
+    for budget in (0.5, 0.0):
+        size, same_loss, same_gradients = trained(budget)
+        torch.testing.assert_close(same_loss, loss)
+        for one, other in zip(same_gradients, gradients, strict=True):
+            torch.testing.assert_close(one, other)
+        sizes.append(size)
+    assert sizes[0] > sizes[1] > sizes[2]
+    assert sizes[1] < 0.75 * sizes[0]
+    assert settings() == before
+
+
+def test_two_models_of_one_code_have_static_shapes_each():
+    """As the first and the last stage of a pipeline on one rank."""
+    torch._dynamo.reset()
+    sizes = set()
+
+    @contextmanager
+    def compiling(graph, name):
+        yield sizes.update(
+            type(size)
+            for node in graph.graph.find_nodes(op="placeholder")
+            for size in node.meta["val"].shape
+        )
+
+    for length in (16, 8):
+        model = Transformer(CONFIG)
+        model.init_weights(0)
+        schedule = SimpleNamespace(compiling=compiling)
+        compile_model(
+            model,
+            Compile(enable=True, backend="aot_eager"),
+            reshard_after_forward=False,
+            schedule=schedule,
+        )
+        model(torch.zeros(2, length, dtype=torch.long)).sum().backward()
+    assert sizes == {int}
+
+
+# Functions
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_loss_compiled_is_the_loss_and_compiled_once_with_gradients_and_once_without(
+    backend, dtype
+):
+    torch._dynamo.reset()
+    compiled = compile_function(cross_entropy_sum, Compile(enable=True, backend=backend), "loss")
+    before = graphs()
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        logits = (3 * torch.randn(2, 16, 64, generator=generator)).to(dtype)
+        labels = torch.randint(64, (2, 16), generator=generator)
+        labels[1, 3:9] = IGNORE_INDEX
+        gradients, losses = [], []
+        for function in (compiled, cross_entropy_sum):
+            leaf = logits.clone().requires_grad_()
+            loss = function(leaf, labels)
+            (loss / 26).backward()
+            gradients.append(leaf.grad)
+            losses.append(loss.detach())
+            with torch.no_grad():
+                torch.testing.assert_close(function(logits, labels), loss.detach())
+        tolerance = dict(rtol=0, atol=0) if backend == "aot_eager" else {}
+        torch.testing.assert_close(losses[0], losses[1], **tolerance)
+        torch.testing.assert_close(gradients[0], gradients[1], **tolerance)
+        assert graphs() - before == 2
+
+
+# What cannot be compiled
+
+
+def failing(name, graph, wanted):
+    if wanted == name:
+        raise RuntimeError("parallelism.enable_such_a_thing = true: there is none\nand more of it")
+
+
+@pytest.mark.parametrize("wanted", ["forward", "backward"])
+def test_a_pass_that_fails_on_the_model_is_told_with_the_keys_to_change(wanted, monkeypatch):
+    monkeypatch.setattr(
+        stage.Schedule,
+        "compiling",
+        lambda schedule, graph, name: failing(name, graph, wanted) or nullcontext(),
+    )
+    with pytest.raises(CompileError) as failure:
+        trained(1.0)
+    assert str(failure.value) == (
+        'compile.backend = "aot_eager" cannot compile the model (parallelism.enable_such_a_thing = true: there is none); '
+        'use compile.components = ["loss"] or compile.enable = false'
+    )
+    assert isinstance(failure.value.__cause__, torch._dynamo.exc.BackendCompilerFailed)
+
+
+def test_a_pass_that_knows_the_key_speaks_for_itself(monkeypatch):
+    def refuse(schedule, graph, name):
+        raise ConfigError("compile.bucketing = x: z; use y")
+
+    monkeypatch.setattr(stage.Schedule, "__call__", refuse)
+    with pytest.raises(CompileError, match=r"^compile.bucketing = x: z; use y$"):
+        trained(1.0)
+
+
+def test_what_inductor_cannot_compile_aot_eager_may(monkeypatch):
+    def broken(graph, inputs, **options):
+        raise RuntimeError("no kernel for this")
+
+    monkeypatch.setattr(stage, "compile_fx_inner", broken)
+    torch._dynamo.reset()
+    compiled = compile_function(
+        torch.square, Compile(enable=True, components=("model", "loss", "optimizer")), "optimizer"
+    )
+    with pytest.raises(CompileError) as failure:
+        compiled(torch.ones(3))
+    assert str(failure.value) == (
+        'compile.backend = "inductor" cannot compile the optimizer (no kernel for this); use compile.backend = "aot_eager" or '
+        'compile.components = ["model", "loss"] or compile.enable = false'
+    )
+
+
+def test_a_graph_that_breaks_is_told_and_no_other_backend_named():
+    def printing(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    compiled = compile_function(printing, Compile(enable=True, components=("loss",)), "loss")
+    with pytest.raises(CompileError) as failure:
+        compiled(torch.ones(3))
+    sentence = str(failure.value)
+    assert sentence.startswith('compile.backend = "inductor" cannot compile the loss (')
+    assert sentence.endswith("); use compile.enable = false")
+    assert "\n" not in sentence
+    assert isinstance(failure.value.__cause__, torch._dynamo.exc.Unsupported)
+
+
+def test_an_error_of_the_run_is_none_of_the_compiler():
+    torch._dynamo.reset()
+    compiled = compile_function(
+        cross_entropy_sum, Compile(enable=True, backend="aot_eager"), "loss"
+    )
+    logits, labels = torch.zeros(1, 2, 5), torch.zeros(1, 2, dtype=torch.int64)
+    compiled(logits, labels)
+    with pytest.raises(IndexError):
+        compiled(logits, labels + 7)
+
+
+@pytest.mark.skipif(
+    not hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"),
+    reason="torch < 2.14 has no such pass",
+)
+def test_inductor_moves_no_collective_after_the_passes(monkeypatch):
+    found = []
+
+    def compile_none(graph, inputs, **options):
+        found.append(inductor_config.aten_distributed_optimizations.enable_simple_overlap)
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(stage, "compile_fx_inner", compile_none)
+    torch._dynamo.reset()
+    config = Compile(enable=True, components=("loss",))
+    compile_function(torch.square, config, "loss")(torch.ones(3))
+    assert found == [False]
+    assert inductor_config.aten_distributed_optimizations.enable_simple_overlap  # the default
+
+
+def test_what_triton_needs_of_a_machine_is_asked_before_a_start(monkeypatch, tmp_path):
+    inductor = Compile(enable=True, backend="inductor")
+    monkeypatch.setattr(stage, "has_triton", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(stage.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs a C compiler for triton \(gcc, clang, or CC\)"):
+        stage.check_backend(inductor, "cuda")
+    monkeypatch.setattr(stage.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(stage.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"triton needs \S+/Python.h \(python3\.\d+-dev on Debian\)"
+    ):
+        stage.check_backend(inductor, "cuda")
+    (tmp_path / "Python.h").touch()
+    stage.check_backend(inductor, "cuda")

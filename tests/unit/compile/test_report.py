@@ -1,0 +1,64 @@
+"""The receipt of the compile stage: a line a graph, and JSON."""
+
+import json
+from dataclasses import replace
+
+from titan_lite.compile.report import Collective, CompileReport, describe, write_receipts
+from titan_lite.cost.timeline import Timeline
+
+BOTH = Collective(
+    "all_gather", ("layers.0.a.weight", "layers.0.b.weight"), 2**30, 8, 0.004, 0.001, 0.003
+)
+TIMELINE = Timeline("forward", (), 0.014, 0.011, 0.004, 0.003, 0.002, 5 * 2**30)
+FORWARD = CompileReport(
+    "forward", {"all_gather": 2}, (BOTH,), 1, "abc", TIMELINE, compile_seconds=12.34, cache="miss"
+)
+BACKWARD = CompileReport("backward", {"all_gather": 1}, (BOTH,), 0, "def", compile_seconds=2.0)
+
+
+def test_a_line_a_graph():
+    assert describe([FORWARD, BACKWARD]) == [
+        "forward graph: 2 all_gather -> 1 (1.000 GiB); 1 moved to overlap; estimated 4 ms communication beside 11 ms "
+        "computation, 3 ms exposed (at least 2 ms); schedule abc; compiled in 12.3 s, cache miss",
+        "backward graph: 1 all_gather -> 1 (1.000 GiB); 0 moved to overlap; schedule def; compiled in 2.0 s",
+    ]
+    assert (
+        "(1.000 GiB); 0.500 GiB copied into and out of buckets; 1 moved"
+        in describe([replace(FORWARD, copied=2**29)])[0]
+    )
+    assert describe([replace(BACKWARD, pp_rank=1)])[0].startswith(
+        "pipeline rank 1, backward graph: 1 all_gather -> 1"
+    )
+    assert describe([CompileReport("forward", {}, (), 0, "abc")]) == [
+        "forward graph: no collectives of parameters; compiled in 0.0 s",
+    ]
+
+
+def test_the_file_has_every_bucket_with_its_parameters_and_times(tmp_path):
+    write_receipts([replace(FORWARD, copied=2**29), BACKWARD], tmp_path)
+    forward, backward = json.loads((tmp_path / "compile.json").read_text())
+    assert (forward["graph"], forward["before"], forward["schedule"], forward["cache"]) == (
+        "forward",
+        {"all_gather": 2},
+        "abc",
+        "miss",
+    )
+    assert (forward["copied"], backward["copied"]) == (2**29, None)
+    (bucket,) = forward["after"]
+    assert bucket["fqns"] == ["layers.0.a.weight", "layers.0.b.weight"]
+    assert (
+        bucket["nbytes"],
+        bucket["ranks"],
+        bucket["seconds"],
+        bucket["under"],
+        bucket["exposed"],
+    ) == (
+        2**30,
+        8,
+        0.004,
+        0.001,
+        0.003,
+    )
+    assert forward["timeline"]["exposed"] == 0.003
+    assert "spans" not in forward["timeline"]
+    assert backward["timeline"] is None

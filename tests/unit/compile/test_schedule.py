@@ -1,0 +1,176 @@
+"""The passes in their order: what is merged, what is refused, what ranks agree on, and what is written down."""
+
+import pytest
+import torch
+from hand import Hand, aten, left, places, priced, two_ranks  # noqa: F401
+from torch.fx import GraphModule
+
+from titan_lite.compile.rank_agreement import Peers
+from titan_lite.compile.schedule import Schedule, readable, schedules
+from titan_lite.config import Compile, ConfigError
+
+pytestmark = pytest.mark.usefixtures("two_ranks")
+
+
+def layers(count=2, name="layers.{}.{}.weight", seconds=0.0):
+    """seconds: of a computation with each parameter."""
+    hand = Hand()
+    shards = {name.format(layer, part): hand.input(4) for layer in range(count) for part in "ab"}
+    x = hand.input(8)
+    for fqn, shard in shards.items():
+        x = hand.call(aten.mul.Tensor, x, hand.gather(shard, fqn))
+        x = hand.compute(fqn, seconds, x) if seconds else x
+    return GraphModule(torch.nn.Module(), hand.output(x))
+
+
+def scheduled(graph_module, machine=None, **options):
+    schedule = Schedule(
+        Compile(**{key: value for key, value in options.items() if key in KEYS}), machine
+    )
+    schedule.peers, schedule.dump = options.get("peers", schedule.peers), options.get("dump")
+    schedule(graph_module, "forward")
+    return schedule.receipts[0]
+
+
+class Told(Peers):
+    """Peers with these strings, made of the own one: {rank: string}."""
+
+    def __init__(self, told):
+        self.all = told
+
+    def alike(self, word):
+        ranks = self.all(word).values()
+        return len({word, *ranks}) == 1
+
+
+KEYS = ("bucketing", "reordering", "buckets")
+
+
+@pytest.mark.parametrize(
+    ("options", "after", "copied"),  # weights in buckets
+    [
+        (dict(bucketing="none"), 4, 0),
+        (dict(bucketing="block"), 2, 4),
+        (dict(bucketing="plan", buckets=("layers.0 layers.1.a",)), 2, 3),
+        (dict(bucketing="greedy"), 1, 4),
+    ],
+)
+def test_each_way_to_bucket(options, after, copied):
+    graph_module = layers()
+    receipt = scheduled(graph_module, priced(latency=100.0), **options)
+    assert receipt.before == {"all_gather": 4}
+    assert len(receipt.after) == len(left(graph_module.graph)) == after
+    assert sorted(fqn for bucket in receipt.after for fqn in bucket.fqns) == [
+        f"layers.{n}.{p}.weight" for n in (0, 1) for p in "ab"
+    ]
+    assert receipt.moved == after - 1
+    assert receipt.copied == copied * (4 + 8) * 4  # a shard and the whole, in float32
+
+
+def test_without_reordering_everything_stays_where_it_is_needed():
+    graph_module = layers()
+    receipt = scheduled(graph_module, bucketing="none", reordering=False)
+    assert receipt.moved == 0
+    order = places(graph_module.graph)
+    assert [word.startswith("wait") for word in order] == [False, True] * 4
+
+
+def test_buckets_that_merge_nothing_are_an_error():
+    with pytest.raises(
+        ConfigError,
+        match=r'compile.bucketing = "greedy" merged none of the 4 collectives of the forward graph',
+    ):
+        scheduled(layers(seconds=0.1), priced(), bucketing="greedy")  # too short to hide anything
+    with pytest.raises(ConfigError, match=r"needs a cost model; use compile.machine"):
+        scheduled(layers(), bucketing="greedy")
+
+
+def test_a_plan_may_be_for_another_stage_of_a_pipeline():
+    assert len(scheduled(layers(), bucketing="plan", buckets=("layers.8 layers.9",)).after) == 4
+
+
+def test_one_collective_or_none_cannot_be_merged_and_that_is_no_error():
+    hand = Hand()
+    only = GraphModule(
+        torch.nn.Module(), hand.output(hand.gather(hand.input(4), "layers.0.a.weight"))
+    )
+    assert len(scheduled(only, bucketing="block").after) == 1
+    hand = Hand()
+    nothing = GraphModule(
+        torch.nn.Module(), hand.output(hand.call(aten.neg.default, hand.input(4)))
+    )
+    assert scheduled(nothing, bucketing="block").after == ()
+
+
+def test_ranks_that_would_hang_are_named():
+    def exchange(mine):
+        return {0: mine, 1: mine.replace('": "', '": "f'), 6: mine.replace("0, 1", "6, 7")}
+
+    with pytest.raises(
+        ConfigError,
+        match=r"ranks 1 would communicate in another order than rank 0 among 0, 1 in the forward graph",
+    ):
+        scheduled(layers(), bucketing="block", peers=Told(exchange))
+    assert scheduled(
+        layers(), bucketing="block", peers=Told(lambda mine: {0: mine, 1: mine})
+    ).schedule
+
+
+def test_a_rank_without_what_its_group_does_is_named():
+    def exchange(mine):
+        return {0: mine, 1: "{}"}
+
+    with pytest.raises(
+        ConfigError, match=r"ranks 1 would communicate in another order than rank 0"
+    ):
+        scheduled(layers(), bucketing="block", peers=Told(exchange))
+
+
+def test_strings_of_all_ranks_are_asked_for_only_where_they_differ():
+    peers = Peers()
+    peers.all = lambda word: pytest.fail("asked")
+    assert scheduled(layers(), bucketing="block", peers=peers).schedule
+
+
+def test_other_groups_may_do_other_things():
+    """Ranks of another tensor-parallel rank have other sizes, and other ranks to gather them from."""
+    assert scheduled(
+        layers(),
+        bucketing="block",
+        peers=Told(lambda mine: {2: mine.replace("0, 1", "2, 3").replace('": "', '": "f')}),
+    )
+
+
+def test_the_hash_is_of_what_travels_and_in_which_order():
+    hashes = [
+        schedules(layers().graph),
+        schedules(layers(3).graph),
+        schedules(layers(name="blocks.{}.{}.weight").graph),
+    ]
+    assert len({str(each) for each in hashes}) == 3
+    assert schedules(layers().graph) == hashes[0]
+    graph_module = layers()
+    scheduled(graph_module, bucketing="none")  # started early, and in the same order
+    assert schedules(graph_module.graph) == hashes[0]
+    scheduled(graph_module, bucketing="block")
+    assert schedules(graph_module.graph) not in hashes
+
+
+def test_graphs_are_written_before_and_after_each_pass(tmp_path):
+    scheduled(layers(), bucketing="block", dump=tmp_path / "graphs")
+    files = sorted(path.name for path in (tmp_path / "graphs").iterdir())
+    assert files == [
+        "0_forward_0_traced.txt",
+        "0_forward_1_bucketed.txt",
+        "0_forward_2_reordered.txt",
+    ]
+    texts = [(tmp_path / "graphs" / file).read_text() for file in files]
+    assert [text.count("all_gather_into_tensor.default(") for text in texts] == [4, 2, 2]
+    assert "# layers.1.a.weight, layers.1.b.weight" in texts[1]
+
+
+def test_a_graph_is_readable():
+    hand = Hand()
+    lines = readable(hand.output(hand.gather(hand.input(4), "a"))).splitlines()
+    assert lines[0] == "x0: float32[4]"
+    assert lines[1].endswith("_c10d_functional.all_gather_into_tensor.default(x0, 2, 'dp')   # a")

@@ -1,0 +1,150 @@
+"""Which all-gathers of a graph read parameters, on small graphs made by hand."""
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from titan_lite.cost.collectives import (
+    collectives,
+    descendants,
+    is_all_gather,
+    merge_waits,
+    move_before,
+    parameter_all_gathers,
+)
+
+aten = torch.ops.aten
+RANKS, GROUP = 2, "dp_shard"
+
+
+def gather(graph, node):
+    return graph.call_function(collectives.all_gather_into_tensor.default, (node, RANKS, GROUP))
+
+
+def wait(graph, node):
+    return graph.call_function(collectives.wait_tensor.default, (node,))
+
+
+def call(graph, target, *args):
+    return graph.call_function(target, args)
+
+
+def cast(graph, node):
+    return graph.call_function(aten._to_copy.default, (node,), {"dtype": torch.bfloat16})
+
+
+def padded(graph, node):
+    zeros = graph.call_function(aten.new_zeros.default, (node, [1, 8]), {"pin_memory": False})
+    return call(graph, aten.cat.default, [node, zeros])
+
+
+def shard(graph):
+    return [gather(graph, graph.placeholder("shard"))]
+
+
+def cast_shard(graph):
+    return [gather(graph, cast(graph, graph.placeholder("shard")))]
+
+
+def padded_shard(graph):
+    return [gather(graph, padded(graph, graph.placeholder("shard")))]
+
+
+def cast_and_padded_shard(graph):
+    return [gather(graph, padded(graph, cast(graph, graph.placeholder("shard"))))]
+
+
+def two_shards_and_one_read_twice(graph):
+    first, second = graph.placeholder("first"), graph.placeholder("second")
+    return [gather(graph, first), gather(graph, second), gather(graph, first)]
+
+
+def other_collectives(graph):
+    shard = graph.placeholder("shard")
+    call(graph, collectives.reduce_scatter_tensor.default, shard, "sum", RANKS, GROUP)
+    call(graph, collectives.all_reduce.default, shard, "sum", GROUP)
+    return []
+
+
+def deep_computation(graph):
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    for _ in range(20):
+        x = call(graph, aten.mm.default, x, weight)
+    gather(graph, x)
+    return []
+
+
+def a_parameter_beside_an_activation(graph):
+    weight = gather(graph, graph.placeholder("shard"))
+    x, whole = graph.placeholder("x"), wait(graph, weight)
+    for _ in range(20):
+        x = call(graph, aten.mm.default, x, whole)
+    gather(graph, x)
+    return [weight]
+
+
+def product_of_inputs(graph):
+    gather(graph, call(graph, aten.mm.default, graph.placeholder("x"), graph.placeholder("weight")))
+    return []
+
+
+def activation_of_the_first_layer(graph):
+    """Keys gathered along the sequence, computed with a weight that was gathered before."""
+    weight = gather(graph, graph.placeholder("shard"))
+    gather(graph, call(graph, aten.mm.default, graph.placeholder("x"), wait(graph, weight)))
+    return [weight]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        shard,
+        cast_shard,
+        padded_shard,
+        cast_and_padded_shard,
+        two_shards_and_one_read_twice,
+        other_collectives,
+        deep_computation,
+        a_parameter_beside_an_activation,
+        product_of_inputs,
+        activation_of_the_first_layer,
+    ],
+)
+def test_all_gathers_of_parameters_in_order(build):
+    graph = Graph()
+    expected = build(graph)
+    assert list(parameter_all_gathers(graph)) == expected
+
+
+def test_an_all_gather_is_told_from_its_wait_and_from_other_collectives():
+    graph = Graph()
+    (all_gather,) = shard(graph)
+    others = [wait(graph, all_gather), graph.output(all_gather)]
+    other_collectives(graph)
+    assert [node for node in graph.nodes if is_all_gather(node)] == [all_gather]
+    assert not any(is_all_gather(node) for node in others)
+
+
+def test_of_several_waits_for_a_collective_the_first_stays():
+    graph = Graph()
+    (all_gather,) = shard(graph)
+    first, again = wait(graph, all_gather), wait(graph, all_gather)
+    product = call(graph, aten.mm.default, first, again)
+    graph.output(product)
+    merge_waits(graph)
+    assert list(all_gather.users) == [first]
+    assert product.args == (first, first)
+
+
+def test_nodes_move_in_their_order_and_back_where_the_move_is_not_kept():
+    graph = Graph()
+    x = graph.placeholder("x")
+    a, b, c, d = (call(graph, aten.neg.default, x) for _ in range(4))
+    result = call(graph, aten.add.Tensor, a, d)
+    graph.output(result)
+    assert not move_before(b, [d, a, c], keep=lambda: list(graph.nodes)[1:5] != [a, c, d, b])
+    assert list(graph.nodes)[1:5] == [a, b, c, d]
+    assert move_before(b, [d, a, c])
+    assert list(graph.nodes)[1:5] == [a, c, d, b]
+    assert not move_before(b, [a, c, d])
+    assert set(descendants(a)) == {a, result}

@@ -1,0 +1,391 @@
+"""Outputs of a run: the line, metrics.jsonl and its reader, TensorBoard, the picture; with and without a terminal."""
+
+import json
+import logging
+import math
+import sys
+import types
+from contextlib import nullcontext
+
+import pytest
+import torch
+from matplotlib import image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from titan_lite.config import DataSource, Metrics
+from titan_lite.logging import console
+from titan_lite.metrics.writer import MetricsWriter, draw_loss, peak_memory_gib, read_metrics
+
+PLAIN = Metrics(enable_tensorboard=False)
+RECIPE = {
+    "training.steps": 100,
+    "training.global_batch_ramp": ("64 until 50",),
+    "optimizer.lr": 3e-4,
+    "compile.components": ("model", "loss"),
+    "job.description": "<b>&",
+    "data.sources": (DataSource(path="a.jsonl"),),
+}
+VALUES = {
+    "loss": 6.93147,
+    "grad_norm": 1.23456,
+    "lr": 3e-4,
+    "tps": 12345.6,
+    "tflops": 1.5,
+    "mfu": 41.25,
+    "memory_gib": 1.5,
+    "data_wait": 0.25,
+    "step_time": 0.5,
+    "tokens_seen": 4096,
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run({step: values}, first_step=...): one process's life."""
+
+    def run(logged, config=PLAIN, *, writes=True, first_step=0):
+        metrics = MetricsWriter(
+            config, tmp_path, RECIPE, writes=writes, first_step=first_step, total_steps=100
+        )
+        for step, values in logged.items():
+            metrics.log(step, values)
+            metrics.advance()
+        metrics.close()
+        return tmp_path
+
+    return run
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.INFO, logger="titan_lite")
+    return caplog
+
+
+def entries(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# The line
+
+
+def test_the_line_names_what_there_is(run, said):
+    run({3: VALUES, 1000: {"validation_loss": 2.5}})
+    assert said.messages == [
+        "step    3  loss 6.9315  grad norm 1.235  lr 3.00e-04  tps 12,346  tflops 1.50  mfu 41.2%  memory 1.50 GiB  "
+        "data wait 0.2%",
+        "step 1000  validation loss 2.5000",
+    ]
+
+
+def test_without_a_stated_peak_no_line_has_mfu(run, said):
+    folder = run({1: {"tflops": 1.5}})
+    assert said.messages == ["step    1  tflops 1.50"]
+    assert "mfu" not in entries(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "writes", "coloured"),
+    [
+        (True, "", True, True),
+        (True, "", False, True),
+        (True, "1", True, False),
+        (False, "", True, False),
+    ],
+)
+def test_colours_only_on_a_terminal(terminal, no_color, writes, coloured, run, said, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    run({1: VALUES}, Metrics(enable_tensorboard=False), writes=writes)
+    (line,) = said.messages
+    assert ("\033[32mloss 6.9315\033[0m" in line) is coloured
+    assert line.count("\033[0m") == (4 if coloured else 0)
+
+
+@pytest.mark.parametrize(
+    ("terminal", "writes", "shown"),
+    [(True, True, True), (True, False, False), (False, True, False)],
+)
+def test_one_rank_shows_a_bar_on_a_terminal_that_starts_where_the_run_does(
+    terminal, writes, shown, run, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    run({8: VALUES}, writes=writes, first_step=7)
+    assert ("7/100" in capsys.readouterr().out) is shown
+
+
+def test_lines_stand_above_the_bar_as_long_as_there_is_one(run, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    during = []
+    monkeypatch.setattr(
+        MetricsWriter, "advance", lambda self: during.append(console.around.__func__.__qualname__)
+    )
+    run({8: VALUES})
+    assert during == ["tqdm.external_write_mode"]
+    assert console.around is nullcontext
+
+
+# metrics.jsonl
+
+
+def test_the_file_has_one_object_a_line_with_the_values_under_their_names(run):
+    folder = run({10: VALUES, 20: {"validation_loss": 2.5}})
+    first, second = entries(folder)
+    assert first.keys() == VALUES.keys() | {"step", "time"}
+    assert {name: first[name] for name in VALUES} == VALUES
+    assert (first["step"], second["step"]) == (10, 20)
+    assert second.keys() == {"step", "validation_loss", "time"}
+    assert 0 <= first["time"] <= second["time"]
+
+
+def test_a_line_is_on_disk_when_it_is_logged(tmp_path):
+    metrics = MetricsWriter(PLAIN, tmp_path, RECIPE, writes=True, first_step=0, total_steps=3)
+    metrics.log(1, {"loss": 2.0})
+    assert read_metrics(tmp_path / "metrics.jsonl")[1]["loss"] == 2.0
+    metrics.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_json_does_not_know_is_null(value, run):
+    folder = run({1: {"loss": value, "lr": 0.5}})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    entry = json.loads((folder / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert (entry["loss"], entry["lr"]) == (None, 0.5)
+
+
+def test_a_rank_that_does_not_write_leaves_no_file(run, said):
+    folder = run({1: VALUES}, Metrics(enable_tensorboard=True), writes=False)
+    assert list(folder.iterdir()) == []
+    assert len(said.messages) == 1  # its logger decides whether it is shown
+
+
+# Its reader
+
+
+def test_a_resumed_run_goes_on_in_the_same_file_and_what_it_repeats_counts(run):
+    run({step: {"loss": float(step), "tps": 1.0} for step in (10, 20, 30, 40)})
+    folder = run({30: {"loss": 3.5}, 50: {"loss": 5.5}}, first_step=20)
+    assert entries(folder)[4] == {"resumed_from": 20}
+    found = read_metrics(folder / "metrics.jsonl")
+    assert {step: values["loss"] for step, values in found.items()} == {
+        10: 10.0,
+        20: 20.0,
+        30: 3.5,
+        50: 5.5,
+    }
+    assert "tps" in found[20]
+    assert "tps" not in found[30]  # nothing of the run that was not gone on from
+
+
+@pytest.mark.parametrize("torn", ['{"step": 20, "lo', "{", ""])
+def test_a_torn_last_line_is_left_out(torn, run):
+    folder = run({10: {"loss": 1.0}})
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(torn)
+    assert read_metrics(folder / "metrics.jsonl").keys() == {10}
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"5", b"[1]", b"[" * 10**5, b'{"step"'])
+def test_a_line_that_is_no_entry_is_left_out(line, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + line + b'\n{"step": 2, "loss": 1.0}\n' + line)
+    assert list(read_metrics(path)) == [1, 2]
+    MetricsWriter(PLAIN, tmp_path, {}, writes=True, first_step=2, total_steps=3).close()
+    assert list(read_metrics(path)) == [1, 2]
+    assert path.read_bytes().endswith(b'\n{"resumed_from": 2}\n')
+
+
+def test_a_full_disk_costs_figures_and_not_the_run(tmp_path, said):
+    metrics = MetricsWriter(PLAIN, tmp_path, {}, writes=True, first_step=0, total_steps=3)
+    metrics.file.close()
+    metrics.file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    for step in (1, 2):
+        metrics.log(step, VALUES)
+    metrics.close()
+    assert said.text.count("METRICS ARE LOST, the run goes on") == 1
+
+
+def test_a_run_resumed_after_a_torn_line_is_read_in_full(run):
+    folder = run({10: {"loss": 1.0}, 20: {"loss": 2.0}})
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 30, "lo')
+    run({15: {"loss": 1.5}}, first_step=10)
+    assert read_metrics(folder / "metrics.jsonl").keys() == {10, 15}
+
+
+def test_a_run_from_the_beginning_in_the_folder_of_another_replaces_it(run):
+    run({step: {"loss": float(step), "tps": 1.0} for step in (10, 20)})
+    folder = run({10: {"loss": 0.5}})
+    found = read_metrics(folder / "metrics.jsonl")
+    assert found.keys() == {10}
+    assert "tps" not in found[10]
+
+
+# TensorBoard
+
+
+def scalars(folder):
+    accumulator = EventAccumulator(str(folder / "tb"))
+    accumulator.Reload()
+    return {
+        name: {event.step: event.value for event in accumulator.Scalars(name)}
+        for name in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_has_the_same_names_and_values(run):
+    folder = run({10: VALUES, 20: {"loss": 2.5}}, Metrics())
+    found = scalars(folder)
+    assert found.keys() == VALUES.keys()
+    assert found["loss"] == pytest.approx({10: VALUES["loss"], 20: 2.5})
+    assert found["tokens_seen"] == {10: 4096}
+
+
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(run):
+    folder = run({10: {"loss": 1.0}, 20: {"loss": 2.0}, 30: {"loss": 3.0}}, Metrics())
+    (events,) = (folder / "tb").iterdir()
+    events.rename(
+        events.with_name("events.out.tfevents.0")
+    )  # earlier by name, whatever the clock says
+    run({30: {"loss": 3.5}}, Metrics(), first_step=10)
+    assert scalars(folder)["loss"] == {10: 1.0, 30: 3.5}
+
+
+def test_no_tensorboard_where_it_is_turned_off(run):
+    folder = run({1: VALUES}, Metrics(enable_tensorboard=False))
+    assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+
+
+def test_tensorboard_has_the_recipe_as_text_and_as_hyperparameters(run):
+    folder = run({10: VALUES}, Metrics())
+    accumulator = EventAccumulator(str(folder / "tb"))
+    accumulator.Reload()
+    (event,) = accumulator.Tensors("recipe/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert '    compile.components = ["model", "loss"]' in text.splitlines()
+    assert "    optimizer.lr = 0.0003" in text.splitlines()
+    assert '    data.sources = [{"dataset": "stdlib", "path": "a.jsonl",' in text
+    content = accumulator.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
+    assert start.hparams["training.steps"].number_value == 100
+    assert start.hparams["optimizer.lr"].number_value == 3e-4
+    assert start.hparams["training.global_batch_ramp"].string_value == '["64 until 50"]'
+    # and not those that change nothing of what is learned
+    assert start.hparams.keys() == {"training.steps", "training.global_batch_ramp", "optimizer.lr"}
+    assert [path.is_file() for path in (folder / "tb").iterdir()] == [
+        True
+    ]  # one run, and none beside it
+
+
+# Weights & Biases
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A module like wandb, which keeps what it is told."""
+    module = types.ModuleType("wandb")
+    module.calls, module.logged, module.finished = [], [], 0
+
+    class Run:
+        id = property(lambda run: module.id)
+
+        def define_metric(self, name, step_metric):
+            module.axis = (name, step_metric)
+
+        def log(self, values):
+            module.logged.append(values)
+
+        def finish(self):
+            module.finished += 1
+
+    def init(**arguments):
+        module.calls.append(arguments)
+        return Run()
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_weights_and_biases_has_the_same_names_and_a_resumed_run_is_the_same_one(
+    run, wandb, tmp_path
+):
+    config = Metrics(enable_tensorboard=False, enable_wandb=True)
+    run({10: VALUES, 20: {"validation_loss": 2.5}}, config)
+    run({20: {"loss": 2.0}}, config, first_step=10)
+    assert wandb.logged == [
+        {"step": 10, **VALUES},
+        {"step": 20, "validation_loss": 2.5},
+        {"step": 20, "loss": 2.0},
+    ]
+    assert (wandb.axis, wandb.finished) == (("*", "step"), 2)
+    first, second = wandb.calls
+    assert first == second
+    assert (first["name"], first["resume"]) == (tmp_path.name, "allow")
+    assert json.loads(json.dumps(first["config"])) == first["config"]
+    assert (first["config"]["optimizer.lr"], first["config"]["data.sources"][0]["path"]) == (
+        3e-4,
+        "a.jsonl",
+    )
+    assert len(first["id"]) == 32
+
+
+def test_weights_and_biases_only_where_asked_for_and_on_one_rank(run, wandb):
+    run({10: VALUES})
+    run({10: VALUES}, Metrics(enable_tensorboard=False, enable_wandb=True), writes=False)
+    assert wandb.calls == []
+
+
+# The picture
+
+
+def test_the_picture_shows_training_and_validation_loss(run):
+    pixels = []
+    for first_step, logged in (
+        (0, {}),
+        (0, {1: {"loss": 3.0}, 2: {"loss": math.nan}, 3: {"loss": 2.0}}),
+        (3, {3: {"validation_loss": 2.5}}),
+    ):
+        folder = run(logged, first_step=first_step)
+        path = draw_loss(folder)
+        assert path == folder / "loss.png"
+        pixels.append(image.imread(path))
+        assert pixels[-1].shape == (480, 840, 4)
+    ink = [(picture[..., :3] < 0.9).any(axis=-1).sum() for picture in pixels]
+    assert ink == sorted(set(ink))  # each has more on it than the one before
+
+
+def test_a_picture_of_a_folder_that_is_gone_is_told_in_a_line(tmp_path, said):
+    draw_loss(tmp_path / "gone")
+    (line,) = said.messages
+    assert (
+        line
+        == f"no loss curve: {tmp_path}/gone/loss.png cannot be written: No such file or directory"
+    )
+
+
+def test_lines_of_the_picture_go_on_over_steps_without_a_value(tmp_path):
+    def picture(name, logged):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": step, **values}) + "\n" for step, values in logged.items()]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+        return image.imread(draw_loss(tmp_path / name))
+
+    ends = {1: {"loss": 3.0, "validation_loss": 3.5}, 3: {"loss": 2.0, "validation_loss": 2.5}}
+    assert (picture("with", {**ends, 2: {"loss": None}}) == picture("without", ends)).all()
+
+
+# Memory
+
+
+def test_peak_memory_of_this_process_is_in_gib():
+    before = peak_memory_gib(torch.device("cpu"))
+    held = torch.ones(2**28 // 4)  # 256 MiB
+    after = peak_memory_gib(torch.device("cpu"))
+    assert held.sum() == 2**26
+    assert 0.02 < before <= after < 64
+    assert after >= 0.25

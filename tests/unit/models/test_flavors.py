@@ -1,0 +1,243 @@
+"""Shapes of models by a recipe: as the flavor has them, or as keys of [model] say, in all that reads them."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+from tiny import DEBUG, DEBUG_TOKENIZER
+
+from titan_lite.check import describe_run
+from titan_lite.checkpoint.resume import NEEDED, compare
+from titan_lite.config import KEYS, ConfigError, Model, load_config
+from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.distributed.layout import make_layout
+from titan_lite.metrics.start_lines import start_lines
+from titan_lite.models.flavors import shape_of, shape_words
+from titan_lite.models.huggingface import config_from_hf, config_to_hf
+from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling
+from titan_lite.tools.verify import twin_model
+
+OWN = Model(flavor="", dim=96, n_layers=3, n_heads=6, hidden_dim=128, vocab_size=2048)
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_a_flavor_alone_is_what_it_was(flavor):
+    assert shape_of(Model(flavor=flavor)) is not None
+    assert shape_of(Model(flavor=flavor)) == FLAVORS[flavor]
+    assert shape_words(Model(flavor=flavor)) == flavor
+
+
+def test_every_field_of_a_model_has_a_key_which_changes_it_alone():
+    others = dict(
+        dim=512,
+        n_layers=2,
+        n_heads=16,
+        n_kv_heads=8,
+        hidden_dim=100,
+        vocab_size=4096,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+    )
+    others |= dict(max_seq_len=64, tied_embeddings="yes", rope_scaling_factor=4.0)
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert {name.removesuffix("_factor") for name in others} == fields
+    assert {f"model.{name}" for name in others} <= KEYS.keys()
+    for name, value in others.items():
+        field = name.removesuffix("_factor")
+        expected = {"yes": True, 4.0: RopeScaling(4.0)}.get(value, value)
+        assert shape_of(Model(**{name: value})) == dataclasses.replace(
+            FLAVORS["debug"], **{field: expected}
+        )
+
+
+def test_scaling_keeps_what_the_flavor_says_beside_its_factor_and_1_takes_it_away():
+    assert shape_of(Model(flavor="1B", rope_scaling_factor=8.0)) == dataclasses.replace(
+        FLAVORS["1B"], rope_scaling=RopeScaling(factor=8.0)
+    )
+    assert shape_of(Model(flavor="1B", rope_scaling_factor=1.0)).rope_scaling is None
+    assert not shape_of(Model(flavor="1B", tied_embeddings="no")).tied_embeddings
+
+
+def test_a_shape_without_a_flavor():
+    assert shape_of(OWN) == ModelConfig(96, 3, 6, 6, 128, 2048)
+    assert shape_of(OWN.replace(n_kv_heads=2, tied_embeddings="yes")).n_kv_heads == 2
+    assert (
+        shape_words(OWN)
+        == "of its own with dim = 96, n_layers = 3, n_heads = 6, hidden_dim = 128, vocab_size = 2048"
+    )
+
+
+WRONG = [
+    (dict(flavor="7B"), 'model.flavor = "7B": use one of debug, 1B, 3B, 8B, 70B, 405B, or ""', {}),
+    (
+        dict(flavor=""),
+        'model.flavor = "" needs model.dim, model.n_layers, model.n_heads, model.hidden_dim, ',
+        None,
+    ),
+    (
+        dict(flavor="", dim=96, n_layers=1, n_heads=6, vocab_size=5),
+        'model.flavor = "" needs model.hidden_dim; set',
+        None,
+    ),
+    (
+        dict(dim=260),
+        "model.dim = 260 is not a multiple of 2 x n_heads = 8 of the flavor",
+        dict(dim=256),
+    ),
+    (dict(dim=260), "use model.dim = 256 or 272", dict(dim=272)),
+    (
+        dict(n_heads=12),
+        "dim = 256 of the flavor is not a multiple of 2 x model.n_heads = 12",
+        dict(n_heads=12, dim=264),
+    ),
+    (dict(n_heads=6), "model.n_heads = 6 is not a multiple of n_kv_heads = 4 of the flavor", None),
+    (
+        dict(n_heads=64, dim=64),
+        "model.dim = 64 is not a multiple of 2 x model.n_heads = 64",
+        dict(n_heads=64, dim=128),
+    ),
+    (
+        dict(n_kv_heads=3),
+        "n_heads = 8 of the flavor is not a multiple of model.n_kv_heads = 3",
+        dict(n_kv_heads=1),
+    ),
+    (dict(n_kv_heads=3), "use model.n_kv_heads = 1 or 2 or 4 or 8", dict(n_kv_heads=8)),
+    (
+        dict(n_kv_heads=16),
+        "n_heads = 8 of the flavor is not a multiple of model.n_kv_heads = 16",
+        dict(n_kv_heads=4),
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "words", "fixed"), WRONG)
+def test_what_is_no_model_is_told_with_the_key_that_was_written(keys, words, fixed):
+    with pytest.raises(ConfigError) as error:
+        shape_of(Model(**keys))
+    assert words in str(error.value)
+    if fixed is not None:
+        shape_of(Model(**fixed))
+
+
+def test_sizes_that_are_wrong_for_two_reasons_are_told_both():
+    with pytest.raises(ConfigError) as error:
+        shape_of(Model(n_heads=6, dim=100))
+    assert len(error.value.args) == 2
+
+
+def test_the_twin_of_a_shape_keeps_its_kinds():
+    model = twin_model(
+        shape_of(Model(tied_embeddings="yes", rope_theta=1e4, n_layers=1000)), stages=1
+    )
+    assert (model.tied_embeddings, model.rope_theta, model.n_layers) == (True, 1e4, 4)
+
+
+ABSURD = [
+    "model.n_layers=1000000",
+    "model.dim=1000000000",
+    "model.n_heads=-1",
+    "model.vocab_size=999999999999",
+    "model.norm_eps=1",
+]
+ABSURD += [
+    "model.max_seq_len=1e9",
+    "model.rope_theta=0.5",
+    "model.rope_theta=nan",
+    "model.hidden_dim=9" + "9" * 400,
+]
+ABSURD += ["model.tied_embeddings=true", "model.n_kv_heads=0.5", "model.rope_scaling_factor=-8"]
+
+
+@pytest.mark.parametrize("option", ABSURD)
+def test_a_size_that_no_model_has_is_refused_before_one_is_built(option):
+    with pytest.raises(ConfigError, match=re.escape(option.partition("=")[0].partition(".")[2])):
+        load_config(DEBUG, [f"--{option}"])
+
+
+def test_the_largest_sizes_that_are_admitted_are_laid_out():
+    sizes = {"dim": 2**18, "n_heads": 4096, "hidden_dim": 2**20, "vocab_size": 2**22}
+    config = load_config(DEBUG, [f"--model.{name}={value}" for name, value in sizes.items()])
+    assert make_layout(config, 1).parameters > 10**12
+
+
+def configured(*options):
+    config = load_config(DEBUG, [*options, f"--model.tokenizer_path={DEBUG_TOKENIZER}"])
+    return config, make_layout(config, 2)
+
+
+CHANGED = ["--model.n_layers=3", "--model.dim=128", "--model.tied_embeddings=yes"]
+
+
+def test_a_layout_has_the_shape_and_the_start_says_it():
+    config, layout = configured(*CHANGED)
+    assert layout.model == dataclasses.replace(
+        FLAVORS["debug"], n_layers=3, dim=128, tied_embeddings=True, max_seq_len=256
+    )
+    lines = start_lines(config, layout, torch.device("cpu"), priced=True)
+    words = (
+        "debug with dim = 128 (not 256), n_layers = 3 (not 6), tied_embeddings = True (not False)"
+    )
+    assert any(
+        line.startswith(f"model: llama3 {words}, {layout.parameters:,} parameters; torch")
+        for line in lines
+    )
+
+
+def test_checks_of_a_layout_see_the_shape():
+    with pytest.raises(
+        ConfigError,
+        match=r'"layers.5" has no parameter in flavor debug with n_layers = 3 \(not 6\)',
+    ):
+        configured("--model.n_layers=3", "--parallelism.fsdp_keep_gathered=layers.5")
+    with pytest.raises(
+        ConfigError, match=r"seq_len = 256 is more than the model's max_seq_len; use at most 128"
+    ):
+        configured("--model.max_seq_len=128")
+    with pytest.raises(ConfigError, match="does not divide the 3 attention heads"):
+        configured(
+            "--model.n_heads=3",
+            "--model.n_kv_heads=3",
+            "--model.dim=126",
+            "--parallelism.tensor_parallel_degree=2",
+        )
+    with pytest.raises(ConfigError, match=r'; use .* or model.tied_embeddings = "no"$'):
+        configured("--model.tied_embeddings=yes", "--parallelism.pipeline_parallel_degree=2")
+
+
+def described(*options):
+    config, layout = configured(*options)
+    return json.loads(
+        json.dumps(describe_run(config, layout, load_tokenizer(config.model.tokenizer_path)))
+    )
+
+
+def test_a_step_says_the_shape_which_becomes_a_config_json_and_back():
+    for options in (CHANGED, ["--model.max_seq_len=512", "--model.rope_scaling_factor=2"], []):
+        shape = described(*options)["run"]["model"]
+        scaling = shape["rope_scaling"] and RopeScaling(**shape["rope_scaling"])
+        model = ModelConfig(**{**shape, "rope_scaling": scaling})
+        assert model == shape_of(configured(*options)[0].model)
+        assert config_from_hf(config_to_hf(model, torch.float32)) == model
+
+
+def test_a_step_of_another_shape_is_refused_with_the_key():
+    was = dict.fromkeys(NEEDED, 0) | described() | {"step": 5, "tensors": ["model", "optimizer"]}
+    was["loader"] = {"windows": 40, "rows": {}, "of": 8}
+    config, _ = configured()
+    assert compare(was, described()).lines() == ["nothing differs from the run that saved it"]
+    changed = compare(was, described("--model.n_layers=3"))
+    with pytest.raises(
+        ConfigError,
+        match=r"it cannot go on: the model's n_layers \(\[model\]\): 3, was 6",
+    ):
+        changed.refuse_unless_accepted("step-5", config.checkpoint)
+    same = compare(
+        was, described("--model.n_layers=6", "--model.max_seq_len=4096")
+    )  # the flavor's, and a limit of no parameter
+    assert same.lines() == [
+        "changed: model.n_layers = 6, was 0",
+        "changed: model.max_seq_len = 4096, was 0",
+        "changed: the model's max_seq_len ([model]): 4096, was null",
+    ]

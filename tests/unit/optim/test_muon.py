@@ -1,0 +1,153 @@
+"""Muon: the steps of torch.optim.Muon, what AdamW keeps, a skipped step, and how owners share the matrices."""
+
+import numpy as np
+import pytest
+import torch
+from tiny import UNTIED
+
+from titan_lite.config import Optimizer
+from titan_lite.models.llama3 import FLAVORS, Transformer
+from titan_lite.optim.build import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.optim.muon import COEFFICIENTS, orthogonalize
+from titan_lite.optim.state import is_matrix, newton_schulz_flops, share_out
+
+MUON = Optimizer(name="Muon", lr=0.02, beta2=0.9, weight_decay=0.5, momentum=0.8)
+
+
+def build(config=MUON, **how):
+    model = Transformer(UNTIED)
+    model.init_weights(0)
+    parameters = dict(model.named_parameters())
+    return parameters, build_optimizer(config, parameters, **how)
+
+
+def set_gradients(parameters, step, scale=1.0):
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters.values():
+        parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+
+
+def take_steps(parameters, optimizer, steps=range(1, 6)):
+    for step in steps:
+        set_gradients(parameters, step)
+        set_learning_rate(optimizer, 0.02 / step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_steps_are_those_of_torchs_muon_to_the_bit_and_of_adamw(nesterov):
+    parameters, optimizer = build(Optimizer(**{**vars(MUON), "nesterov": nesterov}))
+    take_steps(parameters, optimizer)
+    expected, adamw = build(Optimizer(**{**vars(MUON), "name": "AdamW"}))
+    matrices = {fqn: parameter for fqn, parameter in expected.items() if is_matrix(fqn)}
+    same = dict(weight_decay=0.5, momentum=0.8, nesterov=nesterov, adjust_lr_fn="match_rms_adamw")
+    oracle = torch.optim.Muon(list(matrices.values()), **same)
+    copies = {fqn: matrix.detach().clone() for fqn, matrix in matrices.items()}
+    for step in range(1, 6):
+        set_gradients(expected, step)
+        set_learning_rate(oracle, 0.02 / step)
+        set_learning_rate(adamw, 0.02 / step)
+        oracle.step()
+        for matrix in matrices.values():
+            matrix.grad = None
+        adamw.step()
+    for fqn, parameter in parameters.items():
+        assert torch.equal(parameter, expected[fqn]), fqn
+        assert fqn not in copies or not torch.equal(parameter, copies[fqn]), fqn
+
+
+def test_one_learning_rate_serves_both_and_norms_do_not_decay():
+    parameters, optimizer = build()
+    set_learning_rate(optimizer, 0.125)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125] * 3
+    names = {parameter: fqn for fqn, parameter in parameters.items()}
+    found = [
+        sorted(names[parameter] for parameter in group["params"])
+        for group in optimizer.param_groups
+    ]
+    assert found[0] == sorted(fqn for fqn in parameters if is_matrix(fqn))
+    assert found[1] == ["output.weight", "tok_embeddings.weight"]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5, 0.0]
+    assert all(parameters[fqn].dim() == 2 for fqn in found[0])
+    set_gradients(parameters, 1)
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in parameters.values())
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (30, 30)])
+def test_the_iteration_is_its_polynomial_of_the_singular_values(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    u, singular, v = np.linalg.svd(matrix.double().numpy(), full_matrices=False)
+    singular /= np.linalg.norm(singular)
+    a, b, c = COEFFICIENTS
+    for _ in range(5):
+        singular = a * singular + b * singular**3 + c * singular**5
+    expected = torch.from_numpy((u * singular) @ v)
+    torch.testing.assert_close(orthogonalize(matrix, 5).double(), expected, atol=2e-5, rtol=0)
+    rounded = orthogonalize(matrix.bfloat16(), 5)
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded.double() - expected).norm() < 0.03 * expected.norm()
+
+
+def test_a_skipped_step_changes_nothing():
+    parameters, optimizer = build()
+    take_steps(parameters, optimizer, [1, 2])
+    before = {
+        name: tensor.clone()
+        for name, tensor in (parameters | optimizer_state(optimizer, parameters)).items()
+    }
+    set_gradients(parameters, 3, scale=float("nan"))
+    optimizer.step(torch.ones(()))
+    after = parameters | optimizer_state(optimizer, parameters)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    set_gradients(parameters, 3)
+    optimizer.step(torch.zeros(()))
+    assert not any(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_the_state_by_name_is_there_before_the_first_step_and_goes_on_where_it_was():
+    parameters, optimizer = build()
+    other, resumed = build()
+    state = optimizer_state(resumed, other)
+    expected = {
+        f"{fqn}.{name}" for fqn in parameters for name in ("step", *MOMENTS[is_matrix(fqn)])
+    }
+    assert state.keys() == expected
+    take_steps(parameters, optimizer, [1, 2])
+    with torch.no_grad():
+        for name, tensor in (parameters | optimizer_state(optimizer, parameters)).items():
+            (other | state)[name].copy_(tensor)
+    take_steps(parameters, optimizer, [3, 4])
+    take_steps(other, resumed, [3, 4])
+    assert all(torch.equal(other[fqn], parameter) for fqn, parameter in parameters.items())
+
+
+MOMENTS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
+
+
+# Owners
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 1.0), (8, 1.01), (32, 1.02), (64, 1.06)])
+def test_owners_of_the_matrices_of_8b_have_alike_work(ranks, most):
+    with torch.device("meta"):
+        model = Transformer(FLAVORS["8B"])
+    shapes = [
+        tuple(parameter.shape) for fqn, parameter in model.named_parameters() if is_matrix(fqn)
+    ]
+    assert len(shapes) == 32 * 7
+    costs = [newton_schulz_flops(shape) for shape in shapes]
+    buckets = share_out(costs, ranks)
+    assert sorted(number for bucket in buckets for number in bucket.values()) == list(
+        range(len(shapes))
+    )
+    loads = [
+        sum(costs[bucket[rank]] for bucket in buckets if rank in bucket) for rank in range(ranks)
+    ]
+    assert max(loads) <= most * sum(loads) / ranks
+    for bucket in buckets[:1]:
+        assert {shapes[number] for number in bucket.values()} <= {(14336, 4096), (4096, 14336)}
+
+
+def test_more_ranks_than_matrices_leave_some_without():
+    assert share_out([1.0, 3.0, 2.0], 5) == [{0: 1, 1: 2, 2: 0}]

@@ -1,0 +1,154 @@
+"""Effects of signals, and the death of a launcher, in separate processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from titan_lite.resilience import signals
+
+NAMES = ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"]
+
+
+def start(script, *arguments, environment=None, **options):
+    variables = {"RANK": "3", "PYTHONPATH": ":".join(sys.path), **(environment or {})}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, "-c", script, *arguments], env=variables, **options)
+
+
+NOTING = """
+import os, signal, sys, time
+from titan_lite.resilience import signals
+signals.listen(starting=False)
+if sys.argv[1] == "unblocked":
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPPING)  # as a library may do
+for name in sys.argv[2:]:
+    os.kill(os.getpid(), getattr(signal, name))
+    time.sleep(0.1)
+    print([signals.received()])
+"""
+
+
+@pytest.mark.parametrize("how", ["blocked", "unblocked"])
+def test_the_first_signal_is_noted_and_others_change_nothing(how):
+    for first in NAMES if how == "blocked" else ["SIGTERM"]:
+        process = start(NOTING, how, first, *NAMES, *NAMES)
+        assert process.communicate(timeout=60)[0].split() == [f"['{first}']"] * 9
+        assert process.returncode == 0
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    def ignore():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+
+    process = start(NOTING, "blocked", "SIGHUP", "SIGINT", preexec_fn=ignore)
+    assert process.communicate(timeout=60)[0].split() == ["['']", "['SIGINT']"]
+
+
+ENDING = """
+import atexit, time
+from titan_lite.resilience import exit_code
+from titan_lite.resilience import signals
+
+def late():
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+    print("late", flush=True)
+
+def main():
+    signals.listen(starting=False)
+    print("up", flush=True)
+    while not signals.received():
+        time.sleep(0.01)
+    atexit.register(late)
+    return exit_code.STOPPED
+
+exit_code.end_with(main)
+"""
+
+
+def test_a_storm_until_the_interpreter_has_ended_leaves_the_exit_code():
+    process = start(ENDING)
+    assert process.stdout.readline() == "up\n"
+    sent = 0
+    while process.poll() is None:
+        for name in NAMES:
+            process.send_signal(getattr(signal, name))
+            sent += 1
+    assert (process.returncode, process.stdout.read()) == (75, "late\n")
+    assert sent > 100
+
+
+STARTING = """
+import ctypes, sys
+from titan_lite.resilience import signals
+signals.listen()
+if sys.argv[1] == "started":
+    signals.started()
+print("up", flush=True)
+ctypes.CDLL(None).usleep(1_000_000)  # in a library, where no Python handler runs
+print("through", signals.received(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("phase", "code", "said"),
+    [
+        ("starting", 75, "[rank 3] SIGTERM: stopped at the start, with nothing to save\n"),
+        ("started", 0, "through SIGTERM\n"),
+    ],
+)
+def test_a_process_that_is_starting_ends_at_once_also_from_within_a_library(phase, code, said):
+    process = start(STARTING, phase)
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == code
+    assert process.stdout.read() == said
+
+
+# The death of a launcher
+
+RANK = """
+import os, sys, time
+from titan_lite.resilience import signals
+signals.listen(starting=sys.argv[1] == "starting")
+print(os.getpid(), flush=True)
+while not signals.received():
+    time.sleep(0.02)
+print(signals.received(), flush=True)
+os._exit(75)
+"""
+PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {RANK!r}, sys.argv[1]]).wait()"
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "run"}
+TOLD = {
+    "starting": f"[rank 3] {signals.LOST}: stopped at the start, with nothing to save\n",
+    "training": f"{signals.LOST}\n",
+}
+
+
+@pytest.mark.parametrize("phase", ["starting", "training"])
+def test_a_rank_notices_that_its_launcher_was_killed(phase):
+    launcher = start(PARENT, phase, environment=TORCHRUN)
+    launcher.stdout.readline()
+    launcher.kill()
+    assert launcher.stdout.read() == TOLD[phase]  # to its end, which is the rank's
+
+
+def test_a_rank_that_comes_after_the_death_of_its_launcher_ends():
+    process = start(RANK, "starting", environment={**TORCHRUN, signals.LAUNCHER: "999999999"})
+    assert process.wait(60) == 75
+    assert TOLD["starting"] in process.stdout.read()
+
+
+def test_a_process_without_a_launcher_outlives_its_parent():
+    parent = start(PARENT, "training")
+    rank = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    time.sleep(0.5)
+    os.kill(rank, signal.SIGTERM)
+    assert parent.stdout.read() == "SIGTERM\n"

@@ -1,0 +1,43 @@
+"""Ranks that are ready for a step later than the others."""
+
+import logging
+
+import pytest
+
+from titan_lite.resilience.stragglers import Stragglers, describe_slowest
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slow"),
+    [
+        ([0.1, 0.1, 0.1, 0.4], 3),
+        ([0.4, 0.1], 0),
+        ([0.1, 0.15, 0.1, 0.1], None),  # 5% of a step
+        ([0.4, 0.4, 0.4, 0.4], None),
+        ([0.4], None),
+    ],
+)
+def test_a_rank_is_named_that_is_slower_by_a_noticeable_part_of_a_step(seconds, slow):
+    said = describe_slowest(seconds, step_time=1.0)
+    assert said.startswith(f"rank {slow} is ready for a step") if slow is not None else not said
+
+
+def test_the_sentence_has_the_slowest_rank_beside_the_median():
+    assert describe_slowest([0.01, 0.3, 0.02], step_time=1.4) == (
+        "rank 1 is ready for a step of 1.40 s after 0.30 s, the median rank after 0.02 s; the others wait for its data"
+    )
+
+
+def test_an_interval_begins_anew_after_each_line(caplog, monkeypatch):
+    monkeypatch.setattr("titan_lite.resilience.stragglers.gather_on_first", lambda own: [0.0, own])
+    caplog.set_level(logging.WARNING, logger="titan_lite")
+    stragglers = Stragglers(rank=0)
+    stragglers.seconds = 3.0
+    stragglers.steps = 2
+    stragglers.log(10, step_time=2.0)
+    with stragglers.preparing():
+        pass
+    stragglers.log(20, step_time=2.0)
+    (message,) = caplog.messages
+    assert message.startswith("step 10: rank 1 is ready for a step of 2.00 s after 1.50 s")
+    assert caplog.records[0].event == "slow"

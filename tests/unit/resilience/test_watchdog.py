@@ -1,0 +1,145 @@
+"""The watchdog of a single rank; tests/integration/test_hangs.py has several."""
+
+import json
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_lite.config import Comm
+from titan_lite.resilience import TrainingError, watchdog
+from titan_lite.resilience.watchdog import RESTING, Watchdog
+
+GLOO = (
+    "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10673. This is typically caused by a remote "
+    "worker crashing. Check the logs.\nand more"
+)
+
+
+def test_one_rank_alone_has_no_threads_and_tells_nobody():
+    before = threading.active_count()
+    alone = Watchdog(Comm(), 0, 1)
+    alone.enter("step 1", "train_timeout_seconds")
+    assert threading.active_count() == before
+    assert alone._failed(ValueError()) is None
+
+
+def test_of_an_error_the_line_that_tells_is_kept():
+    assert watchdog._first_line(RuntimeError(GLOO)) == "Connection closed by peer [127.0.0.1]:10673"
+    assert (
+        watchdog._first_line(ValueError("[1, 2] is no list of three\nof numbers"))
+        == "[1, 2] is no list of three"
+    )
+
+
+def test_a_step_or_microbatch_is_progress_and_a_rest_no_hang(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    one = Watchdog(Comm(init_timeout_seconds=5, train_timeout_seconds=3), 0, 1)
+    one.enter("start", "init_timeout_seconds")
+    now[0] = 106.0
+    assert one.hangs()
+    one.beat("step 1")
+    assert not one.hangs()
+    assert (one.phase, one.limit) == ("step 1", 5)
+    now[0] = 110.0
+    with one.within("step 2", "train_timeout_seconds"):
+        assert not one.hangs()
+        now[0] = 114.0
+        assert one.hangs()
+    assert (one.phase, one.limit) == ("step 1", 5)
+    assert not one.hangs()
+    now[0] = 120.0
+    assert one.hangs()
+    one.rest()
+    assert one.limit == RESTING
+    assert not one.hangs()
+
+
+def test_what_ends_a_rank_is_reported_in_words_and_the_rest_is_left_as_it_is(monkeypatch):
+    one = Watchdog(Comm(), 0, 1)
+    one.enter("start", "init_timeout_seconds")
+    with pytest.raises(TrainingError, match=r"^no more disk$"), one.reporting(OSError, KeyError):
+        raise OSError("no more disk")
+    assert one.limit == RESTING
+    with pytest.raises(ValueError, match=r"^odd$"), one.reporting(OSError):
+        raise ValueError("odd")
+    monkeypatch.setattr(one, "_failed", lambda error: "stopped, since rank 1 failed")
+    with pytest.raises(TrainingError, match=r"^stopped, since rank 1 failed$"), one.reporting():
+        raise RuntimeError(GLOO)
+
+
+def test_what_cannot_be_known_in_time_is_not_waited_for():
+    assert watchdog._within(60, lambda: 3) == 3
+    assert watchdog._within(0.01, threading.Event().wait) is None
+
+    def fails():
+        raise dist.DistNetworkError("gone")
+
+    assert watchdog._within(60, fails) is None
+
+
+def test_a_record_tells_where_the_thread_is_that_trains(monkeypatch):
+    one = Watchdog(Comm(), 0, 1)
+    assert one.record()["place"].startswith("record (titan_lite/resilience/watchdog.py:")
+    try:
+        raise_here()
+    except ValueError as error:
+        one.store = SimpleNamespace(check=lambda keys: False)
+        monkeypatch.setattr(watchdog, "is_communication", lambda error: True)
+        monkeypatch.setattr(watchdog, "GONE", 0.0)
+        monkeypatch.setattr(one, "_end", lambda why, grace: None)
+        one._failed(error)
+    assert one.record()["place"].startswith("raise_here (")
+
+
+def raise_here():
+    raise ValueError(sys.platform)
+
+
+def test_collectives_over_gloo_count_beside_those_of_nccl(monkeypatch):
+    traces = {"_dump_fr_trace_json": "gloo:barrier", "_dump_nccl_trace_json": "nccl:all_reduce"}
+    for name, operation in traces.items():
+        trace = json.dumps(
+            {"pg_status": {"0": {"last_completed": operation}}, "entries": [operation]}
+        )
+        monkeypatch.setattr(
+            watchdog.c10d, name, lambda entries, stacks, trace=trace: trace, raising=False
+        )
+    assert Watchdog(Comm(), 0, 1)._trace(entries=True) == {
+        "pg_status": [{"0": {"last_completed": operation}} for operation in traces.values()],
+        "entries": [*traces.values()],
+    }
+
+
+def test_torch_compiling_is_progress_and_what_it_compiled_is_not():
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(watchdog.compiling_at(sys._getframe()))
+        seen.append(watchdog.compiling_at(sys._getframe()))
+        return lambda *args: seen.append(watchdog.compiling_at(sys._getframe())) or graph(*args)
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    first, second, running = seen
+    assert first is not None
+    assert second not in (None, first)
+    assert running is None
+
+
+def test_a_rank_that_does_not_notice_the_failure_of_another_ends(monkeypatch, caplog):
+    ended = []
+    monkeypatch.setattr(watchdog, "GRACE", 0.3)
+    monkeypatch.setattr(watchdog.Watchdog, "_exit", lambda self: ended.append(saved.is_set()))
+    saved = threading.Event()
+    one = Watchdog(Comm(), 0, 1)
+    one._end_after("rank 1 failed: ValueError: odd")
+    assert not ended  # it rests: the error has reached it
+    one.enter("step 1", "train_timeout_seconds")
+    timer = threading.Timer(1, saved.set)  # a save in the background
+    timer.start()
+    one._end_after("rank 1 failed: ValueError: odd")
+    assert ended == [True]

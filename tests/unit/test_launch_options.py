@@ -1,0 +1,132 @@
+"""The processes of this machine: the environment variables, the GPUs and the command that goes on."""
+
+import os
+
+import pytest
+
+from titan_lite import launch as start
+from titan_lite.config import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": ""})
+    return os.environ
+
+
+@pytest.fixture
+def program(monkeypatch, tmp_path, environment):
+    """Put a program on the PATH: program(name, a line of sh)."""
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+
+    def write(name, line):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+
+    return write
+
+
+@pytest.mark.parametrize("visible", ["", "-1", ",0"])
+def test_no_gpus_are_counted_where_the_cpu_is_wanted(visible, environment, program):
+    program("nvidia-smi", "echo GPU 0")
+    environment["CUDA_VISIBLE_DEVICES"] = visible
+    assert start.count_gpus() == 0
+
+
+@pytest.mark.parametrize(("nodes", "numactl"), [(1, True), (2, False), (2, True)])
+def test_processes_are_bound_beside_their_gpus_if_numactl_works(
+    nodes, numactl, program, tmp_path, monkeypatch, capfd
+):
+    for node in range(nodes):
+        (tmp_path / f"node{node}").mkdir()
+    monkeypatch.setattr(start, "NUMA_NODES", str(tmp_path))
+    program("numactl", f"exit {0 if numactl else 1}")
+    assert start.numa_options(2) == (["--numa-binding", "node"] if nodes > 1 and numactl else [])
+    assert ("install numactl" in capfd.readouterr().err) == (nodes > 1 and not numactl)
+    assert start.numa_options(1) == []
+
+
+def test_options_of_several_nodes(environment):
+    environment |= {
+        "NNODES": "2",
+        "RDZV_ENDPOINT": "node0:29500",
+        "NODE_RANK": "1",
+        "LOCAL_ADDR": "10.0.0.2",
+    }
+    nodes, options = start.check_variables()
+    assert nodes == "2"
+    assert " ".join(options) == (
+        "--rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id titan_lite --local-addr 10.0.0.2 --rdzv-conf is_host=false"
+    )
+
+
+def test_a_node_says_for_whom_it_waits(environment, capfd):
+    environment |= {"NNODES": "2", "RDZV_ENDPOINT": "localhost:29500", "NGPU": "1"}
+    start.launcher_options(["debug_model"])
+    assert (
+        "starting 1 CPU process: debug_model; waiting for 2 nodes at localhost:29500\n"
+        in capfd.readouterr().err
+    )
+
+
+def test_variables_that_are_empty_are_not_set(environment):
+    environment |= {"NNODES": "", "NODE_RANK": "", "RDZV_ENDPOINT": ""}
+    assert start.check_variables()[0] == "1"
+
+
+@pytest.mark.parametrize("value", ["0", "abc", "1.5", "-2", "²", "1 2"])
+def test_a_wrong_number_of_processes_is_refused(value, environment):
+    environment["NGPU"] = value
+    with pytest.raises(ConfigError, match=f"^NGPU={value}: expected the number of processes"):
+        start.check_variables()
+
+
+def test_more_processes_than_gpus_are_refused(environment, monkeypatch):
+    monkeypatch.setattr(start, "count_gpus", lambda: 2)
+    environment["NGPU"] = "4"
+    with pytest.raises(
+        ConfigError,
+        match="NGPU=4 is more than the 2 GPUs here; use NGPU=2, or CUDA_VISIBLE_DEVICES= for CPU",
+    ):
+        start.launcher_options(["debug_model"])
+
+
+def test_the_launcher_gets_the_gpus_and_the_recipe(environment, monkeypatch, capfd):
+    monkeypatch.setattr(start, "count_gpus", lambda: 4)
+    options = start.launcher_options(["debug_model", "--training.steps", "2"])
+    assert options[:6] == ["--nnodes", "1", "--nproc-per-node", "4", "--max-restarts", "0"]
+    assert options[-5:] == ["-m", "titan_lite.train", "debug_model", "--training.steps", "2"]
+    assert "starting 4 GPU processes: debug_model\n" in capfd.readouterr().err
+    assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert (environment["LOG_RANK"], environment["TORCH_NCCL_HIGH_PRIORITY"]) == ("0", "1")
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_an_allocator_option_of_the_user_is_left(name, environment):
+    environment[name] = "max_split_size_mb:64"
+    start.set_environment([], gpus=1, processes=1)
+    assert {value for key, value in environment.items() if key.endswith("ALLOC_CONF")} == {
+        "max_split_size_mb:64"
+    }
+
+
+def test_the_command_that_goes_on(environment):
+    environment["NGPU"] = "4"
+    start.set_environment(["llama3_8b", "--job.description", "a b"], gpus=0, processes=4)
+    assert (
+        environment["TITAN_LITE_COMMAND"]
+        == "NGPU=4 titan-lite train llama3_8b --job.description 'a b'"
+    )
+
+
+def test_the_command_that_goes_on_is_that_of_the_script(environment):
+    environment["NGPU"] = "4"
+    environment["TITAN_LITE_COMMAND"] = "CONFIG_FILE=llama3_8b ./run_train.sh"
+    start.set_environment(["llama3_8b"], gpus=0, processes=4)
+    assert environment["TITAN_LITE_COMMAND"] == "NGPU=4 CONFIG_FILE=llama3_8b ./run_train.sh"
+
+
+def test_a_wrong_recipe_is_told_before_gpus_are_counted(monkeypatch):
+    monkeypatch.setattr(start, "count_gpus", lambda: pytest.fail("counted"))
+    with pytest.raises(ConfigError, match=r"unknown option --training\.stepz"):
+        start.launcher_options(["debug_model", "--training.stepz", "5"])

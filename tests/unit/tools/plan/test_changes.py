@@ -1,0 +1,244 @@
+"""Single changes of a recipe, grids of values, and the ranking of plans; plans by hand."""
+
+import dataclasses
+import re
+
+import pytest
+
+from titan_lite.config import (
+    ActivationCheckpoint,
+    Compile,
+    Config,
+    ConfigError,
+    Float8,
+    Parallelism,
+    Training,
+)
+from titan_lite.cost.machine import GIB
+from titan_lite.cost.profiles import load_machine
+from titan_lite.distributed.degrees import resolve_degrees
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule, Timetable
+from titan_lite.models.llama3 import FLAVORS
+from titan_lite.tools.plan import changes
+from titan_lite.tools.plan.changes import (
+    Stopped,
+    best_changes,
+    candidates,
+    grid,
+    plan_changes,
+    ranked,
+    table,
+)
+from titan_lite.tools.plan.memory import Memory
+from titan_lite.tools.plan.simulate import StepTimes
+from titan_lite.tools.plan.summary import Plan, describe, what_binds
+from titan_lite.tools.plan.trace import PlannedLayout
+
+H100 = load_machine("H100")
+
+
+def layout(ranks=16, gathers_once=False, compile=True, **parallelism):
+    config = Config(
+        training=Training(local_batch_size=2, seq_len=8192),
+        parallelism=Parallelism(**parallelism),
+        activation_checkpoint=ActivationCheckpoint(mode="selective"),
+        compile=Compile(enable=compile),
+    )
+    degrees = resolve_degrees(config.parallelism, ranks)
+    plan = PipelineSchedule(
+        (("tok_embeddings",),) * degrees["pp"],
+        tuple(range(degrees["pp"])),
+        2 if degrees["pp"] > 1 else 1,
+    )
+    return PlannedLayout(
+        config=config,
+        model=dataclasses.replace(FLAVORS["8B"], max_seq_len=8192),
+        degrees=degrees,
+        pipeline=plan,
+        local_batch_size=2,
+        accumulation=1,
+        gathers_once=gathers_once,
+    )
+
+
+def planned(seconds=1.0, memory=70.0, **parts):
+    parts = parts or {"compute": seconds, "optimizer": 0.0}
+    steps = [
+        StepTimes(seconds * factor, parts, {"tp": 8e9}, {"tp": 0.0}, 1e14, 1e13, Timetable({0: ()}))
+        for factor in (1.0, 1.2, 0.9)
+    ]
+    found = Memory(
+        0, "forward", {"activations": memory * GIB}, reserved=memory * GIB, outside=2 * GIB
+    )
+    return Plan(layout(), H100, tuple(steps), found, {("output",): (2, 4)}, 1.0)
+
+
+def test_candidates_are_one_step_away():
+    found = candidates(layout(tensor_parallel_degree=2), H100)
+    assert {"activation_checkpoint.mode": "none"} in found
+    assert {"activation_checkpoint.mode": "full"} in found
+    assert {"activation_checkpoint.mode": "selective"} not in found
+    assert {"training.local_batch_size": "4"} in found
+    assert {"compile.bucketing": "greedy"} in found
+    copies = {
+        "parallelism.data_parallel_replicate_degree": "2",
+        "parallelism.data_parallel_shard_degree": "4",
+    }
+    assert copies in found
+    degrees = [change.get("parallelism.tensor_parallel_degree") for change in found]
+    assert {"1", "4"} < set(degrees)
+
+
+def test_candidates_of_a_pipeline_and_of_an_eager_recipe():
+    pipeline = candidates(layout(pipeline_parallel_degree=2, gathers_once=True), H100)
+    assert {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"} in pipeline
+    assert {"parallelism.fsdp_communication": "microbatch"} in pipeline
+    assert not any(
+        "compile.bucketing" in change for change in pipeline
+    )  # there is nothing to bucket
+    assert {"compile.enable": "true"} in candidates(layout(compile=False), H100)
+
+
+def test_a_grid_is_every_combination():
+    assert grid(["training.local_batch_size=1, 2", "activation_checkpoint.mode=none"]) == [
+        {"training.local_batch_size": "1", "activation_checkpoint.mode": "none"},
+        {"training.local_batch_size": "2", "activation_checkpoint.mode": "none"},
+    ]
+    assert grid([]) == []
+
+
+@pytest.mark.parametrize(
+    "sweep",
+    ["training.local_batch=1,2", "training.local_batch_size", "training.local_batch_size=,", "=1"],
+)
+def test_a_grid_that_is_none(sweep):
+    with pytest.raises(ConfigError, match="--sweep"):
+        grid([sweep])
+
+
+def test_those_that_fit_come_first_and_the_fastest_of_them():
+    rows = [
+        ({"a": "slow"}, planned(2.0)),
+        ({"a": "fast"}, planned(1.0)),
+        ({"a": "large"}, planned(0.5, memory=90.0)),
+    ]
+    lines = table(ranked([({"a": "wrong"}, "is wrong"), *rows]))
+    assert [line.split("a=")[1].split(";")[0] for line in lines[1:]] == [
+        "fast",
+        "slow",
+        "large",
+        "wrong",
+    ]
+    assert lines[-1].endswith("is wrong")
+
+
+def test_only_what_helps_and_fits_is_recommended():
+    base = planned(1.0)
+    changed = [
+        ({"a": str(seconds)}, planned(seconds)) for seconds in (0.8, 0.999, 1.5, 0.5, 0.7, 0.9)
+    ]
+    rows = ranked([({}, base), *changed, ({"a": "large"}, planned(0.1, memory=90.0))])
+    lines = best_changes(base, rows)
+    assert [line.split("a=")[1] for line in lines[2:]] == ["0.5", "0.7", "0.8"]
+    assert "+100.0%" in lines[2]
+    assert "none" in best_changes(base, [({"a": "large"}, planned(0.1, memory=90.0))])[-1]
+    assert (
+        "none fits"
+        in best_changes(planned(memory=90.0), [({"a": "large"}, planned(0.1, memory=90.0))])[-1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (planned(memory=90.0), "memory: activations, 90.0 GiB"),
+        (planned(1.0, compute=0.7, bubble=0.3), "other pipeline ranks: 30%"),
+        (planned(1.0, compute=0.7, **{"exposed.tp": 0.3}), "tensor parallelism: 30%"),
+        (planned(1.0, compute=0.95, bubble=0.05), "computation"),
+    ],
+)
+def test_what_binds(plan, words):
+    assert words in what_binds(plan)
+
+
+def test_a_collective_that_leaves_its_node_is_told():
+    plan = planned(1.0, compute=0.7, **{"exposed.tp": 0.3})
+    step = dataclasses.replace(plan.steps[0], across={"tp": 1e9})
+    assert "tensor parallelism, between nodes" in what_binds(
+        dataclasses.replace(plan, steps=(step, *plan.steps[1:]))
+    )
+
+
+def test_memory_to_spare_is_said_with_what_it_buys():
+    config = layout().config.replace(activation_checkpoint=ActivationCheckpoint(mode="none"))
+    faster = dataclasses.replace(
+        planned(0.9, memory=75.0), layout=dataclasses.replace(layout(), config=config)
+    )
+    said = "free memory: 20.0 GiB; activation_checkpoint.mode = none needs 77.0 GiB in total, and would take 10% less time per step"
+    base = planned(1.0, memory=58.0)
+    assert said in describe(base, lighter=faster)
+    too_large = dataclasses.replace(faster, memory=planned(memory=90.0).memory)
+    assert "92.0 GiB in total, and would not fit" in "\n".join(describe(base, lighter=too_large))
+    for lines in (describe(base), describe(planned(memory=90.0), lighter=faster)):
+        assert "free memory:" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize(("stages", "said"), [(1, False), (2, True)])
+def test_names_of_single_blocks_are_those_of_a_stage_and_a_plan_says_so(stages, said):
+    mine = layout(pipeline_parallel_degree=stages)
+    float8 = Float8(enable=True, filter_fqns=("layers.1",))
+    mine = dataclasses.replace(mine, config=mine.config.replace(float8=float8))
+    text = "\n".join(describe(dataclasses.replace(planned(), layout=mine)))
+    assert ("; keys that name blocks count them from each stage's first" in text) is said
+
+
+def test_one_screen_says_ranges_memory_and_whether_it_fits():
+    lines = describe(planned(memory=90.0), token_budget=1e12)
+    assert len(lines) < 50
+    text = "\n".join(lines)
+    tokens = 2 * 8192
+    assert f"{tokens / 1.2:,.0f} to {tokens / 0.9:,.0f}" in text
+    assert "does not fit: 12.0 too many" in text
+    assert "1e+12 tokens: 39.7 to 53 days, 15,259 to 20,345 GPU-hours" in text
+    assert re.search(
+        r"; plans of \d+ published runs \(inductor\) were [\d.]+ to [\d.]+ times as fast as the runs",
+        text,
+    )
+    assert "ramp" not in text
+
+
+def test_of_a_ramp_the_last_batch_is_priced_and_all_tokens_are_counted():
+    plan = planned()
+    text = "\n".join(
+        describe(
+            dataclasses.replace(
+                plan, layout=dataclasses.replace(plan.layout, accumulation=4, ramp=((1, 400),))
+            )
+        )
+    )
+    batch = 2 * plan.layout.dp_degree
+    assert f"batch: {4 * batch} sequences" in text
+    assert (
+        f"planned for the end of the ramp: {batch} sequences until step 400 (training.global_batch_ramp)"
+        in text
+    )
+    assert f"{8192 * batch * (400 + 4 * 600):.3g} tokens (1,000 steps)" in text
+
+
+def test_what_was_planned_until_ctrl_c_is_there(monkeypatch, capsys):
+    def plans(layouts, machines, full):
+        yield planned(2.0)
+        yield planned(1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(changes, "make_plans", plans)
+    wanted = [{"a": str(number)} for number in range(4)]
+    with pytest.raises(Stopped, match="stopped after 2 of 4 plans") as stopped:
+        plan_changes(lambda change: layout(), wanted, H100)
+    assert [change["a"] for change, _ in stopped.value.rows] == ["1", "0"]
+    assert stopped.value.said == ["PARTIAL: stopped after 2 of 4 plans", *table(stopped.value.rows)]
+    err = capsys.readouterr().err
+    assert "planned: " in err
+    assert " 1/4 " in err
+    assert "tokens/s per GPU: a=" in err
+    assert Stopped([], 3).said == []

@@ -1,0 +1,315 @@
+"""A rank's memory: what tensors of small graphs live for, a step of tapes by hand, blocks that are repeated."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from test_simulate import AT_ONCE, layout
+from torch import Tensor
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from titan_lite.config import Optimizer
+from titan_lite.cost.machine import GIB
+from titan_lite.optim.state import AT_ONCE as WHOLES
+from titan_lite.optim.state import numbers_in
+from titan_lite.tools.plan import memory as module
+from titan_lite.tools.plan.allocator import MIB, CachingAllocator
+from titan_lite.tools.plan.memory import (
+    HOPPER_WORKSPACE,
+    memory_of,
+    outside_of_tensors,
+    replay,
+)
+from titan_lite.tools.plan.tape import (
+    Life,
+    Lives,
+    ScheduledGraph,
+    Section,
+    Stage,
+    Tape,
+    Weight,
+    buckets_of,
+    lives_of,
+    tape_of,
+    weights_at,
+)
+
+CPU = dataclasses.replace(AT_ONCE, name="CPU")
+WEIGHT = Weight(held=MIB, whole=MIB, block=0, gathered_with=0, reduced_with=0)  # 4 MiB in float32
+
+
+def stage(weights=(WEIGHT,), between=0, **events):
+    """A gradient of 4 MiB, an activation of 100 MiB, and 30 MiB that a graph needs while it runs."""
+    plain = {"forward": [1, 2, ~2], "backward": [2, 0, ~1, ~2, ~0]}
+    return Stage(
+        Tape(
+            [4 * MIB, 100 * MIB, 30 * MIB],
+            [MIB],
+            ["gradients", "activations", "working"],
+            events or plain,
+        ),
+        weights,
+        0,
+        between,
+    )
+
+
+def mib(rows):
+    return {name: nbytes / MIB for name, nbytes in rows.items()}
+
+
+def replayed(mine, stages, rank=0):
+    return replay(mine, stages, rank, CPU, CachingAllocator(2**50, expandable=True))
+
+
+def test_a_step_by_hand():
+    found = memory_of(layout(), [stage()], CPU)
+    # The second step: weight 4, moments 2 x 4 and a step count, activation 100, working 30, gradient 4.
+    assert mib(found.rows) == {
+        "parameters": 4,
+        "optimizer state": 8 + 512 / MIB,
+        "activations": 100,
+        "working": 30,
+        "gradients": 4,
+    }
+    assert found.moment == "backward"
+    # Weight, activation and working memory take 134 MiB of 7 granules. The gradient of the first step follows them, and so do the
+    # moments: 4 + 4 + 4 of them. All else was freed before them, and serves the second step.
+    assert found.reserved == 160 * MIB + 2 * MIB
+    assert found.total == found.reserved + found.outside
+
+
+def test_muon_keeps_one_moment_of_a_matrix_and_needs_whole_matrices_for_its_update():
+    mine = layout()
+    mine = dataclasses.replace(mine, config=mine.config.replace(optimizer=Optimizer(name="Muon")))
+    small = stage(
+        [dataclasses.replace(WEIGHT, held=MIB // 2, matrix=True), WEIGHT],
+        forward=[1, ~1],
+        backward=[0, ~0],
+    )
+    small.tape.sizes[1] = 0
+    found = memory_of(mine, [small], CPU)
+    assert found.rows["optimizer state"] == 4 * (MIB // 2 + 2 * MIB) + 2 * 512
+    assert (found.moment, found.rows["working"]) == (
+        "optimizer step",
+        WHOLES * 2 * MIB,
+    )  # in bfloat16
+
+
+def test_shampoos_state_is_that_of_the_owner_with_most():
+    mine = layout(n_layers=1)
+    optimizer = Optimizer(name="Shampoo", max_preconditioner_dim=256)
+    mine = dataclasses.replace(mine, config=mine.config.replace(optimizer=optimizer))
+    small = stage([dataclasses.replace(WEIGHT, matrix=True), WEIGHT])
+    blocks = {(256, 256): 2 + 9, (128, 256): 2}
+    numbers = 2 * sum(
+        count * (rows * columns + rows**2 + columns**2) for (rows, columns), count in blocks.items()
+    )
+    assert (
+        memory_of(mine, [small], CPU).rows["optimizer state"] == 4 * numbers + 4 * 2 * MIB + 2 * 512
+    )  # AdamW's of one weight
+    of_two = dataclasses.replace(mine, degrees=mine.degrees | dict(dp_shard=2))
+    assert 0.5 * 4 * numbers <= of_two.owner_bytes(mine.config) < 0.7 * 4 * numbers
+    assert mine.steady_bytes(mine.config) - 4 * numbers == pytest.approx(
+        4 * (2 * numbers_in(mine.shapes_of_rank) + 2 * 256 * (2 * mine.model.vocab_size + 3))
+    )
+
+
+def test_errors_between_copies_are_made_after_backward():
+    mine = layout(accumulation=2)
+    weights = [dataclasses.replace(WEIGHT, factors=(256, 512))]
+    small = stage(weights, forward=[1], backward=[2, 0, ~0, ~1, ~2])
+    found = memory_of(mine, [small], CPU)
+    assert found.moment == "backward"  # with the error of the step before, and Q
+    assert found.rows["errors between copies"] == 4 * MIB + 4 * 512
+    small = stage(weights, forward=[1, ~1], backward=[0, ~0])
+    small.tape.sizes[1] = 0
+    found = memory_of(mine, [small], CPU)
+    assert found.moment == "summing over copies"
+    assert found.rows["errors between copies"] == 8 * MIB + 4 * 512
+
+
+def test_workspaces_are_those_of_a_gpu():
+    rows = memory_of(layout(), [stage()], AT_ONCE).rows
+    assert AT_ONCE.name == "H100"
+    assert rows["workspaces of cuBLAS"] == 2 * HOPPER_WORKSPACE
+    assert "workspaces of cuBLAS" not in memory_of(layout(), [stage()], CPU).rows
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_1f1b_keeps_as_many_microbatches_as_ranks_that_follow(rank):
+    mine = layout(4, 8)
+    rows = replayed(mine, [stage()] * 4, rank).rows
+    assert rows["activations"] == (4 - rank) * 100 * MIB
+
+
+def test_of_ranks_with_alike_stages_the_one_with_most_microbatches_is_replayed():
+    same = stage()
+    found = memory_of(layout(4, 8), [same] * 4, CPU)
+    assert (found.rank, found.rows["activations"]) == (0, 400 * MIB)
+    other = Stage(
+        dataclasses.replace(same.tape, sizes=[4 * MIB, 500 * MIB, 30 * MIB]), same.weights, 0, 0
+    )
+    assert memory_of(layout(4, 8), [same, same, other, same], CPU).rank == 2
+
+
+def test_a_stage_receives_each_microbatch_in_a_buffer_of_its_own():
+    rows = [
+        replayed(layout(4, 8), [stage(between=MIB)] * 4, rank).rows["received by the pipeline"]
+        for rank in range(4)
+    ]
+    assert [nbytes / MIB for nbytes in rows] == [8, 16, 16, 8]
+
+
+def test_later_gradients_are_added_to_the_first():
+    mine = layout(accumulation=2)
+    run = replayed(mine, [stage()])
+    assert run.rows["gradients"] == 8 * MIB  # the sum, and the one to be added
+
+
+def test_weights_and_gradients_of_a_step_are_held_whole():
+    weights = [dataclasses.replace(WEIGHT, held=MIB // 4, reduced_with=number) for number in (0, 1)]
+    events = {"forward": [2, ~2], "backward": [0, 1, 2, ~2, ~0, ~1]}
+    tape = Tape(
+        [2 * MIB, 2 * MIB, 100 * MIB], [MIB, MIB], ["gradients", "gradients", "working"], events
+    )
+    run = replayed(layout(accumulation=2, gathers_once=True), [Stage(tape, weights, 0, 0)])
+    # In backward of the second local batch: two weights in bfloat16, gradients of both in float32, and this batch's in bfloat16.
+    assert mib(run.rows) == {
+        "parameters": 2,
+        "optimizer state": 4 + 1024 / MIB,
+        "weights gathered for the step": 4,
+        "working": 100,
+        "gradients": 8 + 4,
+    }
+    assert not any(held for held in (run.wholes, run.shards, run.gradients))
+
+
+def test_all_that_a_step_makes_is_freed_but_the_state():
+    half = dataclasses.replace(
+        WEIGHT, held=MIB // 2, whole=2 * MIB
+    )  # the gradient's 4 MiB are of bfloat16
+    for weight, gathers_once in ((WEIGHT, False), (half, True)):
+        tape = dataclasses.replace(stage().tape, elements=[weight.whole])
+        run = replayed(
+            layout(accumulation=2, gathers_once=gathers_once), [Stage(tape, [weight], 0, 0)]
+        )
+        assert run.allocator.allocated == 3 * 4 * weight.held + 512
+
+
+def test_what_does_not_fit_is_told_in_full(monkeypatch):
+    devices = []
+    real = module.CachingAllocator
+    monkeypatch.setattr(
+        module,
+        "CachingAllocator",
+        lambda device, expandable: devices.append(device) or real(device, expandable),
+    )
+    small = dataclasses.replace(CPU, memory=0.6)
+    assert memory_of(layout(), [stage()], small).reserved == 162 * MIB
+    assert devices == [int(0.6 * GIB - outside_of_tensors(layout())), 2**60]
+
+
+def test_outside_of_tensors_grows_with_communicators():
+    one, two, three = layout(), layout(2, 2), layout(2, 2)
+    assert outside_of_tensors(one) == module.CONTEXT
+    three.degrees["tp"] = 2
+    each = module.CHANNELS * module.CHANNEL_BUFFERS
+    assert outside_of_tensors(three) - outside_of_tensors(two) == each
+    assert (
+        outside_of_tensors(two) - outside_of_tensors(one) == 2 * each
+    )  # all ranks, and the pipeline's
+
+
+def graph_of(function, *shapes, results=None):
+    """A graph of aten operators whose inputs are called primals_1 and so on."""
+    graph: Graph = make_fx(function)(*(torch.randn(shape) for shape in shapes)).graph
+    return graph
+
+
+def forward_and_backward():
+    """y = exp(x) @ w, of which exp(x) is saved; the loss is given by its gradient alone."""
+
+    def forward(w: Tensor, x: Tensor):
+        e = x.exp()
+        return [e @ w, e, w]
+
+    def backward(e: Tensor, w: Tensor, upstream: Tensor):
+        return [e.t() @ upstream, None]
+
+    return {
+        "forward": graph_of(forward, (64, 64), (128, 64)),
+        "backward": graph_of(backward, (128, 64), (64, 64), (128, 64)),
+    }
+
+
+@pytest.mark.parametrize("keeps_inputs", [False, True])
+def test_what_forward_saves_lives_until_backward_has_used_it(keeps_inputs):
+    graphs = {
+        name: ScheduledGraph(graph, False, keeps_inputs, True)
+        for name, graph in forward_and_backward().items()
+    }
+    lives = lives_of(graphs, blocks=1, period=1)
+    kinds = {(life.born[0], life.kind): life for life in lives.tensors}
+    saved, gradient = kinds["forward", ""], kinds["backward", "gradient"]
+    assert saved.nbytes == 128 * 64 * 4
+    product = next(
+        place
+        for place, node in enumerate(graphs["backward"].graph.nodes)
+        if "mm" in str(node.target)
+    )
+    last = len(graphs["backward"].graph.nodes) - 1
+    assert saved.died == ("backward", 2 * (last if keeps_inputs else product) + 1)
+    assert gradient.nbytes == 64 * 64 * 4
+    assert gradient.died == ("backward", 2 * product + 1)  # eager: added up at once
+
+
+def test_the_gradients_of_a_compiled_backward_are_there_until_its_end():
+    graphs = {
+        name: ScheduledGraph(graph, False, False, False)
+        for name, graph in forward_and_backward().items()
+    }
+    (gradient,) = [life for life in lives_of(graphs, 1, 1).tensors if life.kind == "gradient"]
+    assert gradient.died == ("backward", 2 * len(graphs["backward"].graph.nodes) - 1)
+
+
+def repeated_by_hand():
+    """Three blocks: forward makes one tensor a block, at moments 10, 20, 30, and backward frees them at 31, 21, 11."""
+    kept = [
+        Life(number, ("forward", 10 * number), ("backward", 41 - 10 * number))
+        for number in (1, 2, 3)
+    ]
+    table = Life(9, ("forward", 1), ("backward", 50))  # of all blocks
+    passing = Life(7, ("backward", 22), ("backward", 25))
+    sections = {"forward": Section(11, 21, 40), "backward": Section(12, 22, 50)}
+    return Lives(3, 1, (*kept, table, passing), {"forward": 40, "backward": 50}, sections)
+
+
+def test_a_middle_block_is_repeated():
+    tape = tape_of(repeated_by_hand(), n_layers=5, pipelined=False)
+    assert Counter(tape.sizes) == Counter({1: 1, 2: 3, 3: 1, 9: 1, 7: 3})
+    made = [tape.sizes[event] for event in tape.events["forward"]]
+    assert made == [9, 1, 2, 2, 2, 3]
+    freed = [tape.sizes[~event] for event in tape.events["backward"] if event < 0]
+    assert [size for size in freed if size != 7] == [3, 2, 2, 2, 1, 9]
+    order = [~event for event in tape.events["backward"] if event < 0 and tape.sizes[~event] == 2]
+    assert order == sorted(order, reverse=True)  # the last block's first
+
+
+def test_the_traced_depth_is_as_it_was():
+    lives = repeated_by_hand()
+    tape = tape_of(lives, n_layers=3, pipelined=False)
+    assert Counter(tape.sizes) == Counter(life.nbytes for life in lives.tensors)
+
+
+def test_weights_of_a_middle_block_are_repeated_with_their_buckets():
+    weights = [
+        Weight(1, 1, -1, 0, 0),
+        *(Weight(2, 2, block, 1 + block, 1 + block) for block in (0, 1, 2) for _ in range(2)),
+    ]
+    found = weights_at([*weights, Weight(3, 3, -1, 3, 4)], 3, 5)
+    assert [weight.block for weight in found] == [-1, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2, -1]
+    assert [len(bucket) for bucket in buckets_of(found, "gathered_with")] == [1, 2, 2, 2, 2, 3]
+    assert [len(bucket) for bucket in buckets_of(found, "reduced_with")] == [1, 2, 2, 2, 2, 2, 1]

@@ -1,0 +1,218 @@
+"""The candidates of a search, their estimates by formula, and the reasons why candidates lost."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from commands import Job, python
+from test_changes import H100, planned
+
+from titan_lite.config import Config, ConfigError, Model, Training, load_config
+from titan_lite.cost.machine import GIB
+from titan_lite.tools.plan.command import lay_out, main
+from titan_lite.tools.plan.search import differing, guess, label, outcome, space, why_lost
+
+RECIPES = Path(__file__).parents[3] / "train_configs"
+SEVENTY = str(RECIPES / "llama3_70b.toml")
+
+
+def changed(recipe, world_size, **changes):
+    overrides = [f"--{key.replace('__', '.')}={value}" for key, value in changes.items()]
+    return lay_out(load_config(RECIPES / f"{recipe}.toml", overrides), world_size)
+
+
+def test_the_space_keeps_the_tokens_of_a_step_and_the_ranks():
+    config = Config(model=Model(flavor="8B"), training=Training(seq_len=8192))
+    found = list(space(config, 16, H100, 32))
+    assert len(found) == len({tuple(change.items()) for change in found})  # none twice
+    for change in found:
+        degree = {
+            axis: int(change[f"parallelism.{axis}_degree"])
+            for axis in ("tensor_parallel", "pipeline_parallel")
+        }
+        copies = int(change["parallelism.data_parallel_replicate_degree"])
+        dp = int(change["parallelism.data_parallel_shard_degree"]) * copies
+        assert degree["tensor_parallel"] * degree["pipeline_parallel"] * dp == 16
+        assert 32 % (dp * int(change["training.local_batch_size"])) == 0
+        assert change["parallelism.context_parallel_degree"] == "1"
+    assert {change["activation_checkpoint.mode"] for change in found} == {
+        "none",
+        "selective",
+        "full",
+    }
+    assert {change["parallelism.pipeline_parallel_schedule"] for change in found} == {
+        "1F1B",
+        "Interleaved1F1B",
+    }
+    assert {change["parallelism.data_parallel_replicate_degree"] for change in found} >= {"1", "2"}
+
+
+def test_long_sequences_may_be_split_and_tied_models_have_no_pipeline():
+    config = Config(model=Model(flavor="1B"), training=Training(seq_len=131072))
+    found = list(space(config, 16, H100, 16))
+    assert {change["parallelism.context_parallel_degree"] for change in found} == {
+        "1",
+        "2",
+        "4",
+        "8",
+        "16",
+    }
+    assert {change["parallelism.pipeline_parallel_degree"] for change in found} == {"1"}
+    tied = space(
+        Config(model=Model(flavor="8B", tied_embeddings="yes"), training=Training(seq_len=8192)),
+        16,
+        H100,
+        16,
+    )
+    assert {change["parallelism.pipeline_parallel_degree"] for change in tied} == {"1"}
+
+
+def test_formulas_know_what_costs_memory_and_time():
+    seconds, nbytes = guess(changed("llama3_8b", 8), H100)
+    more_seconds, more_bytes = guess(changed("llama3_8b", 8, training__local_batch_size=4), H100)
+    assert more_bytes > nbytes
+    assert more_seconds == pytest.approx(2 * seconds, rel=0.1)
+    recomputed_seconds, recomputed_bytes = guess(
+        changed("llama3_8b", 8, activation_checkpoint__mode="full"), H100
+    )
+    assert recomputed_bytes < nbytes
+    assert recomputed_seconds > 1.2 * seconds
+    assert nbytes < H100.memory * GIB
+    _, seventy = guess(changed("llama3_70b", 8, parallelism__data_parallel_shard_degree=-1), H100)
+    assert seventy > H100.memory * GIB  # 850 GB of states alone
+
+
+def test_by_formula_a_model_costs_what_its_states_do_at_least():
+    _, found = guess(changed("llama3_8b", 8), H100)
+    assert found > 8.03e9 * 16 / 8
+
+
+def test_a_layout_in_words_and_what_of_it_a_recipe_has_to_say():
+    config = Config(
+        model=Model(flavor="8B"),
+        training=Training(seq_len=8192, local_batch_size=1, global_batch_size=32),
+    )
+    change = next(
+        each
+        for each in space(config, 16, H100, 32)
+        if each["parallelism.pipeline_parallel_degree"] == "2"
+        and each["parallelism.tensor_parallel_degree"] == "4"
+    )
+    words = label(change)
+    assert words.startswith("pp 2 x dp_shard 2 x tp 4, batch ")
+    assert "1F1B" in words
+    keys = differing(config, change)
+    assert keys["parallelism.pipeline_parallel_degree"] == "2"
+    assert "parallelism.context_parallel_degree" not in keys
+    assert "training.global_batch_size" not in keys
+
+
+def test_those_that_lost_are_told_why():
+    best, slow, large = (
+        planned(1.0, compute=0.9, bubble=0.1),
+        planned(1.5, compute=0.9, bubble=0.6),
+        planned(memory=90.0),
+    )
+    assert why_lost(slow, best).startswith("50.0% slower: waiting for other pipeline ranks +0.5 s")
+    assert why_lost(large, best).startswith("12.0 GiB too many, mostly activations")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--search", "0"], ["--search: 0", "such as 8"]),
+        (["--search", "few"], ["--search", "few"]),
+        (["--search", "--picture", "plan.png"], ["--picture", "leave one of them out"]),
+        (["--search", "--world-size", "7"], ["--search", "training.global_batch_size=N"]),
+        (["--sweep", "training.local_batch_size=1", "--search"], ["--search", "not allowed with"]),
+        (["--trace", "no/folder/plan.json"], ["--trace no/folder/plan.json", "no folder"]),
+    ],
+)
+def test_a_search_that_is_none_is_one_sentence(arguments, words, capsys):
+    try:
+        code = main([SEVENTY, *arguments])
+    except SystemExit as exit:
+        code = exit.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    (error,) = err.splitlines()
+    for word in words:
+        assert word in error
+
+
+@pytest.mark.slow
+def test_a_search_finds_what_fits(capsys):
+    overrides = ["--model.flavor=1B", "--training.seq_len=2048", "--training.global_batch_size=16"]
+    assert (
+        main([str(RECIPES / "llama3_8b.toml"), "--world-size", "4", *overrides, "--search", "3"])
+        == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert "the 3 fastest by formula are planned, then the best one" in lines[0]
+    assert "why the others lost" in lines
+    assert lines[-1].startswith("best: --")
+
+
+def processes_of(session):
+    """Numbers of processes that are not zombies."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, own, *_ = path.read_text().rpartition(") ")[2].split()
+            found += [path.parent.name] if int(own) == session and state != "Z" else []
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_search_that_is_stopped_shows_what_it_has_and_leaves_nothing_behind(name, tmp_path):
+    keys = [f"--{key}" for key in ("training.global_batch_size=16", "training.seq_len=64")]
+    command = python(
+        "-m",
+        "titan_lite.tools.plan",
+        RECIPES / "debug_model.toml",
+        "--world-size",
+        4,
+        *keys,
+        "--search",
+        30,
+    )
+    with (
+        open(tmp_path / "out", "w") as out,
+        Job(tmp_path / "err", *command, stdout=out, session=True) as job,
+    ):
+        session = job.process.pid
+        job.until(
+            r" [1-9]\d*/30 .*best .* tokens/s per GPU: ",
+            seconds=400,
+        )
+        if name == "SIGKILL":
+            job.process.kill()
+        else:  # as a terminal does, or timeout
+            os.killpg(session, getattr(signal, name))
+        assert job.process.wait(60) == (-9 if name == "SIGKILL" else 130)
+        deadline = time.monotonic() + 60
+        while processes_of(session):
+            assert time.monotonic() < deadline, processes_of(session)
+            time.sleep(0.1)
+        if name != "SIGKILL":
+            lines = (tmp_path / "out").read_text().splitlines()
+            assert re.fullmatch(r"PARTIAL: stopped after \d+ of 30 plans", lines[2])
+            assert lines[-1].startswith("best: --")
+            assert job.output.splitlines()[-1] == lines[2].removeprefix("PARTIAL: ")
+            assert not re.search("Traceback|resource_tracker", job.output)
+
+
+def test_no_recipe_is_told(capsys):
+    assert main([]) == 2
+    assert "no recipe" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        changed("llama3_8b", 7, parallelism__tensor_parallel_degree=2)
+
+
+def test_a_search_that_has_planned_nothing_says_so():
+    assert outcome(Config(), []) == ["", "none was planned yet"]

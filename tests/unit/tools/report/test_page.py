@@ -1,0 +1,480 @@
+"""The page of a run: what it reads, what it says where that is wrong, and that nothing in a recipe becomes a part of the page."""
+
+import html.parser
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_lite.config import load_config, to_toml
+from titan_lite.metrics.run_files import RecordError, read_run
+from titan_lite.tools.report import page as report
+from titan_lite.tools.report.page import drawn, exposed_share, main, name_runs, page, thin
+
+ROOT = Path(__file__).parents[3]
+EVIL = "</script><script>alert('x')</script><img src=x onerror=alert(1)> {{data}} & \u2028"
+COLLECTIVE = {"kind": "all_gather", "fqns": ["a.weight", "b.weight"], "nbytes": 2**21, "ranks": 2}
+RECEIPT = {
+    "graph": "forward",
+    "before": {"all_gather": 9},
+    "after": [{**COLLECTIVE, "seconds": 0.002, "under": 0.001, "exposed": 0.0005}],
+    "timeline": {"exposed": 0.0005, "seconds": 0.004, "communication": 0.002},
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(name, metrics=[...], events=[...], ...): a run's folder."""
+
+    def run(
+        name="run",
+        metrics=None,
+        events=(),
+        receipts=None,
+        spans=None,
+        overrides=("--training.steps", "40"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        if metrics is None:
+            metrics = [row(step, loss=8 - step / 10) for step in (10, 20, 30, 40)]
+        (folder / "metrics.jsonl").write_text(
+            "".join(line if type(line) is str else json.dumps(line) + "\n" for line in metrics)
+        )
+        if events:
+            (folder / "events.jsonl").write_text(
+                "".join(json.dumps(event) + "\n" for event in events)
+            )
+        if receipts is not None:
+            (folder / "compile.json").write_text(json.dumps(receipts))
+        if spans is not None:
+            (folder / "timeline.json").write_text(json.dumps({"traceEvents": spans}))
+        if overrides is not None:
+            config = load_config(ROOT / "train_configs/debug_model.toml", overrides)
+            (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        return folder
+
+    return run
+
+
+def row(step, **values):
+    return {
+        "step": step,
+        "tps": 1000.0,
+        "data_wait": 1.0,
+        "memory_gib": 0.5,
+        "step_time": 2.0,
+        "tokens_seen": 100 * step,
+        **values,
+    }
+
+
+def event(name, step, text="", time="2026-11-21T20:15:30+00:00"):
+    return {"time": time, "event": name, "step": step, "text": text}
+
+
+class Elements(html.parser.HTMLParser):
+    """The elements of a page, their text, and the addresses that they load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.texts, self.addresses = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append(tag)
+        self.addresses += [
+            value
+            for name, value in attributes
+            if name in ("src", "href", "data", "action", "srcset")
+        ]
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def embedded(text):
+    """Return the data that the script draws."""
+    return json.loads(
+        re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)[1]
+    )
+
+
+# The page
+
+
+def test_a_page_has_what_the_run_wrote_and_loads_nothing(run):
+    events = [
+        event("start", 0),
+        event("checkpoint", 20, "checkpoint written to run/checkpoint/step-20"),
+        event("skip", 31, "step 31 skipped: loss nan"),
+        event("done", 40),
+    ]
+    folder = run(
+        metrics=[
+            *(row(s, loss=8 - s / 10, mfu=40.0) for s in (10, 20, 40)),
+            {"step": 40, "validation_loss": 4.5},
+        ],
+        events=events,
+    )
+    text = page([read_run(folder, "run")])
+    elements = Elements(text)
+    assert elements.addresses == []
+    assert (
+        text.count("://") == text.count("http://www.w3.org/2000/svg") == 1
+    )  # a name, and no address
+    assert "default-src 'none'" in text
+    assert 'name="viewport"' in text
+    said = " ".join(elements.texts)
+    for words in (
+        "40 of 40",
+        "4.0000",
+        "4.5000",
+        "1,000",
+        "40.0%",
+        "0.50 GiB",
+        "step 31 skipped: loss nan",
+        "checkpoints of steps 20",
+    ):
+        assert words in said, words
+    (data,) = embedded(text)
+    assert data["step"] == [10, 20, 40]
+    assert data["tokens"] == [1000, 2000, 4000]
+    assert data["values"]["loss"] == [7, 6, 4]
+    assert data["values"]["validation_loss"] == [None, None, 4.5]
+    assert data["hours"] == pytest.approx([20 / 3600, 40 / 3600, 80 / 3600])
+    assert [(mark["kind"], mark["step"]) for mark in data["marks"]] == [
+        ("checkpoint", 20),
+        ("skip", 31),
+    ]
+
+
+def test_what_a_recipe_or_an_event_says_is_text_and_never_a_part_of_the_page(run):
+    quiet = Elements(page([read_run(run("quiet", events=[event("warning", 10, "x")]), "quiet")]))
+    folder = run(
+        "evil",
+        events=[event("warning", 10, EVIL)],
+        overrides=("--job.description", EVIL, "--job.dump_folder", EVIL),
+    )
+    text = page([read_run(folder, EVIL)])
+    loud = Elements(text)
+    assert sorted(set(loud.found)) == sorted(set(quiet.found))
+    assert loud.found.count("script") == 2
+    assert loud.found.count("img") == 0
+    assert embedded(text)[0]["name"] == EVIL
+    assert embedded(text)[0]["marks"][0]["text"] == EVIL
+    assert EVIL in "".join(loud.texts)
+
+
+def test_the_sources_of_a_mixture_have_a_table_and_figures_of_their_own(run):
+    def of(step, web, code):
+        return {
+            "tokens_by_source/web": 700 * step,
+            f"tokens_by_source/{EVIL}": 300 * step,
+            "loss_by_source/web": web,
+        } | {f"loss_by_source/{EVIL}": code}
+
+    metrics = [
+        row(10, **of(10, 3.0, 2.0)),
+        row(20, **of(20, None, 1.5)),
+        {"step": 20, "validation_loss_by_source/web": 2.5},
+    ]
+    text = page([read_run(run(metrics=metrics), "run")])
+    table = text.partition("<h2>Sources</h2>")[2].partition("</table>")[0]
+    cells = re.findall("<td[^>]*>(.*?)</td>", table)
+    assert (cells[:5], cells[6:]) == (
+        ["web", "14,000", "70.0%", "3.0000", "2.5000"],
+        ["6,000", "30.0%", "1.5000", ""],
+    )
+    assert Elements(text).found.count("script") == 2
+    assert "<h2>Sources</h2>" not in page([read_run(run("one"), "one")])
+
+
+def test_several_runs_show_where_their_recipes_differ(run):
+    one = read_run(run("one", overrides=("--optimizer.lr", "0.001")), "one")
+    two = read_run(run("two", overrides=("--optimizer.lr", "0.005", "--compile.enable")), "two")
+    text = page([one, two])
+    differing = text[text.index("Differences of the recipes") : text.index("every key")]
+    assert set(re.findall(r"<td>([a-z_]+\.[a-z_]+)</td>", differing)) == {
+        "optimizer.lr",
+        "compile.enable",
+    }
+    assert "<td>0.001</td><td>0.005</td>" in differing
+    assert [data["name"] for data in embedded(text)] == ["one", "two"]
+    alone = page([one])
+    own = alone[alone.index("The recipe, without defaults") : alone.index("every key")]
+    assert "<td>optimizer.lr</td><td>0.001</td>" in own
+    assert "compile.enable" not in own
+    assert "The recipes are the same" in page([one, one])
+
+
+def test_buckets_and_their_timeline(run):
+    def span(lane, name, start, length, exposed=0.0, graph="forward", rank=0):
+        times = {"ts": start, "dur": length, "args": {"exposed_us": exposed}}
+        return {"ph": "X", "pid": rank, "tid": lane, "name": name, "cat": graph, **times}
+
+    def named(what, rank, name):
+        return {"ph": "M", "name": what, "pid": rank, "args": {"name": name}}
+
+    spans = [
+        *(named("process_name", rank, f"pipeline rank {rank}") for rank in (0, 1)),
+        *(named("thread_name", rank, name) for rank in (0, 1) for name in ("computation", "FSDP")),
+        span(0, "mm", 0, 1000),
+        span(1, "all_gather a.weight", 500, 2000, 700),
+        span(0, "add", 1000, 500),
+        span(0, "mm_2", 2500, 1500),
+        span(0, "mm_3", 4000, 1000, graph="backward"),
+        span(0, "mm", 0, 2000, rank=1),
+    ]
+    found = read_run(
+        run(
+            receipts=[RECEIPT, {**RECEIPT, "graph": "inference"}, {**RECEIPT, "pp_rank": 1}],
+            spans=spans,
+        ),
+        "run",
+    )
+    first, second = found.timelines
+    assert (first["title"], first["lanes"]) == ("pipeline rank 0", ["computation", "FSDP"])
+    assert (second["title"], second["spans"]) == (
+        "pipeline rank 1",
+        [[0, 0.0, 2.0, 0, "forward: computation"]],
+    )
+    assert first["graphs"] == [
+        {"name": "forward", "start": 0.0, "end": 4.0},
+        {"name": "backward", "start": 4.0, "end": 5.0},
+    ]
+    assert first["spans"] == [  # computation without a gap is one
+        [0, 0.0, 1.5, 0, "forward: computation"],
+        [1, 0.5, 2.0, 0.7, "all_gather a.weight"],
+        [0, 2.5, 1.5, 0, "forward: computation"],
+        [0, 4.0, 1.0, 0, "backward: computation"],
+    ]
+    text = page([found])
+    assert 'id="timeline-0-0"' in text
+    assert 'id="timeline-0-1"' in text
+    assert "pipeline rank 1, from above: computation, FSDP" in text
+    assert "forward: 9 all_gather → 1" in text
+    assert "a.weight and 1 more" in text
+    assert "1 of 8 ms" in text  # exposed, of both ranks
+    alone = {**RECEIPT, "timeline": {"exposed": 0.0, "seconds": 0.004, "communication": 0.0}}
+    assert [
+        exposed_share(receipts) for receipts in ([], [alone], [{**RECEIPT, "timeline": None}])
+    ] == [""] * 3
+
+
+# metrics.jsonl
+
+
+def test_a_resume_is_marked_and_what_it_repeats_counts(run):
+    folder = run(
+        metrics=[
+            row(10, loss=3.0),
+            row(20, loss=2.0),
+            row(30, loss=1.0),
+            {"resumed_from": 10},
+            row(20, loss=2.5),
+        ]
+    )
+    found = read_run(folder, "run")
+    assert [(each["step"], each["loss"]) for each in found.rows] == [(10, 3.0), (20, 2.5)]
+    (resume,) = [each for each in found.events if each["event"] == "resume"]
+    assert (resume["step"], resume["text"]) == (
+        10,
+        "resumed from step 10; the earlier steps 11 to 30 do not count",
+    )
+    assert found.rows[-1]["hours"] == pytest.approx(40 / 3600)
+
+
+def test_lines_torn_by_a_kill_are_left_out_and_told(run):
+    lines = [
+        row(10, loss=3.0),
+        '{"step": 20, "lo\n',
+        {"resumed_from": 10},
+        row(20, loss=2.5),
+        '{"st',
+    ]
+    found = read_run(run(metrics=lines), "run")
+    assert [each["step"] for each in found.rows] == [10, 20]
+    assert [re.search(r"line (\d)", note)[1] for note in found.notes] == ["2", "5"]
+    assert "line 2, was cut off" in page([found])
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (
+            ['{"step": 10}\n', "not json\n", '{"step": 20}\n'],
+            "line 2: not valid JSON, in the middle",
+        ),
+        (["nor this\n", "not this\n"], "line 1: not valid JSON"),
+        (['{"step": "ten"}\n'], "line 1: neither a step nor a resume"),
+        (['{"loss": 1.0}\n'], "line 1: neither"),
+        (['{"resumed_from": null}\n'], "line 1: neither"),
+        (
+            ['{"step": 10, "loss": 1}\n', '{"step": 20, "loss": "low"}\n'],
+            "line 2: neither a step nor a resume: loss = 'low': expected a number",
+        ),
+        (["\n"], "has no step yet"),
+        ([], "has no step yet"),
+    ],
+)
+def test_a_wrong_line_is_named(lines, words, run, capsys):
+    folder = run(metrics=lines)
+    assert main([str(folder)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {folder}/metrics.jsonl")
+    assert words in printed.err
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert not (folder / "report.html").exists()
+
+
+def test_rows_without_any_value_or_a_number_that_json_lacks(run):
+    found = read_run(
+        run(metrics=[{"step": 0, "validation_loss": 8.0}, row(10, loss=None, grad_norm=None)]),
+        "run",
+    )
+    data = drawn(found, 0)
+    assert data["values"]["validation_loss"] == [8.0, None]
+    assert "loss" not in data["values"]
+    assert "8.0000" in page([found])
+
+
+def test_a_long_run_keeps_its_spikes(monkeypatch):
+    rows = [{"step": step, "loss": 1.0, "tps": 5.0} for step in range(100_000)]
+    rows[12_345]["loss"], rows[54_321]["tps"], rows[77_777]["validation_loss"] = 9.0, 0.1, 2.0
+    kept = thin(rows)
+    assert len(kept) < report.MOST_ROWS
+    assert {0, 12_345, 54_321, 77_777, 99_999} <= {each["step"] for each in kept}
+    assert [each["step"] for each in kept] == sorted(each["step"] for each in kept)
+    assert thin(rows[: report.MOST_ROWS]) == rows[: report.MOST_ROWS]
+
+
+# events.jsonl
+
+
+def test_a_start_and_its_resume_are_one_and_a_kill_stands_where_the_metrics_end(run):
+    metrics = [
+        row(10),
+        row(20),
+        row(30),
+        {"resumed_from": 20},
+        row(40),
+        {"resumed_from": 40},
+        row(50),
+    ]
+    events = [
+        event("start", 0),
+        event("checkpoint", 20),
+        event("start", 20),
+        event("checkpoint", 40),
+        event("stop", 40),
+    ]
+    found = read_run(
+        run(metrics=metrics, events=[*events, event("start", 40), event("done", 50)]), "run"
+    )
+    assert [(each["event"], each["step"]) for each in found.events] == [
+        ("start", 0),
+        ("checkpoint", 20),
+        ("failed", 30),
+        ("resume", 20),
+        ("checkpoint", 40),
+        ("stop", 40),
+        ("resume", 40),
+        ("done", 50),
+    ]
+    assert found.events[3]["time"] == found.events[0]["time"]
+    assert "2 times" in page([found])
+
+
+def test_a_run_of_before_there_were_events(run):
+    found = read_run(run(overrides=None), "run")
+    assert (found.events, found.recipe) == ([], {})
+    text = page([found])
+    assert "faults" not in re.sub(r"<script.*", "", text, flags=re.DOTALL)
+    assert "recipe" not in re.sub(r"<script.*", "", text, flags=re.DOTALL)
+
+
+# Wrong input
+
+
+def test_a_folder_that_is_none_or_has_no_run(run, tmp_path, capsys):
+    run("runs/a"), run("runs/b")
+    for folder, words in (
+        (tmp_path / "absent", "no such folder; use a run's job.dump_folder, such as"),
+        (
+            tmp_path / "runs",
+            f"has no metrics.jsonl; use one of its runs: {tmp_path}/runs/a, {tmp_path}/runs/b",
+        ),
+        (tmp_path / "runs/a/metrics.jsonl", "no such folder"),
+    ):
+        assert main([str(folder)]) == 2
+        assert f"error: {folder}" in (told := capsys.readouterr().err)
+        assert words in told
+        assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("compile.json", "[", "compile.json: not as a run writes it (JSONDecodeError: "),
+        ("compile.json", "{}", "(TypeError: it is a dict)"),
+        ("compile.json", '[{"graph": "forward"}]', "(KeyError: 'before')"),
+        ("compile.json", "[1]", "compile.json: not as a run writes it (TypeError: "),
+        (
+            "compile.json",
+            '[{"graph": "forward", "before": {}, "after": [], "timeline": {}}]',
+            "(KeyError: 'communication')",
+        ),
+        ("timeline.json", "]", "timeline.json: not as a run writes it (JSONDecodeError: "),
+        (
+            "timeline.json",
+            '{"traceEvents": [{"ph": "X"}]}',
+            "(KeyError: 'ts')",
+        ),
+        (
+            "timeline.json",
+            '{"traceEvents": 5}',
+            "timeline.json: not as a run writes it (TypeError: ",
+        ),
+        ("config.toml", "[training\n", "not valid TOML"),
+    ],
+)
+def test_a_damaged_file_is_named(name, text, words, run, capsys):
+    folder = run()
+    (folder / name).write_text(text)
+    assert main([str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert name in told
+    assert words in told
+    assert told.count("\n") == 1
+
+
+def test_runs_are_named_by_what_tells_them_apart(tmp_path):
+    assert name_runs([Path("outputs/a"), Path("outputs/b")]) == ["a", "b"]
+    assert name_runs([Path("x/a"), Path("y/a")]) == ["x/a", "y/a"]
+    with pytest.raises(RecordError, match="given twice"):
+        name_runs([tmp_path / "a", tmp_path / "b" / ".." / "a"])
+
+
+def test_the_command_writes_to_the_first_folder_or_where_it_is_told(run, tmp_path, capsys):
+    one, two = run("one"), run("two")
+    assert main([str(one), str(two)]) == 0
+    assert capsys.readouterr().out == f"{one}/report.html written: open it in a browser\n"
+    assert embedded((one / "report.html").read_text())[1]["name"] == "two"
+    assert main([str(one), "--output", str(tmp_path / "page.html")]) == 0
+    assert len(embedded((tmp_path / "page.html").read_text())) == 1
+    assert main([str(one), "--output", str(tmp_path / "absent/page.html")]) == 2
+    assert "absent/page.html: No such file" in capsys.readouterr().err
+
+
+def test_no_torch_is_needed(run):
+    code = "import sys, titan_lite.tools.report.page as r; code = r.main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code, str(run())], cwd=ROOT, stdout=subprocess.DEVNULL
+        ).returncode
+        == 0
+    )

@@ -1,0 +1,359 @@
+"""Text from a checkpoint: the memory changes no logits, sampling follows its options, the command says what is wrong."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from titan_lite import manifest
+from titan_lite.checkpoint.weights import open_weights
+from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.data.tokenizer_json import to_json
+from titan_lite.models.huggingface import config_to_hf, hf_names, to_hf
+from titan_lite.models.llama3 import ModelConfig, RopeScaling, Transformer
+from titan_lite.tools import convert
+from titan_lite.tools import generate as command
+from titan_lite.tools.convert import write_step
+from titan_lite.tools.generate import build_decoder, generate, sample, text_of
+
+TOKENIZER = Path(__file__).parents[2] / "assets/tokenizer/debug.model"
+TINY = ModelConfig(
+    dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=2048, max_seq_len=512
+)
+SCALED = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=16)
+
+
+def model_of(config):
+    model = Transformer(config)
+    model.init_weights(seed=3)
+    return model
+
+
+def save_hf(folder, config):
+    model = model_of(config)
+    tensors = {
+        name: to_hf(fqn, model.get_parameter(fqn).detach(), config)
+        for fqn, name in hf_names(config).items()
+    }
+    save_file(tensors, folder / "x.safetensors")
+    (folder / "config.json").write_text(json.dumps(config_to_hf(config, torch.float32)))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request, tmp_path_factory):
+    """A Hugging Face folder with a tokenizer of ours."""
+    path = tmp_path_factory.mktemp("hf")
+    save_hf(path, dataclasses.replace(TINY, tied_embeddings=request.param, rope_scaling=SCALED))
+    shutil.copyfile(TOKENIZER, path / "tokenizer.model")
+    return path
+
+
+# The memory
+
+
+@pytest.mark.parametrize(
+    "chunks", [[23], [1] * 23, [7, 1, 1, 9, 5]], ids=["at once", "one by one", "in chunks"]
+)
+@torch.no_grad()
+def test_logits_are_those_without_a_memory(folder, chunks):
+    tokens = torch.randint(0, 2048, (2, 23), generator=torch.Generator().manual_seed(0))
+    whole = model_of(dataclasses.replace(open_weights(folder).config, max_seq_len=32))(tokens)
+    decoder, done = build_decoder(open_weights(folder), 32, torch.device("cpu"), torch.float32), 0
+    for chunk in chunks:
+        found = decoder(tokens[:, done : done + chunk])
+        done += chunk
+        torch.testing.assert_close(found, whole[:, done - 1], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_likeliest_tokens_are_those_found_by_starting_over(folder):
+    weights = open_weights(folder)
+    model, prompt = model_of(dataclasses.replace(weights.config, max_seq_len=64)), [5, 9, 200]
+    tokens = list(prompt)
+    for _ in range(20):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    decoder = build_decoder(weights, 64, torch.device("cpu"), torch.float32)
+    found = list(
+        generate(decoder, prompt, max_new_tokens=20, stop=(), vocab_size=2048, temperature=0)
+    )
+    assert found == tokens[3:]
+
+
+# Sampling
+
+LOGITS = torch.tensor([0.5, 0.1, 0.2, 0.15, 0.05]).log()
+
+
+def drawn(**options):
+    """Tokens among 2,000 draws, and the share of each."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = [
+        sample(LOGITS, generator, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **options})
+        for _ in range(2000)
+    ]
+    return {token: tokens.count(token) / len(tokens) for token in sorted(set(tokens))}
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        ({}, {0: 0.5, 1: 0.1, 2: 0.2, 3: 0.15, 4: 0.05}),
+        ({"top_k": 2}, {0: 5 / 7, 2: 2 / 7}),
+        ({"top_k": 1}, {0: 1.0}),
+        ({"top_k": 100}, {0: 0.5, 1: 0.1, 2: 0.2, 3: 0.15, 4: 0.05}),
+        ({"top_p": 0.6}, {0: 5 / 7, 2: 2 / 7}),
+        ({"top_p": 1e-9}, {0: 1.0}),
+        ({"top_p": 0.8, "top_k": 2}, {0: 5 / 7, 2: 2 / 7}),
+        ({"temperature": 0}, {0: 1.0}),
+        ({"temperature": 0.5}, {0: 0.769, 1: 0.031, 2: 0.123, 3: 0.069, 4: 0.008}),
+        ({"temperature": 1e-3}, {0: 1.0}),
+    ],
+)
+def test_tokens_are_drawn_as_the_options_say(options, shares):
+    found = drawn(**options)
+    assert found.keys() == shares.keys()
+    assert found == pytest.approx(shares, abs=0.04)
+
+
+class Scripted:
+    """A decoder that wants these tokens, one after the other."""
+
+    def __init__(self, tokens):
+        self.rope_cos, self.tokens, self.seen = torch.empty(0), iter(tokens), []
+
+    def __call__(self, tokens):
+        self.seen += tokens[0].tolist()
+        return torch.nn.functional.one_hot(torch.tensor([next(self.tokens)]), 2048) * 100.0
+
+
+def test_it_ends_with_the_text_or_when_enough_was_drawn():
+    options = dict(vocab_size=2048, temperature=0)
+    decoder = Scripted([7, 8, 2000, 9])
+    assert list(generate(decoder, [1, 2], max_new_tokens=9, stop={2000, 5}, **options)) == [
+        7,
+        8,
+        2000,
+    ]
+    assert decoder.seen == [1, 2, 7, 8]  # each token once
+    assert list(
+        generate(Scripted([7, 8, 2000, 9]), [1, 2], max_new_tokens=2, stop={2000}, **options)
+    ) == [7, 8]
+
+
+def test_a_token_that_the_tokenizer_does_not_have_is_never_drawn():
+    (token,) = generate(
+        Scripted([2047]), [1], max_new_tokens=1, stop=(), vocab_size=2000, temperature=1.0
+    )
+    assert token < 2000
+
+
+def test_a_seed_gives_a_text(folder):
+    def text(seed):
+        decoder = build_decoder(open_weights(folder), 64, torch.device("cpu"), torch.float32)
+        return list(
+            generate(decoder, [1, 2], max_new_tokens=20, stop=(), vocab_size=2048, seed=seed)
+        )
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+
+
+def test_characters_come_whole():
+    tokenizer = load_tokenizer(TOKENIZER)
+    tokens = [
+        *tokenizer.encode("a€ü😀z"),
+        200,
+        201,
+        202,
+        203,
+        204,
+    ]  # and bytes that are no characters
+    assert max(len(tokenizer.encode(character)) for character in "€ü😀") > 1
+    pieces = list(text_of(tokens, tokenizer))
+    assert "".join(pieces).startswith("a€ü😀z")
+    assert all("\ufffd" not in piece for piece in pieces[:5])
+    assert "".join(text_of(tokens[:2], tokenizer)) == tokenizer.decode(
+        tokens[:2]
+    )  # cut within a character
+
+
+# The command
+
+
+def test_the_text_alone_is_on_standard_output(folder, capsys):
+    arguments = [str(folder), "--prompt", "def main(", "--max-new-tokens", "5", "--device", "cpu"]
+    assert command.main(arguments) == 0
+    first = capsys.readouterr()
+    assert first.out.startswith("def main(")
+    assert len(first.out) > len("def main(\n")
+    assert "a Hugging Face folder; cpu, float32" in first.err
+    assert "5 tokens" in first.err
+    assert command.main(arguments) == 0
+    assert capsys.readouterr().out == first.out
+    assert command.main([*arguments, "--seed", "1"]) == 0
+    assert capsys.readouterr().out != first.out
+
+
+def test_a_tokenizer_json_speaks_as_ours_does(folder, tmp_path, capsys):
+    theirs = shutil.copytree(folder, tmp_path / "theirs")
+    for name in (
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ):  # which transformers 4 writes beside it
+        (theirs / name).write_text("{}")
+    (theirs / "tokenizer.model").unlink()
+    (theirs / "tokenizer.json").write_text(json.dumps(to_json(load_tokenizer(TOKENIZER))))
+    texts = []
+    for checkpoint in (folder, theirs):
+        assert (
+            command.main(
+                [
+                    str(checkpoint),
+                    "--prompt",
+                    "def f(x):",
+                    "--max-new-tokens",
+                    "30",
+                    "--device",
+                    "cpu",
+                ]
+            )
+            == 0
+        )
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def save_step(path, folder, tokenizer, number=1):
+    """As a run that had this tokenizer."""
+    write_step(path, open_weights(folder))
+    state = json.loads((path / "state.json").read_text()) | {
+        "recipe": {"model": {"tokenizer_path": str(tokenizer)}}
+    }
+    state["run"]["tokenizer"] = load_tokenizer(tokenizer).sha256
+    (path / "state.json").write_text(json.dumps(state))
+    files = {
+        file.name: manifest.digest(file) for file in path.iterdir() if file.name != manifest.NAME
+    }
+    manifest.write(path, number, files)
+
+
+def test_of_a_run_the_newest_step_speaks_through_its_recipes_tokenizer(folder, tmp_path, capsys):
+    named = shutil.copyfile(TOKENIZER, tmp_path / "a.tokenizer")
+    for number in (2, 10):
+        save_step(tmp_path / f"checkpoint/step-{number}", folder, named, number)
+    assert (
+        command.main(
+            [str(tmp_path), "--max-new-tokens", "3", "--device", "cpu", "--dtype", "bfloat16"]
+        )
+        == 0
+    )
+    assert (
+        f"{tmp_path}/checkpoint/step-10, a step of titan_lite; cpu, bfloat16"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["nowhere"], "nowhere is not a folder"),
+        (["HF", "--max-new-tokens", "0"], "--max-new-tokens 0: expected 1 or more"),
+        (
+            ["HF", "--max-new-tokens", "600"],
+            "601 tokens together; use at most 512, the model's max_seq_len",
+        ),
+        (["HF", "--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
+        (["HF", "--temperature", "nan"], "--temperature nan: expected 0 or more"),
+        (["HF", "--top-p", "0"], "--top-p 0.0: expected above 0, at most 1"),
+        (["HF", "--top-k", "-3"], "--top-k -3: expected 0 or more"),
+        (["HF", "--seed", "-1"], "--seed -1: expected 0 or more"),
+        (["HF", "--device", "abacus"], "--device abacus: "),
+        (
+            ["HF", "--device", "meta"],
+            "--device meta: Cannot copy out of meta tensor; no data!; use cpu",
+        ),
+        (["HF", "--device", "hpu"], "--device hpu: "),
+        (["HF", "--top-k", "few"], "argument --top-k: invalid int value: 'few'"),
+        (["HF", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["HF", "--temp", "1"], "unrecognized arguments: --temp 1"),
+        (["HF", "--tokenizer", "nowhere"], '--tokenizer "nowhere": cannot be read'),
+        (
+            ["HF", "--tokenizer", "config.json"],
+            '--tokenizer "config.json": cannot be read (No such file',
+        ),
+        (["HF", "--tokenizer", "HF/config.json"], "cannot be read as a tokenizer.json"),
+        (["BARE"], "has no tokenizer that can be read; use --tokenizer FILE"),
+    ],
+)
+def test_what_is_wrong_is_one_line(folder, options, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    (bare / "tokenizer.model").unlink()
+    (bare / "special_tokens_map.json").write_text("{}")
+    names = {"HF": str(folder), "BARE": str(bare)}
+    with pytest.raises(SystemExit) as left:  # by argparse, too
+        sys.exit(
+            command.main(
+                [names.get(option, option.replace("HF/", f"{folder}/")) for option in options]
+            )
+        )
+    assert left.value.code == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+    assert not captured.out
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, capsys):
+    save_hf(tmp_path, dataclasses.replace(TINY, vocab_size=300))
+    assert command.main([str(tmp_path), "--tokenizer", str(TOKENIZER)]) == 2
+    assert "has 2048 tokens, and the model 300" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_not_the_runs_is_refused(folder, tmp_path, capsys):
+    mine, other = tmp_path / "mine.model", tmp_path / "other.model"
+    shutil.copyfile(TOKENIZER, mine)
+    lines = TOKENIZER.read_bytes().splitlines()
+    (first, _), (second, _) = lines[-2].split(), lines[-1].split()
+    other.write_bytes(
+        b"\n".join([*lines[:-2], second + b" 1790", first + b" 1791"])
+    )  # as many tokens, and two change places
+    save_step(tmp_path / "step", folder, mine)
+    run, out = str(tmp_path / "step"), str(tmp_path / "out")
+    wrong = f"error: tokenizer {other} has SHA-256 {load_tokenizer(other).sha256[:12]}, and {run} was trained with "
+    for main, arguments in ((command.main, [run, "--device", "cpu"]), (convert.main, [run, out])):
+        assert main([*arguments, "--tokenizer", str(other)]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(wrong)
+    other.replace(mine)  # the recipe's has become another
+    for main, arguments in ((command.main, [run, "--device", "cpu"]), (convert.main, [run, out])):
+        assert main(arguments) == 2
+        assert f"error: tokenizer {mine} has SHA-256 " in capsys.readouterr().err
+        assert not Path(out).exists()
+    assert convert.main([run, out, "--tokenizer", str(TOKENIZER)]) == 0
+    assert (Path(out) / "tokenizer.model").read_bytes() == TOKENIZER.read_bytes()
+
+
+def test_who_has_heard_enough_may_go(folder):
+    arguments = [
+        sys.executable,
+        "-m",
+        "titan_lite.tools.generate",
+        str(folder),
+        "--prompt",
+        "a" * 100,
+        "--device",
+        "cpu",
+    ]
+    with subprocess.Popen(
+        [*arguments, "--max-new-tokens", "20"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert b"Broken" not in process.stderr.read()
+    assert process.returncode == 0

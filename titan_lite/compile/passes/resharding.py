@@ -1,0 +1,83 @@
+"""Reshard after forward, in the joint graph: backward gathers weights again, instead of keeping them from forward.
+
+    before   forward: w = wait(all_gather(shard)); y = x @ w.T; saves w      backward: dx = dy @ w
+    after    forward: w = wait(all_gather(shard)); y = x @ w.T; saves shard  backward: w = wait(all_gather(shard)); dx = dy @ w
+
+The min-cut partitioner keeps every gathered weight by default, because it takes collectives for expensive. Tags overrule it
+(SimpleFSDP, arXiv 2411.00284, section on memory). The weights that forward uses last are kept, as in eager mode, since backward
+needs them first.
+"""
+
+from collections.abc import Collection, Sequence
+
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from titan_lite.cost.collectives import (
+    aten,
+    collectives,
+    parameter_all_gathers,
+    parameters_of,
+)
+
+# The partitioner compares this id between regions of activation checkpointing; it must be above their ids.
+REGION = 1_000_000
+VIEWS = frozenset(
+    {
+        aten.slice.Tensor,
+        aten.view.default,
+        aten.view.dtype,
+        aten.t.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.alias.default,
+        aten.detach.default,
+        collectives.wait_tensor.default,
+    }
+)
+
+
+def read_again(graph: Graph, keep_gathered: Collection[str] | None) -> None:
+    """Tag what backward reads again. keep_gathered: as in recompute_parameter_all_gathers, or None to leave all gathered."""
+    recompute_waits_for_inputs(graph)
+    if keep_gathered is not None:
+        recompute_parameter_all_gathers(graph, keep_gathered)
+
+
+def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str] = ()) -> int:
+    """Tag every parameter's all-gather, its preparation, its wait and its views, so that the partitioner recomputes them.
+
+    keep_gathered: FQNs of parameters to leave gathered. Returns the number of tagged all-gathers.
+    """
+    again = 0
+    for gather, preparation in parameter_all_gathers(graph).items():
+        if not set(keep_gathered).isdisjoint(parameters_of(gather)):
+            continue
+        again += 1
+        _recompute([gather], preparation)
+    return again
+
+
+def recompute_waits_for_inputs(graph: Graph) -> int:
+    """Tag the waits for inputs of the graph (distributed/arriving.py) in the same way, and return their number.
+
+    A wait returns its input, which the compiler does not know: it would use the memory of a saved result again in backward.
+    """
+    waits = [
+        node
+        for each in graph.find_nodes(op="placeholder")
+        for node in each.users
+        if node.target is collectives.wait_tensor.default
+    ]
+    _recompute(waits)
+    return len(waits)
+
+
+def _recompute(nodes: Sequence[Node], preparation: Sequence[Node] = ()) -> None:
+    """Tag `nodes`, what prepares them and their views."""
+    tagged = [*nodes, *preparation]
+    for node in tagged:  # grows in the loop
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = REGION
+        if node not in preparation:
+            tagged += [user for user in node.users if user.target in VIEWS]

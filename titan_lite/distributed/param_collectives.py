@@ -1,0 +1,160 @@
+"""All-gather sharded parameters and reduce their gradients, one at a time; buckets.py joins several.
+
+    weight = plan.gather(shard)                                     # unsharded, as nodes of a graph
+    weight = plan.start_gather(shard).wait()                        # in eager mode
+    rows = plan.finish_reduce(plan.start_reduce(gradient))          # this rank's rows of the sum over ranks; both modes
+
+SimpleFSDP (arXiv 2411.00284) needs no other collectives; simple_fsdp.py runs them.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import _disable_current_modes
+
+from titan_lite.cost.collectives import all_gather_single, collectives
+from titan_lite.models.float8 import to_bytes
+
+# The last collectives that eager mode has started: time.time_ns(), group, parameters.
+started_last: deque[tuple[int, str, str]] = deque(maxlen=1000)
+
+
+class InFlight(NamedTuple):
+    """A tensor that is valid after `wait`."""
+
+    tensor: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """The gather of one parameter and the reduction of its gradient. Plain values only, so that tracing sees constants.
+
+    A shard has ceil(rows / shard_degree) rows. The last shards have fewer or none, and are padded for the collectives.
+    """
+
+    fqn: str  # the first one of a tied weight
+    rows: int  # of the unsharded parameter: its size in dimension 0
+    own_rows: int  # of this rank's shard
+    row_shape: tuple[int, ...]
+    shard_degree: int
+    shard_group: str
+    sum_groups: tuple[
+        str, ...
+    ]  # groups of ranks with the same shard; its gradient is summed over them
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    float8: bool = False  # gathered as float8: one byte per element
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """dtype of the gathered tensor."""
+        return torch.uint8 if self.float8 else self.param_dtype
+
+    def cast(self, shard: Tensor, scale: Tensor | None) -> Tensor:
+        """Cast a shard to gather_dtype. scale: of the whole parameter's cast to float8."""
+        if not self.float8:
+            return shard.to(self.param_dtype)
+        assert scale is not None
+        return to_bytes(shard, scale)
+
+    @property
+    def chunk(self) -> int:
+        """Number of rows of a padded shard."""
+        return -(-self.rows // self.shard_degree)
+
+    @property
+    def reduce_groups(self) -> tuple[str, ...]:
+        """Groups of a reduction's collectives, in order."""
+        return (self.shard_group, *self.sum_groups) if self.shard_degree > 1 else self.sum_groups
+
+    def gather(self, shard: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Gather the unsharded parameter in gather_dtype, as nodes of a graph. scale: as in `cast`."""
+        shard = self.cast(shard, scale)
+        if self.shard_degree == 1:
+            return shard
+        if (
+            self.rows % self.shard_degree
+        ):  # all ranks pad, if only by 0 rows, so that their graphs are the same
+            shard = F.pad(shard, [0, 0] * (shard.dim() - 1) + [0, self.chunk - self.own_rows])
+        weight = collectives.all_gather_into_tensor(shard, self.shard_degree, self.shard_group)
+        return collectives.wait_tensor(weight)[: self.rows]
+
+    # Hidden from dispatch modes: selective checkpointing counts operators, and this gather may be for a later read.
+    @_disable_current_modes()
+    @torch.no_grad()
+    def start_gather(self, shard: Tensor, scale: Tensor | None = None) -> InFlight:
+        """Start the same gather in eager mode."""
+        return self.start_gather_of(self.cast(shard, scale))
+
+    def start_gather_of(self, shard: Tensor, out: Tensor | None = None) -> InFlight:
+        """Start the gather of a shard in gather_dtype. out: the padded result."""
+        if self.shard_degree == 1:
+            return InFlight(shard, None)
+        shard = pad_rows(shard, self.chunk)
+        weight = (
+            shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:])
+            if out is None
+            else out
+        )
+        group = _resolve_process_group(self.shard_group)  # type: ignore[arg-type]
+        self.note()
+        return InFlight(
+            weight[: self.rows], all_gather_single(weight, shard, group=group, async_op=True)
+        )
+
+    def note(self) -> None:
+        """Record a collective that is about to start in eager mode, so that the watchdog can name it if it hangs."""
+        if self.reduce_groups:
+            started_last.append((time.time_ns(), self.reduce_groups[0], self.fqn))
+
+    def start_reduce(self, gradient: Tensor) -> Tensor:
+        """Start to sum an unsharded gradient over the first of `reduce_groups`, in reduce_dtype. Returns this rank's rows, which
+        may still be in flight."""
+        gradient = gradient.to(self.reduce_dtype)
+        if self.shard_degree > 1:
+            gradient = pad_rows(gradient, self.chunk * self.shard_degree).contiguous()
+            return collectives.reduce_scatter_tensor(
+                gradient, "sum", self.shard_degree, self.shard_group
+            )
+        return (
+            collectives.all_reduce(gradient.contiguous(), "sum", self.sum_groups[0])
+            if self.sum_groups
+            else gradient
+        )
+
+    def finish_reduce(self, gradient: Tensor) -> Tensor:
+        """Return the sum over all groups, given the result of `start_reduce`."""
+        for number in range(len(self.reduce_groups)):
+            gradient = self.next_reduce(gradient, number)
+        return gradient
+
+    def next_reduce(self, gradient: Tensor, number: int) -> Tensor:
+        """Wait for collective `number` of a reduction and return the result of the next one, which may still be in flight; after
+        the last one, return the sum."""
+        gradient = collectives.wait_tensor(gradient)
+        if number == 0:  # drop the padding of the reduce-scatter before the all-reduce
+            gradient = gradient[: self.own_rows]
+        following = self.reduce_groups[number + 1 :]
+        return (
+            collectives.all_reduce(gradient.contiguous(), "sum", following[0])
+            if following
+            else gradient
+        )
+
+
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    missing = rows - tensor.shape[0]
+    return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:]))) if missing else tensor

@@ -1,0 +1,320 @@
+"""Train a recipe on this machine's GPUs, or on CPU processes where there are none. Also on several nodes, once on each.
+
+    titan-lite train llama3_8b --training.steps 100
+    python -m titan_lite.launch llama3_8b --training.steps 100           # the same, without an installation
+    CONFIG_FILE=llama3_8b ./run_train.sh --training.steps 100           # the same, after an environment was made
+
+It checks the recipe, the environment variables (`titan-lite train --help` lists them), the tokenizer and the data, counts the
+GPUs, and calls torchrun in this process. It exits with the code that the ranks record (resilience/exit_code.py), since torchrun has
+1 for every failure.
+"""
+
+import _thread
+import logging
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from titan_lite.config import SHIPPED, ConfigError, load_config
+from titan_lite.environment import usable_cores
+from titan_lite.resilience import exit_code
+from titan_lite.resilience.signals import LAUNCHER, STOPPING, tell
+from titan_lite.tools import recipe
+
+NUMA_NODES = "/sys/devices/system/node"
+SAVE_LIMIT = 3600  # seconds from a signal until ranks that have not ended are killed; a hang ends them before
+# Seconds for the launchers of other nodes to answer, once all ranks here have ended
+NODES_LIMIT = 20
+RESTART_LIMIT = 600  # where ranks may start again: the time of torchrun, too
+VARIABLES = {  # name: (pattern, meaning)
+    "OMP_NUM_THREADS": ("[1-9][0-9]{0,5}", "a number of threads, such as OMP_NUM_THREADS=1"),
+    "NGPU": ("[1-9][0-9]{0,5}", "the number of processes, at least 1, such as NGPU=2"),
+    "NNODES": ("[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?", "the number of nodes, such as NNODES=2"),
+    "NODE_RANK": ("[0-9]{1,9}", "0 on one node, and such as 1 on another"),
+    "MAX_RESTARTS": ("[0-9]{1,6}", "a number, such as MAX_RESTARTS=0"),
+}
+GIVEN = (  # variables of the command that goes on with a run
+    "NGPU",
+    "LOG_RANK",
+    "NNODES",
+    "NODE_RANK",
+    "RDZV_ENDPOINT",
+    "LOCAL_ADDR",
+    "RDZV_ID",
+    "MAX_RESTARTS",
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line, and return the exit code."""
+    listen()
+    try:
+        if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
+            return recipe.main(arguments)
+        options = launcher_options(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_code.WRONG_INPUT
+    return launch(options, may_restart=int(os.environ.get("MAX_RESTARTS") or 0) > 0)
+
+
+def launcher_options(arguments: Sequence[str]) -> list[str]:
+    """Return torchrun's arguments, and set the environment of its processes. Raises ConfigError."""
+    path, *keys = arguments
+    config = load_config(path, keys)
+    nodes, rendezvous = check_variables()
+    if nodes != "1":  # otherwise every node waits for it, with many warnings
+        check_host(os.environ["RDZV_ENDPOINT"])
+    gpus = count_gpus()
+    processes = int(os.environ.get("NGPU") or gpus or 2)
+    if 0 < gpus < processes:
+        fix = f"use NGPU={gpus}, or CUDA_VISIBLE_DEVICES= for CPU processes"
+        raise ConfigError(f"NGPU={processes} is more than the {gpus} GPUs here; {fix}")
+    world_size = int(nodes.rpartition(":")[2]) * processes
+    if ":" not in nodes:
+        recipe.check_world(config, world_size)
+    restarts = os.environ.get("MAX_RESTARTS") or "0"
+    set_environment(arguments, gpus, processes)
+    if restarts != "0" or nodes != "1":
+        # Otherwise all attempts share one store, where processes find addresses of the attempt before and wait for them until
+        # the time limit (torch 2.11 to 2.13; https://github.com/pytorch/pytorch/issues/135712).
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    kind = f"{'GPU' if gpus else 'CPU'} process{'es' if processes > 1 else ''}"
+    waiting = (
+        "" if nodes == "1" else f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}"
+    )
+    tell(f"titan_lite: starting {processes} {kind}: {path}{waiting}")
+    return [
+        *("--nnodes", nodes),
+        *("--nproc-per-node", str(processes)),
+        *("--max-restarts", restarts),
+        *rendezvous,
+        *numa_options(gpus),
+        *("-m", "titan_lite.train"),
+        *arguments,
+    ]
+
+
+def check_variables() -> tuple[str, list[str]]:
+    """Return (NNODES, the launcher's options for the rendezvous). Raises ConfigError."""
+    environment = {name: os.environ[name] for name in os.environ if os.environ[name]}
+    for name, (pattern, meaning) in VARIABLES.items():
+        if name in environment and not re.fullmatch(pattern, environment[name]):
+            raise ConfigError(f"{name}={environment[name]}: expected {meaning}")
+    nodes = environment.get("NNODES", "1")
+    endpoint = environment.get("RDZV_ENDPOINT", "localhost:0")  # port 0: a free one
+    options = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        endpoint,
+        "--rdzv-id",
+        environment.get("RDZV_ID", "titan_lite"),
+    ]
+    if nodes != "1":
+        if "RDZV_ENDPOINT" not in environment:
+            raise ConfigError(
+                f"NNODES={nodes} needs RDZV_ENDPOINT=HOST:PORT of a node, such as node0:29500"
+            )
+        if "LOCAL_ADDR" in environment:
+            options += ["--local-addr", environment["LOCAL_ADDR"]]
+        if "NODE_RANK" in environment:
+            options += [
+                "--rdzv-conf",
+                f"is_host={'false' if int(environment['NODE_RANK']) else 'true'}",
+            ]
+    return nodes, options
+
+
+def check_host(endpoint: str) -> None:
+    """Raise ConfigError if this node cannot resolve the rendezvous host."""
+    host = endpoint.rpartition(":")[0] or endpoint
+    try:
+        socket.getaddrinfo(host.strip("[]"), None)
+    except (OSError, UnicodeError):
+        wrong = f"RDZV_ENDPOINT={endpoint}: this node knows no host {host}"
+        raise ConfigError(f"{wrong}; use a name or an address that it knows") from None
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs to train on; 0 if there are none or CUDA_VISIBLE_DEVICES hides them.
+
+    Raises ConfigError if the node has GPUs that torch cannot use.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible[:1] in ("", "-", ","):
+        return 0
+    listed = output_of("nvidia-smi", "-L")
+    if listed is None and not os.path.exists("/dev/kfd"):  # AMD's driver
+        return 0
+    import torch
+
+    if gpus := torch.cuda.device_count():
+        return gpus
+    driver = (
+        output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+    ).partition("\n")[0]
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    wrong = f"torch cannot use the GPUs of this node ({listed or '/dev/kfd'}): torch {torch.__version__}, {built}, driver {driver}"
+    fix = "install a torch built for this driver, or set CUDA_VISIBLE_DEVICES= for CPU processes"
+    raise ConfigError(f"{wrong}; CUDA 13 needs driver 580 or newer, CUDA 12 525: {fix}")
+
+
+def numa_options(gpus: int) -> list[str]:
+    """Return the launcher's options that bind each process to the cores beside its GPU, if there are several NUMA nodes."""
+    if gpus < 2 or not os.path.exists(f"{NUMA_NODES}/node1"):
+        return []
+    if output_of("numactl", "--physcpubind=+0", "true") is not None:
+        return ["--numa-binding", "node"]
+    tell("titan_lite: processes are not bound to the cores beside their GPU: install numactl")
+    return []
+
+
+def output_of(*command: str) -> str | None:
+    """Return a command's standard output; None if it fails or does not exist."""
+    try:
+        return subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def set_environment(arguments: Sequence[str], gpus: int, processes: int) -> None:
+    """Set what the processes read from the environment, where the user has not."""
+    if not os.environ.get("OMP_NUM_THREADS"):  # the processes of a node share its cores
+        os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // processes))
+    if gpus and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+        # Without fixed segments less memory is lost to gaps.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if gpus:  # a collective's kernel does not wait behind those of a computation
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+    os.environ["PYTHONSAFEPATH"] = "1"  # no module of the current folder
+    os.environ["PYTHONUTF8"] = "1"  # torch reads files by the locale
+    root = str(Path(__file__).parents[1])
+    if str(SHIPPED.parent) == root:  # a checkout, which need not be installed
+        paths = [root, os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    # A run that stops prints the command to go on. ./run_train.sh sets its own.
+    command = os.environ.get("TITAN_LITE_COMMAND") or shlex.join(
+        ["titan-lite", "train", *arguments]
+    )
+    given = [f"{name}={shlex.quote(os.environ[name])}" for name in GIVEN if os.environ.get(name)]
+    os.environ["TITAN_LITE_COMMAND"] = " ".join([*given, command])
+    os.environ.setdefault("LOG_RANK", "0")
+
+
+def listen() -> None:
+    """Receive signals in a thread: the first ends this process or, once torchrun runs, is passed on; others are left pending.
+
+    A further signal would end torchrun while it waits for its ranks, and leave them behind. Ranks inherit that signals are
+    blocked, until they listen to them.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    for number in STOPPING:  # until torchrun starts ranks, and sets handlers of its own
+        signal.signal(number, lambda number, frame: os._exit(exit_code.STOPPED))
+    threading.Thread(target=pass_signal_on, name="signals", daemon=True).start()
+
+
+def pass_signal_on() -> None:
+    number = signal.Signals(signal.sigwait(STOPPING))
+    tell(f"titan_lite: {number.name}: stopping")
+    _thread.interrupt_main(number)  # runs the signal's handler in the main thread
+
+
+def launch(options: Sequence[str], *, may_restart: bool) -> int:
+    """Run torchrun with these arguments, and return the exit code of the run."""
+    # Imports that take seconds
+    from torch.distributed import DistError, run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    # It has a line of its own for each rank that fails; this function tells how they ended.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_LIMIT))  # torch >= 2.12
+    exit_code.expect()
+    if sys.platform == "linux":
+        args = (may_restart,)
+        threading.Thread(target=leave_other_nodes, args=args, name="nodes", daemon=True).start()
+    handled = ",".join(number.name for number in (*STOPPING, signal.SIGQUIT))
+    error: Exception | None = None
+    try:
+        run.main(["--signals-to-handle", handled, *options])
+    except (SignalException, ChildFailedError, RendezvousError, DistError) as raised:
+        error = raised
+    recorded = exit_code.taken()
+    if error is None:
+        return recorded if recorded in exit_code.ENDINGS else exit_code.TRAINED
+    if isinstance(error, SignalException):  # where nothing is recorded, no rank had come to a step
+        return exit_code.STOPPED if recorded is None else recorded
+    if recorded in exit_code.ENDINGS:
+        return recorded
+    if isinstance(error, ChildFailedError):
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        if set(codes.values()) == {exit_code.STOPPED}:  # ranks that were starting had a signal
+            return exit_code.STOPPED
+        tell(f"error: {describe_failures(codes)}")
+    else:
+        first_line = str(error).partition("\n")[0]
+        tell(f"error: the launchers of the nodes have lost each other: {first_line}")
+    return exit_code.FAILED
+
+
+def describe_failures(codes: Mapping[int, int]) -> str:
+    """Return {0: 1, 1: -9}, exit codes by rank, as "rank 1 was killed by SIGKILL; rank 0 ended with exit code 1"."""
+    killed = []
+    failed = []
+    for rank, code in sorted(codes.items()):
+        if code < 0:
+            killed.append(f"rank {rank} was killed by {signal.Signals(-code).name}")
+        else:
+            failed.append(f"rank {rank} ended with exit code {code}")
+    return "; ".join(killed + failed)
+
+
+def leave_other_nodes(may_restart: bool) -> NoReturn:
+    """Run in a thread: end this process if its ranks have ended badly, and the launchers of other nodes do not answer.
+
+    torchrun would wait for many minutes after a cut cable, and for 300 s for a launcher that was killed.
+    """
+    waited = 0
+    started = False
+    while True:
+        time.sleep(1)
+        code = exit_code.recorded()
+        running = ranks_run()
+        started = started or running
+        waited = 0 if running or not started or code == exit_code.TRAINED else waited + 1
+        limit = RESTART_LIMIT if may_restart and code not in exit_code.ENDINGS else NODES_LIMIT
+        if waited > limit:
+            break
+    if code not in exit_code.ENDINGS:
+        tell(
+            f"error: the ranks here have failed, and the other nodes are not reached for {limit} s"
+        )
+    os._exit(exit_code.taken() or exit_code.FAILED)
+
+
+def ranks_run() -> bool:
+    """Return True if a process that the main thread has started has not ended. torchrun need not have noticed its end."""
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        with suppress(ChildProcessError):
+            if os.waitid(os.P_PID, int(pid), os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return True
+    return False
+
+
+if __name__ == "__main__":
+    exit_code.end_with(lambda: main(sys.argv[1:]))

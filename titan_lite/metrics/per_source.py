@@ -1,0 +1,111 @@
+"""Count tokens and loss of each source of a mixture, from the losses per sequence.
+
+    by_source = PerSource(["web", "code"], device, sum_of_losses, sum_over_tokens)
+    by_source.read(loader.sources, counted)     # for each local batch: sources (B,), number of counted labels (B,)
+    loss = by_source.add(runner.forward_backward(...), tokens)      # in the same order: losses (B,) -> their sum
+    by_source.figures()                         # {"loss_by_source/web": 3.21, "tokens_by_source/web": 1_048_576, ...}
+
+A window comes from one source (data/loader.py), so the sum of its tokens' losses is sufficient. Without names nothing is kept,
+and there is no collective.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_lite.logging import logger
+
+
+class PerSource:
+    """Counts by source. names: those of the sources, () without a mixture. sum_losses, sum_tokens: sum over ranks in place."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        device: torch.device,
+        sum_losses: Callable[[Tensor], None],
+        sum_tokens: Callable[[Tensor], None],
+    ):
+        self.names, self.device, self.sum_losses, self.sum_tokens = (
+            names,
+            device,
+            sum_losses,
+            sum_tokens,
+        )
+        # nats and tokens of each source: own: of this rank, since the last sum; window: of all ranks, since the last figures
+        self.own = torch.zeros(2, len(names), dtype=torch.float64, device=device)
+        self.window = torch.zeros(2, len(names), dtype=torch.float64)
+        self.seen = [0] * len(names)  # tokens of the run, resumed parts included
+        self.waiting: deque[Tensor] = deque()
+        self.missing: set[str] = set()  # absent figures that were reported
+
+    def read(self, sources: Sequence[int], counted: Tensor) -> None:
+        """Add a local batch. sources: (B,) source of each sequence. counted: (B,) counted labels of each sequence."""
+        if self.names:
+            where = torch.tensor(sources, device=self.device)
+            self.own[1].index_add_(0, where, counted.double())
+            self.waiting.append(where)
+
+    def add(self, losses: Tensor, tokens: Tensor | float = 1.0) -> Tensor:
+        """Add the losses (B,), in nats / tokens, of the oldest batch still waiting, and return their sum.
+
+        losses: a scalar zero before the last pipeline stage, or the sum itself without names.
+        """
+        if self.names:
+            where = self.waiting.popleft()
+            self.own[0].index_add_(0, where, (losses.double() * tokens).expand(len(where)))
+        return losses.sum()
+
+    def _gather(self) -> None:
+        self.sum_losses(self.own[0])
+        self.sum_tokens(self.own[1])
+        both = self.own.cpu()
+        self.window += both
+        self.seen = [
+            before + int(more) for before, more in zip(self.seen, both[1].tolist(), strict=True)
+        ]
+        self.own.zero_()
+
+    def figures(self, prefix: str = "") -> dict[str, float]:
+        """Return nats per token since the last call for each source that was read, and tokens of the run. A collective.
+
+        A loss that is not finite affects only its source. With a prefix, such as "validation_", only the losses are returned.
+        """
+        if not self.names:
+            return {}
+        self._gather()
+        window = zip(self.names, *self.window.tolist(), strict=True)
+        values = {
+            f"{prefix}loss_by_source/{name}": nats / tokens
+            for name, nats, tokens in window
+            if tokens
+        }
+        self.window.zero_()
+        if prefix:
+            for key in (f"{prefix}loss_by_source/{name}" for name in self.names):
+                if key not in values and key not in self.missing:
+                    self.missing.add(key)
+                    logger.warning(
+                        f"{key} is absent: no sequence of that source was read; use a larger validation.steps"
+                    )
+        else:
+            values |= {
+                f"tokens_by_source/{name}": seen
+                for name, seen in zip(self.names, self.seen, strict=True)
+            }
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint. A collective."""
+        if not self.names:
+            return {}
+        self._gather()
+        return {"tokens_by_source": dict(zip(self.names, self.seen, strict=True))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's state; without a count, from zero."""
+        counts = state.get("tokens_by_source", {})
+        self.seen = [counts.get(name, 0) for name in self.names]

@@ -1,0 +1,261 @@
+"""Write a run's figures to the log, `metrics.jsonl`, TensorBoard, Weights & Biases, and at the end to `loss.png`.
+
+    metrics = MetricsWriter(config.metrics, dump_folder, recipe, writes=rank == 0, first_step=0, total_steps=1000)
+    metrics.log(10, {"loss": 6.9, "tps": 5000.0, ...})
+
+All use the same names. `metrics.jsonl` has one object per line. A resumed run appends to it, after a line {"resumed_from": step};
+if a step occurs twice, the later line counts.
+
+    loss, validation_loss   nats per token, over all ranks
+    grad_norm               global L2 norm before clipping
+    tps                     tokens per second and device
+    tflops                  10^12 floating-point operations per second and device that the model needs, without recomputation
+    mfu                     tflops relative to the device's datasheet peak, percent; causal attention counts as half of full
+                            attention; absent on CPUs and GPUs without a known peak, unless compile.machine has one
+    mfu_full_attention      the same with attention counted as full, as torchtitan and others do
+    memory_gib              peak of one device: memory reserved by the CUDA allocator, or resident memory of a CPU process
+    data_wait               time spent waiting for the loader, percent
+    step_time               seconds per step
+    bad_documents           different documents skipped in the run, with data.on_bad_document = "skip"
+    short_documents         documents skipped since this start, with data.min_document_tokens
+
+and for each source of a mixture, where NAME is the end of its path, or its dataset
+
+    loss_by_source/NAME     nats per token of that source, over all steps since the line before
+    tokens_by_source/NAME   tokens of the run, resumed parts included
+    validation_loss_by_source/NAME
+"""
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_lite.config import Metrics
+from titan_lite.logging import console, logger
+from titan_lite.metrics.run_files import read_metrics
+
+COLOURS = {"loss": "\033[32m", "grad_norm": "\033[34m", "tps": "\033[36m", "mfu": "\033[35m"}
+FORMATS = {
+    "loss": "loss {:.4f}",
+    "validation_loss": "validation loss {:.4f}",
+    "grad_norm": "grad norm {:.3f}",
+    "lr": "lr {:.2e}",
+    "tps": "tps {:,.0f}",
+    "tflops": "tflops {:.2f}",
+    "mfu": "mfu {:.1f}%",
+    "memory_gib": "memory {:.2f} GiB",
+    "data_wait": "data wait {:.1f}%",
+}
+HYPERPARAMETERS = (
+    "model",
+    "training",
+    "optimizer",
+    "lr_scheduler",
+)  # sections that decide what is learned
+
+
+class MetricsWriter:
+    """Show values on every rank, and write them on one.
+
+    recipe: {"training.steps": 1000, ...}, written for TensorBoard and Weights & Biases. writes: whether this rank writes files.
+    total_steps: length of the progress bar.
+    """
+
+    def __init__(
+        self,
+        config: Metrics,
+        dump_folder: Path,
+        recipe: Mapping[str, Any],
+        *,
+        writes: bool,
+        first_step: int,
+        total_steps: int,
+    ):
+        self.config, self.dump_folder, self.path, self.writes = (
+            config,
+            dump_folder,
+            dump_folder / "metrics.jsonl",
+            writes,
+        )
+        self.start, self.lost = time.perf_counter(), False
+        self.colour = not os.environ.get("NO_COLOR") and sys.stdout.isatty()
+        self.bar = self.tensorboard = self.wandb = None
+        if not writes:
+            return
+        # sources of documents are models
+        plain = json.loads(json.dumps(recipe, default=dict))
+        resumes = self._open()
+        if resumes:
+            self._write({"resumed_from": first_step})
+        if config.enable_tensorboard:
+            self.tensorboard = start_tensorboard(
+                dump_folder / "tb", plain, first_step + 1 if resumes else None
+            )
+        if config.enable_wandb:
+            self.wandb = start_wandb(dump_folder, plain)
+        if self.colour:
+            from tqdm import tqdm
+
+            self.bar = tqdm(
+                file=sys.stdout,
+                total=total_steps,
+                initial=first_step,
+                unit="step",
+                dynamic_ncols=True,
+                leave=False,
+            )
+            console.around = self.bar.external_write_mode
+
+    def _open(self) -> bool:
+        """Open the file to append to it, and return whether it has lines."""
+        before = self.path.read_bytes() if self.path.exists() else b""
+        self.file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        if before and not before.endswith(b"\n"):  # a run that was killed may leave half a line
+            self._put("\n")
+        return bool(before)
+
+    def advance(self) -> None:
+        """Advance the progress bar by a step."""
+        if self.bar is not None:
+            self.bar.update()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Show and write values of `step` under their names; names without a format are written only."""
+        parts = [f"step {step:>4}"]
+        for name, text in FORMATS.items():
+            if name in values:
+                part = text.format(values[name])
+                parts.append(
+                    f"{COLOURS[name]}{part}\033[0m" if self.colour and name in COLOURS else part
+                )
+        logger.info("  ".join(parts))
+        if not self.writes:
+            return
+        # JSON has no NaN
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._write({"step": step, **finite, "time": round(time.perf_counter() - self.start, 3)})
+        if self.tensorboard is not None:
+            try:
+                for name, value in values.items():
+                    self.tensorboard.add_scalar(name, value, step)
+                self.tensorboard.flush()
+            except OSError as error:
+                self._lose(f"{self.dump_folder} cannot be written: {error}")
+                self.tensorboard = None
+        if self.wandb is not None:
+            self.wandb.log({"step": step, **values})
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            console.around = nullcontext
+        try:
+            if self.tensorboard is not None:
+                self.tensorboard.close()
+            if self.wandb is not None:
+                self.wandb.finish()
+            if self.writes:
+                self.file.close()
+        except OSError as error:
+            self._lose(f"{self.dump_folder} cannot be written: {error}")
+
+    def _write(self, entry: Mapping[str, object]) -> None:
+        self._put(json.dumps(entry) + "\n")
+
+    def _put(self, text: str) -> None:
+        try:
+            self.file.write(text)
+        except OSError as error:
+            self._lose(f"{self.dump_folder} cannot be written: {error}")
+
+    def _lose(self, why: str) -> None:
+        """Warn once that figures are lost; this does not end the run."""
+        if not self.lost:
+            logger.warning(f"METRICS ARE LOST, the run goes on: {why}")
+        self.lost = True
+
+
+def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int | None) -> Any:
+    """Return a TensorBoard writer with the recipe as text and as hyperparameters."""
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
+    from torch.utils.tensorboard.summary import hparams
+
+    # `log` flushes: an error in the writer's thread would print a traceback.
+    writer: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10**6)
+    lines = [
+        f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()
+    ]  # a Markdown code block
+    writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
+    chosen = {  # lists are not admitted as values
+        key: json.dumps(value) if isinstance(value, list) else value
+        for key, value in recipe.items()
+        if key.partition(".")[0] in HYPERPARAMETERS
+    }
+    for summary in hparams(
+        chosen, dict.fromkeys(("loss", "validation_loss"), 0.0)
+    ):  # the writer's method would start a new run
+        writer.file_writer.add_summary(summary)
+    return writer
+
+
+def start_wandb(dump_folder: Path, recipe: dict[str, Any]) -> Any:
+    """Return the run of Weights & Biases, the same one if this folder's run is resumed."""
+    import wandb
+
+    identity = dump_folder / "wandb_id"
+    if not identity.exists():
+        identity.write_text(uuid.uuid4().hex, encoding="utf-8")
+    run = wandb.init(
+        id=identity.read_text(encoding="utf-8"),
+        name=dump_folder.resolve().name,
+        dir=str(dump_folder),
+        config=recipe,
+        resume="allow",
+    )
+    run.define_metric(
+        "*", step_metric="step"
+    )  # a resumed run repeats steps, and its own count only grows
+    return run
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the peak of memory reserved by the CUDA allocator, or of this process's resident memory on a CPU, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def draw_loss(dump_folder: Path) -> Path:
+    """Draw training and validation loss of `metrics.jsonl` into `loss.png` beside it; warn if it cannot be written."""
+    from matplotlib.figure import Figure
+
+    entries = read_metrics(dump_folder / "metrics.jsonl")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, style in (("loss", "-"), ("validation_loss", "o--")):
+        points = [
+            (step, values[name]) for step, values in entries.items() if values.get(name) is not None
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), markersize=4)
+    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    path = dump_folder / "loss.png"
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        logger.warning(f"no loss curve: {path} cannot be written: {error.strerror}")
+    return path

@@ -1,0 +1,57 @@
+"""Muon for the matrices within blocks, AdamW for all other parameters (https://kellerjordan.github.io/posts/muon/).
+
+A matrix is moved by its momentum, made orthogonal by a Newton-Schulz iteration and scaled to the size of AdamW's steps as in
+Moonlight (arXiv 2502.16982, section 2.2), so that one learning rate and one weight decay serve both. The momentum is sharded as
+its parameter. The iteration needs the whole matrix, and its owner alone computes it (matrices.py). torch.optim.Muon with
+adjust_lr_fn = "match_rms_adamw" takes the same steps.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from titan_lite.optim.matrices import Matrices
+from titan_lite.sharding import local
+
+COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # of the quintic polynomial: steepest at zero, so small singular values grow fastest
+EPS = 1e-7
+
+
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """Return nearly U V^T of matrix = U S V^T: after five steps, most singular values are between 0.7 and 1.2."""
+    a, b, c = COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=EPS)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+class Muon(Matrices):
+    """The momentum, and the iteration."""
+
+    def zeros_of(self, number: int) -> dict[str, Tensor]:
+        return dict(momentum_buffer=torch.zeros_like(self.matrices[number].detach()))
+
+    def part_of(self, number: int) -> Tensor:
+        """Return this rank's part of the direction, and move the momentum on."""
+        matrix, momentum = self.matrices[number], self.config.momentum
+        buffer = local(self.state[matrix]["momentum_buffer"])
+        gradient = local(matrix.grad)
+        mean = buffer.lerp(gradient, 1 - momentum)
+        direction = gradient.lerp(mean, momentum) if self.config.nesterov else mean
+        self.store(buffer, mean)
+        return direction.to(self.owners.dtype)
+
+    def update_of(self, number: int, whole: Tensor) -> Tensor:
+        return orthogonalize(whole, self.config.ns_steps)
+
+    def scale_of(self, number: int) -> float:
+        return 0.2 * math.sqrt(max(self.shapes[number]))

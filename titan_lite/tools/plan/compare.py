@@ -1,0 +1,112 @@
+"""Compare a plan with a run that has ended: step time, tokens per second and memory, side by side.
+
+windows = read_windows(Path("outputs/llama3_8b"), config)     # of its metrics.jsonl, if it trained this recipe
+print("\\n".join(describe_comparison(plan, windows)))         # a plan for `ranks_of(windows)` ranks
+"""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_lite.config import Config, ConfigError, flatten, load_config
+from titan_lite.cost.machine import GIB
+from titan_lite.metrics.run_files import RecordError, Window, read_rows, timed_windows
+from titan_lite.models.flavors import shape_words
+from titan_lite.tools.plan.summary import Plan
+
+PLANNED_SECTIONS = (
+    "model",
+    "training",
+    "optimizer",
+    "parallelism",
+    "activation_checkpoint",
+    "compile",
+    "float8",
+)
+# Keys of these sections that no plan depends on.
+NOT_PLANNED = (
+    "model.tokenizer_path",
+    "training.steps",
+    "training.gc_freq",
+    "optimizer.lr",
+    "compile.dump_graphs",
+)
+
+
+def read_windows(folder: Path, config: Config) -> list[Window]:
+    """Return the windows of steps that a run of `config` recorded, without the first one, which compiles.
+
+    Raises ConfigError if the folder has no run, one of another recipe, or no window but the first.
+    """
+    written = f"--compare {folder}"
+    metrics = folder / "metrics.jsonl"
+    recipe = folder / "config.toml"
+    for path in (metrics, recipe):
+        if not path.is_file():
+            raise ConfigError(f"{written}: no {path.name} in it; use a run's job.dump_folder")
+    of_run = flatten(load_config(recipe, []))
+    for key, value in flatten(config).items():
+        is_planned = key.partition(".")[0] in PLANNED_SECTIONS and key not in NOT_PLANNED
+        if is_planned and of_run[key] != value:
+            raise ConfigError(
+                f"{written}: its run had {key} = {of_run[key]!r}, and this recipe has {value!r}; use the run's own, {recipe}"
+            )
+    try:
+        read_rows(metrics)  # raises for a damaged file
+    except RecordError as error:
+        raise ConfigError(f"{written}: {error}") from None
+    return _not_empty(timed_windows(metrics), written)
+
+
+def after_ramp(windows: Sequence[Window], last: int, folder: Path) -> list[Window]:
+    """Return the windows that begin once step `last` is done, the last one of training.global_batch_ramp.
+
+    Raises ConfigError if there are none.
+    """
+    left = [window for window in windows if window.begins_after >= last]
+    return _not_empty(left, f"--compare {folder}", " or before the end of global_batch_ramp")
+
+
+def _not_empty(windows: list[Window], written: str, ramp: str = "") -> list[Window]:
+    if not windows:
+        raise ConfigError(
+            f"{written}: no step to compare: all were in the first window (metrics.log_freq) after the last start, in which "
+            f"code is compiled{ramp}; use a run with more steps"
+        )
+    return windows
+
+
+def ranks_of(windows: Sequence[Window]) -> int:
+    """Return the number of ranks of a run: its tokens by those of one rank."""
+    tokens_of_rank = sum(window.seconds * window.tokens_per_second for window in windows)
+    return round(sum(window.tokens for window in windows) / tokens_of_rank)
+
+
+def describe_comparison(plan: Plan, windows: Sequence[Window]) -> list[str]:
+    """Return a table of planned and measured figures. plan: with a step on the nominal, a slow and a fast machine."""
+    stated, slow, fast = plan.steps
+    layout = plan.layout
+    measured_step = statistics.median(window.seconds / window.steps for window in windows)
+    measured_speed = statistics.median(window.tokens_per_second for window in windows)
+    measured_memory = max(window.memory_gib for window in windows)
+    steps = (stated.seconds, fast.seconds, slow.seconds)
+    speeds = tuple(plan.tokens_per_second(step) for step in (stated, slow, fast))
+    return [
+        f"{shape_words(layout.config.model)}, world size {layout.world_size}, planned on {plan.machine.name}",
+        "",
+        f"{'':<20}{'planned':>10}{'80% range':>22}{'measured':>12}{'planned / measured':>20}",
+        _row("step, s", "{:.3g}", steps, measured_step),
+        _row("tokens/s per rank", "{:,.0f}", speeds, measured_speed),
+        _row("memory, GiB", "{:.2f}", (plan.memory.reserved / GIB,), measured_memory),
+        "",
+        f"measured: medians of {len(windows)} windows of metrics.log_freq steps; memory is the peak of the first rank, reserved "
+        "on a GPU, and resident with Python and torch on a CPU",
+    ]
+
+
+def _row(name: str, form: str, planned: Sequence[float], measured: float) -> str:
+    """Return a line of the table. planned: (stated, least, most), or the stated figure alone."""
+    stated, *ends = planned
+    between = " to ".join(map(form.format, ends))
+    figures = f"{form.format(stated):>10}{between:>22}{form.format(measured):>12}"
+    return f"{name:<20}{figures}{stated / measured:>20.2f}"

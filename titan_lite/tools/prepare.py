@@ -1,0 +1,337 @@
+"""Tokenize a corpus once, for data.dataset = "prepared", which has random access and needs no text.
+
+    titan-lite prepare train_configs/llama3_8b.toml prepared/books --data.dataset local --data.path 'books/*.jsonl'
+    ./run_train.sh --data.dataset prepared --data.path prepared/books
+    titan-lite prepare --verify prepared/books
+
+RECIPE FOLDER       tokenize the recipe's [data] with its model.tokenizer_path into a new folder
+--section.key V     any key of the recipe, as in training
+
+Training on the folder reads the same tokens in the same order, and holds out the same documents, as training on the text. Of a
+mixture ([[data.sources]]) each source becomes a folder inside FOLDER, and the tables for the recipe are printed.
+
+`datasets` does the work: Dataset.from_generator reads the documents, Dataset.map tokenizes them in several processes, and
+save_to_disk writes them. Until everything is on disk, the folder is called unfinished-FOLDER. Meanwhile it needs room for the
+text, too; nothing is written to the cache of `datasets`.
+"""
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute
+
+from titan_lite import manifest
+from titan_lite.config import ConfigError, Data, load_config
+from titan_lite.config.errors import in_toml
+from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
+from titan_lite.data.dataset import Corpus, Stdlib, open_corpus
+from titan_lite.data.prepared import (
+    BOTH_SPLITS,
+    FORMAT,
+    NAME,
+    SPLITS,
+    Split,
+    check_prepared,
+    read_prepared,
+)
+from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from titan_lite.environment import usable_cores
+from titan_lite.logging import init_logging
+from titan_lite.tools.cli import Parser, command
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+DOCUMENTS_AT_ONCE = 100  # that a process tokenizes
+
+
+def prepare_mixture(
+    data: Data, tokenizer: Tokenizer, folder: Path, workers: int
+) -> list[tuple[Path, dict[str, Any] | None]]:
+    """Prepare each of data.sources in a folder inside `folder`.
+
+    Return (folder, content of prepared.json), or (path, None) if prepared before. Raises ConfigError.
+    """
+    done: list[tuple[Path, dict[str, Any] | None]] = []
+    with _whole(folder) as unfinished:
+        for number, (_, source) in enumerate(data.mixture(), start=1):
+            if source.dataset == "prepared":
+                check_prepared(source, tokenizer.sha256, tokenizer.vocab_size)
+                done.append((Path(source.path), None))
+                continue
+            name = f"{number}-{_short_name(source)}"
+            (unfinished / name).mkdir()
+            done.append((folder / name, _prepare(source, tokenizer, unfinished / name, workers)))
+    return done
+
+
+def prepare(data: Data, tokenizer: Tokenizer, folder: Path, workers: int) -> dict[str, Any]:
+    """Write the folder, and return the content of its prepared.json. Raises ConfigError."""
+    if data.dataset == "prepared":
+        raise ConfigError(
+            f'{data.key("dataset")} = "prepared": {data.path} is prepared already; use "local", "stdlib" or "c4"'
+        )
+    with _whole(folder) as unfinished:
+        return _prepare(data, tokenizer, unfinished, workers)
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """Return a context with a new folder that is called `folder` once it is complete, and removed after an error."""
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    unfinished = folder.with_name(f"unfinished-{folder.name}")
+    if folder.exists():
+        raise ConfigError(f"{folder} exists, and nothing is overwritten; use a new folder")
+    try:
+        unfinished.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(
+            f"{unfinished} exists: another process writes it, or one was killed; wait for it, or remove it"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error}; use another folder") from None
+    try:
+        yield unfinished
+        manifest.publish(unfinished, folder)
+    except datasets.exceptions.DatasetGenerationError as error:  # of the documents or the disk
+        cause = error.__cause__ or error
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise ConfigError(f"{folder} cannot be written: {cause}") from error
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _prepare(data: Data, tokenizer: Tokenizer, folder: Path, workers: int) -> dict[str, Any]:
+    """Fill a folder, and return the content of its prepared.json."""
+    preparation = _Preparation(data, tokenizer, workers)
+    parts: dict[str, Any] = {}
+    if data.dataset == "c4":
+        for split in SPLITS:
+            parts[split] = preparation.write(split, folder / split)
+    else:
+        parts[BOTH_SPLITS] = preparation.write("train", folder / BOTH_SPLITS)
+    source = {"dataset": data.dataset, "path": data.path, "text_field": data.text_field}
+    return write_description(folder, tokenizer, parts, source, preparation.bad)
+
+
+class _Preparation:
+    """Tokenizes a corpus. bad: its bad documents."""
+
+    def __init__(self, data: Data, tokenizer: Tokenizer, workers: int):
+        self.data = data
+        self.tokenizer = tokenizer
+        self.workers = workers
+        self.policy = BadDocumentPolicy(data)
+        self.bad: list[BadDocument] = []
+
+    def write(self, split: Split, folder: Path) -> dict[str, Any]:
+        """Write the documents of a split, or of both if they are split by name, and return their description."""
+        import datasets
+
+        corpus = Stdlib() if self.data.dataset == "stdlib" else open_corpus(self.data, split)
+        scratch = folder.with_name("scratch")
+        texts = datasets.Dataset.from_generator(
+            lambda: self._rows(corpus),
+            features=datasets.Features(
+                piece=datasets.Value("int64"),
+                name=datasets.Value("string"),
+                size=datasets.Value("int64"),
+                text=datasets.Value("large_string"),
+            ),
+            cache_dir=str(scratch),
+            fingerprint="texts",
+        )
+        table = self._tokenized(texts, scratch / "tokens.arrow")
+        pieces = [] if isinstance(corpus, Stdlib) else corpus.pieces
+        piece_of_row = np.concatenate([part.to_numpy() for part in table.data["piece"].chunks])
+        described = save(table.remove_columns("piece"), folder)
+        described["piece_sizes"] = [piece.size for piece in pieces]
+        counts = np.bincount(piece_of_row, minlength=len(pieces))[: len(pieces)]
+        described["piece_documents"] = counts.tolist()
+        shutil.rmtree(scratch)
+        return described
+
+    def _rows(self, corpus: Stdlib | Corpus) -> Iterator[dict[str, Any]]:
+        """Yield the documents in order, with the number of their piece; a bad one that may be skipped has an empty text."""
+        readable = False
+        if isinstance(corpus, Stdlib):
+            for name in corpus.names:
+                readable = True
+                yield {"piece": 0, "name": name, "size": 0, "text": corpus.document(name)}
+        else:
+            for number, piece in enumerate(corpus.pieces):
+                for place, raw in corpus.read(piece):
+                    text = corpus.document(piece, place, raw)
+                    if isinstance(text, BadDocument):
+                        self.policy.skip(text)
+                        self.bad.append(text)
+                        text = ""
+                    else:
+                        readable = True
+                    name = corpus.name(piece, place)
+                    yield {"piece": number, "name": name, "size": corpus.size(raw), "text": text}
+        if not readable:
+            raise ConfigError(
+                f'{self.data.key("path")} = "{self.data.path}" has no document that can be read; use other documents'
+            )
+
+    def _tokenized(self, texts: Any, file: Path) -> Any:
+        """Return a table with tokens in place of texts, which lies in `file`."""
+        import datasets
+
+        tokenizer = self.tokenizer
+        dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+        features = texts.features.copy()
+        del features["text"]
+        features["tokens"] = datasets.LargeList(datasets.Value(dtype))
+
+        def tokenize(batch: dict[str, list]) -> dict[str, list]:
+            none = np.array([], dtype=dtype)
+            return {
+                "tokens": [
+                    tokenizer.encode_document(text).astype(dtype) if text else none
+                    for text in batch["text"]
+                ]
+            }
+
+        try:
+            return texts.map(
+                tokenize,
+                batched=True,
+                batch_size=DOCUMENTS_AT_ONCE,
+                num_proc=min(self.workers, len(texts)) or None,
+                remove_columns="text",
+                features=features,
+                load_from_cache_file=False,
+                cache_file_name=str(file),
+                new_fingerprint="tokens",
+                desc="Tokenizing",
+            )
+        except Exception as error:
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None  # datasets raises a TimeoutError in its place
+            if not isinstance(error, RuntimeError):  # datasets' own of a process that was killed
+                raise
+            raise ConfigError(
+                f"--workers {self.workers}: a process that tokenizes ended ({error}); use fewer workers"
+            ) from error
+
+
+def save(table: Any, folder: Path) -> dict[str, Any]:
+    """Write a table with the columns name, size and tokens, and return its numbers of documents and tokens."""
+    table.save_to_disk(str(folder))
+    lengths = (pyarrow.compute.list_value_length(part) for part in table.data["tokens"].chunks)
+    tokens = sum(pyarrow.compute.sum(part).as_py() for part in lengths)
+    return {"documents": len(table), "tokens": tokens}
+
+
+def write_description(
+    folder: Path,
+    tokenizer: Tokenizer,
+    parts: dict[str, Any],
+    source: dict[str, str],
+    bad: Sequence[BadDocument] = (),
+) -> dict[str, Any]:
+    """Write prepared.json, which has the size and SHA-256 of every other file, and return its content."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files:
+        manifest.sync(path)
+    described = {
+        "format": FORMAT,
+        "tokenizer": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "source": source,
+        "parts": parts,
+        "bad": [document.listed() for document in bad],
+        "files": {str(path.relative_to(folder)): manifest.digest(path) for path in files},
+    }
+    manifest.write_text(folder / NAME, json.dumps(described))
+    return described
+
+
+def _short_name(data: Data) -> str:
+    """Return a source's part of a folder name, such as "books" for books/*.jsonl."""
+    parts = [part for part in Path(data.path).parts if not set(part) & set("*?[")] or [data.dataset]
+    return re.sub(r"[^\w.-]+", "-", Path(parts[-1]).name.split(".")[0] or data.dataset)[:40]
+
+
+def _summary(described: dict[str, Any]) -> str:
+    parts = described["parts"]
+    sums = [
+        f"{name}: {part['documents']:,} documents, {part['tokens']:,} tokens"
+        for name, part in parts.items()
+    ]
+    if described["bad"]:
+        sums.append(f"{len(described['bad'])} bad documents among them, which {NAME} lists")
+    return "; ".join(sums)
+
+
+@command
+def main(arguments: Sequence[str]) -> None:
+    parser = Parser(__doc__)
+    working = "processes that tokenize (default: one per core); 0: tokenize in this process"
+    comparing = f"compare every byte with the SHA-256 in {NAME}, and write nothing"
+    parser.add_argument("--workers", type=int, default=usable_cores(), metavar="N", help=working)
+    parser.add_argument("--verify", type=Path, metavar="FOLDER", help=comparing)
+    init_logging()
+    options, others = parser.parse_known_args(arguments)
+    if options.verify:
+        if others:
+            raise ConfigError(
+                f"--verify {options.verify}: expected nothing else, found {' '.join(others)}; leave that out"
+            )
+        described = read_prepared(options.verify, every_byte=True)
+        print(f"{options.verify}: every byte is as written; {_summary(described)}")
+        return
+    if len(others) < 2 or others[0].startswith("-") or others[1].startswith("-"):
+        raise ConfigError(
+            f"expected RECIPE FOLDER first, found {' '.join(others) or 'neither'}; use --help for an example"
+        )
+    if options.workers < 0:
+        raise ConfigError(f"--workers {options.workers}: expected 0 or more")
+    config = load_config(others[0], others[2:])
+    folder = Path(others[1])
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    if not config.data.sources:
+        described = prepare(config.data, tokenizer, folder, options.workers)
+        print(f"{folder}: {_summary(described)}")
+        print(f"--data.dataset prepared --data.path {folder} trains on it")
+        return
+    done = prepare_mixture(config.data, tokenizer, folder, options.workers)
+    for path, part in done:
+        print(f"{path}: {_summary(part) if part else 'was prepared before'}")
+    print("\nto train on it, replace [[data.sources]] of the recipe by this:")
+    for (path, _), source in zip(done, config.data.sources, strict=True):
+        print("\n[[data.sources]]")
+        table = {"dataset": "prepared", "path": str(path.absolute()), "weight": source.weight}
+        for key, value in table.items():
+            print(f"{key} = {in_toml(value)}")
+
+
+def _end_with_parent() -> None:
+    """Leave Ctrl-C to the parent, and have the kernel end this process when the parent is killed.
+
+    Processes of datasets would wait for ever. Linux alone can do it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    os.register_at_fork(after_in_child=_end_with_parent)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""Check a recipe, print it resolved, or print the help of a run, without torch.
+
+    python -m titan_lite recipe RECIPE [--section.key value ...] [--print-config]
+    python -m titan_lite recipe --world-size 8 RECIPE ...      # also checks the layout of 8 ranks, tokenizer, data and LOG_RANK
+
+Exit code 0: the recipe can be read; 2: something in it or on the command line is wrong.
+"""
+
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from titan_lite.config import SECTIONS, Config, ConfigError, load_config, to_toml
+from titan_lite.config.help import section_help
+from titan_lite.config.load import nearest_section
+from titan_lite.distributed.layout import make_layout
+from titan_lite.logging import log_ranks
+from titan_lite.tools.cli import command
+
+HELP = """\
+usage: ./run_train.sh [OPTION ...]                          the recipe that CONFIG_FILE names, on this machine's devices
+       titan-lite train RECIPE [OPTION ...]                 the same, where titan_lite is installed
+       torchrun ... -m titan_lite.train RECIPE [OPTION ...]
+       python -m titan_lite.train RECIPE [OPTION ...]       one process
+       titan-lite recipe RECIPE [OPTION ...]                only checks the recipe
+
+RECIPE is a TOML file, such as train_configs/debug_model.toml, or the name of a shipped one, such as debug_model. A key of it, in
+[section], is an option as well:
+
+  --section.key value, --section.key=value     lists: --parallelism.fsdp_keep_gathered norm,output, also with spaces
+  --section.key, --section.no-key              true and false: --compile.enable, --compile.no-enable
+  --print-config                               print the resolved recipe, with the origin of each value
+  --help [SECTION]                             print this and every key, or the keys of one section
+
+The command line overrides the recipe, which overrides the recipe it extends, which overrides the defaults.
+
+  CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --training.steps 100 --compile.enable
+  ./run_train.sh --help checkpoint
+
+Other programs, each with its own --help: titan-lite plan predicts time and memory; verify compares a layout with one process;
+prepare tokenizes documents; report makes a page of runs; convert converts weights; generate continues a text. Without an
+installation: python -m titan_lite plan ...
+
+Environment variables of ./run_train.sh and titan-lite train:
+
+  CONFIG_FILE    the recipe (./run_train.sh alone; default: debug_model)
+  NGPU           processes on this node (default: its GPUs, else 2 CPU processes)
+  LOG_RANK       ranks that print, such as 0,3 (default: 0)
+  NNODES         nodes (default: 1); with more, RDZV_ENDPOINT=HOST:PORT of one of them, the same on all
+  NODE_RANK      0 on the node that RDZV_ENDPOINT names, not 0 on the others; only where host names do not tell
+  LOCAL_ADDR     this node's address, where its host name does not tell the others
+  RDZV_ID        name of the run, the same on all nodes (default: titan_lite)
+  MAX_RESTARTS   times that all processes are started again after a failure, from the newest step saved (default: 0)
+
+Exit codes: 0 trained, 1 failed, 2 wrong recipe, option or data, 3 the same step failed again after a restart, 75 stopped by a
+signal and saved.
+
+"""
+HELP += textwrap.fill(f"Sections: {', '.join(SECTIONS)}.", 114) + "\n"
+
+
+def help_text(arguments: Sequence[str] = ()) -> str:
+    """Return the usage of a run and every key, or only the section that follows --help in the arguments.
+
+    Raises ConfigError for an unknown section.
+    """
+    words = [
+        word
+        for flag in ("--help", "-h")
+        if flag in arguments
+        for word in arguments[arguments.index(flag) + 1 :][:1]
+    ]
+    wanted = words[0].strip("[]") if words and not words[0].startswith("-") else ""
+    if wanted and wanted not in SECTIONS:
+        raise ConfigError(
+            f"command line: --help {wanted}: no such section{nearest_section(wanted)}"
+        )
+    if wanted:
+        return "\n".join(section_help(wanted))
+    sections = ("\n".join(section_help(name)) for name in SECTIONS)
+    return "\n\n".join((HELP.rstrip(), *sections))
+
+
+def _world_size(arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
+    """Return (number of ranks, or 0 if not given; the recipe and its options). Raises ConfigError."""
+    if arguments[0] != "--world-size":
+        return 0, arguments
+    if len(arguments) < 3 or not re.fullmatch("[1-9][0-9]{0,8}", arguments[1]):
+        raise ConfigError(
+            f"command line: {' '.join(arguments[:2])}: use --world-size N RECIPE, with N at least 1"
+        )
+    return int(arguments[1]), arguments[2:]
+
+
+def check_world(config: Config, world_size: int) -> None:
+    """Check LOG_RANK, and the recipe's layout, tokenizer and data for so many ranks. Raises ConfigError."""
+    try:
+        log_ranks(world_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    from titan_lite.inputs import check_inputs  # needs packages that ./run_train.sh installs
+
+    check_inputs(config, make_layout(config, world_size))
+
+
+@command
+def main(arguments: Sequence[str]) -> int:
+    """Check a recipe, print it resolved, or print the help."""
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        print(help_text(arguments) if arguments else HELP.rstrip())
+        return 0 if arguments else 2
+    world_size, arguments = _world_size(arguments)
+    config = load_config(arguments[0], [word for word in arguments[1:] if word != "--print-config"])
+    if world_size:
+        check_world(config, world_size)
+    if "--print-config" in arguments:
+        print(to_toml(config, origins=True))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
