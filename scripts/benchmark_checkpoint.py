@@ -1,11 +1,13 @@
-"""Measure the cost of a save: seconds in which the training loop is blocked, sync and async, for a model and AdamW in fp32.
+"""Measure the cost of a save: seconds in which the training loop is blocked, sync and async, for a
+model and AdamW in fp32.
 
     python scripts/benchmark_checkpoint.py              # two layers of 1B's shapes: 0.38B parameters, 4.3 GiB a step
     python scripts/benchmark_checkpoint.py --flavor debug --layers 6 --folder /dev/shm
 
-Two processes (--world-size) hold shards on CPU, or on a GPU each where there are enough, and "train": matrix products, between
-which they ask after the save as the trainer does. Modes save in turn, --saves times, into --folder, which the page cache is in
-front of; every file is synced. The table has medians of
+Two processes (--world-size) hold shards on CPU, or on a GPU each where there are enough, and
+"train": matrix products, between which they ask after the save as the trainer does. Modes save in
+turn, --saves times, into --folder, which the page cache is in front of; every file is synced. The
+table has medians of
 
     blocked      seconds in `save` itself
     whole after  seconds until the step has its name
@@ -133,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         shutil.rmtree(folder)
     print(
-        f"{options.flavor}, {options.layers} layers: {size / 12 / 1e9:.2f}B parameters, {size / 2**30:.1f} GiB a step"
+        f"{options.flavor}, {options.layers} layers: {size / 12 / 1e9:.2f}B parameters,"
+        f" {size / 2**30:.1f} GiB a step"
     )
     print("\n| async_mode | blocked s | whole after s | lost s |\n|---|--:|--:|--:|")
     for mode, each in found.items():

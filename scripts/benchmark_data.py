@@ -1,4 +1,6 @@
-"""Speed of the data: tokenizing, and reading prepared data, beside other libraries. See also benchmark_resume.py.
+"""Speed of the data: tokenizing, and reading prepared data, beside other libraries.
+
+See also benchmark_resume.py.
 
     python scripts/benchmark_data.py                        # everything, on the standard library's text; a few minutes
     python scripts/benchmark_data.py tokenize --tokenizer Meta-Llama-3/original/tokenizer.model
@@ -9,8 +11,9 @@ read       tokens/s of the Loader on a prepared corpus, and of other readers tha
 
 --cpu      tokenize in one process, by its processor time: what is left to say on a machine with much other work
 
-Variants run in turn, and what is compared is of one round; the tables, in Markdown, have medians over rounds, and the best, in
-which other work on the machine is least. Tokens are those that come out of packing: sequences x seq_len.
+Variants run in turn, and what is compared is of one round; the tables, in Markdown, have medians
+over rounds, and the best, in which other work on the machine is least. Tokens are those that come
+out of packing: sequences x seq_len.
 """
 
 import argparse
@@ -126,7 +129,10 @@ def tokenize(options: argparse.Namespace, folder: Path) -> None:
     }
     if options.clock is time.process_time:
         del variants["Loader, local jsonl, num_workers = 1"]
-    title = f"Tokenizing {characters / 1e6:.1f} million characters, vocabulary of {tokenizer.vocab_size:,}"
+    title = (
+        f"Tokenizing {characters / 1e6:.1f} million characters, vocabulary of"
+        f" {tokenizer.vocab_size:,}"
+    )
     show(title, "tokens/s", measured(variants, options.rounds), options)
 
 
@@ -138,7 +144,9 @@ class NoTokenizer:
 
 
 def synthetic(folder: Path, tokens: int, mean: int) -> Path:
-    """A prepared corpus of random ids, its documents as long as web pages are: log-normal, of this mean."""
+    """A prepared corpus of random ids, its documents as long as web pages are: log-normal, of this
+    mean.
+    """
     import datasets
 
     datasets.disable_progress_bars()
@@ -174,7 +182,9 @@ def synthetic(folder: Path, tokens: int, mean: int) -> Path:
 
 
 def memory_mapped(path: Path) -> list[np.memmap]:
-    """The tokens of a prepared corpus alone, one document after the other, as other readers have them."""
+    """The tokens of a prepared corpus alone, one document after the other, as other readers have
+    them.
+    """
     import datasets
 
     table = datasets.load_from_disk(str(path / BOTH_SPLITS)).data
@@ -217,7 +227,10 @@ def read(options: argparse.Namespace, folder: Path) -> None:
             )
         else:
             print("litdata is not installed: left out", file=sys.stderr)
-        title = f"Reading {options.tokens:,} tokens in documents of {mean} on average, {options.batch} x {options.seq_len} a batch"
+        title = (
+            f"Reading {options.tokens:,} tokens in documents of {mean} on average, {options.batch}"
+            f" x {options.seq_len} a batch"
+        )
         show(
             title,
             "million tokens/s",
@@ -227,7 +240,9 @@ def read(options: argparse.Namespace, folder: Path) -> None:
 
 
 def windows(shards: list[np.ndarray], options: argparse.Namespace) -> float:
-    """The least that any loader of windows does: copy, widen, part; documents and epochs are left to chance."""
+    """The least that any loader of windows does: copy, widen, part; documents and epochs are left
+    to chance.
+    """
     rng, length = np.random.default_rng(0), options.seq_len
 
     def batches() -> Iterator[Any]:
@@ -265,7 +280,9 @@ class _Windows(torch.utils.data.Dataset):
 
 
 def mapped_windows(shards: list[np.ndarray], options: argparse.Namespace) -> float:
-    """Windows cut once, without regard to documents, shuffled by torch's sampler, whose state is not kept."""
+    """Windows cut once, without regard to documents, shuffled by torch's sampler, whose state is
+    not kept.
+    """
     dataset = _Windows(shards, options.seq_len)
     batches = torch.utils.data.DataLoader(
         dataset, options.batch, shuffle=True, num_workers=1, prefetch_factor=4
@@ -325,7 +342,8 @@ def show(title: str, unit: str, found: dict[str, list[float]], options: argparse
     """Relative to the first variant: medians of what each round says, and the best of all rounds."""
     first = next(iter(found.values()))
     print(
-        f"\n{title}; {options.rounds} rounds\n\n| | {unit}, median | relative | best | relative |\n|---|--:|--:|--:|--:|"
+        f"\n{title}; {options.rounds} rounds\n\n| | {unit}, median | relative | best | relative"
+        " |\n|---|--:|--:|--:|--:|"
     )
     for name, values in found.items():
         ratio = statistics.median(value / base for value, base in zip(values, first, strict=True))

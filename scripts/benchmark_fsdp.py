@@ -1,23 +1,28 @@
-"""SimpleFSDP against PyTorch's FSDP2: tokens a second and peak memory of the same training step, in fp32.
+"""SimpleFSDP against PyTorch's FSDP2: tokens a second and peak memory of the same training step, in
+fp32.
 
     python scripts/benchmark_fsdp.py                                # all variants; compiling takes minutes
     python scripts/benchmark_fsdp.py --models debug --no-compile    # the eager ones only
 
-A variant is a world of its own: --world-size fresh processes, on CPU over gloo with one thread each, or on a GPU each over NCCL
-where there are enough. A step is forward, backward, fused AdamW and zero_grad on random tokens, the same for all variants.
+A variant is a world of its own: --world-size fresh processes, on CPU over gloo with one thread
+each, or on a GPU each over NCCL where there are enough. A step is forward, backward, fused AdamW
+and zero_grad on random tokens, the same for all variants.
 
-Speed: the worlds stay alive and run --steps steps in turn (A B C A B C ...) in --rounds rounds, so that a noisy machine hits all
-alike; who waits blocks on a pipe. The table has the median over the rounds, the range of the rounds as a percentage of it, and
-the ratio of medians to that of the first variant.
+Speed: the worlds stay alive and run --steps steps in turn (A B C A B C ...) in --rounds rounds, so
+that a noisy machine hits all alike; who waits blocks on a pipe. The table has the median over the
+rounds, the range of the rounds as a percentage of it, and the ratio of medians to that of the first
+variant.
 
-Memory: the most bytes that tensors of a rank take at once during a step in a steady state, parameters and optimizer state
-included, as the allocator counts them, in compiled code too. Not in it are buffers inside of gloo and NCCL.
+Memory: the most bytes that tensors of a rank take at once during a step in a steady state,
+parameters and optimizer state included, as the allocator counts them, in compiled code too. Not in
+it are buffers inside of gloo and NCCL.
 
-Losses are compared after every round; where variants differ by more than a relative 1e-4, there is no table. The loss itself is
-compiled with --compile-loss, in FSDP2's compiled variants and ours alike.
+Losses are compared after every round; where variants differ by more than a relative 1e-4, there is
+no table. The loss itself is compiled with --compile-loss, in FSDP2's compiled variants and ours
+alike.
 
-"alone" bounds what any sharding can reach: each rank trains a whole eager model, sends nothing, and updates its share of the
-parameters. Its loss is another one, and is not compared.
+"alone" bounds what any sharding can reach: each rank trains a whole eager model, sends nothing, and
+updates its share of the parameters. Its loss is another one, and is not compared.
 """
 
 import argparse
@@ -79,7 +84,9 @@ Variant = tuple[
 def fsdp2(
     model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str
 ) -> list[CompileReport]:
-    """As its documentation has it: fully_shard on every block and on the root, whose weights stay gathered; blocks compiled."""
+    """As its documentation has it: fully_shard on every block and on the root, whose weights stay
+    gathered; blocks compiled.
+    """
     for layer in model.layers.values():
         if backend:
             layer.compile(backend=backend)
@@ -107,7 +114,10 @@ def simple_fsdp(
     reordering: bool = True,
     machine: Machine | None = None,
 ) -> list[CompileReport]:
-    """backend: "" is eager. machine: this one by default. Returns what the receipts will be in, after the first step."""
+    """backend: "" is eager. machine: this one by default.
+
+    Returns what the receipts will be in, after the first step.
+    """
     resharding: dict[str, Any] = dict(
         reshard_after_forward=reshard, keep_gathered=Parallelism().fsdp_keep_gathered
     )
@@ -160,7 +170,10 @@ VARIANTS: dict[str, Variant] = {
 def build_step(
     variant: Variant, config: ModelConfig, batch_size: int, device: torch.device, compile_loss: bool
 ) -> tuple[Step, list[CompileReport]]:
-    """The model, sharded, and its batch; a step returns this rank's part of the loss. The receipts are there after the first."""
+    """The model, sharded, and its batch; a step returns this rank's part of the loss.
+
+    The receipts are there after the first.
+    """
     world_size = dist.get_world_size()
     mesh = build_mesh(resolve_degrees(Parallelism(), world_size), device.type)
     with torch.device("meta"):
@@ -259,8 +272,11 @@ def rank_main(
     shape: tuple[ModelConfig, int],
     compile_loss: bool = False,
 ) -> None:
-    """Sends what it has Built; then for every number of steps it receives, (the seconds they took, the last loss)."""
-    # The allocator's own switch, before the first tensor: else the profiler misses what gloo's threads release.
+    """Sends what it has Built; then for every number of steps it receives, (the seconds they took,
+    the last loss).
+    """
+    # The allocator's own switch, before the first tensor: else the profiler misses what gloo's
+    # threads release.
     count_all = ctypes.c_bool.in_dll(
         ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_report_cpu_memory_usage"
     )
@@ -334,7 +350,10 @@ def start_world(
 
 
 def run_in_turn(worlds: Mapping[str, World], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of a step, of each variant in each round; the worlds are ended. Ends the program where losses differ."""
+    """Seconds of a step, of each variant in each round; the worlds are ended.
+
+    Ends the program where losses differ.
+    """
     seconds: dict[str, list[float]] = {variant: [] for variant in worlds}
     for number in range(rounds):
         losses = {}
@@ -352,7 +371,8 @@ def run_in_turn(worlds: Mapping[str, World], rounds: int, steps: int) -> dict[st
         expected = next(iter(losses.values()), 0.0)
         if not all(abs(loss - expected) <= TOLERANCE * abs(expected) for loss in losses.values()):
             raise SystemExit(
-                f"the losses differ by more than a relative {TOLERANCE}: the variants do not compute the same"
+                f"the losses differ by more than a relative {TOLERANCE}: the variants do not"
+                " compute the same"
             )
     for world in worlds.values():
         world.end()
@@ -415,8 +435,8 @@ def heading(name: str, batch_size: int, arguments: argparse.Namespace) -> str:
         else "CPU, gloo, one thread a rank"
     )
     return (
-        f"{name}: {arguments.world_size} ranks ({where}), each {batch_size} x {SEQ_LEN} tokens a step; "
-        f"torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps"
+        f"{name}: {arguments.world_size} ranks ({where}), each {batch_size} x {SEQ_LEN} tokens a"
+        f" step; torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps"
     )
 
 

@@ -1,10 +1,12 @@
-"""Measure the time to the first document of a resumed run, 90% into an epoch: of local files, prepared data and the stdlib.
+"""Measure the time to the first document of a resumed run, 90% into an epoch: of local files,
+prepared data and the stdlib.
 
     python scripts/benchmark_resume.py --megabytes 200
 
-Beside it: reading all documents before that one again, with this project's reader, and with `datasets` streaming and a shuffle
-buffer (where it reads the format with no further package). One process, no tokenizer; the best of --rounds.
-Prepared are as many documents as there are in the files, and half a million of 100 tokens.
+Beside it: reading all documents before that one again, with this project's reader, and with
+`datasets` streaming and a shuffle buffer (where it reads the format with no further package). One
+process, no tokenizer; the best of --rounds. Prepared are as many documents as there are in the
+files, and half a million of 100 tokens.
 """
 
 import argparse
@@ -81,10 +83,12 @@ def main() -> None:
         if size > arguments.megabytes * 1e6:
             break
     print(
-        f"{len(texts)} documents, {size / 1e6:.0f} MB of text in {FILES} files; seconds to the first document, 90% into an epoch"
+        f"{len(texts)} documents, {size / 1e6:.0f} MB of text in {FILES} files; seconds to the"
+        " first document, 90% into an epoch"
     )
     print(
-        f"{'format':26} {'going on':>9} {'from the beginning':>19} {'datasets, from the beginning':>29}"
+        f"{'format':26} {'going on':>9} {'from the beginning':>19}"
+        f" {'datasets, from the beginning':>29}"
     )
     for format in FORMATS:
         with tempfile.TemporaryDirectory() as name:
@@ -129,7 +133,8 @@ def show(name: str, data: Data, place: int, rounds: int) -> None:
         ways["datasets"] = lambda: through_datasets(Path(data.path), name, place)
     took = {way: min(seconds(run) for _ in range(rounds)) for way, run in ways.items()}
     print(
-        f"{name:26} {took['going on']:9.2f} {took['from the beginning']:19.2f} {took.get('datasets', float('nan')):29.2f}",
+        f"{name:26} {took['going on']:9.2f} {took['from the beginning']:19.2f}"
+        f" {took.get('datasets', float('nan')):29.2f}",
         flush=True,
     )
 

@@ -1,13 +1,16 @@
-"""Predict the costs of bucketing collectives without hardware, or measure them on this machine. Prints Markdown tables.
+"""Predict the costs of bucketing collectives without hardware, or measure them on this machine.
+
+Prints Markdown tables.
 
     python scripts/benchmark_schedule.py predict                                  # 8B, whole, on 8 and 128 H100; minutes
     python scripts/benchmark_schedule.py predict --layers 2 --world-sizes 8       # seconds
     python scripts/benchmark_schedule.py predict --depths 2 4 8 16 32 --modes greedy --world-sizes 128 --batch-sizes 1
     python scripts/benchmark_schedule.py measure --models debug --backends aot_eager
 
-predict compiles the real model by the real stage, with fake tensors and one fake process group a world size: no weight is ever
-made, and nothing runs. Graphs are traced for a CPU and priced as Inductor's on --machine (a profile, or a .toml file). As in a
-recipe by default, weights are bfloat16, gradients are reduced in float32, all but norm and output is gathered again in backward,
+predict compiles the real model by the real stage, with fake tensors and one fake process group a
+world size: no weight is ever made, and nothing runs. Graphs are traced for a CPU and priced as
+Inductor's on --machine (a profile, or a .toml file). As in a recipe by default, weights are
+bfloat16, gradients are reduced in float32, all but norm and output is gathered again in backward,
 and the loss is not in the graphs. All figures are of forward and backward together:
 
     collectives     of parameters, forward + backward
@@ -17,13 +20,14 @@ and the loss is not in the graphs. All figures are of forward and backward toget
     peak            GiB that a graph holds at most at once, gradients included, beside parameters and optimizer state
     passes          seconds of ours; compile: of the first call, tracing and passes included, once the process has compiled before
 
-With --depths, the two times against the number of blocks. Every world size is a process of its own, one after another; each
-prints the most memory it took of this host.
+With --depths, the two times against the number of blocks. Every world size is a process of its own,
+one after another; each prints the most memory it took of this host.
 
-measure trains the models of benchmark_fsdp.py in its way: worlds in turn, float32, losses compared. The base is FSDP2 compiled by
-blocks. Each variant is built twice, with an empty folder for Inductor's caches (cold) and by fresh processes with the same folder
-(warm): compile is what the first steps took longer than as many of the fastest. The machine is found once, by all ranks, and its
-prices are those of all variants: exposed is what they predict.
+measure trains the models of benchmark_fsdp.py in its way: worlds in turn, float32, losses compared.
+The base is FSDP2 compiled by blocks. Each variant is built twice, with an empty folder for
+Inductor's caches (cold) and by fresh processes with the same folder (warm): compile is what the
+first steps took longer than as many of the fastest. The machine is found once, by all ranks, and
+its prices are those of all variants: exposed is what they predict.
 """
 
 import argparse
@@ -79,7 +83,9 @@ BACKENDS = ("aot_eager", "inductor")
 
 @dataclass(frozen=True)
 class Compiled:
-    """receipts: forward's and backward's; seconds: of the first call; host_bytes: the most that the process has had so far."""
+    """receipts: forward's and backward's; seconds: of the first call; host_bytes: the most that the
+    process has had so far.
+    """
 
     receipts: list[CompileReport]
     seconds: float
@@ -87,7 +93,9 @@ class Compiled:
 
 
 def start_fake_world(world_size: int) -> None:
-    """This process is rank 0 of so many that are not there, and has compiled something, so that no figure has that in it."""
+    """This process is rank 0 of so many that are not there, and has compiled something, so that no
+    figure has that in it.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     compile_fake(
         replace(FLAVORS["debug"], n_layers=1, max_seq_len=16), 1, "none", load_machine("H100")
@@ -95,7 +103,9 @@ def start_fake_world(world_size: int) -> None:
 
 
 def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machine) -> Compiled:
-    """The model, for sequences of max_seq_len tokens, as a rank of a recipe that only trains with FSDP compiles it."""
+    """The model, for sequences of max_seq_len tokens, as a rank of a recipe that only trains with
+    FSDP compiles it.
+    """
     torch._dynamo.reset()
     gc.collect()  # the graphs before
     mesh = build_mesh(resolve_degrees(Parallelism(), dist.get_world_size()), "cpu")
@@ -125,7 +135,8 @@ def predict(arguments: argparse.Namespace) -> None:
     depths = arguments.depths or [arguments.layers or flavor.n_layers]
     if max(depths) > flavor.n_layers or arguments.seq_len > flavor.max_seq_len:
         raise ConfigError(
-            f"flavor {arguments.flavor} has {flavor.n_layers} layers, and sequences of up to {flavor.max_seq_len} tokens"
+            f"flavor {arguments.flavor} has {flavor.n_layers} layers, and sequences of up to"
+            f" {flavor.max_seq_len} tokens"
         )
     configs = [replace(flavor, n_layers=depth, max_seq_len=arguments.seq_len) for depth in depths]
     of_layers = f"{', '.join(map(str, depths))} of {flavor.n_layers}"
@@ -142,9 +153,11 @@ def predict(arguments: argparse.Namespace) -> None:
                 ]
                 found = list(process.map(compile_fake, *zip(*cases, strict=True)))
                 print(
-                    f"\n{arguments.flavor} ({of_layers} layers): {world_size} ranks of {machine.name} ({machine.memory} GiB), "
-                    f"estimated, each {batch_size} x {arguments.seq_len} tokens; bfloat16, reduced in float32; "
-                    f"torch {torch.__version__}; {max(each.host_bytes for each in found) / 2**30:.1f} GiB of this host\n"
+                    f"\n{arguments.flavor} ({of_layers} layers): {world_size} ranks of"
+                    f" {machine.name} ({machine.memory} GiB), estimated, each {batch_size} x"
+                    f" {arguments.seq_len} tokens; bfloat16, reduced in float32; torch"
+                    f" {torch.__version__}; {max(each.host_bytes for each in found) / 2**30:.1f}"
+                    " GiB of this host\n"
                 )
                 modes = [mode for _, _, mode, _ in cases]
                 if arguments.depths:
@@ -231,7 +244,8 @@ def measure(arguments: argparse.Namespace) -> None:
         world.end()
     if machine is None:
         raise ConfigError(
-            f"{torch.cuda.get_device_name()} has no profile in titan_lite/cost/profiles.py, which prices need"
+            f"{torch.cuda.get_device_name()} has no profile in titan_lite/cost/profiles.py, which"
+            " prices need"
         )
     variants: dict[str, Variant] = {"fsdp2-compiled": (fsdp2, dict(backend="inductor"))}
     for backend in arguments.backends:
@@ -310,7 +324,10 @@ def measure_model(
                 f"{warm:.1f}",
             ]
         )
-    link = f"{machine.intra_node.bandwidth:.2f} GB/s and {machine.intra_node.latency:.0f} us between ranks"
+    link = (
+        f"{machine.intra_node.bandwidth:.2f} GB/s and {machine.intra_node.latency:.0f} us between"
+        " ranks"
+    )
     compute = f"{1e3 * machine.tflops['float32']:,.0f} GFLOP/s in float32"
     print(f"\n{heading(name, batch_size, arguments)}; {machine.name}: {compute}, {link}\n")
     print_table("variant", MEASURED, lines)

@@ -3,8 +3,9 @@
     python scripts/compare_losses.py 5fc5bfc                  # 20 steps of the debug recipe on each layout
     python scripts/compare_losses.py 5fc5bfc --only "tp 2"
 
-A change that is not about numerics leaves them equal. The other commit is checked out into a temporary
-worktree, and its metrics are kept in `--cache`, since they do not change. Exit code 1: something differs.
+A change that is not about numerics leaves them equal. The other commit is checked out into a
+temporary worktree, and its metrics are kept in `--cache`, since they do not change. Exit code 1:
+something differs.
 """
 
 import argparse
@@ -29,7 +30,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # name: (ranks, options beside th
 
 
 def train(tree: Path, layout: str, steps: int) -> list[dict[str, float]]:
-    """Train `steps` steps with the sources of `tree`; return the compared metrics of each logged step."""
+    """Train `steps` steps with the sources of `tree`; return the compared metrics of each logged
+    step.
+    """
     ranks, options = LAYOUTS[layout]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -1,12 +1,14 @@
-"""Planned against measured, on this machine's CPU: step time and the bytes of live tensors, of small models in several layouts.
+"""Planned against measured, on this machine's CPU: step time and the bytes of live tensors, of
+small models in several layouts.
 
     python scripts/compare_measured.py                        # all; some minutes
     python scripts/compare_measured.py --layouts "FSDP 2"     # those whose name has this in it
     python scripts/compare_measured.py --keep found.json      # measured once, and read from there when it is planned again
 
-Each layout is a world of fresh processes that build the trainer of the debug recipe and run its steps, over gloo with one thread
-each. In turn with the steps, the same processes measure what this machine reaches meanwhile: large
-products, attention, memory, links. From these numbers and the recipe alone the step is then planned; nothing is fitted to a step.
+Each layout is a world of fresh processes that build the trainer of the debug recipe and run its
+steps, over gloo with one thread each. In turn with the steps, the same processes measure what this
+machine reaches meanwhile: large products, attention, memory, links. From these numbers and the
+recipe alone the step is then planned; nothing is fitted to a step.
 
     seconds    of a step: planned from the medians of what the rounds measured; measured, the median of all steps
     MB         of tensors on the rank that has most, at the peak of a step, parameters and optimizer state included, as the
@@ -50,8 +52,9 @@ CACHES = 2**26  # bytes: more than the caches of a core
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 RECIPE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
 COMMON = (
-    "--training.seq_len=512 --training.local_batch_size=2 --training.global_batch_size=-1 --data.num_workers=0 "
-    "--checkpoint.no-enable --validation.no-enable --metrics.no-enable_tensorboard --training.steps=1000"
+    "--training.seq_len=512 --training.local_batch_size=2 --training.global_batch_size=-1"
+    " --data.num_workers=0 --checkpoint.no-enable --validation.no-enable"
+    " --metrics.no-enable_tensorboard --training.steps=1000"
 )
 COMPILED = "--compile.enable --compile.backend=aot_eager"
 LAYOUTS = {  # name: (ranks, what the recipe has beside COMMON)
@@ -133,7 +136,8 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
 
     attention = seconds_of(attend, device, seconds)
     gradients = [gradient, *(random(rows, hidden) for _ in range(CACHES // gradient.nbytes))]
-    # Results are kept, as in a step's heap. glibc returns others to the system, whose new pages would be measured instead.
+    # Results are kept, as in a step's heap. glibc returns others to the system, whose new pages
+    # would be measured instead.
     results = [[torch.empty_like(each) for each in gradients] for _ in range(2)]
 
     def gate() -> None:
@@ -144,18 +148,17 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
     one = torch.ones(1, dtype=dtype, device=device)
     found = {
         "matmul": 3 * 2 * rows * model.dim * hidden / products,
-        "attention": 7
-        * 2
-        * q.numel()
-        * shapes.tokens
-        / 2
-        / attention,  # two products forward, five backward, each half (causal)
+        "attention": (
+            7 * 2 * q.numel() * shapes.tokens / 2 / attention
+        ),  # two products forward, five backward, each half (causal)
         "memory": 5 * gradient.nbytes / pointwise,
         # negative: the largest counts
-        "launch": -seconds_of(
-            lambda: [(one.view(1, 1) + one).view(1) for _ in range(100)], device, seconds / 5
-        )
-        / 100,
+        "launch": (
+            -seconds_of(
+                lambda: [(one.view(1, 1) + one).view(1) for _ in range(100)], device, seconds / 5
+            )
+            / 100
+        ),
     }
     figures = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
     if dist.get_world_size() > 1:
@@ -227,7 +230,9 @@ def rank_main(
 
 
 def run(ranks: int, overrides: str, rounds: int, steps: int) -> dict[str, Any]:
-    """Seconds of a step, bytes of the rank that has most, the machine as its ranks found it, and what they measured meanwhile."""
+    """Seconds of a step, bytes of the rank that has most, the machine as its ranks found it, and
+    what they measured meanwhile.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -252,7 +257,10 @@ def run(ranks: int, overrides: str, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtype) -> Machine:
-    """Return a CPU's machine with the measured speeds in `dtype`. A CPU has no datasheet: its peaks are measured, too."""
+    """Return a CPU's machine with the measured speeds in `dtype`.
+
+    A CPU has no datasheet: its peaks are measured, too.
+    """
     name = str(dtype).removeprefix("torch.")
     machine = dataclasses.replace(
         machine,
@@ -313,7 +321,8 @@ def main() -> int:
         )
         times = f"{planned:.3f} | {seconds:.3f} | {planned / seconds:.2f}"
         print(
-            f"| {name} | {ranks} | {times} | {expected / 1e6:.1f} | {peak / 1e6:.1f} | {expected / peak:.2f} |",
+            f"| {name} | {ranks} | {times} | {expected / 1e6:.1f} | {peak / 1e6:.1f} |"
+            f" {expected / peak:.2f} |",
             flush=True,
         )
         if arguments.show:

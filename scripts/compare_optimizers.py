@@ -1,16 +1,19 @@
-"""AdamW, Muon and Shampoo on a debug model: losses at learning rates swept alike and in fewer steps, and times of updates.
+"""AdamW, Muon and Shampoo on a debug model: losses at learning rates swept alike and in fewer
+steps, and times of updates.
 
     python scripts/compare_optimizers.py                              # 200 steps, 3 seeds, 3 learning rates each; some minutes
     python scripts/compare_optimizers.py --whole                      # the debug recipe's own model and batch; hours
     python scripts/compare_optimizers.py --updates                    # seconds of an update on two ranks, in turn
     python scripts/compare_optimizers.py --powersgd 8                 # losses and bytes of two copies, without and with PowerSGD
 
-The model and the runs are those of compare_precision.py: two blocks of width 128, one process with one thread, the loss of
-held-out documents. An optimizer's best learning rate has the least loss after the last step, with seed 0. There, Muon and Shampoo
-are trained with --shares of the steps as well: each is a run with a learning-rate schedule of its own length. The update is that
-of the debug recipe's model, in float32 on gloo, with the iteration in bfloat16: AdamW, Muon and Shampoo with owners, and
-torch.optim.Muon, which computes every matrix on every rank. Shampoo is timed with the roots in every update, and with those of
-the first one. --powersgd trains on two copies (DDP), with AdamW, on as many tokens a step.
+The model and the runs are those of compare_precision.py: two blocks of width 128, one process with
+one thread, the loss of held-out documents. An optimizer's best learning rate has the least loss
+after the last step, with seed 0. There, Muon and Shampoo are trained with --shares of the steps as
+well: each is a run with a learning-rate schedule of its own length. The update is that of the debug
+recipe's model, in float32 on gloo, with the iteration in bfloat16: AdamW, Muon and Shampoo with
+owners, and torch.optim.Muon, which computes every matrix on every rank. Shampoo is timed with the
+roots in every update, and with those of the first one. --powersgd trains on two copies (DDP), with
+AdamW, on as many tokens a step.
 """
 
 import argparse
@@ -53,7 +56,10 @@ NAMES = ("AdamW", "Muon", "Shampoo")
 
 
 def loss_after(name: str, rate: float, seed: int, steps: int, size: str) -> float:
-    """Return the loss of held-out documents after the last step of a run. size: options of the model, and others for all runs."""
+    """Return the loss of held-out documents after the last step of a run.
+
+    size: options of the model, and others for all runs.
+    """
     options = [
         f"--optimizer.name={name}",
         f"--optimizer.lr={rate}",
@@ -70,7 +76,8 @@ def compare_losses(
     names: list[str], steps: int, seeds: int, rates: list[float], shares: list[float], size: str
 ) -> None:
     print(
-        f"| optimizer | learning rate | steps | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean |"
+        "| optimizer | learning rate | steps |"
+        f" {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean |"
     )
     print(f"|---|--:|--:|{'--:|' * (seeds + 1)}", flush=True)
     for name in names:
@@ -105,7 +112,8 @@ def compare_compression(rank: int, steps: int, seeds: int, size: str) -> None:
     ]
     compressed += [f"--parallelism.replicate_uncompressed_steps={steps // 10}"]
     print(
-        f"| between copies | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean | bytes of a step |"
+        f"| between copies | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean | bytes"
+        " of a step |"
     )
     print(f"|---|{'--:|' * (seeds + 2)}", flush=True)
     config = load_config(RECIPE, [*common, *compressed])
@@ -127,11 +135,13 @@ def compare_compression(rank: int, steps: int, seeds: int, size: str) -> None:
             ends.append(float(last["validation_loss"]))
         means.append(statistics.fmean(ends))
         print(
-            f"| {name} | {' | '.join(f'{loss:.4f}' for loss in ends)} | {means[-1]:.4f} | {nbytes:,} |",
+            f"| {name} | {' | '.join(f'{loss:.4f}' for loss in ends)} | {means[-1]:.4f} |"
+            f" {nbytes:,} |",
             flush=True,
         )
     print(
-        f"loss with PowerSGD against none: {100 * (means[1] / means[0] - 1):+.2f}%, with 1/{whole / factors:.1f} of the bytes"
+        f"loss with PowerSGD against none: {100 * (means[1] / means[0] - 1):+.2f}%, with"
+        f" 1/{whole / factors:.1f} of the bytes"
     )
 
 
@@ -172,14 +182,17 @@ def time_updates(rank: int, folder: str, rounds: int) -> None:
             seconds[name].append(time.perf_counter() - started)
     for name, each in seconds.items() if rank == 0 else ():
         print(
-            f"{name:<18} {1e3 * statistics.median(each[1:]):7.0f} ms an update (median of {rounds}, in turn)",
+            f"{name:<18} {1e3 * statistics.median(each[1:]):7.0f} ms an update (median of {rounds},"
+            " in turn)",
             flush=True,
         )
     dist.destroy_process_group()
 
 
 def torchs_muon(named: dict[str, nn.Parameter]) -> Callable[[], None]:
-    """Return the step of torch.optim.Muon for matrices within blocks, and of our AdamW for the others."""
+    """Return the step of torch.optim.Muon for matrices within blocks, and of our AdamW for the
+    others.
+    """
     matrices = {fqn: parameter for fqn, parameter in named.items() if is_matrix(fqn)}
     muon = torch.optim.Muon([*matrices.values()], lr=3e-4, adjust_lr_fn="match_rms_adamw")
     others = {fqn: parameter for fqn, parameter in named.items() if fqn not in matrices}

@@ -3,9 +3,10 @@
     python scripts/compare_precision.py                     # 300 steps of 8 sequences of 64 tokens, 3 seeds; some minutes
     python scripts/compare_precision.py --whole --ways float32 bfloat16 float8 --steps 600      # three hours on one core
 
-The small model has two blocks of width 128. With --whole, it is the debug recipe's own model with its 8 sequences of 256 tokens a
-step. Each run is one process with one thread. The loss is that of held-out documents after the last step, over 10 batches. Each
-run is printed when it ends, before the rows of the table.
+The small model has two blocks of width 128. With --whole, it is the debug recipe's own model with
+its 8 sequences of 256 tokens a step. Each run is one process with one thread. The loss is that of
+held-out documents after the last step, over 10 batches. Each run is printed when it ends, before
+the rows of the table.
 """
 
 import argparse
@@ -32,8 +33,14 @@ WAYS = {  # products: what the recipe has beside COMMON
     "float8, rowwise_with_gw_hp": [HALF, EIGHT, "--float8.recipe=rowwise_with_gw_hp"],
 }
 SEQUENCES = "--training.local_batch_size={0} --training.global_batch_size={0}"
-SMALL = f"--model.dim=128 --model.n_layers=2 --model.hidden_dim=256 --training.seq_len=64 {SEQUENCES.format(8)}"
-COMMON = "--data.num_workers=0 --checkpoint.no-enable --validation.freq=1000000 --metrics.no-enable_tensorboard"
+SMALL = (
+    "--model.dim=128 --model.n_layers=2 --model.hidden_dim=256 --training.seq_len=64"
+    f" {SEQUENCES.format(8)}"
+)
+COMMON = (
+    "--data.num_workers=0 --checkpoint.no-enable --validation.freq=1000000"
+    " --metrics.no-enable_tensorboard"
+)
 
 
 def train(arguments: list[str], port: int, rank: int, ranks: int) -> None:

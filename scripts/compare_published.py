@@ -1,13 +1,17 @@
-"""Planned against published: every row of public figures for Llama 3 that says its layout. A Markdown table.
+"""Planned against published: every row of public figures for Llama 3 that says its layout.
+
+A Markdown table.
 
     python scripts/compare_published.py                       # all; ten minutes on two cores
     python scripts/compare_published.py --rows 8B             # those whose name has this in it
 
-No constant is fitted to a row. A machine is its datasheet; that of the TorchTitan rows is H100 with 96 GB of HBM2e at 2.4 TB/s,
-limited to 500 W. Efficiencies are those of cost/profiles.py for all rows. What is not known of a run stands beside its row:
-such a row is not scored. The microbatches of torchtitan's pipelines are not published, either: they are taken to be as many as
-the pipeline's ranks, which was the default then. Its runs are planned with its model: keys and values for every query head,
-complex rotary embeddings, and in 2024 an RMSNorm of several operators, torch's loss_parallel, and pipelines that keep outputs.
+No constant is fitted to a row. A machine is its datasheet; that of the TorchTitan rows is H100 with
+96 GB of HBM2e at 2.4 TB/s, limited to 500 W. Efficiencies are those of cost/profiles.py for all
+rows. What is not known of a run stands beside its row: such a row is not scored. The microbatches
+of torchtitan's pipelines are not published, either: they are taken to be as many as the pipeline's
+ranks, which was the default then. Its runs are planned with its model: keys and values for every
+query head, complex rotary embeddings, and in 2024 an RMSNorm of several operators, torch's
+loss_parallel, and pipelines that keep outputs.
 
     tok/s      a second and GPU: planned (slow to fast), published, stated / published
     GiB        what CUDA's allocator reserves on the rank that needs most: planned, published; of torchtitan's FSDP2 runs,
@@ -54,8 +58,11 @@ MACHINES = {machine.name: machine for machine in (H100, H200, A100, TITAN)}
 
 @dataclass(frozen=True)
 class Row:
-    """published: tokens a second and GPU or, with tflops, TFLOP/s; memory: GiB, 0 if not told. differs: what is not known of the
-    run. async_tp: with asynchronous tensor parallelism, also beside float8, where a run here refuses it."""
+    """published: tokens a second and GPU or, with tflops, TFLOP/s; memory: GiB, 0 if not told.
+
+    differs: what is not known of the run. async_tp: with asynchronous tensor parallelism, also
+    beside float8, where a run here refuses it.
+    """
 
     name: str
     recipe: str
@@ -80,24 +87,33 @@ AS_THERE = (
 SELECTIVE = (
     "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op/2"
 )
-# torch chose FlashAttention 2 in 2024, and in 2025-06 torchtitan did (models/attention.py at its commit e7c0cae)
+# torch chose FlashAttention 2 in 2024, and in 2025-06 torchtitan did (models/attention.py at its
+# commit e7c0cae)
 FA2 = "--training.attention_kernel=FA2"
 EAGER, COMPILED = f"--compile.no-enable {SELECTIVE} {FA2}", f"{BLOCKS} {SELECTIVE} {FA2}"
 AOT = f"{SELECTIVE} --compile.backend=aot_eager --training.local_batch_size=1"
 BATCH1 = f"--training.local_batch_size=1 {SELECTIVE} {FA2}"
 LLAMA = (
-    "--training.local_batch_size={batch} --activation_checkpoint.mode=none --parallelism.data_parallel_shard_degree={shard} "
-    "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
+    "--training.local_batch_size={batch} --activation_checkpoint.mode=none"
+    " --parallelism.data_parallel_shard_degree={shard}"
+    " --parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 )
 LONG = f"{BLOCKS} {FA2} --training.local_batch_size=1 --activation_checkpoint.mode=full"
-CP2 = "--training.seq_len=65536 --parallelism.data_parallel_shard_degree=4 --parallelism.context_parallel_degree=2"
-CP4 = "--training.seq_len=131072 --parallelism.data_parallel_shard_degree=2 --parallelism.context_parallel_degree=4"
+CP2 = (
+    "--training.seq_len=65536 --parallelism.data_parallel_shard_degree=4"
+    " --parallelism.context_parallel_degree=2"
+)
+CP4 = (
+    "--training.seq_len=131072 --parallelism.data_parallel_shard_degree=2"
+    " --parallelism.context_parallel_degree=4"
+)
 NO_TP = "--parallelism.tensor_parallel_degree=1"
 TP8 = "--parallelism.tensor_parallel_degree=8 --parallelism.data_parallel_shard_degree=-1"
 TP8_OF_8B = f"{SELECTIVE} {FA2} {TP8} --training.local_batch_size=12"
 TP8_OF_70B = f"{FA2} {TP8} --training.local_batch_size=16"
 WIDE = "--float8.no-all_gather"  # weights travel in bfloat16
-# A local batch of 32 sequences. How many microbatches: not published; the default then was the degree of the pipeline.
+# A local batch of 32 sequences. How many microbatches: not published; the default then was the
+# degree of the pipeline.
 PP16 = f"{BLOCKS} {FA2} --parallelism.pipeline_parallel_microbatch_size=2"
 DEGREES = (
     "--parallelism.pipeline_parallel_degree=8 --parallelism.data_parallel_shard_degree={shard}"
@@ -109,8 +125,9 @@ ONE, TWO = (
 FOUR_D = (
     f"{BLOCKS} {FA2} {DEGREES} {ONE} --training.local_batch_size=8 --training.seq_len={{tokens}}"
 )
-# pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and benchmarks/llama3_h100_202412_torchtitan.md,
-# asyncTP_llama3_h100_2025-06_torchtitan.md and llama3-8b_h200_202506_trainy-whitefiber.md
+# pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and
+# benchmarks/llama3_h100_202412_torchtitan.md, asyncTP_llama3_h100_2025-06_torchtitan.md and
+# llama3-8b_h200_202506_trainy-whitefiber.md
 PAPER, RERUN, DOCS, LLAMA3 = (
     "TorchTitan paper",
     "torchtitan 1881",
@@ -239,7 +256,8 @@ ROWS = (
             TITAN,
             published,
             memory,
-            f"{FOUR_D.format(shard=8 // degree, tokens=degree * 32768)} --parallelism.context_parallel_degree={degree}",
+            f"{FOUR_D.format(shard=8 // degree, tokens=degree * 32768)}"
+            f" --parallelism.context_parallel_degree={degree}",
             async_tp=True,
         )
         for degree, published, memory in ((1, 76, 75.3), (2, 47, 75.9), (4, 31, 77.1))
@@ -359,7 +377,9 @@ class Compared:
     line: str
     speed: float
     memory: float | None  # None: not published
-    away: float  # distance of the published speed from the nominal one, relative to that of the range's end (of logarithms)
+    # distance of the published speed from the nominal one, relative to that of the range's end (of
+    # logarithms)
+    away: float
 
 
 def attend(self: Attention, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
@@ -384,7 +404,9 @@ def normalize(self: RMSNorm, x: Tensor) -> Tensor:
 
 
 class LossParallel(torch.autograd.Function):
-    """The operators of torch 2.6's `loss_parallel` (torch/distributed/tensor/parallel/loss.py), which are not fused."""
+    """The operators of torch 2.6's `loss_parallel` (torch/distributed/tensor/parallel/loss.py),
+    which are not fused.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: str) -> Tensor:
@@ -412,7 +434,9 @@ def loss_parallel(
 
 
 class ReplayOf2024(Replay):
-    """Torch 2.6's stages keep the outputs and the gradients of inputs of all microbatches until the next step (stage.py)."""
+    """Torch 2.6's stages keep the outputs and the gradients of inputs of all microbatches until the
+    next step (stage.py).
+    """
 
     kept: tuple[Held, ...] = ()
 
@@ -434,7 +458,9 @@ class ReplayOf2024(Replay):
 
 
 def start_with_their_model(world_size: int, of_2024: bool) -> None:
-    """Start a fake world in this process, with torchtitan's model (torchtitan/models/llama3/model.py at its commit e7c0cae)."""
+    """Start a fake world in this process, with torchtitan's model
+    (torchtitan/models/llama3/model.py at its commit e7c0cae).
+    """
     patch("titan_lite.models.llama3.apply_rope", rotate).start()
     patch.object(Attention, "attend", attend).start()
     if of_2024:
@@ -474,10 +500,12 @@ def planned(recipe: str, ranks: int, machine: str, keys: str, async_tp: bool, mo
 def kept_by_theirs(plan: Plan) -> float:
     """Return the bytes that torchtitan reserves beyond a plan.
 
-    FSDP2's collectives allocate in streams of their own, whose memory no other stream gets: two all-gathers in bfloat16, with
-    their shards, and gradients of shards in float32. The root keeps the embedding gathered (torch 2.13, _fsdp_collectives.py).
-    In a pipeline, each stage keeps the input of its last reduction until the next step (torch 2.6, _fsdp_param_group.py and
-    pipelining/stage.py). Selective checkpointing in eager mode keeps the result of each block's last product without need.
+    FSDP2's collectives allocate in streams of their own, whose memory no other stream gets: two
+    all-gathers in bfloat16, with their shards, and gradients of shards in float32. The root keeps
+    the embedding gathered (torch 2.13, _fsdp_collectives.py). In a pipeline, each stage keeps the
+    input of its last reduction until the next step (torch 2.6, _fsdp_param_group.py and
+    pipelining/stage.py). Selective checkpointing in eager mode keeps the result of each block's
+    last product without need.
     """
     config = plan.layout.config
     if not config.compile.compiles("model") and config.activation_checkpoint.mode == "selective":
@@ -543,7 +571,8 @@ def score(name: str, rows: Sequence[Compared]) -> str:
             errors = [100 * abs(ratio - 1) for ratio in ratios]
             within = f"{sum(error <= limit for error in errors)} of {len(errors)} within {limit}%"
             parts.append(
-                f"{what} off by {statistics.median(errors):.0f}% (median), {max(errors):.0f}% (most), {within}"
+                f"{what} off by {statistics.median(errors):.0f}% (median), {max(errors):.0f}%"
+                f" (most), {within}"
             )
     return "; ".join(
         [*parts, f"published speed in the planned range for {sum(row.away <= 1 for row in rows)}"]
@@ -571,7 +600,8 @@ def main() -> int:
                     scored[list(scored)[row.name.startswith((WINTER, SUMMER))]].append(compared)
             except ConfigError as error:
                 print(
-                    f"| {row.name} | {error} | {row.published:,.0f} | - | - | {row.memory:g} | {row.differs} |",
+                    f"| {row.name} | {error} | {row.published:,.0f} | - | - | {row.memory:g} |"
+                    f" {row.differs} |",
                     flush=True,
                 )
     print(*(f"\n{score(name, rows)}" for name, rows in scored.items() if rows), sep="\n")
@@ -581,7 +611,8 @@ def main() -> int:
         held = sum(row.away <= width(rest) for row, rest in zip(every, others, strict=True))
         print(f"\n{score('all scored rows', every)}")
         print(
-            f"\nranges {width(every):.2f} times as wide would hold 80%; as wide as the other rows need, they hold {held}"
+            f"\nranges {width(every):.2f} times as wide would hold 80%; as wide as the other rows"
+            f" need, they hold {held}"
         )
     return 0
 

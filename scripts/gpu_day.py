@@ -1,12 +1,14 @@
-"""Check and measure everything that needs a GPU, in about ten minutes on one; prints a Markdown table.
+"""Check and measure everything that needs a GPU, in about ten minutes on one; prints a Markdown
+table.
 
     python scripts/gpu_day.py                        # on the first GPU
     python scripts/gpu_day.py --device cpu           # the same with the debug model, to see that this script runs
 
-First correctness: the tests marked `gpu`; ten steps of the debug model against the CPU, in float32 and in bfloat16; compiled
-against eager; a run that is killed and resumed. Then speed and memory of 1B and of 8B with as many blocks as fit, in turn: eager,
-compiled, and a plain FSDP2 loop of the same model, batch and precision, beside the prediction of `plan`. Exit code 1: a check
-failed. No network is needed: the text is the running Python's, the tokenizer the debug model's.
+First correctness: the tests marked `gpu`; ten steps of the debug model against the CPU, in float32
+and in bfloat16; compiled against eager; a run that is killed and resumed. Then speed and memory of
+1B and of 8B with as many blocks as fit, in turn: eager, compiled, and a plain FSDP2 loop of the
+same model, batch and precision, beside the prediction of `plan`. Exit code 1: a check failed. No
+network is needed: the text is the running Python's, the tokenizer the debug model's.
 """
 
 import argparse
@@ -159,7 +161,9 @@ CHECKS = {
 
 
 def speed(recipe: str, folder: Path, device: str, *options: str) -> dict[str, float]:
-    """Median tokens a second, MFU in percent, peak GiB of a run of 12 steps, without the first four."""
+    """Median tokens a second, MFU in percent, peak GiB of a run of 12 steps, without the first
+    four.
+    """
     run(
         *training(recipe, folder, "--training.steps=12", "--checkpoint.no-enable", *options),
         device=device,
@@ -174,7 +178,9 @@ def speed(recipe: str, folder: Path, device: str, *options: str) -> dict[str, fl
 
 
 def fsdp2(recipe: str, options: Sequence[str], compiles: bool) -> dict[str, float]:
-    """The same model, batch and precision in a plain loop with FSDP2 and fused AdamW, on random tokens, in this process."""
+    """The same model, batch and precision in a plain loop with FSDP2 and fused AdamW, on random
+    tokens, in this process.
+    """
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
@@ -303,7 +309,8 @@ def main() -> int:
         parser.error("torch sees no GPU here; use --device cpu")
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     print(
-        f"{datetime.date.today()}, {name}, torch {torch.__version__}: `python {' '.join(map(str, sys.argv))}`\n",
+        f"{datetime.date.today()}, {name}, torch {torch.__version__}: `python"
+        f" {' '.join(map(str, sys.argv))}`\n",
         flush=True,
     )
     one = ["--training.local_batch_size=1", "--training.global_batch_size=1"]
@@ -326,7 +333,8 @@ def main() -> int:
             good &= passed
             print(f"| {check} | {'passed' if passed else 'FAILED'}: {words} |", flush=True)
         print(
-            "\n| model | variant | tokens/s | / FSDP2 eager | MFU | peak GiB |\n|---|---|--:|--:|--:|--:|"
+            "\n| model | variant | tokens/s | / FSDP2 eager | MFU | peak GiB"
+            " |\n|---|---|--:|--:|--:|--:|"
         )
         for model, (recipe, changes) in models.items():
             try:

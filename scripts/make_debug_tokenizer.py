@@ -1,10 +1,12 @@
-"""Train the debug flavor's tokenizer: byte-pair encoding on the running Python's standard library, in tiktoken's format.
+"""Train the debug flavor's tokenizer: byte-pair encoding on the running Python's standard library,
+in tiktoken's format.
 
     python scripts/make_debug_tokenizer.py [--output assets/tokenizer/debug.model] [--ranks 1792]
 
-1,792 ranks (256 bytes and 1,536 merges) and the 256 special tokens that follow them are the 2,048 of the debug flavor.
-The text is the training documents of `data.dataset = "stdlib"`, so the same version of Python gives the same file; the
-one in assets/ was made with Python 3.11. Needs the package `tokenizers`, which comes with the extra `test`. Takes seconds.
+1,792 ranks (256 bytes and 1,536 merges) and the 256 special tokens that follow them are the 2,048
+of the debug flavor. The text is the training documents of `data.dataset = "stdlib"`, so the same
+version of Python gives the same file; the one in assets/ was made with Python 3.11. Needs the
+package `tokenizers`, which comes with the extra `test`. Takes seconds.
 """
 
 import argparse
@@ -28,7 +30,8 @@ def train(texts: list[str], ranks: int) -> list[bytes]:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=ranks, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
-    # `tokenizers` writes each byte as one printable character: itself where it is printable, else one from U+0100 on.
+    # `tokenizers` writes each byte as one printable character: itself where it is printable, else
+    # one from U+0100 on.
     printable = [byte for byte in range(256) if chr(byte) in alphabet]
     others = [byte for byte in range(256) if byte not in printable]
     byte_of = {chr(byte): byte for byte in printable} | {
@@ -64,7 +67,8 @@ def main() -> None:
     size, count = sum(len(text.encode()) for text in texts), sum(map(len, ids))
     print(f"{arguments.output}: a vocabulary of {tokenizer.vocab_size}")
     print(
-        f"{len(texts)} documents of {size} bytes are {count} tokens: {size / count:.2f} bytes a token"
+        f"{len(texts)} documents of {size} bytes are {count} tokens: {size / count:.2f} bytes a"
+        " token"
     )
 
 

@@ -1,10 +1,12 @@
-"""Write the parts of docs/ that are made from the sources: the tables of docs/recipes.md and the drawing of docs/design.md.
+"""Write the parts of docs/ that are made from the sources: the tables of docs/recipes.md and the
+drawing of docs/design.md.
 
     python scripts/write_docs.py            # writes both parts into their pages
     python scripts/write_docs.py --check    # writes nothing; exit code 1 where a part is not that of today's sources
 
-The tables are made from the docstrings of titan_lite/config/sections.py, the drawing from the imports of the package. A part stands between two
-comments of its page, and the rest of the page is written by hand.
+The tables are made from the docstrings of titan_lite/config/sections.py, the drawing from the
+imports of the package. A part stands between two comments of its page, and the rest of the page is
+written by hand.
 """
 
 import argparse
@@ -93,7 +95,10 @@ def reached(graph: Graph, start: str) -> set[str]:
 
 
 def shortened(graph: Graph) -> Graph:
-    """The graph without the arrows that a longer way replaces. Raises ValueError where parts import each other in a circle."""
+    """The graph without the arrows that a longer way replaces.
+
+    Raises ValueError where parts import each other in a circle.
+    """
     if circle := sorted(part for part in graph if part in reached(graph, part)):
         raise ValueError(f"these parts import each other in a circle: {', '.join(circle)}")
     return {
@@ -123,7 +128,10 @@ PARTS: dict[str, Callable[[], str]] = {"recipes.md": key_tables, "design.md": dr
 
 
 def as_of_today(page: Path) -> str:
-    """The text of the page with its part written anew. Raises ValueError where the page has no place for it."""
+    """The text of the page with its part written anew.
+
+    Raises ValueError where the page has no place for it.
+    """
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -1,4 +1,5 @@
-"""Start commands as a user does: with the environment that tests want, a limit of time, and what they print kept.
+"""Start commands as a user does: with the environment that tests want, a limit of time, and what
+they print kept.
 
 done = run(*script(tmp_path, *SMALL))              # done.returncode, done.stdout
 job = Job(tmp_path / "log", *script(tmp_path))     # goes on meanwhile: job.output, job.logged(3), job.ended()
@@ -47,9 +48,12 @@ def run(*command: Any, cwd: Path = ROOT, seconds: float = SECONDS, **environment
 
 
 class Job:
-    """A command that may be looked at and signalled while it runs. Its output, of all its processes, is a file.
+    """A command that may be looked at and signalled while it runs.
 
-    stdout: a file of its own, of which the output then has nothing; session: its processes are a session.
+    Its output, of all its processes, is a file.
+
+    stdout: a file of its own, of which the output then has nothing; session: its processes are a
+    session.
     """
 
     def __init__(
@@ -79,7 +83,10 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def until(self, pattern: str, seconds: float = 120) -> None:
-        """Wait until the output has the pattern. Fails where the command ends before it, or the time is over."""
+        """Wait until the output has the pattern.
+
+        Fails where the command ends before it, or the time is over.
+        """
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.output):
             ended = self.process.poll() is not None and not re.search(pattern, self.output)
@@ -93,7 +100,9 @@ class Job:
         self.until(rf"step +{step}  loss")
 
     def ended(self, seconds: float = SECONDS) -> int:
-        """Wait for its end, and return the exit code; pytest reports the whole output where a test fails."""
+        """Wait for its end, and return the exit code; pytest reports the whole output where a test
+        fails.
+        """
         with self:
             try:
                 return self.process.wait(seconds)
@@ -120,7 +129,10 @@ def script(folder: Any, *options: Any) -> list[Any]:
 
 
 def launcher(world_size: int, *program: Any, ours: bool = True, restarts: int = 0) -> list[Any]:
-    """The command that starts `program` on so many ranks of this machine. ours: by launch.py's launch, else by torchrun."""
+    """The command that starts `program` on so many ranks of this machine.
+
+    ours: by launch.py's launch, else by torchrun.
+    """
     options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     options += ["--max-restarts", restarts, "--nproc-per-node", world_size, *program]
     return python("-c", LAUNCH, *options) if ours else python("-m", TORCHRUN, *options)
@@ -135,9 +147,11 @@ def torchrun(world_size: int, recipe: Any, folder: Any, *options: Any, **environ
 def train(
     world_size: int, recipe: Any, folder: Any, *options: Any, seconds: float = SECONDS
 ) -> Done:
-    """Do what torchrun() does, for tests of what is trained: ranks are forked, with everything imported.
+    """Do what torchrun() does, for tests of what is trained: ranks are forked, with everything
+    imported.
 
-    The exit code is that of the first rank that has another one than 0; the other ranks have half a minute to find out.
+    The exit code is that of the first rank that has another one than 0; the other ranks have half a
+    minute to find out.
     """
     words = [str(word) for word in (recipe, "--job.dump_folder", folder, *options)]
     with tempfile.NamedTemporaryFile(mode="r", suffix=".log") as log:
@@ -146,7 +160,8 @@ def train(
         )
         output = log.read()
     print(
-        f"$ titan_lite.train {' '.join(words)}\n{output}\nexit codes of {world_size} forked ranks: {codes}"
+        f"$ titan_lite.train {' '.join(words)}\n{output}\nexit codes of {world_size} forked ranks:"
+        f" {codes}"
     )
     assert None not in codes, f"a rank did not end, and was killed: {codes}"
     return Done(words, next((code for code in codes if code), 0), output)

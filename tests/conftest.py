@@ -1,4 +1,6 @@
-"""Skip tests that need hardware or a scheduler where it is absent; collect the messages of wrong input with --messages FILE."""
+"""Skip tests that need hardware or a scheduler where it is absent; collect the messages of wrong
+input with --messages FILE.
+"""
 
 import re
 import shutil
@@ -58,3 +60,12 @@ def pytest_collection_modifyitems(items):
         for marker, reason in absent.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """Every process group has two ranks, so that graphs made by hand need no groups."""
+    from handmade_graphs import PARTS_THAT_ASK_FOR_RANKS
+
+    for module in PARTS_THAT_ASK_FOR_RANKS:
+        monkeypatch.setattr(module, "ranks_of", lambda node: (0, 1))

@@ -3,9 +3,10 @@
     graphs = lower_stage("llama3_8b.toml", 8, ["--compile.bucketing=greedy"])       # {"forward": Lowered, "backward": Lowered}
     graphs["backward"].replay.order == graphs["backward"].asked
 
-A stage is traced as the trainer builds it, on fake CPU tensors in a fake process group. Each graph that the passes leave is
-copied onto fake CUDA tensors and goes through the real compile_fx_inner, which is stopped where the code is written. To be called
-in a process of its own (ranks.run_ranks): the process group is one per process, and fake CUDA tensors may abort the interpreter.
+A stage is traced as the trainer builds it, on fake CPU tensors in a fake process group. Each graph
+that the passes leave is copied onto fake CUDA tensors and goes through the real compile_fx_inner,
+which is stopped where the code is written. To be called in a process of its own (ranks.run_ranks):
+the process group is one per process, and fake CUDA tensors may abort the interpreter.
 """
 
 import ast
@@ -86,8 +87,10 @@ H100 = SimpleNamespace(
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """asked: the order of the graph that the passes left, as in Replay.order; fused: once Inductor has put collectives of tensor
-    parallelism and products into one operator, where the recipe says so."""
+    """asked: the order of the graph that the passes left, as in Replay.order; fused: once Inductor
+    has put collectives of tensor parallelism and products into one operator, where the recipe says
+    so.
+    """
 
     asked: list[tuple[str, str]]
     fused: list[tuple[str, str]]
@@ -111,7 +114,9 @@ class _Captured:
 def lower_stage(
     recipe: str, world_size: int, options: Sequence[str] = (), number: int = 0
 ) -> dict[str, Lowered]:
-    """The code of each graph of a pipeline stage, cut to three blocks: "forward" and "backward", and "inference"."""
+    """The code of each graph of a pipeline stage, cut to three blocks: "forward" and "backward",
+    and "inference".
+    """
     start_fake_world(world_size)
     captured = capture(RECIPES / recipe, world_size, options, 3, number)
     _guard_cuda()
@@ -121,7 +126,9 @@ def lower_stage(
 def capture(
     recipe: Path, world_size: int, options: Sequence[str], blocks: int, number: int
 ) -> dict[str, _Captured]:
-    """Each graph of a stage as the passes leave it, on fake CPU tensors: with gradients, then without."""
+    """Each graph of a stage as the passes leave it, on fake CPU tensors: with gradients, then
+    without.
+    """
     config = load_config(recipe, options)
     layout = PlannedLayout(**vars(make_layout(config, world_size)), config=config)
     mesh = build_mesh(layout.degrees, "cpu")
@@ -236,7 +243,9 @@ def lower(captured: _Captured) -> Lowered:
 
 
 def on_cuda(module: GraphModule) -> tuple[GraphModule, list[Any]]:
-    """A copy of a graph of CPU tensors, and its inputs, on a GPU, where attention is another operator."""
+    """A copy of a graph of CPU tensors, and its inputs, on a GPU, where attention is another
+    operator.
+    """
     copied = GraphModule(module, copy.deepcopy(module.graph))
     graph, mode = copied.graph, FakeTensorMode()
     for node in list(graph.nodes):
@@ -275,7 +284,9 @@ def on_cuda(module: GraphModule) -> tuple[GraphModule, list[Any]]:
 
 
 def _random_state(graph: Graph, name: str, shape: tuple[int, ...]) -> Node:
-    """An input with the state of a random generator, which the forward with CUDA's attention would save."""
+    """An input with the state of a random generator, which the forward with CUDA's attention would
+    save.
+    """
     inputs = graph.find_nodes(op="placeholder")
     found = next((node for node in inputs if node.name == name), None)
     if found is None:
@@ -321,8 +332,9 @@ def _sizes(graph: GraphLowering) -> dict[str, int]:
 
 
 def _guard_cuda() -> None:
-    """Operators that PyTorch composes in C++ ask for a guard of their device, which only CUDA builds register; the one of meta
-    tensors does nothing, which will do."""
+    """Operators that PyTorch composes in C++ ask for a guard of their device, which only CUDA
+    builds register; the one of meta tensors does nothing, which will do.
+    """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
     guards = (ctypes.c_void_p * 22).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     cuda, meta = 1, 14  # of c10::DeviceType
@@ -385,7 +397,10 @@ def _cuda_there() -> Iterator[None]:
 
 
 def compile_kernels(graph: Lowered, capability: int) -> dict[str, int]:
-    """Bytes of machine code of each kernel of a graph, by triton's own assembler. capability: 90 for an H100, 100 for a B200."""
+    """Bytes of machine code of each kernel of a graph, by triton's own assembler.
+
+    capability: 90 for an H100, 100 for a B200.
+    """
     import triton
     from torch._inductor.runtime import triton_helpers
     from triton.backends.compiler import GPUTarget

@@ -1,4 +1,5 @@
-"""FlashAttention of packed documents, which torch has on GPUs alone, as a loop over documents on a CPU; under its own name.
+"""FlashAttention of packed documents, which torch has on GPUs alone, as a loop over documents on a
+CPU; under its own name.
 
 with packed_attention(): ...        # the body of our operator runs too, and is given what a GPU's kernel is given
 """

@@ -2,9 +2,10 @@
 
     results = run_ranks(2, worker, argument)       # worker(argument) in two processes; results[rank]
 
-A rank is a new process, and so is every world: a process that has been in one keeps caches of its meshes. It is forked from a
-server that lives as long as the tests do and has imported torch and the package, five seconds of work that no rank repeats.
-The function lives in a test module (it is pickled by name). One thread a rank.
+A rank is a new process, and so is every world: a process that has been in one keeps caches of its
+meshes. It is forked from a server that lives as long as the tests do and has imported torch and the
+package, five seconds of work that no rank repeats. The function lives in a test module (it is
+pickled by name). One thread a rank.
 """
 
 import datetime
@@ -28,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = 240  # seconds; a hang is a failure
-# Not what starts threads when it is imported (pyarrow): a fork has the locks of a library's threads, and not the threads.
+# Not what starts threads when it is imported (pyarrow): a fork has the locks of a library's
+# threads, and not the threads.
 PRELOADED = [
     "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
@@ -49,9 +51,12 @@ PRELOADED += ["torch.utils.tensorboard"]
 def run_ranks(
     world_size: int, function: Callable, *args: Any, init: bool = True, seconds: float = TIMEOUT
 ) -> list[Any]:
-    """Return what function(*args) returned on each rank. Fails the test with the traceback of the rank that failed.
+    """Return what function(*args) returned on each rank.
 
-    init: have the process group up when function is called; else function, such as a Trainer, makes it. seconds: until it hangs.
+    Fails the test with the traceback of the rank that failed.
+
+    init: have the process group up when function is called; else function, such as a Trainer, makes
+    it. seconds: until it hangs.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes = start_ranks(world_size, _rank_main, Path(folder), function, args, init)
@@ -97,7 +102,9 @@ def start_ranks(
 def end_ranks(
     processes: Sequence[BaseProcess], seconds: float, patience: float = 0
 ) -> list[int | None]:
-    """Wait for all ranks; return their exit codes. Where one fails, the others have `patience` seconds, then they are killed.
+    """Wait for all ranks; return their exit codes.
+
+    Where one fails, the others have `patience` seconds, then they are killed.
 
     None: a rank that was killed, since another failed or the time was over.
     """

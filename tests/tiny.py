@@ -27,7 +27,8 @@ UNTIED = ModelConfig(
     dim=20, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=30, vocab_size=61, max_seq_len=16
 )
 TIED = replace(UNTIED, tied_embeddings=True)
-# Heads that tensor parallelism divides; of 30 hidden units and 61 tokens the last of four ranks has fewer.
+# Heads that tensor parallelism divides; of 30 hidden units and 61 tokens the last of four ranks has
+# fewer.
 HEADS = ModelConfig(
     dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=30, vocab_size=61, max_seq_len=16
 )
@@ -42,7 +43,9 @@ def steps(count: int, schedule: int | None = None) -> list[str]:
 
 
 def every(saved: int, validated: int | None = None, batches: int = 1) -> list[str]:
-    """Steps from one checkpoint to the next, and from one validation, of so many batches, to the next."""
+    """Steps from one checkpoint to the next, and from one validation, of so many batches, to the
+    next.
+    """
     checks = (
         [f"--validation.freq={validated}", f"--validation.steps={batches}"] if validated else []
     )

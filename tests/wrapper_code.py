@@ -1,4 +1,5 @@
-"""Inductor's wrapper code, read without running it: the order of its kernels, and the lifetimes of its buffers.
+"""Inductor's wrapper code, read without running it: the order of its kernels, and the lifetimes of
+its buffers.
 
     replay = Replay(source, kernels, nbytes)
     replay.order           # [("start", "all_gather_into_tensor"), ("product", "mm_2"), ("wait", "all_gather_into_tensor"), ...]
@@ -6,9 +7,10 @@
     replay.launches        # the same with all other kernels: ("triton", "triton_poi_fused_add_3"), ("operator", "buf17")
     replay.peak            # most bytes alive at once
 
-The statements of `call` are followed one by one. Names share a storage where one is a view of the other or takes its place; a
-storage is free when its last name is deleted. Between a collective's start and its wait, its input must not be written or freed,
-nor its output read, written or freed. A statement that is not understood is an error.
+The statements of `call` are followed one by one. Names share a storage where one is a view of the
+other or takes its place; a storage is free when its last name is deleted. Between a collective's
+start and its wait, its input must not be written or freed, nor its output read, written or freed. A
+statement that is not understood is an error.
 """
 
 import ast
@@ -40,8 +42,12 @@ class Flight:
 
 
 class Replay:
-    """source: the module that Inductor writes. kernels: for each buffer, the FX nodes of the operator that makes it and of the
-    collectives in place on it, in their order. nbytes: of what is not allocated but an operator's result or an input."""
+    """source: the module that Inductor writes.
+
+    kernels: for each buffer, the FX nodes of the operator that makes it and of the collectives in
+    place on it, in their order. nbytes: of what is not allocated but an operator's result or an
+    input.
+    """
 
     def __init__(
         self, source: str, kernels: Mapping[str, Sequence[str]], nbytes: Mapping[str, int]

@@ -1,4 +1,6 @@
-"""The command `titan-lite`: the programs of titan_lite by name. A recipe is a file, or the name of a shipped one.
+"""The command `titan-lite`: the programs of titan_lite by name.
+
+A recipe is a file, or the name of a shipped one.
 
 titan-lite train debug_model --training.steps 20
 titan-lite plan llama3_405b              # the same as: python -m titan_lite plan llama3_405b
@@ -29,7 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run a program with the arguments after its name."""
     if not arguments or arguments[0] in ("--help", "-h"):
         print(
-            "usage: titan-lite PROGRAM [ARGUMENT ...]      --help after a program's name prints its arguments\n"
+            "usage: titan-lite PROGRAM [ARGUMENT ...]      --help after a program's name prints its"
+            " arguments\n"
         )
         print(*(f"  {name:10}{purpose}" for name, (_, purpose) in PROGRAMS.items()), sep="\n")
         print(

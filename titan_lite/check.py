@@ -42,7 +42,8 @@ def check(config: Config, layout: Layout) -> Tokenizer:
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     check_writable(Path(config.job.dump_folder))
     if os.environ.get("RANK", "0") != "0":
-        return tokenizer  # the first rank alone looks at the files of a step: all ranks would open ranks x files
+        # the first rank alone looks at the files of a step: all ranks would open ranks x files
+        return tokenizer
     checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
     step = checkpointer.step_to_load()
     if step is not None:
@@ -56,7 +57,8 @@ def check(config: Config, layout: Layout) -> Tokenizer:
         )
     elif path:
         logger.info(
-            f'checkpoint.initial_load_path = "{path}" has no effect: the run goes on from its own step {step}'
+            f'checkpoint.initial_load_path = "{path}" has no effect: the run goes on from its own'
+            f" step {step}"
         )
     return tokenizer
 
@@ -64,7 +66,9 @@ def check(config: Config, layout: Layout) -> Tokenizer:
 def describe_run(
     config: Config, layout: Layout, tokenizer: Tokenizer, git: str = ""
 ) -> dict[str, Any]:
-    """Return the description of this run for its checkpoints, in JSON types and tuples, for `resume.compare`."""
+    """Return the description of this run for its checkpoints, in JSON types and tuples, for
+    `resume.compare`.
+    """
     degrees, shape = layout.degrees, dataclasses.asdict(layout.model)
     sharded = {axis: degree for axis, degree in degrees.items() if axis != "pp"}
     compresses = config.parallelism.replicate_compression != "none"
@@ -98,7 +102,10 @@ def describe_run(
 def accepted_state(
     checkpointer: Checkpointer, step: int, described: Mapping[str, Any]
 ) -> tuple[dict, Changes]:
-    """Return the state.json of a step that this run can resume from, and what differs. Raises ConfigError."""
+    """Return the state.json of a step that this run can resume from, and what differs.
+
+    Raises ConfigError.
+    """
     state = checkpointer.read_state(step)
     with fields_of(f"{checkpointer.path_of(step)}/state.json"):
         changes = compare(state, described)
@@ -108,7 +115,10 @@ def accepted_state(
 
 
 def is_installed(module: str) -> bool:
-    """Return True if a module can be imported. A folder without sources, such as wandb's output, cannot."""
+    """Return True if a module can be imported.
+
+    A folder without sources, such as wandb's output, cannot.
+    """
     found = importlib.util.find_spec(module)
     return found is not None and found.origin is not None
 
@@ -119,12 +129,14 @@ def check_machine(config: Config) -> None:
     check_float8(config)
     if config.training.attention_kernel == "cudnn" and config.debug.deterministic:
         raise ConfigError(
-            'debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order; use "FA2"'
+            'debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order;'
+            ' use "FA2"'
         )
     check_gpu(config)
     if config.metrics.enable_wandb and not is_installed("wandb"):
         raise ConfigError(
-            "metrics.enable_wandb = true: wandb is not installed here; pip install wandb, or enable_wandb = false"
+            "metrics.enable_wandb = true: wandb is not installed here; pip install wandb, or"
+            " enable_wandb = false"
         )
 
 
@@ -134,13 +146,13 @@ def check_gpu(config: Config) -> None:
         return
     if config.parallelism.enable_async_tensor_parallel:
         raise ConfigError(
-            "parallelism.enable_async_tensor_parallel = true: its ranks write to each other's GPU memory, and there is none here; "
-            "use enable_async_tensor_parallel = false"
+            "parallelism.enable_async_tensor_parallel = true: its ranks write to each other's GPU"
+            " memory, and there is none here; use enable_async_tensor_parallel = false"
         )
     if config.profiling.enable_memory_snapshot:
         raise ConfigError(
-            "profiling.enable_memory_snapshot = true: snapshots are of CUDA memory, and there is none here; "
-            "use enable_memory_snapshot = false"
+            "profiling.enable_memory_snapshot = true: snapshots are of CUDA memory, and there is"
+            " none here; use enable_memory_snapshot = false"
         )
 
 
@@ -155,11 +167,13 @@ def check_float8(config: Config) -> None:
         )
     if torch.cuda.get_device_capability() < (8, 9):
         raise ConfigError(
-            f"float8.enable = true needs compute capability 8.9 or newer, such as H100, and here is {name}; use false"
+            "float8.enable = true needs compute capability 8.9 or newer, such as H100, and here is"
+            f" {name}; use false"
         )
     if recipe != "tensorwise" and torch.cuda.get_device_capability() < (9, 0):
         raise ConfigError(
-            f'float8.recipe = "{recipe}" needs compute capability 9.0 or newer, and here is {name}; use "tensorwise"'
+            f'float8.recipe = "{recipe}" needs compute capability 9.0 or newer, and here is {name};'
+            ' use "tensorwise"'
         )
     check_float8_results(config)
 
@@ -178,19 +192,23 @@ def check_memory(config: Config, layout: Layout, memory: float, host: float = ma
             else ""
         )
         raise ConfigError(
-            f"{shape_words(config.model)} on {layout.world_size} ranks: weights, gradients{errors} and optimizer state need "
-            f"{steady / 2**30:.0f} GiB a rank, and a rank has {limit / 2**30:.0f}; use parallelism.data_parallel_shard_degree "
-            f"= {shards} or more"
+            f"{shape_words(config.model)} on {layout.world_size} ranks: weights, gradients{errors}"
+            f" and optimizer state need {steady / 2**30:.0f} GiB a rank, and a rank has"
+            f" {limit / 2**30:.0f}; use parallelism.data_parallel_shard_degree = {shards} or more"
         )
     if layout.gathers_once and steady + step > memory:
         raise ConfigError(
-            f'parallelism.fsdp_communication = "step" needs {(steady + step) / 2**30:.0f} GiB a rank before any activation, and '
-            f'a rank has {memory / 2**30:.0f}; use "microbatch" or "auto"'
+            f'parallelism.fsdp_communication = "step" needs {(steady + step) / 2**30:.0f} GiB a'
+            f' rank before any activation, and a rank has {memory / 2**30:.0f}; use "microbatch" or'
+            ' "auto"'
         )
 
 
 def check_agreement(layout: Layout) -> None:
-    """Raise ConfigError if GPUs of different memory would gather weights at different times. Needs a process group."""
+    """Raise ConfigError if GPUs of different memory would gather weights at different times.
+
+    Needs a process group.
+    """
     if not alike(str(layout.gathers_once)):
         key = "parallelism.fsdp_communication"
         raise ConfigError(
@@ -204,8 +222,9 @@ def check_prices(stage: Compile) -> None:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         if device and profile_of(device) is None:
             raise ConfigError(
-                f'compile.bucketing = "{stage.bucketing}" prices collectives, and "{device}" is not known; use compile.machine = '
-                f'{", ".join(PROFILES)} or a .toml file, or bucketing = "block"'
+                f'compile.bucketing = "{stage.bucketing}" prices collectives, and "{device}" is not'
+                f" known; use compile.machine = {', '.join(PROFILES)} or a .toml file, or bucketing"
+                ' = "block"'
             )
 
 
@@ -215,5 +234,6 @@ def check_writable(folder: Path) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         why = "may not be written" if existing.is_dir() else "is no folder"
         raise ConfigError(
-            f'job.dump_folder = "{folder}": {existing} {why}; use a folder that can be created and written'
+            f'job.dump_folder = "{folder}": {existing} {why}; use a folder that can be created and'
+            " written"
         )

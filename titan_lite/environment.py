@@ -33,7 +33,10 @@ def _is_number(text: str) -> bool:
 
 
 def check_environment() -> tuple[int, int]:
-    """Return (rank, number of ranks) of this process. Raises ConfigError with every wrong variable and its value."""
+    """Return (rank, number of ranks) of this process.
+
+    Raises ConfigError with every wrong variable and its value.
+    """
     missing = [name for name in WORLD if not os.environ.get(name)]
     if missing and all(os.environ.get(name) in (None, "", value) for name, value in ALONE.items()):
         _run_alone()
@@ -42,7 +45,8 @@ def check_environment() -> tuple[int, int]:
     if missing:
         there = " ".join(f"{name}={os.environ[name]}" for name in WORLD if name not in missing)
         wrong.append(
-            f"{there} without {', '.join(missing)}: use torchrun or ./run_train.sh, which set all, or set none"
+            f"{there} without {', '.join(missing)}: use torchrun or ./run_train.sh, which set all,"
+            " or set none"
         )
     values: dict[str, int] = {}
     for name in (*ALONE, "MASTER_PORT", *RESTARTS):
@@ -80,8 +84,8 @@ def _contradictions(values: dict[str, int]) -> list[str]:
         wrong.append(f"RANK={values['RANK']}: expected less than WORLD_SIZE={world_size}")
     if not local_rank < local_size <= world_size:
         wrong.append(
-            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}: expected a rank below the number of ranks of this "
-            f"node, which is at most WORLD_SIZE={world_size}"
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}: expected a rank below the"
+            f" number of ranks of this node, which is at most WORLD_SIZE={world_size}"
         )
     if not 0 < values["MASTER_PORT"] <= LAST_PORT:
         wrong.append(f"MASTER_PORT={values['MASTER_PORT']}: expected a port from 1 to {LAST_PORT}")

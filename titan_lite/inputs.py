@@ -1,4 +1,6 @@
-"""Check the files that a recipe reads: its tokenizer and its data. Needs no torch, so one process can check before a run.
+"""Check the files that a recipe reads: its tokenizer and its data.
+
+Needs no torch, so one process can check before a run.
 
 tokenizer = check_inputs(config, make_layout(config, world_size=8))
 """
@@ -11,12 +13,21 @@ from titan_lite.distributed.layout import Layout
 
 
 def check_inputs(config: Config, layout: Layout) -> Tokenizer:
-    """Check that the tokenizer fits the model and that documents can be read. Return the tokenizer. Raises ConfigError."""
+    """Check that the tokenizer fits the model and that documents can be read. Return the tokenizer.
+
+    Raises ConfigError.
+    """
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     if tokenizer.vocab_size > layout.model.vocab_size:
-        wrong = f'model.tokenizer_path = "{config.model.tokenizer_path}" has {tokenizer.vocab_size} tokens, but'
+        wrong = (
+            f'model.tokenizer_path = "{config.model.tokenizer_path}" has {tokenizer.vocab_size}'
+            " tokens, but"
+        )
         room = "model.vocab_size" if config.model.vocab_size else f"flavor {config.model.flavor}"
-        fix = f"use that flavor's tokenizer, a flavor with room, or model.vocab_size = {tokenizer.vocab_size}"
+        fix = (
+            "use that flavor's tokenizer, a flavor with room, or model.vocab_size ="
+            f" {tokenizer.vocab_size}"
+        )
         raise ConfigError(f"{wrong} {room} has room for {layout.model.vocab_size}; {fix}")
     check_data(config.data)
     for _, part in config.data.mixture():

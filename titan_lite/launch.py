@@ -1,12 +1,14 @@
-"""Train a recipe on this machine's GPUs, or on CPU processes where there are none. Also on several nodes, once on each.
+"""Train a recipe on this machine's GPUs, or on CPU processes where there are none.
+
+Also on several nodes, once on each.
 
     titan-lite train llama3_8b --training.steps 100
     python -m titan_lite.launch llama3_8b --training.steps 100           # the same, without an installation
     CONFIG_FILE=llama3_8b ./run_train.sh --training.steps 100           # the same, after an environment was made
 
-It checks the recipe, the environment variables (`titan-lite train --help` lists them), the tokenizer and the data, counts the
-GPUs, and calls torchrun in this process. It exits with the code that the ranks record (resilience/exit_code.py), since torchrun has
-1 for every failure.
+It checks the recipe, the environment variables (`titan-lite train --help` lists them), the
+tokenizer and the data, counts the GPUs, and calls torchrun in this process. It exits with the code
+that the ranks record (resilience/exit_code.py), since torchrun has 1 for every failure.
 """
 
 import _thread
@@ -32,7 +34,8 @@ from titan_lite.resilience.signals import LAUNCHER, STOPPING, tell
 from titan_lite.tools import recipe
 
 NUMA_NODES = "/sys/devices/system/node"
-SAVE_LIMIT = 3600  # seconds from a signal until ranks that have not ended are killed; a hang ends them before
+# seconds from a signal until ranks that have not ended are killed; a hang ends them before
+SAVE_LIMIT = 3600
 # Seconds for the launchers of other nodes to answer, once all ranks here have ended
 NODES_LIMIT = 20
 RESTART_LIMIT = 600  # where ranks may start again: the time of torchrun, too
@@ -86,8 +89,9 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     restarts = os.environ.get("MAX_RESTARTS") or "0"
     set_environment(arguments, gpus, processes)
     if restarts != "0" or nodes != "1":
-        # Otherwise all attempts share one store, where processes find addresses of the attempt before and wait for them until
-        # the time limit (torch 2.11 to 2.13; https://github.com/pytorch/pytorch/issues/135712).
+        # Otherwise all attempts share one store, where processes find addresses of the attempt
+        # before and wait for them until the time limit (torch 2.11 to 2.13;
+        # https://github.com/pytorch/pytorch/issues/135712).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     kind = f"{'GPU' if gpus else 'CPU'} process{'es' if processes > 1 else ''}"
     waiting = (
@@ -147,7 +151,8 @@ def check_host(endpoint: str) -> None:
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs to train on; 0 if there are none or CUDA_VISIBLE_DEVICES hides them.
+    """Return the number of GPUs to train on; 0 if there are none or CUDA_VISIBLE_DEVICES hides
+    them.
 
     Raises ConfigError if the node has GPUs that torch cannot use.
     """
@@ -165,13 +170,18 @@ def count_gpus() -> int:
         output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
     ).partition("\n")[0]
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    wrong = f"torch cannot use the GPUs of this node ({listed or '/dev/kfd'}): torch {torch.__version__}, {built}, driver {driver}"
+    wrong = (
+        f"torch cannot use the GPUs of this node ({listed or '/dev/kfd'}): torch"
+        f" {torch.__version__}, {built}, driver {driver}"
+    )
     fix = "install a torch built for this driver, or set CUDA_VISIBLE_DEVICES= for CPU processes"
     raise ConfigError(f"{wrong}; CUDA 13 needs driver 580 or newer, CUDA 12 525: {fix}")
 
 
 def numa_options(gpus: int) -> list[str]:
-    """Return the launcher's options that bind each process to the cores beside its GPU, if there are several NUMA nodes."""
+    """Return the launcher's options that bind each process to the cores beside its GPU, if there
+    are several NUMA nodes.
+    """
     if gpus < 2 or not os.path.exists(f"{NUMA_NODES}/node1"):
         return []
     if output_of("numactl", "--physcpubind=+0", "true") is not None:
@@ -215,10 +225,11 @@ def set_environment(arguments: Sequence[str], gpus: int, processes: int) -> None
 
 
 def listen() -> None:
-    """Receive signals in a thread: the first ends this process or, once torchrun runs, is passed on; others are left pending.
+    """Receive signals in a thread: the first ends this process or, once torchrun runs, is passed
+    on; others are left pending.
 
-    A further signal would end torchrun while it waits for its ranks, and leave them behind. Ranks inherit that signals are
-    blocked, until they listen to them.
+    A further signal would end torchrun while it waits for its ranks, and leave them behind. Ranks
+    inherit that signals are blocked, until they listen to them.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     for number in STOPPING:  # until torchrun starts ranks, and sets handlers of its own
@@ -273,7 +284,9 @@ def launch(options: Sequence[str], *, may_restart: bool) -> int:
 
 
 def describe_failures(codes: Mapping[int, int]) -> str:
-    """Return {0: 1, 1: -9}, exit codes by rank, as "rank 1 was killed by SIGKILL; rank 0 ended with exit code 1"."""
+    """Return {0: 1, 1: -9}, exit codes by rank, as "rank 1 was killed by SIGKILL; rank 0 ended with
+    exit code 1".
+    """
     killed = []
     failed = []
     for rank, code in sorted(codes.items()):
@@ -285,9 +298,11 @@ def describe_failures(codes: Mapping[int, int]) -> str:
 
 
 def leave_other_nodes(may_restart: bool) -> NoReturn:
-    """Run in a thread: end this process if its ranks have ended badly, and the launchers of other nodes do not answer.
+    """Run in a thread: end this process if its ranks have ended badly, and the launchers of other
+    nodes do not answer.
 
-    torchrun would wait for many minutes after a cut cable, and for 300 s for a launcher that was killed.
+    torchrun would wait for many minutes after a cut cable, and for 300 s for a launcher that was
+    killed.
     """
     waited = 0
     started = False
@@ -308,7 +323,10 @@ def leave_other_nodes(may_restart: bool) -> NoReturn:
 
 
 def ranks_run() -> bool:
-    """Return True if a process that the main thread has started has not ended. torchrun need not have noticed its end."""
+    """Return True if a process that the main thread has started has not ended.
+
+    torchrun need not have noticed its end.
+    """
     for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         with suppress(ChildProcessError):
             if os.waitid(os.P_PID, int(pid), os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:

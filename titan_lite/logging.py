@@ -1,11 +1,13 @@
-"""Write the run's log: plain lines on standard output of the ranks in LOG_RANK (default 0), and `events.jsonl`.
+"""Write the run's log: plain lines on standard output of the ranks in LOG_RANK (default 0), and
+`events.jsonl`.
 
     init_logging(rank=0, world_size=2)
     logger.info("step 1")
     events.keep(dump_folder, rank=0)                       # from now on
     logger.info("saved", extra={"event": "checkpoint"})    # {"time": ..., "event": "checkpoint", "step": 50, ...}
 
-`events.jsonl` has an object per line: time, event, step, text. It has records with `extra={"event": ...}`, warnings and errors.
+`events.jsonl` has an object per line: time, event, step, text. It has records with `extra={"event":
+...}`, warnings and errors.
 """
 
 import json
@@ -24,12 +26,16 @@ logger = logging.getLogger("titan_lite")
 
 
 def log_ranks(world_size: int) -> set[int]:
-    """Return the ranks that print. Raises ValueError if LOG_RANK is not a list of existing ranks."""
+    """Return the ranks that print.
+
+    Raises ValueError if LOG_RANK is not a list of existing ranks.
+    """
     text = os.environ.get("LOG_RANK", "0")
     ranks = text.replace(" ", "").split(",")
     if not all(re.fullmatch("[0-9]{1,9}", rank) and int(rank) < world_size for rank in ranks):
         raise ValueError(
-            f"LOG_RANK={text}: use ranks below {world_size}, separated by commas, such as LOG_RANK=0"
+            f"LOG_RANK={text}: use ranks below {world_size}, separated by commas, such as"
+            " LOG_RANK=0"
         )
     return {int(rank) for rank in ranks}
 
@@ -37,10 +43,13 @@ def log_ranks(world_size: int) -> set[int]:
 def init_logging(
     rank: int = 0, world_size: int = 0, stream: TextIO | None = None, *, all_warnings: bool = True
 ) -> None:
-    """Show warnings and errors on every rank, and the rest on the ranks of LOG_RANK. Raises ValueError.
+    """Show warnings and errors on every rank, and the rest on the ranks of LOG_RANK.
 
-    world_size: 0 for a program that is not a run, and shows everything. stream: None is standard output. all_warnings: False
-    shows warnings of libraries once, as a line of these ranks, and the HARMLESS ones not at all.
+    Raises ValueError.
+
+    world_size: 0 for a program that is not a run, and shows everything. stream: None is standard
+    output. all_warnings: False shows warnings of libraries once, as a line of these ranks, and the
+    HARMLESS ones not at all.
     """
     ranks = log_ranks(world_size) if world_size else {rank}
     console.to = stream
@@ -120,16 +129,22 @@ console, events = Console(sys.stdout), Events()
 
 HARMLESS = (  # exact texts of warnings of libraries that do not matter here
     # each trace has its own file
-    "UserWarning: Warning: Profiler clears events at the end of each cycle. Only events from the current cycle will be reported. "
-    "To keep events across cycles, set acc_events=True.",
+    (
+        "UserWarning: Warning: Profiler clears events at the end of each cycle. Only events from"
+        " the current cycle will be reported. To keep events across cycles, set acc_events=True."
+    ),
     # the trainer has set this rank's device
-    "UserWarning: barrier(): using the device under current context. You can specify `device_id` in `init_process_group` to mute "
-    "this warning.",
+    (
+        "UserWarning: barrier(): using the device under current context. You can specify"
+        " `device_id` in `init_process_group` to mute this warning."
+    ),
 )
 
 
 def hush(shown: bool) -> None:
-    """Log each of Python's warnings once if `shown`, else drop them, and all of torch's log but errors."""
+    """Log each of Python's warnings once if `shown`, else drop them, and all of torch's log but
+    errors.
+    """
     seen = set(HARMLESS)
     if not shown:
         os.environ.setdefault("TORCH_LOGS", "-all")  # read when torch is imported

@@ -1,4 +1,5 @@
-"""Write files and folders that are complete or absent, and manifests: JSON with the size and SHA-256 of each file of a folder.
+"""Write files and folders that are complete or absent, and manifests: JSON with the size and
+SHA-256 of each file of a folder.
 
 publish(unfinished, folder)                                 # a folder that was filled under another name
 
@@ -29,7 +30,9 @@ def sync(path: Path) -> None:
 
 
 def publish(unfinished: Path, path: Path) -> None:
-    """Rename a file, or a folder whose files are synced: if the machine stops, all of it exists or nothing."""
+    """Rename a file, or a folder whose files are synced: if the machine stops, all of it exists or
+    nothing.
+    """
     sync(unfinished)
     unfinished.rename(path)
     sync(path.parent)
@@ -58,7 +61,10 @@ def write(folder: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> No
 
 
 def read(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
-    """Return {name: {"sha256", "size"}} of the files of a step (None: of any step). Raises CorruptFileError."""
+    """Return {name: {"sha256", "size"}} of the files of a step (None: of any step).
+
+    Raises CorruptFileError.
+    """
     content = read_object(folder / NAME)
     with fields_of(NAME):
         files = {
@@ -74,9 +80,12 @@ def read(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
 def check_step(
     folder: Path, step: int | None, share: int = 0, shares: int = 1
 ) -> dict[str, dict[str, Any]]:
-    """Check the names and sizes of all files in the folder, and return the files as in `read`. Raises CorruptFileError.
+    """Check the names and sizes of all files in the folder, and return the files as in `read`.
 
-    share, shares: check only every `shares`-th file from number `share` on; the first share also has the names.
+    Raises CorruptFileError.
+
+    share, shares: check only every `shares`-th file from number `share` on; the first share also
+    has the names.
     """
     files = read(folder, step)
     try:
@@ -105,7 +114,10 @@ def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 def check_bytes(
     folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Callable[[], None] = lambda: None
 ) -> None:
-    """Raise CorruptFileError for the first file whose bytes are not those written. beat: as in `digest`."""
+    """Raise CorruptFileError for the first file whose bytes are not those written.
+
+    beat: as in `digest`.
+    """
     for name, expected in files.items():
         try:
             found = digest(folder / name, beat)

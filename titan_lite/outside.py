@@ -1,4 +1,5 @@
-"""Read JSON files that a run or another program wrote: what is wrong with one is told in one line with the file's name.
+"""Read JSON files that a run or another program wrote: what is wrong with one is told in one line
+with the file's name.
 
 state = read_object(folder / "state.json")                 # raises CorruptFileError
 with fields_of("state.json"):                              # a missing key, or a value of a wrong type, raises CorruptFileError
@@ -41,7 +42,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def fields_of(name: str) -> Iterator[None]:
-    """Return a context that reads values of a file: one that is missing or of a wrong type raises CorruptFileError. name: the file's."""
+    """Return a context that reads values of a file: one that is missing or of a wrong type raises
+    CorruptFileError. name: the file's.
+    """
     try:
         yield
     except ConfigError:

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 8 -m titan_lite.train train_configs/llama3_8b.toml --training.steps 100
     python -m titan_lite.train train_configs/debug_model.toml             # one process, without torchrun
 
-resilience/exit_code.py lists the exit codes. torchrun turns all but 0 into 1, and starts the ranks again, so a run that is stopped by a
-signal exits with 0 under torchrun. ./run_train.sh exits with the codes themselves.
+resilience/exit_code.py lists the exit codes. torchrun turns all but 0 into 1, and starts the ranks
+again, so a run that is stopped by a signal exits with 0 under torchrun. ./run_train.sh exits with
+the codes themselves.
 """
 
 import os
@@ -59,7 +60,9 @@ def train(config: Config, observe: Any = None) -> int:
 
 
 def report(error: Exception, code: int) -> int:
-    """Print the error in one line, on one rank of a node if all have the same error, and return the exit code."""
+    """Print the error in one line, on one rank of a node if all have the same error, and return the
+    exit code.
+    """
     place = ""
     if getattr(error, "everywhere", False):
         speaks = os.environ.get("RANK", "0") == "0"

@@ -1,4 +1,6 @@
-"""Build all parts of a run in order, then run the training loop. The only module that knows every part.
+"""Build all parts of a run in order, then run the training loop.
+
+The only module that knows every part.
 
     Trainer(config).train()
 
@@ -95,9 +97,10 @@ Observe = Callable[[str, "Trainer"], None]
 class Trainer:
     """One rank of a run.
 
-    model: replaces the recipe's model shape. observe: called with the name of a moment and the trainer: "start" (before the
-    process group), "model" (before parameters are allocated), "built"; in a step "batch" (before each), "forward" (before the
-    first), "backward" (after the last), "step" (`last_step` has its figures); "validation" (before each batch), "save" (before).
+    model: replaces the recipe's model shape. observe: called with the name of a moment and the
+    trainer: "start" (before the process group), "model" (before parameters are allocated), "built";
+    in a step "batch" (before each), "forward" (before the first), "backward" (after the last),
+    "step" (`last_step` has its figures); "validation" (before each batch), "save" (before).
     """
 
     def __init__(
@@ -152,7 +155,8 @@ class Trainer:
             self.device, self.dtype, self.layout.model.head_dim, degrees["cp"]
         )
         self.counts_documents = config.training.mask_documents and by_kernel
-        # On a communicator that is connected at once, a pipeline's sends and receives would wait for each other.
+        # On a communicator that is connected at once, a pipeline's sends and receives would wait
+        # for each other.
         init_process_group(
             self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1
         )
@@ -298,7 +302,10 @@ class Trainer:
         )
 
     def train(self) -> bool:
-        """Train until training.steps (returns True) or a signal to stop (returns False). Raises TrainingError."""
+        """Train until training.steps (returns True) or a signal to stop (returns False).
+
+        Raises TrainingError.
+        """
         listing = self.bad_documents.listing(self.loaders)
         with self.watchdog.reporting(CompileError, CheckpointError, LoaderError), listing:
             return self.loop()
@@ -314,7 +321,8 @@ class Trainer:
             self.copies.check(self.step, self.state_tensors)
         else:
             logger.info(
-                f"nothing to do: step {self.step} is done, and training.steps = {steps}; raise it to go on"
+                f"nothing to do: step {self.step} is done, and training.steps = {steps}; raise it"
+                " to go on"
             )
         self.throughput.start(self.step)
         first_step = self.step + 1
@@ -372,7 +380,10 @@ class Trainer:
             gc.collect(1)
 
     def train_step(self) -> None:
-        """Run one optimizer step. Nothing here but Shampoo waits for the device; `read` gets the loss later."""
+        """Run one optimizer step.
+
+        Nothing here but Shampoo waits for the device; `read` gets the loss later.
+        """
         with self.stragglers.preparing():
             batches = [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
         tokens = torch.stack([counted(label) for _, label, _ in batches]).sum()
@@ -400,7 +411,10 @@ class Trainer:
         self.readings.put(self.step, **figures, asked=ending[1], tokens=tokens)
 
     def read(self, *, now: bool) -> None:
-        """Record figures that have arrived from the device; now: wait for all. Raises TrainingError: too many skipped steps."""
+        """Record figures that have arrived from the device; now: wait for all.
+
+        Raises TrainingError: too many skipped steps.
+        """
         for step, values in self.readings.take(now=now):
             loss, grad_norm = values["loss"], values["grad_norm"]
             self.skipped.note(step, loss, grad_norm, values["skip"], values["limit"])
@@ -410,7 +424,9 @@ class Trainer:
             self.observe("step", self)
 
     def forward_backward(self, batches: list[DeviceBatch], tokens: Tensor) -> Tensor:
-        """Accumulate gradients of the loss, divided by `tokens` of all ranks; return this rank's part of it, a scalar."""
+        """Accumulate gradients of the loss, divided by `tokens` of all ranks; return this rank's
+        part of it, a scalar.
+        """
         total = torch.zeros((), device=self.device)
         with ExitStack() as gathered:
             for model in self.stages if self.layout.gathers_once else ():
@@ -431,7 +447,9 @@ class Trainer:
         return moved
 
     def to_device(self, batch: Batch) -> DeviceBatch:
-        """Move a batch to the device and select this rank's tokens of every sequence (context parallelism)."""
+        """Move a batch to the device and select this rank's tokens of every sequence (context
+        parallelism).
+        """
         input, label = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         documents = (
             {"labels": label[:, self.positions]} if self.layout.loss_chunk else {}
@@ -445,7 +463,10 @@ class Trainer:
         return input[:, self.positions], label[:, self.positions], documents
 
     def validate(self) -> None:
-        """Log the loss on held-out documents. A run that stops meanwhile repeats it when it resumes."""
+        """Log the loss on held-out documents.
+
+        A run that stops meanwhile repeats it when it resumes.
+        """
         limit = (
             nullcontext()
             if self.validated
@@ -510,7 +531,10 @@ class Trainer:
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def state_values(self) -> dict[str, Any]:
-        """Return what torchtitan's checkpoints have beside tensors. A resume takes it from state.json and the recipe."""
+        """Return what torchtitan's checkpoints have beside tensors.
+
+        A resume takes it from state.json and the recipe.
+        """
         values: dict[str, Any] = {
             "train_state.step": self.step,
             "train_state.ntokens_seen": self.tokens_seen,
@@ -537,7 +561,10 @@ class Trainer:
             self.checkpointer.save(self.step, values, state, last=last)
 
     def resume(self) -> None:
-        """Load the newest checkpoint, or the one of checkpoint.load_step. Without one, load initial weights if there are any."""
+        """Load the newest checkpoint, or the one of checkpoint.load_step.
+
+        Without one, load initial weights if there are any.
+        """
         config = self.config
         self.described = describe_run(
             config, self.layout, self.tokenizer, git_revision() if self.rank == 0 else ""

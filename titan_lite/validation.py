@@ -17,7 +17,9 @@ from titan_lite.models.loss import counted
 
 
 class Validation:
-    """Validation on held-out documents of `loader`, in `batches` global batches of `accumulation` local ones."""
+    """Validation on held-out documents of `loader`, in `batches` global batches of `accumulation`
+    local ones.
+    """
 
     def __init__(
         self,
@@ -39,9 +41,12 @@ class Validation:
         begin_batch: Callable[[], None],
         stops: Callable[[], bool],
     ) -> dict[str, float] | None:
-        """Return the validation loss over all ranks in nats per token, or None to stop. Every call begins with the same batch.
+        """Return the validation loss over all ranks in nats per token, or None to stop.
 
-        evaluate: a batch -> its summed loss, a scalar or (B,); stops: called on all ranks after each global batch.
+        Every call begins with the same batch.
+
+        evaluate: a batch -> its summed loss, a scalar or (B,); stops: called on all ranks after
+        each global batch.
         """
         beginning = self.loader.state_dict()
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)

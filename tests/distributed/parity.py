@@ -1,4 +1,6 @@
-"""One process, and ranks of any layout: the same batch, the loss over it, every gradient, and the collectives it took."""
+"""One process, and ranks of any layout: the same batch, the loss over it, every gradient, and the
+collectives it took.
+"""
 
 import functools
 from collections import Counter
@@ -59,8 +61,12 @@ def build(
     chunk=0,
     powersgd=0,
 ):
-    """The model as the trainer builds it, without a recipe. compiled: a backend; receipts: a list that gets the schedule's;
-    chunk: tokens whose loss is computed at a time; powersgd: columns of factors between copies, whose sums are left out."""
+    """The model as the trainer builds it, without a recipe.
+
+    compiled: a backend; receipts: a list that gets the schedule's;
+    chunk: tokens whose loss is computed at a time; powersgd: columns of factors between copies,
+    whose sums are left out.
+    """
     tp = axis_of(mesh["tp"])
     between = dict(replicate_compression="powersgd", replicate_rank=powersgd) if powersgd else {}
     parallelism = Parallelism(
@@ -81,9 +87,11 @@ def build(
         parallelism=parallelism,
         activation_checkpoint=checkpoint,
         float8=float8 or Float8(),
-        loss=build_chunked_loss(config.vocab_size, tp.rank, tp.degree, tp.group, chunk=chunk)
-        if chunk
-        else None,
+        loss=(
+            build_chunked_loss(config.vocab_size, tp.rank, tp.degree, tp.group, chunk=chunk)
+            if chunk
+            else None
+        ),
         compiled=bool(compiled),
     )
     if compiled:
@@ -107,7 +115,9 @@ def my_microbatches(mesh, tokens, labels, count=1):
 
 
 def step(model, mesh, microbatches, tokens, scale=1, whole=True, gradient=True):
-    """(loss over all ranks, {FQN: gradient}); scale: what a loop that averages over ranks multiplies with."""
+    """(loss over all ranks, {FQN: gradient}); scale: what a loop that averages over ranks
+    multiplies with.
+    """
     tp = axis_of(mesh["tp"])
     loss_sum = (
         None

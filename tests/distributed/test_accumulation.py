@@ -1,5 +1,6 @@
-"""A step of several microbatches in buckets: the numbers of parameters that travel alone, to the bit, in few collectives and
-little memory."""
+"""A step of several microbatches in buckets: the numbers of parameters that travel alone, to the
+bit, in few collectives and little memory.
+"""
 
 import gc
 import time
@@ -37,7 +38,9 @@ MODELS = {
 
 @contextmanager
 def each_alone(root):
-    """The reference for gathered_for_step: gather and reduce each parameter by its own plan, without buckets."""
+    """The reference for gathered_for_step: gather and reduce each parameter by its own plan,
+    without buckets.
+    """
     model = model_of(root)
     for parameter, plan in model.plans.items():
         whole = plan.start_gather(local(parameter)).wait().detach()
@@ -53,7 +56,9 @@ def each_alone(root):
 
 
 def train(way, mesh, config, param):
-    """Return losses, gathered weights and this rank's gradients of two steps, and collectives of the last outside the model."""
+    """Return losses, gathered weights and this rank's gradients of two steps, and collectives of
+    the last outside the model.
+    """
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels, count=2)
     model = build(config, mesh, param=param)
@@ -108,7 +113,8 @@ def test_buckets_change_no_number_and_are_few(layout):
             parameters = 29 if "tied" in name.split(", ") else 30
             assert tensors == 2 * (1 + parameters + parameters - 1)
             buckets = BUCKETS - ("tied" in name.split(", "))
-            # tensor-parallel ranks have the same norms and add up their gradients: a bucket more a layer, with an all-reduce
+            # tensor-parallel ranks have the same norms and add up their gradients: a bucket more a
+            # layer, with an all-reduce
             both = (
                 ((parameters, parameters - 1, 6), each),
                 ((buckets, buckets + 3 * (tp > 1), 3), few),
@@ -124,7 +130,9 @@ def test_buckets_change_no_number_and_are_few(layout):
 
 
 def uneven():
-    """Rows so few that some ranks have none, all in one bucket; whole numbers, of which there is one sum in any order."""
+    """Rows so few that some ranks have none, all in one bucket; whole numbers, of which there is
+    one sum in any order.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     exact = Rows(8, 7, 5, 3, 1)
@@ -153,8 +161,10 @@ def test_ranks_without_rows(world_size):
 
 
 def memory(param):
-    """Return the most tensors alive at once: flat buckets when another is started; weights, and gradients of started buckets,
-    while gradients are reduced. A thread of gloo may hold a finished one a moment longer."""
+    """Return the most tensors alive at once: flat buckets when another is started; weights, and
+    gradients of started buckets, while gradients are reduced. A thread of gloo may hold a finished
+    one a moment longer.
+    """
 
     def alive(storages, expected):
         for _ in range(500):
@@ -220,7 +230,9 @@ def test_few_flat_buffers_live_beside_weights_and_gradients(param):
 
 
 def overlapped(layout, cases):
-    """Per case: (tensors of two steps, events of the last) with all communication before and after, and with overlap."""
+    """Per case: (tensors of two steps, events of the last) with all communication before and after,
+    and with overlap.
+    """
     mesh = make_mesh(*LAYOUTS[layout])
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels, count=2)
@@ -335,7 +347,9 @@ def test_overlap_with_the_first_forward_and_the_last_backward_changes_no_number(
 
 
 def order_of_compiled():
-    """{microbatches told: the products and collectives of a step of two microbatches, in the order they start}"""
+    """{microbatches told: the products and collectives of a step of two microbatches, in the order
+    they start}
+    """
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels, count=2)
@@ -386,7 +400,9 @@ def test_a_compiled_model_gathers_and_reduces_between_its_products():
 
 
 def told_of_failure():
-    """A step that fails after its first microbatch leaves nothing behind, and neither does one without microbatches."""
+    """A step that fails after its first microbatch leaves nothing behind, and neither does one
+    without microbatches.
+    """
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels, count=2)

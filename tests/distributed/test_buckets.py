@@ -1,4 +1,6 @@
-"""Buckets change how numbers travel, and not one of them: losses and parameters over four steps, to the bit."""
+"""Buckets change how numbers travel, and not one of them: losses and parameters over four steps, to
+the bit.
+"""
 
 import math
 from dataclasses import replace
@@ -27,7 +29,9 @@ MODES = ("none", "block", "greedy", "auto")
 
 
 def train(mesh, **options):
-    """(losses of three steps, this rank's parameters and last gradients, collectives of the last step)"""
+    """(losses of three steps, this rank's parameters and last gradients, collectives of the last
+    step)
+    """
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels)
     model = build(CONFIG, mesh, **options)
@@ -53,7 +57,9 @@ def train(mesh, **options):
 
 
 def compare(layout, backend, modes, checkpointing, reshard, param):
-    """Return the results of `train` by mode, eager included, and [(graph, before, after, moved, copied)] of each compiled one."""
+    """Return the results of `train` by mode, eager included, and [(graph, before, after, moved,
+    copied)] of each compiled one.
+    """
     mesh = make_mesh(*LAYOUTS[layout])
     options = dict(reshard=reshard, param=param, checkpointing=checkpointing)
     found, receipts = {"eager": train(mesh, **options)}, {}
@@ -159,7 +165,8 @@ def test_inductor_runs_the_same_buckets(layout, checkpointing, modes):
     ):
         for mode in modes:
             assert found[mode][0] == pytest.approx(found["eager"][0], rel=1e-5), mode
-            # Adam divides by a gradient's size, however small: a thousandth of what four steps move at most
+            # Adam divides by a gradient's size, however small: a thousandth of what four steps move
+            # at most
             parameters = len(found["eager"][1]) // 2
             for one, other in zip(
                 found[mode][1][:parameters], found["eager"][1][:parameters], strict=True

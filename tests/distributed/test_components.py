@@ -1,4 +1,6 @@
-"""Loss and optimizer, compiled, on two ranks: the vocabulary-parallel loss, and shards of which some are empty."""
+"""Loss and optimizer, compiled, on two ranks: the vocabulary-parallel loss, and shards of which
+some are empty.
+"""
 
 import functools
 import itertools
@@ -20,7 +22,9 @@ BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 def loss_and_gradient(backend):
-    """Return [(loss, gradients, loss without gradients)] compiled and eager, and their graphs, of each kind of loss."""
+    """Return [(loss, gradients, loss without gradients)] compiled and eager, and their graphs, of
+    each kind of loss.
+    """
     kinds = itertools.product((False, True), (0, 4), (torch.float32, torch.bfloat16))
     return [of_kind(backend, *kind) for kind in kinds]
 

@@ -1,4 +1,6 @@
-"""Buckets in eager mode overlap with computation on every layout, in one order on all ranks, and change no number."""
+"""Buckets in eager mode overlap with computation on every layout, in one order on all ranks, and
+change no number.
+"""
 
 import functools
 import itertools
@@ -23,7 +25,9 @@ BUCKETS = 4  # two blocks, embedding and output
 
 
 class Watched:
-    """The collectives' operators; calls: sums that are started and waited for, and what else is noted there."""
+    """The collectives' operators; calls: sums that are started and waited for, and what else is
+    noted there.
+    """
 
     def __init__(self):
         self.operators, self.calls, self.started = gather.collectives, [], {}
@@ -113,7 +117,9 @@ def reads():
 
 
 def reads_of(reshard):
-    """[(event, FQNs or FQN)] of gathers in a second step: "start" and "wait" of a bucket, "read" of a weight, "backward"."""
+    """[(event, FQNs or FQN)] of gathers in a second step: "start" and "wait" of a bucket, "read" of
+    a weight, "backward".
+    """
     mesh, calls = make_mesh(1, 2), []
     model = build(UNTIED, mesh, reshard=reshard)
     tokens, labels = batch()

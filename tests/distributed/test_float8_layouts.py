@@ -1,7 +1,9 @@
-"""Float8 products and gathers on every layout: the loss and gradients of one process, and half the bytes.
+"""Float8 products and gathers on every layout: the loss and gradients of one process, and half the
+bytes.
 
-A scale depends on all numbers that share it, so other ranks round activations and gradients otherwise. With fixed scales, float32
-gradients are within 1e-5 of one process; with real ones, losses are within 1e-4 and gradients within 0.15 of their norm.
+A scale depends on all numbers that share it, so other ranks round activations and gradients
+otherwise. With fixed scales, float32 gradients are within 1e-5 of one process; with real ones,
+losses are within 1e-4 and gradients within 0.15 of their norm.
 """
 
 import math
@@ -186,7 +188,10 @@ def test_selective_checkpointing_keeps_the_scales_of_tokens():
 
 
 def test_gathering_once_a_step_sums_gradients_in_reduce_dtype():
-    """Not in float8, which the weights are kept in. Microbatches have scales of their own in both."""
+    """Not in float8, which the weights are kept in.
+
+    Microbatches have scales of their own in both.
+    """
     dtypes = (torch.float32, torch.bfloat16)
     cases = [
         (dict(float8=GATHERED, param=param), dict(count=2, once=once))
@@ -235,7 +240,9 @@ def test_a_scale_is_that_of_the_whole_weight(degrees):
 
 
 def gathered_bytes(float8):
-    """Bytes of an eager step's all-gathers, by whether they are float8; of those in receipts; numbers in the blocks' matrices."""
+    """Bytes of an eager step's all-gathers, by whether they are float8; of those in receipts;
+    numbers in the blocks' matrices.
+    """
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
     receipts, counts, start = [], {True: 0, False: 0}, ShardSpec.start_gather_of
@@ -285,8 +292,9 @@ def test_blocks_are_gathered_in_half_the_bytes():
 
 
 def token_gathers():
-    """(dtype, bytes) of each all-gather of tokens or of their gradients in the operators of a compiled model; whether an eager
-    one, which gathers gradients in bfloat16, computes the same."""
+    """(dtype, bytes) of each all-gather of tokens or of their gradients in the operators of a
+    compiled model; whether an eager one, which gathers gradients in bfloat16, computes the same.
+    """
     mesh, gather, found = make_mesh(1, 1, 2), tensor_parallel._all_gather, []
 
     def noted(x, axis):
@@ -306,8 +314,10 @@ def token_gathers():
 
 
 def test_tokens_and_their_gradients_travel_as_one_byte():
-    """Two blocks: attention and feed-forward gather tokens in forward and gradients in backward. The output gathers tokens in
-    bfloat16, and the gradient of the embedding's tokens comes so."""
+    """Two blocks: attention and feed-forward gather tokens in forward and gradients in backward.
+
+    The output gathers tokens in bfloat16, and the gradient of the embedding's tokens comes so.
+    """
     found, equal = run_ranks(2, token_gathers)[0]
     numbers = 8 * 16 // 2 * CONFIG.dim  # of eight sequences, on one of two ranks
     assert found.count((torch.uint8, numbers)) == 8

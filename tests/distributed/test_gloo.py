@@ -1,4 +1,6 @@
-"""All-gathers on gloo do not go by the coalesced one, with which a process that has many in flight may die."""
+"""All-gathers on gloo do not go by the coalesced one, with which a process that has many in flight
+may die.
+"""
 
 import pytest
 import torch

@@ -1,7 +1,8 @@
-"""What one rank sends and receives in a resume and the comparisons of a run, at several numbers of ranks.
+"""What one rank sends and receives in a resume and the comparisons of a run, at several numbers of
+ranks.
 
-Every rank has a shard of the same size, so that what is its own stays the same. Collectives are counted in torch.distributed, as
-are those within torch's functions for objects.
+Every rank has a shard of the same size, so that what is its own stays the same. Collectives are
+counted in torch.distributed, as are those within torch's functions for objects.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""Weights kept gathered from forward to backward, module by module: what backward gathers again, and not one other number."""
+"""Weights kept gathered from forward to backward, module by module: what backward gathers again,
+and not one other number.
+"""
 
 import pytest
 import torch
@@ -12,11 +14,13 @@ EAGER, APART = dict(), dict(compiled="aot_eager")
 BUCKETS = dict(compiled="aot_eager", bucketing="block")
 INDUCTOR = dict(compiled="inductor", bucketing="block")
 FULL, SELECTIVE = dict(checkpointing="full"), dict(checkpointing="selective")
-# kept -> gathers in backward, one a parameter: nine a layer, norm and output, and not the embedding, which backward does not need
+# kept -> gathers in backward, one a parameter: nine a layer, norm and output, and not the
+# embedding, which backward does not need
 AGAIN = {(): 20, ("norm", "output"): 18, ("layers.1", "norm"): 10, ("layers", "norm", "output"): 0}
 AGAIN_TIED = {(): 20, ("output",): 19, ("tok_embeddings",): 19, ("norm", "output"): 18}
 AGAIN_RECOMPUTED = {(): 20, ("layers.1", "norm"): 19}  # what is recomputed is read again
-# in buckets: one a layer, the last with the norm, and the output's; a bucket is gathered for any of its weights
+# in buckets: one a layer, the last with the norm, and the output's; a bucket is gathered for any of
+# its weights
 AGAIN_IN_BUCKETS = dict(zip(AGAIN, (3, 2, 2, 0), strict=True))
 AGAIN_IN_EAGER_MODE = {
     **AGAIN_IN_BUCKETS,
@@ -42,7 +46,9 @@ QUICK = ("eager",)
 
 
 def steps(config, keeps, options):
-    """{kept: (loss, this rank's gradients, gathers in forward, in backward)} of a second step, where prefetch knows the order."""
+    """{kept: (loss, this rank's gradients, gathers in forward, in backward)} of a second step,
+    where prefetch knows the order.
+    """
     torch.set_num_threads(1)
     mesh = make_mesh(1, 2)
     tokens, labels = batch()

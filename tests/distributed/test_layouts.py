@@ -1,7 +1,8 @@
-"""Every layout is the training run of one process: losses, gradient norms, validation, and every gradient of the first step.
+"""Every layout is the training run of one process: losses, gradient norms, validation, and every
+gradient of the first step.
 
-Float32: loss within 1e-4 of one process and each gradient within 1e-4 of its norm (tools/verify.py), measured 1e-7 and 1e-6; bfloat16
-weights against float32 ones: 2e-3 and 5e-2.
+Float32: loss within 1e-4 of one process and each gradient within 1e-4 of its norm
+(tools/verify.py), measured 1e-7 and 1e-6; bfloat16 weights against float32 ones: 2e-3 and 5e-2.
 """
 
 import functools
@@ -199,8 +200,9 @@ def test_bfloat16_weights_with_float32_reduction_are_near(layout, options):
 
 
 def count_chunks(trainer):
-    """Fail unless the four collectives of each block are cut in forward, and some in backward, whose products hide others. Half
-    of them in float8, where some take less time whole."""
+    """Fail unless the four collectives of each block are cut in forward, and some in backward,
+    whose products hide others. Half of them in float8, where some take less time whole.
+    """
     cut = chunking.cut_into_chunks
     least = iter([8, 2] if trainer.config.float8.enable else [16, 4])
 
@@ -213,7 +215,9 @@ def count_chunks(trainer):
 
 
 def in_chunks(folder, *options, chunks=4):
-    """A run whose collectives of tensor parallelism are cut, and how it differs from one float32 process."""
+    """A run whose collectives of tensor parallelism are cut, and how it differs from one float32
+    process.
+    """
     machine = folder / "slow.toml"  # so slow that launches do not matter
     link = "{ bandwidth = 1e-3, latency = 1e-3 }"
     lines = [

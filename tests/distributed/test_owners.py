@@ -1,4 +1,6 @@
-"""Muon and Shampoo on ranks: every layout takes the steps of one process, and no rank computes what another does."""
+"""Muon and Shampoo on ranks: every layout takes the steps of one process, and no rank computes what
+another does.
+"""
 
 import math
 
@@ -23,7 +25,9 @@ SHAMPOO = SHAMPOO.replace(max_preconditioner_dim=16, start_preconditioning_step=
 
 
 def updated(model, config):
-    """({name: whole tensor} of parameters and state after ten steps with the gradients of one process, matrices updated here)."""
+    """({name: whole tensor} of parameters and state after ten steps with the gradients of one
+    process, matrices updated here).
+    """
     parameters = {
         fqn: torch.nn.Parameter(parameter.detach()) for fqn, parameter in model.named_parameters()
     }

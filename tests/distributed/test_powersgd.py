@@ -1,4 +1,6 @@
-"""PowerSGD between copies: the sums against numpy in float64, at full rank, with a skipped step, and on ranks of few rows."""
+"""PowerSGD between copies: the sums against numpy in float64, at full rank, with a skipped step,
+and on ranks of few rows.
+"""
 
 import functools
 import math

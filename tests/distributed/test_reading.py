@@ -1,4 +1,6 @@
-"""A step that logs nothing reads nothing from the device, and a run that reads a step late has the same figures."""
+"""A step that logs nothing reads nothing from the device, and a run that reads a step late has the
+same figures.
+"""
 
 import sys
 
@@ -21,7 +23,9 @@ OPTIONS = [*SMALL, *steps(8), *NO_VALIDATION, *NO_CHECKPOINT, *NO_WORKERS]
 
 
 def train_late(folder, options, lag):
-    """Return how tensors were read from the first batch of a step to its end, from the third step on, and the tokens seen."""
+    """Return how tensors were read from the first batch of a step to its end, from the third step
+    on, and the tokens seen.
+    """
     readings.LAG["cpu"] = lag
     config = load_config(DEBUG, [f"--job.dump_folder={folder}", *OPTIONS, *options])
     reads, counting = [], [False]

@@ -1,4 +1,6 @@
-"""tests/ranks.py: every rank is a new process that has imported everything already; what fails is told."""
+"""tests/ranks.py: every rank is a new process that has imported everything already; what fails is
+told.
+"""
 
 import os
 import sys

@@ -1,4 +1,6 @@
-"""SimpleFSDP against one process and against FSDP2: the loss and every gradient, and what is communicated for them."""
+"""SimpleFSDP against one process and against FSDP2: the loss and every gradient, and what is
+communicated for them.
+"""
 
 import functools
 import time
@@ -134,8 +136,9 @@ def test_the_loss_and_every_gradient_are_those_of_one_process_and_of_fsdp2(layou
 @pytest.mark.parametrize("layout", PARAMS)
 @pytest.mark.parametrize(("model", "variant"), PARAMETERS)
 def test_what_one_step_communicates(layout, model, variant):
-    """A parameter is gathered where it is read, again in backward where it was not kept, and reduced for every read. In eager
-    mode it travels in its bucket."""
+    """A parameter is gathered where it is read, again in backward where it was not kept, and
+    reduced for every read. In eager mode it travels in its bucket.
+    """
     options = VARIANTS[variant]
     in_blocks = 18 if "compiled" in options else 2
     read = in_blocks + (
@@ -156,7 +159,9 @@ def test_what_one_step_communicates(layout, model, variant):
 
 
 def accumulate(param, compiled):
-    """{choice: (gradients, collectives)} of a step of four microbatches, communicating once a step or once a microbatch."""
+    """{choice: (gradients, collectives)} of a step of four microbatches, communicating once a step
+    or once a microbatch.
+    """
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels, count=4)
@@ -363,7 +368,9 @@ def test_no_rank_holds_the_full_model_while_it_is_made():
 
 
 def gathered_weights_alive():
-    """Count gathered weights after forward and after backward, of 21; backward does not need the embedding."""
+    """Count gathered weights after forward and after backward, of 21; backward does not need the
+    embedding.
+    """
     for reshard, keep, kept in ((True, (), 0), (True, ("layers.1", "output"), 10), (False, (), 20)):
         with mock.patch.object(Bucket, "finish_gather", Bucket.finish_gather):
             found = alive_with(reshard, keep, kept)

@@ -1,4 +1,6 @@
-"""Tensor parallelism, alone and with FSDP, HSDP and DDP, against one process: the loss and every gradient."""
+"""Tensor parallelism, alone and with FSDP, HSDP and DDP, against one process: the loss and every
+gradient.
+"""
 
 import dataclasses
 import functools
@@ -146,7 +148,9 @@ def test_no_rank_holds_full_logits_and_each_holds_half_of_the_weights():
 
 
 def bytes_held(layout):
-    """(of parameters, gradients and optimizer state on this rank, of those of blocks' weights, as if there were one rank)."""
+    """(of parameters, gradients and optimizer state on this rank, of those of blocks' weights, as
+    if there were one rank).
+    """
     mesh = make_mesh(*layout)
     tokens, labels = batch(vocab_size=DEBUG.vocab_size)
     model = build(DEBUG, mesh)

@@ -2,8 +2,9 @@
 
     python kill_in_save.py FOLDER COUNT PHASE-MODE ...           # such as 10 data-async rename-disabled
 
-Two processes save steps 1 and 2, keeping two; one of them kills itself (SIGKILL) at a point within the save of step 3, the other
-has a second to find out. Two others then begin, as torchrun would have it. A process is a fork of this one, which has no threads.
+Two processes save steps 1 and 2, keeping two; one of them kills itself (SIGKILL) at a point within
+the save of step 3, the other has a second to find out. Two others then begin, as torchrun would
+have it. A process is a fork of this one, which has no threads.
 """
 
 import os
@@ -24,7 +25,8 @@ from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.tensor_files import BeatingSavePlanner, StepWriter
 from titan_lite.config import Checkpoint
 
-# Of step 3's save: which rank dies, at which call of what, before or after it; and which step is then to be loaded.
+# Of step 3's save: which rank dies, at which call of what, before or after it; and which step is
+# then to be loaded.
 POINTS = {
     "data": [
         *[
@@ -64,7 +66,9 @@ POINTS = {
 
 
 def kill_at(owner, name, call, when):
-    """From now on, the call-th call of owner.name ends this process, before it does anything or when it is done."""
+    """From now on, the call-th call of owner.name ends this process, before it does anything or
+    when it is done.
+    """
     function, calls = getattr(owner, name), []
 
     def deadly(*args, **named):

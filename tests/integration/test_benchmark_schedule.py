@@ -1,4 +1,6 @@
-"""`scripts/benchmark_schedule.py`: what it predicts of a small part of 8B, and what cannot be asked."""
+"""`scripts/benchmark_schedule.py`: what it predicts of a small part of 8B, and what cannot be
+asked.
+"""
 
 import sys
 
@@ -40,7 +42,8 @@ def test_two_blocks_of_8B_are_predicted_without_hardware():
     )
     modes = table(result.stdout)
     assert list(modes) == ["none", "block", "greedy"]
-    # 9 parameters a block, embedding, norm and output; in backward those of blocks are gathered again
+    # 9 parameters a block, embedding, norm and output; in backward those of blocks are gathered
+    # again
     assert modes["none"]["collectives"] == "21 + 39"
     assert modes["block"]["collectives"] == "4 + 6"
     for figures in modes.values():

@@ -1,4 +1,6 @@
-"""`scripts/compare_measured.py`: bytes of live tensors as planned, in every layout of two and four CPU processes."""
+"""`scripts/compare_measured.py`: bytes of live tensors as planned, in every layout of two and four
+CPU processes.
+"""
 
 import pytest
 from commands import python, run

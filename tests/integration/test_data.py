@@ -1,4 +1,6 @@
-"""Sources of several kinds through the whole run: mixed, with bad documents, on two ranks, resumed on one."""
+"""Sources of several kinds through the whole run: mixed, with bad documents, on two ranks, resumed
+on one.
+"""
 
 import json
 import re
@@ -95,7 +97,8 @@ def test_what_ends_a_run_before_its_first_step_is_named_and_listed(tmp_path):
     more += [*NO_VALIDATION, "--data.on_bad_document", "skip"]
     result = train(1, DEBUG, tmp_path / "out", *OPTIONS, *more)
     assert re.search(
-        r"error: \[rank 0\] source 1: \d+ consecutive documents.* are bad, such as .*bad.jsonl, line \d: not JSON",
+        r"error: \[rank 0\] source 1: \d+ consecutive documents.* are bad, such as .*bad.jsonl,"
+        r" line \d: not JSON",
         result.stdout,
     )
     listed = {

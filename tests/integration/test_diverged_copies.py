@@ -1,4 +1,6 @@
-"""Copies that part, and values that are not finite, end a run before they are saved: one line names rank and parameter."""
+"""Copies that part, and values that are not finite, end a run before they are saved: one line names
+rank and parameter.
+"""
 
 import io
 import math
@@ -52,7 +54,10 @@ def an_unused_row(trainer):
 
 
 def broken(folder, options, fault, rank=1, at=3):
-    """Train, where something happens to one rank after a step. (exit code, lines of errors, losses logged)."""
+    """Train, where something happens to one rank after a step.
+
+    (exit code, lines of errors, losses logged).
+    """
 
     def observe(moment, trainer):
         if moment == "step" and trainer.step == at and trainer.rank == rank:
@@ -76,8 +81,8 @@ def refused(ranks, folder, *arguments):
     (line,) = [line for _, lines, _ in found for line in lines]
     assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["lock", "step-2"]
     assert (
-        f"so nothing was saved at this step; started again, by hand or by the launcher, the run resumes from {folder}"
-        in line
+        "so nothing was saved at this step; started again, by hand or by the launcher, the run"
+        f" resumes from {folder}" in line
     )
     return re.sub(r" \([\w.-]+\)", "", line), found[0][2]
 
@@ -87,7 +92,8 @@ def test_a_rank_with_other_weights_is_told_before_the_save_and_the_run_goes_on_f
 ):
     line, logged = refused(2, tmp_path, [*OPTIONS, *PURE_DDP], noise)
     assert re.match(
-        r"error: step 4: ranks 0 and 1 have different copies of tok_embeddings.weight and \d+ others, and ",
+        r"error: step 4: ranks 0 and 1 have different copies of tok_embeddings.weight and \d+"
+        r" others, and ",
         line,
     )
     assert line.endswith("checkpoint/step-2")
@@ -102,7 +108,8 @@ def test_a_bit_of_a_norm_under_tensor_parallelism_is_seen_every_so_many_steps(tm
         2, tmp_path, [*OPTIONS, *TENSOR, "--training.compare_copies_freq=3"], a_bit_of_a_norm
     )
     assert line.startswith(
-        "error: step 3: ranks 0 and 1 have different copies of layers.1.ffn_norm.weight, and which is right"
+        "error: step 3: ranks 0 and 1 have different copies of layers.1.ffn_norm.weight, and which"
+        " is right"
     )
     assert logged == ["1", "2"]
 

@@ -1,4 +1,6 @@
-"""Faults of storage, injected: a rank killed in a save, a full disk, a read-only folder, a flipped bit, two runs in a folder."""
+"""Faults of storage, injected: a rank killed in a save, a full disk, a read-only folder, a flipped
+bit, two runs in a folder.
+"""
 
 import re
 import subprocess
@@ -125,13 +127,18 @@ def test_a_folder_that_may_not_be_written(tmp_path, world_of_one):
         )  # root would not be stopped by permissions
         with pytest.raises(
             CheckpointError,
-            match=r"step 2 was not saved in .*: rank 0: OSError: \[Errno 30\] Read-only file system",
+            match=(
+                r"step 2 was not saved in .*: rank 0: OSError: \[Errno 30\] Read-only file system"
+            ),
         ):
             save(steps_of, 2, tensors)
         assert steps_of.verified_step() == 1
         with pytest.raises(
             ConfigError,
-            match=r"checkpoint.folder = .*checkpoint/lock: Read-only file system; use a job.dump_folder",
+            match=(
+                r"checkpoint.folder = .*checkpoint/lock: Read-only file system; use a"
+                r" job.dump_folder"
+            ),
         ):
             steps_of.lock()
 
@@ -244,7 +251,8 @@ def test_a_second_run_in_one_folder_ends_before_it_begins(tmp_path):
     assert result.returncode == 2
     _, line = result.stdout.splitlines()  # after the one that says it starts
     assert re.fullmatch(
-        r'error: checkpoint.folder = "checkpoint": \S+ is in use by another run; end that run, or .*',
+        r'error: checkpoint.folder = "checkpoint": \S+ is in use by another run; end that run,'
+        r" or .*",
         line,
     )
 

@@ -1,4 +1,6 @@
-"""A rank that stops, hangs or fails: all the others end, and say which it was and where they waited for it."""
+"""A rank that stops, hangs or fails: all the others end, and say which it was and where they waited
+for it.
+"""
 
 import json
 import os
@@ -23,7 +25,10 @@ LIMIT = ["--comm.train_timeout_seconds=3"]
 
 
 class Ranks:
-    """Ranks of their own, without a launcher that would end the others when one ends. fault: see tests/faulty.py."""
+    """Ranks of their own, without a launcher that would end the others when one ends.
+
+    fault: see tests/faulty.py.
+    """
 
     def __init__(self, world_size, folder, *options, fault=None):
         world = {
@@ -55,7 +60,9 @@ class Ranks:
 
 
 def all_ended(jobs, *alive):
-    """Return what all ranks have printed, when those that are not stopped have ended by themselves, and none well."""
+    """Return what all ranks have printed, when those that are not stopped have ended by themselves,
+    and none well.
+    """
     assert all(job.ended(120) != 0 for rank, job in enumerate(jobs) if rank not in alive)
     return "\n".join(job.output for job in jobs)
 
@@ -77,7 +84,8 @@ def test_of_a_stopped_rank_the_other_one_tells(tmp_path):
     )
     assert "rank 1 gives no sign of life (stopped, dead, or cut off)" in text
     assert re.search(
-        r"rank 0 waits in (all_gather|reduce_scatter|all_reduce) #\d+.*, which rank 1 did not enter",
+        r"rank 0 waits in (all_gather|reduce_scatter|all_reduce) #\d+.*, which rank 1 did not"
+        r" enter",
         text,
     )
 

@@ -1,4 +1,6 @@
-"""Weights of transformers into a run on any layout, and a run's out to transformers: the same losses as theirs."""
+"""Weights of transformers into a run on any layout, and a run's out to transformers: the same
+losses as theirs.
+"""
 
 import json
 import shutil
@@ -199,7 +201,10 @@ def test_a_run_with_steps_of_its_own_goes_on_from_these(folder, tmp_path):
     [
         (
             {"vocab_size": 4096},
-            r"2 things do not fit:\n  model.embed_tokens.weight is \[2048, 256\], where \[4096, 256\]",
+            (
+                r"2 things do not fit:\n  model.embed_tokens.weight is \[2048, 256\], where \[4096,"
+                r" 256\]"
+            ),
         ),
         (
             {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},

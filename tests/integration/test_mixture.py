@@ -1,4 +1,6 @@
-"""The mixture of docs/data.md trains with every default and goes on, and its report shows the sources; figures on any layout."""
+"""The mixture of docs/data.md trains with every default and goes on, and its report shows the
+sources; figures on any layout.
+"""
 
 import json
 import re

@@ -1,4 +1,7 @@
-"""Numbers gone wrong: a loss that leaps, a gradient that is none. No parameter changes, on any rank."""
+"""Numbers gone wrong: a loss that leaps, a gradient that is none.
+
+No parameter changes, on any rank.
+"""
 
 import json
 import math
@@ -19,8 +22,11 @@ OPTIONS = [*SMALL, "--metrics.log_freq=4", *steps(8, schedule=20), *NO_VALIDATIO
 
 
 def with_faults(folder, options, fault):
-    """Train, observed by fault(moment, trainer). Returns what is left of the run: ({step: whether parameters changed}, losses
-    seen by the guard, why it ended, the parameters)."""
+    """Train, observed by fault(moment, trainer).
+
+    Returns what is left of the run: ({step: whether parameters changed}, losses seen by the guard,
+    why it ended, the parameters).
+    """
     before, changed = [], {}
 
     def parameters():
@@ -90,8 +96,8 @@ def test_a_loss_that_stays_up_ends_the_run(tmp_path):
     for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, options, leap, init=False):
         assert [step for step, did in changed.items() if not did] == [6, 11, 12]
         assert (
-            "3 steps in a row had a non-finite loss or gradient, or a spike, (training.max_nonfinite_steps)"
-            in message
+            "3 steps in a row had a non-finite loss or gradient, or a spike,"
+            " (training.max_nonfinite_steps)" in message
         )
 
 

@@ -1,4 +1,6 @@
-"""Runs with Muon and Shampoo: on every layout that of one process, resumed to the bit, and between optimizers in words."""
+"""Runs with Muon and Shampoo: on every layout that of one process, resumed to the bit, and between
+optimizers in words.
+"""
 
 import dataclasses
 
@@ -109,8 +111,8 @@ def at_step_2(whole, tmp_path):
 
 def test_a_run_resumes_to_the_bit(whole, at_step_2):
     assert (
-        f"optimizer: {whole[2]} for 14 matrices, shared by 2 ranks, of which the busiest computes 1.0"
-        in whole[1][0][0]
+        f"optimizer: {whole[2]} for 14 matrices, shared by 2 ranks, of which the busiest"
+        " computes 1.0" in whole[1][0][0]
     )
     found = train(whole[2], at_step_2)
     assert losses(at_step_2) == {step: loss for step, loss in losses(whole[0]).items() if step > 2}
@@ -141,7 +143,7 @@ def test_another_optimizer_is_refused_and_begins_with_the_model_alone_if_asked(w
     assert str(refused.value).endswith(
         "accept_model_only = true, which starts with moments of zero"
     )
-    ((told, tensors), *_) = train(
+    (told, tensors), *_ = train(
         whole[2], at_step_2, "--optimizer.name=AdamW", "--checkpoint.accept_model_only", *steps(3)
     )
     assert f'optimizer.name = "AdamW", was "{whole[2]}"' in told
@@ -161,7 +163,10 @@ def test_another_optimizer_is_refused_and_begins_with_the_model_alone_if_asked(w
 def test_a_compiled_update_is_refused(name):
     options = [*OPTIONS[name], "--compile.enable", "--compile.components=model,optimizer"]
     config = load_config(DEBUG, options)
-    wrong = rf'the update of optimizer.name = "{name}" is not compiled.* use compile.components = \["model", "loss"\]'
+    wrong = (
+        rf'the update of optimizer.name = "{name}" is not compiled.* use compile.components ='
+        r' \["model", "loss"\]'
+    )
     with pytest.raises(ConfigError, match=wrong):
         make_layout(config, 2)
 

@@ -1,4 +1,6 @@
-"""Runs with PowerSGD between copies: equal copies and the bytes of the paper on every layout, resumed to the bit, refused."""
+"""Runs with PowerSGD between copies: equal copies and the bytes of the paper on every layout,
+resumed to the bit, refused.
+"""
 
 import re
 from collections import Counter
@@ -26,7 +28,9 @@ DDP = ["--parallelism.data_parallel_replicate_degree=2"]
 
 
 def counted_run(folder, options, count=5):
-    """(log, {FQN: this rank's part of the state}, [bytes of each all-reduce of gradients between copies])"""
+    """(log, {FQN: this rank's part of the state}, [bytes of each all-reduce of gradients between
+    copies])
+    """
     sent = []
 
     def noted(tensor, group):
@@ -45,7 +49,9 @@ def train(folder, *options, ranks=2, count=5):
 
 
 def expected_bytes(options, ranks):
-    """(bytes of what a compressed step sends as it is, of its factors), by the formula of the paper: r (n + m) numbers for a matrix of n x m."""
+    """(bytes of what a compressed step sends as it is, of its factors), by the formula of the
+    paper: r (n + m) numbers for a matrix of n x m.
+    """
     config = load_config(DEBUG, [*TINY, *options, "--training.global_batch_size=8"])
     sent = sent_between_copies(config, make_layout(config, ranks)).values()
     whole = sum(4 * numbers for numbers, factors in sent if not factors)

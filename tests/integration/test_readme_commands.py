@@ -1,4 +1,6 @@
-"""Every command of README.md and docs/ is run as it stands there, but for what makes it small enough for any machine."""
+"""Every command of README.md and docs/ is run as it stands there, but for what makes it small
+enough for any machine.
+"""
 
 import json
 import os
@@ -15,15 +17,27 @@ from tiny import ROOT
 
 from titan_lite.metrics.run_files import read_metrics
 
-SHORT = "--training.steps 4 --training.seq_len 64 --checkpoint.interval 2 --metrics.log_freq 1 --validation.freq 4"
+SHORT = (
+    "--training.steps 4 --training.seq_len 64 --checkpoint.interval 2 --metrics.log_freq 1"
+    " --validation.freq 4"
+)
 SHORT += " --validation.steps 1"
-SHRUNK = "--model.flavor debug --model.tokenizer_path assets/tokenizer/debug.model --data.dataset stdlib --compile.no-enable"
-ONE_STEP = f"{SHRUNK} {SHORT} --training.steps 1 --training.local_batch_size 1 --training.global_batch_size 2"
+SHRUNK = (
+    "--model.flavor debug --model.tokenizer_path assets/tokenizer/debug.model --data.dataset stdlib"
+    " --compile.no-enable"
+)
+ONE_STEP = (
+    f"{SHRUNK} {SHORT} --training.steps 1 --training.local_batch_size 1"
+    " --training.global_batch_size 2"
+)
 
 
 @dataclass(frozen=True)
 class Run:
-    """told: a part of what it prints. added: after the command. instead: words of the command -> what stands for them here."""
+    """told: a part of what it prints. added: after the command.
+
+    instead: words of the command -> what stands for them here.
+    """
 
     told: str
     added: str = ""
@@ -100,14 +114,15 @@ HERE = {
     f"{PLANNER} train_configs/llama3_405b.toml --picture plan.png": Run(
         "step time", PLAN, PLANNED_405B
     ),
-    f"{PLANNER} train_configs/llama3_8b.toml --sweep parallelism.tensor_parallel_degree=1,2,4,8": Run(
-        "tensor_parallel_degree=2", PLAN, PLANNED_8B
+    f"{PLANNER} train_configs/llama3_8b.toml --sweep parallelism.tensor_parallel_degree=1,2,4,8": (
+        Run("tensor_parallel_degree=2", PLAN, PLANNED_8B)
     ),
     f"{PLANNER} train_configs/llama3_8b.toml --sweep activation_checkpoint.mode=none,selective,full": Run(
         "activation_checkpoint.mode=full", PLAN, PLANNED_8B
     ),
-    f"{PLANNER} train_configs/llama3_8b.toml --world-size 128 --training.local_batch_size 1 --training.global_batch_size 512 "
-    "--parallelism.fsdp_communication step": Run("8 microbatches", PLAN, PLANNED_8B),
+    f"{PLANNER} train_configs/llama3_8b.toml --world-size 128 --training.local_batch_size 1 --training.global_batch_size 512 --parallelism.fsdp_communication step": Run(
+        "8 microbatches", PLAN, PLANNED_8B
+    ),
     f"{PLANNER} train_configs/llama3_8b.toml --optimizer.name Muon": Run(
         "whole matrices of the optimizer", PLAN, PLANNED_8B
     ),
@@ -211,9 +226,15 @@ ELSEWHERE = {
     "sbatch --nodes 2 --gpus-per-node 8 --exclusive --mem 0 --time 24:00:00 scripts/train.slurm train_configs/llama3_8b.toml": (
         "test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_exactly"
     ),
-    "tail -F slurm-JOB/0-*.log": "test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_exactly",
-    "NNODES=2 RDZV_ENDPOINT=node0:29500 ./run_train.sh": "test_with_restarts_both_meet_again_when_the_cable_is_mended",
-    "torchrun --nproc-per-node 2 -m titan_lite.train train_configs/debug_model.toml": "test_a_signal_under_torchrun_alone_saves_the_step",
+    "tail -F slurm-JOB/0-*.log": (
+        "test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_exactly"
+    ),
+    "NNODES=2 RDZV_ENDPOINT=node0:29500 ./run_train.sh": (
+        "test_with_restarts_both_meet_again_when_the_cable_is_mended"
+    ),
+    "torchrun --nproc-per-node 2 -m titan_lite.train train_configs/debug_model.toml": (
+        "test_a_signal_under_torchrun_alone_saves_the_step"
+    ),
 }
 
 
@@ -244,7 +265,9 @@ def test_every_command_of_the_pages_is_run_here_or_by_the_test_that_is_named():
 
 
 def typed(folder, command):
-    """As typed in a shell whose Python has what is needed, and which finds this checkout's package there."""
+    """As typed in a shell whose Python has what is needed, and which finds this checkout's package
+    there.
+    """
     path = f"{folder}/.bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = run(
         "bash",
@@ -262,7 +285,9 @@ def typed(folder, command):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of this checkout, beside which the commands' own input lies; its other versions of torch are this one."""
+    """A copy of this checkout, beside which the commands' own input lies; its other versions of
+    torch are this one.
+    """
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("titan_lite", "train_configs", "scripts", "assets", "tests", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,6 @@
-"""Every shipped recipe: it loads, it fits the cluster that its header states, and, shrunk to the debug flavor, it trains."""
+"""Every shipped recipe: it loads, it fits the cluster that its header states, and, shrunk to the
+debug flavor, it trains.
+"""
 
 import re
 

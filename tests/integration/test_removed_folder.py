@@ -1,4 +1,6 @@
-"""`rm -rf` of a run's folder while it goes on: nothing is made again, and the run ends at its next save."""
+"""`rm -rf` of a run's folder while it goes on: nothing is made again, and the run ends at its next
+save.
+"""
 
 import shutil
 import sys

@@ -1,6 +1,8 @@
-"""Resuming for real: on other ranks the same samples and losses, what a changed recipe means told before anything starts.
+"""Resuming for real: on other ranks the same samples and losses, what a changed recipe means told
+before anything starts.
 
-Samples are compared by hash, step by step. Losses on another layout: within 1e-4, relative; on the same one bitwise.
+Samples are compared by hash, step by step. Losses on another layout: within 1e-4, relative; on the
+same one bitwise.
 """
 
 import hashlib
@@ -43,7 +45,9 @@ def layout_of(words):
 
 
 def watched(folder, options, saves_model_alone):
-    """One rank's part of a run: the hashes of the sequences it took by step, and one of its parameters at the end."""
+    """One rank's part of a run: the hashes of the sequences it took by step, and one of its
+    parameters at the end.
+    """
     config = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
     trainer = Trainer(config)
     samples: dict[int, list[str]] = {}
@@ -70,7 +74,9 @@ def watched(folder, options, saves_model_alone):
 
 
 def train(layout, folder, *options, saves_model_alone=False):
-    """Train in `folder`; ({step: {hash: how often it was seen, copies of a rank once}}, the ranks' hashes of parameters)."""
+    """Train in `folder`; ({step: {hash: how often it was seen, copies of a rank once}}, the ranks'
+    hashes of parameters).
+    """
     ranks, degrees, copies = layout_of(layout)
     results = run_ranks(ranks, watched, folder, [*degrees, *options], saves_model_alone, init=False)
     seen: dict[int, Counter] = {}
@@ -113,7 +119,9 @@ def at_step_2(uninterrupted, tmp_path):
 
 
 def same_run(parts, folder, uninterrupted, **tolerance):
-    """Assert that the parts of the run in `folder` have the samples and losses of the uninterrupted run."""
+    """Assert that the parts of the run in `folder` have the samples and losses of the uninterrupted
+    run.
+    """
     expected = {step: samples for step, samples in uninterrupted[1].items() if step > 2}
     assert {step: samples for part in parts for step, samples in part.items()} == expected
     assert sum(len(part) for part in parts) == len(expected)  # no step twice
@@ -288,7 +296,9 @@ def test_killed_in_a_ramp_it_goes_on_bitwise(ramped, tmp_path):
 
 
 def test_another_global_batch_goes_on_at_the_next_window(uninterrupted, at_step_2):
-    """4 sequences on two ranks, then 12 on three, which do not divide the 8 streams: the samples are those of one run."""
+    """4 sequences on two ranks, then 12 on three, which do not divide the 8 streams: the samples
+    are those of one run.
+    """
     parts = [
         train("2 ranks", at_step_2, *steps(4), "--training.global_batch_size=4")[0],
         train("3 ranks", at_step_2, *steps(6), "--training.global_batch_size=12")[0],

@@ -1,4 +1,6 @@
-"""A model whose shape stands in the recipe: trained, refused with another one, exported, gone on from, and asked for text."""
+"""A model whose shape stands in the recipe: trained, refused with another one, exported, gone on
+from, and asked for text.
+"""
 
 import json
 
@@ -38,8 +40,8 @@ def test_a_shape_in_a_recipe_from_training_to_text(tmp_path, capsys):
     result = train(2, recipe, run, *OPTIONS, *steps(1))
     assert result.returncode == 0
     assert (
-        "model: llama3 of its own with dim = 96, n_layers = 2, n_heads = 6, n_kv_heads = 2, hidden_dim = 100"
-        in result.stdout
+        "model: llama3 of its own with dim = 96, n_layers = 2, n_heads = 6, n_kv_heads = 2,"
+        " hidden_dim = 100" in result.stdout
     )
     model = ModelConfig(
         dim=96, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=100, vocab_size=2048, max_seq_len=64

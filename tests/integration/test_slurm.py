@@ -1,4 +1,6 @@
-"""scripts/train.slurm on a Slurm of two nodes, which this machine plays: a controller, two daemons and a munge of their own."""
+"""scripts/train.slurm on a Slurm of two nodes, which this machine plays: a controller, two daemons
+and a munge of their own.
+"""
 
 import getpass
 import os
@@ -207,7 +209,9 @@ class Job:
         )
 
     def goes_on(self):
-        """Back in the queue, where Slurm would let it wait two minutes; it rejects what starts in the second of the requeue."""
+        """Back in the queue, where Slurm would let it wait two minutes; it rejects what starts in
+        the second of the requeue.
+        """
         until(lambda: self["Restarts"] == "1" and self["JobState"] == "PENDING", self.told)
         self.cluster.idle()
         self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+3")
@@ -259,7 +263,10 @@ def test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_
         "scancel", "--signal", "USR1", job.number
     )  # as `--signal` does, and a preemption with send_user_signal
     job.goes_on()
-    told = r"SIGUSR1 received by rank \d(?: and 1 other)? at step (\d+): saving, then exiting \(code 75\)"
+    told = (
+        r"SIGUSR1 received by rank \d(?: and 1 other)? at step (\d+): saving, then exiting \(code"
+        r" 75\)"
+    )
     stopped = int(re.search(told, job.output)[1])
     assert saved_steps(job.folder / "run")[-1] == stopped < STEPS
     assert job.ends() == ("COMPLETED", "0:0")
@@ -310,7 +317,10 @@ def test_a_job_whose_time_is_nearly_over_is_requeued(alone, cluster, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL], ids=["daemon", "node"])
 def test_a_node_that_is_lost_requeues_the_job_which_goes_on_exactly(fate, alone, cluster, tmp_path):
-    """Slurm finds it out by its SlurmdTimeout. What outlives the daemon would be done before: it is held."""
+    """Slurm finds it out by its SlurmdTimeout.
+
+    What outlives the daemon would be done before: it is held.
+    """
     job = cluster.sbatch(tmp_path / "job", "--checkpoint.interval", "2")
     job.logged(5)
     left = processes_of(job, "n1")

@@ -1,4 +1,6 @@
-"""Runs that are asked to stop, are killed, or fail: how they end, and that they go on as if nothing had been."""
+"""Runs that are asked to stop, are killed, or fail: how they end, and that they go on as if nothing
+had been.
+"""
 
 import json
 import os
@@ -102,7 +104,10 @@ def test_a_run_that_is_stopped_twice_and_killed_once_is_the_run_left_alone(alone
     run.process.send_signal(signal.SIGTERM)  # to the script, somewhere in a step
     assert run.ended() == 75
     assert "step    4  validation loss" in run.output
-    told = r"SIGTERM received by rank \d( and 1 other)? at step (\d+): saving, then exiting \(code 75\)"
+    told = (
+        r"SIGTERM received by rank \d( and 1 other)? at step (\d+): saving, then exiting \(code"
+        r" 75\)"
+    )
     (stopped,) = (int(step) for _, step in re.findall(told, run.output))
     assert stopped in range(5, 10)
     assert saved_steps(folder)[-1] == stopped
@@ -122,8 +127,8 @@ def test_a_fault_that_repeats_at_the_same_step_is_not_restarted_again(tmp_path):
     assert run.ended() == 3
     assert run.output.count("\nfault: {") == 2
     assert (
-        "error: step 2 failed twice in a row, the second time after a restart, so there is no further one"
-        in run.output
+        "error: step 2 failed twice in a row, the second time after a restart, so there is no"
+        " further one" in run.output
     )
 
 
@@ -308,7 +313,8 @@ def test_a_launcher_that_is_killed_takes_the_ranks_along_which_save(ours, tmp_pa
     with FileLock(folder / "checkpoint/lock", blocking=False):
         pass  # it is free
     assert re.search(
-        r"the death of its launcher noticed by rank \d( and 1 other)? at step \d+: saving, then exiting",
+        r"the death of its launcher noticed by rank \d( and 1 other)? at step \d+: saving, then"
+        r" exiting",
         run.output,
     )
     assert "to go on: torchrun --nproc-per-node 2 -m titan_lite.train " in run.output

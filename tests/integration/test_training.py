@@ -1,4 +1,6 @@
-"""The main job through its entry points: what it writes, that it resumes, and that the layout does not change the numbers."""
+"""The main job through its entry points: what it writes, that it resumes, and that the layout does
+not change the numbers.
+"""
 
 import json
 import math
@@ -245,7 +247,8 @@ def with_a_broken_optimizer(folder):
 def test_what_cannot_be_compiled_ends_the_run_with_the_keys_to_change(tmp_path):
     ((message, cause),) = run_ranks(1, with_a_broken_optimizer, tmp_path, init=False)
     assert re.fullmatch(
-        r'compile.backend = "aot_eager" cannot compile the optimizer \(.+\); use compile.enable = false',
+        r'compile.backend = "aot_eager" cannot compile the optimizer \(.+\); use compile.enable ='
+        r" false",
         message,
     )
     assert cause == "Unsupported"
@@ -401,7 +404,10 @@ def test_a_broken_document_is_reported_by_the_rank_that_read_it(tmp_path):
     options += ["--data.validation_fraction", "0"]  # else it might be held out
     result = train(2, DEBUG, tmp_path / "out", *OPTIONS, *options, *steps(12))
     assert result.returncode != 0
-    told = r"error: \[rank \d\] .*corpus.jsonl, line 34: data.text_field = \"text\" is not a field of it; its fields with text: txt"
+    told = (
+        r"error: \[rank \d\] .*corpus.jsonl, line 34: data.text_field = \"text\" is not a field of"
+        r" it; its fields with text: txt"
+    )
     assert re.search(told, result.stdout)
 
 
@@ -438,7 +444,8 @@ def test_resuming_refuses_another_flavor_and_reports_a_longer_schedule(uninterru
     result = train(1, DEBUG, tmp_path, *OPTIONS, "--model.flavor", "1B")
     assert result.returncode != 0
     assert re.search(
-        r"error: .*it cannot go on: the model's dim \(\[model\]\): 2048, was 256; .* another job.dump_folder",
+        r"error: .*it cannot go on: the model's dim \(\[model\]\): 2048, was 256; .* another"
+        r" job.dump_folder",
         result.stdout,
     )
 

@@ -1,4 +1,6 @@
-"""Two hosts, which two network namespaces play: each has an address of its own, and a cable to the other that can be cut."""
+"""Two hosts, which two network namespaces play: each has an address of its own, and a cable to the
+other that can be cut.
+"""
 
 import os
 import re
@@ -110,7 +112,8 @@ def test_a_cable_that_is_cut_ends_both_with_a_message_and_another_start_goes_on_
             rf"hang: rank \d has made no progress for {LIMIT} s in step \d+", launcher.output
         )
         assert re.search(
-            r"error: (rank \d ended with exit code 1|the ranks here have failed, and the other nodes)",
+            r"error: (rank \d ended with exit code 1|the ranks here have failed, and the other"
+            r" nodes)",
             launcher.output,
         )
     assert "rank 1 gives no sign of life" in first.output

@@ -131,7 +131,10 @@ def exit_code(arguments):
     [
         (
             [DEBUG, "--layouts", "dp=2"],
-            r"--layouts dp=2: 'dp=2' is not a degree; use recipe, all, or degrees of pp, dp_replicate",
+            (
+                r"--layouts dp=2: 'dp=2' is not a degree; use recipe, all, or degrees of pp,"
+                r" dp_replicate"
+            ),
         ),
         ([DEBUG, "--layouts", "tp=two"], r"'tp=two' is not a degree"),
         ([DEBUG, "--layouts", "tp=0"], r"'tp=0' is not a degree"),

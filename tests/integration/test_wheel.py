@@ -1,4 +1,6 @@
-"""A wheel, installed in an environment that has titan_lite from nowhere else, has the command, the recipes and the tokenizer."""
+"""A wheel, installed in an environment that has titan_lite from nowhere else, has the command, the
+recipes and the tokenizer.
+"""
 
 import shutil
 import subprocess
@@ -40,7 +42,8 @@ def environment(tmp_path_factory):
         run(python, "-m", "pip", "install", *quiet, wheel, cwd=folder, PYTHONPATH=None).returncode
         == 0
     )
-    # A folder named by a .pth file is a folder of modules: the .pth files in it, such as this checkout's, mean nothing.
+    # A folder named by a .pth file is a folder of modules: the .pth files in it, such as this
+    # checkout's, mean nothing.
     site = subprocess.check_output(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
     ).strip()

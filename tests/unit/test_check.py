@@ -1,4 +1,6 @@
-"""Layouts that cannot be: refused before a process group starts, with key and value and what would work, which does."""
+"""Layouts that cannot be: refused before a process group starts, with key and value and what would
+work, which does.
+"""
 
 import importlib
 import math
@@ -28,7 +30,9 @@ def no_run_before(monkeypatch, tmp_path):
 
 
 class Wrong(NamedTuple):
-    """[parallelism] and [training] keys, short; ranks; what the message says; and what is changed in them so that it works."""
+    """[parallelism] and [training] keys, short; ranks; what the message says; and what is changed
+    in them so that it works.
+    """
 
     ranks: int
     keys: str
@@ -251,13 +255,15 @@ WRONG = {
     ),
     "bucketing by a plan that names nothing": Wrong(
         2,
-        "compile=true backend=aot_eager bucketing=plan every=microbatch buckets=layers.0,layers.77.attention",
+        "compile=true backend=aot_eager bucketing=plan every=microbatch"
+        " buckets=layers.0,layers.77.attention",
         ("compile.buckets", '"layers.77.attention" has no parameter in flavor debug'),
         "buckets=layers.0,layers.1",
     ),
     "a plan of buckets of one": Wrong(
         2,
-        "compile=true backend=aot_eager bucketing=plan every=microbatch buckets=output,layers.0.attention.wq",
+        "compile=true backend=aot_eager bucketing=plan every=microbatch"
+        " buckets=output,layers.0.attention.wq",
         ("compile.buckets", "none has two parameters", 'compile.bucketing = "none"'),
         "buckets=output,layers.0.attention",
     ),
@@ -374,7 +380,8 @@ def layout_of(recipe, ranks, gib, *options):
 @pytest.mark.parametrize(
     ("gib", "options", "once"),
     [
-        # 8B in bfloat16 with float32 sums on 8 ranks: 15 GiB sharded, and 8.03e9 x (2 + 2 + 4) bytes = 60 GiB unsharded
+        # 8B in bfloat16 with float32 sums on 8 ranks: 15 GiB sharded, and 8.03e9 x (2 + 2 + 4)
+        # bytes = 60 GiB unsharded
         (80, (), False),
         (141, (), True),
         (80, ("--parallelism.fsdp_communication=step",), True),
@@ -398,7 +405,9 @@ def test_what_cannot_fit_is_refused_with_what_would():
     config, layout = layout_of("llama3_8b", 1, 80)
     with pytest.raises(
         ConfigError,
-        match=r"need 120 GiB a rank, .* a rank has 80; use .*data_parallel_shard_degree = 2 or more",
+        match=(
+            r"need 120 GiB a rank, .* a rank has 80; use .*data_parallel_shard_degree = 2 or more"
+        ),
     ):
         check_memory(config, layout, 80 * 2**30)
     accumulates = [
@@ -455,7 +464,10 @@ def test_the_memory_of_a_rank_is_that_of_the_stages_with_most_parameters():
         (
             (8, 0),
             [],
-            "float8.enable = true needs compute capability 8.9 or newer, such as H100, and here is GPU; use false",
+            (
+                "float8.enable = true needs compute capability 8.9 or newer, such as H100, and here"
+                " is GPU; use false"
+            ),
         ),
         (
             (8, 9),

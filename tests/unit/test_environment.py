@@ -60,7 +60,10 @@ def test_one_that_lacks_some_is_told_which(environment):
     environment(RANK="1", WORLD_SIZE="2")
     with pytest.raises(ConfigError) as error:
         check_environment()
-    told = "environment: RANK=1 WORLD_SIZE=2 without LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT: use torchrun or "
+    told = (
+        "environment: RANK=1 WORLD_SIZE=2 without LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,"
+        " MASTER_PORT: use torchrun or "
+    )
     assert str(error.value).startswith(told)
     environment(WORLD_SIZE="2")
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 without RANK, LOCAL_RANK"):

@@ -1,4 +1,6 @@
-"""torchrun as launch.py calls it, with ranks that do not train: what they get, whether they start again, the exit code."""
+"""torchrun as launch.py calls it, with ranks that do not train: what they get, whether they start
+again, the exit code.
+"""
 
 import re
 import signal
@@ -132,7 +134,8 @@ def test_what_would_end_there_again_is_not_started_again(code, launch):
 
 def test_failures_are_told_with_the_killed_ranks_first():
     said = describe_failures({0: 1, 1: -9, 2: -11, 3: 1})
-    assert said == (
-        "rank 1 was killed by SIGKILL; rank 2 was killed by SIGSEGV; rank 0 ended with exit code 1; "
-        "rank 3 ended with exit code 1"
+    assert (
+        said
+        == "rank 1 was killed by SIGKILL; rank 2 was killed by SIGSEGV; rank 0 ended with exit code"
+        " 1; rank 3 ended with exit code 1"
     )

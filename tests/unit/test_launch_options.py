@@ -55,8 +55,10 @@ def test_options_of_several_nodes(environment):
     }
     nodes, options = start.check_variables()
     assert nodes == "2"
-    assert " ".join(options) == (
-        "--rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id titan_lite --local-addr 10.0.0.2 --rdzv-conf is_host=false"
+    assert (
+        " ".join(options)
+        == "--rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id titan_lite --local-addr"
+        " 10.0.0.2 --rdzv-conf is_host=false"
     )
 
 

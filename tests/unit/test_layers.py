@@ -1,6 +1,9 @@
-"""Imports of the package lead downward: a layer imports itself and those below it. Nothing is imported here; ast reads.
+"""Imports of the package lead downward: a layer imports itself and those below it.
 
-An import that this test refuses is a question about the design: move the function, or pass the value in.
+Nothing is imported here; ast reads.
+
+An import that this test refuses is a question about the design: move the function, or pass the
+value in.
 """
 
 import ast
@@ -10,7 +13,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "titan_lite"
 
-# The lowest layer first. A name is a folder or a module; the longest name that fits a module counts.
+# The lowest layer first. A name is a folder or a module; the longest name that fits a module
+# counts.
 LAYERS = (
     ("config", "logging", "manifest", "outside", "environment", "__init__"),
     ("sharding",),  # which part of a tensor a rank holds
@@ -53,7 +57,10 @@ SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or pl
 
 
 def imports_of(path, package):
-    """(line, "torch.nn") for every import of a file; `from a import b` is a.b. Those for type checking alone are left out."""
+    """(line, "torch.nn") for every import of a file; `from a import b` is a.b.
+
+    Those for type checking alone are left out.
+    """
     here = ("titan_lite", *path.relative_to(package).with_suffix("").parts)
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     for_types = {
@@ -76,7 +83,9 @@ def imports_of(path, package):
 
 
 def layer_of(module):
-    """Index in LAYERS of a module of the package, such as "cost.machine"; None for one that has no layer."""
+    """Index in LAYERS of a module of the package, such as "cost.machine"; None for one that has no
+    layer.
+    """
     parts = module.split(".")
     for length in range(len(parts), 0, -1):
         name = ".".join(parts[:length])
@@ -91,7 +100,9 @@ def is_part_of(module, names):
 
 
 def wrong_imports(package):
-    """A line for every import below the folder `package` that leads upward or to what its module must not know."""
+    """A line for every import below the folder `package` that leads upward or to what its module
+    must not know.
+    """
     found = []
     for path in sorted(package.rglob("*.py")):
         module = ".".join(path.relative_to(package).with_suffix("").parts)
@@ -167,7 +178,9 @@ LAYOUT = {
 
 
 def derived_again(package):
-    """A line for every place but LAYOUT that works out accumulation, rows or whether weights are gathered once a step."""
+    """A line for every place but LAYOUT that works out accumulation, rows or whether weights are
+    gathered once a step.
+    """
     found = []
     for path in sorted(package.rglob("*.py")):
         if str(path.relative_to(package)) in LAYOUT:
@@ -216,7 +229,9 @@ def test_a_value_derived_again_is_found(source, tmp_path):
 
 
 def without_use(package):
-    """Functions and classes of modules that nothing in the package uses: what they did has been lost, or can go."""
+    """Functions and classes of modules that nothing in the package uses: what they did has been
+    lost, or can go.
+    """
     defined, used = set(), set()
     for path in sorted(package.rglob("*.py")):
         tree = ast.parse(path.read_text(), str(path))

@@ -56,8 +56,12 @@ def test_fragments_are_those_of_github():
     assert anchor("`[checkpoint]`, and what it costs: 2x") == "checkpoint-and-what-it-costs-2x"
 
 
-TRAINED = {  # parts of recipes in the pages: a line of each, and the test that trains with it, every default as it is
-    "[[data.sources]]": "test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_sources",
+# parts of recipes in the pages: a line of each, and the test that trains with it, every default as
+# it is
+TRAINED = {
+    "[[data.sources]]": (
+        "test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_sources"
+    ),
     "global_batch_ramp": "test_a_ramp_takes_the_same_windows_on_any_ranks_with_any_workers",
 }
 

@@ -1,4 +1,6 @@
-"""scripts/train.slurm with commands of Slurm that only say what they are asked: what it starts, and when the job goes back."""
+"""scripts/train.slurm with commands of Slurm that only say what they are asked: what it starts, and
+when the job goes back.
+"""
 
 import os
 import subprocess
@@ -7,13 +9,15 @@ import pytest
 from tiny import ROOT
 
 COMMANDS = {
-    "scontrol": """
+    "scontrol": (
+        """
 case "$1 $2" in
     "show job") echo "   Command=$ROOT/scripts/train.slurm recipe.toml" ;;
     "show hostnames") echo n0 ;;
     "show node") echo "NodeAddr=127.0.0.1" ;;
     *) echo "asked: scontrol $*"; exit 1 ;; # a requeue that succeeds would end this script
-esac""",
+esac"""
+    ),
     "srun": 'echo "asked: srun ${*: -4}"; exit "$CODE"',
     "squeue": "echo RUNNING",
 }

@@ -1,4 +1,5 @@
-"""Lock a checkpoint folder, so that only one run writes there, and detect that the folder was removed.
+"""Lock a checkpoint folder, so that only one run writes there, and detect that the folder was
+removed.
 
 lock = FolderLock(folder, 'checkpoint.folder = "checkpoint"')
 lock.take()                  # raises ConfigError if another run has it
@@ -18,7 +19,10 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system wi
 
 
 class FolderLock:
-    """The file `lock` of a folder, which one process holds until it ends. key: the beginning of errors."""
+    """The file `lock` of a folder, which one process holds until it ends.
+
+    key: the beginning of errors.
+    """
 
     def __init__(self, folder: Path, key: str):
         self.folder = folder
@@ -28,7 +32,10 @@ class FolderLock:
         self.identity: tuple[int, int] | None = None  # device and number of the locked file
 
     def take(self) -> bool:
-        """Take the lock; return False if the file system has no locks. Raises ConfigError if another run has it."""
+        """Take the lock; return False if the file system has no locks.
+
+        Raises ConfigError if another run has it.
+        """
         file_lock = FileLock(self.path, blocking=False, fallback_to_soft=False)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -41,10 +48,14 @@ class FolderLock:
         except OSError as error:
             if error.errno in NO_LOCKS:
                 logger.warning(
-                    f"{self.folder} has no locks ({error.strerror}): a second run that writes there is not detected"
+                    f"{self.folder} has no locks ({error.strerror}): a second run that writes there"
+                    " is not detected"
                 )
                 return False
-            fix = "use a job.dump_folder or checkpoint.folder that can be written, or checkpoint.enable = false"
+            fix = (
+                "use a job.dump_folder or checkpoint.folder that can be written, or"
+                " checkpoint.enable = false"
+            )
             raise ConfigError(
                 f"{self.key}: {error.filename or self.folder}: {error.strerror}; {fix}"
             ) from None
@@ -53,11 +64,16 @@ class FolderLock:
         return True
 
     def is_held(self) -> bool:
-        """Return False if the lock file of this process is gone or replaced; True also if this process has no lock."""
+        """Return False if the lock file of this process is gone or replaced; True also if this
+        process has no lock.
+        """
         return self.identity is None or self._identity() == self.identity
 
     def _identity(self) -> tuple[int, int] | None:
-        """Return device and number of the file at the path. Its number stays in use while this process has it open."""
+        """Return device and number of the file at the path.
+
+        Its number stays in use while this process has it open.
+        """
         try:
             found = os.stat(self.path)
         except OSError:

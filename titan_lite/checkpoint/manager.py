@@ -1,9 +1,10 @@
 """Save and resume: tensors through torch.distributed.checkpoint (DCP), everything else as JSON.
 
-Problem. A run may be killed at any moment, a disk may fill up or lose bits, another run may write to the same folder, and
-training stops while a step is written.
+Problem. A run may be killed at any moment, a disk may fill up or lose bits, another run may write
+to the same folder, and training stops while a step is written.
 
-Solution. A step is complete or absent: it is written under another name, and renamed when all of it is on disk.
+Solution. A step is complete or absent: it is written under another name, and renamed when all of it
+is on disk.
 
     checkpoint/step-50/              .metadata, *.distcp      parameters and optimizer state by FQN, resharded on load
                                      state.json               step, tokens, position in the data
@@ -13,11 +14,13 @@ Solution. A step is complete or absent: it is written under another name, and re
     checkpoint/invalid-step-40/      damaged, and renamed, since the run will save this step again
     checkpoint/lock                  held by the run that writes here
 
-Each rank writes and hashes a file. DCP's first rank writes the rest and renames the folder, so that an error there is one of the
-save on all ranks. With checkpoint.async_mode the loop waits only for a copy in host memory, and a thread of each rank goes on.
-These threads have a process group of their own, since collectives of two threads on one group would be mixed up.
+Each rank writes and hashes a file. DCP's first rank writes the rest and renames the folder, so that
+an error there is one of the save on all ranks. With checkpoint.async_mode the loop waits only for a
+copy in host memory, and a thread of each rank goes on. These threads have a process group of their
+own, since collectives of two threads on one group would be mixed up.
 
-Open point. A resume reads a step twice: all files are hashed, split over the ranks, before the first tensor is loaded.
+Open point. A resume reads a step twice: all files are hashed, split over the ranks, before the
+first tensor is loaded.
 """
 
 import datetime
@@ -78,7 +81,8 @@ class SharedConfigError(ConfigError):
 class Checkpointer:
     """The steps in one folder. Methods are collectives unless they say otherwise.
 
-    beat: called from time to time while files are written, read and hashed, which may take longer than the limit of a phase.
+    beat: called from time to time while files are written, read and hashed, which may take longer
+    than the limit of a phase.
     """
 
     def __init__(
@@ -96,12 +100,18 @@ class Checkpointer:
         self.locked = FolderLock(self.folder, self.key)
 
     def lock(self) -> None:
-        """Lock the folder until this process ends. For rank 0. Raises ConfigError if another run has it."""
+        """Lock the folder until this process ends. For rank 0.
+
+        Raises ConfigError if another run has it.
+        """
         if self.locked.take():
             self._remove_leftovers()
 
     def lock_on_first(self) -> None:
-        """Lock the folder until the process of rank 0 ends. Raises SharedConfigError if another run has it."""
+        """Lock the folder until the process of rank 0 ends.
+
+        Raises SharedConfigError if another run has it.
+        """
         error = ""
         if dist.get_rank() == 0:
             try:
@@ -119,7 +129,10 @@ class Checkpointer:
         return self.folder / f"unfinished-step-{step}"
 
     def present(self) -> list[int]:
-        """Return the steps that have a folder, complete or not, oldest first. Raises ConfigError."""
+        """Return the steps that have a folder, complete or not, oldest first.
+
+        Raises ConfigError.
+        """
         try:
             names = os.listdir(self.folder)
         except FileNotFoundError:
@@ -136,14 +149,18 @@ class Checkpointer:
         )
 
     def steps(self) -> list[int]:
-        """Return the steps in which `fault` finds nothing wrong, oldest first. For one rank or all."""
+        """Return the steps in which `fault` finds nothing wrong, oldest first.
+
+        For one rank or all.
+        """
         return [step for step in self.present() if not self.fault(step)]
 
     def fault(self, step: int, *, share: bool = False) -> str:
         """Return why a step cannot be loaded, or "" if nothing is wrong. For one rank or all.
 
-        Checks the names and sizes of its files and the content of the small ones. share: checks only this rank's share of the
-        files, but every byte of it, so that the results of all ranks are needed.
+        Checks the names and sizes of its files and the content of the small ones. share: checks
+        only this rank's share of the files, but every byte of it, so that the results of all ranks
+        are needed.
         """
         path = self.path_of(step)
         try:
@@ -180,7 +197,8 @@ class Checkpointer:
             raise ConfigError(f"{self.key}: all steps in {self.folder} are damaged ({each}); {fix}")
         if wanted == -1 and self.config.must_resume:
             raise ConfigError(
-                f"checkpoint.must_resume = true: there is no step in {self.folder}; use false to start a new run"
+                f"checkpoint.must_resume = true: there is no step in {self.folder}; use false to"
+                " start a new run"
             )
         if wanted == -1:
             return None
@@ -201,13 +219,16 @@ class Checkpointer:
             return whole[-1]  # the same command was started again, and has newer steps of its own
         if wanted != whole[-1]:
             raise ConfigError(
-                f"checkpoint.load_step = {wanted}: {self.folder} has newer steps, up to {whole[-1]}, which this run would save "
-                f"again; move them away, or copy step-{wanted} into the checkpoint folder of another job.dump_folder"
+                f"checkpoint.load_step = {wanted}: {self.folder} has newer steps, up to"
+                f" {whole[-1]}, which this run would save again; move them away, or copy"
+                f" step-{wanted} into the checkpoint folder of another job.dump_folder"
             )
         return wanted
 
     def verified_step(self) -> int | None:
-        """Return `step_to_load` after a check of every byte. CorruptFileError newer steps are renamed, and the reason is logged.
+        """Return `step_to_load` after a check of every byte.
+
+        CorruptFileError newer steps are renamed, and the reason is logged.
 
         Raises ConfigError.
         """
@@ -216,7 +237,8 @@ class Checkpointer:
             seen, present, error = None, [], ""
             try:
                 present = self.present()
-                # The first rank decides: the look of every rank at every file would be ranks x files calls to the file system.
+                # The first rank decides: the look of every rank at every file would be ranks x
+                # files calls to the file system.
                 seen = max(present, default=None) if dist.get_rank() else self.step_to_load(damaged)
             except ConfigError as wrong:
                 error = str(wrong)
@@ -233,7 +255,8 @@ class Checkpointer:
                 each = ", ".join(f"rank {rank}: {all_seen[rank] or 'none'}" for rank in different)
                 fix = "use a job.dump_folder on a file system that all nodes share"
                 raise ConfigError(
-                    f"checkpoint.folder: ranks see different newest steps in {self.folder} ({each}); {fix}"
+                    f"checkpoint.folder: ranks see different newest steps in {self.folder}"
+                    f" ({each}); {fix}"
                 )
             if step is None:
                 return None
@@ -244,7 +267,9 @@ class Checkpointer:
             damaged[step] = fault
 
     def _set_aside(self, step: int, damaged: Mapping[int, str]) -> None:
-        """Rename steps newer than `step`, since the run will save them again, and log what is wrong with older ones."""
+        """Rename steps newer than `step`, since the run will save them again, and log what is wrong
+        with older ones.
+        """
         error = ""
         for other in self.present() if dist.get_rank() == 0 else ():
             fault = damaged.get(other) or self.fault(other)
@@ -261,7 +286,10 @@ class Checkpointer:
             try:
                 self.path_of(other).rename(aside)
             except OSError as wrong:
-                error = f"{self.key}: {self.path_of(other)} cannot be renamed: {wrong.strerror}; move it away"
+                error = (
+                    f"{self.key}: {self.path_of(other)} cannot be renamed: {wrong.strerror}; move"
+                    " it away"
+                )
         self._agree(error)
 
     def read_state(self, step: int) -> dict[str, Any]:
@@ -290,11 +318,13 @@ class Checkpointer:
     def save(
         self, step: int, values: Mapping[str, Any], state: dict[str, Any], *, last: bool = False
     ) -> None:
-        """Save a step, or with checkpoint.async_mode start to save it, after the previous save has ended.
+        """Save a step, or with checkpoint.async_mode start to save it, after the previous save has
+        ended.
 
-        values: {name in tensor_files: tensor, DTensor or plain value}. state: of JSON types; rank 0's is written, with what all
-        ranks have as "loader", the position of their rows in the data, merged; a rank whose rows another one reads, too, may
-        have None. Raises CheckpointError if a save has failed and checkpoint.on_failure = "stop".
+        values: {name in tensor_files: tensor, DTensor or plain value}. state: of JSON types; rank
+        0's is written, with what all ranks have as "loader", the position of their rows in the
+        data, merged; a rank whose rows another one reads, too, may have None. Raises
+        CheckpointError if a save has failed and checkpoint.on_failure = "stop".
         """
         self.wait()
         self.tried = step
@@ -319,7 +349,8 @@ class Checkpointer:
             with self._ending(step):
                 dcp.save(state_dict, storage_writer=writer, planner=planner, process_group=group)
             return
-        # The thread is no daemon: if the run ends with an error, the process still waits until the step is saved.
+        # The thread is no daemon: if the run ends with an error, the process still waits until the
+        # step is saved.
         self.saving = dcp.async_save(  # type: ignore[assignment] # a Future, as staging is not async
             state_dict,
             storage_writer=writer,
@@ -329,12 +360,15 @@ class Checkpointer:
         )
 
     def _stager(self) -> AsyncStager | None:
-        """Return what copies tensors to memory that is reused for every save, if the recipe asks for it."""
+        """Return what copies tensors to memory that is reused for every save, if the recipe asks
+        for it.
+        """
         if self.config.async_mode == "async_with_pinned_mem" and self.stager is None:
             cuda = torch.cuda.is_available()
             if not cuda:
                 logger.info(
-                    'checkpoint.async_mode = "async_with_pinned_mem": without a GPU nothing is pinned; copies are reused'
+                    'checkpoint.async_mode = "async_with_pinned_mem": without a GPU nothing is'
+                    " pinned; copies are reused"
                 )
             self.stager = DefaultStager(
                 StagingOptions(
@@ -347,7 +381,10 @@ class Checkpointer:
         return self.stager
 
     def poll(self) -> None:
-        """Check at the end of a step whether a background save has ended on all ranks. Raises like `save`."""
+        """Check at the end of a step whether a background save has ended on all ranks.
+
+        Raises like `save`.
+        """
         if self.saving is not None and not reduce_numbers(int(not self.saving.done()))[0]:
             self.wait()
 
@@ -361,7 +398,10 @@ class Checkpointer:
 
     @contextmanager
     def _ending(self, step: int) -> Iterator[None]:
-        """Return a context in which the save of a step ends, on all ranks alike. Raises like `save`."""
+        """Return a context in which the save of a step ends, on all ranks alike.
+
+        Raises like `save`.
+        """
         try:
             yield
         except (Exception, CheckpointException) as error:  # DCP's is no Exception
@@ -379,7 +419,9 @@ class Checkpointer:
             self.newest = step
 
     def before_exit(self, step: int) -> str:
-        """Return the part of a sentence about saving this step before the run exits, or "" if it is saved."""
+        """Return the part of a sentence about saving this step before the run exits, or "" if it is
+        saved.
+        """
         if not self.config.enable:
             return "checkpoint.enable = false, so nothing is saved; "
         if step == self.newest:
@@ -421,7 +463,9 @@ class Checkpointer:
     def _commit(
         self, step: int, state: Mapping[str, Any], files: dict[str, dict[str, Any]]
     ) -> None:
-        """Write state.json and the manifest of a step and give it its name, on the first rank. Raises CheckpointError.
+        """Write state.json and the manifest of a step and give it its name, on the first rank.
+
+        Raises CheckpointError.
 
         files: {name: size and SHA-256} of the files with tensors.
         """
@@ -449,7 +493,9 @@ class Checkpointer:
             raise CheckpointError("the folder or its lock was removed during the run")
 
     def _retain(self) -> None:
-        """Delete all but the newest keep_latest_k complete steps; a step is renamed before it is deleted."""
+        """Delete all but the newest keep_latest_k complete steps; a step is renamed before it is
+        deleted.
+        """
         try:
             for old in (
                 self.steps()[: -self.config.keep_latest_k] if self.config.keep_latest_k else ()

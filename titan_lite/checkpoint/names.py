@@ -4,7 +4,8 @@
     to_torchtitan("layers.0.attention.wq.weight")               # "layers.0.attention.qkv_linear.wq.weight"
     from_torchtitan("lm_head.weight")                           # "output.weight"
 
-torchtitan's Llama 3 (0.3.0) has the same parameters in the same layout, rotary pairs included, so that names are all that differs.
+torchtitan's Llama 3 (0.3.0) has the same parameters in the same layout, rotary pairs included, so
+that names are all that differs.
 """
 
 # first words of names that are no parameters; the last two are in torchtitan's checkpoints alone

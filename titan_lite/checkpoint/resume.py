@@ -7,9 +7,9 @@
     the optimizer starts anew: optimizer.name = "Muon", was "AdamW"
     changed: training.steps = 200, was 100
 
-A step's state.json has the resolved recipe, and under "run" the facts that a recipe does not have: the model's shape, hashes of
-the tokenizer and of the documents, the ranks, versions. Where there is a fact it decides, and not the key: another `data.path`
-with the same documents is no other data.
+A step's state.json has the resolved recipe, and under "run" the facts that a recipe does not have:
+the model's shape, hashes of the tokenizer and of the documents, the ranks, versions. Where there is
+a fact it decides, and not the key: another `data.path` with the same documents is no other data.
 """
 
 import json
@@ -49,7 +49,8 @@ KIND_OF_KEY = {
     **dict.fromkeys(KEYS_OF_DATA, Kind.DATA),
     **dict.fromkeys(KEYS_OF_OPTIMIZER, Kind.OPTIMIZER),
 }
-COUNTS_WITH = {  # key: (another key, the value of it without which a change of the first is only noted)
+# key: (another key, the value of it without which a change of the first is only noted)
+COUNTS_WITH = {
     "data.shuffle_buffer": ("data.shuffle", True),
     "debug.seed": ("data.shuffle", True),
     "optimizer.max_preconditioner_dim": ("optimizer.name", "Shampoo"),
@@ -76,8 +77,8 @@ ACCEPTED_BY = {  # kinds that are an error without a key of [checkpoint]: (key, 
 }
 ONLY_MODEL = "the step has only the model"
 ERRORS_DROPPED = (
-    "gradients between copies: errors and factors begin anew, as the step has none of these ranks and this rank of the factors "
-    "(parallelism.replicate_compression)"
+    "gradients between copies: errors and factors begin anew, as the step has none of these ranks"
+    " and this rank of the factors (parallelism.replicate_compression)"
 )
 NEEDED = (  # keys of state.json
     "recipe",
@@ -102,7 +103,10 @@ class Changes:
 
     @property
     def restarts_data(self) -> bool:
-        """Whether the recipe's data starts again. Steps saved later have the position in the new data."""
+        """Whether the recipe's data starts again.
+
+        Steps saved later have the position in the new data.
+        """
         return bool(self.texts[Kind.DATA])
 
     @property
@@ -112,7 +116,8 @@ class Changes:
     def refuse_unless_accepted(
         self, where: Path | str, checkpoint: Checkpoint, *, done: bool = False
     ) -> None:
-        """Raise ConfigError for what cannot go on, and for what starts anew if the recipe does not accept it.
+        """Raise ConfigError for what cannot go on, and for what starts anew if the recipe does not
+        accept it.
 
         done: the step is the run's last, which needs no optimizer.
         """
@@ -150,7 +155,10 @@ class Changes:
 
 
 def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> Changes:
-    """Return the differences between a step's state.json and this run. Raises ConfigError if the file is incomplete."""
+    """Return the differences between a step's state.json and this run.
+
+    Raises ConfigError if the file is incomplete.
+    """
     if lacking := [key for key in NEEDED if key not in state]:
         raise ConfigError(
             f"checkpoint.folder: state.json of the step is incomplete (no {', '.join(lacking)}); "
@@ -191,7 +199,9 @@ def _counts(key: str, recipe: Mapping[str, Any]) -> bool:
 
 @cache
 def git_revision() -> str:
-    """Return the commit of the checkout that has this package, with "+changes" if files were changed since; "": no checkout."""
+    """Return the commit of the checkout that has this package, with "+changes" if files were
+    changed since; "": no checkout.
+    """
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:

@@ -16,7 +16,9 @@ NAME = "state.json"
 
 
 def merge_loaders(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the loader states of all ranks into one, which any rank of any number of ranks can load."""
+    """Merge the loader states of all ranks into one, which any rank of any number of ranks can
+    load.
+    """
     rows = {row: place for state in states for row, place in state["rows"].items()}
     return {**states[0], "rows": rows}
 

@@ -11,7 +11,8 @@ A folder has the layout of torchtitan's checkpoints, with our FQNs:
     between.layers.0.attention.wq.weight.error                  state of the compression of gradients between copies
     train_state.step, train_state.ntokens_seen
 
-Values that are no tensors are pickles. They are written for other programs, and never read here. DCP's `.metadata` is a pickle,
+Values that are no tensors are pickles. They are written for other programs, and never read here.
+DCP's `.metadata` is a pickle,
 too: it is read by an unpickler that knows only the classes that DCP writes there.
 """
 
@@ -46,7 +47,9 @@ NAME = ".metadata"
 
 
 def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with those of each section in a dictionary of its own, as torchtitan has them."""
+    """Return the values with those of each section in a dictionary of its own, as torchtitan has
+    them.
+    """
     state_dict: dict[str, Any] = {}
     for name, value in values.items():
         section = section_of(name)
@@ -68,11 +71,13 @@ class HashedResult(WriteResult):
 
 
 class StepWriter(FileSystemWriter):
-    """A writer of one file a rank, which that rank hashes; the first rank begins and commits the step.
+    """A writer of one file a rank, which that rank hashes; the first rank begins and commits the
+    step.
 
-    begin: called on the first rank with the bytes of all tensors, before anything is written; it makes the folder.
-    commit: called on the first rank with {file: its digest} when all files are on disk.
-    An error of either is one of `dcp.save` on all ranks. beat: called from time to time while a file is hashed.
+    begin: called on the first rank with the bytes of all tensors, before anything is written; it
+    makes the folder.
+    commit: called on the first rank with {file: its digest} when all files are on disk. An error of
+    either is one of `dcp.save` on all ranks. beat: called from time to time while a file is hashed.
     """
 
     def __init__(
@@ -136,7 +141,9 @@ def _bytes_of(item: WriteItem) -> int:
 
 
 def _cause(error: Exception) -> BaseException:
-    """Return the OSError that led to an error: on a full disk, torch then raises another one about its archive."""
+    """Return the OSError that led to an error: on a full disk, torch then raises another one about
+    its archive.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
@@ -171,7 +178,8 @@ def write_one_by_one(
 ) -> None:
     """Write each tensor to a file of its own, in one process. Raises OSError.
 
-    planned: {name: a tensor on the meta device}. read: returns the tensor of a name, which is freed once it is written.
+    planned: {name: a tensor on the meta device}. read: returns the tensor of a name, which is freed
+    once it is written.
     """
     # With a GPU, too, a tensor is read only when the one before it is written.
     writer = FileSystemWriter(folder, single_file_per_rank=False, per_thread_copy_ahead=0)
@@ -203,7 +211,9 @@ _ADMITTED = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that knows what DCP writes to `.metadata`, and nothing else that a pickle could call."""
+    """An unpickler that knows what DCP writes to `.metadata`, and nothing else that a pickle could
+    call.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "pathlib":  # the folder that it was written to
@@ -291,7 +301,9 @@ def load(
     beat: Callable[[], None] = lambda: None,
     metadata: Metadata | None = None,
 ) -> None:
-    """Fill tensors and DTensors in place, without communication. Raises CorruptFileError if they are not in the folder.
+    """Fill tensors and DTensors in place, without communication.
+
+    Raises CorruptFileError if they are not in the folder.
 
     metadata: those of the folder, if they were read before.
     """
@@ -311,7 +323,9 @@ def load(
 
 
 def _misfit(metadata: Metadata, tensors: Mapping[str, Tensor]) -> str:
-    """Return why these tensors cannot be filled from a folder with these metadata, or "" if they can."""
+    """Return why these tensors cannot be filled from a folder with these metadata, or "" if they
+    can.
+    """
     stored = metadata.state_dict_metadata
     missing = [name for name in tensors if not isinstance(stored.get(name), TensorStorageMetadata)]
     if missing and not any(section_of(name) == "optimizer" for name in stored):

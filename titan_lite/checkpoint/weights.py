@@ -1,4 +1,5 @@
-"""Read a model's weights from a step of titan_lite, a checkpoint of torchtitan, or a Hugging Face folder.
+"""Read a model's weights from a step of titan_lite, a checkpoint of torchtitan, or a Hugging Face
+folder.
 
     weights = open_weights("outputs/debug_model")            # the newest step of a run; or a folder of any kind
     weights.config                                           # the model's shape
@@ -55,7 +56,10 @@ class _DcpFolder:
     names: dict[str, str]  # of parameters in the folder, by FQN
 
     def _check_shapes(self, stored: Mapping[str, TensorStorageMetadata]) -> None:
-        """Set shapes and dtypes. Raises CorruptFileError if these tensors, by their names in the folder, are not the model's."""
+        """Set shapes and dtypes.
+
+        Raises CorruptFileError if these tensors, by their names in the folder, are not the model's.
+        """
         self.shapes = shapes(self.config)
         expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
         _refuse(misfits(expected, {name: tensor.size for name, tensor in stored.items()}))
@@ -76,7 +80,10 @@ class _DcpFolder:
 
 
 class CheckpointFolder(_DcpFolder):
-    """The model's weights in a step that a run or `convert` has written. every_byte: check all bytes on opening."""
+    """The model's weights in a step that a run or `convert` has written.
+
+    every_byte: check all bytes on opening.
+    """
 
     kind = "a step of titan_lite"
 
@@ -107,13 +114,16 @@ class CheckpointFolder(_DcpFolder):
         manifest.check_bytes(self.folder, {name: self.files[name] for name in names})
 
     def tokenizer_files(self) -> list[Path]:
-        """Return the tokenizer of the run's recipe, if it still exists, and the files beside a tokenizer.json."""
+        """Return the tokenizer of the run's recipe, if it still exists, and the files beside a
+        tokenizer.json.
+        """
         path = self.state.get("recipe", {}).get("model", {}).get("tokenizer_path")
         return tokenizer_files(path) if path and Path(path).is_file() else []
 
 
 class TorchtitanFolder(_DcpFolder):
-    """The model's weights in a checkpoint of torchtitan, or of a plain `dcp.save` with its names or ours.
+    """The model's weights in a checkpoint of torchtitan, or of a plain `dcp.save` with its names or
+    ours.
 
     config: the model's shape, which the folder does not have.
     """
@@ -137,7 +147,9 @@ class TorchtitanFolder(_DcpFolder):
 
 
 class HuggingFaceFolder:
-    """The weights in a folder with config.json and safetensors files, from transformers or `convert`."""
+    """The weights in a folder with config.json and safetensors files, from transformers or
+    `convert`.
+    """
 
     kind = "a Hugging Face folder"
 
@@ -183,7 +195,8 @@ class HuggingFaceFolder:
             found = sorted(self.folder.glob("*.safetensors"))
             if not found:
                 raise CorruptFileError(
-                    "there is no .safetensors file; use save_pretrained of transformers to write one"
+                    "there is no .safetensors file; use save_pretrained of transformers to"
+                    " write one"
                 )
             return found
         with fields_of(index.name):
@@ -199,7 +212,9 @@ class HuggingFaceFolder:
         return files
 
     def _drop_copies(self, stored: dict[str, tuple[torch.Size, str]]) -> None:
-        """Remove what some folders have beside parameters: computed frequencies, and a second copy of tied weights."""
+        """Remove what some folders have beside parameters: computed frequencies, and a second copy
+        of tied weights.
+        """
         for name in [name for name in stored if name.endswith("rotary_emb.inv_freq")]:
             del stored[name]
         embedding, output = "model.embed_tokens.weight", "lm_head.weight"
@@ -244,10 +259,13 @@ def open_weights(
     every_byte: bool = False,
     model: ModelConfig | None = None,
 ) -> Weights:
-    """Open the weights in a folder of any kind; of a run or a folder of steps, the newest undamaged step.
+    """Open the weights in a folder of any kind; of a run or a folder of steps, the newest undamaged
+    step.
 
-    key: the recipe's key, which errors name. every_byte: compare all bytes of a step with its manifest, not only sizes.
-    model: the shape to read a checkpoint of torchtitan with. Raises ConfigError with all names and shapes that do not fit.
+    key: the recipe's key, which errors name. every_byte: compare all bytes of a step with its
+    manifest, not only sizes.
+    model: the shape to read a checkpoint of torchtitan with. Raises ConfigError with all names and
+    shapes that do not fit.
     """
     folder = Path(path)
     wrong = f'{key} = "{path}"' if key else f"{path}"
@@ -270,20 +288,23 @@ def open_weights(
         raise ConfigError(f"{wrong}: all of its {len(steps)} steps are damaged; use another folder")
     what = "has no weights" if folder.is_dir() else "is not a folder"
     raise ConfigError(
-        f"{wrong} {what}; use a step (such as outputs/NAME/checkpoint/step-100), a run's folder, a checkpoint of torchtitan, "
-        "or a Hugging Face folder (config.json and *.safetensors)"
+        f"{wrong} {what}; use a step (such as outputs/NAME/checkpoint/step-100), a run's folder, a"
+        " checkpoint of torchtitan, or a Hugging Face folder (config.json and *.safetensors)"
     )
 
 
 def _open_checkpoint(folder: Path, every_byte: bool, model: ModelConfig | None) -> Weights:
-    """Open a step of titan_lite, or of torchtitan, which has no state.json. Raises ConfigError, and CorruptFileError for a broken one."""
+    """Open a step of titan_lite, or of torchtitan, which has no state.json.
+
+    Raises ConfigError, and CorruptFileError for a broken one.
+    """
     ours = any((folder / name).is_file() for name in (manifest.NAME, STATE))
     if ours or not (folder / tensor_files.NAME).is_file():
         return CheckpointFolder(folder, every_byte=every_byte)
     if model is None:
         raise ConfigError(
-            f"{folder} is a checkpoint of torchtitan, which does not have the shape of its model; use it as "
-            "checkpoint.initial_load_path of a recipe that has the shape"
+            f"{folder} is a checkpoint of torchtitan, which does not have the shape of its model;"
+            " use it as checkpoint.initial_load_path of a recipe that has the shape"
         )
     return TorchtitanFolder(folder, model)
 
@@ -298,7 +319,10 @@ def _steps_in(folder: Path) -> list[Path]:
 def load_initial(
     path: str, model: ModelConfig, parameters: Mapping[str, Tensor], shard_of: ShardOf
 ) -> None:
-    """Fill a run's parameters from checkpoint.initial_load_path, if set. A collective. Raises ConfigError on all ranks."""
+    """Fill a run's parameters from checkpoint.initial_load_path, if set. A collective.
+
+    Raises ConfigError on all ranks.
+    """
     if not path:
         return
     wrong = f'checkpoint.initial_load_path = "{path}"'
@@ -329,9 +353,12 @@ def load_initial(
 def load(
     weights: Weights, parameters: Mapping[str, Tensor], shard_of: ShardOf | None = None
 ) -> None:
-    """Fill the parameters in place, by name. Each rank reads its part, without communication. Raises ConfigError.
+    """Fill the parameters in place, by name. Each rank reads its part, without communication.
 
-    shard_of: parameter -> (this rank's part, its offset in the parameter); default: the full parameter.
+    Raises ConfigError.
+
+    shard_of: parameter -> (this rank's part, its offset in the parameter); default: the full
+    parameter.
     """
     if not isinstance(weights, HuggingFaceFolder):
         weights.read_into(parameters)
@@ -347,7 +374,9 @@ def load(
 
 
 def check_fit(weights: Weights, flavor: ModelConfig, key: str) -> None:
-    """Raise ConfigError if the shapes are not those of the flavor; log differences that only change the computation."""
+    """Raise ConfigError if the shapes are not those of the flavor; log differences that only change
+    the computation.
+    """
     theirs, ours = dataclasses.asdict(weights.config), dataclasses.asdict(flavor)
     differing = [
         f"{name} is {theirs[name]} there, {ours[name]} here"
@@ -374,7 +403,9 @@ def check_fit(weights: Weights, flavor: ModelConfig, key: str) -> None:
 
 
 def tokenizer_files(path: str | Path) -> list[Path]:
-    """Return a tokenizer's file, or the first one that transformers finds in a folder, then the files beside it; [] if none."""
+    """Return a tokenizer's file, or the first one that transformers finds in a folder, then the
+    files beside it; [] if none.
+    """
     path = Path(path)
     if path.is_file():
         beside = path.with_name("tokenizer_config.json")
@@ -388,19 +419,21 @@ def tokenizer_files(path: str | Path) -> list[Path]:
 
 
 def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256: str) -> None:
-    """Raise ConfigError if a tokenizer is not that of the step, if known, or has more tokens than the model."""
+    """Raise ConfigError if a tokenizer is not that of the step, if known, or has more tokens than
+    the model.
+    """
     trained_with = (
         weights.state["run"].get("tokenizer") if isinstance(weights, CheckpointFolder) else None
     )
     if trained_with not in (None, sha256):
         raise ConfigError(
-            f"tokenizer {path} has SHA-256 {sha256[:12]}, and {weights.folder} was trained with {str(trained_with)[:12]}; "
-            "use --tokenizer with that one"
+            f"tokenizer {path} has SHA-256 {sha256[:12]}, and {weights.folder} was trained with"
+            f" {str(trained_with)[:12]}; use --tokenizer with that one"
         )
     if vocab_size > weights.config.vocab_size:
         raise ConfigError(
-            f"tokenizer {path} has {vocab_size} tokens, and the model {weights.config.vocab_size}; use --tokenizer with the one "
-            "it was trained with"
+            f"tokenizer {path} has {vocab_size} tokens, and the model {weights.config.vocab_size};"
+            " use --tokenizer with the one it was trained with"
         )
 
 
@@ -423,11 +456,14 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def check_size(config: ModelConfig, tensors: int) -> None:
-    """Raise CorruptFileError for an impossible model, or one with more layers than tensors, before names are made for its layers."""
+    """Raise CorruptFileError for an impossible model, or one with more layers than tensors, before
+    names are made for its layers.
+    """
     if config.dim % (2 * config.n_heads) or config.n_heads % config.n_kv_heads:
         raise CorruptFileError(
-            f"{config.n_heads:,} heads, {config.n_kv_heads:,} of keys and values, in {config.dim:,} dimensions: heads must have "
-            "an even size, and their number must be a multiple of that of keys and values"
+            f"{config.n_heads:,} heads, {config.n_kv_heads:,} of keys and values, in {config.dim:,}"
+            " dimensions: heads must have an even size, and their number must be a multiple of"
+            " that of keys and values"
         )
     if config.n_layers > tensors:
         raise CorruptFileError(

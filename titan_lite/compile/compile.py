@@ -3,8 +3,8 @@
     compile_model(model, config.compile, reshard_after_forward=True)      # in place, compiled at the first call
     loss_sum = compile_function(loss_sum, config.compile, "loss")         # without passes
 
-Both backends run the same passes. Settings of the compiler apply to one compilation only. Code that cannot be
-compiled raises CompileError, which names the keys to change.
+Both backends run the same passes. Settings of the compiler apply to one compilation only. Code that
+cannot be compiled raises CompileError, which names the keys to change.
 """
 
 import functools
@@ -49,8 +49,8 @@ from titan_lite.models.fqns import parameters_within
 Compiling = Callable[
     [GraphModule, str], AbstractContextManager
 ]  # (graph, name) -> context that compiles it
-# All stages of a pipeline call one function, and torch compiles at most 8 variants of it by default. Each stage has
-# two, with and without gradients.
+# All stages of a pipeline call one function, and torch compiles at most 8 variants of it by
+# default. Each stage has two, with and without gradients.
 RECOMPILE_LIMIT = 256
 FUSED_PRODUCTS = (
     "symm_mem.fused_all_gather_matmul.default",
@@ -70,7 +70,8 @@ def check_backend(config: Compile, device_type: str) -> None:
     if device_type == "cuda":
         if not has_triton():
             raise ConfigError(
-                f'compile.backend = "inductor" needs triton for this GPU, and there is none here; {instead}'
+                'compile.backend = "inductor" needs triton for this GPU, and there is none here;'
+                f" {instead}"
             )
         compilers = [
             os.environ.get("CC"),
@@ -79,20 +80,23 @@ def check_backend(config: Compile, device_type: str) -> None:
         ]  # Triton compiles its launchers with the first one found
         if not any(shutil.which(compiler) for compiler in compilers if compiler):
             raise ConfigError(
-                f'compile.backend = "inductor" needs a C compiler for triton (gcc, clang, or CC); {instead}'
+                'compile.backend = "inductor" needs a C compiler for triton (gcc, clang, or CC);'
+                f" {instead}"
             )
         header = Path(sysconfig.get_path("include")) / "Python.h"
         if not header.exists():
             package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
             raise ConfigError(
-                f'compile.backend = "inductor": triton needs {header} ({package} on Debian); {instead}'
+                f'compile.backend = "inductor": triton needs {header} ({package} on Debian);'
+                f" {instead}"
             )
     else:
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler:
             raise ConfigError(
-                f'compile.backend = "inductor" needs a C++ compiler for the CPU (g++, or CXX); {instead}'
+                'compile.backend = "inductor" needs a C++ compiler for the CPU (g++, or CXX);'
+                f" {instead}"
             ) from None
 
 
@@ -107,15 +111,19 @@ def compile_model(
     schedule: Schedule | None = None,
     priced_as: str = "",
 ) -> None:
-    """Compile `model` as one graph, in place. FQNs do not change. A graph break raises CompileError.
+    """Compile `model` as one graph, in place. FQNs do not change.
+
+    A graph break raises CompileError.
 
     reshard_after_forward, keep_gathered: as in `apply_simple_fsdp` (distributed/simple_fsdp.py).
-    memory_budget: share of the activations saved at 1.0 that may be saved; the partitioner recomputes the cheapest per byte.
-    async_tensor_parallel: group in which Inductor splits collectives to overlap them with neighbouring matrix products (arXiv
+    memory_budget: share of the activations saved at 1.0 that may be saved; the partitioner
+    recomputes the cheapest per byte.
+    async_tensor_parallel: group in which Inductor splits collectives to overlap them with
+    neighbouring matrix products (arXiv
     2410.06511, section 3.4). Raises CompileError if there are no such products.
     schedule: the passes, run when a graph is compiled at the first call: forward, then backward.
-    priced_as: with aot_eager, for graphs that are priced and not run. "inductor" decomposes operators as Inductor does, "eager"
-    saves for backward what autograd saves.
+    priced_as: with aot_eager, for graphs that are priced and not run. "inductor" decomposes
+    operators as Inductor does, "eager" saves for backward what autograd saves.
     """
     kept = parameters_within(model, keep_gathered) if reshard_after_forward else None  # None: all
     reshard = _Pass(resharding.read_again, keep_gathered=kept)
@@ -125,7 +133,8 @@ def compile_model(
     else:
         backend = _aot_eager(reshard, compiling, priced_as)
 
-    # Stages of a pipeline share code. With static shapes, inputs of other sizes are compiled anew, and not for any size.
+    # Stages of a pipeline share code. With static shapes, inputs of other sizes are compiled anew,
+    # and not for any size.
     model.compile(backend=_with_backward(backend, memory_budget), fullgraph=True, dynamic=False)
     assert model._compiled_call_impl is not None
     model._compiled_call_impl = _with_errors(model._compiled_call_impl, config, "model")
@@ -170,7 +179,9 @@ def _aot_eager(reshard: _Pass | None, compiling: Compiling, priced_as: str = "")
 
 
 def _save_as_autograd(graph: Graph) -> None:
-    """Let forward save all activations but those within checkpointed blocks, and compute nothing of backward."""
+    """Let forward save all activations but those within checkpointed blocks, and compute nothing of
+    backward.
+    """
     forward = [node for node in graph.nodes if node.meta.get("partitioner_tag") == "is_forward"]
     plain = {node for node in forward if not node.meta.get("recompute")}
     for node in graph.nodes:
@@ -232,7 +243,10 @@ def check_fused_products(graph: Graph) -> None:
 
 
 def expect_fused_products(graph: Graph) -> int:
-    """Return the number of matrix products that overlap with a neighbouring collective. Raises ConfigError if there are none."""
+    """Return the number of matrix products that overlap with a neighbouring collective.
+
+    Raises ConfigError if there are none.
+    """
     fused = [
         node
         for node in graph.nodes
@@ -240,16 +254,18 @@ def expect_fused_products(graph: Graph) -> int:
     ]
     if not fused:
         raise ConfigError(
-            "parallelism.enable_async_tensor_parallel = true: Inductor found no collective beside a matrix product to overlap it "
-            "with; use false"
+            "parallelism.enable_async_tensor_parallel = true: Inductor found no collective beside a"
+            " matrix product to overlap it with; use false"
         )
     return len(fused)
 
 
 def _meshes_in_keys() -> AbstractContextManager:
-    """Return a context in which the keys of Inductor's cache identify a mesh, an input of graphs with DTensors, by its ranks.
+    """Return a context in which the keys of Inductor's cache identify a mesh, an input of graphs
+    with DTensors, by its ranks.
 
-    torch 2.13 pickles it in a mode that depends on the identity of equal strings, so that no key matches another run's.
+    torch 2.13 pickles it in a mode that depends on the identity of equal strings, so that no key
+    matches another run's.
     """
     reduce: Any = FxGraphCachePickler._reduce_fake_script_object
 
@@ -263,16 +279,19 @@ def _meshes_in_keys() -> AbstractContextManager:
 
 
 def _nothing_is_random() -> AbstractContextManager:
-    """Return a context in which the partitioner saves no random-number state for operators that it recomputes.
+    """Return a context in which the partitioner saves no random-number state for operators that it
+    recomputes.
 
-    Attention operators count as random because of dropout, which Llama does not use. torch 2.13 confuses saved states with the
-    meshes of DTensors, which it saves as well.
+    Attention operators count as random because of dropout, which Llama does not use. torch 2.13
+    confuses saved states with the meshes of DTensors, which it saves as well.
     """
     return replaced(partitioners, "has_recomputable_rng_ops", lambda graph: False)
 
 
 def compile_function(function: Callable, config: Compile, component: str) -> Callable:
-    """Return `function`, compiled to a graph per shape of its tensors or lists of them if the recipe compiles `component`."""
+    """Return `function`, compiled to a graph per shape of its tensors or lists of them if the
+    recipe compiles `component`.
+    """
     if not config.compiles(component):
         return function
     # no passes: each collective is waited for at once
@@ -293,7 +312,8 @@ def _with_backward(backend: Callable, memory_budget: float = 1.0) -> Callable:
     settings = {
         "activation_memory_budget": memory_budget,
         "force_non_lazy_backward_lowering": True,
-        # Its key does not include our passes, and a hit would run none. Inductor's own cache comes after them.
+        # Its key does not include our passes, and a hit would run none. Inductor's own cache comes
+        # after them.
         "enable_autograd_cache": False,
     }
     if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):  # torch >= 2.13

@@ -1,4 +1,5 @@
-"""Record what the compile stage did to a graph's collectives and their estimated times, as text and as JSON.
+"""Record what the compile stage did to a graph's collectives and their estimated times, as text and
+as JSON.
 
 write_receipts(receipts, dump_folder)                    # compile.json
 for line in describe(receipts): logger.info(line)        # forward: 57 all_gather -> 8, ...
@@ -93,8 +94,9 @@ def describe(receipts: Sequence[CompileReport]) -> list[str]:
         words.append(f"{receipt.moved} moved to overlap")
         if (times := receipt.timeline) is not None:
             words.append(
-                f"estimated {milliseconds(times.communication)} communication beside {milliseconds(times.compute)} computation, "
-                f"{milliseconds(times.exposed)} exposed (at least {milliseconds(times.bound)})"
+                f"estimated {milliseconds(times.communication)} communication beside"
+                f" {milliseconds(times.compute)} computation, {milliseconds(times.exposed)} exposed"
+                f" (at least {milliseconds(times.bound)})"
             )
         words = (
             [*words, f"schedule {receipt.schedule}"] if counts else ["no collectives of parameters"]
@@ -112,7 +114,9 @@ def describe(receipts: Sequence[CompileReport]) -> list[str]:
 
 
 def rank_timelines(receipts: Sequence[CompileReport]) -> dict[int, list[Timeline]]:
-    """Return the timelines of forward and backward by pipeline rank, or none if nothing is estimated or communicated."""
+    """Return the timelines of forward and backward by pipeline rank, or none if nothing is
+    estimated or communicated.
+    """
     found: dict[int, list[Timeline]] = {}
     for receipt in receipts:
         if receipt.timeline is not None and receipt.graph != "inference":
@@ -126,7 +130,10 @@ def milliseconds(seconds: float) -> str:
 
 
 def write_receipts(receipts: Sequence[CompileReport], folder: Path) -> None:
-    """Write compile.json, a list of objects with the fields of CompileReport. A timeline is written without its spans."""
+    """Write compile.json, a list of objects with the fields of CompileReport.
+
+    A timeline is written without its spans.
+    """
     text = json.dumps([_as_object(receipt) for receipt in receipts], indent=1) + "\n"
     (folder / "compile.json").write_text(text, encoding="utf-8")
 

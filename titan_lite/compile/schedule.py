@@ -1,10 +1,12 @@
-"""Run the passes on a forward or backward graph: bucketing, then reordering. Record a receipt of both.
+"""Run the passes on a forward or backward graph: bucketing, then reordering.
+
+Record a receipt of both.
 
     schedule = Schedule(config.compile, machine=load_machine("H100"), fused=True)
     schedule(graph_module, "forward")          # in place; appends to schedule.receipts
 
-Both backends run the passes on the same graphs. Ranks that communicate in different orders would hang, so `peers` compares
-schedules between ranks before a graph first runs.
+Both backends run the passes on the same graphs. Ranks that communicate in different orders would
+hang, so `peers` compares schedules between ranks before a graph first runs.
 """
 
 import dataclasses
@@ -113,14 +115,19 @@ class Schedule:
                 timeline,
                 pass_seconds=time.perf_counter() - started,
                 **hidden,
-                copied=None
-                if self.config.bucketing == "auto"
-                else copied_by_buckets(graph, self.fused),
+                copied=(
+                    None
+                    if self.config.bucketing == "auto"
+                    else copied_by_buckets(graph, self.fused)
+                ),
             )
         )
 
     def hide_activations(self, graph: Graph) -> dict[str, Any]:
-        """Hide the collectives of tensor and context parallelism. Return counts, by their names in CompileReport."""
+        """Hide the collectives of tensor and context parallelism.
+
+        Return counts, by their names in CompileReport.
+        """
         found, chunks, how = (
             dict[str, Any](),
             self.config.tensor_parallel_chunks,
@@ -141,7 +148,10 @@ class Schedule:
         return found
 
     def first(self, mine: Any) -> Any:
-        """Return the first rank's value of `mine`, as JSON. Parts of tensor-parallel ranks may differ in size, and so in cost."""
+        """Return the first rank's value of `mine`, as JSON.
+
+        Parts of tensor-parallel ranks may differ in size, and so in cost.
+        """
         with outside_of_tracing():
             return json.loads(self.peers.first(json.dumps(mine)))
 
@@ -176,14 +186,16 @@ class Schedule:
                 else ""
             )
             raise ConfigError(
-                f'compile.bucketing = "{config.bucketing}" merged none of the {sum(mergeable.values())} collectives of the '
-                f'{name} graph{why}; use "block" or "none"'
+                f'compile.bucketing = "{config.bucketing}" merged none of the'
+                f' {sum(mergeable.values())} collectives of the {name} graph{why}; use "block" or'
+                ' "none"'
             )
 
     def cost_model(self) -> Machine:
         if self.machine is None:
             raise ConfigError(
-                f'compile.bucketing = "{self.config.bucketing}" needs a cost model; use compile.machine = "H100"'
+                f'compile.bucketing = "{self.config.bucketing}" needs a cost model; use'
+                ' compile.machine = "H100"'
             )
         return self.machine
 
@@ -201,9 +213,12 @@ class Schedule:
         return {node: first[name] for node, name in names.items()}
 
     def agreed(self, mine: Mapping[str, str], name: str) -> str:
-        """Return a hash of `mine`, this rank's `schedules`. Raises ConfigError if they differ from those of another rank.
+        """Return a hash of `mine`, this rank's `schedules`.
 
-        Groups of an axis are at equal distances on all ranks, and usually do the same. If not, all are compared by group.
+        Raises ConfigError if they differ from those of another rank.
+
+        Groups of an axis are at equal distances on all ranks, and usually do the same. If not, all
+        are compared by group.
         """
         found = _short_hash(json.dumps(list(mine.values())))
         by_distances = [
@@ -224,9 +239,10 @@ class Schedule:
             different = [rank for rank, schedule in by_rank.items() if schedule != by_rank[first]]
             if different:
                 raise ConfigError(
-                    f"ranks {', '.join(map(str, different))} would communicate in another order than rank {first} among {group} "
-                    f"in the {name} graph, and all would hang; use the same code and recipe on all nodes, with one "
-                    'compile.machine, or bucketing = "block" and reordering = false in [compile]'
+                    f"ranks {', '.join(map(str, different))} would communicate in another order"
+                    f" than rank {first} among {group} in the {name} graph, and all would hang; use"
+                    " the same code and recipe on all nodes, with one compile.machine, or"
+                    ' bucketing = "block" and reordering = false in [compile]'
                 )
         return found
 

@@ -1,6 +1,7 @@
 """Recipes: the keys that there are, and how a file and the command line become a checked Config.
 
-sections.py has the keys, load.py reads them, rules.py has what cannot be together, help.py prints them. Imports no torch.
+sections.py has the keys, load.py reads them, rules.py has what cannot be together, help.py prints
+them. Imports no torch.
 """
 
 from titan_lite.config.batch_sizes import batch_ramp, gradient_accumulation_steps

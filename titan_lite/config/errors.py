@@ -13,7 +13,9 @@ from pydantic import BaseModel
 
 
 class ConfigError(ValueError):
-    """A recipe or command line that cannot be run; each message names the key, the value and a value to use."""
+    """A recipe or command line that cannot be run; each message names the key, the value and a
+    value to use.
+    """
 
     def __str__(self) -> str:
         # A value may have line breaks and control characters; a list of ours is indented.
@@ -27,7 +29,9 @@ class ConfigError(ValueError):
 
 
 def one_line(text: str, most: int) -> str:
-    """Escape line breaks and other unprintable characters, and cut the middle of a text longer than `most` characters."""
+    """Escape line breaks and other unprintable characters, and cut the middle of a text longer than
+    `most` characters.
+    """
     if len(text) > most:
         text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,4 +1,5 @@
-"""What a person reads of the keys: help, the values that a key accepts, and a resolved recipe as TOML.
+"""What a person reads of the keys: help, the values that a key accepts, and a resolved recipe as
+TOML.
 
 section_help("training")            # a line and the docstring of each key
 accepted(KEYS["training.steps"])    # "an integer at least 1"
@@ -81,7 +82,10 @@ def _wrapped(text: str) -> list[str]:
 
 
 def to_toml(config: Config, *, origins: bool = False) -> str:
-    """Return all keys as TOML that loads to the same values. origins: each line has a comment on where its value is from."""
+    """Return all keys as TOML that loads to the same values.
+
+    origins: each line has a comment on where its value is from.
+    """
     lines = []
     for name, section in config:
         lines.append(f"[{name}]")

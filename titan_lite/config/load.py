@@ -4,9 +4,10 @@
     config.training.steps              # 20
     config.origin("training.steps")    # "command line"
 
-Precedence: command line > recipe > the recipe it `extends` > default. tyro reads the words of the command line; what was typed
-is merged over the TOML, and pydantic checks all of it once. Every mistake is one line of a ConfigError, with the place, the key,
-the value and what is accepted. Imports no torch.
+Precedence: command line > recipe > the recipe it `extends` > default. tyro reads the words of the
+command line; what was typed is merged over the TOML, and pydantic checks all of it once. Every
+mistake is one line of a ConfigError, with the place, the key, the value and what is accepted.
+Imports no torch.
 """
 
 import functools
@@ -55,10 +56,10 @@ Origins = dict[str, str]  # by section and by "section.key": the file, or COMMAN
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe and the command line.
 
-    recipe: path of a TOML file, or the name of a shipped one, such as llama3_8b. overrides: `--section.key value`,
-    `--section.key=value`, for a list `--section.key a,b` or `--section.key a b`, and for booleans `--section.key` and
-    `--section.no-key`.
-    Raises ConfigError with all mistakes in single keys, or if there are none, with all impossible combinations.
+    recipe: path of a TOML file, or the name of a shipped one, such as llama3_8b. overrides:
+    `--section.key value`, `--section.key=value`, for a list `--section.key a,b` or `--section.key a
+    b`, and for booleans `--section.key` and `--section.no-key`. Raises ConfigError with all
+    mistakes in single keys, or if there are none, with all impossible combinations.
     """
     path = find_recipe(Path(recipe))
     tables, origins = read_recipe(path)
@@ -81,7 +82,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def find_recipe(path: Path) -> Path:
-    """Return the path itself if it exists, else that of the shipped recipe: llama3_8b or train_configs/llama3_8b.toml.
+    """Return the path itself if it exists, else that of the shipped recipe: llama3_8b or
+    train_configs/llama3_8b.toml.
 
     Raises ConfigError for a word that names neither.
     """
@@ -94,13 +96,16 @@ def find_recipe(path: Path) -> Path:
     if re.fullmatch(r"\w{1,64}", name):
         known = f"; use the path of a TOML file, or one of {', '.join(shipped)}"
         raise ConfigError(
-            f"{one_line(str(path), 200)}: no such recipe{did_you_mean(name, shipped, otherwise=known)}"
+            f"{one_line(str(path), 200)}: no such"
+            f" recipe{did_you_mean(name, shipped, otherwise=known)}"
         )
     return path
 
 
 def read_recipe(path: Path, chain: tuple[str, ...] = ()) -> tuple[Tables, Origins]:
-    """Return the tables of a recipe on top of those of the one it extends, with absolute paths. Raises ConfigError.
+    """Return the tables of a recipe on top of those of the one it extends, with absolute paths.
+
+    Raises ConfigError.
 
     chain: the recipes that lead to this one by `extends`.
     """
@@ -140,7 +145,10 @@ def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
 
 
 def _extended(path: Path, base: Any) -> Path:
-    """Return the path of the recipe that the one at `path` extends with `extends = base`. Raises ConfigError."""
+    """Return the path of the recipe that the one at `path` extends with `extends = base`.
+
+    Raises ConfigError.
+    """
     if not isinstance(base, str) or not base:
         fix = 'use one such as extends = "debug_model.toml"'
         raise ConfigError(f"{path}: extends = {shown(base)} is not a path; {fix}")
@@ -164,7 +172,9 @@ def _files_beside(path: Path) -> str:
 
 
 def _absolute(values: Mapping[str, Any], cls: type[Section], folder: Path) -> dict[str, Any]:
-    """Return the keys of a table of this class, with paths made absolute and lists as tuples, as pydantic wants them."""
+    """Return the keys of a table of this class, with paths made absolute and lists as tuples, as
+    pydantic wants them.
+    """
     result = {}
     for name, value in values.items():
         field = cls.model_fields.get(name)
@@ -208,7 +218,9 @@ def _merge(tables: Tables, origins: Origins, upper: Tables, origin: str) -> None
 
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[Tables, list[str]]:
-    """Return the keys that are typed in these arguments, as tables of a recipe, and messages about words that are no option."""
+    """Return the keys that are typed in these arguments, as tables of a recipe, and messages about
+    words that are no option.
+    """
     if not arguments:
         return {}, []
     import tyro  # not needed without arguments
@@ -235,7 +247,9 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Tables, list[str]]:
 
 
 def option(key: str, text: str) -> str:
-    """Return the option that sets a key to a value, given as text: true and false are --section.key and --section.no-key."""
+    """Return the option that sets a key to a value, given as text: true and false are --section.key
+    and --section.no-key.
+    """
     section, _, name = key.partition(".")
     if KEYS[key].annotation is not bool:
         return f"--{key}={text}"
@@ -248,7 +262,8 @@ def option(key: str, text: str) -> str:
 
 @functools.cache
 def _words_of_keys() -> Any:
-    """Return the type that tyro reads: of each section the keys that are typed, as True, False or a tuple of words.
+    """Return the type that tyro reads: of each section the keys that are typed, as True, False or a
+    tuple of words.
 
     Words, so that pydantic checks all values at once, with those of the recipe.
     """
@@ -263,7 +278,8 @@ def _words_of_keys() -> Any:
 
 
 def _value_of(key: str, words: bool | tuple[str, ...]) -> Any:
-    """Return the words typed for a key as its type, or as text where they have another form, which the check tells.
+    """Return the words typed for a key as its type, or as text where they have another form, which
+    the check tells.
 
     Raises ConfigError for several words or none where one is needed.
     """
@@ -325,7 +341,9 @@ def _unknown_words(unknown: Sequence[str]) -> Iterator[str]:
 
 
 def nearest_key(key: str) -> str:
-    """Return the end of a message about an unknown key "section.name": keys of that name, the nearest one, or all there are."""
+    """Return the end of a message about an unknown key "section.name": keys of that name, the
+    nearest one, or all there are.
+    """
     section, _, name = key.partition(".")
     if section not in SECTIONS:
         return did_you_mean(key, KEYS if name else (), otherwise=nearest_section(section))
@@ -337,7 +355,9 @@ def nearest_key(key: str) -> str:
 
 
 def nearest_section(section: str) -> str:
-    """Return the end of a message about an unknown section: the key called so, the nearest section, or all sections."""
+    """Return the end of a message about an unknown section: the key called so, the nearest section,
+    or all sections.
+    """
     named_so = [known for known in KEYS if known.endswith(f".{section}")]
     if named_so:
         return f"; {section} is a key: {' or '.join(named_so)}"
@@ -350,7 +370,10 @@ KeyPath = tuple[str | int, ...]  # ("data", "sources", 0, "weight")
 
 
 def _messages(error: ValidationError, tables: Tables, origins: Origins) -> list[str]:
-    """Return a message for each wrong key. A union has an error for each of its types, and a list for each entry: one is told."""
+    """Return a message for each wrong key.
+
+    A union has an error for each of its types, and a list for each entry: one is told.
+    """
     messages: dict[KeyPath, str] = {}
     for part in error.errors(include_url=False):
         table, path, field = _find(part["loc"])
@@ -361,7 +384,10 @@ def _messages(error: ValidationError, tables: Tables, origins: Origins) -> list[
         if part["type"] == "extra_forbidden":
             message = _unknown(table, path, value)
         elif part["type"] == "model_type" and len(path) == 1:
-            message = f"{section} = {shown(value)} should be a section: write [{section}] and its keys below"
+            message = (
+                f"{section} = {shown(value)} should be a section: write [{section}] and its keys"
+                " below"
+            )
         elif part["type"] == "model_type":
             fix = f"use [[{_dotted(path[:-1])}]] with the keys of each below it"
             message = f"{written} = {shown(value)}: expected a table; {fix}"
@@ -372,7 +398,8 @@ def _messages(error: ValidationError, tables: Tables, origins: Origins) -> list[
 
 
 def _find(loc: Sequence[str | int]) -> tuple[type[Section], KeyPath, FieldInfo | None]:
-    """Return the table that an error is in, the path of its key, and the field, None for an unknown key or a whole table.
+    """Return the table that an error is in, the path of its key, and the field, None for an unknown
+    key or a whole table.
 
     loc: as pydantic has it, with the entry of a list and the type of a union at its end.
     """

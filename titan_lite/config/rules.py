@@ -1,8 +1,10 @@
-"""Rules across keys of a recipe: each is a function that yields a message for what cannot be together.
+"""Rules across keys of a recipe: each is a function that yields a message for what cannot be
+together.
 
 check(config)          # raises ConfigError with all mistakes
 
-What depends on the number of ranks is in distributed/layout_checks.py, and what depends on the machine in check.py.
+What depends on the number of ranks is in distributed/layout_checks.py, and what depends on the
+machine in check.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -80,7 +82,10 @@ def there_is_something_to_compile(config: Config) -> Iterator[str]:
         why = f" leaves nothing to compile, but compile.enable = true; {fix}"
         yield _wrong(config, "compile.components", why)
     if compile.bucketing == "plan" and not compile.buckets:
-        fix = 'use buckets = ["tok_embeddings", "layers.0 layers.1"], or bucketing = "block", which needs none'
+        fix = (
+            'use buckets = ["tok_embeddings", "layers.0 layers.1"], or bucketing = "block", which'
+            " needs none"
+        )
         yield _wrong(config, "compile.bucketing", f" needs compile.buckets; {fix}")
     if compile.bucketing == "auto" and not compile.reordering:
         fix = 'use reordering = true or bucketing = "block"'
@@ -131,7 +136,10 @@ def sources_stand_alone(config: Config) -> Iterator[str]:
     for name, field in Corpus.model_fields.items():
         if getattr(data, name) != field.default:
             default = f"{name} = {in_toml(field.default)}"
-            fix = f"move it into these, or use sources = []; if an extended recipe has it, use {default}"
+            fix = (
+                "move it into these, or use sources = []; if an extended recipe has it, use"
+                f" {default}"
+            )
             why = f" is beside data.sources ({origin}), which replace it; {fix}"
             yield _wrong(config, f"data.{name}", why)
     first: dict[Corpus, int] = {}
@@ -139,8 +147,8 @@ def sources_stand_alone(config: Config) -> Iterator[str]:
         same = first.setdefault(source.replace(weight=1.0), number)
         if same != number:
             yield (
-                f"{origin}: data.sources[{same}] and [{number}] have the same documents, which would be read twice; "
-                "use one of them with the sum of both weights"
+                f"{origin}: data.sources[{same}] and [{number}] have the same documents, which"
+                " would be read twice; use one of them with the sum of both weights"
             )
 
 

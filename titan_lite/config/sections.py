@@ -1,10 +1,12 @@
-"""The sections and keys of a recipe: one pydantic model for each TOML table, one field for each key.
+"""The sections and keys of a recipe: one pydantic model for each TOML table, one field for each
+key.
 
     config.training.steps                      # a Config is read from a recipe and the command line by load.py
     KEYS["training.steps"].description         # "Optimizer steps of the run, resumed parts included."
 
-A field's type has the values that are accepted, its docstring the meaning and the unit. Rules across keys are in rules.py. Help
-and docs/recipes.md are made from these docstrings (help.py). Imports no torch.
+A field's type has the values that are accepted, its docstring the meaning and the unit. Rules
+across keys are in rules.py. Help and docs/recipes.md are made from these docstrings (help.py).
+Imports no torch.
 """
 
 import itertools
@@ -33,7 +35,10 @@ class Section(BaseModel):
     )
 
     def replace(self: Own, **values: Any) -> Own:
-        """Return a copy with other values, whose types and bounds are not checked. Raises TypeError for an unknown key."""
+        """Return a copy with other values, whose types and bounds are not checked.
+
+        Raises TypeError for an unknown key.
+        """
         if unknown := values.keys() - type(self).model_fields:
             raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
         return self.model_copy(update=values)
@@ -41,7 +46,8 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Relative:
-    """Marks a path: relative to the recipe's folder in a recipe, and to the current one on the command line.
+    """Marks a path: relative to the recipe's folder in a recipe, and to the current one on the
+    command line.
 
     suffix: only values that end with it are paths.
     """
@@ -532,7 +538,9 @@ class Data(Corpus):
     """Microbatches prepared ahead by each loader process."""
 
     def source_names(self) -> list[str]:
-        """Return a short unique name for each of data.sources: the last part of its path without a pattern, or its dataset."""
+        """Return a short unique name for each of data.sources: the last part of its path without a
+        pattern, or its dataset.
+        """
         names: list[str] = []
         for source in self.sources:
             fixed = [part for part in PurePath(source.path).parts if not set(part) & set("*?[")]
@@ -681,7 +689,9 @@ class Config(Section):
         return self.training.steps if total == -1 else total
 
     def origin(self, key: str) -> str:
-        """Return where the value of "section.key" is from: a recipe's path, "command line" or "default"."""
+        """Return where the value of "section.key" is from: a recipe's path, "command line" or
+        "default".
+        """
         return self._origins.get(key, "default")
 
     def was_set(self, key: str) -> bool:

@@ -1,6 +1,7 @@
 """Find the collectives of an FX graph, with their parameters, waits, sizes and ranks.
 
-for node in parameter_collectives(graph): print(kind_of(node), parameters_of(node), collective_bytes(node))
+for node in parameter_collectives(graph): print(kind_of(node), parameters_of(node),
+collective_bytes(node))
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,8 @@ all_gather_single = (
 )  # renamed in torch 2.13
 collectives = torch.ops._c10d_functional
 aten = torch.ops.aten
-# Operators on shards before an all-gather: copying from host memory, casting, padding, copying into a bucket.
+# Operators on shards before an all-gather: copying from host memory, casting, padding, copying into
+# a bucket.
 PREPARATION = frozenset(
     {
         aten._to_copy.default,
@@ -68,7 +70,9 @@ def is_all_gather(node: Node) -> bool:
 
 
 def parameters_of(node: Node) -> tuple[str, ...]:
-    """Return the FQNs of a collective's parameters: one from SimpleFSDP, several in a bucket, none for other nodes."""
+    """Return the FQNs of a collective's parameters: one from SimpleFSDP, several in a bucket, none
+    for other nodes.
+    """
     if node.target not in KINDS:
         return ()
     if "bucket" in node.meta:
@@ -117,7 +121,10 @@ def wait_of(node: Node) -> Node:
 
 
 def merge_waits(graph: Graph) -> None:
-    """Keep one wait per collective, in place. torch 2.14 merges equal all-gathers, but not their waits."""
+    """Keep one wait per collective, in place.
+
+    torch 2.14 merges equal all-gathers, but not their waits.
+    """
     for node in [node for node in graph.nodes if node.target in KINDS]:
         for again in waits_of(node)[1:]:
             again.replace_all_uses_with(wait_of(node))
@@ -147,13 +154,17 @@ def group_size(node: Node) -> int:
 
 
 def parameter_all_gathers(graph: Graph) -> dict[Node, list[Node]]:
-    """Return the all-gathers of SimpleFSDP's parameters, each with the nodes that prepare its shard."""
+    """Return the all-gathers of SimpleFSDP's parameters, each with the nodes that prepare its
+    shard.
+    """
     found = {node: preparation(node) for node in graph.nodes if is_all_gather(node)}
     return {gather: nodes for gather, nodes in found.items() if nodes is not None}
 
 
 def preparation(gather: Node) -> list[Node] | None:
-    """Return the nodes between graph inputs and `gather`, or None if one is not in PREPARATION and no parameter is gathered."""
+    """Return the nodes between graph inputs and `gather`, or None if one is not in PREPARATION and
+    no parameter is gathered.
+    """
     found, open_nodes = list[Node](), list(gather.all_input_nodes)
     while open_nodes:
         node = open_nodes.pop()
@@ -180,7 +191,10 @@ def descendants(*starts: Node) -> set[Node]:
 def move_before(
     place: Node, nodes: Iterable[Node], keep: Callable[[], bool] = lambda: True
 ) -> bool:
-    """Move those of `nodes` behind `place` before it. Undo this unless `keep` then returns True. Return whether nodes moved."""
+    """Move those of `nodes` behind `place` before it. Undo this unless `keep` then returns True.
+
+    Return whether nodes moved.
+    """
     behind = sorted(node for node in nodes if node > place)
     following = [node.next for node in behind]
     for node in behind:

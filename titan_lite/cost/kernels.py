@@ -1,17 +1,20 @@
-"""Estimate how GPU kernels use the device: matrix products by shape, attention by kernel and length, the clock at a power limit.
+"""Estimate how GPU kernels use the device: matrix products by shape, attention by kernel and
+length, the clock at a power limit.
 
     product_seconds(1, 16384, 14336, 4096, speed=0.84 * 989e12, multiprocessors=132)         # 2.5e-3
     attention_share(8192)                                                                    # 0.94
     ATTENTION["H100"]["FA2"]                                                                 # 0.31
 
-A product is cut into tiles, and a wave of tiles runs at once, one on each multiprocessor; the last wave may be partly empty.
-The constants are fitted to products on an H100 in openxla/xla (xla/service/gpu/model/matmul_interpolator_data.h, sizes 256 to
-4096). tests/unit/cost/test_kernels.py has the products of the fit, and others that it has not seen.
+A product is cut into tiles, and a wave of tiles runs at once, one on each multiprocessor; the last
+wave may be partly empty. The constants are fitted to products on an H100 in openxla/xla
+(xla/service/gpu/model/matmul_interpolator_data.h, sizes 256 to 4096).
+tests/unit/cost/test_kernels.py has the products of the fit, and others that it has not seen.
 """
 
 import math
 
-# tile -> speed on one multiprocessor, relative to the largest tile. A smaller one reads its inputs more often.
+# tile -> speed on one multiprocessor, relative to the largest tile. A smaller one reads its inputs
+# more often.
 TILES = {
     (128, 256): 1.0,
     (256, 128): 1.0,
@@ -27,30 +30,34 @@ SUM_BANDWIDTH = (
     2.5e12  # bytes per second at which the parts of a split product are added, in the L2 cache
 )
 SUM_LAUNCH = 1.5e-6  # seconds
-# Time of a float8 product that sums in float32, relative to one with fast accumulation: 1.1 to 1.2 (pytorch/ao issue 2377).
+# Time of a float8 product that sums in float32, relative to one with fast accumulation: 1.1 to 1.2
+# (pytorch/ao issue 2377).
 SLOW_ACCUMULATION = 1.15
 
-# Share of the dense bf16 peak that causal attention reaches at a head dimension of 128 and long sequences, for 2 parts of forward
-# and 5 of backward. The shares of forward are near published ones, and those of backward are partly assumed:
+# Share of the dense bf16 peak that causal attention reaches at a head dimension of 128 and long
+# sequences, for 2 parts of forward and 5 of backward. The shares of forward are near published
+# ones, and those of backward are partly assumed:
 #   H100, FA2    0.355 (35%, arXiv 2407.08608) and 0.30, assumed
 #   H100, FA3    0.62 and 0.50, assumed: 1.5 to 2 times FA2 (the same); cuDNN is assumed to be as fast
 #   A100, FA2    0.62 and 0.53, assumed within the 50 to 73% of arXiv 2307.08691;
 #                cuDNN 0.82 of it (huggingface/transformers 48163)
 #   B200, FA4    0.63 and 0.52 (Dao-AILab/flash-attention pull request 2280); cuDNN is assumed to be as fast
-# "auto" is what torch chooses: cuDNN on compute capabilities 9 and 10 if it is newer than 9.15.0, else FA2
-# (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+# "auto" is what torch chooses: cuDNN on compute capabilities 9 and 10 if it is newer than 9.15.0,
+# else FA2 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 ATTENTION = {
     "H100": {"auto": 0.52, "cudnn": 0.52, "FA2": 0.31, "FA3": 0.53},
     "H200": {"auto": 0.52, "cudnn": 0.52, "FA2": 0.31, "FA3": 0.53},
     "A100": {"auto": 0.55, "cudnn": 0.45, "FA2": 0.55},
     "B200": {"auto": 0.55, "cudnn": 0.55, "FA4": 0.55},
 }
-# Tokens at which attention reaches half its speed. With 2,048 tokens causal attention has 0.79 (FA2) and 0.84 (cuDNN) of
-# the speed without a mask on an H20 (Dao-AILab/flash-attention issue 1310), which has few whole tiles there.
+# Tokens at which attention reaches half its speed. With 2,048 tokens causal attention has 0.79
+# (FA2) and 0.84 (cuDNN) of the speed without a mask on an H20 (Dao-AILab/flash-attention issue
+# 1310), which has few whole tiles there.
 SHORT = 500
 IDLE = 100.0  # watts of a GPU whose multiprocessors do nothing
-# The clock grows with the power above IDLE, to this exponent. Three published products on an H100 at 500 W (pytorch/FBGEMM pull
-# request 2546), relative to the plan at 700 W, give 0.74, 0.84 and 0.96 in bfloat16, and 0.80, 0.94 and 0.81 in float8.
+# The clock grows with the power above IDLE, to this exponent. Three published products on an H100
+# at 500 W (pytorch/FBGEMM pull request 2546), relative to the plan at 700 W, give 0.74, 0.84 and
+# 0.96 in bfloat16, and 0.80, 0.94 and 0.81 in float8.
 CLOCK_EXPONENT = 0.84
 
 
@@ -84,12 +91,14 @@ def attention_share(keys: int) -> float:
 
 
 def clock_share(limit: float, nominal: float, exponent: float = CLOCK_EXPONENT) -> float:
-    """Return the clock under a power limit, relative to that at the nominal power, both in watts; 1 without a limit (0).
+    """Return the clock under a power limit, relative to that at the nominal power, both in watts; 1
+    without a limit (0).
 
-    Dynamic power grows with frequency times voltage squared. Voltage follows the frequency at high clocks, which gives a cube
-    root (exponent 1/3), and stays at its minimum at low clocks, which gives a straight line (1). The default is the median of
-    an H100's products. Two other pairs have exponents near 0.46 and 0.9: H100 PCIe beside SXM, at 350 and 700 W, per
-    multiprocessor (stas00/ml-engineering); GB300 at 500 and 1400 W, 617 and 1600 to 2174 TFLOP/s (facebookexperimental/triton
-    pull request 2023).
+    Dynamic power grows with frequency times voltage squared. Voltage follows the frequency at high
+    clocks, which gives a cube root (exponent 1/3), and stays at its minimum at low clocks, which
+    gives a straight line (1). The default is the median of an H100's products. Two other pairs have
+    exponents near 0.46 and 0.9: H100 PCIe beside SXM, at 350 and 700 W, per multiprocessor
+    (stas00/ml-engineering); GB300 at 500 and 1400 W, 617 and 1600 to 2174 TFLOP/s
+    (facebookexperimental/triton pull request 2023).
     """
     return ((limit - IDLE) / (nominal - IDLE)) ** exponent if 0 < limit < nominal else 1.0

@@ -4,9 +4,10 @@
     machine.cost(node)                                          # seconds of a computation or a collective
     machine.collective("all_gather", nbytes=2**30, ranks=range(128))
 
-The passes that schedule collectives, their receipts and the planner share these costs. A computation follows the roofline model:
-the longer of arithmetic and memory traffic counts, at the efficiencies that large matrix products and FlashAttention reach. A
-collective of GPUs is NCCL's (nccl.py), that of others a ring (arXiv 1909.09756): a latency per hop, plus the bytes over the
+The passes that schedule collectives, their receipts and the planner share these costs. A
+computation follows the roofline model: the longer of arithmetic and memory traffic counts, at the
+efficiencies that large matrix products and FlashAttention reach. A collective of GPUs is NCCL's
+(nccl.py), that of others a ring (arXiv 1909.09756): a latency per hop, plus the bytes over the
 slowest link.
 """
 
@@ -62,7 +63,8 @@ class Machine:
     inter_node: Link  # one rank's own network card
     ranks_per_node: int = 8
     launch: float = 3.0  # microseconds of overhead per kernel
-    host: float = 0.0  # microseconds of the host for an operator that no graph was compiled for; 0: not planned
+    # microseconds of the host for an operator that no graph was compiled for; 0: not planned
+    host: float = 0.0
     collective_launch: float = 14.0  # microseconds of overhead per collective
     multiprocessors: int = (
         0  # of a GPU, which cuts matrix products into tiles (kernels.py); 0: none
@@ -81,7 +83,9 @@ class Machine:
     link_efficiency: float = 0.8
     ranks_per_core: float = 1.0  # of a CPU: above 1, ranks take turns
     like: str = ""  # the profile that the machine was derived from
-    reduction: float = 1.0  # reduce-scatter time divided by all-gather time, for the same bytes; higher with gloo than with NCCL
+    # reduce-scatter time divided by all-gather time, for the same bytes; higher with gloo than with
+    # NCCL
+    reduction: float = 1.0
 
     @property
     def is_cpu(self) -> bool:
@@ -95,13 +99,18 @@ class Machine:
         return peak * clock_share(self.power, self.nominal_power, self.clock_exponent)
 
     def attending(self, kernel: str) -> "Machine":
-        """Return the machine with the attention efficiency of a training.attention_kernel, if that is known."""
+        """Return the machine with the attention efficiency of a training.attention_kernel, if that
+        is known.
+        """
         shares = ATTENTION.get(self.like or self.name, {})
         relative = shares[kernel] / shares["auto"] if kernel in shares else 1.0
         return dataclasses.replace(self, attention_efficiency=self.attention_efficiency * relative)
 
     def collective(self, kind: str, nbytes: float, ranks: Sequence[int]) -> float:
-        """Return the seconds of a collective. nbytes: unsharded; ranks: global, consecutive within a node."""
+        """Return the seconds of a collective.
+
+        nbytes: unsharded; ranks: global, consecutive within a node.
+        """
         if len(ranks) < 2:
             return 0.0
         nodes = len({rank // self.ranks_per_node for rank in ranks})
@@ -136,8 +145,10 @@ class Machine:
         )
 
     def _all_to_all(self, nbytes: float, ranks: int, near: float) -> float:
-        """Return the seconds to send parts of `nbytes` to so many ranks, of which `near` are in a node. What goes to other nodes
-        takes the rank's own card, while a ring uses those of all ranks in its node (NVIDIA/nccl-tests issue 267)."""
+        """Return the seconds to send parts of `nbytes` to so many ranks, of which `near` are in a
+        node. What goes to other nodes takes the rank's own card, while a ring uses those of all
+        ranks in its node (NVIDIA/nccl-tests issue 267).
+        """
         links = ((near - 1, self.intra_node), (ranks - near, self.inter_node))
         travels = (
             max(peers / link.bandwidth for peers, link in links)
@@ -166,8 +177,8 @@ class Machine:
     def cost(self, node: Node, fused: bool = True) -> float:
         """Return the seconds that `node` occupies the device, or for a collective its links.
 
-        fused: count reads and writes of a region of pointwise operators once, as Inductor compiles it into one kernel, instead
-        of once per operator. Views, inputs and waits cost nothing.
+        fused: count reads and writes of a region of pointwise operators once, as Inductor compiles
+        it into one kernel, instead of once per operator. Views, inputs and waits cost nothing.
         """
         if node.op != "call_function" or is_free(node):
             return 0.0
@@ -189,11 +200,13 @@ class Machine:
         return seconds + (self.launch * 1e-6 * node.meta.get("parts", 1) if seconds else 0.0)
 
     def in_parts(self, node: Node, products: Sequence[Node], fused: bool) -> float:
-        """Return the seconds of a collective that the products which Inductor fuses with it do not hide.
+        """Return the seconds of a collective that the products which Inductor fuses with it do not
+        hide.
 
-        Each rank computes its own part while the next one travels, by copy engines, which leave all multiprocessors to the
-        products. Before the first one, a rank copies its shard to where others read it; after a product, it sums the parts.
-        Ranks of a node meet at both ends (torch.distributed._symmetric_memory). Copies that put tokens first are not counted.
+        Each rank computes its own part while the next one travels, by copy engines, which leave all
+        multiprocessors to the products. Before the first one, a rank copies its shard to where
+        others read it; after a product, it sums the parts. Ranks of a node meet at both ends
+        (torch.distributed._symmetric_memory). Copies that put tokens first are not counted.
         """
         nbytes, ranks = collective_bytes(node), len(ranks_of(node))
         each = self.launch * 1e-6 + nbytes / ranks / (
@@ -206,7 +219,9 @@ class Machine:
         return left + self.memory_traffic(moved) + 2 * self.collective_launch * 1e-6
 
     def product(self, node: Node, flops: float) -> float:
-        """Return the seconds of a matrix product of so many floating-point operations, without memory traffic and launch."""
+        """Return the seconds of a matrix product of so many floating-point operations, without
+        memory traffic and launch.
+        """
         inputs = [each.meta["val"] for each in _factors(node)]
         peak = self.flops(inputs[0].dtype)
         if not self.multiprocessors:
@@ -219,7 +234,9 @@ class Machine:
         )
 
     def attention(self, node: Node, flops: float) -> float:
-        """Return the seconds of attention of so many floating-point operations, without memory traffic and launch."""
+        """Return the seconds of attention of so many floating-point operations, without memory
+        traffic and launch.
+        """
         _, keys, dtype = _attention_of(node)
         share = attention_share(keys) if self.multiprocessors else 1.0
         return flops / (self.flops(dtype) * self.attention_efficiency * share)
@@ -241,7 +258,9 @@ class Machine:
         return nbytes / (self.memory_bandwidth * self.memory_efficiency * GB)
 
     def spread(self) -> tuple["Machine", "Machine", "Machine"]:
-        """Return the machine itself, and the slow and the fast end of an interval that 80% of runs should be in."""
+        """Return the machine itself, and the slow and the fast end of an interval that 80% of runs
+        should be in.
+        """
 
         def scaled(direction: int) -> Machine:
             factors = {name: 1 + direction * JOINT * share for name, share in UNCERTAINTY.items()}
@@ -260,27 +279,32 @@ class Machine:
         return self, scaled(-1), scaled(1)
 
 
-# Relative uncertainty. Large products reach 0.6 to 0.8 of an H100's peak, depending on clocks and heat; a copy 0.8 to 0.92 of
-# memory bandwidth; a ring 0.65 to 0.9 of its links' bandwidth.
+# Relative uncertainty. Large products reach 0.6 to 0.8 of an H100's peak, depending on clocks and
+# heat; a copy 0.8 to 0.92 of memory bandwidth; a ring 0.65 to 0.9 of its links' bandwidth.
 UNCERTAINTY = {
     "matmul_efficiency": 0.12,
     "attention_efficiency": 0.25,
     "memory_efficiency": 0.08,
     "link_efficiency": 0.15,
 }
-HOST_UNCERTAINTY = 0.5  # relative, of an operator: 2 microseconds without autograd and 7 with it (pytorch/pytorch issue 41383)
+# relative, of an operator: 2 microseconds without autograd and 7 with it (pytorch/pytorch issue
+# 41383)
+HOST_UNCERTAINTY = 0.5
 CLOCK_EXPONENTS = {
     -1: 1.0,
     1: 0.46,
 }  # at a power limit: the law of the lowest clocks, and the least of a published pair
-# Share of these that the ends of an interval have all at once. Independent errors add up as the root of the sum of their squares:
-# an 8B step has 7%, 2.5%, 1.6% and 1% by the four, and at 500 W 4% (slow end) and 10% more by the clock; the roots are 0.63, 0.54
-# and 0.57 of the sums.
+# Share of these that the ends of an interval have all at once. Independent errors add up as the
+# root of the sum of their squares: an 8B step has 7%, 2.5%, 1.6% and 1% by the four, and at 500 W
+# 4% (slow end) and 10% more by the clock; the roots are 0.63, 0.54 and 0.57 of the sums.
 JOINT = 0.6
 
 
 def is_free(node: Node) -> bool:
-    """Return whether a node moves no bytes: a view, a wait or a number. meta["is_view"]: a pass says that it is one."""
+    """Return whether a node moves no bytes: a view, a wait or a number.
+
+    meta["is_view"]: a pass says that it is one.
+    """
     target: Any = node.target
     return (
         getattr(target, "is_view", False)
@@ -301,7 +325,8 @@ MATMULS = frozenset(
         aten.baddbmm.default,
     }
 )
-# Operators that Inductor fuses like pointwise ones. scatter writes a constant, in the loss's backward.
+# Operators that Inductor fuses like pointwise ones. scatter writes a constant, in the loss's
+# backward.
 AS_POINTWISE = frozenset(
     {
         aten._to_copy.default,
@@ -334,7 +359,9 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _is_complex(node: Node) -> bool:
-    """Return whether a node's value is a tensor of complex numbers, whose operators Inductor does not compile."""
+    """Return whether a node's value is a tensor of complex numbers, whose operators Inductor does
+    not compile.
+    """
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_complex()
 
@@ -366,12 +393,15 @@ def _fuses_with_inputs(node: Node) -> bool:
 
 
 def is_fused_away(node: Node) -> bool:
-    """Return whether Inductor stores no result for `node`, since each reader is fused with it or recomputes it."""
+    """Return whether Inductor stores no result for `node`, since each reader is fused with it or
+    recomputes it.
+    """
     return _is_pointwise(node) and bool(node.users) and all(map(_fuses_with_inputs, _readers(node)))
 
 
 def _library_kernel(node: Node) -> Any:
-    """Return the call that a GPU computes in one kernel, and of which `node` is a part; None for other nodes.
+    """Return the call that a GPU computes in one kernel, and of which `node` is a part; None for
+    other nodes.
 
     On a CPU, rms_norm is traced as several operators.
     """
@@ -409,7 +439,9 @@ def _bytes_moved(node: Node, fused: bool, gpu: bool = False) -> int:
 
 
 def bytes_copied(node: Node, fused: bool) -> int:
-    """Return the bytes that aten.cat or aten.clone copies, without those that a fused kernel computes in place."""
+    """Return the bytes that aten.cat or aten.clone copies, without those that a fused kernel
+    computes in place.
+    """
     if node.target is aten.cat.default:
         return sum(
             nbytes_of(each)
@@ -422,9 +454,10 @@ def bytes_copied(node: Node, fused: bool) -> int:
 def flops_of(node: Node) -> tuple[float, float]:
     """Return floating-point operations (of matrix products, of attention), both 0 for other nodes.
 
-    Attention has two products forward and five backward. Causal attention computes half of each; if there are fewer queries than
-    keys, they are the last tokens (distributed/context_parallel.py). The operators of models/attention.py are causal, and a sequence
-    counts as one document, since the ends of documents are known only in a run.
+    Attention has two products forward and five backward. Causal attention computes half of each; if
+    there are fewer queries than keys, they are the last tokens (distributed/context_parallel.py).
+    The operators of models/attention.py are causal, and a sequence counts as one document, since
+    the ends of documents are known only in a run.
     """
     name, target = str(node.target), cast(Any, node.target)
     if node.op != "call_function":

@@ -24,7 +24,8 @@ SMALL, LARGE = 2**12, 2**21  # bytes per rank in the measured collectives, for a
 def peak_flops(
     configured: Machine | None, device: torch.device, dtype: torch.dtype
 ) -> float | None:
-    """Return the peak FLOP/s of dense matrix products of one device, by its datasheet, else by the recipe's machine, or None.
+    """Return the peak FLOP/s of dense matrix products of one device, by its datasheet, else by the
+    recipe's machine, or None.
 
     A CPU's peak is not measured, since other work on it would change the result.
     """
@@ -55,7 +56,8 @@ def find_machine(name: str, device: torch.device) -> Machine | None:
     )
     if dist.is_initialized():
         dist.broadcast(figures, src=0)
-    # Rounded to one digit, so that another run on this machine gets the same schedule, and finds its code in Inductor's cache.
+    # Rounded to one digit, so that another run on this machine gets the same schedule, and finds
+    # its code in Inductor's cache.
     float32, bfloat16, copy, bandwidth, latency = (
         float(f"{figure:.0e}") for figure in figures.tolist()
     )
@@ -69,7 +71,8 @@ def find_machine(name: str, device: torch.device) -> Machine | None:
         launch=5.0,
         collective_launch=latency,
         matmul_efficiency=1.0,  # measured
-        attention_efficiency=0.3,  # FlashAttention for CPU on one core, at head dimensions of 16 to 64
+        # FlashAttention for CPU on one core, at head dimensions of 16 to 64
+        attention_efficiency=0.3,
         memory_efficiency=1.0,
         link_efficiency=1.0,
         ranks_per_core=max(1.0, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / usable_cores()),
@@ -77,13 +80,18 @@ def find_machine(name: str, device: torch.device) -> Machine | None:
 
 
 def _cpu_flops(dtype: torch.dtype) -> float:
-    """Return the FLOP/s of the fastest of several matrix products, with the threads of this process."""
+    """Return the FLOP/s of the fastest of several matrix products, with the threads of this
+    process.
+    """
     a, b = torch.randn(2, 1024, 1024, dtype=dtype)
     return 2 * 1024**3 / seconds_of(lambda: torch.mm(a, b), torch.device("cpu"), 0.2, min)
 
 
 def fit_link(gathers: Sequence[float]) -> dict[str, float]:
-    """Fit latency and bandwidth to the all-gather's seconds at SMALL and LARGE. A launch counts as one more hop."""
+    """Fit latency and bandwidth to the all-gather's seconds at SMALL and LARGE.
+
+    A launch counts as one more hop.
+    """
     ranks, (small, large) = dist.get_world_size(), gathers
     return {
         "latency": small / ranks,
@@ -97,7 +105,9 @@ def times_of(
     rounds: int = 15,
     best_of: int = 1,
 ) -> list[float]:
-    """Return seconds at SMALL and at LARGE: the slowest rank's mean over `rounds`, and the best of `best_of` such means."""
+    """Return seconds at SMALL and at LARGE: the slowest rank's mean over `rounds`, and the best of
+    `best_of` such means.
+    """
 
     def mean_seconds(full: Tensor, shard: Tensor) -> float:
         collective(full, shard)
@@ -126,7 +136,9 @@ def seconds_of(
     seconds: float,
     reduce: Callable[[list[float]], float] = statistics.fmean,
 ) -> float:
-    """Return the seconds of one call, by default the mean of all calls in `seconds`, which includes disturbances like a step."""
+    """Return the seconds of one call, by default the mean of all calls in `seconds`, which includes
+    disturbances like a step.
+    """
     work()
     synchronize(device)
     times: list[float] = []

@@ -3,7 +3,8 @@
     machine = load_machine("H100")              # a profile, or the path of a TOML file
     profile_of(torch.cuda.get_device_name())    # the profile of a GPU, or None
 
-Peaks and bandwidths are from the vendors' datasheets, latencies from NCCL's tuning tables (src/graph/tuning.cc, LL128 on a ring).
+Peaks and bandwidths are from the vendors' datasheets, latencies from NCCL's tuning tables
+(src/graph/tuning.cc, LL128 on a ring).
 """
 
 import dataclasses
@@ -22,7 +23,8 @@ from titan_lite.cost.kernels import IDLE
 from titan_lite.cost.machine import Link, Machine
 
 HOST = 7.0  # a multiplication with autograd in eager mode (pytorch/pytorch issue 41383)
-# 390 GB/s in the table of nccl.py; 476 to 480 are published for registered buffers (NVIDIA/nccl-tests issues 212 and 290)
+# 390 GB/s in the table of nccl.py; 476 to 480 are published for registered buffers
+# (NVIDIA/nccl-tests issues 212 and 290)
 NVLS = 1.08
 NVLINK3, NVLINK4, NVLINK5 = Link(300, 1.9), Link(450, 1.9), Link(900, 1.9)
 XGMI, PCIE = Link(448, 4.0), Link(32, 4.0)
@@ -45,9 +47,10 @@ def _gpu(
     return {**locals(), "host": HOST}
 
 
-# The efficiency of products is that of full waves of tiles. It is fitted for H100 (kernels.py). For the others the best product
-# is as fast as in "Maximum Achievable Matmul FLOPS" (stas00/ml-engineering, compute/accelerator/README.md). float32 is without
-# TF32, torch's default. A device has the first profile with a name that occurs in its own, as a word.
+# The efficiency of products is that of full waves of tiles. It is fitted for H100 (kernels.py). For
+# the others the best product is as fast as in "Maximum Achievable Matmul FLOPS"
+# (stas00/ml-engineering, compute/accelerator/README.md). float32 is without TF32, torch's default.
+# A device has the first profile with a name that occurs in its own, as a word.
 PROFILES = {
     machine.name: machine
     for machine in (
@@ -128,10 +131,13 @@ PROFILES = {
 
 
 def load_machine(name: str, said: str = "") -> Machine:
-    """Return a profile by name, or the machine in the TOML file `name`. said: the user's option, for errors. Raises ConfigError.
+    """Return a profile by name, or the machine in the TOML file `name`.
 
-    A file has the fields of Machine: `intra_node` and `inter_node` are tables of bandwidth and latency, `tflops` is a table by
-    dtype. With `like = "H100"`, fields that are not given are those of that profile.
+    said: the user's option, for errors. Raises ConfigError.
+
+    A file has the fields of Machine: `intra_node` and `inter_node` are tables of bandwidth and
+    latency, `tflops` is a table by dtype. With `like = "H100"`, fields that are not given are those
+    of that profile.
     """
     if name in PROFILES:
         return PROFILES[name]
@@ -160,7 +166,8 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
     for key, value in tables.items():
         if key not in fields:
             raise ConfigError(
-                f"{file}: {one_line(key, 100)} is not a field of a machine; use {', '.join(fields)}, or like"
+                f"{file}: {one_line(key, 100)} is not a field of a machine; use"
+                f" {', '.join(fields)}, or like"
             )
         if key in ("intra_node", "inter_node"):
             value = Link(**_numbers(file, key, value, ("bandwidth", "latency")))
@@ -188,7 +195,8 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
                 )
             if key == "power" and 0 < value <= IDLE:
                 raise ConfigError(
-                    f"{file}: power = {value} is not above the {IDLE:g} W of an idle GPU; use its power limit in watts"
+                    f"{file}: power = {value} is not above the {IDLE:g} W of an idle GPU; use its"
+                    " power limit in watts"
                 )
             if key == "clock_exponent" and not 1 / 3 <= value <= 1:
                 raise ConfigError(
@@ -212,7 +220,8 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
         )
     if "float32" not in values["tflops"]:
         raise ConfigError(
-            f"{file}: tflops.float32 missing, the peak of dtypes that are not listed; use float32 = ... in tflops"
+            f"{file}: tflops.float32 missing, the peak of dtypes that are not listed; use float32 ="
+            " ... in tflops"
         )
     return Machine(**values)
 

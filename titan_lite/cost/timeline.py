@@ -1,13 +1,16 @@
-"""Simulate a graph on a machine: when each node computes, when each collective runs, and how long computation waits.
+"""Simulate a graph on a machine: when each node computes, when each collective runs, and how long
+computation waits.
 
     timeline = simulate(graph, machine)
     timeline.exposed, timeline.peak_bytes          # seconds in which nothing computes; bytes without parameters
 
-Computation runs node by node in graph order. A collective starts at its node, once the previous one of the same process group is
-done, and its wait blocks computation. Groups run in parallel, as on NCCL's streams, and so do collectives of activations. For the
-passes on parameters, the waits for collectives of tensor and context parallelism count as computation (SimpleFSDP, arXiv
+Computation runs node by node in graph order. A collective starts at its node, once the previous one
+of the same process group is done, and its wait blocks computation. Groups run in parallel, as on
+NCCL's streams, and so do collectives of activations. For the passes on parameters, the waits for
+collectives of tensor and context parallelism count as computation (SimpleFSDP, arXiv
 2411.00284, section 4.2). Computation beside a collective has the multiprocessors that are left (`Machine.beside_collectives`).
-Without compiled kernels a host lane issues the operators one by one: a node does not start before it is issued.
+Without compiled kernels a host lane issues the operators one by one: a node does not start before
+it is issued.
 """
 
 import dataclasses
@@ -63,7 +66,9 @@ class Timeline:
 
     @property
     def waited(self) -> float:
-        """Return the seconds in which nothing computes: `exposed`, and waits that count as computation."""
+        """Return the seconds in which nothing computes: `exposed`, and waits that count as
+        computation.
+        """
         return self.exposed + sum(span.exposed for span in self.spans if span.lane == "compute")
 
     def collectives(self) -> list[Span]:
@@ -74,7 +79,10 @@ class Timeline:
 def simulate(
     graph: Graph, machine: Machine, *, name: str = "", fused: bool = True, bound: float = 0.0
 ) -> Timeline:
-    """Simulate `graph`. fused: as in `Machine.cost`, and one launch for the graph; bound: the graph's `lower_bound`."""
+    """Simulate `graph`.
+
+    fused: as in `Machine.cost`, and one launch for the graph; bound: the graph's `lower_bound`.
+    """
     now = compute = exposed = issued = idle = 0.0
     beside, host = machine.beside_collectives(), 0.0 if fused else machine.host * 1e-6
     lanes: dict[
@@ -123,7 +131,8 @@ def simulate(
 def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
     """Return the seconds of computation before each node.
 
-    Work on shards does not count, since the last ranks have fewer rows, and passes must decide the same on all ranks.
+    Work on shards does not count, since the last ranks have fewer rows, and passes must decide the
+    same on all ranks.
     """
     shard_work, costs = shards_of(graph), costs_of(graph, machine, fused)
     seconds, result = 0.0, {}
@@ -135,7 +144,10 @@ def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, f
 
 
 def costs_of(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
-    """Return the seconds of each node. Of a collective of activations, those that computation before its wait does not hide."""
+    """Return the seconds of each node.
+
+    Of a collective of activations, those that computation before its wait does not hide.
+    """
     costs, shard_work = {node: machine.cost(node, fused) for node in graph.nodes}, shards_of(graph)
     started: dict[Node, float] = {}  # collective of activations -> seconds computed before it
     computed = 0.0
@@ -151,7 +163,9 @@ def costs_of(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
 
 
 def shards_of(graph: Graph) -> set[Node]:
-    """Return the nodes that prepare shards for all-gathers, and those that process reduced gradients."""
+    """Return the nodes that prepare shards for all-gathers, and those that process reduced
+    gradients.
+    """
     mine = parameter_collectives(graph)
     before = {
         node for gather in mine if is_all_gather(gather) for node in preparation(gather) or ()
@@ -168,12 +182,14 @@ def label(node: Node) -> str:
 
 
 def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
-    """Return the least seconds that computation waits, for any order of the parameters' collectives and work on shards.
+    """Return the least seconds that computation waits, for any order of the parameters' collectives
+    and work on shards.
 
-    All other computation keeps its order. A collective's head is the least time from the start of the graph to the collective,
-    its tail the least time from the collective to the end. Collectives of one group run one after another, so any set of them
-    takes at least its smallest head, plus its sum, plus its smallest tail. The graph takes at least the largest of these; the
-    part of it that is not computation is exposed.
+    All other computation keeps its order. A collective's head is the least time from the start of
+    the graph to the collective, its tail the least time from the collective to the end. Collectives
+    of one group run one after another, so any set of them takes at least its smallest head, plus
+    its sum, plus its smallest tail. The graph takes at least the largest of these; the part of it
+    that is not computation is exposed.
     """
     mine, movable = set(parameter_collectives(graph)), shards_of(graph)
     seconds = costs_of(graph, machine, fused)
@@ -208,9 +224,11 @@ def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
 
 
 def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
-    """Return the peak of live bytes: of tensors that the graph makes, and of saved activations that it receives and frees.
+    """Return the peak of live bytes: of tensors that the graph makes, and of saved activations that
+    it receives and frees.
 
-    Parameters (placeholders named primals) and the nodes in `without` do not count. A view shares the storage of its base.
+    Parameters (placeholders named primals) and the nodes in `without` do not count. A view shares
+    the storage of its base.
     """
     uncounted = {
         node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("primals")
@@ -230,11 +248,13 @@ def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
 def last_uses(
     graph: Graph, fused: bool = False, keeps_inputs: bool = False, sends: bool = False
 ) -> dict[Node, int]:
-    """Return for each node that allocates, or is an input, the place of the last node that needs its storage.
+    """Return for each node that allocates, or is an input, the place of the last node that needs
+    its storage.
 
-    A view shares the storage of its base. fused: leave out results that are fused away (`is_fused_away`), and keep their inputs
-    until the last kernel that recomputes them. keeps_inputs: the caller keeps the graph's inputs until its end. sends: a
-    collective keeps its inputs until it is waited for.
+    A view shares the storage of its base. fused: leave out results that are fused away
+    (`is_fused_away`), and keep their inputs until the last kernel that recomputes them.
+    keeps_inputs: the caller keeps the graph's inputs until its end. sends: a collective keeps its
+    inputs until it is waited for.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     storage = storages(graph)

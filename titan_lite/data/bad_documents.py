@@ -6,8 +6,9 @@
     log = BadDocumentsLog(config.data, dump_folder, reads_alone=True)
     values = log.gather([loader.take_skipped()])     # a collective; raises ConfigError on all ranks
 
-A line of `bad_documents.jsonl` is one document: {"file": "a.jsonl", "place": "line 34", "reason": "not JSON (...)"}. Each one is
-listed once, however many epochs and ranks read it. A resumed run continues the list and its count.
+A line of `bad_documents.jsonl` is one document: {"file": "a.jsonl", "place": "line 34", "reason":
+"not JSON (...)"}. Each one is listed once, however many epochs and ranks read it. A resumed run
+continues the list and its count.
 """
 
 import json
@@ -46,7 +47,10 @@ class SkippedDocuments:
 
 
 class BadDocumentPolicy:
-    """Apply data.on_bad_document and data.max_bad_documents. known: (file, place) of every bad document so far."""
+    """Apply data.on_bad_document and data.max_bad_documents.
+
+    known: (file, place) of every bad document so far.
+    """
 
     last: BadDocument | None = None  # the last one skipped
 
@@ -55,7 +59,10 @@ class BadDocumentPolicy:
         self.known = set(known)
 
     def skip(self, bad: BadDocument) -> None:
-        """Count a bad document. Raises ConfigError if bad documents are errors, or if this is one too many."""
+        """Count a bad document.
+
+        Raises ConfigError if bad documents are errors, or if this is one too many.
+        """
         if self.data.on_bad_document == "error":
             skip = 'data.on_bad_document = "skip"'
             fix = f"repair or remove it, or use {skip}"
@@ -70,16 +77,17 @@ class BadDocumentPolicy:
         """Raise ConfigError if there are more different bad documents than data.max_bad_documents."""
         if count > self.data.max_bad_documents:
             raise ConfigError(
-                f"data.max_bad_documents = {self.data.max_bad_documents}: there are {count}, {which}; "
-                f"use {instead or 'a higher value or other documents'}"
+                f"data.max_bad_documents = {self.data.max_bad_documents}: there are {count},"
+                f" {which}; use {instead or 'a higher value or other documents'}"
             )
 
 
 class BadDocumentsLog:
     """Count and list the skipped documents of all ranks.
 
-    bad: different bad documents of the run, resumed parts included. short: documents below data.min_document_tokens, since this
-    start. reads_alone: False on a rank whose sequences another one has, too, which counts its short documents.
+    bad: different bad documents of the run, resumed parts included. short: documents below
+    data.min_document_tokens, since this start. reads_alone: False on a rank whose sequences another
+    one has, too, which counts its short documents.
     """
 
     def __init__(self, data: Data, dump_folder: Path, reads_alone: bool):
@@ -92,11 +100,15 @@ class BadDocumentsLog:
         self.short = 0
 
     def gather(self, skipped: Sequence[SkippedDocuments]) -> dict[str, float]:
-        """Return the counts by their names in metrics.jsonl; {} if the recipe skips no documents. A collective.
+        """Return the counts by their names in metrics.jsonl; {} if the recipe skips no documents.
 
-        skipped: of each loader of this rank. Raises ConfigError on all ranks if there are more than data.max_bad_documents.
+        A collective.
+
+        skipped: of each loader of this rank. Raises ConfigError on all ranks if there are more than
+        data.max_bad_documents.
         """
-        import torch.distributed as dist  # here, since prepare's processes need the policy but not torch
+        # here, since prepare's processes need the policy but not torch
+        import torch.distributed as dist
 
         from titan_lite.distributed.process_group import gather_on_first, reduce_numbers
 
@@ -122,7 +134,8 @@ class BadDocumentsLog:
 
     @contextmanager
     def listing(self, loaders: Iterable[Any]) -> Iterator[None]:
-        """Return a context that lists what this rank has skipped if an error in the data ends the run.
+        """Return a context that lists what this rank has skipped if an error in the data ends the
+        run.
 
         `gather` is not called again then.
         """
@@ -135,7 +148,9 @@ class BadDocumentsLog:
             raise
 
     def summary(self) -> str:
-        """Return the number of skipped documents in words, for the end of a run; "" if none was skipped."""
+        """Return the number of skipped documents in words, for the end of a run; "" if none was
+        skipped.
+        """
         words = ""
         if self.bad:
             words += f", {_documents(self.bad)} left out, listed in {self.path}"

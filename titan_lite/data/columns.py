@@ -4,10 +4,11 @@
         for row, raw in parquet_rows(file, row_group=0, first_row=0, field="text"):
             ...
 
-`raw` is a text's bytes, None, or a ValueError with the reason why the column has no texts. pyarrow is called, and not the
-builders of `datasets`, which call it too: of an Arrow file they refuse all rows of a batch if the bytes of one text are
-not UTF-8, they expand patterns in the names of files, leave a lock file in the user's cache for each, and decode with
-threads, which a forked loader process should not start.
+`raw` is a text's bytes, None, or a ValueError with the reason why the column has no texts. pyarrow
+is called, and not the builders of `datasets`, which call it too: of an Arrow file they refuse all
+rows of a batch if the bytes of one text are not UTF-8, they expand patterns in the names of files,
+leave a lock file in the user's cache for each, and decode with threads, which a forked loader
+process should not start.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,10 @@ OF_BYTES = {*TEXTS_AS_BYTES.values()}
 
 
 def row_groups(file: BinaryIO) -> list[tuple[int, int]]:
-    """Return (bytes, rows) of each row group of a parquet file. Raises ValueError or OSError for a damaged one."""
+    """Return (bytes, rows) of each row group of a parquet file.
+
+    Raises ValueError or OSError for a damaged one.
+    """
     with _damage_is_a_value_error():
         metadata = parquet.read_metadata(file)
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
@@ -39,7 +43,10 @@ def row_groups(file: BinaryIO) -> list[tuple[int, int]]:
 def parquet_rows(
     file: BinaryIO, row_group: int, first_row: int, field: str
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (row, raw) of a row group whose first row has number `first_row`. Raises ValueError or OSError."""
+    """Yield (row, raw) of a row group whose first row has number `first_row`.
+
+    Raises ValueError or OSError.
+    """
     with _damage_is_a_value_error():
         opened = parquet.ParquetFile(file)
         if wrong := _wrong_column(opened.schema_arrow, field):

@@ -1,12 +1,15 @@
-"""Sources of documents: an endless, numbered stream of texts (standard library, local files, hub) or tokens (prepared).
+"""Sources of documents: an endless, numbered stream of texts (standard library, local files, hub)
+or tokens (prepared).
 
     source = build_source(Data(dataset="stdlib"), split="train", seed=0)
     for ordinal, text in source.documents(start=0, wanted=lambda ordinal: ordinal % 8 == 3):
         ...                                 # documents 3, 11, 19, ... of the infinite concatenation of epochs
 
-An ordinal is a document's position in that concatenation. It is the same on every rank, so the loader's state consists of
-numbers. The seed decides the order of each epoch. A hash of its name decides whether a document belongs to training or to
-validation: the split does not change when documents are added, and ranks need no communication about it.
+An ordinal is a document's position in that concatenation. It is the same on every rank, so the
+loader's state consists of numbers. The seed decides the order of each epoch. A hash of its name
+decides whether a document belongs to training or to
+validation: the split does not change when documents are added, and ranks need no communication
+about it.
 """
 
 import hashlib
@@ -35,8 +38,9 @@ Document = str | np.ndarray | BadDocument  # a text, the tokens of a prepared on
 
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-# An ordinal of PiecewiseSource is epoch * EPOCH + group * GROUP + position in the group. Both are primes, so that modulo any
-# number of rows each group begins with another row, and no row has the longer share every time.
+# An ordinal of PiecewiseSource is epoch * EPOCH + group * GROUP + position in the group. Both are
+# primes, so that modulo any number of rows each group begins with another row, and no row has the
+# longer share every time.
 EPOCH = 2**61 - 1
 GROUP = 2**31 - 1
 SHUFFLED_BYTES = 4096  # per document of data.shuffle_buffer
@@ -51,7 +55,9 @@ class Library(Protocol):
 
 
 class StdlibSource:
-    """`pydoc_data.topics` and the sources of the standard library, as texts or prepared, with random access."""
+    """`pydoc_data.topics` and the sources of the standard library, as texts or prepared, with
+    random access.
+    """
 
     def __init__(self, data: Data, split: Split, seed: int, library: Library):
         fraction = data.validation_fraction
@@ -72,7 +78,9 @@ class StdlibSource:
     def documents(
         self, start: int, wanted: Callable[[int], bool]
     ) -> Iterator[tuple[int, Document]]:
-        """Yield (ordinal, document) of the documents from `start` on whose ordinal is wanted; only these are read."""
+        """Yield (ordinal, document) of the documents from `start` on whose ordinal is wanted; only
+        these are read.
+        """
         count = len(self.names)
         for epoch in itertools.count(start // count):
             order = list(range(count))
@@ -91,7 +99,10 @@ class Corpus(Protocol):
     amount: str  # its size in words, as far as it is known without reading
 
     def read(self, piece: Piece) -> Iterator[tuple[int, Any]]:
-        """Yield (place, raw) of the documents of a piece. `raw` is a ValueError if there is nothing to parse."""
+        """Yield (place, raw) of the documents of a piece.
+
+        `raw` is a ValueError if there is nothing to parse.
+        """
 
     def name(self, piece: Piece, place: int) -> str:
         """Return the name of a document; a hash of it decides the split."""
@@ -133,7 +144,10 @@ class LocalCorpus:
 
 
 class HubCorpus:
-    """A dataset of the hub, streamed; a piece is a shard. c4 is C4 in English, about 156 billion tokens."""
+    """A dataset of the hub, streamed; a piece is a shard.
+
+    c4 is C4 in English, about 156 billion tokens.
+    """
 
     def __init__(self, data: Data, split: Split):
         self.data = data
@@ -168,9 +182,10 @@ _Raw = tuple[Piece, int, Any]  # (piece, place in it, raw document)
 class PiecewiseSource:
     """The documents of a corpus, in order or shuffled.
 
-    An epoch visits groups of pieces, in a new order with `data.shuffle`. The documents of a group fit in memory to be shuffled; a
-    larger group, such as a file that cannot be cut, is shuffled in parts. The ordinals of a group do not depend on the number of
-    documents before it, so a resumed run opens only the files from its group on. Ordinals have gaps at the end of a group and at
+    An epoch visits groups of pieces, in a new order with `data.shuffle`. The documents of a group
+    fit in memory to be shuffled; a larger group, such as a file that cannot be cut, is shuffled in
+    parts. The ordinals of a group do not depend on the number of documents before it, so a resumed
+    run opens only the files from its group on. Ordinals have gaps at the end of a group and at
     documents of the other split.
     """
 
@@ -191,7 +206,9 @@ class PiecewiseSource:
     def documents(
         self, start: int, wanted: Callable[[int], bool]
     ) -> Iterator[tuple[int, Document]]:
-        """Yield (ordinal, document) of the documents from `start` on with a wanted ordinal; only these are parsed."""
+        """Yield (ordinal, document) of the documents from `start` on with a wanted ordinal; only
+        these are parsed.
+        """
         beginning, rest = divmod(start, EPOCH)
         for epoch in itertools.count(beginning):
             found = epoch == beginning and rest > 0
@@ -268,9 +285,11 @@ Source = StdlibSource | PiecewiseSource
 
 
 def build_source(data: Data, *, split: Split, seed: int) -> Source:
-    """Return the source of one split of `data.dataset`; `data.mixture()` has one [data] section for each of data.sources.
+    """Return the source of one split of `data.dataset`; `data.mixture()` has one [data] section for
+    each of data.sources.
 
-    Raises ConfigError if nothing can be read. That a split has no document is an error only after an epoch has been read.
+    Raises ConfigError if nothing can be read. That a split has no document is an error only after
+    an epoch has been read.
     """
     if data.dataset == "stdlib":
         return StdlibSource(data, split, seed, Stdlib())
@@ -290,7 +309,10 @@ def open_corpus(data: Data, split: Split) -> Corpus:
 
 
 def check_data(data: Data) -> None:
-    """Read one document of each local format before any process starts, and nothing of the hub. Raises ConfigError."""
+    """Read one document of each local format before any process starts, and nothing of the hub.
+
+    Raises ConfigError.
+    """
     policy = BadDocumentPolicy(data)
     for _, part in data.mixture():
         if part.dataset == "stdlib":
@@ -312,8 +334,8 @@ def check_data(data: Data) -> None:
 def fingerprint(data: Data) -> str:
     """Return a SHA-256 of the documents, without reading them.
 
-    It covers names and sizes of local files and of the standard library, the name of a dataset of the hub, and the text field; of
-    prepared data it covers every byte.
+    It covers names and sizes of local files and of the standard library, the name of a dataset of
+    the hub, and the text field; of prepared data it covers every byte.
     """
     known = [_fingerprint(part) for _, part in data.mixture()]
     return known[0] if len(known) == 1 else _sha256(known)
@@ -348,7 +370,9 @@ def _sha256(what: list) -> str:
 
 
 def _belongs(name: str, split: Split, validation_fraction: float) -> bool:
-    """Return whether a document belongs to the split: the hash of its name puts `validation_fraction` of them in validation."""
+    """Return whether a document belongs to the split: the hash of its name puts
+    `validation_fraction` of them in validation.
+    """
     hashed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
     return (hashed < validation_fraction) == (split == "validation")
 
@@ -367,8 +391,8 @@ def _empty(data: Data, split: Split) -> ConfigError:
     )
     instead = f" or validation_fraction = {other}" if helps else ""
     return ConfigError(
-        f'{data.key("dataset")} = "{data.dataset}"{where} has no {split} document with data.validation_fraction = '
-        f"{data.validation_fraction}; use more documents{instead}"
+        f'{data.key("dataset")} = "{data.dataset}"{where} has no {split} document with'
+        f" data.validation_fraction = {data.validation_fraction}; use more documents{instead}"
     )
 
 
@@ -389,7 +413,9 @@ class Stdlib:
 
 
 def _stdlib_names() -> list[str]:
-    """Return sorted names: "topics/NAME" for pydoc's help texts, and paths of sources, relative to the standard library."""
+    """Return sorted names: "topics/NAME" for pydoc's help texts, and paths of sources, relative to
+    the standard library.
+    """
     names = [f"topics/{topic}" for topic in _topics()]
     for folder, subfolders, files in os.walk(_STDLIB):
         subfolders[:] = [name for name in subfolders if name not in _NOT_OURS]
@@ -401,8 +427,9 @@ def _stdlib_names() -> list[str]:
                 names.append(name)
     if len(names) < 100:
         raise ConfigError(
-            f'data.dataset = "stdlib": this Python has no sources of its standard library ({len(names)} documents in '
-            f'{_STDLIB}); use a full Python, or data.dataset = "local" with data.path'
+            'data.dataset = "stdlib": this Python has no sources of its standard library'
+            f' ({len(names)} documents in {_STDLIB}); use a full Python, or data.dataset = "local"'
+            " with data.path"
         )
     return sorted(names)
 
@@ -431,6 +458,7 @@ def _open_hub(data: Data, split: Split) -> Any:
         return datasets.load_dataset(name, subset, split=which, streaming=True)
     except Exception as error:
         raise ConfigError(
-            f'{data.key("dataset")} = "{data.dataset}": {name} cannot be opened on the hub ({type(error).__name__}: {error}); '
-            f'without network, use {data.key("dataset")} = "local" with {data.key("path")}, or "stdlib"'
+            f'{data.key("dataset")} = "{data.dataset}": {name} cannot be opened on the hub'
+            f" ({type(error).__name__}: {error}); without network, use {data.key('dataset')} ="
+            f' "local" with {data.key("path")}, or "stdlib"'
         ) from error

@@ -1,11 +1,13 @@
-"""Cut files into pieces that can be read independently; read raw documents from a piece, and text from a raw document.
+"""Cut files into pieces that can be read independently; read raw documents from a piece, and text
+from a raw document.
 
     for piece in local_pieces(data):                            # 1 MiB of a jsonl file, a row group, or a whole file
         for place, raw in read_piece(piece, data):              # place: line, row or byte offset in the file
             text = text_of(raw, piece, place, data)             # or a BadDocument, which names file and line
 
-A raw document is not parsed, so that a reader of one document in eight parses one in eight. Reading does not raise: if a
-file cannot be read from some place on, the last document is there, and its raw form is a ValueError with the reason.
+A raw document is not parsed, so that a reader of one document in eight parses one in eight. Reading
+does not raise: if a file cannot be read from some place on, the last document is there, and its raw
+form is a ValueError with the reason.
 
 Files are on disk or at a URL of fsspec, such as s3://corpus/*.jsonl.gz or zip://*.txt::corpus.zip.
 """
@@ -51,14 +53,17 @@ TEXT_PER_COMPRESSED_BYTE = 4  # about
 DAMAGED = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 UNREACHABLE = (FileNotFoundError, PermissionError, ConnectionError, TimeoutError)
 _FIX = (
-    f"use a file, a folder or a glob of {', '.join(TEXT_FORMATS + COLUMN_FORMATS)} files (all but the last two also "
+    f"use a file, a folder or a glob of {', '.join(TEXT_FORMATS + COLUMN_FORMATS)} files (all but"
+    " the last two also "
     f'{", ".join(COMPRESSIONS)}), such as path = "corpus/*.jsonl"'
 )
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes `start` to `end` of a jsonl file, row group `start` of a parquet file, or a whole file (end = -1)."""
+    """Bytes `start` to `end` of a jsonl file, row group `start` of a parquet file, or a whole file
+    (end = -1).
+    """
 
     file: str
     name: str  # relative to the corpus; documents are held out by it
@@ -73,7 +78,9 @@ class Piece:
 
 
 def local_files(data: Data) -> list[tuple[str, str, int]]:
-    """Return (path, name relative to the folder, bytes) of the files at `data.path`, sorted by path. Raises ConfigError."""
+    """Return (path, name relative to the folder, bytes) of the files at `data.path`, sorted by
+    path. Raises ConfigError.
+    """
     where = f'{data.key("path")} = "{data.path}"'
     folder, sizes = _at_url(data.path, where) if is_url(data.path) else _on_disk(data.path, where)
     if folder is None:
@@ -102,7 +109,9 @@ def _path_in_container(file: str) -> str:
 
 
 def _on_disk(path: str, where: str) -> tuple[str | None, dict[str, int]]:
-    """Return the folder, or None for a file or pattern, and the sizes of its files. Raises ConfigError.
+    """Return the folder, or None for a file or pattern, and the sizes of its files.
+
+    Raises ConfigError.
 
     Patterns are those of the standard library: fsspec's do not enter folders that are linked.
     """
@@ -166,7 +175,10 @@ def _files_within(root: str) -> Iterator[str]:
 
 
 def local_pieces(data: Data) -> list[Piece]:
-    """Return the files at `data.path` in order, jsonl and parquet files cut into pieces. Raises ConfigError."""
+    """Return the files at `data.path` in order, jsonl and parquet files cut into pieces.
+
+    Raises ConfigError.
+    """
     files = local_files(data)
     step = max(PIECE, sum(size for *_, size in files) // MAX_PIECES)
     pieces: list[Piece] = []
@@ -203,7 +215,10 @@ def _row_groups(file: str, name: str, size: int) -> list[Piece]:
 
 
 def read_piece(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
-    """Yield (place, raw) of its documents. Raises ConfigError if the machine fails, and not the file."""
+    """Yield (place, raw) of its documents.
+
+    Raises ConfigError if the machine fails, and not the file.
+    """
     next_place = piece.first if piece.format in COLUMN_FORMATS else 1
     try:
         for place, raw in _documents(piece, data):
@@ -289,7 +304,10 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _field(fields: dict[str, Any], name: str) -> Any:
-    """Return the field with the text. Raises NoText, which names the longest other text, if it is absent or null."""
+    """Return the field with the text.
+
+    Raises NoText, which names the longest other text, if it is absent or null.
+    """
     if fields.get(name) is not None:
         return fields[name]
     texts = {other: value for other, value in fields.items() if isinstance(value, str)}
@@ -305,7 +323,10 @@ def _field(fields: dict[str, Any], name: str) -> Any:
 
 
 def _checked(text: Any, field: str, limit: int) -> str:
-    """Return a text that is not empty, not too large, and can be encoded. Raises ValueError for any other value."""
+    """Return a text that is not empty, not too large, and can be encoded.
+
+    Raises ValueError for any other value.
+    """
     if not isinstance(text, str):
         kind = "null" if text is None else f"of type {type(text).__name__}"
         raise ValueError(f'data.text_field = "{field}" is {kind}, not text')
@@ -331,7 +352,9 @@ def _format(file: str) -> tuple[str, str]:
 
 
 def _in_words(piece: Piece, place: int) -> str:
-    """Return a place in words, such as "line 34"; an offset in a jsonl file is converted by counting the lines before it."""
+    """Return a place in words, such as "line 34"; an offset in a jsonl file is converted by
+    counting the lines before it.
+    """
     match piece.format:
         case ".txt":
             return "whole"

@@ -8,21 +8,24 @@
     loader = build_loader(data, tokenizer, split="train", rows=8, batch_size=2, seq_len=512, dp_rank=0, dp_degree=2, seed=0)
     input, label = next(loader)                      # (2, 512) each; four of these on each rank are a step of 16 sequences
 
-A row is a stream of tokens. The number of rows is fixed when a run starts, even if its global batch changes. Every token of a
-row is in exactly one window; a long document continues in the next one. Window n of a run is the next one of row n modulo `rows`.
-A step takes as many consecutive windows as it has sequences, and rank r gets the windows n with n = r modulo dp_degree:
+A row is a stream of tokens. The number of rows is fixed when a run starts, even if its global batch
+changes. Every token of a row is in exactly one window; a long document continues in the next one.
+Window n of a run is the next one of row n modulo `rows`. A step takes as many consecutive windows
+as it has sequences, and rank r gets the windows n with n = r modulo dp_degree:
 
     windows of two steps   0 1 2 3 4 5 | 6 7 8 9       rows = 8, dp_degree = 2, batch_size = 1; first 6 sequences, then 4
     their rows             0 1 2 3 4 5 | 6 7 0 1
     rank 0                 0   2   4   | 6   8         so rank 0 reads only rows 0, 2, 4, 6
 
-So the samples of a step do not depend on the layout: another dp_degree, number of loader processes or split into microbatches
-gives the same global batch. Another global batch size loses no window and repeats none. If dp_degree does not divide `rows`,
-ranks share rows, and each of them reads these rows completely. The state is the number of windows that the run has taken and, for
-each row, the ordinal of its current document and the number of that document's tokens already used.
+So the samples of a step do not depend on the layout: another dp_degree, number of loader processes
+or split into microbatches gives the same global batch. Another global batch size loses no window
+and repeats none. If dp_degree does not divide `rows`, ranks share rows, and each of them reads
+these rows completely. The state is the number of windows that the run has taken and, for each row,
+the ordinal of its current document and the number of that document's tokens already used.
 
-With several sources, a row has such a stream for each, and each window comes from one source. The number of the window decides
-which one: so shares count tokens, need no state, and may change when a run is resumed.
+With several sources, a row has such a stream for each, and each window comes from one source. The
+number of the window decides which one: so shares count tokens, need no state, and may change when a
+run is resumed.
 """
 
 import bisect
@@ -58,8 +61,8 @@ Place = tuple[
     int, int
 ]  # position of a row in a source: (ordinal of its current document, tokens of it already used)
 Places = dict[tuple[int, int], Place]  # by (row, source)
-# (number, source, tokens, place after them). Tokens are int32 as bytes, which pass through a pipe faster than a tensor through
-# shared memory; empty if the window belongs to another rank.
+# (number, source, tokens, place after them). Tokens are int32 as bytes, which pass through a pipe
+# faster than a tensor through shared memory; empty if the window belongs to another rank.
 Window = tuple[int, int, bytes, Place]
 GOLDEN = (
     0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples modulo 2**64 are spread most evenly
@@ -68,10 +71,11 @@ USELESS = 1000  # this many consecutive documents without a token, over two epoc
 
 
 class _PackedRows(IterableDataset):
-    """The endless windows of some rows, in the order of their numbers; with n loader processes each has every n-th row.
+    """The endless windows of some rows, in the order of their numbers; with n loader processes each
+    has every n-th row.
 
-    Yields (about batch_size windows, documents skipped since the last yield). After an error in the data, the last item has the
-    error in place of windows.
+    Yields (about batch_size windows, documents skipped since the last yield). After an error in the
+    data, the last item has the error in place of windows.
     """
 
     def __init__(
@@ -92,7 +96,9 @@ class _PackedRows(IterableDataset):
     def begin(
         self, own: range, rows: int, windows: int, places: Places, rank: int, ranks: int
     ) -> None:
-        """Start with the rows `own` of all `rows`, at these places, after `windows` windows of the run."""
+        """Start with the rows `own` of all `rows`, at these places, after `windows` windows of the
+        run.
+        """
         self.own, self.rows, self.windows, self.places, self.rank, self.ranks = (
             own,
             rows,
@@ -108,16 +114,19 @@ class _PackedRows(IterableDataset):
         self.places = dict(self.places)  # a second iteration begins at the same places
         self.skipped, self.policy = SkippedDocuments(), BadDocumentPolicy(self.data)
         self.documents: dict[int, Iterator[tuple[int, Any]]] = {}  # by source
-        # by (row, source): documents read while searching for those of another row, and the tokens of the current document
+        # by (row, source): documents read while searching for those of another row, and the tokens
+        # of the current document
         self.pending: dict[Any, deque[tuple[int, Any]]] = defaultdict(deque)
         self.current: dict[Any, np.ndarray] = {}
-        # by source: ordinal of the first of the latest consecutive documents without a token, and their number
+        # by source: ordinal of the first of the latest consecutive documents without a token, and
+        # their number
         self.useless: dict[int, tuple[int, int]] = {}
         first = sorted(self.windows + (row - self.windows) % self.rows for row in self.own)
         numbers = (number + more for more in itertools.count(0, self.rows) for number in first)
         try:
             while True:
-                # The same number from every process, since all have the same number of rows: no process gets ahead.
+                # The same number from every process, since all have the same number of rows: no
+                # process gets ahead.
                 windows = [
                     self._window(number)
                     for number in itertools.islice(numbers, min(self.batch_size, len(first)))
@@ -129,7 +138,10 @@ class _PackedRows(IterableDataset):
             yield error, self.skipped
 
     def _source_of(self, number: int) -> int:
-        """Return the source of a window. Of the first n windows (n up to a million) each source has its share within five."""
+        """Return the source of a window.
+
+        Of the first n windows (n up to a million) each source has its share within five.
+        """
         point = (number * GOLDEN + self.phase) % 2**64 / 2**64
         return min(bisect.bisect_right(self.shares, point), len(self.sources) - 1)
 
@@ -159,7 +171,9 @@ class _PackedRows(IterableDataset):
         )
 
     def _next_document(self, row: int, source: int, at: int, used: int) -> tuple[int, np.ndarray]:
-        """Return (ordinal, tokens) of the row's next document with tokens, from ordinal `at` on; if `used`, of document `at`."""
+        """Return (ordinal, tokens) of the row's next document with tokens, from ordinal `at` on; if
+        `used`, of document `at`.
+        """
         if source not in self.documents:
             self.documents[source] = self._documents(source)
         pending = self.pending[row, source]
@@ -174,8 +188,9 @@ class _PackedRows(IterableDataset):
                     f"has {len(tokens)}" if ordinal == at and tokens is not None else "is not there"
                 )
                 raise ConfigError(
-                    f"the loader's state is {used} tokens into document {at}, which {there}: documents, "
-                    "[data], model.tokenizer_path or debug.seed changed since; use those of the saved run"
+                    f"the loader's state is {used} tokens into document {at}, which {there}:"
+                    " documents, [data], model.tokenizer_path or debug.seed changed since; use"
+                    " those of the saved run"
                 )
             if tokens is not None:
                 self.useless.pop(source, None)
@@ -189,7 +204,7 @@ class _PackedRows(IterableDataset):
                     f"source {source + 1}: {count} consecutive documents, over two epochs, are bad"
                     + (f" or shorter than data.min_document_tokens = {few}" if few else "")
                     + (f", such as {self.policy.last}" if self.policy.last else "")
-                    + (f"; use {'a smaller value or ' if few else ''}other documents")
+                    + f"; use {'a smaller value or ' if few else ''}other documents"
                 )
 
     def _documents(self, source: int) -> Iterator[tuple[int, Any]]:
@@ -201,7 +216,9 @@ class _PackedRows(IterableDataset):
         )
 
     def _tokens(self, document: str | np.ndarray | BadDocument, least: int) -> np.ndarray | None:
-        """Return the tokens of a text or of a prepared document, or None for a document that is bad or shorter than `least`."""
+        """Return the tokens of a text or of a prepared document, or None for a document that is bad
+        or shorter than `least`.
+        """
         if isinstance(document, BadDocument):
             self.policy.skip(document)
             self.skipped.bad.append(document)
@@ -214,13 +231,17 @@ class _PackedRows(IterableDataset):
 
 
 def document_begins(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
-    """Return for each of the tokens (B, T) the position in its row where its document begins, int64; 0 if before the row."""
+    """Return for each of the tokens (B, T) the position in its row where its document begins,
+    int64; 0 if before the row.
+    """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     return torch.where(tokens == bos_id, positions, 0).cummax(dim=1).values
 
 
 def document_counts(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
-    """(B, T) tokens -> (B, 2) int64: how many documents a row has, cut ones too, and how many tokens of the longest."""
+    """(B, T) tokens -> (B, 2) int64: how many documents a row has, cut ones too, and how many
+    tokens of the longest.
+    """
     begins, positions = (
         document_begins(tokens, bos_id),
         torch.arange(tokens.shape[1], device=tokens.device),
@@ -239,7 +260,9 @@ STOPPING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
 
 @contextmanager
 def _blocking_signals() -> Iterator[None]:
-    """Return a context in which new processes, and the first threads of their libraries, block the signals of STOPPING."""
+    """Return a context in which new processes, and the first threads of their libraries, block the
+    signals of STOPPING.
+    """
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, STOPPING if hasattr(signal, "sigtimedwait") else ()
     )  # not on macOS
@@ -250,10 +273,12 @@ def _blocking_signals() -> Iterator[None]:
 
 
 def _outlive_signals(worker: int) -> None:
-    """Run in a loader process: ignore stop signals that all processes get, since the training process still needs batches.
+    """Run in a loader process: ignore stop signals that all processes get, since the training
+    process still needs batches.
 
-    A thread waits for SIGTERM from the training process, since Python's handlers do not know the sender. It also waits for the
-    end of the training process, after which this process would otherwise block for ever.
+    A thread waits for SIGTERM from the training process, since Python's handlers do not know the
+    sender. It also waits for the end of the training process, after which this process would
+    otherwise block for ever.
     """
     parent = os.getppid()
 
@@ -269,13 +294,15 @@ def _outlive_signals(worker: int) -> None:
 
 
 class Loader:
-    """An endless iterator over (input, label), int64 of shape (batch_size, seq_len) each, with `state_dict`.
+    """An endless iterator over (input, label), int64 of shape (batch_size, seq_len) each, with
+    `state_dict`.
 
-    It reads ahead in `data.num_workers` processes of torchdata's StatefulDataLoader, or in the largest number below that divides
-    its rows. They start at the first batch, run torch on one thread, and end with the iteration or with their parent.
+    It reads ahead in `data.num_workers` processes of torchdata's StatefulDataLoader, or in the
+    largest number below that divides its rows. They start at the first batch, run torch on one
+    thread, and end with the iteration or with their parent.
 
-    The state is kept by row. That of StatefulDataLoader is kept by process: only the same number of processes could load it, and
-    it counts windows received, not batches returned.
+    The state is kept by row. That of StatefulDataLoader is kept by process: only the same number of
+    processes could load it, and it counts windows received, not batches returned.
     """
 
     def __init__(self, dataset: _PackedRows, rows: int, dp_rank: int, dp_degree: int):
@@ -328,7 +355,9 @@ class Loader:
         )
 
     def _upcoming(self) -> range:
-        """Return the numbers of the windows from this rank's rows in the next microbatch of all ranks."""
+        """Return the numbers of the windows from this rank's rows in the next microbatch of all
+        ranks.
+        """
         first = self._windows + (self._rank - self._windows) % self._apart
         return range(first, self._windows + self._dataset.batch_size * self._ranks, self._apart)
 
@@ -371,12 +400,14 @@ class Loader:
         workers = max((n for n in range(1, asked + 1) if len(self._own) % n == 0), default=0)
         if workers < asked:
             logger.info(
-                f"data.num_workers = {asked}: a rank's {len(self._own)} streams of sequences are divided among {workers}"
+                f"data.num_workers = {asked}: a rank's {len(self._own)} streams of sequences are"
+                f" divided among {workers}"
             )
         self._dataset.begin(
             self._own, self._rows, self._windows, self._places, self._rank, self._ranks
         )
-        # torch's handler would raise anywhere in the training process; `next` detects the end of a worker, too
+        # torch's handler would raise anywhere in the training process; `next` detects the end of a
+        # worker, too
         on_child = signal.getsignal(signal.SIGCHLD)
         with _blocking_signals(), warnings.catch_warnings():
             warnings.filterwarnings(
@@ -387,7 +418,8 @@ class Loader:
                 batch_size=None,
                 num_workers=workers,
                 prefetch_factor=self._dataset.data.prefetch if workers else None,
-                generator=torch.Generator(),  # the default would draw from the generator of the training process
+                # the default would draw from the generator of the training process
+                generator=torch.Generator(),
                 worker_init_fn=_outlive_signals,
                 snapshot_every_n_steps=None,  # never; a snapshot takes 0.1 ms
             )
@@ -415,11 +447,13 @@ class Loader:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch of `next`: {"windows": 40, "rows": {"3": [5, [17, 120]]}, "of": 8}.
+        """Return the position after the last batch of `next`: {"windows": 40, "rows": {"3": [5,
+        [17, 120]]}, "of": 8}.
 
-        windows: number taken by all ranks. rows: for each row of this rank, the windows taken, then (ordinal, tokens used) in
-        each source. of: number of all rows. The state is small and has only JSON types. A checkpoint has one state, merged from
-        those of all ranks (checkpoint/state.py), which any number of ranks can load.
+        windows: number taken by all ranks. rows: for each row of this rank, the windows taken, then
+        (ordinal, tokens used) in each source. of: number of all rows. The state is small and has
+        only JSON types. A checkpoint has one state, merged from those of all ranks
+        (checkpoint/state.py), which any number of ranks can load.
         """
         rows = {}
         for row in self._own:
@@ -428,7 +462,8 @@ class Loader:
         return {"windows": self._windows, "rows": rows, "of": self._rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state, which may be of another dp_degree; rows of other ranks are ignored.
+        """Continue from a state, which may be of another dp_degree; rows of other ranks are
+        ignored.
 
         checkpoint/resume.py refuses the state of other sources before this is called.
         """
@@ -446,25 +481,37 @@ class Loader:
 
 
 def _not_started(workers: int, error: OSError) -> str:
-    """Return the message if the operating system refuses processes. Their queues need semaphores, which are files in /dev/shm."""
+    """Return the message if the operating system refuses processes.
+
+    Their queues need semaphores, which are files in /dev/shm.
+    """
     why = error.strerror or str(error)
     with suppress(OSError):
         if error.errno == errno.ENOSPC:
             disk = shutil.disk_usage("/dev/shm")
-            why += f": /dev/shm, where their semaphores are, has {disk.free >> 20} of {disk.total >> 20} MiB free"
+            why += (
+                f": /dev/shm, where their semaphores are, has {disk.free >> 20} of"
+                f" {disk.total >> 20} MiB free"
+            )
     fix = "free space there (in a container, use a larger --shm-size), or use data.num_workers = 0"
     return f"data.num_workers = {workers}: loader processes cannot be started: {why}; {fix}"
 
 
 def _ended(pid: int, code: int) -> str:
-    """Return the message about a loader process that has ended. code: its exit code, or minus the number of a signal."""
+    """Return the message about a loader process that has ended.
+
+    code: its exit code, or minus the number of a signal.
+    """
     how = (
         f"was killed by {signal.Signals(-code).name}"
         if code < 0
         else f"ended with exit code {code}"
     )
     why = ", as the kernel does where memory is short" if code == -signal.SIGKILL else ""
-    fix = "start again to resume; for less memory, use smaller data.num_workers and data.prefetch, or data.num_workers = 0"
+    fix = (
+        "start again to resume; for less memory, use smaller data.num_workers and data.prefetch, or"
+        " data.num_workers = 0"
+    )
     return f"loader process {pid} {how}{why}; {fix}"
 
 
@@ -485,7 +532,8 @@ def build_loader(
     Raises ConfigError if the documents cannot be read.
     """
     if split == "validation":
-        # Validation is short and rare: a process or a filled shuffle buffer of a remote stream does not pay.
+        # Validation is short and rare: a process or a filled shuffle buffer of a remote stream does
+        # not pay.
         here = all(part.dataset in ("stdlib", "local", "prepared") for _, part in data.mixture())
         data = data.replace(num_workers=0, shuffle=data.shuffle and here)
     sources = [build_source(part, split=split, seed=seed) for _, part in data.mixture()]

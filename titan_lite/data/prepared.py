@@ -6,9 +6,10 @@
     prepared = PreparedDocuments(Data(dataset="prepared", path="prepared/books"), split="train")
     prepared.tokens(7)                          # of row 7, memory-mapped
 
-A row is a document, in the order of the files: its name, the bytes that it had in the shuffle buffer, and its tokens with BOS
-and EOS, or none if it was bad. Pieces of files are known by their sizes and numbers of documents. So training reads the same
-documents in the same order as from the text, shuffled or not, with the same split.
+A row is a document, in the order of the files: its name, the bytes that it had in the shuffle
+buffer, and its tokens with BOS and EOS, or none if it was bad. Pieces of files are known by their
+sizes and numbers of documents. So training reads the same documents in the same order as from the
+text, shuffled or not, with the same split.
 """
 
 import bisect
@@ -114,7 +115,9 @@ class PreparedCorpus:
         ]
 
     def read(self, piece: Piece) -> Iterator[tuple[int, int]]:
-        """Yield (row, row): a row is the place of a document and, until the document is wanted, all that is read of it."""
+        """Yield (row, row): a row is the place of a document and, until the document is wanted, all
+        that is read of it.
+        """
         return ((row, row) for row in range(piece.start, piece.end))
 
     def name(self, piece: Piece, place: int) -> str:
@@ -142,7 +145,8 @@ class PreparedStdlib:
 
 
 def read_prepared(folder: Path, key: str = "data.path", every_byte: bool = False) -> dict[str, Any]:
-    """Return the content of prepared.json, after a check of the size of each file, or of every byte.
+    """Return the content of prepared.json, after a check of the size of each file, or of every
+    byte.
 
     key: the beginning of errors, which says how the user named the folder. Raises ConfigError.
     """
@@ -171,8 +175,10 @@ def check_prepared(data: Data, tokenizer_sha256: str, vocab_size: int) -> None:
     described = read_prepared(Path(data.path), data.key("path"))
     if described["tokenizer"] != tokenizer_sha256:
         raise ConfigError(
-            f'{data.key("path")} = "{data.path}" was made by another tokenizer (SHA-256 {described["tokenizer"][:12]}, '
-            f"{described['vocab_size']} tokens) than model.tokenizer_path ({tokenizer_sha256[:12]}, {vocab_size} tokens); "
+            f'{data.key("path")} = "{data.path}" was made by another tokenizer (SHA-256'
+            f" {described['tokenizer'][:12]}, "
+            f"{described['vocab_size']} tokens) than model.tokenizer_path ({tokenizer_sha256[:12]},"
+            f" {vocab_size} tokens); "
             "use that tokenizer, or prepare it again"
         )
 

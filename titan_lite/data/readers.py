@@ -1,11 +1,12 @@
-"""Read the documents of text formats one after the other, from a file on disk or at a URL, compressed or not.
+"""Read the documents of text formats one after the other, from a file on disk or at a URL,
+compressed or not.
 
     with open_file("s3://corpus/a.jsonl.gz") as file:
         for number, raw in lines(file, limit=2**25):      # or elements(file), records(file, limit, field)
             ...
 
-`raw` is the document as it is in the file, or a ValueError with the reason why it cannot be read. A line or record
-above the limit of bytes is such an error, and the next one is read.
+`raw` is the document as it is in the file, or a ValueError with the reason why it cannot be read. A
+line or record above the limit of bytes is such an error, and the next one is read.
 """
 
 import csv
@@ -50,7 +51,10 @@ def shown(names: Sequence[str]) -> str:
 
 
 def no_column(field: str, names: Sequence[str], texts: Sequence[str] | None = None) -> NoText:
-    """Return the reason why a file has no usable column `field`. texts: columns with text, if known."""
+    """Return the reason why a file has no usable column `field`.
+
+    texts: columns with text, if known.
+    """
     what = "several columns" if field in names else "no column"
     why = f'data.text_field = "{field}" is {what} of it; its columns: {shown(names)}'
     if texts is None:
@@ -64,7 +68,10 @@ def is_url(path: str) -> bool:
 
 @contextmanager
 def open_file(file: str) -> Iterator[Any]:
-    """Open a file, on disk or at a URL, for reading bytes. Its name decides how it is decompressed."""
+    """Open a file, on disk or at a URL, for reading bytes.
+
+    Its name decides how it is decompressed.
+    """
     fs, path = url_to_fs(file) if is_url(file) else (LocalFileSystem(), file)
     with fs.open(path, "rb", compression="infer") as opened:
         # a file that is not compressed may lack `readline(size)`
@@ -72,14 +79,20 @@ def open_file(file: str) -> Iterator[Any]:
 
 
 def _all_frames(file: BinaryIO, mode: str = "rb") -> BinaryIO:
-    """Decompress zst. With the package zstandard, fsspec ends after the first frame or where a file is cut short."""
+    """Decompress zst.
+
+    With the package zstandard, fsspec ends after the first frame or where a file is cut short.
+    """
     import pyarrow
 
     return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), BLOCK // 16)
 
 
 def _only_member(file: BinaryIO, mode: str = "rb") -> IO[bytes]:
-    """Decompress a zip of one file. fsspec reads the first of several, and is silent about the others."""
+    """Decompress a zip of one file.
+
+    fsspec reads the first of several, and is silent about the others.
+    """
     archive = zipfile.ZipFile(file)
     names = archive.namelist()
     if len(names) != 1:
@@ -112,7 +125,9 @@ def lines(
 
 
 def _first_line(file: BinaryIO, start: int, end: int) -> int:
-    """Seek to the first line that begins from start on, and return its offset; at least `end` if none does before."""
+    """Seek to the first line that begins from start on, and return its offset; at least `end` if
+    none does before.
+    """
     if start == 0:
         return 0
     file.seek(start - 1)
@@ -132,8 +147,9 @@ def is_array(file: BinaryIO) -> bool:
 def elements(file: BinaryIO) -> Iterator[tuple[int, bytes | ValueError]]:
     """Yield (number, JSON) of the elements of an array, which is read as a whole.
 
-    The JSON builder of `datasets` is not used: it turns all texts into JSON, with quotes and escapes, if one of them
-    is a number, and ends at a byte that is not UTF-8. Raises ValueError where the array is not JSON or not complete.
+    The JSON builder of `datasets` is not used: it turns all texts into JSON, with quotes and
+    escapes, if one of them is a number, and ends at a byte that is not UTF-8. Raises ValueError
+    where the array is not JSON or not complete.
     """
     # a byte that is not UTF-8 is kept: only the element that has it is a bad document
     text = file.read().removeprefix(BYTE_ORDER_MARK).decode(errors="surrogateescape")
@@ -166,10 +182,14 @@ def _next_token(text: str, position: int) -> int:
 
 
 class _RecordLines:
-    """The lines of a csv file, for csv.reader. Raises TooLarge, after all its lines, for a record above the limit."""
+    """The lines of a csv file, for csv.reader.
+
+    Raises TooLarge, after all its lines, for a record above the limit.
+    """
 
     def __init__(self, file: BinaryIO, limit: int):
-        # csv.reader wants line ends as they are; bytes that are not UTF-8 are found in the text of their record
+        # csv.reader wants line ends as they are; bytes that are not UTF-8 are found in the text of
+        # their record
         self._text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
         self._limit = limit  # characters of a record
         self.count = 0  # lines read

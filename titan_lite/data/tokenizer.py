@@ -1,16 +1,19 @@
-"""Convert text to token ids and back, with a file in tiktoken's format by the rules of Llama 3, or with a tokenizer.json.
+"""Convert text to token ids and back, with a file in tiktoken's format by the rules of Llama 3, or
+with a tokenizer.json.
 
     tokenizer = load_tokenizer("assets/tokenizer/debug.model")
     tokenizer.encode("import os", bos=True)      # [1792, 759, 665]
     tokenizer.decode([759, 665])                 # "import os"
 
-A line in tiktoken's format is a token's bytes in base64, a space and its rank. The rank is the order of merges in byte-pair
-encoding, and the token's id. Llama 3's `tokenizer.model` is such a file. 256 special tokens follow the ranks, so that a file of
-1,792 ranks makes a vocabulary of 2,048. Names, ids and the splitting pattern are those of
+A line in tiktoken's format is a token's bytes in base64, a space and its rank. The rank is the
+order of merges in byte-pair encoding, and the token's id. Llama 3's `tokenizer.model` is such a
+file. 256 special tokens follow the ranks, so that a file of 1,792 ranks makes a vocabulary of
+2,048. Names, ids and the splitting pattern are those of
 https://github.com/meta-llama/llama-models/blob/main/models/llama3/tokenizer.py
 
-A file whose name ends in .json is read by the package `tokenizers`. The tokens that begin and end a document are those of
-tokenizer_config.json beside it, else those that the file itself puts around a text, else those with Llama's names.
+A file whose name ends in .json is read by the package `tokenizers`. The tokens that begin and end a
+document are those of tokenizer_config.json beside it, else those that the file itself puts around a
+text, else those with Llama's names.
 """
 
 import hashlib
@@ -43,18 +46,23 @@ SPECIAL_TOKENS = [
     f"<|{name}|>" for name in _NAMED + [f"reserved_special_token_{i}" for i in range(2, 246)]
 ]
 
-# tiktoken's matcher recurses: it panics on very long texts, and its time is quadratic in the length of a run of one class
-# (https://github.com/openai/tiktoken/issues/195). Texts are cut where Llama 3's tokenizer cuts, so that the ids are the same.
+# tiktoken's matcher recurses: it panics on very long texts, and its time is quadratic in the length
+# of a run of one class (https://github.com/openai/tiktoken/issues/195). Texts are cut where Llama
+# 3's tokenizer cuts, so that the ids are the same.
 _MAX_CHARS = 400_000
 _MAX_RUN = 25_000
 _LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN + 1},}}|(?<!\s)\s{{{_MAX_RUN + 1},}}")
-# A long run covers a stretch of half its length that starts at a multiple of that length: checking these stretches is fast.
+# A long run covers a stretch of half its length that starts at a multiple of that length: checking
+# these stretches is fast.
 _HALF = _MAX_RUN // 2
 _HALF_RUN = re.compile(rf"\S{{{_HALF}}}|\s{{{_HALF}}}")
 
 
 class TiktokenTokenizer:
-    """A tokenizer of a file in tiktoken's format. It has `vocab_size`, `bos_id`, `eos_id` and the file's `sha256`. Pickles."""
+    """A tokenizer of a file in tiktoken's format.
+
+    It has `vocab_size`, `bos_id`, `eos_id` and the file's `sha256`. Pickles.
+    """
 
     def __init__(self, ranks: dict[bytes, int], sha256: str):
         special = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
@@ -76,14 +84,18 @@ class TiktokenTokenizer:
         return self.encode_document(text)[0 if bos else 1 : -1].tolist()
 
     def encode_document(self, text: str) -> np.ndarray:
-        """Return the ids between BOS and EOS, as uint32, which takes 10% less time and a ninth of the memory of a list."""
+        """Return the ids between BOS and EOS, as uint32, which takes 10% less time and a ninth of
+        the memory of a list.
+        """
         parts = map(self._ids, _cut(text) if len(text) > _MAX_RUN else (text,))
         return np.concatenate(
             ([self.bos_id], *parts, [self.eos_id]), dtype=np.uint32, casting="unsafe"
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids in [0, vocab_size); invalid UTF-8 becomes U+FFFD, special tokens their names."""
+        """Return the text of ids in [0, vocab_size); invalid UTF-8 becomes U+FFFD, special tokens
+        their names.
+        """
         return self._encoding.decode(ids)
 
     def _ids(self, text: str) -> np.ndarray:
@@ -94,7 +106,10 @@ class TiktokenTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer of a tokenizer.json. Its `sha256` is of the file and of the ids of BOS and EOS. Pickles."""
+    """A tokenizer of a tokenizer.json. Its `sha256` is of the file and of the ids of BOS and EOS.
+
+    Pickles.
+    """
 
     def __init__(self, content: str, bos_id: int, eos_id: int):
         # one text is encoded at a time: threads gain nothing, and warn of forks
@@ -110,7 +125,8 @@ class JsonTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in added.items() if token.special}
         self.sha256 = hashlib.sha256(f"{content}\n{bos_id} {eos_id}".encode()).hexdigest()
-        # A text may be encoded in pieces, unless the tokenizer adds a prefix to each piece, like Llama 2's.
+        # A text may be encoded in pieces, unless the tokenizer adds a prefix to each piece, like
+        # Llama 2's.
         self._cuts = self.decode(self._ids("a") + self._ids("a")) == "aa"
 
     def __reduce__(self) -> Any:  # the library's own pickle loses encode_special_tokens
@@ -128,11 +144,15 @@ class JsonTokenizer:
         return np.array([*self.encode(text, bos=True), self.eos_id], dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids in [0, vocab_size); invalid UTF-8 becomes U+FFFD, special tokens their names."""
+        """Return the text of ids in [0, vocab_size); invalid UTF-8 becomes U+FFFD, special tokens
+        their names.
+        """
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _ids(self, text: str) -> list[int]:
-        """Return the ids of a piece in half the time of the library's `encode`, which also stores offsets."""
+        """Return the ids of a piece in half the time of the library's `encode`, which also stores
+        offsets.
+        """
         encode = self._tokenizer.encode_batch_fast
         try:
             return encode([text], add_special_tokens=False)[0].ids
@@ -143,16 +163,16 @@ class JsonTokenizer:
 Tokenizer = TiktokenTokenizer | JsonTokenizer
 
 _FIX = (
-    "use a file in tiktoken's format, such as assets/tokenizer/debug.model or Llama 3's original/tokenizer.model, "
-    "or a tokenizer.json"
+    "use a file in tiktoken's format, such as assets/tokenizer/debug.model or Llama 3's"
+    " original/tokenizer.model, or a tokenizer.json"
 )
 
 
 def load_tokenizer(path: str | os.PathLike, key: str = "model.tokenizer_path =") -> Tokenizer:
     """Load a file in tiktoken's format, or a tokenizer.json if the name ends in .json.
 
-    key: the beginning of errors, which says how the user named the file. Raises ConfigError if the file cannot be read, is not a
-    tokenizer, or does not say which tokens begin and end a document.
+    key: the beginning of errors, which says how the user named the file. Raises ConfigError if the
+    file cannot be read, is not a tokenizer, or does not say which tokens begin and end a document.
     """
     if os.fspath(path).endswith(".json"):
         return _load_json(Path(path), key)
@@ -162,11 +182,15 @@ def load_tokenizer(path: str | os.PathLike, key: str = "model.tokenizer_path =")
 def load_tiktoken(
     path: str | os.PathLike, key: str = "model.tokenizer_path ="
 ) -> TiktokenTokenizer:
-    """Load a file in tiktoken's format. Raises ConfigError if it cannot be read, or has another format."""
+    """Load a file in tiktoken's format.
+
+    Raises ConfigError if it cannot be read, or has another format.
+    """
     where = f'{key} "{os.fspath(path)}"'
     sha256 = hashlib.sha256(_read(Path(path), where)).hexdigest()
     try:
-        # the hash, since tiktoken keeps a copy by path, which it would go on reading after a change of the file
+        # the hash, since tiktoken keeps a copy by path, which it would go on reading after a change
+        # of the file
         ranks = load_tiktoken_bpe(os.fspath(path), expected_hash=sha256)
     except ValueError as error:
         raise ConfigError(
@@ -195,7 +219,10 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
 
 
 def _ends_of_documents(tokenizer: Any, path: Path, where: str) -> tuple[int, int]:
-    """Return the ids of the tokens that begin and end a document. Raises ConfigError if nothing says which they are."""
+    """Return the ids of the tokens that begin and end a document.
+
+    Raises ConfigError if nothing says which they are.
+    """
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a").ids
     starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
@@ -207,8 +234,8 @@ def _ends_of_documents(tokenizer: Any, path: Path, where: str) -> tuple[int, int
             id = tokenizer.token_to_id(beside[name])
             if id is None:
                 raise ConfigError(
-                    f"{where} has no token {beside[name]!r}, which tokenizer_config.json beside it calls {name}; "
-                    "correct one of them"
+                    f"{where} has no token {beside[name]!r}, which tokenizer_config.json beside it"
+                    f" calls {name}; correct one of them"
                 )
             return id
         if len(around) == 1:
@@ -217,7 +244,8 @@ def _ends_of_documents(tokenizer: Any, path: Path, where: str) -> tuple[int, int
         known = [id for id in ids if id is not None]
         if not known:
             raise ConfigError(
-                f'{where} does not say what {what} a document; use a tokenizer_config.json beside it with "{name}", '
+                f"{where} does not say what {what} a document; use a tokenizer_config.json beside"
+                f' it with "{name}", '
                 f"or a token called {' or '.join(usual)}"
             )
         return known[0]
@@ -229,7 +257,10 @@ def _ends_of_documents(tokenizer: Any, path: Path, where: str) -> tuple[int, int
 
 
 def _tokens_beside(path: Path, where: str) -> dict[str, str]:
-    """Return bos_token and eos_token of the tokenizer_config.json beside the file, if it has them. Raises ConfigError."""
+    """Return bos_token and eos_token of the tokenizer_config.json beside the file, if it has them.
+
+    Raises ConfigError.
+    """
     config = path.with_name("tokenizer_config.json")
     if not config.exists():
         return {}
@@ -268,7 +299,9 @@ def _without_halves(text: str) -> str:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Cut a text into pieces of at most 400,000 characters, with runs of at most 25,000 spaces or of other characters."""
+    """Cut a text into pieces of at most 400,000 characters, with runs of at most 25,000 spaces or
+    of other characters.
+    """
     for start in range(0, len(text), _MAX_CHARS):
         piece = text[start : start + _MAX_CHARS]
         begin = 0

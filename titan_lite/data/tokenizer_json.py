@@ -1,10 +1,12 @@
-"""Convert a tokenizer in tiktoken's format to Hugging Face's tokenizer.json, so that AutoTokenizer can open it.
+"""Convert a tokenizer in tiktoken's format to Hugging Face's tokenizer.json, so that AutoTokenizer
+can open it.
 
     to_json(load_tiktoken("assets/tokenizer/debug.model"))       # the content of tokenizer.json
     tokenizer_config()                                           # the content of the tokenizer_config.json beside it
 
-A file in tiktoken's format has the ranks of tokens. tokenizer.json has pairs to merge, in the order of the rank of the merged
-token. Bytes are written as printable characters: themselves, or from U+0100 on.
+A file in tiktoken's format has the ranks of tokens. tokenizer.json has pairs to merge, in the order
+of the rank of the merged token. Bytes are written as printable characters: themselves, or from
+U+0100 on.
 """
 
 from typing import Any
@@ -21,7 +23,9 @@ CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {
 
 
 def to_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
-    """Return a tokenizer.json that encodes like `encode(text, bos=True)`, except that names of special tokens become these."""
+    """Return a tokenizer.json that encodes like `encode(text, bos=True)`, except that names of
+    special tokens become these.
+    """
     pairs = (pair for token in tokenizer.ranks for pair in _pairs(token, tokenizer.ranks))
     byte_level = {
         "type": "ByteLevel",

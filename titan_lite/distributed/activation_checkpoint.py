@@ -1,10 +1,12 @@
-"""Activation checkpointing: keep some activations of a block for backward, and recompute the others.
+"""Activation checkpointing: keep some activations of a block for backward, and recompute the
+others.
 
     apply_activation_checkpoint(model.layers, mode="selective", option="op")
 
-Each block's class is replaced by a subclass that runs forward under torch's non-reentrant checkpoint; FQNs do not change.
-Recomputing a block reads its weights again, so SimpleFSDP gathers them again. Under torch.compile, checkpointing and resharding
-(compile/passes/resharding.py) are tags on the graph, and one partitioner reads both.
+Each block's class is replaced by a subclass that runs forward under torch's non-reentrant
+checkpoint; FQNs do not change. Recomputing a block reads its weights again, so SimpleFSDP gathers
+them again. Under torch.compile, checkpointing and resharding (compile/passes/resharding.py) are
+tags on the graph, and one partitioner reads both.
 """
 
 import functools
@@ -20,9 +22,10 @@ from torch.utils.checkpoint import (
 from titan_lite.cost.collectives import aten, collectives
 from titan_lite.models.attention import OPERATORS
 
-# Operators with results that are expensive to recompute: matrix products, all kernels of F.scaled_dot_product_attention and ours,
-# and of tensor parallelism reduce-scatters and all-reduces, of one number (scales of tokens in float8). All-gathers of tensor and
-# context parallelism have large results: they run again.
+# Operators with results that are expensive to recompute: matrix products, all kernels of
+# F.scaled_dot_product_attention and ours, and of tensor parallelism reduce-scatters and
+# all-reduces, of one number (scales of tokens in float8). All-gathers of tensor and context
+# parallelism have large results: they run again.
 PRODUCTS = frozenset({aten.mm.default, aten._scaled_mm.default})
 EXPENSIVE = frozenset(
     {
@@ -43,10 +46,13 @@ def apply_activation_checkpoint(
 ) -> None:
     """Checkpoint `blocks` in place. A block's name is its number in the model.
 
-    mode: "none"; "full": keep a block's input only; "selective": see option; "memory_budget": see compile/compile.py.
-    option: "op": keep results of EXPENSIVE operators; "op/2": the same, but of matrix products only the first, third, ... of a
-    block; "2": every second block (0, 2, ...) as in "full", the others as in "none".
-    compiled: the partitioner drops what backward does not need. In eager mode, results of a block's last product are not kept.
+    mode: "none"; "full": keep a block's input only; "selective": see option; "memory_budget": see
+    compile/compile.py.
+    option: "op": keep results of EXPENSIVE operators; "op/2": the same, but of matrix products only
+    the first, third, ... of a block; "2": every second block (0, 2, ...) as in "full", the others
+    as in "none".
+    compiled: the partitioner drops what backward does not need. In eager mode, results of a block's
+    last product are not kept.
     """
     for name, block in blocks.items():
         if recomputes(int(name), mode, option):
@@ -86,7 +92,8 @@ def _checkpointed_class(cls: Any, option: str, last: int) -> Any:
 
 
 def _keep_expensive(every_second: bool, last: int) -> Any:
-    """Keep results of EXPENSIVE operators before a block's product number `last`, counted from 1: recomputation ends there.
+    """Keep results of EXPENSIVE operators before a block's product number `last`, counted from 1:
+    recomputation ends there.
 
     every_second: of products only the first, third, ..., as TorchTitan does (arXiv 2410.06511).
     """

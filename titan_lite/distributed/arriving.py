@@ -1,12 +1,14 @@
-"""Let weights arrive, and gradients leave, while a compiled graph runs (accumulation.py starts the collectives).
+"""Let weights arrive, and gradients leave, while a compiled graph runs (accumulation.py starts the
+collectives).
 
     register(weight, finish)                                  # weight: allocated, and not gathered yet
     weight, stands_in = Arriving.apply(weight, handle, plan)  # in a graph: calls `finish` once, before the first use
     takes[fqn] = take                                         # backward calls take(gradient) as soon as it has computed it
 
-A graph can wait for a collective that was started outside of it: `wait_tensor` looks up the work of its input's storage, and
-returns its input if there is none (torch's `allow_inflight_collective_as_graph_input_ctx`). So one graph serves all microbatches.
-Autograd accumulates the gradients of handles, which are empty. They keep `take_gradient` in the graph.
+A graph can wait for a collective that was started outside of it: `wait_tensor` looks up the work of
+its input's storage, and returns its input if there is none (torch's
+`allow_inflight_collective_as_graph_input_ctx`). So one graph serves all microbatches. Autograd
+accumulates the gradients of handles, which are empty. They keep `take_gradient` in the graph.
 """
 
 from collections.abc import Callable
@@ -38,14 +40,20 @@ class Arrival(Work):
 
 
 def register(weight: Tensor, finish: Callable[[], None]) -> Arrival:
-    """Make the next `wait_tensor` on the storage of `weight` call `finish`. The caller keeps the result until then."""
+    """Make the next `wait_tensor` on the storage of `weight` call `finish`.
+
+    The caller keeps the result until then.
+    """
     arrival = Arrival(finish)
     _register_work(weight, arrival)
     return arrival
 
 
 class Arriving(torch.autograd.Function):
-    """(weight, its handle (0,)) -> the results of simple_fsdp._Gather. Backward gives their gradient to `takes`."""
+    """(weight, its handle (0,)) -> the results of simple_fsdp._Gather.
+
+    Backward gives their gradient to `takes`.
+    """
 
     @staticmethod
     def forward(

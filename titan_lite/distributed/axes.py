@@ -25,7 +25,10 @@ WORDS = {
 
 
 def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
-    """Return the axis of each of this rank's groups. The group that shards parameters over dp_shard and cp is dp_shard."""
+    """Return the axis of each of this rank's groups.
+
+    The group that shards parameters over dp_shard and cp is dp_shard.
+    """
     groups = {
         tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis
         for axis in AXES
@@ -43,7 +46,10 @@ def ranks_in(group: str) -> tuple[int, ...]:
 
 
 def axis_along(ranks: tuple[int, ...], axes: Axes, of_parameters: bool) -> str:
-    """Return the axis of a collective, "" for a single rank. Parameters that are sharded over cp alone count as dp_shard."""
+    """Return the axis of a collective, "" for a single rank.
+
+    Parameters that are sharded over cp alone count as dp_shard.
+    """
     axis = axes[ranks] if len(ranks) > 1 else ""
     return "dp_shard" if of_parameters and axis == "cp" else axis
 

@@ -4,8 +4,8 @@
     gather_buckets(plans)           # [(parameters, Bucket), ...], in the order of their first parameters
     reduce_buckets(plans)           # the same for gradients, which may be summed over other groups
 
-Buckets are those of SimpleFSDP's manual wrapping (arXiv 2411.00284, section 4.1). One has the layout of a graph's bucket
-(compile/passes/bucketing.py): the padded shards of a rank, concatenated.
+Buckets are those of SimpleFSDP's manual wrapping (arXiv 2411.00284, section 4.1). One has the
+layout of a graph's bucket (compile/passes/bucketing.py): the padded shards of a rank, concatenated.
 
     gathered   w1 of rank 0, w2 of rank 0, w1 of rank 1, w2 of rank 1        one row per rank; a weight is a range of columns
     reduced    the same for gradients; each rank gets the sum of its row
@@ -26,7 +26,10 @@ from titan_lite.models.fqns import block_of, last_block
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters that share each collective. plans: of one shard group, and of one dtype and sum_groups where these matter."""
+    """Parameters that share each collective.
+
+    plans: of one shard group, and of one dtype and sum_groups where these matter.
+    """
 
     plans: tuple[ShardSpec, ...]
 
@@ -43,7 +46,10 @@ class Bucket:
         return self.as_one.start_gather_of(_cat([shard.reshape(-1) for shard in rows]), out)
 
     def finish_gather(self, started: InFlight, tables: list[Tensor] | None = None) -> list[Tensor]:
-        """Return the unsharded parameters: copies, except for a single one. tables: where to, allocated by `tables`."""
+        """Return the unsharded parameters: copies, except for a single one.
+
+        tables: where to, allocated by `tables`.
+        """
         table = started.wait().view(self.plans[0].shard_degree, -1)
         if len(self.plans) == 1:
             return self.weights_of([table])
@@ -120,7 +126,10 @@ def gather_buckets(plans: Plans) -> Buckets:
 
 
 def gather_blocks(plans: Plans) -> dict[str, Buckets]:
-    """Return the buckets that weights are gathered in, by transformer block. With float8 weights, it has one for other dtypes."""
+    """Return the buckets that weights are gathered in, by transformer block.
+
+    With float8 weights, it has one for other dtypes.
+    """
     last, found = last_block(plan.fqn for plan in plans.values()), defaultdict[str, Buckets](list)
     for members, bucket in gather_buckets(plans):
         found[block_of(bucket.plans[0].fqn, last)].append((members, bucket))

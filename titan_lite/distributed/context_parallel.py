@@ -1,11 +1,13 @@
-"""Context parallelism: a rank has some tokens of every sequence, and attends to gathered keys and values.
+"""Context parallelism: a rank has some tokens of every sequence, and attends to gathered keys and
+values.
 
     positions = own_positions(seq_len, rank, degree)         # of this rank's tokens, for input, labels and RoPE
     apply_context_parallel(model, mesh["cp"], attend_to_the_past)
 
-As in Llama 3 (arXiv 2407.21783, section 3.3.2), keys and values are all-gathered along the sequence, and their gradients are
-reduce-scattered; GQA makes both small. Both are nodes of the graph. With n ranks a sequence has 2n chunks. Rank r has chunks r
-and 2n - 1 - r, so that all ranks do the same work under a causal mask:
+As in Llama 3 (arXiv 2407.21783, section 3.3.2), keys and values are all-gathered along the
+sequence, and their gradients are reduce-scattered; GQA makes both small. Both are nodes of the
+graph. With n ranks a sequence has 2n chunks. Rank r has chunks r and 2n - 1 - r, so that all ranks
+do the same work under a causal mask:
 
     chunks of one sequence, n = 2     [0 | 1 | 2 | 3]        rank 0: 0 and 3 (1 + 4 chunks attended to), rank 1: 1 and 2 (2 + 3)
 """
@@ -39,7 +41,10 @@ def own_positions(seq_len: int, rank: int, degree: int) -> list[int]:
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, attend: Attend) -> None:
-    """Replace the attention of `model` in place, over the one-axis `mesh`. Call it before `apply_tensor_parallel`."""
+    """Replace the attention of `model` in place, over the one-axis `mesh`.
+
+    Call it before `apply_tensor_parallel`.
+    """
     if mesh.size() == 1:
         return
     for fqn, module in model.named_modules():
@@ -55,7 +60,10 @@ def _parallel_class(cls: Any) -> Any:
 
 
 def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attend from own q (B, t, H, D) to k and v (B, t, K, D) of all ranks -> (B, t, H, D). mask: (B, 1, t, T)."""
+    """Attend from own q (B, t, H, D) to k and v (B, t, K, D) of all ranks -> (B, t, H, D).
+
+    mask: (B, 1, t, T).
+    """
     axis: Axis = module._cp  # type: ignore[assignment]
     attend: Attend = module._attend_to_the_past  # type: ignore[assignment]
     k, v = in_order(gather_tokens(torch.cat((k, v), dim=2), axis), axis.degree).chunk(2, dim=2)
@@ -82,10 +90,12 @@ def in_order(gathered: Tensor, degree: int) -> Tensor:
 def attend_to_the_past(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kernel: str = "auto"
 ) -> Tensor:
-    """Attend causally from q (B, t, H, D), the last t of S positions, to k and v (B, S, K, D) -> (B, t, H, D).
+    """Attend causally from q (B, t, H, D), the last t of S positions, to k and v (B, S, K, D) ->
+    (B, t, H, D).
 
-    mask: (B, 1, t, S or more), True where a query attends; None: causal. kernel: "cudnn", or else FlashAttention in the version
-    that attention.use_kernel has set. Without a kernel that fits: F.scaled_dot_product_attention.
+    mask: (B, 1, t, S or more), True where a query attends; None: causal. kernel: "cudnn", or else
+    FlashAttention in the version that attention.use_kernel has set. Without a kernel that fits:
+    F.scaled_dot_product_attention.
     """
     tokens, past = q.shape[1], k.shape[1]
     fits = mask is None and q.is_cuda and fits_flash(q.dtype, q.shape[-1])
@@ -98,8 +108,9 @@ def attend_to_the_past(
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if flash:
-        # Its causal mask is aligned to the lower right corner. F.scaled_dot_product_attention needs a full mask for that, or
-        # torch.nn.attention.bias.causal_lower_right, which breaks the graph.
+        # Its causal mask is aligned to the lower right corner. F.scaled_dot_product_attention needs
+        # a full mask for that, or torch.nn.attention.bias.causal_lower_right, which breaks the
+        # graph.
         out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     else:
         if mask is None:

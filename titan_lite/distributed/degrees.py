@@ -1,4 +1,6 @@
-"""Resolve the parallel degrees of a recipe and check that they fit a model. Needs no torch, so that checks are quick.
+"""Resolve the parallel degrees of a recipe and check that they fit a model.
+
+Needs no torch, so that checks are quick.
 
 degrees = resolve_degrees(config.parallelism, world_size=8)     # {"pp": 1, "dp_replicate": 2, "dp_shard": 4, ...}
 """
@@ -18,7 +20,10 @@ AXES = tuple(DEGREES)
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
-    """Return the ranks along each axis, with -1 resolved. Raises ConfigError unless their product is world_size."""
+    """Return the ranks along each axis, with -1 resolved.
+
+    Raises ConfigError unless their product is world_size.
+    """
     degrees: dict[str, int] = {axis: getattr(parallelism, key) for axis, key in DEGREES.items()}
     others = math.prod(degree for degree in degrees.values() if degree != -1)
     product = (
@@ -27,15 +32,17 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     if degrees["dp_shard"] == -1:
         if world_size % others:
             raise ConfigError(
-                f"parallelism.data_parallel_shard_degree = -1 cannot be resolved: the other degrees ({product}) multiply to "
-                f"{others}, which does not divide {world_size} ranks; start {-(-world_size // others) * others} ranks, or lower "
-                f"degrees until they multiply to a divisor of {world_size}"
+                "parallelism.data_parallel_shard_degree = -1 cannot be resolved: the other degrees"
+                f" ({product}) multiply to {others}, which does not divide {world_size} ranks;"
+                f" start {-(-world_size // others) * others} ranks, or lower degrees until they"
+                f" multiply to a divisor of {world_size}"
             )
         degrees["dp_shard"] = world_size // others
     elif others != world_size:
         raise ConfigError(
-            f"parallelism.data_parallel_shard_degree = {degrees['dp_shard']}: the degrees ({product}) need {others} ranks, but "
-            f"{world_size} are running; start {others} ranks (NGPU={others}), or set data_parallel_shard_degree = -1"
+            f"parallelism.data_parallel_shard_degree = {degrees['dp_shard']}: the degrees"
+            f" ({product}) need {others} ranks, but {world_size} are running; start {others} ranks"
+            f" (NGPU={others}), or set data_parallel_shard_degree = -1"
         )
     return degrees
 
@@ -43,7 +50,8 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
 def check_tensor_parallel(
     tp: int, *, n_heads: int, n_kv_heads: int, hidden_dim: int, vocab_size: int, seq_len: int
 ) -> None:
-    """Raise ConfigError unless tp divides heads and tokens, and each rank has some hidden units and some of the vocabulary.
+    """Raise ConfigError unless tp divides heads and tokens, and each rank has some hidden units and
+    some of the vocabulary.
 
     The last two are split unevenly where tp does not divide them.
     """
@@ -73,6 +81,8 @@ def check_context_parallel(cp: int, *, seq_len: int, tp: int) -> None:
         step = 2 * cp * tp
         nearest = sorted({max(step, seq_len // step * step), -(-seq_len // step) * step})
         raise ConfigError(
-            f"parallelism.context_parallel_degree = {cp}: training.seq_len = {seq_len} cannot be cut into 2 x {cp} chunks"
-            f"{f' that {tp} tensor-parallel ranks share' if tp > 1 else ''}; use seq_len = {' or '.join(map(str, nearest))}"
+            f"parallelism.context_parallel_degree = {cp}: training.seq_len = {seq_len} cannot be"
+            f" cut into 2 x {cp}"
+            f" chunks{f' that {tp} tensor-parallel ranks share' if tp > 1 else ''}; use seq_len ="
+            f" {' or '.join(map(str, nearest))}"
         )

@@ -1,4 +1,5 @@
-"""Scales of a stage's weights for tensorwise float8 products (models/float8.py): of the whole weight, on every rank.
+"""Scales of a stage's weights for tensorwise float8 products (models/float8.py): of the whole
+weight, on every rank.
 
     scales = Scales()
     scales.add("layers.0.attention.wq.weight")
@@ -6,7 +7,8 @@
     scales.refresh(parameters)          # after each optimizer step, and after loading
     scales.of("layers.0.attention.wq.weight")
 
-They are one tensor, an input of graphs that is changed in place. They are not saved, as they follow from the weights.
+They are one tensor, an input of graphs that is changed in place. They are not saved, as they follow
+from the weights.
 """
 
 from collections.abc import Mapping
@@ -37,7 +39,8 @@ class Scales:
 
     @torch.no_grad()
     def refresh(self, parameters: Mapping[str, Tensor]) -> None:
-        """Set the scales from shards: one all-reduce of all largest magnitudes over each axis that shards parameters.
+        """Set the scales from shards: one all-reduce of all largest magnitudes over each axis that
+        shards parameters.
 
         parameters: DTensors by FQN, at least those with a scale. Call it on all ranks of a stage.
         """

@@ -2,10 +2,11 @@
 
     gather_without_coalescing()       # once, before any collective; for this process
 
-torch (2.11 and 2.13) runs a functional all-gather on gloo as a *coalesced* one. A worker thread that ends an operation stores its
-name without a lock. Names longer than 15 characters are on the heap, the coalesced all-gather's among them. Two workers that end
-together free the same name: overlapping steps corrupt the heap within a minute. `all_gather_into_tensor_out` has a short name and
-is otherwise the same.
+torch (2.11 and 2.13) runs a functional all-gather on gloo as a *coalesced* one. A worker thread
+that ends an operation stores its name without a lock. Names longer than 15 characters are on the
+heap, the coalesced all-gather's among them. Two workers that end together free the same name:
+overlapping steps corrupt the heap within a minute. `all_gather_into_tensor_out` has a short name
+and is otherwise the same.
 """
 
 import functools

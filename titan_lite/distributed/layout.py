@@ -1,4 +1,5 @@
-"""Compute and check all values that follow from a recipe and a number of ranks, once, before a process group exists.
+"""Compute and check all values that follow from a recipe and a number of ranks, once, before a
+process group exists.
 
     layout = make_layout(config, world_size=8)
     layout.degrees               # {"pp": 1, "dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 1}
@@ -6,8 +7,9 @@
     layout.tokens                # of one optimizer step, over all ranks
     layout.rows_at(step)         # sequences of that step; training.global_batch_ramp changes it in the first steps
 
-The trainer, the planner, the start lines, the checkpoint's state and verify read these values and derive none again. torch is
-imported only by checks that build the model or read a machine's profile, so that most errors are reported in 0.1 s.
+The trainer, the planner, the start lines, the checkpoint's state and verify read these values and
+derive none again. torch is imported only by checks that build the model or read a machine's
+profile, so that most errors are reported in 0.1 s.
 """
 
 import dataclasses
@@ -49,8 +51,10 @@ class Layout:
     degrees: dict[str, int]  # ranks along each axis of the mesh (distributed/mesh.py)
     pipeline: PipelineSchedule  # stages, their ranks, microbatches of a local batch
     local_batch_size: int  # sequences that a data-parallel rank or its pipeline takes at once
-    accumulation: int  # local batches of one optimizer step, on each data-parallel rank, once the ramp is over
-    gathers_once: bool  # weights are gathered and gradients reduced once an optimizer step, not once a microbatch
+    # local batches of one optimizer step, on each data-parallel rank, once the ramp is over
+    accumulation: int
+    # weights are gathered and gradients reduced once an optimizer step, not once a microbatch
+    gathers_once: bool
     loss_chunk: int = 0  # tokens whose logits a rank has at a time; 0: all of a microbatch
     ramp: tuple[
         tuple[int, int], ...
@@ -76,7 +80,9 @@ class Layout:
 
     @property
     def shapes_of_rank(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters of a rank's pipeline stages, by FQN, before they are split, on the rank with most."""
+        """Shapes of the parameters of a rank's pipeline stages, by FQN, before they are split, on
+        the rank with most.
+        """
         ranks = (
             [self.pipeline.modules[stage] for stage in self.pipeline.stages_of(rank)]
             for rank in range(self.degrees["pp"])
@@ -90,20 +96,25 @@ class Layout:
         return numbers_in(self.shapes_of_rank) / self.degrees["tp"]
 
     def steady_bytes(self, config: Config) -> float:
-        """Return the bytes of a rank's weights, gradients and moments on its device, of what it has as an owner, and of the
-        errors of compressed gradients."""
+        """Return the bytes of a rank's weights, gradients and moments on its device, of what it has
+        as an owner, and of the errors of compressed gradients.
+        """
         own = self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
         moments = moment_bytes(config.optimizer, own, own * share_of_matrices(self.shapes_of_rank))
         beside = self.owner_bytes(config) + 2 * error_bytes(config, self)
         return 2 * STORED * own + sum(moments) + beside
 
     def owner_bytes(self, config: Config) -> float:
-        """Return the bytes that the rank with most keeps of whole matrices (optim/matrix_owners.py)."""
+        """Return the bytes that the rank with most keeps of whole matrices
+        (optim/matrix_owners.py).
+        """
         ranks = self.world_size // self.degrees["pp"]
         return max(kept_by_owners(config.optimizer, self.shapes_of_rank, ranks))
 
     def step_bytes(self, config: Config) -> float:
-        """Return the extra bytes of gathering once a step: unsharded weights, gradients of a backward, sums of gradients."""
+        """Return the extra bytes of gathering once a step: unsharded weights, gradients of a
+        backward, sums of gradients.
+        """
         computed, summed = itemsizes(config.training)
         in_float8 = (
             numbers_in(gathered_in_float8(config.float8, self.shapes_of_rank)) / self.degrees["tp"]
@@ -164,7 +175,9 @@ def itemsizes(training: Training) -> tuple[int, int]:
 
 
 def _fits_gathered_once(config: Config, layout: Layout, memory: float) -> bool:
-    """Return the choice of fsdp_communication = "auto": True (once a step) if it fits and no key buckets or reshards."""
+    """Return the choice of fsdp_communication = "auto": True (once a step) if it fits and no key
+    buckets or reshards.
+    """
     stage = config.compile
     if config.parallelism.fsdp_reshard_after_forward == "always":
         return False
@@ -178,9 +191,12 @@ def _fits_gathered_once(config: Config, layout: Layout, memory: float) -> bool:
 def make_layout(
     config: Config, world_size: int, model: ModelConfig | None = None, *, memory: float = math.inf
 ) -> Layout:
-    """Return the layout of a recipe on `world_size` ranks. Needs no tokenizer, no data and no process group.
+    """Return the layout of a recipe on `world_size` ranks.
 
-    model: replaces the recipe's model shape. memory: bytes of a device. Raises ConfigError for a recipe that cannot run.
+    Needs no tokenizer, no data and no process group.
+
+    model: replaces the recipe's model shape. memory: bytes of a device. Raises ConfigError for a
+    recipe that cannot run.
     """
     training, parallelism = config.training, config.parallelism
     model = model or shape_of(config.model)

@@ -1,4 +1,5 @@
-"""Check what a layout has to be for a recipe's keys to have their effect; distributed/layout.py calls it. Needs no process group.
+"""Check what a layout has to be for a recipe's keys to have their effect; distributed/layout.py
+calls it. Needs no process group.
 
 check_layout(config, layout)            # raises ConfigError
 """
@@ -37,24 +38,30 @@ def check_layout(config: Config, layout: "Layout") -> None:
     name = config.optimizer.name
     if name != "AdamW" and config.compile.compiles("optimizer"):
         raise ConfigError(
-            f'compile.components has the optimizer, and the update of optimizer.name = "{name}" is not compiled, as most of it '
-            'is products of large matrices; use compile.components = ["model", "loss"]'
+            f'compile.components has the optimizer, and the update of optimizer.name = "{name}" is'
+            " not compiled, as most of it is products of large matrices; use compile.components ="
+            ' ["model", "loss"]'
         )
     if name == "Shampoo" and config.optimizer.start_preconditioning_step > training.steps:
         raise ConfigError(
-            f"optimizer.start_preconditioning_step = {config.optimizer.start_preconditioning_step} is after the last of "
-            f'training.steps = {training.steps}, and optimizer.name = "Shampoo" would be AdamW alone; use at most '
+            f"optimizer.start_preconditioning_step = {config.optimizer.start_preconditioning_step}"
+            " is after the last of "
+            f'training.steps = {training.steps}, and optimizer.name = "Shampoo" would be AdamW'
+            " alone; use at most "
             f'{training.steps}, or name = "AdamW"'
         )
     if layout.gathers_once and parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
-            'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '
-            f'weights gathered for a step of {layout.microbatches} microbatches; use fsdp_communication = "microbatch"'
+            'parallelism.fsdp_reshard_after_forward = "always" has no effect with'
+            ' fsdp_communication = "step", which keeps weights gathered for a step of'
+            f' {layout.microbatches} microbatches; use fsdp_communication = "microbatch"'
         )
 
 
 def check_chunks(config: Config, layout: "Layout") -> None:
-    """Raise ConfigError for chunks that do not divide the tokens of a tensor-parallel rank, since nothing would be cut."""
+    """Raise ConfigError for chunks that do not divide the tokens of a tensor-parallel rank, since
+    nothing would be cut.
+    """
     chunks, tp = config.compile.tensor_parallel_chunks, layout.degrees["tp"]
     tokens = layout.seq_len // layout.degrees["cp"] // tp
     if tp > 1 and config.compile.compiles("model") and tokens % chunks:
@@ -64,18 +71,21 @@ def check_chunks(config: Config, layout: "Layout") -> None:
             *[number for number in divisors if number > chunks][:1],
         ]
         raise ConfigError(
-            f"compile.tensor_parallel_chunks = {chunks} does not divide the {tokens:,} tokens of a sequence that a "
-            f"tensor-parallel rank has; use {' or '.join(map(str, near))}"
+            f"compile.tensor_parallel_chunks = {chunks} does not divide the {tokens:,} tokens of a"
+            f" sequence that a tensor-parallel rank has; use {' or '.join(map(str, near))}"
         )
 
 
 def check_names(key: str, names: Sequence[str], flavor: str, model: ModelConfig) -> None:
-    """Raise ConfigError for a name of no parameter or module with parameters in the model, over all pipeline stages."""
+    """Raise ConfigError for a name of no parameter or module with parameters in the model, over all
+    pipeline stages.
+    """
     for name in names:
         if name not in module_fqns(model.n_layers) and not parameters_of(model, [name]):
             raise ConfigError(
-                f'{key} = [{", ".join(names)}]: "{name}" has no parameter in flavor {flavor}; '
-                f"use tok_embeddings, layers.0 to layers.{model.n_layers - 1}, norm, output or modules within them"
+                f'{key} = [{", ".join(names)}]: "{name}" has no parameter in flavor {flavor}; use'
+                f" tok_embeddings, layers.0 to layers.{model.n_layers - 1}, norm, output or modules"
+                " within them"
             )
 
 
@@ -105,7 +115,9 @@ def on_meta_device(model: ModelConfig) -> "Transformer":
 
 
 def check_compression(config: Config, layout: "Layout") -> None:
-    """Raise ConfigError for a compression of gradients between copies that would do nothing, or whose gradients are elsewhere."""
+    """Raise ConfigError for a compression of gradients between copies that would do nothing, or
+    whose gradients are elsewhere.
+    """
     training, parallelism = config.training, config.parallelism
     if parallelism.replicate_compression == "none":
         return
@@ -116,18 +128,24 @@ def check_compression(config: Config, layout: "Layout") -> None:
         )
     if parallelism.replicate_uncompressed_steps >= training.steps:
         raise ConfigError(
-            f"parallelism.replicate_uncompressed_steps = {parallelism.replicate_uncompressed_steps} is all of training.steps = "
-            f'{training.steps}, and {key} would do nothing; use fewer, or replicate_compression = "none"'
+            f"parallelism.replicate_uncompressed_steps = {parallelism.replicate_uncompressed_steps}"
+            " is all of training.steps = "
+            f"{training.steps}, and {key} would do nothing; use fewer, or replicate_compression ="
+            ' "none"'
         )
     if not any(factors for _, factors in sent_between_copies(config, layout).values()):
         raise ConfigError(
-            f"parallelism.replicate_rank = {parallelism.replicate_rank}: the factors of every shard would have more than a "
-            f'quarter of its numbers, so all would travel as they are; use a smaller rank, or replicate_compression = "none"'
+            f"parallelism.replicate_rank = {parallelism.replicate_rank}: the factors of every shard"
+            " would have more than a "
+            f"quarter of its numbers, so all would travel as they are; use a smaller rank, or"
+            f' replicate_compression = "none"'
         )
 
 
 def sent_between_copies(config: Config, layout: "Layout") -> dict[str, tuple[int, int]]:
-    """Return (numbers of the shard, numbers of its factors or 0 if it travels as it is) of a rank's parameters, by FQN."""
+    """Return (numbers of the shard, numbers of its factors or 0 if it travels as it is) of a rank's
+    parameters, by FQN.
+    """
     from titan_lite.distributed.powersgd import as_matrix
 
     found, rank = {}, config.parallelism.replicate_rank
@@ -153,7 +171,9 @@ def largest_shard(layout: "Layout", fqn: str, sizes: Sequence[int]) -> tuple[int
 
 
 def error_bytes(config: Config, layout: "Layout") -> int:
-    """Return the bytes of a rank's errors of gradients that are compressed between copies; a step has them twice."""
+    """Return the bytes of a rank's errors of gradients that are compressed between copies; a step
+    has them twice.
+    """
     if config.parallelism.replicate_compression == "none":
         return 0
     return 4 * sum(
@@ -166,7 +186,10 @@ def check_float8(config: Config, layout: "Layout") -> None:
     if not config.float8.enable:
         return
     if config.parallelism.enable_async_tensor_parallel:
-        wrong = "parallelism.enable_async_tensor_parallel = true: Inductor does not overlap collectives with float8 products"
+        wrong = (
+            "parallelism.enable_async_tensor_parallel = true: Inductor does not overlap collectives"
+            " with float8 products"
+        )
         raise ConfigError(f"{wrong}; use false, or float8.enable = false")
     from titan_lite.distributed.tensor_parallel import weight_dim
     from titan_lite.models.float8 import check_sizes, linear_layers
@@ -190,7 +213,8 @@ def check_float8_results(config: Config) -> None:
         and config.training.mixed_precision_param != "bfloat16"
     ):
         raise ConfigError(
-            f'float8.recipe = "{recipe}" has results in bfloat16 alone on GPUs; use training.mixed_precision_param = "bfloat16"'
+            f'float8.recipe = "{recipe}" has results in bfloat16 alone on GPUs; use'
+            ' training.mixed_precision_param = "bfloat16"'
         )
 
 
@@ -222,15 +246,18 @@ def check_schedule(config: Config, layout: "Layout") -> None:
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise ConfigError(
-                f'compile.buckets: "{twice[0]}" is in it twice, but a parameter has one bucket; use it once'
+                f'compile.buckets: "{twice[0]}" is in it twice, but a parameter has one bucket; use'
+                " it once"
             )
         if all(len(parameters_of(layout.model, bucket.split())) < 2 for bucket in stage.buckets):
             raise ConfigError(
-                f"compile.buckets = [{', '.join(stage.buckets)}]: none has two parameters, so nothing would be merged; "
-                'use such as "layers.0 layers.1", or compile.bucketing = "none"'
+                f"compile.buckets = [{', '.join(stage.buckets)}]: none has two parameters, so"
+                ' nothing would be merged; use such as "layers.0 layers.1", or compile.bucketing'
+                ' = "none"'
             )
     if stage.bucketing not in ("block", "none") and layout.gathers_once:
         raise ConfigError(
-            f'compile.bucketing = "{stage.bucketing}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers '
-            f'once for {layout.microbatches} microbatches; use fsdp_communication = "microbatch" or bucketing = "block"'
+            f'compile.bucketing = "{stage.bucketing}" has nothing to bucket:'
+            f' parallelism.fsdp_communication = "step" gathers once for {layout.microbatches}'
+            ' microbatches; use fsdp_communication = "microbatch" or bucketing = "block"'
         )

@@ -4,7 +4,8 @@
     mesh = build_mesh(degrees, device_type="cuda")
     mesh["dp_shard"].size()                                        # 4
 
-All axes always exist, also those of size 1. The first axis is the outermost, with the slowest links.
+All axes always exist, also those of size 1. The first axis is the outermost, with the slowest
+links.
 """
 
 import torch.distributed as dist
@@ -25,10 +26,11 @@ def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
 
 
 def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that this rank's parameters are placed on: PARAMETER_AXES, with cp folded into dp_shard.
+    """Return the mesh that this rank's parameters are placed on: PARAMETER_AXES, with cp folded
+    into dp_shard.
 
-    Ranks of cp see other tokens of the same sequences, so parameters can be sharded and gradients summed over them as well.
-    Call it once, on all ranks: it may create process groups.
+    Ranks of cp see other tokens of the same sequences, so parameters can be sharded and gradients
+    summed over them as well. Call it once, on all ranks: it may create process groups.
     """
     if mesh["cp"].size() == 1:
         return mesh[PARAMETER_AXES]
@@ -39,7 +41,9 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return (data-parallel rank, data-parallel degree): ranks of dp_replicate and dp_shard have different sequences."""
+    """Return (data-parallel rank, data-parallel degree): ranks of dp_replicate and dp_shard have
+    different sequences.
+    """
     replicate, shard = mesh["dp_replicate"], mesh["dp_shard"]
     return (
         replicate.get_local_rank() * shard.size() + shard.get_local_rank(),
@@ -48,17 +52,26 @@ def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def sum_over_tokens(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Sum in place over ranks with different tokens. Ranks that share tokens (tp, pp) must have the same tensor."""
+    """Sum in place over ranks with different tokens.
+
+    Ranks that share tokens (tp, pp) must have the same tensor.
+    """
     _sum(tensor, mesh, ("dp_replicate", "dp_shard", "cp"))
 
 
 def sum_of_losses(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Sum in place as `sum_over_tokens`, and over pp. The tensor is zero on ranks without the last pipeline stage."""
+    """Sum in place as `sum_over_tokens`, and over pp.
+
+    The tensor is zero on ranks without the last pipeline stage.
+    """
     _sum(tensor, mesh, ("pp", "dp_replicate", "dp_shard", "cp"))
 
 
 def sum_of_flags(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Sum in place over tp, after `sum_of_losses`. The result is then nonzero on all ranks if it was on any."""
+    """Sum in place over tp, after `sum_of_losses`.
+
+    The result is then nonzero on all ranks if it was on any.
+    """
     _sum(tensor, mesh, ("tp",))
 
 

@@ -1,4 +1,6 @@
-"""Build a rank's pipeline stages: parallelize, checkpoint, shard, compile. For the trainer, the planner, tests and benchmarks.
+"""Build a rank's pipeline stages: parallelize, checkpoint, shard, compile.
+
+For the trainer, the planner, tests and benchmarks.
 
     stages = build_stages(functools.partial(Transformer, layout.model), modules, mesh, ...)     # on the meta device
     compile_stages(stages, mesh, ...)
@@ -6,8 +8,9 @@
         materialize(model, device)
         model.init_weights(seed, shard_of)
 
-The order matters. Context and tensor parallelism decide which tokens and weights a rank has. Checkpointing comes before
-SimpleFSDP, so that recomputing a block gathers its weights again. The compiler comes last, to see all collectives.
+The order matters. Context and tensor parallelism decide which tokens and weights a rank has.
+Checkpointing comes before SimpleFSDP, so that recomputing a block gathers its weights again. The
+compiler comes last, to see all collectives.
 """
 
 import functools
@@ -59,10 +62,13 @@ def build_stages(
     attend: Attend | None = None,
     compiled: bool = False,
 ) -> list[Model]:
-    """Return a parallel model on the meta device for each list of FQNs in `modules`: the modules that it keeps.
+    """Return a parallel model on the meta device for each list of FQNs in `modules`: the modules
+    that it keeps.
 
-    make_model: (positions of this rank's tokens within a sequence) -> the model, with blocks as the children of `layers`.
-    loss: of the module `output`, given labels. attend: the attention of context parallelism. Default: `attend_to_the_past`.
+    make_model: (positions of this rank's tokens within a sequence) -> the model, with blocks as the
+    children of `layers`.
+    loss: of the module `output`, given labels. attend: the attention of context parallelism.
+    Default: `attend_to_the_past`.
     compiled: the stages will be (compile_stages).
     """
     positions = own_positions(training.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
@@ -110,11 +116,13 @@ def compile_stages(
     schedule: Schedule | None = None,
     priced_as: str = "",
 ) -> list[CompileReport]:
-    """Compile each stage as one graph, in place. Returns the list of receipts, which is filled at the first call of a stage.
+    """Compile each stage as one graph, in place.
 
-    machine: the hardware to estimate times for. dump_folder: where compile.dump_graphs writes. schedule: replaces
-    the passes that these arguments select. priced_as: see compile_model. May create process groups: call it on all
-    ranks.
+    Returns the list of receipts, which is filled at the first call of a stage.
+
+    machine: the hardware to estimate times for. dump_folder: where compile.dump_graphs writes.
+    schedule: replaces the passes that these arguments select. priced_as: see compile_model. May
+    create process groups: call it on all ranks.
     """
     if schedule is None:
         dump = None
@@ -145,9 +153,11 @@ def compile_stages(
             compile,
             reshard_after_forward=reshard,
             keep_gathered=keep,
-            memory_budget=activation_checkpoint.memory_budget
-            if activation_checkpoint.mode == "memory_budget"
-            else 1.0,
+            memory_budget=(
+                activation_checkpoint.memory_budget
+                if activation_checkpoint.mode == "memory_budget"
+                else 1.0
+            ),
             async_tensor_parallel=mesh.get_group("tp").group_name if overlaps else "",
             schedule=schedule,
             priced_as=priced_as,
@@ -166,8 +176,11 @@ def build_runner(
     dtype: torch.dtype,
     device: torch.device,
 ) -> SingleStage | Pipeline:
-    """Return the runner of this rank's stages: a Pipeline if there are several pipeline ranks. tokens, output, dtype: as for it;
-    loss_sum: as for SingleStage."""
+    """Return the runner of this rank's stages: a Pipeline if there are several pipeline ranks.
+
+    tokens, output, dtype: as for it;
+    loss_sum: as for SingleStage.
+    """
     if mesh["pp"].size() == 1:
         return SingleStage(stages[0], loss_sum)
     return Pipeline(
@@ -185,7 +198,10 @@ def build_runner(
 
 
 def gather_receipts(receipts: list[CompileReport], mesh: DeviceMesh) -> list[CompileReport]:
-    """Return the receipts of all pipeline ranks, with pp_rank and the axes of groups. Call it on all ranks."""
+    """Return the receipts of all pipeline ranks, with pp_rank and the axes of groups.
+
+    Call it on all ranks.
+    """
     axes = axes_of(mesh)
     receipts = [
         replace(each, timeline=each.timeline and by_axis(each.timeline, axes)) for each in receipts
@@ -197,6 +213,8 @@ def gather_receipts(receipts: list[CompileReport], mesh: DeviceMesh) -> list[Com
 
 
 def _resharding(parallelism: Parallelism) -> tuple[bool, tuple[str, ...]]:
-    """Return (True if gathered weights are dropped after forward, FQN prefixes of modules that keep theirs)."""
+    """Return (True if gathered weights are dropped after forward, FQN prefixes of modules that keep
+    theirs).
+    """
     mode = parallelism.fsdp_reshard_after_forward
     return mode != "never", parallelism.fsdp_keep_gathered if mode == "default" else ()

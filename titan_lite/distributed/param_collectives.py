@@ -1,4 +1,5 @@
-"""All-gather sharded parameters and reduce their gradients, one at a time; buckets.py joins several.
+"""All-gather sharded parameters and reduce their gradients, one at a time; buckets.py joins
+several.
 
     weight = plan.gather(shard)                                     # unsharded, as nodes of a graph
     weight = plan.start_gather(shard).wait()                        # in eager mode
@@ -40,9 +41,12 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The gather of one parameter and the reduction of its gradient. Plain values only, so that tracing sees constants.
+    """The gather of one parameter and the reduction of its gradient.
 
-    A shard has ceil(rows / shard_degree) rows. The last shards have fewer or none, and are padded for the collectives.
+    Plain values only, so that tracing sees constants.
+
+    A shard has ceil(rows / shard_degree) rows. The last shards have fewer or none, and are padded
+    for the collectives.
     """
 
     fqn: str  # the first one of a tied weight
@@ -81,7 +85,10 @@ class ShardSpec:
         return (self.shard_group, *self.sum_groups) if self.shard_degree > 1 else self.sum_groups
 
     def gather(self, shard: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Gather the unsharded parameter in gather_dtype, as nodes of a graph. scale: as in `cast`."""
+        """Gather the unsharded parameter in gather_dtype, as nodes of a graph.
+
+        scale: as in `cast`.
+        """
         shard = self.cast(shard, scale)
         if self.shard_degree == 1:
             return shard
@@ -92,7 +99,8 @@ class ShardSpec:
         weight = collectives.all_gather_into_tensor(shard, self.shard_degree, self.shard_group)
         return collectives.wait_tensor(weight)[: self.rows]
 
-    # Hidden from dispatch modes: selective checkpointing counts operators, and this gather may be for a later read.
+    # Hidden from dispatch modes: selective checkpointing counts operators, and this gather may be
+    # for a later read.
     @_disable_current_modes()
     @torch.no_grad()
     def start_gather(self, shard: Tensor, scale: Tensor | None = None) -> InFlight:
@@ -116,13 +124,17 @@ class ShardSpec:
         )
 
     def note(self) -> None:
-        """Record a collective that is about to start in eager mode, so that the watchdog can name it if it hangs."""
+        """Record a collective that is about to start in eager mode, so that the watchdog can name
+        it if it hangs.
+        """
         if self.reduce_groups:
             started_last.append((time.time_ns(), self.reduce_groups[0], self.fqn))
 
     def start_reduce(self, gradient: Tensor) -> Tensor:
-        """Start to sum an unsharded gradient over the first of `reduce_groups`, in reduce_dtype. Returns this rank's rows, which
-        may still be in flight."""
+        """Start to sum an unsharded gradient over the first of `reduce_groups`, in reduce_dtype.
+
+        Returns this rank's rows, which may still be in flight.
+        """
         gradient = gradient.to(self.reduce_dtype)
         if self.shard_degree > 1:
             gradient = pad_rows(gradient, self.chunk * self.shard_degree).contiguous()
@@ -142,8 +154,9 @@ class ShardSpec:
         return gradient
 
     def next_reduce(self, gradient: Tensor, number: int) -> Tensor:
-        """Wait for collective `number` of a reduction and return the result of the next one, which may still be in flight; after
-        the last one, return the sum."""
+        """Wait for collective `number` of a reduction and return the result of the next one, which
+        may still be in flight; after the last one, return the sum.
+        """
         gradient = collectives.wait_tensor(gradient)
         if number == 0:  # drop the padding of the reduce-scatter before the all-reduce
             gradient = gradient[: self.own_rows]

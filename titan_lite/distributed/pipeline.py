@@ -1,12 +1,14 @@
-"""Pipeline parallelism: stages of consecutive modules are on different ranks, and microbatches pass through all stages.
+"""Pipeline parallelism: stages of consecutive modules are on different ranks, and microbatches pass
+through all stages.
 
     keep_modules(model, plan.modules[0])           # removes the modules of other stages; FQNs do not change
     pipeline = Pipeline(stages, plan, mesh["pp"], ...)                  # or SingleStage(model, loss_sum) for one stage
     loss = pipeline.forward_backward(input, label, documents, tokens)
 
-torch.distributed.pipelining has the schedules and runs them. This package adds the split (pipeline_plan.py), the loss, and
-SimpleFSDP's gathered weights under a backward in two halves. A microbatch's loss is divided by the number of tokens of the step,
-so gradients are summed, never averaged, and do not depend on the number of microbatches.
+torch.distributed.pipelining has the schedules and runs them. This package adds the split
+(pipeline_plan.py), the loss, and SimpleFSDP's gathered weights under a backward in two halves. A
+microbatch's loss is divided by the number of tokens of the step, so gradients are summed, never
+averaged, and do not depend on the number of microbatches.
 """
 
 import functools
@@ -30,7 +32,9 @@ from titan_lite.distributed.step_gather import fold_gradients, gradient_leaves
 
 
 def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
-    """Remove all modules of `model` but `fqns`, in place: a layer is deleted from `layers`, any other module becomes None."""
+    """Remove all modules of `model` but `fqns`, in place: a layer is deleted from `layers`, any
+    other module becomes None.
+    """
     for fqn in module_fqns(len(list(model.get_submodule("layers").children()))):
         if fqn not in fqns:
             parent, _, name = fqn.rpartition(".")
@@ -43,8 +47,9 @@ def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
 class SingleStage:
     """The methods of Pipeline for an unsplit model.
 
-    loss_sum: (output, labels) -> summed loss, a scalar or (B,) (models/loss.py); losses returned have the same shape. documents: keyword
-    arguments of the model beside tokens (models/llama3.py), with a row for each sequence; with labels, the output is the loss.
+    loss_sum: (output, labels) -> summed loss, a scalar or (B,) (models/loss.py); losses returned
+    have the same shape. documents: keyword arguments of the model beside tokens (models/llama3.py),
+    with a row for each sequence; with labels, the output is the loss.
     """
 
     def __init__(self, model: nn.Module, loss_sum: Callable[[Tensor, Tensor], Tensor]):
@@ -53,7 +58,9 @@ class SingleStage:
     def forward_backward(
         self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor
     ) -> Tensor:
-        """Run backward of the loss of a local batch (B, T), divided by the step's `tokens`; return that loss."""
+        """Run backward of the loss of a local batch (B, T), divided by the step's `tokens`; return
+        that loss.
+        """
         losses = self.loss_sum(self.model(input, **documents), label) / tokens
         losses.sum().backward()
         return losses.detach()
@@ -67,9 +74,9 @@ class SingleStage:
 class Pipeline:
     """This rank's stages and their schedule.
 
-    stages: models in the order of plan.stages_of(rank). tokens (B, T), hidden (B, t, C), output: shapes on this rank of a
-    microbatch's input, activations sent between stages (of `dtype`) and output, logits (B, T, v) or losses. loss_sum: as for
-    SingleStage.
+    stages: models in the order of plan.stages_of(rank). tokens (B, T), hidden (B, t, C), output:
+    shapes on this rank of a microbatch's input, activations sent between stages (of `dtype`) and
+    output, logits (B, T, v) or losses. loss_sum: as for SingleStage.
     """
 
     def __init__(
@@ -121,7 +128,9 @@ class Pipeline:
     def forward_backward(
         self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor
     ) -> Tensor:
-        """Run backward of the loss of a local batch (B, T) / the step's `tokens`; return it, zero except on the last stage."""
+        """Run backward of the loss of a local batch (B, T) / the step's `tokens`; return it, zero
+        except on the last stage.
+        """
         self.tokens = tokens
         self.losses: list[Tensor] = []  # in the order of microbatches
         arguments = (input,) if 0 in self.models else ()
@@ -138,10 +147,12 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, input: Tensor, label: Tensor, documents: dict[str, Tensor]) -> Tensor:
-        """Return the summed loss of a local batch (B, T), without gradients; zero except on the rank of the last stage.
+        """Return the summed loss of a local batch (B, T), without gradients; zero except on the
+        rank of the last stage.
 
-        Microbatches go through the stages one by one, so that no two ranks wait for each other, whatever the schedule. Torch's
-        own evaluation does not work without backward where neighbouring stages share a rank.
+        Microbatches go through the stages one by one, so that no two ranks wait for each other,
+        whatever the schedule. Torch's own evaluation does not work without backward where
+        neighbouring stages share a rank.
         """
         losses: list[Tensor] = []
         sends = []
@@ -190,7 +201,9 @@ class _Leaves(nn.Module):
 
 class _Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Omit operations with a neighbour stage on the same rank: torch 2.11 makes them, and gloo does not support them."""
+        """Omit operations with a neighbour stage on the same rank: torch 2.11 makes them, and gloo
+        does not support them.
+        """
         return [
             op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank
         ]
@@ -198,7 +211,9 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> Any:
-        """Run the second half of backward as one, and then `fold_gradients`: it sets `.grad` without running hooks."""
+        """Run the second half of backward as one, and then `fold_gradients`: it sets `.grad`
+        without running hooks.
+        """
         backward = functools.partial(
             super().backward_maybe_with_nosync, backward_type, bwd_kwargs, last_backward
         )

@@ -1,4 +1,6 @@
-"""Plan a pipeline: the modules and the rank of each stage, and the order of actions. Needs no process group.
+"""Plan a pipeline: the modules and the rank of each stage, and the order of actions.
+
+Needs no process group.
 
 plan = plan_pipeline(config.parallelism, n_layers=32, tied=False, local_batch_size=8, ...)
 plan.modules[0]                                # ("tok_embeddings", "layers.0", ..., "layers.6")
@@ -26,7 +28,8 @@ STAGES_PER_RANK = {
     "Interleaved1F1B": 2,
     "ZBVZeroBubble": 2,
 }  # Interleaved1F1B: or more
-# kind of action -> actions that must be done before it: (stage relative to its own, kind). I counts as B for the stage before.
+# kind of action -> actions that must be done before it: (stage relative to its own, kind). I counts
+# as B for the stage before.
 NEEDS = {"F": [(-1, "F")], "B": [(0, "F"), (1, "B")], "I": [(0, "F"), (1, "B")], "W": [(0, "B")]}
 
 
@@ -55,9 +58,12 @@ def plan_pipeline(
     compiled: bool,
     checkpointed: bool,
 ) -> PipelineSchedule:
-    """Return the modules and the rank of every stage. Raises ConfigError for a pipeline that cannot run.
+    """Return the modules and the rank of every stage.
 
-    tied: embedding and output share a weight. compiled: stages or the loss are. checkpointed: activations are.
+    Raises ConfigError for a pipeline that cannot run.
+
+    tied: embedding and output share a weight. compiled: stages or the loss are. checkpointed:
+    activations are.
     """
     degree = parallelism.pipeline_parallel_degree
     wrong = f"parallelism.pipeline_parallel_degree = {degree}"
@@ -66,8 +72,9 @@ def plan_pipeline(
         return PipelineSchedule((tuple(modules),), (0,), 1)
     if tied:
         raise ConfigError(
-            f"{wrong}: this flavor's embedding and output are one weight, which the first and the last stage would both need; "
-            'use pipeline_parallel_degree = 1, an untied flavor such as 8B, or model.tied_embeddings = "no"'
+            f"{wrong}: this flavor's embedding and output are one weight, which the first and the"
+            " last stage would both need; use pipeline_parallel_degree = 1, an untied flavor such"
+            ' as 8B, or model.tied_embeddings = "no"'
         )
     size = parallelism.pipeline_parallel_microbatch_size
     if local_batch_size % size:
@@ -75,8 +82,8 @@ def plan_pipeline(
             str(n) for n in range(1, local_batch_size + 1) if local_batch_size % n == 0
         )
         raise ConfigError(
-            f"parallelism.pipeline_parallel_microbatch_size = {size} does not divide training.local_batch_size = "
-            f"{local_batch_size}; use {fix}"
+            f"parallelism.pipeline_parallel_microbatch_size = {size} does not divide"
+            f" training.local_batch_size = {local_batch_size}; use {fix}"
         )
     microbatches = local_batch_size // size
     name = parallelism.pipeline_parallel_schedule
@@ -85,13 +92,13 @@ def plan_pipeline(
     halves = name == "ZBVZeroBubble"
     if halves and compiled:
         raise ConfigError(
-            f"{key} cuts backward in two, which a compiled graph cannot be (compile.enable = true); use compile.enable = false "
-            'or "Interleaved1F1B"'
+            f"{key} cuts backward in two, which a compiled graph cannot be (compile.enable = true);"
+            ' use compile.enable = false or "Interleaved1F1B"'
         )
     if halves and checkpointed:
         raise ConfigError(
-            f"{key} cuts backward in two, and each half would recompute every block, the second one once for each weight; "
-            'use activation_checkpoint.mode = "none" or "Interleaved1F1B"'
+            f"{key} cuts backward in two, and each half would recompute every block, the second one"
+            ' once for each weight; use activation_checkpoint.mode = "none" or "Interleaved1F1B"'
         )
     stages = _split(modules, len(rank_of), parallelism)
     return PipelineSchedule(tuple(map(tuple, stages)), rank_of, microbatches)
@@ -103,13 +110,17 @@ def module_fqns(n_layers: int) -> list[str]:
 
 
 def _ranks_of_stages(parallelism: Parallelism, microbatches: int) -> tuple[int, ...]:
-    """Return the rank of each stage. Raises ConfigError for a schedule that does not fit the microbatches or the degree."""
+    """Return the rank of each stage.
+
+    Raises ConfigError for a schedule that does not fit the microbatches or the degree.
+    """
     degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     given, usual = parallelism.pipeline_parallel_stages_per_rank, STAGES_PER_RANK[name]
     per_rank = usual if given == -1 else given
     if per_rank != usual and (name != "Interleaved1F1B" or per_rank < 2):
         raise ConfigError(
-            f'parallelism.pipeline_parallel_stages_per_rank = {given}: pipeline_parallel_schedule = "{name}" has {usual}'
+            f"parallelism.pipeline_parallel_stages_per_rank = {given}: pipeline_parallel_schedule ="
+            f' "{name}" has {usual}'
             f"{' or more' if name == 'Interleaved1F1B' else ''}; use -1 or {usual}"
             + (
                 ""
@@ -120,16 +131,20 @@ def _ranks_of_stages(parallelism: Parallelism, microbatches: int) -> tuple[int, 
             )
         )
     key = f'parallelism.pipeline_parallel_schedule = "{name}"'
-    batch = f"training.local_batch_size / pipeline_parallel_microbatch_size = {microbatches} microbatches"
+    batch = (
+        f"training.local_batch_size / pipeline_parallel_microbatch_size = {microbatches}"
+        " microbatches"
+    )
     if name == "1F1B" and microbatches < degree:
         raise ConfigError(
-            f'{key} needs as many microbatches as stages, {degree}, but {batch}; use {degree} of them, or "GPipe"'
+            f"{key} needs as many microbatches as stages, {degree}, but {batch}; use {degree} of"
+            ' them, or "GPipe"'
         )
     rounds = max(1, microbatches // degree)
     if name == "Interleaved1F1B" and microbatches % rounds:
         raise ConfigError(
-            f"{key} with {degree} ranks goes in {rounds} rounds, which do not divide {batch}; "
-            f"use {microbatches // degree * degree} or {(microbatches // degree + 1) * degree} of them"
+            f"{key} with {degree} ranks goes in {rounds} rounds, which do not divide {batch}; use"
+            f" {microbatches // degree * degree} or {(microbatches // degree + 1) * degree} of them"
         )
     if name == "ZBVZeroBubble":
         return (*range(degree), *reversed(range(degree)))
@@ -137,23 +152,28 @@ def _ranks_of_stages(parallelism: Parallelism, microbatches: int) -> tuple[int, 
 
 
 def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[list[str]]:
-    """Cut `modules` into `stages` consecutive parts, at the split points or else with equal numbers of layers."""
+    """Cut `modules` into `stages` consecutive parts, at the split points or else with equal numbers
+    of layers.
+    """
     points = parallelism.pipeline_parallel_split_points
     if points:
         key = f"parallelism.pipeline_parallel_split_points = [{', '.join(points)}]"
         unknown = [point for point in points if point not in modules[1:]]
         if unknown:
             raise ConfigError(
-                f"{key}: there is no module {unknown[0]} to begin a stage with; use {modules[1]} to {modules[-3]}, norm or output"
+                f"{key}: there is no module {unknown[0]} to begin a stage with; use {modules[1]} to"
+                f" {modules[-3]}, norm or output"
             )
         if len(points) != stages - 1:
             raise ConfigError(
-                f"{key} makes {len(points) + 1} stages, but the schedule has {stages}; use {stages - 1} points"
+                f"{key} makes {len(points) + 1} stages, but the schedule has {stages}; use"
+                f" {stages - 1} points"
             )
         starts = [modules.index(point) for point in points]
         if starts != sorted(set(starts)):
             raise ConfigError(
-                f"{key} are not in the order of the model; use {', '.join(sorted(set(points), key=modules.index))}"
+                f"{key} are not in the order of the model; use"
+                f" {', '.join(sorted(set(points), key=modules.index))}"
             )
         return [modules[start:end] for start, end in itertools.pairwise([0, *starts, len(modules)])]
     layers = modules[1:-2]
@@ -165,9 +185,10 @@ def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[li
     counts = [share + (stage >= stages - more) - less[stage] for stage in range(stages)]
     if min(counts) < 0 or 0 in counts[1:-1]:
         raise TooFewLayers(
-            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}: {stages} stages for {len(layers)} "
-            f"layers give {', '.join(map(str, counts))}; use fewer stages, smaller pipeline_parallel_first_stage_less_layers and "
-            "pipeline_parallel_last_stage_less_layers, or pipeline_parallel_split_points"
+            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}:"
+            f" {stages} stages for {len(layers)} layers give {', '.join(map(str, counts))}; use"
+            " fewer stages, smaller pipeline_parallel_first_stage_less_layers and"
+            " pipeline_parallel_last_stage_less_layers, or pipeline_parallel_split_points"
         )
     parts = [
         layers[start:end]
@@ -199,7 +220,8 @@ def order_of(parallelism: Parallelism, plan: PipelineSchedule) -> Order:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    # Torch's classes of one stage a rank miscount the last stage's microbatches (torch 2.13), and do not run by this order.
+    # Torch's classes of one stage a rank miscount the last stage's microbatches (torch 2.13), and
+    # do not run by this order.
     if degree == 1 or STAGES_PER_RANK[name] == 1:
         return one_stage_order(name, degree, plan.microbatches)
     counts = dict(
@@ -236,8 +258,10 @@ def computations(actions: "Sequence[_Action | None]") -> list[tuple[str, int, in
 
 
 def run_order(order: Order, seconds: Callable[[str, int], float], travel: float = 0.0) -> Timetable:
-    """Simulate a schedule. seconds: (F, B, I or W; stage) -> duration; travel: seconds to send a result to another rank, which
-    computes nothing else while it waits.
+    """Simulate a schedule.
+
+    seconds: (F, B, I or W; stage) -> duration; travel: seconds to send a result to another rank,
+    which computes nothing else while it waits.
 
     Raises AssertionError if actions wait for each other, or for one that is missing.
     """
@@ -283,7 +307,8 @@ def run_order(order: Order, seconds: Callable[[str, int], float], travel: float 
 
 
 def bubble_fraction(order: Order) -> float:
-    """Return the share of time in which ranks are idle, if F, I and W take 1, B takes 2 and sending takes 0.
+    """Return the share of time in which ranks are idle, if F, I and W take 1, B takes 2 and sending
+    takes 0.
 
     Raises AssertionError as `run_order` does.
     """

@@ -1,22 +1,26 @@
-"""Sum gradients over copies of the model as two thin factors, once a step (PowerSGD, arXiv 1905.13727).
+"""Sum gradients over copies of the model as two thin factors, once a step (PowerSGD, arXiv
+1905.13727).
 
     between = PowerSGD(stages, config.parallelism, seed)
     between.reduce(step)            # after the last backward: parameter.grad becomes the sum over copies
     between.settle(skip)            # keep the errors of this step, unless it is skipped
     between.state()                 # {"layers.0.attention.wq.weight.error": DTensor, ".q": DTensor, ...}
 
-Problem. Copies (mesh axis dp_replicate) are joined by the slowest links, and sum every gradient over them.
+Problem. Copies (mesh axis dp_replicate) are joined by the slowest links, and sum every gradient
+over them.
 
-Solution. Each rank's shard M, (n, m), is approximated by P Q^T with r columns each, so r (n + m) numbers travel instead of n m:
+Solution. Each rank's shard M, (n, m), is approximated by P Q^T with r columns each, so r (n + m)
+numbers travel instead of n m:
 
     M = gradient + error        error: of the last step, different on each copy
     P = orthogonalize(sum of M Q over copies)
     Q = sum of M^T P over copies                    the next step begins with this Q ("warm start")
     error = M - P (M^T P)^T     gradient = P Q^T    the same bits on all copies
 
-Backward and its graphs leave dp_replicate out of their sums (`sums_copies` of simple_fsdp.py), so that gradients of microbatches
-add up in the shards. All P share one all-reduce, and all Q another one. Shards that are too small for it travel as they are, in
-one bucket, in reduce_dtype. Nothing hides these collectives.
+Backward and its graphs leave dp_replicate out of their sums (`sums_copies` of simple_fsdp.py), so
+that gradients of microbatches add up in the shards. All P share one all-reduce, and all Q another
+one. Shards that are too small for it travel as they are, in one bucket, in reduce_dtype. Nothing
+hides these collectives.
 """
 
 import time
@@ -38,13 +42,18 @@ from titan_lite.distributed.simple_fsdp import model_of
 from titan_lite.models.fqns import block_of, last_block
 from titan_lite.sharding import local
 
-SHARE = 0.25  # most of a shard's numbers that its factors may have; with more, the shard travels uncompressed
-PASSES = 14  # times that a shard's numbers are read or written: M, three products with it, and the choice after a skipped step
+# most of a shard's numbers that its factors may have; with more, the shard travels uncompressed
+SHARE = 0.25
+# times that a shard's numbers are read or written: M, three products with it, and the choice after
+# a skipped step
+PASSES = 14
 TINY = 1e-30  # keeps a zero column zero
 
 
 def as_matrix(rows: int, row_shape: Sequence[int], rank: int) -> tuple[int, int] | None:
-    """Return the (rows, columns) of a shard that travels as factors of `rank` columns, or None for one that does not."""
+    """Return the (rows, columns) of a shard that travels as factors of `rank` columns, or None for
+    one that does not.
+    """
     if not row_shape:
         return None
     columns = torch.Size(row_shape).numel()
@@ -52,7 +61,9 @@ def as_matrix(rows: int, row_shape: Sequence[int], rank: int) -> tuple[int, int]
 
 
 def factors_of(plan: ShardSpec, parallelism: Parallelism) -> tuple[int, int] | None:
-    """Return the numbers of P and Q of a parameter's largest shard, on which all ranks agree, or None if it travels as it is."""
+    """Return the numbers of P and Q of a parameter's largest shard, on which all ranks agree, or
+    None if it travels as it is.
+    """
     if parallelism.replicate_compression == "none":
         return None
     rank = parallelism.replicate_rank
@@ -61,11 +72,14 @@ def factors_of(plan: ShardSpec, parallelism: Parallelism) -> tuple[int, int] | N
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Return matrices, (k, n, r), with orthonormal columns by Gram-Schmidt, as in the paper. A zero column stays zero.
+    """Return matrices, (k, n, r), with orthonormal columns by Gram-Schmidt, as in the paper.
 
-    Each column is projected twice: the rest of one that depends on those before is rounding, which one projection leaves oblique.
-    If the second one takes more than half of it, it lies among those before and becomes zero (Kahan's rule: Parlett, The
-    Symmetric Eigenvalue Problem, section 6.9). Products are elementwise, since those of matrices may be in TF32.
+    A zero column stays zero.
+
+    Each column is projected twice: the rest of one that depends on those before is rounding, which
+    one projection leaves oblique. If the second one takes more than half of it, it lies among those
+    before and becomes zero (Kahan's rule: Parlett, The Symmetric Eigenvalue Problem, section 6.9).
+    Products are elementwise, since those of matrices may be in TF32.
     """
     done = torch.zeros_like(matrices)
     for number, column in enumerate(matrices.unbind(-1)):
@@ -79,7 +93,10 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def orthogonalize_each(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return each matrix, (n, r), with orthonormal columns. Those of one shape go together, in as many kernels as one of them."""
+    """Return each matrix, (n, r), with orthonormal columns.
+
+    Those of one shape go together, in as many kernels as one of them.
+    """
     alike: dict[torch.Size, list[int]] = defaultdict(list)
     for number, matrix in enumerate(matrices):
         alike[matrix.shape].append(number)
@@ -92,7 +109,10 @@ def orthogonalize_each(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def start(q: Tensor, rows: int, key: str) -> Tensor:
-    """Fill Q, (m, r), at random, the same for the same `key`. Columns that a shard of so few `rows` cannot use are zero."""
+    """Fill Q, (m, r), at random, the same for the same `key`.
+
+    Columns that a shard of so few `rows` cannot use are zero.
+    """
     made = torch.randn(q.shape, generator=torch.Generator().manual_seed(zlib.crc32(key.encode())))
     made[:, min(rows, len(q)) :] = 0
     return q.copy_(made)
@@ -113,7 +133,9 @@ class Part(NamedTuple):
 
 
 class PowerSGD:
-    """The sums of gradients over copies, with the state of the compression. All of it is empty without compression.
+    """The sums of gradients over copies, with the state of the compression.
+
+    All of it is empty without compression.
 
     seed: of the first Q. The first replicate_uncompressed_steps steps sum gradients as they are.
     """
@@ -185,7 +207,10 @@ class PowerSGD:
             self.pending[part.fqn] = error.view_as(gradient), next_q
 
     def settle(self, skip: Tensor) -> None:
-        """Keep the errors and Qs of this step. skip: a scalar on the device, not read on the host: 1 to change nothing."""
+        """Keep the errors and Qs of this step.
+
+        skip: a scalar on the device, not read on the host: 1 to change nothing.
+        """
         stays = skip.bool()
         while self.pending:
             fqn, (error, q) = self.pending.popitem()
@@ -193,8 +218,10 @@ class PowerSGD:
             self.qs[fqn] = torch.where(stays, self.qs[fqn], q)
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"FQN.error": with a dimension for the copy before those of the parameter, "FQN.q": with dimensions for the rank
-        along dp_shard and tp before (m, r)}, DTensors of the live tensors."""
+        """Return {"FQN.error": with a dimension for the copy before those of the parameter,
+        "FQN.q": with dimensions for the rank along dp_shard and tp before (m, r)}, DTensors of the
+        live tensors.
+        """
         found: dict[str, Tensor] = {}
         for part in [part for block in self.blocks.values() for part in block]:
             if part.fqn not in self.qs:
@@ -219,7 +246,9 @@ class PowerSGD:
 
 
 def _sum_over_copies(tensors: Sequence[Tensor], parts: Sequence[Part]) -> list[Tensor]:
-    """Return the sum of each tensor over copies, by one all-reduce; the watchdog can name the parameters."""
+    """Return the sum of each tensor over copies, by one all-reduce; the watchdog can name the
+    parameters.
+    """
     if not tensors:
         return []
     parameter = parts[0].parameter

@@ -6,7 +6,8 @@
         eager.remember(weight, parameter, plan)
     rows = eager.reduce(gradient, plan, dtype)      # in backward: its first use waits for it
 
-Both are passes of SimpleFSDP's compiler (arXiv 2411.00284). Eager mode has no graph to look ahead in, so it records the order.
+Both are passes of SimpleFSDP's compiler (arXiv 2411.00284). Eager mode has no graph to look ahead
+in, so it records the order.
 """
 
 import functools
@@ -50,7 +51,10 @@ class Sum:
 
 
 class Reduction:
-    """The asynchronous sums of a bucket's gradients, over one group after another. Some gradients may be missing."""
+    """The asynchronous sums of a bucket's gradients, over one group after another.
+
+    Some gradients may be missing.
+    """
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype):
         self.bucket, self.dtype, self.groups = bucket, dtype, bucket.plans[0].reduce_groups
@@ -65,7 +69,10 @@ class Reduction:
             self.flat = self.bucket.start_reduce([self.gradients.pop(plan.fqn) for plan in present])
 
     def advance(self) -> None:
-        """Wait for the collective in flight, and start the next one. After the last one, add the rows to their sums."""
+        """Wait for the collective in flight, and start the next one.
+
+        After the last one, add the rows to their sums.
+        """
         self.flat = self.bucket.as_one.next_reduce(self.flat, len(self.groups) - self.left)
         self.left -= 1
         if not self.left:
@@ -82,7 +89,10 @@ class Reduction:
 
 
 class Rows(AsyncCollectiveTensor):
-    """The future rows of a gradient. Any use waits for them, except autograd's detach and its sum with earlier ones."""
+    """The future rows of a gradient.
+
+    Any use waits for them, except autograd's detach and its sum with earlier ones.
+    """
 
     future: Sum
 
@@ -129,15 +139,18 @@ class Rows(AsyncCollectiveTensor):
 class Eager:
     """State shared by all reads of one model's weights.
 
-    Resharding: autograd saves no gathered weight that is resharded; backward gathers it again. A weight is recognised by the
-    address of its storage, because autograd saves views of it (the transpose in a matrix product). The entry is valid while the
-    weight is alive: later, an activation may have its address.
+    Resharding: autograd saves no gathered weight that is resharded; backward gathers it again. A
+    weight is recognised by the address of its storage, because autograd saves views of it (the
+    transpose in a matrix product). The entry is valid while the weight is alive: later, an
+    activation may have its address.
 
-    Overlap: a forward or backward keeps the block of its last read gathered. Blocks are read in the same order every time, so
-    the next one is in flight meanwhile: two are alive at once. A bucket of gradients is reduced when it has all of them, or at
-    the end of backward. It is waited for when a gradient is used or when the next bucket of the same groups starts; in HSDP, its
-    all-reduce then starts. Accumulating gradients over microbatches waits for neither. The order comes from the program alone,
-    so it is the same on every rank. Limit: a weight that is read twice (tied) has two gradients, whose sum waits for both.
+    Overlap: a forward or backward keeps the block of its last read gathered. Blocks are read in the
+    same order every time, so the next one is in flight meanwhile: two are alive at once. A bucket
+    of gradients is reduced when it has all of them, or at the end of backward. It is waited for
+    when a gradient is used or when the next bucket of the same groups starts; in HSDP, its
+    all-reduce then starts. Accumulating gradients over microbatches waits for neither. The order
+    comes from the program alone, so it is the same on every rank. Limit: a weight that is read
+    twice (tied) has two gradients, whose sum waits for both.
     """
 
     def __init__(self, plans: Plans, scales: Scales) -> None:
@@ -181,7 +194,8 @@ class Eager:
             self._gather_block(self.block_of[plan.fqn])
         return self.gathered[plan.fqn]
 
-    # Hidden from dispatch modes: selective checkpointing counts operators, and a read may find its block gathered or not.
+    # Hidden from dispatch modes: selective checkpointing counts operators, and a read may find its
+    # block gathered or not.
     @_disable_current_modes()
     @torch.no_grad()
     def _gather_block(self, block: str) -> None:
@@ -231,7 +245,10 @@ class Eager:
         return rows
 
     def _start_reduction(self, bucket: Bucket) -> None:
-        """Start the sum of a bucket. Those of the same groups that are in flight go on to their next collective, or end."""
+        """Start the sum of a bucket.
+
+        Those of the same groups that are in flight go on to their next collective, or end.
+        """
         reduction = self.collecting.pop(bucket)
         in_flight = self.reducing[reduction.groups]
         for earlier in (each for each in in_flight if each.left):
@@ -240,8 +257,9 @@ class Eager:
         in_flight[:] = [each for each in (*in_flight, reduction) if each.left]
 
     def _end_backward(self) -> None:
-        """Start all remaining collectives, so that reading a gradient on one rank alone starts none. The optimizer or the next
-        microbatch waits for them."""
+        """Start all remaining collectives, so that reading a gradient on one rank alone starts
+        none. The optimizer or the next microbatch waits for them.
+        """
         for bucket in [*self.collecting]:
             self._start_reduction(bucket)
         while left := [
@@ -269,7 +287,9 @@ class Eager:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Run the half of a backward that computes gradients of weights, by several runs of autograd's engine."""
+        """Run the half of a backward that computes gradients of weights, by several runs of
+        autograd's engine.
+        """
         self._begin("weights")
         yield
         self._end_backward()
@@ -301,7 +321,8 @@ class Eager:
         parameter, plan, version, size, stride, offset = packed
         if parameter._version != version:
             raise RuntimeError(
-                f"{plan.fqn} was changed between its forward and its backward; update it after backward"
+                f"{plan.fqn} was changed between its forward and its backward; update it after"
+                " backward"
             )
         return self.gather(local(parameter).detach(), plan, self.scales.of(plan.fqn)).as_strided(
             size, stride, offset

@@ -1,13 +1,15 @@
-"""Set up this rank's device and process group, compare values over ranks, and recognize errors of communication.
+"""Set up this rank's device and process group, compare values over ranks, and recognize errors of
+communication.
 
     alike(word)                        # True if all ranks have the same string: 16 bytes a rank
     first_word(error)                  # "" or the error of the lowest rank that has one
     gather_on_first(files)             # objects of all ranks, on the first one
     gather_objects(error)              # objects of all ranks on all: for the details of an error
 
-What a rank sends and receives does not grow with the number of ranks, except on the first rank in `gather_on_first`, and on all
-in `gather_objects`, which is therefore not for what happens in every run. The functions are collectives; without a process group
-they return the values of this rank alone.
+What a rank sends and receives does not grow with the number of ranks, except on the first rank in
+`gather_on_first`, and on all in `gather_objects`, which is therefore not for what happens in every
+run. The functions are collectives; without a process group they return the values of this rank
+alone.
 """
 
 import datetime
@@ -80,7 +82,8 @@ def first_word(word: str, group: dist.ProcessGroup | None = None) -> str:
 
 
 def gather_on_first(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks, by rank, on the first rank, and [] on the others, which send only their own.
+    """Return the values of all ranks, by rank, on the first rank, and [] on the others, which send
+    only their own.
 
     torch's `gather_object` would also tell every rank the sizes of all.
     """
@@ -100,10 +103,12 @@ def gather_on_first(value: T, group: dist.ProcessGroup | None = None) -> list[T]
 
 
 def new_gloo_group(timeout: datetime.timedelta, name: str) -> dist.ProcessGroup:
-    """Return a gloo group of all ranks in which two ranks connect when they first exchange something.
+    """Return a gloo group of all ranks in which two ranks connect when they first exchange
+    something.
 
-    By default every rank connects to all others at once: 16,383 sockets on each of 16,384 ranks. torch has only an environment
-    variable for it, which would change the group of the training steps, too.
+    By default every rank connects to all others at once: 16,383 sockets on each of 16,384 ranks.
+    torch has only an environment variable for it, which would change the group of the training
+    steps, too.
     """
     before = os.environ.get("TORCH_GLOO_LAZY_INIT")
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
@@ -134,7 +139,9 @@ def is_communication(error: BaseException | None) -> bool:
 
 
 def init_device(debug: Debug, float32_matmul_precision: str = "highest") -> torch.device:
-    """Return this rank's GPU, or the CPU with a fair share of its cores, after setting seed, determinism and precision."""
+    """Return this rank's GPU, or the CPU with a fair share of its cores, after setting seed,
+    determinism and precision.
+    """
     torch.set_float32_matmul_precision(float32_matmul_precision)
     torch.manual_seed(debug.seed)
     if debug.deterministic:
@@ -170,7 +177,10 @@ def host_memory() -> float:
 
 
 def init_process_group(device: torch.device, seconds: float, *, connect: bool) -> None:
-    """Make the process group, with NCCL for GPUs, else gloo. seconds: limit of a collective. connect: connect NCCL at once."""
+    """Make the process group, with NCCL for GPUs, else gloo. seconds: limit of a collective.
+
+    connect: connect NCCL at once.
+    """
     cuda = device.type == "cuda"
     timeout = datetime.timedelta(seconds=seconds)
     dist.init_process_group(

@@ -1,12 +1,14 @@
-"""SimpleFSDP (arXiv 2411.00284): a sharded parameter is a DTensor, and reading it is a differentiable all-gather.
+"""SimpleFSDP (arXiv 2411.00284): a sharded parameter is a DTensor, and reading it is a
+differentiable all-gather.
 
     apply_simple_fsdp(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, reshard_after_forward=True)
     materialize(model, device)                  # allocates the meta shards; no rank ever holds the full model
     model.layers["0"].attention.wq.weight       # all-gather; its backward is the reduce-scatter of the gradient
 
-Each module's class is replaced by a subclass with properties that gather: no module hooks, no streams, no flat parameters. A
-traced graph has plain collectives (gather.py), and graph passes move them. Eager mode runs the same ones, prefetched (eager.py)
-or once for several microbatches (accumulation.py). FQNs, `parameters()` and `state_dict()` read `_parameters`, which holds the
+Each module's class is replaced by a subclass with properties that gather: no module hooks, no
+streams, no flat parameters. A traced graph has plain collectives (gather.py), and graph passes move
+them. Eager mode runs the same ones, prefetched (eager.py) or once for several microbatches
+(accumulation.py). FQNs, `parameters()` and `state_dict()` read `_parameters`, which holds the
 shards; they never communicate.
 
 FSDP, HSDP and DDP differ only in the sizes of the mesh axes dp_replicate and dp_shard:
@@ -15,8 +17,9 @@ FSDP, HSDP and DDP differ only in the sizes of the mesh axes dp_replicate and dp
     HSDP   dp_replicate m, dp_shard n    all-gather in the copy    reduce-scatter, then all-reduce of the shard over copies
     DDP    dp_replicate m, dp_shard 1    nothing                   all-reduce
 
-A parameter that tensor parallelism has split is sharded further; "unsharded" then means a tensor-parallel rank's part of it.
-Gradients are *summed* over ranks: the loss is already divided by the number of tokens of all ranks.
+A parameter that tensor parallelism has split is sharded further; "unsharded" then means a
+tensor-parallel rank's part of it. Gradients are *summed* over ranks: the loss is already divided by
+the number of tokens of all ranks.
 """
 
 import copy
@@ -44,10 +47,11 @@ from titan_lite.sharding import local
 
 
 class _Gather(torch.autograd.Function):
-    """Shard -> (unsharded weight, None), or for float8 (bytes, stand-in for the weight in autograd).
+    """Shard -> (unsharded weight, None), or for float8 (bytes, stand-in for the weight in
+    autograd).
 
-    The gradient of the weight, or of the stand-in -> the gradient of the shard. In eager mode the shard is the parameter itself,
-    since DTensor's way to its local tensor and back takes 0.1 ms.
+    The gradient of the weight, or of the stand-in -> the gradient of the shard. In eager mode the
+    shard is the parameter itself, since DTensor's way to its local tensor and back takes 0.1 ms.
     """
 
     @staticmethod
@@ -93,8 +97,8 @@ class _Model:
             nn.Parameter, ShardSpec
         ] = {}  # one entry for tied weights; parameters hash by identity
         self.eager = Eager(self.plans, self.scales)
-        # Within `gathered_for_step` alone: unsharded weights by FQN, their stand-ins in autograd (of float8 weights), and sums of
-        # their gradients if these have another dtype.
+        # Within `gathered_for_step` alone: unsharded weights by FQN, their stand-ins in autograd
+        # (of float8 weights), and sums of their gradients if these have another dtype.
         self.gathered: dict[str, Tensor] = {}
         self.stand_ins: dict[str, Tensor] = {}
         self.handles: dict[
@@ -122,14 +126,17 @@ def apply_simple_fsdp(
     float8_gather: bool = False,
     sums_copies: bool = True,
 ) -> None:
-    """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place; see `parameter_mesh` (mesh.py).
+    """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place; see
+    `parameter_mesh` (mesh.py).
 
-    Of a DTensor of tensor parallelism, the local part is sharded. A parameter on the meta device becomes a meta shard
-    (see `materialize`). One with data must be equal on all ranks, and each rank keeps its rows. param_dtype: of gathered weights
-    and of computation; reduce_dtype: of sums of gradients. reshard_after_forward: drop gathered weights after forward and
-    gather them again in backward (less memory, one more all-gather). keep_gathered: FQN prefixes of modules that keep their
-    gathered weights nevertheless, such as "layers.31". float8_gather: weights of tensorwise float8 products (models/float8.py) are
-    gathered in float8. sums_copies: False leaves dp_replicate to powersgd.py.
+    Of a DTensor of tensor parallelism, the local part is sharded. A parameter on the meta device
+    becomes a meta shard (see `materialize`). One with data must be equal on all ranks, and each
+    rank keeps its rows. param_dtype: of gathered weights and of computation; reduce_dtype: of sums
+    of gradients. reshard_after_forward: drop gathered weights after forward and gather them again
+    in backward (less memory, one more all-gather). keep_gathered: FQN prefixes of modules that keep
+    their gathered weights nevertheless, such as "layers.31". float8_gather: weights of tensorwise
+    float8 products (models/float8.py) are gathered in float8. sums_copies: False leaves
+    dp_replicate to powersgd.py.
     """
     names = {fqn for fqn, _ in model.named_parameters()} if reshard_after_forward else set()
     shared = _Model(frozenset(names.difference(parameters_within(model, keep_gathered))))
@@ -201,14 +208,21 @@ def _shard(
 
 
 def as_shard_of(parameter: Tensor, rows: Tensor) -> DTensor:
-    """Return a DTensor of this rank's `rows`, with the placements of `parameter`. DTensor.from_local takes five times as long."""
+    """Return a DTensor of this rank's `rows`, with the placements of `parameter`.
+
+    DTensor.from_local takes five times as long.
+    """
     assert isinstance(parameter, DTensor)
     return DTensor(rows, copy.copy(parameter._spec), requires_grad=False)
 
 
-@functools.cache  # one class for all modules replaced alike, in every model; it must not close over a mesh
+# one class for all modules replaced alike, in every model; it must not close over a mesh
+@functools.cache
 def _sharded_class(cls: Any, names: tuple[str, ...], is_root: bool) -> Any:
-    """Return a subclass with a gathering property for each name. The root's forward also runs within `Eager.forward`."""
+    """Return a subclass with a gathering property for each name.
+
+    The root's forward also runs within `Eager.forward`.
+    """
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +243,9 @@ def _sharded_class(cls: Any, names: tuple[str, ...], is_root: bool) -> Any:
 
 
 def _read(module: nn.Module, name: str) -> Tensor | Scaled:
-    """Return the unsharded parameter in gather_dtype, for `module.weight`; with its scale for tensorwise float8 products."""
+    """Return the unsharded parameter in gather_dtype, for `module.weight`; with its scale for
+    tensorwise float8 products.
+    """
     fsdp: _Module = module._fsdp  # type: ignore[assignment]
     model, parameter, plan = fsdp.model, module._parameters[name], fsdp.plans[name]
     scale = model.scales.of(plan.fqn)
@@ -263,7 +279,10 @@ def refresh_scales(roots: Sequence[nn.Module]) -> None:
 
 
 def shard_of(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return (this rank's rows, a view of the parameter; their offset in the unsharded parameter). Call it under no_grad."""
+    """Return (this rank's rows, a view of the parameter; their offset in the unsharded parameter).
+
+    Call it under no_grad.
+    """
     assert isinstance(parameter, DTensor)
     offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements

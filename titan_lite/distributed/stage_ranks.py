@@ -27,7 +27,10 @@ class StagePeers(Peers):
 
 @functools.cache
 def stage_peers(mesh: DeviceMesh) -> StagePeers:
-    """The ranks of this rank's pipeline stage. It may make process groups, which all ranks do together."""
+    """The ranks of this rank's pipeline stage.
+
+    It may make process groups, which all ranks do together.
+    """
     stage = mesh.mesh.select(0, mesh["pp"].get_local_rank()).flatten()
     group = None
     if mesh["pp"].size() > 1:

@@ -1,4 +1,5 @@
-"""Accumulate gradients with one round of communication per optimizer step, in one bucket per transformer block.
+"""Accumulate gradients with one round of communication per optimizer step, in one bucket per
+transformer block.
 
     with gathered_for_step(model, len(microbatches)):       # each weight is gathered once
         for input, label in microbatches:
@@ -26,19 +27,23 @@ from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
 from titan_lite.models.float8 import stand_in
 from titan_lite.sharding import local
 
-IN_FLIGHT = 2  # buckets allocated at once, beside weights and gradients: one is communicated while another is copied
+# buckets allocated at once, beside weights and gradients: one is communicated while another is
+# copied
+IN_FLIGHT = 2
 Started = TypeVar("Started")
 
 
 @contextmanager
 def gathered_for_step(root: nn.Module, microbatches: int = 0) -> Iterator[None]:
-    """Keep weights gathered and accumulate unreduced gradients in reduce_dtype; on exit, reduce them into `parameter.grad`.
+    """Keep weights gathered and accumulate unreduced gradients in reduce_dtype; on exit, reduce
+    them into `parameter.grad`.
 
-    microbatches: of the step, if known. Weights are then gathered during the first forward, and gradients reduced during the last
-    backward. Otherwise all are gathered here and reduced on exit.
+    microbatches: of the step, if known. Weights are then gathered during the first forward, and
+    gradients reduced during the last backward. Otherwise all are gathered here and reduced on exit.
 
-    k microbatches cost the communication of one, and the memory of the rank's unsharded weights and gradients. With more than
-    two ranks, a library may sum in an order that depends on the offset in a bucket.
+    k microbatches cost the communication of one, and the memory of the rank's unsharded weights and
+    gradients. With more than two ranks, a library may sum in an order that depends on the offset in
+    a bucket.
     """
     model = model_of(root)
     if microbatches:
@@ -73,7 +78,9 @@ def gathered_for_step(root: nn.Module, microbatches: int = 0) -> Iterator[None]:
 
 
 class Step:
-    """A step whose communication overlaps with its first forward and its last backward, in the buckets of eager mode."""
+    """A step whose communication overlaps with its first forward and its last backward, in the
+    buckets of eager mode.
+    """
 
     def __init__(self, model: Any, microbatches: int):
         self.model, self.microbatches = model, microbatches
@@ -89,7 +96,10 @@ class Step:
     @_disable_current_modes()
     @torch.no_grad()
     def gather(self, read: ShardSpec) -> None:
-        """Hold the weights of the block that is read. The next block is then in flight (eager.py)."""
+        """Hold the weights of the block that is read.
+
+        The next block is then in flight (eager.py).
+        """
         eager = self.model.eager
         for members, bucket in eager.blocks[eager.block_of[read.fqn]]:
             for parameter, plan in zip(members, bucket.plans, strict=True):
@@ -102,7 +112,10 @@ class Step:
 
     @torch.no_grad()
     def hold_all(self, root: nn.Module) -> None:
-        """Hold the weights of a compiled model in tensors that its graph waits for (arriving.py). Gather the first ones."""
+        """Hold the weights of a compiled model in tensors that its graph waits for (arriving.py).
+
+        Gather the first ones.
+        """
         reads = Counter(
             plan.fqn
             for module in root.modules()
@@ -141,7 +154,10 @@ class Step:
     @_disable_current_modes()
     @torch.no_grad()
     def finish_gathers(self, last: int) -> None:
-        """Wait for the buckets up to number `last`, in the same order on all ranks. The next one is then in flight."""
+        """Wait for the buckets up to number `last`, in the same order on all ranks.
+
+        The next one is then in flight.
+        """
         while self.finished <= last:
             self.start_next()
             bucket, tables, started = self.in_flight.popleft()
@@ -150,7 +166,10 @@ class Step:
             self.finished += 1
 
     def end(self) -> None:
-        """Drop the weights. Otherwise, cycles of references keep them until Python collects garbage."""
+        """Drop the weights.
+
+        Otherwise, cycles of references keep them until Python collects garbage.
+        """
         for state in (self.arrivals, self.later, self.in_flight):
             state.clear()
 
@@ -161,7 +180,10 @@ class Step:
         self.take(plan, gradient)
 
     def take(self, plan: ShardSpec, gradient: Tensor, copy: bool = False) -> None:
-        """Add a microbatch's gradient to the sum. The bucket of the last one starts to be reduced. copy: keep no gradient."""
+        """Add a microbatch's gradient to the sum. The bucket of the last one starts to be reduced.
+
+        copy: keep no gradient.
+        """
         _add(self.model.sums, plan, gradient, copy)
         self.added[plan.fqn] += 1
         if self.added[plan.fqn] == self.microbatches:
@@ -172,7 +194,9 @@ class Step:
         assert self.added[plan.fqn] <= self.microbatches
 
     def take_part(self, plan: ShardSpec, gradient: Tensor, copy: bool) -> None:
-        """Add up the two gradients of a tied weight in a microbatch, as autograd does, and take their sum."""
+        """Add up the two gradients of a tied weight in a microbatch, as autograd does, and take
+        their sum.
+        """
         first = self.parts.pop(plan.fqn, None)
         if first is None:
             self.parts[plan.fqn] = gradient.clone()
@@ -182,7 +206,10 @@ class Step:
 
 @torch.no_grad()
 def _gather(model: Any) -> None:
-    """Gather the unsharded weights, which modules read from now on. They, or their stand-ins, are leaves of autograd."""
+    """Gather the unsharded weights, which modules read from now on.
+
+    They, or their stand-ins, are leaves of autograd.
+    """
     buckets = gather_buckets(model.plans)
     started = (
         (members, bucket, _start_gather(model, members, bucket)) for members, bucket in buckets
@@ -214,7 +241,10 @@ def leaf_of(model: Any, plan: ShardSpec) -> Tensor:
 
 
 def _reduce(gradients: dict[nn.Parameter, Tensor], model: Any) -> None:
-    """Reduce gradients of unsharded weights into `parameter.grad`. Empties `gradients`, to free each one early."""
+    """Reduce gradients of unsharded weights into `parameter.grad`.
+
+    Empties `gradients`, to free each one early.
+    """
     buckets = reduce_buckets({parameter: model.plans[parameter] for parameter in gradients})
     started = (
         (members, bucket, bucket.start_reduce([*map(gradients.pop, members)]))
@@ -227,7 +257,10 @@ def _reduce(gradients: dict[nn.Parameter, Tensor], model: Any) -> None:
 
 
 def _prefetch(started: Iterable[Started]) -> Iterator[Started]:
-    """Yield items in order, each after IN_FLIGHT - 1 later ones have been started. Keeps no reference to a yielded item."""
+    """Yield items in order, each after IN_FLIGHT - 1 later ones have been started.
+
+    Keeps no reference to a yielded item.
+    """
     under_way: deque[Started] = deque()
     for each in started:
         under_way.append(each)
@@ -239,7 +272,9 @@ def _prefetch(started: Iterable[Started]) -> Iterator[Started]:
 
 
 def gradient_leaves(root: nn.Module) -> list[Tensor]:
-    """Return the tensors that autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters."""
+    """Return the tensors that autograd accumulates into: the gathered weights within
+    `gathered_for_step`, else the parameters.
+    """
     model = model_of(root)
     return [
         leaf_of(model, plan) if plan.fqn in model.gathered else parameter
@@ -248,7 +283,9 @@ def gradient_leaves(root: nn.Module) -> list[Tensor]:
 
 
 def fold_gradients(root: nn.Module) -> None:
-    """Add each `.grad` to the sums in reduce_dtype, as hooks do, after a backward within `gathered_for_step` that ran none."""
+    """Add each `.grad` to the sums in reduce_dtype, as hooks do, after a backward within
+    `gathered_for_step` that ran none.
+    """
     model = model_of(root)
     for plan, leaf in zip(model.plans.values(), gradient_leaves(root), strict=True):
         if plan.fqn not in model.gathered or leaf.grad is None:
@@ -260,7 +297,9 @@ def fold_gradients(root: nn.Module) -> None:
 
 
 def _sum_in_reduce_dtype(root: nn.Module) -> None:
-    """Register hooks that sum the gradients of every backward in reduce_dtype, where they are computed in another dtype."""
+    """Register hooks that sum the gradients of every backward in reduce_dtype, where they are
+    computed in another dtype.
+    """
     model = model_of(root)
     for plan in model.plans.values():
         leaf = leaf_of(model, plan)

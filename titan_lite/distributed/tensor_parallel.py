@@ -2,13 +2,15 @@
 
     apply_tensor_parallel(model, mesh["tp"])      # before SimpleFSDP, which then shards each rank's part
 
-A rank has some heads and some hidden units of every block (arXiv 1909.08053), and between blocks some tokens of every sequence
-(arXiv 2205.05198). With t = T / tp, for attention (the feed-forward network is analogous):
+A rank has some heads and some hidden units of every block (arXiv 1909.08053), and between blocks
+some tokens of every sequence (arXiv 2205.05198). With t = T / tp, for attention (the feed-forward
+network is analogous):
 
     x (B, t, C) -> all-gather -> (B, T, C) -> wq, wk, wv: own heads -> wo: own columns -> reduce-scatter -> (B, t, C)
 
-Embedding and output have a rank's rows of the vocabulary. The loss is computed from their logits (`models/loss.py`), and no rank ever
-has the logits of the full vocabulary. Modules compute on plain tensors: a graph has plain collectives.
+Embedding and output have a rank's rows of the vocabulary. The loss is computed from their logits
+(`models/loss.py`), and no rank ever has the logits of the full vocabulary. Modules compute on plain
+tensors: a graph has plain collectives.
 """
 
 import fnmatch
@@ -75,15 +77,17 @@ def axis_of(mesh: DeviceMesh) -> Axis:
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, compiled: bool = False) -> None:
-    """Split `model` over the one-axis `mesh` in place; FQNs do not change. Does nothing for a mesh of one rank.
+    """Split `model` over the one-axis `mesh` in place; FQNs do not change.
 
-    Parameters become DTensors on `mesh`, split or replicated; those on the meta device stay there. The gradient of a replicated
-    one must be summed over ranks, because each rank sees other tokens; SimpleFSDP does it. Raises ValueError for a parameter of
-    a module that is not in STYLES.
+    Does nothing for a mesh of one rank.
 
-    compiled: gradients of tokens are gathered in float8 where their products are. The gather is then a part of the product's
-    backward, which a graph computes once. Eagerly, full checkpointing would repeat the product's reduce-scatter, and a pipeline
-    that halves backwards the gather.
+    Parameters become DTensors on `mesh`, split or replicated; those on the meta device stay there.
+    The gradient of a replicated one must be summed over ranks, because each rank sees other tokens;
+    SimpleFSDP does it. Raises ValueError for a parameter of a module that is not in STYLES.
+
+    compiled: gradients of tokens are gathered in float8 where their products are. The gather is
+    then a part of the product's backward, which a graph computes once. Eagerly, full checkpointing
+    would repeat the product's reduce-scatter, and a pipeline that halves backwards the gather.
     """
     if mesh.size() == 1:
         return
@@ -99,7 +103,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, compiled: bool 
         if style is None:
             if parameters:
                 raise ValueError(
-                    f"{fqn}.{next(iter(parameters))}: the tensor-parallel plan has no style for {fqn}"
+                    f"{fqn}.{next(iter(parameters))}: the tensor-parallel plan has no style for"
+                    f" {fqn}"
                 )
             continue
         for name, parameter in parameters.items():
@@ -125,7 +130,9 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, compiled: bool 
 
 
 def weight_dim(fqn: str) -> int | None:
-    """Return the dimension in which tensor parallelism splits the weight of a module; None: it is replicated."""
+    """Return the dimension in which tensor parallelism splits the weight of a module; None: it is
+    replicated.
+    """
     style = _style_of(fqn)
     return None if style is None else style.weight
 
@@ -148,7 +155,8 @@ def _split(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Par
     return nn.Parameter(part, parameter.requires_grad)
 
 
-@functools.cache  # as in simple_fsdp.py: one class for all modules replaced alike; it must not close over a mesh
+# as in simple_fsdp.py: one class for all modules replaced alike; it must not close over a mesh
+@functools.cache
 def _parallel_class(cls: Any, style: Style) -> Any:
     def forward(self: nn.Module, x: Any, *others: Any) -> Tensor:
         axis: Axis = self._tp  # type: ignore[assignment]
@@ -173,13 +181,18 @@ def _parallel_class(cls: Any, style: Style) -> Any:
 
 
 def _look_up(tokens: Tensor, weight: Tensor, vocabulary: int, axis: Axis) -> Tensor:
-    """Look up tokens in this rank's rows of the table, zero for other tokens. The sum over ranks is the full look-up."""
+    """Look up tokens in this rank's rows of the table, zero for other tokens.
+
+    The sum over ranks is the full look-up.
+    """
     own, inside = own_tokens(tokens, weight.shape[0], vocabulary, axis)
     return F.embedding(own, weight) * inside.unsqueeze(-1)
 
 
 def own_tokens(tokens: Tensor, rows: int, vocabulary: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return (numbers of tokens in this rank's `rows` of the vocabulary, 0 for others; True for those inside)."""
+    """Return (numbers of tokens in this rank's `rows` of the vocabulary, 0 for others; True for
+    those inside).
+    """
     own = tokens - axis.rank * -(-vocabulary // axis.degree)
     inside = (own >= 0) & (own < rows)
     return own.where(inside, 0), inside
@@ -196,15 +209,18 @@ def scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_float8_tokens(x: Tensor, axis: Axis) -> Scaled:
-    """All-gather tokens in float8, with the scale of the tokens of all ranks: (B, t, C) -> (B, T, C). Backward reduce-scatters
-    the gradient in its own dtype."""
+    """All-gather tokens in float8, with the scale of the tokens of all ranks: (B, t, C) -> (B, T,
+    C). Backward reduce-scatters the gradient in its own dtype.
+    """
     scale = scale_of(all_reduce(x.detach().abs().amax(), "max", axis.group))
     data, stands_in = _Float8Tokens.apply(x, scale, axis)
     return Scaled(data, scale, stands_in)
 
 
 def _gather_gradient(gradient: Tensor, axis: Axis) -> Scaled:
-    """All-gather gradients of tokens in e5m2, with the scale of those of all ranks: (B, t, C) -> (B, T, C)."""
+    """All-gather gradients of tokens in e5m2, with the scale of those of all ranks: (B, t, C) ->
+    (B, T, C).
+    """
     scale = scale_of(all_reduce(gradient.abs().amax(), "max", axis.group), E5M2)
     return Scaled(_all_gather(to_bytes(gradient, scale, E5M2), axis), scale)
 

@@ -36,7 +36,10 @@ class DeferredMetrics:
         self.waiting.append((step, [*values], packed, arrived))
 
     def take(self, *, now: bool) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield (step, values) of the steps that are due, oldest first. now: of all steps, waiting for the last."""
+        """Yield (step, values) of the steps that are due, oldest first.
+
+        now: of all steps, waiting for the last.
+        """
         while len(self.waiting) > (0 if now else self.lag):
             step, names, packed, arrived = self.waiting.popleft()
             if arrived is not None:

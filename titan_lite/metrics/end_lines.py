@@ -48,7 +48,8 @@ def end_lines(
 ) -> list[str]:
     """Return the lines at the end of a run, with figures of metrics.jsonl.
 
-    how: "done" or "stopped". again: the command that resumes the run. The speed is that of the steps after the last resume.
+    how: "done" or "stopped". again: the command that resumes the run. The speed is that of the
+    steps after the last resume.
     """
     path = dump_folder / "metrics.jsonl"
     rows, since = read_metrics(path), last_start(path)
@@ -66,15 +67,20 @@ def end_lines(
                 f"; {name.replace('_', ' ')} {loss:.4f}{f' at step {at}' if at != step else ''}"
             )
     lines = [
-        f"{how}: step {step}, {tokens:,} tokens, {skipped} step{'s' * (skipped != 1)} skipped{bad_documents}{losses}"
+        f"{how}: step {step}, {tokens:,} tokens, {skipped} step{'s' * (skipped != 1)}"
+        f" skipped{bad_documents}{losses}"
     ]
     if column["tps"]:
         mfu = f", MFU {statistics.median(column['mfu']):.1f}%" if column["mfu"] else ""
         if column["mfu_full_attention"]:
-            mfu += f" ({statistics.median(column['mfu_full_attention']):.1f}% with attention counted as full)"
+            mfu += (
+                f" ({statistics.median(column['mfu_full_attention']):.1f}% with attention counted"
+                " as full)"
+            )
         lines.append(
-            f"speed: {statistics.median(column['tps']):,.0f} tokens per second and device{mfu}, waiting for data "
-            f"{statistics.median(column['data_wait']):.1f}% (medians); peak memory {max(column['memory_gib']):.2f} GiB"
+            f"speed: {statistics.median(column['tps']):,.0f} tokens per second and device{mfu},"
+            f" waiting for data {statistics.median(column['data_wait']):.1f}% (medians); peak"
+            f" memory {max(column['memory_gib']):.2f} GiB"
         )
     if ranks := rank_timelines(receipts):
         times = [timeline for timelines in ranks.values() for timeline in timelines]

@@ -5,8 +5,8 @@
     loss = by_source.add(runner.forward_backward(...), tokens)      # in the same order: losses (B,) -> their sum
     by_source.figures()                         # {"loss_by_source/web": 3.21, "tokens_by_source/web": 1_048_576, ...}
 
-A window comes from one source (data/loader.py), so the sum of its tokens' losses is sufficient. Without names nothing is kept,
-and there is no collective.
+A window comes from one source (data/loader.py), so the sum of its tokens' losses is sufficient.
+Without names nothing is kept, and there is no collective.
 """
 
 from collections import deque
@@ -20,7 +20,10 @@ from titan_lite.logging import logger
 
 
 class PerSource:
-    """Counts by source. names: those of the sources, () without a mixture. sum_losses, sum_tokens: sum over ranks in place."""
+    """Counts by source. names: those of the sources, () without a mixture.
+
+    sum_losses, sum_tokens: sum over ranks in place.
+    """
 
     def __init__(
         self,
@@ -35,7 +38,8 @@ class PerSource:
             sum_losses,
             sum_tokens,
         )
-        # nats and tokens of each source: own: of this rank, since the last sum; window: of all ranks, since the last figures
+        # nats and tokens of each source: own: of this rank, since the last sum; window: of all
+        # ranks, since the last figures
         self.own = torch.zeros(2, len(names), dtype=torch.float64, device=device)
         self.window = torch.zeros(2, len(names), dtype=torch.float64)
         self.seen = [0] * len(names)  # tokens of the run, resumed parts included
@@ -43,14 +47,18 @@ class PerSource:
         self.missing: set[str] = set()  # absent figures that were reported
 
     def read(self, sources: Sequence[int], counted: Tensor) -> None:
-        """Add a local batch. sources: (B,) source of each sequence. counted: (B,) counted labels of each sequence."""
+        """Add a local batch. sources: (B,) source of each sequence.
+
+        counted: (B,) counted labels of each sequence.
+        """
         if self.names:
             where = torch.tensor(sources, device=self.device)
             self.own[1].index_add_(0, where, counted.double())
             self.waiting.append(where)
 
     def add(self, losses: Tensor, tokens: Tensor | float = 1.0) -> Tensor:
-        """Add the losses (B,), in nats / tokens, of the oldest batch still waiting, and return their sum.
+        """Add the losses (B,), in nats / tokens, of the oldest batch still waiting, and return
+        their sum.
 
         losses: a scalar zero before the last pipeline stage, or the sum itself without names.
         """
@@ -70,9 +78,11 @@ class PerSource:
         self.own.zero_()
 
     def figures(self, prefix: str = "") -> dict[str, float]:
-        """Return nats per token since the last call for each source that was read, and tokens of the run. A collective.
+        """Return nats per token since the last call for each source that was read, and tokens of
+        the run. A collective.
 
-        A loss that is not finite affects only its source. With a prefix, such as "validation_", only the losses are returned.
+        A loss that is not finite affects only its source. With a prefix, such as "validation_",
+        only the losses are returned.
         """
         if not self.names:
             return {}
@@ -89,7 +99,8 @@ class PerSource:
                 if key not in values and key not in self.missing:
                     self.missing.add(key)
                     logger.warning(
-                        f"{key} is absent: no sequence of that source was read; use a larger validation.steps"
+                        f"{key} is absent: no sequence of that source was read; use a larger"
+                        " validation.steps"
                     )
         else:
             values |= {

@@ -1,4 +1,5 @@
-"""Write torch.profiler traces and CUDA memory snapshots at an interval, and configure the flight recorder.
+"""Write torch.profiler traces and CUDA memory snapshots at an interval, and configure the flight
+recorder.
 
 with build_profiler(config.profiling, dump_folder, rank) as profiler:
     for step in ...:
@@ -20,7 +21,9 @@ from titan_lite.logging import logger
 
 
 class Profiler:
-    """Write `trace-step-N/rank-R.json` (Chrome's format) and a memory snapshot at every profile_freq-th step."""
+    """Write `trace-step-N/rank-R.json` (Chrome's format) and a memory snapshot at every
+    profile_freq-th step.
+    """
 
     def __init__(self, config: Profiling, dump_folder: Path, rank: int, first_step: int):
         self.config, self.dump_folder, self.rank, self.done = config, dump_folder, rank, first_step
@@ -55,7 +58,10 @@ class Profiler:
 def build_profiler(
     config: Profiling, dump_folder: Path, rank: int, first_step: int = 0
 ) -> Iterator[Profiler]:
-    """Return a context with a Profiler; call its `step` after every step. first_step: steps done before."""
+    """Return a context with a Profiler; call its `step` after every step.
+
+    first_step: steps done before.
+    """
     profiler = Profiler(config, dump_folder, rank, first_step)
     if config.enable_memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
@@ -81,7 +87,9 @@ def build_profiler(
 
 
 def set_flight_recorder(trace_buf_size: int, dump_folder: Path) -> None:
-    """Keep the last `trace_buf_size` collectives for the watchdog; 0 turns this off. Call before making the process group.
+    """Keep the last `trace_buf_size` collectives for the watchdog; 0 turns this off.
+
+    Call before making the process group.
 
     NCCL also dumps them into `flight_recorder/rank-R` on its own timeout.
     """

@@ -21,7 +21,10 @@ EVENT = ("step", "event", "time", "text")  # keys of a line of events.jsonl
 
 
 class RecordError(ValueError):
-    """An error: a folder has no run, or a damaged one. The message names the file, the line, and what to do."""
+    """An error: a folder has no run, or a damaged one.
+
+    The message names the file, the line, and what to do.
+    """
 
 
 @dataclass
@@ -44,7 +47,8 @@ class RunRecord:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
-    """Yield (number, object) of each line that is not empty; None for a line that is not an object, which a kill may leave.
+    """Yield (number, object) of each line that is not empty; None for a line that is not an object,
+    which a kill may leave.
 
     A line of more than LONGEST bytes gives None, too. A missing file has no lines.
     """
@@ -69,7 +73,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Return {step: values} of metrics.jsonl, with the last values of each step. A torn line is skipped."""
+    """Return {step: values} of metrics.jsonl, with the last values of each step.
+
+    A torn line is skipped.
+    """
     result: dict[int, dict[str, float]] = {}
     for entry in _entries(path):
         if "resumed_from" in entry:
@@ -117,7 +124,9 @@ class Window:
 
 
 def timed_windows(path: Path) -> list[Window]:
-    """Return the windows of metrics.jsonl since the last start, without the first one, in which code is compiled."""
+    """Return the windows of metrics.jsonl since the last start, without the first one, in which
+    code is compiled.
+    """
     entries = _entries(path)
     since = max(
         (place for place, entry in enumerate(entries) if "resumed_from" in entry), default=0
@@ -158,7 +167,8 @@ def read_run(folder: Path, name: str) -> RunRecord:
     if not rows:
         raise RecordError(f"{path} has no step yet; a run writes one every metrics.log_freq steps")
     events, more = read_events(folder / "events.jsonl")
-    # A start writes both, a resume once there are metrics. Without events.jsonl there are only resumes.
+    # A start writes both, a resume once there are metrics. Without events.jsonl there are only
+    # resumes.
     starts = [event for event in events if event["event"] == "start"]
     for event, resume in zip(reversed(starts), reversed(resumes), strict=False):
         event.update(resume)
@@ -196,7 +206,9 @@ def read_run(folder: Path, name: str) -> RunRecord:
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]], list[str]]:
-    """Return (rows by step, a "resume" event for each resume, notes on torn lines) of metrics.jsonl. Raises RecordError."""
+    """Return (rows by step, a "resume" event for each resume, notes on torn lines) of
+    metrics.jsonl. Raises RecordError.
+    """
     rows: dict[int, dict[str, float]] = {}
     resumes, notes = [], []
     for (number, entry), (_, after) in itertools.pairwise(
@@ -205,7 +217,8 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]],
         if entry is None:
             if after is None or "resumed_from" not in after:
                 raise RecordError(
-                    f"{path}, line {number}: not valid JSON, in the middle of the file; remove the line"
+                    f"{path}, line {number}: not valid JSON, in the middle of the file; remove the"
+                    " line"
                 )
             notes.append(
                 f"{path.name}, line {number}, was cut off when the run was killed, and is skipped"
@@ -241,7 +254,9 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]],
 
 
 def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the events in order, with one for each attempt that ended without an event, and notes on skipped lines."""
+    """Return the events in order, with one for each attempt that ended without an event, and notes
+    on skipped lines.
+    """
     events: list[dict[str, Any]] = []
     notes, going = [], False  # an attempt that has not ended
     for number, entry in read_lines(path) if path.is_file() else ():
@@ -270,7 +285,9 @@ def _is_event(entry: dict[str, Any]) -> bool:
 
 
 def _check_receipt(receipt: dict[str, Any]) -> None:
-    """Raise KeyError for an entry of compile.json without what the page shows, and TypeError for another type."""
+    """Raise KeyError for an entry of compile.json without what the page shows, and TypeError for
+    another type.
+    """
     missing = [key for key in ("graph", "before", "after") if key not in receipt]
     if receipt.get("timeline") is not None:
         times = ("communication", "exposed", "seconds")
@@ -280,7 +297,10 @@ def _check_receipt(receipt: dict[str, Any]) -> None:
 
 
 def _read_json(path: Path, otherwise: Any) -> Any:
-    """Return the content of a file, or `otherwise`, which is of its type, if there is none. Raises RecordError."""
+    """Return the content of a file, or `otherwise`, which is of its type, if there is none.
+
+    Raises RecordError.
+    """
     if not path.is_file():
         return otherwise
     with _damage(path):
@@ -292,19 +312,25 @@ def _read_json(path: Path, otherwise: Any) -> Any:
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Return a context that reads what a file has. Raises RecordError if it is not what a run writes."""
+    """Return a context that reads what a file has.
+
+    Raises RecordError if it is not what a run writes.
+    """
     try:
         yield
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise RecordError(
-            f"{path}: not as a run writes it ({why:.200}); remove the file to make the page without it"
+            f"{path}: not as a run writes it ({why:.200}); remove the file to make the page"
+            " without it"
         ) from None
 
 
 def _timelines(trace: dict) -> list[dict[str, Any]]:
-    """Return a timeline for each process (pipeline rank) of a Chrome trace: title, lanes, graphs, and spans [number of the lane,
-    start, length, exposed, name] in milliseconds. Computation without gaps is one span."""
+    """Return a timeline for each process (pipeline rank) of a Chrome trace: title, lanes, graphs,
+    and spans [number of the lane, start, length, exposed, name] in milliseconds. Computation
+    without gaps is one span.
+    """
     found: dict[int, dict[str, Any]] = {}
 
     def of(event: dict) -> dict[str, Any]:

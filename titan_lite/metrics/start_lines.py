@@ -37,7 +37,10 @@ def start_lines(
     priced: bool,
     sources: Sequence[str] = (),
 ) -> list[str]:
-    """Return lines on model, layout, batch, data and memory. priced: communication costs are known; sources: lines on sources."""
+    """Return lines on model, layout, batch, data and memory.
+
+    priced: communication costs are known; sources: lines on sources.
+    """
     training, parallelism, degrees, plan = (
         config.training,
         config.parallelism,
@@ -63,7 +66,10 @@ def start_lines(
         how += f"; attention by {training.attention_kernel} (training.attention_kernel)"
     if (float8 := config.float8).enable:
         gathers = float8.all_gather and degrees["dp_shard"] * degrees["cp"] > 1
-        how += f"; products of the blocks in float8, {float8.recipe}{', gathered in float8' * gathers} ([float8])"
+        how += (
+            f"; products of the blocks in float8, {float8.recipe}{', gathered in float8' * gathers}"
+            " ([float8])"
+        )
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
     notes = [
         "; ".join(short_names(plan.modules[stage]) for stage in plan.stages_of(rank))
@@ -71,26 +77,41 @@ def start_lines(
     ]
     when = ""
     if layout.microbatches > 1:
-        when = f"; weights gathered once a {'step' if layout.gathers_once else 'microbatch'} (parallelism.fsdp_communication)"
+        when = (
+            f"; weights gathered once a {'step' if layout.gathers_once else 'microbatch'}"
+            " (parallelism.fsdp_communication)"
+        )
     lines = [
         *([config.job.description] if config.job.description else []),
-        f"model: {config.model.name} {shape_words(config.model)}, {layout.parameters:,} parameters; "
-        f"torch {torch.__version__}, {how}",
-        f"layout: {layout.world_size} rank{'s' * (layout.world_size > 1)}{f' = {axes}' if axes else ''}, each one {name}",
+        (
+            f"model: {config.model.name} {shape_words(config.model)}, {layout.parameters:,}"
+            f" parameters; torch {torch.__version__}, {how}"
+        ),
+        (
+            f"layout: {layout.world_size}"
+            f" rank{'s' * (layout.world_size > 1)}{f' = {axes}' if axes else ''}, each one {name}"
+        ),
         *mesh_picture(degrees, notes),
-        f"batch: {layout.tokens:,} tokens a step = {layout.rows} sequences of {layout.seq_len}, "
-        f"in {layout.accumulation} local batch{'es' * (layout.accumulation > 1)} of {layout.local_batch_size} a rank{when}",
+        (
+            f"batch: {layout.tokens:,} tokens a step = {layout.rows} sequences of {layout.seq_len},"
+            f" in {layout.accumulation} local batch{'es' * (layout.accumulation > 1)} of"
+            f" {layout.local_batch_size} a rank{when}"
+        ),
         *(
             [f"batch ramp: {layout.ramp_in_words} (training.global_batch_ramp)"]
             if layout.ramp
             else []
         ),
         *sources,
-        f"tokenizer: {min(config.model.tokenizer_path, os.path.relpath(config.model.tokenizer_path), key=len)}",
+        (
+            "tokenizer:"
+            f" {min(config.model.tokenizer_path, os.path.relpath(config.model.tokenizer_path), key=len)}"
+        ),
     ]
     if training.mask_documents:
         lines.append(
-            f"documents: attention stays within them, by {_documents_by(config, layout, device)} (training.mask_documents)"
+            f"documents: attention stays within them, by {_documents_by(config, layout, device)}"
+            " (training.mask_documents)"
         )
     if OF_MATRIX[config.optimizer.name].moments < 2:
         lines.append(_owners_of(config, layout))
@@ -103,14 +124,16 @@ def start_lines(
     if degrees["pp"] > 1:
         schedule = parallelism.pipeline_parallel_schedule
         lines.append(
-            f"pipeline: {len(plan.modules)} stages, {schedule}, {plan.microbatches} microbatches of "
-            f"{layout.sequences}; ranks wait {100 * bubble_fraction(order_of(parallelism, plan)):.1f}% of the time (the "
-            "bubble), if all stages are equally fast"
+            f"pipeline: {len(plan.modules)} stages, {schedule}, {plan.microbatches} microbatches of"
+            f" {layout.sequences}; ranks wait"
+            f" {100 * bubble_fraction(order_of(parallelism, plan)):.1f}% of the time (the bubble),"
+            " if all stages are equally fast"
         )
     if chunk := layout.loss_chunk:
         chunks = -(-layout.sequences * layout.seq_len // layout.degrees["cp"] // chunk)
         lines.append(
-            f"loss: in {chunks} chunks of {chunk:,} tokens, never with all logits (training.loss_chunk_tokens)"
+            f"loss: in {chunks} chunks of {chunk:,} tokens, never with all logits"
+            " (training.loss_chunk_tokens)"
         )
     held = f"{layout.steady_bytes(config) / 2**30:.2f} GiB a rank"
     memory = f"memory: {held} for parameters, gradients and optimizer state"
@@ -119,7 +142,10 @@ def start_lines(
             f" ({errors / 2**30:.2f} GiB of it for two errors of the gradients between copies)"
         )
     if layout.gathers_once:
-        memory += f", {layout.step_bytes(config) / 2**30:.2f} GiB for unsharded weights and gradients, held for the step"
+        memory += (
+            f", {layout.step_bytes(config) / 2**30:.2f} GiB for unsharded weights and gradients,"
+            " held for the step"
+        )
     saves = (
         f"every {config.checkpoint.interval} steps and at the end"
         if config.checkpoint.enable
@@ -128,7 +154,10 @@ def start_lines(
     return [
         *lines,
         f"{memory}; activations beside that",
-        f"checkpoints: {saves} (checkpoint.{'interval' if config.checkpoint.enable else 'enable = false'})",
+        (
+            f"checkpoints: {saves}"
+            f" (checkpoint.{'interval' if config.checkpoint.enable else 'enable = false'})"
+        ),
         *(
             ["compiling comes first: the first step and the first validation take longer"]
             if config.compile.enable
@@ -141,8 +170,14 @@ def _owners_of(config: Config, layout: Layout) -> str:
     ranks, kind = layout.world_size // layout.degrees["pp"], OF_MATRIX[config.optimizer.name]
     buckets = owned(config.optimizer, layout.shapes_of_rank, ranks)
     loads = by_owner(buckets, ranks, functools.partial(kind.cost, config.optimizer))
-    shared = f", shared by {ranks} ranks, of which the busiest computes {max(loads) * ranks / sum(loads):.2f} times the mean"
-    by = f"optimizer: {config.optimizer.name} for {sum(map(len, buckets))} matrices{shared * (ranks > 1)}"
+    shared = (
+        f", shared by {ranks} ranks, of which the busiest computes"
+        f" {max(loads) * ranks / sum(loads):.2f} times the mean"
+    )
+    by = (
+        f"optimizer: {config.optimizer.name} for {sum(map(len, buckets))}"
+        f" matrices{shared * (ranks > 1)}"
+    )
     return f"{by}; AdamW for embedding, output and norms (optimizer.name)"
 
 
@@ -162,9 +197,10 @@ def _between_copies(config: Config, layout: Layout) -> str:
     before = sum(summed * numbers for numbers, _ in sent.values())
     count, rank = sum(factors > 0 for _, factors in sent.values()), parallelism.replicate_rank
     return (
-        f"gradients between copies: {count} of {len(sent)} as factors of {rank} columns, {nbytes:,} bytes a step instead of "
-        f"{before:,} (parallelism.replicate_compression); as they are: {', '.join(whole) or 'none'}, and all in the first "
-        f"{parallelism.replicate_uncompressed_steps} steps"
+        f"gradients between copies: {count} of {len(sent)} as factors of {rank} columns, {nbytes:,}"
+        f" bytes a step instead of {before:,} (parallelism.replicate_compression); as they are:"
+        f" {', '.join(whole) or 'none'}, and all in the first"
+        f" {parallelism.replicate_uncompressed_steps} steps"
     )
 
 
@@ -182,7 +218,9 @@ def _documents_by(config: Config, layout: Layout, device: torch.device) -> str:
 
 
 def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[str]:
-    """Draw the ranks of a mesh in boxes, with a note for each rank along pp. Returns no lines for a single rank.
+    """Draw the ranks of a mesh in boxes, with a note for each rank along pp.
+
+    Returns no lines for a single rank.
 
            dp_shard 0  dp_shard 1
           +-----------+-----------+
@@ -250,7 +288,8 @@ def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[
     for row, line in zip(rows, cells, strict=True):
         note = notes[row["pp"]] if notes and row and "pp" in row else ""
         lines.append(
-            f"  {called(row):{left}}  |{'|'.join(f' {cell.center(wide)} ' for cell in line)}|  {note}".rstrip()
+            f"  {called(row):{left}}  |{'|'.join(f' {cell.center(wide)} ' for cell in line)}| "
+            f" {note}".rstrip()
         )
     places_of = {"rows": down, "boxes": across, "columns in a box" if across else "columns": inside}
     said = [

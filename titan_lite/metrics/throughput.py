@@ -1,6 +1,7 @@
 """Measure the throughput of training in windows from one log line to the next.
 
-throughput = Throughput(layout.tokens_until, ranks=8, flops_per_token=(6.0e9, 6.8e9), peak_flops=989e12)
+throughput = Throughput(layout.tokens_until, ranks=8, flops_per_token=(6.0e9, 6.8e9),
+peak_flops=989e12)
 throughput.start(step)                          # training begins
 with throughput.waiting(): batch = next(loader)
 with throughput.exclude(): save()               # not training
@@ -16,8 +17,9 @@ from contextlib import contextmanager
 class Throughput:
     """The throughput of the current window.
 
-    tokens_until: (step) -> tokens of all steps up to it, on all ranks. flops_per_token: with attention counted as causal, and as
-    full. peak_flops: FLOP/s of one device; None if unknown, which omits mfu.
+    tokens_until: (step) -> tokens of all steps up to it, on all ranks. flops_per_token: with
+    attention counted as causal, and as full. peak_flops: FLOP/s of one device; None if unknown,
+    which omits mfu.
     """
 
     def __init__(

@@ -1,8 +1,10 @@
-"""Draw estimated timelines (cost/timeline.py), and write them as a trace for https://ui.perfetto.dev and chrome://tracing.
+"""Draw estimated timelines (cost/timeline.py), and write them as a trace for
+https://ui.perfetto.dev and chrome://tracing.
 
     write_timelines(receipts, dump_folder)       # timeline.png and timeline.json of a run
 
-Computation has a lane, and each mesh axis with communication has one. tools/plan/picture.py draws plans with the same functions.
+Computation has a lane, and each mesh axis with communication has one. tools/plan/picture.py draws
+plans with the same functions.
 """
 
 import itertools
@@ -27,7 +29,9 @@ COLORS = {
 
 
 def write_timelines(receipts: Sequence[CompileReport], folder: Path) -> None:
-    """Write timeline.png and timeline.json, with a panel or a process for each pipeline rank; nothing without timelines."""
+    """Write timeline.png and timeline.json, with a panel or a process for each pipeline rank;
+    nothing without timelines.
+    """
     ranks = rank_timelines(receipts)
     if not ranks:
         return
@@ -133,7 +137,10 @@ def graph_spans(timelines: Sequence[Timeline], lanes: Sequence[str]) -> Iterator
 
 
 def write_trace(path: Path, *processes: tuple[str, Sequence[str], Iterable[TraceSpan]]) -> None:
-    """Write a Chrome trace, in microseconds. processes: (title, names of its lanes, spans); a lane is a thread of the trace."""
+    """Write a Chrome trace, in microseconds.
+
+    processes: (title, names of its lanes, spans); a lane is a thread of the trace.
+    """
     events: list[dict[str, Any]] = []
     for pid, (title, lanes, spans) in enumerate(processes):
         events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": title}})

@@ -1,10 +1,11 @@
-"""Write a run's figures to the log, `metrics.jsonl`, TensorBoard, Weights & Biases, and at the end to `loss.png`.
+"""Write a run's figures to the log, `metrics.jsonl`, TensorBoard, Weights & Biases, and at the end
+to `loss.png`.
 
     metrics = MetricsWriter(config.metrics, dump_folder, recipe, writes=rank == 0, first_step=0, total_steps=1000)
     metrics.log(10, {"loss": 6.9, "tps": 5000.0, ...})
 
-All use the same names. `metrics.jsonl` has one object per line. A resumed run appends to it, after a line {"resumed_from": step};
-if a step occurs twice, the later line counts.
+All use the same names. `metrics.jsonl` has one object per line. A resumed run appends to it, after
+a line {"resumed_from": step}; if a step occurs twice, the later line counts.
 
     loss, validation_loss   nats per token, over all ranks
     grad_norm               global L2 norm before clipping
@@ -67,7 +68,8 @@ HYPERPARAMETERS = (
 class MetricsWriter:
     """Show values on every rank, and write them on one.
 
-    recipe: {"training.steps": 1000, ...}, written for TensorBoard and Weights & Biases. writes: whether this rank writes files.
+    recipe: {"training.steps": 1000, ...}, written for TensorBoard and Weights & Biases. writes:
+    whether this rank writes files.
     total_steps: length of the progress bar.
     """
 
@@ -119,7 +121,9 @@ class MetricsWriter:
     def _open(self) -> bool:
         """Open the file to append to it, and return whether it has lines."""
         before = self.path.read_bytes() if self.path.exists() else b""
-        self.file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self.file = open(  # noqa: SIM115 (`close` closes it)
+            self.path, "a", buffering=1, encoding="utf-8"
+        )
         if before and not before.endswith(b"\n"):  # a run that was killed may leave half a line
             self._put("\n")
         return bool(before)
@@ -130,7 +134,9 @@ class MetricsWriter:
             self.bar.update()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Show and write values of `step` under their names; names without a format are written only."""
+        """Show and write values of `step` under their names; names without a format are written
+        only.
+        """
         parts = [f"step {step:>4}"]
         for name, text in FORMATS.items():
             if name in values:
@@ -229,7 +235,9 @@ def start_wandb(dump_folder: Path, recipe: dict[str, Any]) -> Any:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak of memory reserved by the CUDA allocator, or of this process's resident memory on a CPU, in GiB."""
+    """Return the peak of memory reserved by the CUDA allocator, or of this process's resident
+    memory on a CPU, in GiB.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
@@ -237,7 +245,9 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def draw_loss(dump_folder: Path) -> Path:
-    """Draw training and validation loss of `metrics.jsonl` into `loss.png` beside it; warn if it cannot be written."""
+    """Draw training and validation loss of `metrics.jsonl` into `loss.png` beside it; warn if it
+    cannot be written.
+    """
     from matplotlib.figure import Figure
 
     entries = read_metrics(dump_folder / "metrics.jsonl")

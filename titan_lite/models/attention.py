@@ -1,13 +1,15 @@
-"""Attention operators that F.scaled_dot_product_attention lacks, and the choice of the attention kernel.
+"""Attention operators that F.scaled_dot_product_attention lacks, and the choice of the attention
+kernel.
 
     use_kernel("FA3")                                                   # once, for the whole process
     out = attend_within_documents(q, k, v, documents_of(begins, positions, counts))     # on GPUs
     out = attend_in_two_parts(q, k, v)                                  # q: the last t of k's S positions
 
-Both are custom operators. The first takes sizes that its kernel needs on the host as a tensor of fixed shape, so that graphs have
-static shapes. torch.nn.attention.varlen.varlen_attn calls the same kernel, but takes an entry for each document, and these sizes
-as numbers: a graph then has shapes that its data decide, which neither the passes nor the planner can price. The second operator
-passes a merged log-sum-exp to its kernel's backward.
+Both are custom operators. The first takes sizes that its kernel needs on the host as a tensor of
+fixed shape, so that graphs have static shapes. torch.nn.attention.varlen.varlen_attn calls the same
+kernel, but takes an entry for each document, and these sizes as numbers: a graph then has shapes
+that its data decide, which neither the passes nor the planner can price. The second operator passes
+a merged log-sum-exp to its kernel's backward.
 """
 
 import importlib.util
@@ -30,14 +32,18 @@ CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}  # major compute capabilities that 
 class Documents(NamedTuple):
     """The documents of B sequences of T tokens, for `attend_within_documents`."""
 
-    ends: Tensor  # (B T + 1,) int32: 0, the end of each document in the concatenated sequences, then B T as padding
+    # (B T + 1,) int32: 0, the end of each document in the concatenated sequences, then B T as
+    # padding
+    ends: Tensor
     counts: (
         Tensor  # (B, 2) int64 on the host: documents of each sequence, tokens of its longest one
     )
 
 
 def documents_of(begins: Tensor, positions: Tensor, counts: Tensor) -> Documents:
-    """Return the Documents of `begins` (B, T), where each token's document begins, and `positions` (T,). Shapes are static."""
+    """Return the Documents of `begins` (B, T), where each token's document begins, and `positions`
+    (T,). Shapes are static.
+    """
     tokens = begins.numel()
     places = torch.arange(tokens, dtype=torch.int32, device=begins.device)
     starts = torch.where((begins == positions).flatten(), places, tokens).sort().values
@@ -50,7 +56,9 @@ def fits_flash(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def masks_by_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, cp: int) -> bool:
-    """Return True if `attend_within_documents` works: on NVIDIA GPUs from the A100 on, without context parallelism."""
+    """Return True if `attend_within_documents` works: on NVIDIA GPUs from the A100 on, without
+    context parallelism.
+    """
     if (
         device.type != "cuda"
         or torch.version.hip
@@ -79,19 +87,23 @@ def check_kernel(kernel: str) -> None:
     if major not in CAPABILITIES[kernel]:
         wanted = " or ".join(f"{each}.x" for each in CAPABILITIES[kernel])
         raise ConfigError(
-            f'{wrong} needs a GPU of compute capability {wanted}, and {name} has {major}.{minor}; use "auto" or "FA2"'
+            f"{wrong} needs a GPU of compute capability {wanted}, and {name} has {major}.{minor};"
+            ' use "auto" or "FA2"'
         )
     if importlib.util.find_spec(PACKAGES[kernel]) is None:
         raise ConfigError(
-            f'{wrong} needs the package {PACKAGES[kernel]}, which is not installed here; use "auto" or "FA2"'
+            f'{wrong} needs the package {PACKAGES[kernel]}, which is not installed here; use "auto"'
+            ' or "FA2"'
         )
 
 
 def use_kernel(kernel: str) -> None:
-    """Set the kernel of all attention in this process, after `check_kernel`; "auto": torch's choice. Raises ConfigError.
+    """Set the kernel of all attention in this process, after `check_kernel`; "auto": torch's
+    choice. Raises ConfigError.
 
-    torch registers newer FlashAttention under the operators of FlashAttention 2, so that calls of these by name use it. From the
-    H100 on, torch prefers cuDNN, so cuDNN is disabled for FlashAttention.
+    torch registers newer FlashAttention under the operators of FlashAttention 2, so that calls of
+    these by name use it. From the H100 on, torch prefers cuDNN, so cuDNN is disabled for
+    FlashAttention.
     """
     if kernel == "auto":
         return
@@ -111,7 +123,8 @@ def use_kernel(kernel: str) -> None:
         except (ImportError, RuntimeError, ValueError, OSError) as error:
             why = next(iter(str(error).splitlines()), type(error).__name__)
             raise ConfigError(
-                f'training.attention_kernel = "{kernel}" cannot be loaded ({why}); use "auto" or "FA2"'
+                f'training.attention_kernel = "{kernel}" cannot be loaded ({why}); use "auto" or'
+                ' "FA2"'
             ) from None
 
 
@@ -167,7 +180,9 @@ def _within_documents_backward(
 
 
 def _cut(ends: Tensor, counts: Tensor) -> tuple[Tensor, int]:
-    """Return (0 and the end of each document, tokens of the longest one) without waiting for the device."""
+    """Return (0 and the end of each document, tokens of the longest one) without waiting for the
+    device.
+    """
     documents, longest = int(counts[:, 0].sum()), int(counts[:, 1].max())
     return ends[: documents + 1], longest
 
@@ -184,11 +199,13 @@ def _(
 
 
 def attend_in_two_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend causally from q (B, t, H, D), the last t of S positions, to k and v (B, S, K, D) -> (B, t, H, D).
+    """Attend causally from q (B, t, H, D), the last t of S positions, to k and v (B, S, K, D) ->
+    (B, t, H, D).
 
-    For a kernel with a causal mask aligned to the upper left, such as cuDNN's. Queries attend to the first S - t keys without a
-    mask and to the last t with one; their log-sum-exps weight the two outputs. Backward calls the kernel's backward for each part
-    with the merged output and log-sum-exp, which normalize a part's scores over all keys.
+    For a kernel with a causal mask aligned to the upper left, such as cuDNN's. Queries attend to
+    the first S - t keys without a mask and to the last t with one; their log-sum-exps weight the
+    two outputs. Backward calls the kernel's backward for each part with the merged output and
+    log-sum-exp, which normalize a part's scores over all keys.
     """
     return _in_two_parts(q, k, v)[0]
 
@@ -241,7 +258,8 @@ def _accumulated(query: Tensor) -> torch.dtype:
     return torch.promote_types(query.dtype, torch.float32)
 
 
-# Number of dimensions of a device's log-sum-exp: (B, H, t) or (B, H, t, 1). cuDNN's depends on torch's version.
+# Number of dimensions of a device's log-sum-exp: (B, H, t) or (B, H, t, 1). cuDNN's depends on
+# torch's version.
 _lse_dims: dict[str, int] = {}
 
 

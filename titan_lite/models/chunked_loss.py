@@ -1,9 +1,11 @@
-"""The summed cross-entropy from hidden states and the projection to the vocabulary, a chunk of tokens at a time.
+"""The summed cross-entropy from hidden states and the projection to the vocabulary, a chunk of
+tokens at a time.
 
     loss_sum = build_chunked_loss(vocab_size, tp.rank, tp.degree, tp.group, chunk=layout.loss_chunk)
     loss = loss_sum(hidden, weight, labels)         # (B, T, C), (v, C), (B, T) -> nats, float32, scalar or (B,)
 
-Neither the logits of all tokens nor their gradient exist. It is the loss of models/loss.py but for rounding.
+Neither the logits of all tokens nor their gradient exist. It is the loss of models/loss.py but for
+rounding.
 """
 
 import functools
@@ -20,7 +22,10 @@ from titan_lite.models.loss import IGNORE_INDEX, all_reduce, build_loss, own_voc
 def build_chunked_loss(
     vocab_size: int, rank: int, degree: int, group: str, *, chunk: int, by_sequence: bool = False
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return (hidden states, weight of the projection, labels) -> loss of `chunk` tokens at a time. Rest: as for `build_loss`."""
+    """Return (hidden states, weight of the projection, labels) -> loss of `chunk` tokens at a time.
+
+    Rest: as for `build_loss`.
+    """
     first = own_vocabulary(vocab_size, rank, degree).start
     split = functools.partial(chunked_cross_entropy_sum, first=first, degree=degree, group=group)
     return functools.partial(split, chunk=chunk, by_sequence=by_sequence)
@@ -35,9 +40,11 @@ def build_losses(
     in_graph: bool,
     compile: Callable[..., Callable],
 ) -> tuple[Callable[..., Tensor] | None, Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]:
-    """Return (the loss that the model computes or None, the loss of its output, the shape of that output for `tokens` (B, T)).
+    """Return (the loss that the model computes or None, the loss of its output, the shape of that
+    output for `tokens` (B, T)).
 
-    share: the first arguments of `build_loss`. compile: for a loss that is not in the compiled graph of a model (in_graph).
+    share: the first arguments of `build_loss`. compile: for a loss that is not in the compiled
+    graph of a model (in_graph).
     """
     if not chunk:
         return (
@@ -68,15 +75,18 @@ def chunked_cross_entropy_sum(
     group: str,
     by_sequence: bool = False,
 ) -> Tensor:
-    """Return the loss of hidden states (B, T, C), this rank's rows of the projection (v, C) and labels (B, T), with the logits of
-    at most `chunk` tokens at a time. `first`: the first token of the vocabulary on this rank.
+    """Return the loss of hidden states (B, T, C), this rank's rows of the projection (v, C) and
+    labels (B, T), with the logits of at most `chunk` tokens at a time. `first`: the first token of
+    the vocabulary on this rank.
 
-    Gradients are computed along with the loss, before its own gradient is known, and are multiplied by it in backward: computing
-    the logits again would cost a fourth product besides forward's one and backward's two, and a compiler would find it alike to
-    the first and keep all logits. It costs a gradient of `weight` that is kept from forward to backward, and a second rounding
-    of gradients in bfloat16. The gradient of `weight` is summed over chunks in float32.
+    Gradients are computed along with the loss, before its own gradient is known, and are multiplied
+    by it in backward: computing the logits again would cost a fourth product besides forward's one
+    and backward's two, and a compiler would find it alike to the first and keep all logits. It
+    costs a gradient of `weight` that is kept from forward to backward, and a second rounding of
+    gradients in bfloat16. The gradient of `weight` is summed over chunks in float32.
 
-    by_sequence: the gradients of all sequences must be equal, as in a mean; the gradient of `weight` is NaN otherwise.
+    by_sequence: the gradients of all sequences must be equal, as in a mean; the gradient of
+    `weight` is NaN otherwise.
     """
     arguments = hidden, weight, labels, chunk, first, degree, group
     if torch.is_grad_enabled():
@@ -125,7 +135,9 @@ def _in_chunks(
     *,
     gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss of each token (B x T,) and the gradients of its sum: of `hidden`, and of `weight`, in their dtype."""
+    """Return the loss of each token (B x T,) and the gradients of its sum: of `hidden`, and of
+    `weight`, in their dtype.
+    """
     losses, of_hidden = [], []
     of_weight = weight  # replaced by the first chunk
     for x, label in zip(
@@ -161,7 +173,8 @@ def _add(total: Tensor, product: Tensor) -> Tensor:
     return _added(total, product) if torch.compiler.is_compiling() else total.add_(product)
 
 
-# A compiler would fuse plain sums of all chunks into one kernel, and keep the products of all until then.
+# A compiler would fuse plain sums of all chunks into one kernel, and keep the products of all until
+# then.
 @torch.library.custom_op("titan_lite::added", mutates_args=())
 def _added(total: Tensor, product: Tensor) -> Tensor:
     return total + product
@@ -173,7 +186,9 @@ def _(total: Tensor, product: Tensor) -> Tensor:
 
 
 def _log_probabilities(logits: Tensor, degree: int, group: str) -> Tensor:
-    """Return the logarithms of the probabilities of this rank's tokens of the vocabulary, (t, v) -> (t, v), float32."""
+    """Return the logarithms of the probabilities of this rank's tokens of the vocabulary, (t, v) ->
+    (t, v), float32.
+    """
     found = F.log_softmax(logits, -1, dtype=torch.float32)
     if degree == 1:
         return found

@@ -21,7 +21,10 @@ _NEEDED = (
 
 
 def shape_of(model: Model) -> ModelConfig:
-    """Return the shape of the model. Raises ConfigError for an unknown flavor or an impossible shape."""
+    """Return the shape of the model.
+
+    Raises ConfigError for an unknown flavor or an impossible shape.
+    """
     if model.flavor not in ("", *FLAVORS):
         fix = 'use one of {}, or "" and give the shape by keys of [model]'
         raise ConfigError(f"model.flavor = {shown(model.flavor)}: {fix.format(', '.join(FLAVORS))}")
@@ -30,7 +33,8 @@ def shape_of(model: Model) -> ModelConfig:
         shape = dataclasses.replace(FLAVORS[model.flavor], **written)
     elif missing := [f"model.{name}" for name in _NEEDED if name not in written]:
         raise ConfigError(
-            f'model.flavor = "" needs {", ".join(missing)}; set them, or use a flavor such as "debug"'
+            f'model.flavor = "" needs {", ".join(missing)}; set them, or use a flavor such as'
+            ' "debug"'
         )
     else:
         shape = ModelConfig(**{"n_kv_heads": model.n_heads, **written})
@@ -98,7 +102,10 @@ def _check(model: Model, shape: ModelConfig) -> None:
         fix = " or ".join(
             map(str, sorted({max(pair, shape.dim // pair * pair), -(-shape.dim // pair) * pair}))
         )
-        why = f"{value('dim')} is not a multiple of 2 x {value('n_heads')}, and a head's dimensions rotate in pairs"
+        why = (
+            f"{value('dim')} is not a multiple of 2 x {value('n_heads')}, and a head's dimensions"
+            " rotate in pairs"
+        )
         mistakes.append(f"{why}; use model.dim = {fix}")
     if mistakes:
         raise ConfigError(*mistakes)

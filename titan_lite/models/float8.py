@@ -1,18 +1,20 @@
-"""Linear layers with matrix products in float8, in forward and for both gradients in backward (arXiv 2209.05433).
+"""Linear layers with matrix products in float8, in forward and for both gradients in backward
+(arXiv 2209.05433).
 
     apply_float8(model, "tensorwise", filter_fqns=("attention.wk",))            # in place: replaces the class of nn.Linear
     y = layer(x)                                                                # torch._scaled_mm; y and all gradients: x.dtype
 
-A tensor is cast when it is used: scaled so that its largest magnitude is the largest number of float8, and rounded. Master
-weights, gradients and the optimizer keep their dtypes. The recipes are those of torchao (its float8 README):
+A tensor is cast when it is used: scaled so that its largest magnitude is the largest number of
+float8, and rounded. Master weights, gradients and the optimizer keep their dtypes. The recipes are
+those of torchao (its float8 README):
 
     recipe                scale of                         dtypes                            gradient of the weight
     tensorwise            a tensor                         e4m3, gradients e5m2              float8
     rowwise               a row of each factor             e4m3; scales are powers of two    float8
     rowwise_with_gw_hp    a row of each factor             e4m3; scales are powers of two    dtype of x
 
-A factor may also be given in float8 already, as `Scaled`: a weight that SimpleFSDP gathers with one byte a number, or tokens that
-tensor parallelism gathers so.
+A factor may also be given in float8 already, as `Scaled`: a weight that SimpleFSDP gathers with one
+byte a number, or tokens that tensor parallelism gathers so.
 """
 
 import functools
@@ -33,9 +35,9 @@ SMALLEST = 1e-12  # largest magnitude that a scale is computed for, at least
 class Scaled(NamedTuple):
     """A tensor with the scale of its cast to float8.
 
-    data: float8 as bytes (uint8), or a tensor that is not cast yet. scale: float32 scalar; float8 = tensor * scale; None: as the
-    recipe says. gradient: stands for the tensor in autograd if data are bytes. It has the shape and dtype of the tensor but no
-    storage, and its value is never read.
+    data: float8 as bytes (uint8), or a tensor that is not cast yet. scale: float32 scalar; float8 =
+    tensor * scale; None: as the recipe says. gradient: stands for the tensor in autograd if data
+    are bytes. It has the shape and dtype of the tensor but no storage, and its value is never read.
     """
 
     data: Tensor
@@ -72,8 +74,9 @@ def stand_in(data: Tensor, dtype: torch.dtype) -> Tensor:
 def multiply_in_float32_on_cpus() -> torch.library.Library:
     """Replace the kernel of torch._scaled_mm on CPUs by a product in float32.
 
-    Torch's own (2.13) takes up to 440 times as long where the processor has no product in float8. Results are the same to the bit
-    or but for rounding. The operator stays, so that graphs and passes on a CPU are those of a GPU.
+    Torch's own (2.13) takes up to 440 times as long where the processor has no product in float8.
+    Results are the same to the bit or but for rounding. The operator stays, so that graphs and
+    passes on a CPU are those of a GPU.
     """
 
     def multiply(
@@ -103,7 +106,8 @@ def multiply_in_float32_on_cpus() -> torch.library.Library:
 class Float8Linear(nn.Linear):
     """A linear layer without bias whose products are in float8: (..., K) -> (..., N).
 
-    moves: what tensor parallelism does with the result, and with its gradient in backward, which gives a Scaled of e5m2.
+    moves: what tensor parallelism does with the result, and with its gradient in backward, which
+    gives a Scaled of e5m2.
     """
 
     recipe: str
@@ -115,7 +119,9 @@ class Float8Linear(nn.Linear):
 
 
 def apply_float8(model: nn.Module, recipe: str, filter_fqns: Sequence[str] = ()) -> None:
-    """Replace the class of the blocks' linear layers, in place, except of those that `is_filtered` by their names."""
+    """Replace the class of the blocks' linear layers, in place, except of those that `is_filtered`
+    by their names.
+    """
     multiply_in_float32_on_cpus()
     for fqn, module in linear_layers(model):
         if not is_filtered(fqn, filter_fqns):
@@ -134,12 +140,16 @@ def linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def check_sizes(float8: Float8, sizes: Mapping[str, Sequence[float]], tokens: int) -> None:
-    """Raise ConfigError for products with dimensions other than multiples of 16, or for a recipe that has none.
+    """Raise ConfigError for products with dimensions other than multiples of 16, or for a recipe
+    that has none.
 
     sizes: of a rank's weight of each linear layer, by FQN; tokens: of a rank's microbatch.
     """
     if float8.all_gather and float8.recipe != "tensorwise":
-        wrong = f'float8.all_gather = true: backward multiplies by the columns of a weight, and float8.recipe = "{float8.recipe}"'
+        wrong = (
+            "float8.all_gather = true: backward multiplies by the columns of a weight, and"
+            f' float8.recipe = "{float8.recipe}"'
+        )
         raise ConfigError(
             f'{wrong} has scales of its rows; use recipe = "tensorwise" or all_gather = false'
         )
@@ -149,12 +159,14 @@ def check_sizes(float8: Float8, sizes: Mapping[str, Sequence[float]], tokens: in
                 f'float8.filter_fqns: "{name}" is no part of the name of a linear layer in a block'
             )
             raise ConfigError(
-                f'{wrong}; use such as "attention.wk" or "layers.0" (embedding and output never are in float8)'
+                f'{wrong}; use such as "attention.wk" or "layers.0" (embedding and output never are'
+                " in float8)"
             )
     left = [fqn for fqn in sizes if not is_filtered(fqn, float8.filter_fqns)]
     if not left:
         raise ConfigError(
-            "float8.enable = true: float8.filter_fqns leaves no layer to compute in float8; use false"
+            "float8.enable = true: float8.filter_fqns leaves no layer to compute in float8; use"
+            " false"
         )
     need = f"and dimensions of float8 products are multiples of {MULTIPLE}"
     if tokens % MULTIPLE:
@@ -167,7 +179,8 @@ def check_sizes(float8: Float8, sizes: Mapping[str, Sequence[float]], tokens: in
                 f"float8.enable = true: {fqn}.weight is {rows:g} x {columns:g} on a rank, {need}"
             )
             raise ConfigError(
-                f'{wrong}; use float8.filter_fqns = ["{fqn.split(".", 2)[2]}"] or a lower tensor_parallel_degree'
+                f'{wrong}; use float8.filter_fqns = ["{fqn.split(".", 2)[2]}"] or a lower'
+                " tensor_parallel_degree"
             )
 
 
@@ -186,14 +199,17 @@ class _Factor(NamedTuple):
         return _Factor(self.data.t(), self.inverse.t())
 
     def copy(self) -> "_Factor":
-        """Return the same matrix with its columns in consecutive memory, as a second factor needs it."""
+        """Return the same matrix with its columns in consecutive memory, as a second factor needs
+        it.
+        """
         return _Factor(self.data.t().contiguous().t(), self.inverse)
 
 
 class _Product(torch.autograd.Function):
     """x (..., K) @ weight (N, K) transposed -> (..., N).
 
-    Forward saves x and the weight as they are given, and backward casts again: so resharding recognises a gathered weight.
+    Forward saves x and the weight as they are given, and backward casts again: so resharding
+    recognises a gathered weight.
     """
 
     @staticmethod
@@ -245,7 +261,10 @@ class _Product(torch.autograd.Function):
 def _factor(
     x: Tensor, scale: Tensor | None, recipe: str, dtype: torch.dtype = E4M3, dim: int | None = -1
 ) -> _Factor:
-    """Return a matrix in float8. scale: given; else of the matrix (tensorwise or dim None), or of its vectors along `dim`."""
+    """Return a matrix in float8.
+
+    scale: given; else of the matrix (tensorwise or dim None), or of its vectors along `dim`.
+    """
     if x.dtype == torch.uint8:
         assert scale is not None
         return _Factor(x.view(dtype), scale.reciprocal())
@@ -260,9 +279,12 @@ def _factor(
 
 
 def _multiply(a: _Factor, b: _Factor, dtype: torch.dtype, *, fast_accum: bool = False) -> Tensor:
-    """Return a (M, K) @ b (K, N) in `dtype`. fast_accum: sum in fewer bits on GPUs, as torchao does in forward alone.
+    """Return a (M, K) @ b (K, N) in `dtype`.
 
-    GPUs have a fast kernel for scales of rows only with fast_accum. Otherwise the result is scaled, exactly by powers of two.
+    fast_accum: sum in fewer bits on GPUs, as torchao does in forward alone.
+
+    GPUs have a fast kernel for scales of rows only with fast_accum. Otherwise the result is scaled,
+    exactly by powers of two.
     """
     by_rows = a.inverse.dim() or b.inverse.dim()
     if fast_accum or not by_rows:

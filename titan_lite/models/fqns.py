@@ -10,27 +10,36 @@ from torch import nn
 
 
 def block_of(fqn: str, last: str = "norm") -> str:
-    """Return the bucket of a parameter: "layers.3.attention.wq.weight" -> "layers.3", "output.weight" -> "output".
+    """Return the bucket of a parameter: "layers.3.attention.wq.weight" -> "layers.3",
+    "output.weight" -> "output".
 
-    "norm.weight" is in `last`, the result of last_block. Embedding and output are large, and alone in a bucket are not copied.
+    "norm.weight" is in `last`, the result of last_block. Embedding and output are large, and alone
+    in a bucket are not copied.
     """
     parts = fqn.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else last if parts[0] == "norm" else parts[0]
 
 
 def last_block(fqns: Iterable[str]) -> str:
-    """Return the transformer block that shares a bucket with the last norm, or "norm" without blocks."""
+    """Return the transformer block that shares a bucket with the last norm, or "norm" without
+    blocks.
+    """
     numbers = [int(fqn.split(".")[1]) for fqn in fqns if fqn.startswith("layers.")]
     return f"layers.{max(numbers)}" if numbers else "norm"
 
 
 def lies_within(fqn: str, prefixes: Iterable[str]) -> bool:
-    """Return whether a prefix names the parameter or a module around it: "layers.3" matches "layers.3.w", not "layers.31.w"."""
+    """Return whether a prefix names the parameter or a module around it: "layers.3" matches
+    "layers.3.w", not "layers.31.w".
+    """
     return any(f"{fqn}.".startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def parameters_within(model: nn.Module, prefixes: Iterable[str]) -> tuple[str, ...]:
-    """Return the FQNs of parameters within `prefixes`. Tied weights match by any of their names; their FQN is the first."""
+    """Return the FQNs of parameters within `prefixes`.
+
+    Tied weights match by any of their names; their FQN is the first.
+    """
     prefixes, first, within = tuple(prefixes), dict[nn.Parameter, str](), dict[str, None]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         fqn = first.setdefault(parameter, name)

@@ -4,8 +4,8 @@
     theirs = to_hf(fqn, weight, config)   # the same tensor, but for wq and wk
     config = config_from_hf(config_json)  # and back: config_to_hf
 
-In a head of D dimensions, rotary pairs are (2i, 2i+1) here and (i, i + D/2) there, so rows of wq and wk are permuted per head.
-Tied weights are one tensor in both, under the embedding's name.
+In a head of D dimensions, rotary pairs are (2i, 2i+1) here and (i, i + D/2) there, so rows of wq
+and wk are permuted per head. Tied weights are one tensor in both, under the embedding's name.
 """
 
 from collections.abc import Iterable, Mapping
@@ -62,7 +62,9 @@ def hf_names(config: ModelConfig) -> dict[str, str]:
 
 
 def to_hf(fqn: str, weight: Tensor, config: ModelConfig) -> Tensor:
-    """Return parameter `fqn` (rows, columns) in Hugging Face's layout: itself, or for wq and wk a permuted copy."""
+    """Return parameter `fqn` (rows, columns) in Hugging Face's layout: itself, or for wq and wk a
+    permuted copy.
+    """
     heads = _rotary_heads(fqn, config)
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2) if heads else weight
 
@@ -90,18 +92,23 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling
-        and {
-            "rope_type": "llama3",
-            **{theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()},
-        },
+        "rope_scaling": (
+            scaling
+            and {
+                "rope_type": "llama3",
+                **{theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()},
+            }
+        ),
         "tie_word_embeddings": config.tied_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
 
 def config_from_hf(json: Mapping[str, Any]) -> ModelConfig:
-    """Return the shape of the model that a config.json describes. Raises ValueError with all values that are not supported."""
+    """Return the shape of the model that a config.json describes.
+
+    Raises ValueError with all values that are not supported.
+    """
     given = {
         "num_key_value_heads": json.get("num_attention_heads"),
         "max_position_embeddings": 2048,

@@ -4,10 +4,12 @@
     model.init_weights(seed=0)
     logits = model(tokens)                          # (B, T) int64 -> (B, T, V)
 
-Modules have the reference implementation's names (`layers.3.attention.wq.weight`) and its layout of rotary pairs: neighbouring
-dimensions (2i, 2i+1) rotate together, while Hugging Face pairs i with i + D/2 and permutes wq and wk.
+Modules have the reference implementation's names (`layers.3.attention.wq.weight`) and its layout of
+rotary pairs: neighbouring dimensions (2i, 2i+1) rotate together, while Hugging Face pairs i with i
++ D/2 and permutes wq and wk.
 
-Dimensions: B sequences, T tokens, C model dim, H query heads, K key/value heads, D head dim, V vocabulary.
+Dimensions: B sequences, T tokens, C model dim, H query heads, K key/value heads, D head dim, V
+vocabulary.
 """
 
 import hashlib
@@ -27,7 +29,9 @@ Mask = Tensor | Documents | None  # of `attention_mask`, or what a kernel takes 
 def rope_tables(
     config: ModelConfig, positions: Sequence[int], device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of each (position, frequency): two float32 tensors (len(positions), D / 2)."""
+    """Return cosines and sines of each (position, frequency): two float32 tensors (len(positions),
+    D / 2).
+    """
     frequencies = 1.0 / config.rope_theta ** (
         torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
     )
@@ -45,7 +49,9 @@ def rope_tables(
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (2i, 2i+1) of x (B, T, H, D) by the angles of its positions; cos and sin: (T, D / 2)."""
+    """Rotate the pairs (2i, 2i+1) of x (B, T, H, D) by the angles of its positions; cos and sin:
+    (T, D / 2).
+    """
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]
     return (
@@ -54,19 +60,23 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention_mask(begins: Tensor, positions: Tensor, tokens: int) -> Tensor:
-    """Return a mask (B, 1, t, T), True where a token attends: from its document's first token to itself.
+    """Return a mask (B, 1, t, T), True where a token attends: from its document's first token to
+    itself.
 
-    begins: (B, t), position at which each token's document begins; positions: (t,), of these tokens among all T.
+    begins: (B, t), position at which each token's document begins; positions: (t,), of these tokens
+    among all T.
     """
     every, own = torch.arange(tokens, device=begins.device), positions[:, None]
     return ((every <= own) & (every >= begins[..., None]))[:, None]
 
 
 def has_grouped_kernel(q: Tensor) -> bool:
-    """Return True if a kernel takes fewer key than query heads in causal attention, without a matrix of all scores.
+    """Return True if a kernel takes fewer key than query heads in causal attention, without a
+    matrix of all scores.
 
-    On a GPU FlashAttention and cuDNN do, in half precision. In float32 only the memory-efficient kernel avoids that matrix, and
-    it needs as many key as query heads. With a mask no CUDA kernel takes fewer.
+    On a GPU FlashAttention and cuDNN do, in half precision. In float32 only the memory-efficient
+    kernel avoids that matrix, and it needs as many key as query heads. With a mask no CUDA kernel
+    takes fewer.
     """
     return not q.is_cuda or q.dtype in (torch.float16, torch.bfloat16)
 
@@ -82,7 +92,10 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention: H query heads share K key/value heads. (B, T, C) -> (B, T, C)."""
+    """Causal grouped-query attention: H query heads share K key/value heads.
+
+    (B, T, C) -> (B, T, C).
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -102,7 +115,10 @@ class Attention(nn.Module):
         return self.wo(out.flatten(-2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """Attend: q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D). mask: see `attention_mask`; None: causal."""
+        """Attend: q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D).
+
+        mask: see `attention_mask`; None: causal.
+        """
         if isinstance(mask, Documents):
             return attend_within_documents(q, k, v, mask)
         if mask is not None or not has_grouped_kernel(q):
@@ -141,7 +157,8 @@ class TransformerBlock(nn.Module):
 
 
 class Output(nn.Linear):
-    """Projection to the vocabulary: hidden states (B, T, C) -> logits (B, T, V), or with labels (B, T) -> their summed loss.
+    """Projection to the vocabulary: hidden states (B, T, C) -> logits (B, T, V), or with labels (B,
+    T) -> their summed loss.
 
     loss_sum: (hidden states, weight, labels) -> loss, set by who trains the model (models/loss.py).
     """
@@ -155,13 +172,18 @@ class Output(nn.Linear):
 
 
 class Transformer(nn.Module):
-    """The model. tokens (B, T) int64 -> logits (B, T, V), for any T up to config.max_seq_len; with labels (B, T) -> their loss.
+    """The model.
 
-    positions: of the tokens within their sequence. Default: the first T. A pipeline stage is a Transformer without some modules:
-    they are None, or missing in `layers`. Instead of tokens or logits, it takes or returns hidden states (B, T, C).
+    tokens (B, T) int64 -> logits (B, T, V), for any T up to config.max_seq_len; with labels (B, T)
+    -> their loss.
 
-    begins: (B, T) int64, the position at which each token's document begins; attention then stays within documents. counts: as in
-    `Documents`, to attend with a kernel instead of a mask: on GPUs, without context parallelism.
+    positions: of the tokens within their sequence. Default: the first T. A pipeline stage is a
+    Transformer without some modules: they are None, or missing in `layers`. Instead of tokens or
+    logits, it takes or returns hidden states (B, T, C).
+
+    begins: (B, T) int64, the position at which each token's document begins; attention then stays
+    within documents. counts: as in `Documents`, to attend with a kernel instead of a mask: on GPUs,
+    without context parallelism.
     """
 
     tok_embeddings: nn.Embedding | None
@@ -218,9 +240,12 @@ class Transformer(nn.Module):
     def init_weights(
         self, seed: int, shard_of: Callable[[Tensor], tuple[Tensor, tuple[int, ...]]] | None = None
     ) -> None:
-        """Initialize every parameter and buffer in place. Values depend on seed and FQN, not on sharding.
+        """Initialize every parameter and buffer in place.
 
-        shard_of: parameter -> (this rank's shard, its offset in the unsharded parameter). Default: the parameter itself.
+        Values depend on seed and FQN, not on sharding.
+
+        shard_of: parameter -> (this rank's shard, its offset in the unsharded parameter). Default:
+        the parameter itself.
         """
         for fqn, parameter in self.named_parameters():
             local, offset = (
@@ -247,9 +272,10 @@ class Transformer(nn.Module):
     def _init_std(self, fqn: str) -> tuple[float | None, float]:
         """Return (standard deviation, cut-off) by name; None for norms, which start at one.
 
-        Projections into the residual stream shrink with depth, so that its variance stays bounded. Logits start with a standard
-        deviation of 1/4, so the first loss is ln(V) + 1/32. Tied weights are embeddings, too, and start four times larger: the
-        first loss is about ln(V) + 1/2 for 1B and 3B, more for a shallower model, where a token first predicts itself.
+        Projections into the residual stream shrink with depth, so that its variance stays bounded.
+        Logits start with a standard deviation of 1/4, so the first loss is ln(V) + 1/32. Tied
+        weights are embeddings, too, and start four times larger: the first loss is about ln(V) +
+        1/2 for 1B and 3B, more for a shallower model, where a token first predicts itself.
         """
         if "norm" in fqn:
             return None, 0.0
@@ -265,11 +291,13 @@ class Transformer(nn.Module):
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, *, full_attention: bool = False) -> int:
-    """Return the floating-point operations of forward and backward for one token, without recomputation.
+    """Return the floating-point operations of forward and backward for one token, without
+    recomputation.
 
-    6 for each weight of a matrix product (the output projection, tied or not, but not the embedding look-up), and 6 C T per layer
-    for causal attention: a token attends to T / 2 others on average. full_attention: 12 C T, as if every token attended to all T;
-    PaLM (arXiv 2204.02311, appendix B) and torchtitan count so.
+    6 for each weight of a matrix product (the output projection, tied or not, but not the embedding
+    look-up), and 6 C T per layer for causal attention: a token attends to T / 2 others on average.
+    full_attention: 12 C T, as if every token attended to all T; PaLM (arXiv 2204.02311, appendix B)
+    and torchtitan count so.
     """
     attention = config.dim * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
     weights = (
@@ -288,10 +316,11 @@ def _fill_normal(
     key: str,
     device: torch.device,
 ) -> None:
-    """Fill `local`, the part at `offset` of a (rows, columns) weight, with truncated normal numbers, drawn on `device`.
+    """Fill `local`, the part at `offset` of a (rows, columns) weight, with truncated normal
+    numbers, drawn on `device`.
 
-    Rows are drawn in blocks of about a million numbers, each from its own generator, so that a rank draws only the blocks that
-    its part overlaps.
+    Rows are drawn in blocks of about a million numbers, each from its own generator, so that a rank
+    draws only the blocks that its part overlaps.
     """
     rows, columns = shape
     block = max(1, 2**20 // columns)

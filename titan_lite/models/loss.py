@@ -1,6 +1,8 @@
-"""Next-token cross-entropy as a sum over tokens; divided by the tokens of all ranks, it is the same on every layout.
+"""Next-token cross-entropy as a sum over tokens; divided by the tokens of all ranks, it is the same
+on every layout.
 
-by_sequence: a sum for each sequence (B,) instead of one for the microbatch, for the loss of each source of a mixture.
+by_sequence: a sum for each sequence (B,) instead of one for the microbatch, for the loss of each
+source of a mixture.
 """
 
 import functools
@@ -15,7 +17,9 @@ IGNORE_INDEX = -100  # a label that is not counted
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, by_sequence: bool = False) -> Tensor:
-    """Return the loss of logits (B, T, V) and labels (B, T), summed over counted tokens: nats, float32, scalar or (B,)."""
+    """Return the loss of logits (B, T, V) and labels (B, T), summed over counted tokens: nats,
+    float32, scalar or (B,).
+    """
     reduction = "none" if by_sequence else "sum"
     losses = F.cross_entropy(
         logits.flatten(0, 1).float(),
@@ -34,7 +38,9 @@ def counted(labels: Tensor) -> Tensor:
 def build_loss(
     vocab_size: int, rank: int, degree: int, group: str, *, by_sequence: bool = False
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return (logits, labels) -> loss for rank `rank` of `degree` that share the vocabulary, ceil(V / degree) tokens each."""
+    """Return (logits, labels) -> loss for rank `rank` of `degree` that share the vocabulary, ceil(V
+    / degree) tokens each.
+    """
     if degree == 1:
         return (
             functools.partial(cross_entropy_sum, by_sequence=True)
@@ -56,10 +62,12 @@ def own_vocabulary(vocab_size: int, rank: int, degree: int) -> range:
 def vocabulary_parallel_cross_entropy_sum(
     logits: Tensor, labels: Tensor, *, first: int, group: str, by_sequence: bool = False
 ) -> Tensor:
-    """Return the loss from logits (B, T, v) of the v tokens from `first` on; other ranks of `group` have the other tokens.
+    """Return the loss from logits (B, T, v) of the v tokens from `first` on; other ranks of `group`
+    have the other tokens.
 
-    No rank has the logits of all tokens: three numbers per label are reduced over the ranks (arXiv 1909.08053, section 3). The
-    result is the same on all ranks of the group, and must not be summed over them.
+    No rank has the logits of all tokens: three numbers per label are reduced over the ranks (arXiv
+    1909.08053, section 3). The result is the same on all ranks of the group, and must not be summed
+    over them.
     """
     losses: Tensor = _VocabularyParallelCrossEntropy.apply(
         logits.flatten(0, 1), labels.flatten(), first, group

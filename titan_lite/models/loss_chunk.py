@@ -1,21 +1,26 @@
-"""Decide how many tokens' logits exist at a time in the loss. Imports no torch, like distributed/layout.py, which asks.
+"""Decide how many tokens' logits exist at a time in the loss.
+
+Imports no torch, like distributed/layout.py, which asks.
 
 loss_chunk(training, tokens=8192, vocabulary=128_256)        # 1024
 """
 
 from titan_lite.config import ConfigError, Training
 
-# Bytes of logits, copies and gradients together, above which loss_chunk_tokens = 0 computes the loss in chunks of tokens. LOGIT:
-# theirs for a token and an entry of the vocabulary: logarithms of probabilities, their gradient and that of logits, in float32.
-# FEW_CHUNKS: the most that 0 chooses, since each reads and writes the sum of the projection's gradient. MOST_CHUNKS bounds the
-# graph, in which every chunk has its nodes.
+# Bytes of logits, copies and gradients together, above which loss_chunk_tokens = 0 computes the
+# loss in chunks of tokens. LOGIT: theirs for a token and an entry of the vocabulary: logarithms of
+# probabilities, their gradient and that of logits, in float32. FEW_CHUNKS: the most that 0 chooses,
+# since each reads and writes the sum of the projection's gradient. MOST_CHUNKS bounds the graph, in
+# which every chunk has its nodes.
 LOGITS, LOGIT, MULTIPLE, FEW_CHUNKS, MOST_CHUNKS = 3 * 2**29, 12, 128, 8, 16
 
 
 def loss_chunk(training: Training, tokens: int, vocabulary: int) -> int:
-    """Return the tokens whose logits exist at a time, of `tokens` of a microbatch on a rank with `vocabulary` entries; 0: all.
+    """Return the tokens whose logits exist at a time, of `tokens` of a microbatch on a rank with
+    `vocabulary` entries; 0: all.
 
-    Raises ConfigError for a training.loss_chunk_tokens without effect, or with more than MOST_CHUNKS chunks.
+    Raises ConfigError for a training.loss_chunk_tokens without effect, or with more than
+    MOST_CHUNKS chunks.
     """
     chunk = training.loss_chunk_tokens
     if chunk == 0:

@@ -12,7 +12,10 @@ SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
 
 
 def config_from_fields(given: Any, name: str) -> ModelConfig:
-    """Invert `dataclasses.asdict`; fields with defaults may be missing. name: the beginning of errors. Raises CorruptFileError."""
+    """Invert `dataclasses.asdict`; fields with defaults may be missing.
+
+    name: the beginning of errors. Raises CorruptFileError.
+    """
     with fields_of(name):
         scaling = given.get("rope_scaling")
         config = ModelConfig(**{**given, "rope_scaling": scaling and RopeScaling(**scaling)})

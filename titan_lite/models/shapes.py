@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's scaling of the low rotary frequencies, for contexts longer than `original_max_seq_len`."""
+    """Llama 3.1's scaling of the low rotary frequencies, for contexts longer than
+    `original_max_seq_len`.
+    """
 
     factor: float  # divisor of the low frequencies
     low_freq_factor: float = 1.0

@@ -16,7 +16,9 @@ from titan_lite.sharding import local
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW on local shards, without DTensor's overhead for each operator. The state is named as that of torch.optim.AdamW.
+    """AdamW on local shards, without DTensor's overhead for each operator.
+
+    The state is named as that of torch.optim.AdamW.
 
     compile: compiles `_update`, because torch 2.13 does not trace the fused kernel.
     """
@@ -41,7 +43,10 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]
-        """Update parameters. skip: a float32 scalar on their device, not read on the host; if it is 1, nothing changes."""
+        """Update parameters.
+
+        skip: a float32 scalar on their device, not read on the host; if it is 1, nothing changes.
+        """
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
@@ -79,12 +84,17 @@ class AdamW(torch.optim.AdamW):
 
 
 def _waited(gradient: Tensor) -> Tensor:
-    """Return the tensor itself of one that is being reduced (distributed/prefetch.py), which a compiler cannot trace."""
+    """Return the tensor itself of one that is being reduced (distributed/prefetch.py), which a
+    compiler cannot trace.
+    """
     return gradient.wait() if isinstance(gradient, AsyncCollectiveTensor) else gradient
 
 
 class _Factors(NamedTuple):
-    """The factors of a step for all parameters. Those that change are tensors: a graph would have numbers as constants."""
+    """The factors of a step for all parameters.
+
+    Those that change are tensors: a graph would have numbers as constants.
+    """
 
     decay: Tensor  # of parameters
     step_size: Tensor
@@ -96,7 +106,10 @@ class _Factors(NamedTuple):
 
 
 def _factors(step: Tensor, skip: Tensor, group: Mapping[str, Any]) -> _Factors:
-    """Compute the factors of a step in float64, as the fused kernel does. step: its number, without a step that is skipped."""
+    """Compute the factors of a step in float64, as the fused kernel does.
+
+    step: its number, without a step that is skipped.
+    """
     beta1, beta2 = group["betas"]
     step = step.double() + skip  # nonzero even if the first step is skipped
     return _Factors(
@@ -117,7 +130,10 @@ def _update(
     exp_avg_sqs: list[Tensor],
     factors: _Factors,
 ) -> None:
-    """Do one step of AdamW (arXiv 1711.05101, algorithm 2) in place, unless it is skipped. All tensors are float32."""
+    """Do one step of AdamW (arXiv 1711.05101, algorithm 2) in place, unless it is skipped.
+
+    All tensors are float32.
+    """
     means = torch._foreach_lerp(exp_avgs, gradients, 1 - factors.beta1)
     squares = torch._foreach_mul(exp_avg_sqs, factors.beta2)
     squares = torch._foreach_addcmul(squares, gradients, gradients, 1 - factors.beta2)

@@ -29,8 +29,9 @@ def build_optimizer(
     *,
     compile: Callable[[Callable], Callable] | None = None,
 ) -> AdamW | Matrices:
-    """Return AdamW, fused (one kernel for all parameters) or with an update compiled by `compile`; its state is the same. Or
-    return an optimizer of matrices, which is not compiled, with such an AdamW for embedding, output and norms.
+    """Return AdamW, fused (one kernel for all parameters) or with an update compiled by `compile`;
+    its state is the same. Or return an optimizer of matrices, which is not compiled, with such an
+    AdamW for embedding, output and norms.
 
     parameters: by FQN. Norm weights do not decay.
     """
@@ -58,10 +59,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def optimizer_state(
     optimizer: AdamW | Matrices, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor]:
-    """Return the state as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live tensors. The state of a
-    matrix of Muon or Shampoo has the names in their files; some of it only its owner has.
+    """Return the state as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live
+    tensors. The state of a matrix of Muon or Shampoo has the names in their files; some of it only
+    its owner has.
 
-    State that the first step would create is created here, so that a checkpoint can be loaded into it.
+    State that the first step would create is created here, so that a checkpoint can be loaded into
+    it.
     """
     states = ((fqn, optimizer.state_of(parameter)) for fqn, parameter in parameters.items())
     return {f"{fqn}.{name}": value for fqn, state in states for name, value in state.items()}

@@ -16,14 +16,17 @@ from titan_lite.sharding import local
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip gradients to a global L2 norm of `max_norm`; return the norm before, a scalar that is equal on all ranks.
+    """Clip gradients to a global L2 norm of `max_norm`; return the norm before, a scalar that is
+    equal on all ranks.
 
-    A gradient that k ranks have copies of counts 1/k on each, so that one sum over all ranks is correct on every layout, also
-    with pipeline stages. After a non-finite norm gradients are not finite: the caller must handle it.
+    A gradient that k ranks have copies of counts 1/k on each, so that one sum over all ranks is
+    correct on every layout, also with pipeline stages. After a non-finite norm gradients are not
+    finite: the caller must handle it.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [local(gradient) for gradient in gradients]
-    # In float64: on a CPU, torch 2.13 sums float32 sequentially, with an error of 1e-4 for half a million elements.
+    # In float64: on a CPU, torch 2.13 sums float32 sequentially, with an error of 1e-4 for half a
+    # million elements.
     norms = torch._foreach_norm(shards, dtype=torch.float64)
     copies = _on_device(tuple(map(_copies, gradients)), norms[0].device)
     square = (torch.stack(norms).square() / copies).sum()
@@ -37,12 +40,17 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
 
 @functools.cache
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return `numbers` as a tensor. Cached, because a copy to a GPU waits for the work queued there."""
+    """Return `numbers` as a tensor.
+
+    Cached, because a copy to a GPU waits for the work queued there.
+    """
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 def _copies(gradient: Tensor) -> int:
-    """Return the number of ranks that hold the same elements: the size of the mesh divided by the number of shards."""
+    """Return the number of ranks that hold the same elements: the size of the mesh divided by the
+    number of shards.
+    """
     if not isinstance(gradient, DTensor):
         return dist.get_world_size() if dist.is_initialized() else 1
     mesh, shards = gradient.device_mesh, 1

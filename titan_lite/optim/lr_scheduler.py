@@ -13,9 +13,9 @@ from titan_lite.config import LRScheduler
 def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (the first is 1) relative to the peak.
 
-    It rises linearly from 0 to 1 over warmup_steps, stays at 1, and decays to min_lr_factor over the last
-    decay_ratio x total_steps (or the steps that warm-up leaves). Step total_steps and later ones have min_lr_factor. With
-    decay_ratio = 0 there is no decay.
+    It rises linearly from 0 to 1 over warmup_steps, stays at 1, and decays to min_lr_factor over
+    the last decay_ratio x total_steps (or the steps that warm-up leaves). Step total_steps and
+    later ones have min_lr_factor. With decay_ratio = 0 there is no decay.
     """
     if step <= config.warmup_steps:
         return step / config.warmup_steps

@@ -1,9 +1,11 @@
-"""Optimizers that see whole matrices: theirs are those within blocks, and AdamW has all other parameters.
+"""Optimizers that see whole matrices: theirs are those within blocks, and AdamW has all other
+parameters.
 
     optimizer = Muon(matrices, adamw, config)           # or Shampoo: a file each, which says what travels and what its owner does
     optimizer.step(skip)                                # skip: a scalar on the device; if it is 1, nothing changes
 
-Each matrix has one owner (owners.py). A part of it goes there from every rank, and a part of its update returns.
+Each matrix has one owner (owners.py). A part of it goes there from every rank, and a part of its
+update returns.
 """
 
 from collections.abc import Mapping
@@ -19,7 +21,8 @@ from titan_lite.sharding import local
 
 
 class Matrices(torch.optim.Optimizer):
-    """An optimizer of matrices and AdamW, with one learning rate; the groups of both are in `param_groups`.
+    """An optimizer of matrices and AdamW, with one learning rate; the groups of both are in
+    `param_groups`.
 
     matrices: by FQN. adamw: of the other parameters. A subclass has the methods that raise here.
     """
@@ -46,7 +49,10 @@ class Matrices(torch.optim.Optimizer):
         raise NotImplementedError
 
     def update_of(self, number: int, whole: Tensor) -> Tensor:
-        """Return the update of a matrix from the whole of what `part_of` has the parts of. Called by its owner alone."""
+        """Return the update of a matrix from the whole of what `part_of` has the parts of.
+
+        Called by its owner alone.
+        """
         raise NotImplementedError
 
     def scale_of(self, number: int) -> float:
@@ -64,7 +70,10 @@ class Matrices(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]
-        """Update parameters. skip: a float32 scalar on their device, not read on the host; if it is 1, nothing changes."""
+        """Update parameters.
+
+        skip: a float32 scalar on their device, not read on the host; if it is 1, nothing changes.
+        """
         self.adamw.step(skip)
         group = self.param_groups[0]
         steps = [self.state_of(matrix)["step"] for matrix in self.matrices]

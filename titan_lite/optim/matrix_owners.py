@@ -6,10 +6,11 @@
     if number in owners.own:
         state = owners.kept_here(torch.zeros(5))               # for a checkpoint: no other rank has it
 
-All ranks of a pipeline stage, along dp_replicate, dp_shard and tp, share its matrices (`share_out`, state.py), and no rank
-computes what another does. In a bucket every rank owns at most one matrix. One all-to-all carries the parts of the bucket's
-matrices to their owners, and another one carries the parts of the results back. Meanwhile owners compute another bucket. An owner
-gets its matrix from its own copy of the model (dp_replicate), and sends the result to all copies.
+All ranks of a pipeline stage, along dp_replicate, dp_shard and tp, share its matrices (`share_out`,
+state.py), and no rank computes what another does. In a bucket every rank owns at most one matrix.
+One all-to-all carries the parts of the bucket's matrices to their owners, and another one carries
+the parts of the results back. Meanwhile owners compute another bucket. An owner gets its matrix
+from its own copy of the model (dp_replicate), and sends the result to all copies.
 """
 
 import math
@@ -37,10 +38,11 @@ class Travel(NamedTuple):
 
 
 class MatrixOwners:
-    """The owners of these matrices: DTensors on one mesh of (dp_replicate, dp_shard, tp), or plain tensors in one process.
+    """The owners of these matrices: DTensors on one mesh of (dp_replicate, dp_shard, tp), or plain
+    tensors in one process.
 
-    costs: one number a matrix, in any unit. dtype: in which matrices travel. Needs the default process group, and may make
-    another one: all ranks of the mesh must call it.
+    costs: one number a matrix, in any unit. dtype: in which matrices travel. Needs the default
+    process group, and may make another one: all ranks of the mesh must call it.
     """
 
     def __init__(self, matrices: Sequence[Tensor], costs: Iterable[float], dtype: torch.dtype):
@@ -78,7 +80,9 @@ class MatrixOwners:
         self.here = _mesh_of_one(matrices[0]) if isinstance(matrices[0], DTensor) else None
 
     def kept_here(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of this rank as a DTensor on a mesh of one rank: this rank has all of it, and no rank has a copy."""
+        """Return a tensor of this rank as a DTensor on a mesh of one rank: this rank has all of it,
+        and no rank has a copy.
+        """
         if self.here is None:
             return tensor
         return DTensor.from_local(tensor, self.here, [Shard(0)] * self.here.ndim, run_check=False)
@@ -88,8 +92,8 @@ class MatrixOwners:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield (number, this rank's part of the result) for every matrix, bucket by bucket.
 
-        part_of: number -> this rank's part, in the dtype; called once a matrix. compute: number, whole matrix -> result of the
-        same shape and dtype, called by its owner alone.
+        part_of: number -> this rank's part, in the dtype; called once a matrix. compute: number,
+        whole matrix -> result of the same shape and dtype, called by its owner alone.
         """
         if self.group is None:
             for bucket in self.buckets:
@@ -134,7 +138,9 @@ class MatrixOwners:
         return self._all_to_all(leaving, sizes)
 
     def _whole(self, number: int | None, travel: Travel) -> Tensor | None:
-        """Return this rank's matrix, once all its parts are there; None: it owns none in this bucket."""
+        """Return this rank's matrix, once all its parts are there; None: it owns none in this
+        bucket.
+        """
         travel.work.wait()
         if number is None:
             return None
@@ -165,7 +171,9 @@ class MatrixOwners:
             yield number, arrived[owner].view(_sizes(self.parts[number][self.rank]))
 
     def _all_to_all(self, leaving: dict[int, Tensor], sizes: list[int]) -> Travel:
-        """Start to send a tensor to each rank in `leaving`, and to receive so many elements from every rank."""
+        """Start to send a tensor to each rank in `leaving`, and to receive so many elements from
+        every rank.
+        """
         order = sorted(leaving)
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         flat = torch.cat([empty, *(leaving[rank].reshape(-1) for rank in order)])
@@ -204,7 +212,9 @@ def _places(mesh: DeviceMesh) -> list[tuple[int, ...]]:
 
 
 def _part(matrix: DTensor, place: Sequence[int]) -> tuple[Part, int]:
-    """Return the part of the rank at this place, cut along tp first and then along dp_shard (simple_fsdp.py), and its copy."""
+    """Return the part of the rank at this place, cut along tp first and then along dp_shard
+    (simple_fsdp.py), and its copy.
+    """
     begins, ends, copy = [0, 0], [*matrix.shape], 0
     for axis in reversed(range(matrix.device_mesh.ndim)):
         placement, degree = matrix.placements[axis], matrix.device_mesh.size(axis)

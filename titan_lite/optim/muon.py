@@ -1,9 +1,11 @@
-"""Muon for the matrices within blocks, AdamW for all other parameters (https://kellerjordan.github.io/posts/muon/).
+"""Muon for the matrices within blocks, AdamW for all other parameters
+(https://kellerjordan.github.io/posts/muon/).
 
-A matrix is moved by its momentum, made orthogonal by a Newton-Schulz iteration and scaled to the size of AdamW's steps as in
-Moonlight (arXiv 2502.16982, section 2.2), so that one learning rate and one weight decay serve both. The momentum is sharded as
-its parameter. The iteration needs the whole matrix, and its owner alone computes it (matrices.py). torch.optim.Muon with
-adjust_lr_fn = "match_rms_adamw" takes the same steps.
+A matrix is moved by its momentum, made orthogonal by a Newton-Schulz iteration and scaled to the
+size of AdamW's steps as in Moonlight (arXiv 2502.16982, section 2.2), so that one learning rate and
+one weight decay serve both. The momentum is sharded as its parameter. The iteration needs the whole
+matrix, and its owner alone computes it (matrices.py). torch.optim.Muon with adjust_lr_fn =
+"match_rms_adamw" takes the same steps.
 """
 
 import math
@@ -23,7 +25,9 @@ EPS = 1e-7
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Return nearly U V^T of matrix = U S V^T: after five steps, most singular values are between 0.7 and 1.2."""
+    """Return nearly U V^T of matrix = U S V^T: after five steps, most singular values are between
+    0.7 and 1.2.
+    """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix

@@ -1,4 +1,5 @@
-"""Distributed Shampoo for the matrices within blocks, AdamW for all other parameters (arXiv 2309.06497).
+"""Distributed Shampoo for the matrices within blocks, AdamW for all other parameters (arXiv
+2309.06497).
 
 With the gradient G of a block of at most `max_preconditioner_dim` rows and columns, in each step
 
@@ -8,12 +9,13 @@ With the gradient G of a block of at most `max_preconditioner_dim` rows and colu
     S = (L + e l)^-1/4 M (R + e r)^-1/4                                               l and r: the largest eigenvalues
     W = W - lr (weight_decay W + S |A| / |S|)                                         norms of the whole matrix (grafting)
 
-e is `preconditioner_eps`, a part of the largest eigenvalue (arXiv 2002.09018), so that it fits gradients of any size. A factor of
+e is `preconditioner_eps`, a part of the largest eigenvalue (arXiv 2002.09018), so that it fits
+gradients of any size. A factor of
 all M does not change S |A| / |S|, so M needs no correction. L and R have it, as roots of different steps meet in one matrix.
 
-Step `start_preconditioning_step` computes all roots; before it, A is the direction. Then each root has its turn every
-`precondition_frequency` steps: a step computes the roots of a part of the blocks, and parts cost alike (`turns_of`, state.py). Of
-the paper's two momenta, mu is 0.
+Step `start_preconditioning_step` computes all roots; before it, A is the direction. Then each root
+has its turn every `precondition_frequency` steps: a step computes the roots of a part of the
+blocks, and parts cost alike (`turns_of`, state.py). Of the paper's two momenta, mu is 0.
 
 The owner has M, V, L, R and the roots. So only the gradient travels to it.
 """
@@ -35,9 +37,11 @@ TINY = 1e-30  # of an eigenvalue or a norm: that of zeros
 
 
 def inverse_fourth_root(factor: Tensor, eps: float) -> Tensor:
-    """Return (factor + eps l)^-1/4 of a symmetric matrix with the largest eigenvalue l, in its dtype.
+    """Return (factor + eps l)^-1/4 of a symmetric matrix with the largest eigenvalue l, in its
+    dtype.
 
-    Computed in float64. Eigenvalues of a sum in float32 are wrong by about 1e-7 l, which the default of 1e-5 l outweighs.
+    Computed in float64. Eigenvalues of a sum in float32 are wrong by about 1e-7 l, which the
+    default of 1e-5 l outweighs.
     """
     values, vectors = torch.linalg.eigh(factor.double())
     damped = values.clamp(min=0) + eps * values[-1].clamp(min=TINY)
@@ -47,8 +51,8 @@ def inverse_fourth_root(factor: Tensor, eps: float) -> Tensor:
 class Shampoo(Matrices):
     """Moments, factors and roots, all in float32 and on the owner alone.
 
-    exp_avg, exp_avg_sq: as the matrix. factor_matrices, inv_factor_matrices: flat; of each block, row by row of blocks, L and
-    then R, or their roots.
+    exp_avg, exp_avg_sq: as the matrix. factor_matrices, inv_factor_matrices: flat; of each block,
+    row by row of blocks, L and then R, or their roots.
     """
 
     count = 0  # steps that were not skipped, with the present one
@@ -69,9 +73,13 @@ class Shampoo(Matrices):
         }
 
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]
-        """Update parameters. skip: as in `Matrices`, but the host reads it, and the count of steps, and so waits for the device.
+        """Update parameters.
 
-        The count decides which roots are computed, and a device cannot leave out the others by itself.
+        skip: as in `Matrices`, but the host reads it, and the count of steps, and so waits for the
+        device.
+
+        The count decides which roots are computed, and a device cannot leave out the others by
+        itself.
         """
         if skip is None or not skip.item():
             self.count = 1 + int(self.state_of(self.matrices[0])["step"].item())

@@ -1,4 +1,6 @@
-"""Describe what an optimizer keeps of each parameter, and share matrices out to owners. Plain numbers, for run and planner alike.
+"""Describe what an optimizer keeps of each parameter, and share matrices out to owners.
+
+Plain numbers, for run and planner alike.
 
 is_matrix("layers.0.attention.wq.weight")               # True: Muon and Shampoo update it as a whole
 OF_MATRIX["Muon"].cost(config, (4096, 4096))            # floating-point operations of its owner in a step
@@ -17,14 +19,20 @@ from titan_lite.config import Optimizer
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # of parameters, by FQN
 
-AT_ONCE = 8  # whole matrices in memory at an owner: those that it computes with, and those that two all-to-alls send and receive
-# Operations of float32 products, divided by n^3, in the time of an eigendecomposition in float64. On a CPU they are 26 to 47 for
-# n from 1024 to 256. The figure of a GPU, where most of the time is waiting for memory and launches, is a guess.
+# whole matrices in memory at an owner: those that it computes with, and those that two all-to-alls
+# send and receive
+AT_ONCE = 8
+# Operations of float32 products, divided by n^3, in the time of an eigendecomposition in float64.
+# On a CPU they are 26 to 47 for n from 1024 to 256. The figure of a GPU, where most of the time is
+# waiting for memory and launches, is a guess.
 EIGENDECOMPOSITION = {"cpu": 30.0, "cuda": 1000.0}
 
 
 def is_matrix(fqn: str) -> bool:
-    """Return True for the weights within blocks, norms excepted. The others, embedding and output too, are AdamW's."""
+    """Return True for the weights within blocks, norms excepted.
+
+    The others, embedding and output too, are AdamW's.
+    """
     return fqn.startswith("layers.") and "norm" not in fqn
 
 
@@ -40,13 +48,17 @@ def share_of_matrices(shapes: Shapes) -> float:
 
 
 def newton_schulz_flops(shape: Shape, steps: int = 1) -> float:
-    """Return the floating-point operations of the iteration: three products a step, of which one is of squares."""
+    """Return the floating-point operations of the iteration: three products a step, of which one is
+    of squares.
+    """
     short, long = sorted(shape)
     return steps * (4.0 * short * short * long + 2.0 * short**3)
 
 
 def blocks_of(shape: Shape, most: int) -> list[tuple[slice, slice]]:
-    """Return the blocks of a matrix with at most so many rows and columns each, row by row of blocks."""
+    """Return the blocks of a matrix with at most so many rows and columns each, row by row of
+    blocks.
+    """
     rows, columns = (
         [slice(start, min(start + most, size)) for start in range(0, size, most)] for size in shape
     )
@@ -54,21 +66,27 @@ def blocks_of(shape: Shape, most: int) -> list[tuple[slice, slice]]:
 
 
 def sides_of(shape: Shape, most: int) -> list[int]:
-    """Return the rows and columns of each block: the sizes of Shampoo's factors of a matrix, L and then R."""
+    """Return the rows and columns of each block: the sizes of Shampoo's factors of a matrix, L and
+    then R.
+    """
     return [side.stop - side.start for block in blocks_of(shape, most) for side in block]
 
 
 def factor_numbers(shape: Shape, most: int, power: int = 2) -> int:
-    """Return the sum over blocks of rows^2 + columns^2, the elements of Shampoo's factors of a matrix; or of another power."""
+    """Return the sum over blocks of rows^2 + columns^2, the elements of Shampoo's factors of a
+    matrix; or of another power.
+    """
     return sum(side**power for side in sides_of(shape, most))
 
 
 def turns_of(config: Optimizer, shapes: Shapes) -> list[list[int]]:
-    """Return, for each matrix, the step of a period, from 0 on, in which the root of each of Shampoo's factors is computed.
+    """Return, for each matrix, the step of a period, from 0 on, in which the root of each of
+    Shampoo's factors is computed.
 
-    A matrix's roots are spread over the period, so that sums of n^3 are alike. Matrices of one shape, or its transpose, begin at
-    different steps, by their places in the model: an owner of several has alike work in each step, and with other owners each
-    root is computed in the same steps.
+    A matrix's roots are spread over the period, so that sums of n^3 are alike. Matrices of one
+    shape, or its transpose, begin at different steps, by their places in the model: an owner of
+    several has alike work in each step, and with other owners each root is computed in the same
+    steps.
     """
     period, found, alike = (
         config.precondition_frequency,
@@ -99,13 +117,15 @@ def _shampoo_flops(config: Optimizer, shape: Shape) -> float:
 
 
 class OfMatrix(NamedTuple):
-    """Figures of an optimizer for a matrix within a block, some of them from its section and the matrix's shape.
+    """Figures of an optimizer for a matrix within a block, some of them from its section and the
+    matrix's shape.
 
     Of other parameters, there are AdamW's two moments.
     """
 
     moments: int  # tensors of its shape that are sharded as it is
-    moved: float = 0.0  # bytes that are read and written for each element beside products, on its rank and its owner
+    # bytes that are read and written for each element beside products, on its rank and its owner
+    moved: float = 0.0
     on_owner: tuple[str, ...] = ()  # tensors that only its owner has
     kept: Callable[[Optimizer, Shape], float] = lambda config, shape: (
         0.0
@@ -121,7 +141,9 @@ class OfMatrix(NamedTuple):
     )  # of travelling matrices, and of products
 
     def cost(self, config: Optimizer, shape: Shape, device: str = "cuda") -> float:
-        """Return the time of an owner in a step, in floating-point operations of products, on average over steps."""
+        """Return the time of an owner in a step, in floating-point operations of products, on
+        average over steps.
+        """
         return self.flops(config, shape) + EIGENDECOMPOSITION[device] * self.cubes(config, shape)
 
 
@@ -183,7 +205,8 @@ def kept_by_owners(config: Optimizer, shapes: Shapes, ranks: int) -> list[float]
 
 
 def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> list[float]:
-    """Return the bytes of each tensor of moments of `own` parameters, `matrices` of which are in matrices within blocks.
+    """Return the bytes of each tensor of moments of `own` parameters, `matrices` of which are in
+    matrices within blocks.
 
     Step counts are left out, and what owners have.
     """
@@ -192,10 +215,12 @@ def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> lis
 
 
 def share_out(costs: Iterable[float], ranks: int) -> list[dict[int, int]]:
-    """Return buckets of matrices, each as {owner: number of its matrix}, with at most one matrix for each of `ranks`.
+    """Return buckets of matrices, each as {owner: number of its matrix}, with at most one matrix
+    for each of `ranks`.
 
-    The costliest matrix goes first, always to the rank with least so far (Graham, SIAM J. Appl. Math. 17 (1969)). So costs within
-    a bucket are alike. The answer depends on nothing but the costs: every rank has the same.
+    The costliest matrix goes first, always to the rank with least so far (Graham, SIAM J. Appl.
+    Math. 17 (1969)). So costs within a bucket are alike. The answer depends on nothing but the
+    costs: every rank has the same.
     """
     costs = list(costs)
     loads, counts = [(0.0, rank) for rank in range(ranks)], [0] * ranks

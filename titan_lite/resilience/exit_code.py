@@ -1,4 +1,5 @@
-"""Keep the exit code of a run, which torchrun does not: it restarts whatever exits with another code than 0, and exits with 1.
+"""Keep the exit code of a run, which torchrun does not: it restarts whatever exits with another
+code than 0, and exits with 1.
 
     0    trained
     1    failed; another start may help
@@ -6,7 +7,8 @@
     3    the same step failed again after a restart; another start would fail there, too
     75   stopped by a signal, and saved: start it again (EX_TEMPFAIL of sysexits.h)
 
-launch.py names a file to the ranks of its node. They record the code there before they exit, and launch.py exits with it:
+launch.py names a file to the ranks of its node. They record the code there before they exit, and
+launch.py exits with it:
 
     expect()                      # in launch.py
     if has_ended(): return 0      # in a restarted rank: the attempt before has ended the run
@@ -48,17 +50,21 @@ def taken() -> int | None:
 
 
 def record(code: int) -> None:
-    """Write the exit code of this node's ranks; FAILED, if there is none yet. Does nothing if launch.py has not started them."""
+    """Write the exit code of this node's ranks; FAILED, if there is none yet.
+
+    Does nothing if launch.py has not started them.
+    """
     path = os.environ.get(VARIABLE)
     if path and (code != FAILED or recorded() is None):
         Path(path).write_text(str(code))
 
 
 def is_first_to_record(code: int) -> bool:
-    """Record the code if no rank of this node has recorded one, and return True then: this rank tells why the run ends.
+    """Record the code if no rank of this node has recorded one, and return True then: this rank
+    tells why the run ends.
 
-    Another could not: torchrun ends all ranks as soon as the first one has exited. Without a record, each rank under torchrun
-    tells it, and else the first one of the node.
+    Another could not: torchrun ends all ranks as soon as the first one has exited. Without a
+    record, each rank under torchrun tells it, and else the first one of the node.
     """
     path = os.environ.get(VARIABLE)
     if not path:
@@ -79,7 +85,8 @@ def recorded() -> int | None:
 def has_ended() -> bool:
     """Return True if an earlier attempt has ended the run. Else forget how that attempt failed.
 
-    All ranks of a node call it before the first of them can record FAILED, which needs a process group of all.
+    All ranks of a node call it before the first of them can record FAILED, which needs a process
+    group of all.
     """
     code = recorded()
     if code == FAILED:
@@ -88,7 +95,9 @@ def has_ended() -> bool:
 
 
 def exit_of_rank(code: int) -> int:
-    """Record the code of a rank, and return the one to exit with: torchrun would restart a run that stops with another than 0."""
+    """Record the code of a rank, and return the one to exit with: torchrun would restart a run that
+    stops with another than 0.
+    """
     record(code)
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     return TRAINED if torchrun and code == STOPPED else code
@@ -97,8 +106,9 @@ def exit_of_rank(code: int) -> int:
 def end_with(main: Callable[[], int]) -> NoReturn:
     """Run `main`, and end the process with the code that it returns or exits with.
 
-    This skips the end of the interpreter, in which a closed pipe changes the exit code, and threads of a process group without
-    peers may end the process by SIGABRT. Call it before torch is imported, so that torch's exit handlers run first.
+    This skips the end of the interpreter, in which a closed pipe changes the exit code, and threads
+    of a process group without peers may end the process by SIGABRT. Call it before torch is
+    imported, so that torch's exit handlers run first.
     """
     codes: list[int] = []
     atexit.register(_leave, codes)

@@ -4,8 +4,8 @@
     # "rank 3 did not enter all_gather #214 (layers.4); ranks 0-2 wait there
     #  rank 3 is in forward (titan_lite/models/llama3.py:131)"
 
-A record has JSON types: the place of a rank's Python code, and the collectives of every process group in its flight recorder.
-These are plain functions; the threads are in watchdog.py.
+A record has JSON types: the place of a rank's Python code, and the collectives of every process
+group in its flight recorder. These are plain functions; the threads are in watchdog.py.
 """
 
 import itertools
@@ -56,8 +56,10 @@ class Waiting(NamedTuple):
 def groups_of(
     trace: Mapping[str, Any], members: Mapping[str, Sequence[int]], notes: Iterable[Note]
 ) -> dict[str, dict[str, Any]]:
-    """Return a flight recorder's entries by process group: "ranks", "entered" (number of the last collective entered), "waiting"
-    (at most MOST collectives not left, oldest first). members: {group: global ranks}."""
+    """Return a flight recorder's entries by process group: "ranks", "entered" (number of the last
+    collective entered), "waiting" (at most MOST collectives not left, oldest first). members:
+    {group: global ranks}.
+    """
     groups: dict[str, dict[str, Any]] = {}
     notes = list(notes)
     for entry in trace.get("entries", []):
@@ -65,7 +67,8 @@ def groups_of(
         group = groups.setdefault(
             name, {"ranks": list(members.get(name, ())), "entered": 0, "waiting": []}
         )
-        # A pipeline's sends and receives have their own numbers, which may differ between the two ends.
+        # A pipeline's sends and receives have their own numbers, which may differ between the two
+        # ends.
         if not entry["is_p2p"]:
             group["entered"] = max(group["entered"], entry["collective_seq_id"])
         if not entry["retired"] and entry["state"] != "completed" and len(group["waiting"]) < MOST:
@@ -85,7 +88,9 @@ def groups_of(
 
 
 def _operation(name: str) -> str:
-    """Return the plain name of an operation, such as all_gather for gloo:all_gather and nccl:_all_gather_base."""
+    """Return the plain name of an operation, such as all_gather for gloo:all_gather and
+    nccl:_all_gather_base.
+    """
     plain = name.rpartition(":")[2]
     if plain.split()[0] in ("send", "recv"):  # "nccl:send 0->1"
         return plain
@@ -93,7 +98,9 @@ def _operation(name: str) -> str:
 
 
 def abbreviated(parameters: str) -> str:
-    """Shorten the parameters of a bucket to the module that has them all, or to the first and the last."""
+    """Shorten the parameters of a bucket to the module that has them all, or to the first and the
+    last.
+    """
     names = parameters.split()
     shared = os.path.commonpath([name.replace(".", "/") for name in names] or [""])
     if shared:
@@ -102,7 +109,9 @@ def abbreviated(parameters: str) -> str:
 
 
 def place(frame: FrameType | None) -> str:
-    """Return the innermost Python function of a thread, and the innermost one of this package that called it."""
+    """Return the innermost Python function of a thread, and the innermost one of this package that
+    called it.
+    """
     own = frame
     while own is not None and not own.f_code.co_filename.startswith(PACKAGE + os.sep):
         own = own.f_back
@@ -121,7 +130,8 @@ def _function(frame: FrameType) -> str:
 
 
 def verdict(records: Mapping[int, Record], world_size: int) -> str:
-    """Return lines on the ranks that others wait for, the collectives in which these wait, and the Python code of some ranks.
+    """Return lines on the ranks that others wait for, the collectives in which these wait, and the
+    Python code of some ranks.
 
     records: those of the ranks that have answered; the others are stopped, dead, or cut off.
     """
@@ -169,7 +179,8 @@ def verdict(records: Mapping[int, Record], world_size: int) -> str:
             lines.append(f"ranks entered different collectives as #{number} of a group: {text}")
         elif not missing:
             lines.append(
-                f"{_they(there, 'wait')} in {at}, which all have entered: suspect the network or a device"
+                f"{_they(there, 'wait')} in {at}, which all have entered: suspect the network or a"
+                " device"
             )
     if waiting and not lines:
         lines.append("no rank is missing: they wait for each other")

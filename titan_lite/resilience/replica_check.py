@@ -1,16 +1,18 @@
-"""Find copies of parameters and optimizer state that are not bitwise equal, and values that are not finite.
+"""Find copies of parameters and optimizer state that are not bitwise equal, and values that are not
+finite.
 
     copies = ReplicaCheck(config.training.compare_copies_freq, describe_saved)
     copies.check(step, state_tensors)           # a collective; raises TrainingError on all ranks
     copies.check_if_due(step, state_tensors)    # the same, every compare_copies_freq steps
 
-Copies stay equal by construction: ranks start from the same bits, a collective gives all ranks of its group the same sum, and
-the update is the same function of both. After a faulty device, a flipped bit or a wrong collective, the run would train a mixture
-of different copies, and a checkpoint would take each tensor from one rank or another.
+Copies stay equal by construction: ranks start from the same bits, a collective gives all ranks of
+its group the same sum, and the update is the same function of both. After a faulty device, a
+flipped bit or a wrong collective, the run would train a mixture of different copies, and a
+checkpoint would take each tensor from one rank or another.
 
-Every rank computes a checksum of its part of every tensor on the device. One all-reduce for each mesh axis with copies gives the
-minimum and the maximum over ranks that should agree, 16 bytes per tensor; then one flag is copied to the host. Ranks exchange
-more only if something is wrong.
+Every rank computes a checksum of its part of every tensor on the device. One all-reduce for each
+mesh axis with copies gives the minimum and the maximum over ranks that should agree, 16 bytes per
+tensor; then one flag is copied to the host. Ranks exchange more only if something is wrong.
 """
 
 import functools
@@ -46,7 +48,10 @@ class Wrong(NamedTuple):
 
 
 class ReplicaCheck:
-    """Compare copies every `freq` steps (0: never). describe_saved: returns the step to resume from, in words."""
+    """Compare copies every `freq` steps (0: never).
+
+    describe_saved: returns the step to resume from, in words.
+    """
 
     def __init__(self, freq: int, describe_saved: Callable[[], str]):
         self.freq, self.describe_saved = freq, describe_saved
@@ -58,12 +63,14 @@ class ReplicaCheck:
     def check(self, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         """Compare all copies. Raises the same TrainingError on all ranks.
 
-        tensors: returns {"FQN": DTensor, "optimizer.state.FQN.step": a plain tensor, equal on all ranks, ...}.
+        tensors: returns {"FQN": DTensor, "optimizer.state.FQN.step": a plain tensor, equal on all
+        ranks, ...}.
         """
         found = find(tensors())
         if found is not None:
             raise TrainingError(
-                f"step {step}: {describe(found)}; so nothing was saved at this step; {self.describe_saved()}",
+                f"step {step}: {describe(found)}; so nothing was saved at this step;"
+                f" {self.describe_saved()}",
                 everywhere=True,
             )
 
@@ -114,12 +121,14 @@ def find(tensors: Mapping[str, Tensor]) -> list[Wrong] | None:
 
 
 def examine(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (checksum, int64; True if all elements are finite) of this rank's part, as scalars on its mesh's device.
+    """Return (checksum, int64; True if all elements are finite) of this rank's part, as scalars on
+    its mesh's device.
 
-    With less than 2^31 elements of up to 32 bits, the checksum changes if one element changes or if two different elements are
-    swapped. Element n is multiplied, modulo 2^64, by a weight whose lower half is 2n + 1. This is odd, so a difference below 2^32
-    does not vanish, nor does it after multiplication by the difference of two weights. The upper half spreads the weights, so
-    that several changes do not cancel.
+    With less than 2^31 elements of up to 32 bits, the checksum changes if one element changes or if
+    two different elements are swapped. Element n is multiplied, modulo 2^64, by a weight whose
+    lower half is 2n + 1. This is odd, so a difference below 2^32 does not vanish, nor does it after
+    multiplication by the difference of two weights. The upper half spreads the weights, so that
+    several changes do not cancel.
     """
     numbers = local(tensor).detach().reshape(-1)
     device = numbers.device
@@ -141,12 +150,16 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _is_copied(tensor: Tensor, axis: int) -> bool:
-    """Return True if all ranks along this mesh axis should have the same elements; a plain tensor is the same on all ranks."""
+    """Return True if all ranks along this mesh axis should have the same elements; a plain tensor
+    is the same on all ranks.
+    """
     return not isinstance(tensor, DTensor) or tensor.placements[axis].is_replicate()
 
 
 def _part(tensor: Tensor) -> tuple[int, ...]:
-    """Return this rank's mesh coordinates along the axes that shard the tensor, and -1 along the others."""
+    """Return this rank's mesh coordinates along the axes that shard the tensor, and -1 along the
+    others.
+    """
     if not isinstance(tensor, DTensor):
         return ()
     coordinates = tensor.device_mesh.get_coordinate() or ()
@@ -156,7 +169,9 @@ def _part(tensor: Tensor) -> tuple[int, ...]:
 
 
 def describe(found: Collection[Wrong]) -> str:
-    """Describe the findings of all ranks: ranks whose copies differ, values that are not finite, and the hardware to suspect."""
+    """Describe the findings of all ranks: ranks whose copies differ, values that are not finite,
+    and the hardware to suspect.
+    """
     hosts = [each.host for each in found]
     holders: dict[Place, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     not_finite: dict[str, list[int]] = defaultdict(list)
@@ -192,12 +207,14 @@ def describe(found: Collection[Wrong]) -> str:
             if blamed & {r for some in by_value.values() for r in some}
         )
         parts.append(
-            f"{_ranks(blamed, hosts)} differ{'s' * (len(blamed) == 1)} from the other copies of {names}"
+            f"{_ranks(blamed, hosts)} differ{'s' * (len(blamed) == 1)} from the other copies of"
+            f" {names}"
         )
     if candidates:
         names = _names(place for place, ranks in parted.items() if candidates.intersection(ranks))
         parts.append(
-            f"{_ranks(candidates, hosts)} have different copies of {names}, and which is right is unknown"
+            f"{_ranks(candidates, hosts)} have different copies of {names}, and which is right is"
+            " unknown"
         )
     if not_finite:
         verb, where = (
@@ -205,11 +222,13 @@ def describe(found: Collection[Wrong]) -> str:
             {rank for some in not_finite.values() for rank in some},
         )
         parts.append(
-            f"{_names((name, ()) for name in not_finite)} {verb} not finite on {_ranks(where, hosts)}"
+            f"{_names((name, ()) for name in not_finite)} {verb} not finite on"
+            f" {_ranks(where, hosts)}"
         )
     if holders:
         parts.append(
-            f"if it happens again, suspect the hardware of {_ranks(blamed | candidates, hosts)}, and exclude that node"
+            f"if it happens again, suspect the hardware of {_ranks(blamed | candidates, hosts)},"
+            " and exclude that node"
         )
     return "; ".join(parts)
 

@@ -1,11 +1,13 @@
-"""Stop restarts by torchrun if two attempts ended in the same step; the steps are in `restarts.json` in the dump folder.
+"""Stop restarts by torchrun if two attempts ended in the same step; the steps are in
+`restarts.json` in the dump folder.
 
     restarts = Restarts(dump_folder)
     restarts.check()          # raises RepeatedFault if the last two attempts that began a step ended in the same one
     restarts.begin(13)        # at the start of every step
 
-The file has the last step that each attempt began, such as {"0": 13, "1": 13}, and so survives a killed process. The first rank
-writes it if torchrun may restart (`--max-restarts`). The first attempt deletes an old file.
+The file has the last step that each attempt began, such as {"0": 13, "1": 13}, and so survives a
+killed process. The first rank writes it if torchrun may restart (`--max-restarts`). The first
+attempt deletes an old file.
 """
 
 import json
@@ -19,7 +21,9 @@ from titan_lite.logging import logger
 
 
 class RepeatedFault(RuntimeError):
-    """An error: two attempts ended in the same step, which the message names, so that another one would, too."""
+    """An error: two attempts ended in the same step, which the message names, so that another one
+    would, too.
+    """
 
 
 class Restarts:
@@ -36,9 +40,12 @@ class Restarts:
                 self.steps = json.loads(self.path.read_text())
 
     def check(self) -> None:
-        """Log how the attempt before ended. Raises RepeatedFault if the last two ended in the same step.
+        """Log how the attempt before ended.
 
-        Call it on all ranks before a process group is made: all read the record before rank 0 writes it.
+        Raises RepeatedFault if the last two ended in the same step.
+
+        Call it on all ranks before a process group is made: all read the record before rank 0
+        writes it.
         """
         if self.attempt == 0:
             with suppress(OSError):  # no such file or folder
@@ -55,8 +62,8 @@ class Restarts:
         begun = [step for step in earlier if step is not None]
         if len(begun) > 1 and begun[-1] == begun[-2]:
             raise RepeatedFault(
-                f"step {begun[-1]} failed twice in a row, the second time after a restart, so there is no further one; "
-                "the cause is above"
+                f"step {begun[-1]} failed twice in a row, the second time after a restart, so there"
+                " is no further one; the cause is above"
             )
 
     def begin(self, step: int) -> None:

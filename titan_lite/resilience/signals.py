@@ -1,14 +1,16 @@
-"""Stop a run on a signal: it ends its step, saves, and exits with a code that says to start it again (exit_code.py).
+"""Stop a run on a signal: it ends its step, saves, and exits with a code that says to start it
+again (exit_code.py).
 
     listen()                  # at the start: a signal ends the process at once, since there is nothing to save
     started()                 # from now on a signal is only noted
     if received(): ...        # at the end of a step, where ranks exchange this
 
-SIGTERM comes from schedulers and torchrun, SIGUSR1 from Slurm as a warning (`#SBATCH --signal=USR1@120`), SIGINT from Ctrl-C, SIGHUP
-from a terminal that closes. All threads block them, and one waits for the first. So no signal interrupts a save, and further ones
-stay pending for ever. Processes that a rank starts inherit the mask: a signal of torchrun, which sends it to the rank's process
-group, does not end a loader. The kernel sends SIGTERM when the launcher dies, since ranks without a launcher would keep the
-folder's lock and never restart.
+SIGTERM comes from schedulers and torchrun, SIGUSR1 from Slurm as a warning (`#SBATCH
+--signal=USR1@120`), SIGINT from Ctrl-C, SIGHUP from a terminal that closes. All threads block them,
+and one waits for the first. So no signal interrupts a save, and further ones stay pending for ever.
+Processes that a rank starts inherit the mask: a signal of torchrun, which sends it to the rank's
+process group, does not end a loader. The kernel sends SIGTERM when the launcher dies, since ranks
+without a launcher would keep the folder's lock and never restart.
 """
 
 import ctypes
@@ -35,7 +37,9 @@ _launcher = 0  # the process that started this rank; 0: none that matters
 
 
 def listen(*, starting: bool = True) -> None:
-    """Wait for a signal in a thread. For the main thread, before others exist: a new thread inherits the mask.
+    """Wait for a signal in a thread.
+
+    For the main thread, before others exist: a new thread inherits the mask.
 
     starting: a signal ends the process until `started` is called, even while it is in a library.
     """
@@ -60,7 +64,8 @@ def started() -> None:
 def received() -> str:
     """Return the name of the first signal, or LOST, or "".
 
-    The launcher is the parent for a moment after the kernel's signal, until its last thread has ended.
+    The launcher is the parent for a moment after the kernel's signal, until its last thread has
+    ended.
     """
     lost = _launcher and os.getppid() != _launcher
     return LOST if _received and lost else _received
@@ -83,7 +88,9 @@ def _note(number: int, frame: FrameType | None = None) -> None:
 
 
 def _watch_launcher() -> int:
-    """Have the kernel send SIGTERM when the launcher dies, even by SIGKILL. Return its process id; 0 if there is none.
+    """Have the kernel send SIGTERM when the launcher dies, even by SIGKILL.
+
+    Return its process id; 0 if there is none.
 
     Without torchrun the parent is a shell, whose end does not matter. Linux alone can do it.
     """

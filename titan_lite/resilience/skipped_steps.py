@@ -1,4 +1,5 @@
-"""Skip the update of steps whose loss or gradient is not finite, or whose loss is far above those of the steps before.
+"""Skip the update of steps whose loss or gradient is not finite, or whose loss is far above those
+of the steps before.
 
 skipped = SkippedSteps(config.training, config.optimizer.lr, device)
 skip, limit = skipped.decide(loss, grad_norm)         # a collective; tensors, which the host does not read
@@ -22,8 +23,9 @@ from titan_lite.resilience import TrainingError
 class SkippedSteps:
     """Decide which steps are skipped, and count them.
 
-    A spike is a loss more than training.spike_sigmas standard deviations above the mean of the last training.spike_window
-    accepted losses. Until there are that many, nothing is a spike; a window of 0 turns this off. lr: for the error message.
+    A spike is a loss more than training.spike_sigmas standard deviations above the mean of the last
+    training.spike_window accepted losses. Until there are that many, nothing is a spike; a window
+    of 0 turns this off. lr: for the error message.
     """
 
     def __init__(self, training: Training, lr: float, device: torch.device):
@@ -39,7 +41,8 @@ class SkippedSteps:
         self.places = torch.arange(training.spike_window, device=device)
 
     def decide(self, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (1 if this step is skipped, else 0; the highest loss that is not a spike), float32 scalars on the device.
+        """Return (1 if this step is skipped, else 0; the highest loss that is not a spike), float32
+        scalars on the device.
 
         loss, grad_norm: scalars, the same on all ranks except perhaps for the last bit.
         """
@@ -63,7 +66,8 @@ class SkippedSteps:
         return torch.where(self.accepted < len(self.window), math.inf, limit).float()
 
     def note(self, step: int, loss: float, grad_norm: float, skip: float, limit: float) -> None:
-        """Count a step by the arguments and results of `decide`; the first rank logs a skipped step.
+        """Count a step by the arguments and results of `decide`; the first rank logs a skipped
+        step.
 
         Raises TrainingError after training.max_nonfinite_steps skipped steps in a row.
         """
@@ -76,7 +80,10 @@ class SkippedSteps:
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.spikes.append({"step": step, "loss": loss, "limit": limit})
             window, sigmas = self.training.spike_window, self.training.spike_sigmas
-            where = f"{sigmas:g} standard deviations above the mean of the last {window} (training.spike_sigmas)"
+            where = (
+                f"{sigmas:g} standard deviations above the mean of the last {window}"
+                " (training.spike_sigmas)"
+            )
             why = f"loss {loss:.4f} is a spike, above {limit:.4f}, {where}"
         if dist.get_rank() == 0:
             logger.warning(
@@ -88,9 +95,11 @@ class SkippedSteps:
         )
         if self.in_a_row >= most:
             raise TrainingError(
-                f"{most} steps in a row had a non-finite loss or gradient{spike} (training.max_nonfinite_steps), "
+                f"{most} steps in a row had a non-finite loss or gradient{spike}"
+                " (training.max_nonfinite_steps), "
                 f"the last one step {step}; parameters are those of step {step - most}; "
-                f'use an optimizer.lr below {self.lr}, or training.mixed_precision_param = "float32"',
+                f"use an optimizer.lr below {self.lr}, or training.mixed_precision_param ="
+                ' "float32"',
                 everywhere=True,
             )
 

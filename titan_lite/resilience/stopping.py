@@ -16,7 +16,10 @@ from titan_lite.resilience.signals import LOST, received
 
 
 class Stopping:
-    """Agree on a stop. describe: returns the step at which the run stops and what follows, for the log."""
+    """Agree on a stop.
+
+    describe: returns the step at which the run stops and what follows, for the log.
+    """
 
     def __init__(self, device: torch.device, describe: Callable[[], str]):
         self.device, self.describe = device, describe
@@ -30,7 +33,10 @@ class Stopping:
         return self.asked
 
     def note(self, asked: bool) -> None:
-        """Record the agreed value, the same on all ranks. At the first True, the first rank logs which rank received a signal."""
+        """Record the agreed value, the same on all ranks.
+
+        At the first True, the first rank logs which rank received a signal.
+        """
         if self.asked or not asked:
             return
         self.asked = True

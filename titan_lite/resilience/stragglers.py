@@ -4,8 +4,9 @@
     with stragglers.preparing(): ...          # what a rank does alone before the first collective of a step
     stragglers.log(step, step_time)           # a collective, at each log interval
 
-All ranks take the same time for a step, since each waits for the others in its collectives. What differs is the part before the
-first one: data, garbage collection and the copy to the device. A slow GPU does not show here; torch.profiler shows it.
+All ranks take the same time for a step, since each waits for the others in its collectives. What
+differs is the part before the first one: data, garbage collection and the copy to the device. A
+slow GPU does not show here; torch.profiler shows it.
 """
 
 import statistics
@@ -45,7 +46,8 @@ class Stragglers:
 
 
 def describe_slowest(seconds: Sequence[float], step_time: float) -> str:
-    """Return a sentence about the slowest rank beside the median, or "" if that makes no noticeable part of a step.
+    """Return a sentence about the slowest rank beside the median, or "" if that makes no noticeable
+    part of a step.
 
     seconds: of a step, by rank, before it is ready for the first collective.
     """

@@ -8,10 +8,11 @@
     watchdog.rest()                                          # no limit
     with watchdog.reporting(CheckpointError): ...            # an error that ends this rank is sent to the others
 
-A rank that hangs calls all others through the store of the process group. Each rank writes its place in the code and its flight
-recorder's entries there. The first one collects the records that arrive within GRACE seconds, and prints the verdict
-(verdict.py); then all exit with code 1. If a library holds the interpreter lock, so that no thread can run, faulthandler prints
-the place and ends the process.
+A rank that hangs calls all others through the store of the process group. Each rank writes its
+place in the code and its flight recorder's entries there. The first one collects the records that
+arrive within GRACE seconds, and prints the verdict (verdict.py); then all exit with code 1. If a
+library holds the interpreter lock, so that no thread can run, faulthandler prints the place and
+ends the process.
 """
 
 import contextlib
@@ -40,11 +41,14 @@ from titan_lite.resilience.hang_report import Note, Record, groups_of, place, st
 GRACE = 10.0  # seconds to wait for the records of other ranks, or the limit if that is shorter
 PATIENCE = (
     3 * GRACE
-)  # seconds by which a collective's time limit exceeds that of its phase, so that the verdict comes first
+    # seconds by which a collective's time limit exceeds that of its phase, so that the verdict comes
+    # first
+)
 GONE = (
     3.0  # seconds to wait for records after a lost connection, which all ranks have when one dies
 )
-HOST = 1.0  # seconds to live after the verdict: if this rank hosts the store, the others must read it, too
+# seconds to live after the verdict: if this rank hosts the store, the others must read it, too
+HOST = 1.0
 RESTING = float("inf")
 
 # torch 2.14 made it public
@@ -52,9 +56,12 @@ _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_
 
 
 class Watchdog:
-    """The watchdog of one process. Between `enter` and `rest` the process may end at any moment. A single rank has no threads.
+    """The watchdog of one process. Between `enter` and `rest` the process may end at any moment.
 
-    notes: notes on collectives, appended by the code that starts them. apart: description of a process group with its own limit.
+    A single rank has no threads.
+
+    notes: notes on collectives, appended by the code that starts them. apart: description of a
+    process group with its own limit.
     """
 
     def __init__(
@@ -109,9 +116,12 @@ class Watchdog:
 
     @contextlib.contextmanager
     def reporting(self, *explained: type[Exception]) -> Iterator[None]:
-        """Return a context that sends an error of this rank to the others, or receives theirs. The watchdog rests afterwards.
+        """Return a context that sends an error of this rank to the others, or receives theirs.
 
-        explained: errors whose message is sufficient. These, and the failure of another rank, are raised as TrainingError.
+        The watchdog rests afterwards.
+
+        explained: errors whose message is sufficient. These, and the failure of another rank, are
+        raised as TrainingError.
         """
         try:
             yield
@@ -125,8 +135,11 @@ class Watchdog:
             self.rest()
 
     def _failed(self, error: Exception) -> str | None:
-        """Send the error to the other ranks. For an error of communication, return the failure of the rank that caused it; if no
-        rank has sent one, end the process with a verdict."""
+        """Send the error to the other ranks.
+
+        For an error of communication, return the failure of the rank that caused it; if no rank has
+        sent one, end the process with a verdict.
+        """
         if self.store is None:
             return None
         if not is_communication(error):
@@ -142,7 +155,9 @@ class Watchdog:
         )
 
     def _end_if_held(self) -> None:
-        """Have faulthandler end the process if its interpreter runs no thread until the limit, and PATIENCE, are over."""
+        """Have faulthandler end the process if its interpreter runs no thread until the limit, and
+        PATIENCE, are over.
+        """
         faulthandler.dump_traceback_later(
             self.limit + PATIENCE, exit=True, file=sys.__stderr__ or 2
         )
@@ -169,7 +184,9 @@ class Watchdog:
                 )
 
     def _listen(self) -> None:
-        """Wait for the call of another rank, in a thread of its own, since a lost store may never answer."""
+        """Wait for the call of another rank, in a thread of its own, since a lost store may never
+        answer.
+        """
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
             store = dist.TCPStore(
@@ -188,7 +205,8 @@ class Watchdog:
         self._end("", GRACE)
 
     def _end_after(self, cause: str) -> None:
-        """Exit if this rank does not detect the failure of another: with NCCL, unlike gloo, its peers keep waiting.
+        """Exit if this rank does not detect the failure of another: with NCCL, unlike gloo, its
+        peers keep waiting.
 
         Returns if the training thread detects it within GRACE seconds and ends the run itself.
         """
@@ -205,15 +223,19 @@ class Watchdog:
         self._exit()
 
     def _end(self, why: str, grace: float) -> NoReturn:
-        """Agree on the verdict, print it and exit. why: the reason of this rank's call, or "" if another rank called."""
+        """Agree on the verdict, print it and exit.
+
+        why: the reason of this rank's call, or "" if another rank called.
+        """
         self.ending.acquire()  # never released: a second thread waits here for the end
         faulthandler.dump_traceback_later(2 * PATIENCE, exit=True, file=sys.__stderr__ or 2)
         text = _within(grace + GRACE, lambda: self._exchange(why, grace))
         if text is None:
             store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             logger.error(
-                f"{why or 'another rank has called'}; the store at {store} does not answer, so the others are not known (it is "
-                f"torchrun's or, without that, rank 0's)\n{standing(self.rank, self.record())}"
+                f"{why or 'another rank has called'}; the store at {store} does not answer, so the"
+                " others are not known (it is torchrun's or, without that, rank"
+                f" 0's)\n{standing(self.rank, self.record())}"
             )
         self._exit()
 
@@ -223,7 +245,10 @@ class Watchdog:
         os._exit(1)
 
     def _exchange(self, why: str, grace: float) -> str:
-        """Write this rank's record. The first rank makes, prints and returns the verdict; the others return ""."""
+        """Write this rank's record.
+
+        The first rank makes, prints and returns the verdict; the others return "".
+        """
         self.store.set(f"record/{self.rank}", json.dumps(self.record()))
         first = self.store.add("arrived", 1) == 1
         why = self.store.compare_set("call", "", why or "called").decode()
@@ -288,7 +313,8 @@ class Watchdog:
 
 
 def compiling_at(frame: FrameType | None) -> int | None:
-    """Return a number for the place at which a thread compiles, which changes with progress; None if it does not compile.
+    """Return a number for the place at which a thread compiles, which changes with progress; None
+    if it does not compile.
 
     Compiling a graph of 80 blocks takes longer than a reasonable time limit.
     """
@@ -301,7 +327,9 @@ def compiling_at(frame: FrameType | None) -> int | None:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of a message, without the source location and the advice that gloo adds."""
+    """Return the first line of a message, without the source location and the advice that gloo
+    adds.
+    """
     return re.sub(
         r"^\[\S+:\d+\] |\. This is typically caused .*", "", str(error).partition("\n")[0]
     )

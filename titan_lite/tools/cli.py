@@ -21,7 +21,9 @@ from titan_lite.config import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help is the module's docstring and the options. Without arguments it prints the help, with exit code 2.
+    """A parser whose help is the module's docstring and the options.
+
+    Without arguments it prints the help, with exit code 2.
 
     needs_arguments: False if the program itself reports missing arguments.
     """
@@ -42,7 +44,9 @@ class Parser(argparse.ArgumentParser):
     def parse_with_overrides(
         self, arguments: Sequence[str]
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Return the options, and those that change a key of options.recipe, as in --section.key value. Raises ConfigError."""
+        """Return the options, and those that change a key of options.recipe, as in --section.key
+        value. Raises ConfigError.
+        """
         options, overrides = self.parse_known_args(list(arguments))
         for word in (
             argument.partition("=")[0] for argument in overrides if argument.startswith("--")
@@ -79,7 +83,8 @@ def at_least_one(text: str) -> int:
 def command(
     main: Callable[[Sequence[str]], int | None], *, gone: int = 0
 ) -> Callable[[Sequence[str]], int]:
-    """Wrap `main` to return an exit code: its own (None: 0), 2 after a ConfigError, 130 after Ctrl-C, with a line on stderr.
+    """Wrap `main` to return an exit code: its own (None: 0), 2 after a ConfigError, 130 after
+    Ctrl-C, with a line on stderr.
 
     gone: the exit code if the reader of its output, such as head, has closed the pipe.
     """
@@ -110,7 +115,9 @@ def command(
 
 
 def end_with_parent() -> None:
-    """Run in a worker of a program's pool: ignore Ctrl-C and SIGTERM, which the program handles, and end with the program."""
+    """Run in a worker of a program's pool: ignore Ctrl-C and SIGTERM, which the program handles,
+    and end with the program.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

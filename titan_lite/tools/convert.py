@@ -1,11 +1,13 @@
-"""Convert weights, tensor by tensor: from Hugging Face to a step, or from a step or a run to Hugging Face or torchtitan.
+"""Convert weights, tensor by tensor: from Hugging Face to a step, or from a step or a run to
+Hugging Face or torchtitan.
 
     python -m titan_lite convert outputs/debug_model exported                 # the run's newest step, for transformers
     python -m titan_lite convert Llama-3.1-8B initial                         # a step, for checkpoint.initial_load_path
     python -m titan_lite convert outputs/debug_model theirs --to torchtitan   # a checkpoint of torchtitan, model only
 
-Nothing is overwritten. Until everything is on disk, the folder is called unfinished-TARGET-*; if the program is killed, delete it
-by hand. Memory: two tensors of a step, or those of one safetensors file.
+Nothing is overwritten. Until everything is on disk, the folder is called unfinished-TARGET-*; if
+the program is killed, delete it by hand. Memory: two tensors of a step, or those of one safetensors
+file.
 """
 
 import dataclasses
@@ -59,7 +61,10 @@ def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None)
 
 
 def write_torchtitan(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:
-    """Write a checkpoint with only the model, which torchtitan loads as initial_load_path. Raises ConfigError."""
+    """Write a checkpoint with only the model, which torchtitan loads as initial_load_path.
+
+    Raises ConfigError.
+    """
     fqns = {to_torchtitan(fqn): fqn for fqn in weights.shapes}
     if weights.config.tied_embeddings:
         fqns[to_torchtitan("output.weight")] = "tok_embeddings.weight"
@@ -71,7 +76,10 @@ def write_torchtitan(folder: Path, weights: Weights, dtype: torch.dtype | None =
 def _written_tensors(
     folder: Path, weights: Weights, fqns: Mapping[str, str], dtype: torch.dtype | None
 ) -> Iterator[Path]:
-    """Return a context with a folder that has the tensors as a checkpoint of DCP, as in `_whole`. fqns: by name there."""
+    """Return a context with a folder that has the tensors as a checkpoint of DCP, as in `_whole`.
+
+    fqns: by name there.
+    """
     planned = {
         name: torch.empty(weights.shapes[fqn], dtype=dtype or weights.dtypes[fqn], device="meta")
         for name, fqn in fqns.items()
@@ -96,7 +104,8 @@ def write_hf(
 ) -> None:
     """Write a folder that transformers' from_pretrained opens. Raises ConfigError.
 
-    tokenizer: its file, and others to copy. asked_for: the user named it, so that it must be readable.
+    tokenizer: its file, and others to copy. asked_for: the user named it, so that it must be
+    readable.
     """
     understood = _understand(weights, tokenizer[0], asked_for) if tokenizer else None
     names = hf_names(weights.config)
@@ -149,7 +158,10 @@ def write_hf(
 
 
 def _understand(weights: Weights, path: Path, asked_for: bool) -> Tokenizer | None:
-    """Load a tokenizer, or warn and return None if it cannot be read. Raises ConfigError if it is not the model's."""
+    """Load a tokenizer, or warn and return None if it cannot be read.
+
+    Raises ConfigError if it is not the model's.
+    """
     try:
         tokenizer = load_tokenizer(path, "--tokenizer" if asked_for else "tokenizer")
     except ConfigError as error:
@@ -164,7 +176,9 @@ def _understand(weights: Weights, path: Path, asked_for: bool) -> Tokenizer | No
 
 
 def _copy_tokenizer(folder: Path, files: Sequence[Path], tokenizer: Tokenizer | None) -> None:
-    """Copy the files; for a file in tiktoken's format also write tokenizer.json, which transformers reads."""
+    """Copy the files; for a file in tiktoken's format also write tokenizer.json, which transformers
+    reads.
+    """
     for number, path in enumerate(files):
         # The recipe's file may have any name; here it gets the one that transformers looks for.
         name = path.name if number else f"tokenizer.{'json' if path.suffix == '.json' else 'model'}"
@@ -180,7 +194,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _whole(folder: Path, needed: int) -> Iterator[Path]:
-    """Return a context with a folder to fill with `needed` bytes, which is renamed when they are on disk, or removed on failure.
+    """Return a context with a folder to fill with `needed` bytes, which is renamed when they are on
+    disk, or removed on failure.
 
     Until then it has a unique name, so that only what was made here is deleted.
     """
@@ -192,7 +207,8 @@ def _whole(folder: Path, needed: int) -> Iterator[Path]:
         free = shutil.disk_usage(folder.parent).free
         if free < needed:
             raise ConfigError(
-                f"{folder} needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free; use another disk"
+                f"{folder} needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free; use"
+                " another disk"
             )
         unfinished.mkdir()
         yield unfinished
@@ -221,7 +237,10 @@ def main(arguments: Sequence[str]) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="the dtype to write (default: as stored)",
     )
-    where = "the model's tokenizer, a file or a folder that has one, to copy beside the weights (default: that of SOURCE)"
+    where = (
+        "the model's tokenizer, a file or a folder that has one, to copy beside the weights"
+        " (default: that of SOURCE)"
+    )
     add("--tokenizer", metavar="PATH", help=where)
     add("--max-shard-size", type=float, metavar="GB", help="largest safetensors file (default 5)")
     options = parser.parse_args(arguments)
@@ -231,7 +250,8 @@ def main(arguments: Sequence[str]) -> None:
     weights = open_weights(options.source, every_byte=True)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     logger.info(
-        f"{weights.folder}: {weights.kind}, {sum(s.numel() for s in weights.shapes.values()):,} parameters"
+        f"{weights.folder}: {weights.kind}, {sum(s.numel() for s in weights.shapes.values()):,}"
+        " parameters"
     )
     to = options.to or ("hf" if isinstance(weights, CheckpointFolder) else "step")
     if to in ("step", "torchtitan"):
@@ -240,7 +260,8 @@ def main(arguments: Sequence[str]) -> None:
             raise ConfigError(f"--tokenizer: {what} has none, the recipe names it; leave it out")
         if options.max_shard_size is not None:
             raise ConfigError(
-                f"--max-shard-size {options.max_shard_size}: {what} has a file for each tensor; leave it out, or use --to hf"
+                f"--max-shard-size {options.max_shard_size}: {what} has a file for each tensor;"
+                " leave it out, or use --to hf"
             )
         write = write_step if to == "step" else write_torchtitan
         write(options.target, weights, dtype)

@@ -39,7 +39,9 @@ class CachedAttention(Attention):
         return super().forward(x, cos[self.tokens :], sin[self.tokens :], mask)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """Attend from q (B, t, H, D) to the cache and k, v (B, t, K, D), which join it -> (B, t, H, D)."""
+        """Attend from q (B, t, H, D) to the cache and k, v (B, t, K, D), which join it -> (B, t, H,
+        D).
+        """
         if not self.tokens:
             self.keys, self.values = (
                 x.new_empty(x.shape[0], self.max_tokens, *x.shape[2:]) for x in (k, v)
@@ -61,7 +63,9 @@ class CachedAttention(Attention):
 
 
 class Decoder(Transformer):
-    """Transformer with a cache: each call computes the next tokens only, at most config.max_seq_len over all calls."""
+    """Transformer with a cache: each call computes the next tokens only, at most config.max_seq_len
+    over all calls.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -86,8 +90,8 @@ def build_decoder(
     """Return an unsharded model with a cache for `max_tokens` tokens. Raises ConfigError."""
     if max_tokens > weights.config.max_seq_len:
         raise ConfigError(
-            f"prompt and --max-new-tokens are {max_tokens} tokens together; use at most {weights.config.max_seq_len}, the "
-            "model's max_seq_len"
+            f"prompt and --max-new-tokens are {max_tokens} tokens together; use at most"
+            f" {weights.config.max_seq_len}, the model's max_seq_len"
         )
     with torch.device("meta"):
         decoder = Decoder(dataclasses.replace(weights.config, max_seq_len=max_tokens)).to(dtype)
@@ -102,7 +106,10 @@ def build_decoder(
 def sample(
     logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int, top_p: float
 ) -> int:
-    """Draw a token from logits (V,). temperature 0: return the likeliest token, of equals the first."""
+    """Draw a token from logits (V,).
+
+    temperature 0: return the likeliest token, of equals the first.
+    """
     if temperature == 0:
         return int(logits.argmax())
     logits, tokens = (logits / temperature).sort(descending=True, stable=True)
@@ -126,7 +133,8 @@ def generate(
     top_p: float = 0.95,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Yield tokens below vocab_size that continue the prompt, up to and including the first one in `stop`.
+    """Yield tokens below vocab_size that continue the prompt, up to and including the first one in
+    `stop`.
 
     Draws on the CPU in float32, so that a seed has the same random numbers on every device.
     """
@@ -157,7 +165,10 @@ def text_of(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
-    """Return the tokenizer at `path`, or else the model's. Raises ConfigError if it is not the one of the model."""
+    """Return the tokenizer at `path`, or else the model's.
+
+    Raises ConfigError if it is not the one of the model.
+    """
     files = weights.tokenizer_files()
     found = [str(file) for file in files if file == files[0] or file.name in TOKENIZER_FILES[:2]]
     if not find_spec("tokenizers"):  # needed for a .json

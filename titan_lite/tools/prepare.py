@@ -7,12 +7,14 @@
 RECIPE FOLDER       tokenize the recipe's [data] with its model.tokenizer_path into a new folder
 --section.key V     any key of the recipe, as in training
 
-Training on the folder reads the same tokens in the same order, and holds out the same documents, as training on the text. Of a
-mixture ([[data.sources]]) each source becomes a folder inside FOLDER, and the tables for the recipe are printed.
+Training on the folder reads the same tokens in the same order, and holds out the same documents, as
+training on the text. Of a mixture ([[data.sources]]) each source becomes a folder inside FOLDER,
+and the tables for the recipe are printed.
 
-`datasets` does the work: Dataset.from_generator reads the documents, Dataset.map tokenizes them in several processes, and
-save_to_disk writes them. Until everything is on disk, the folder is called unfinished-FOLDER. Meanwhile it needs room for the
-text, too; nothing is written to the cache of `datasets`.
+`datasets` does the work: Dataset.from_generator reads the documents, Dataset.map tokenizes them in
+several processes, and save_to_disk writes them. Until everything is on disk, the folder is called
+unfinished-FOLDER. Meanwhile it needs room for the text, too; nothing is written to the cache of
+`datasets`.
 """
 
 import ctypes
@@ -58,7 +60,8 @@ def prepare_mixture(
 ) -> list[tuple[Path, dict[str, Any] | None]]:
     """Prepare each of data.sources in a folder inside `folder`.
 
-    Return (folder, content of prepared.json), or (path, None) if prepared before. Raises ConfigError.
+    Return (folder, content of prepared.json), or (path, None) if prepared before. Raises
+    ConfigError.
     """
     done: list[tuple[Path, dict[str, Any] | None]] = []
     with _whole(folder) as unfinished:
@@ -77,7 +80,8 @@ def prepare(data: Data, tokenizer: Tokenizer, folder: Path, workers: int) -> dic
     """Write the folder, and return the content of its prepared.json. Raises ConfigError."""
     if data.dataset == "prepared":
         raise ConfigError(
-            f'{data.key("dataset")} = "prepared": {data.path} is prepared already; use "local", "stdlib" or "c4"'
+            f'{data.key("dataset")} = "prepared": {data.path} is prepared already; use "local",'
+            ' "stdlib" or "c4"'
         )
     with _whole(folder) as unfinished:
         return _prepare(data, tokenizer, unfinished, workers)
@@ -85,7 +89,9 @@ def prepare(data: Data, tokenizer: Tokenizer, folder: Path, workers: int) -> dic
 
 @contextmanager
 def _whole(folder: Path) -> Iterator[Path]:
-    """Return a context with a new folder that is called `folder` once it is complete, and removed after an error."""
+    """Return a context with a new folder that is called `folder` once it is complete, and removed
+    after an error.
+    """
     import datasets
 
     if not sys.stderr.isatty():
@@ -97,7 +103,8 @@ def _whole(folder: Path) -> Iterator[Path]:
         unfinished.mkdir(parents=True)
     except FileExistsError:
         raise ConfigError(
-            f"{unfinished} exists: another process writes it, or one was killed; wait for it, or remove it"
+            f"{unfinished} exists: another process writes it, or one was killed; wait for it, or"
+            " remove it"
         ) from None
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error}; use another folder") from None
@@ -139,7 +146,9 @@ class _Preparation:
         self.bad: list[BadDocument] = []
 
     def write(self, split: Split, folder: Path) -> dict[str, Any]:
-        """Write the documents of a split, or of both if they are split by name, and return their description."""
+        """Write the documents of a split, or of both if they are split by name, and return their
+        description.
+        """
         import datasets
 
         corpus = Stdlib() if self.data.dataset == "stdlib" else open_corpus(self.data, split)
@@ -166,7 +175,9 @@ class _Preparation:
         return described
 
     def _rows(self, corpus: Stdlib | Corpus) -> Iterator[dict[str, Any]]:
-        """Yield the documents in order, with the number of their piece; a bad one that may be skipped has an empty text."""
+        """Yield the documents in order, with the number of their piece; a bad one that may be
+        skipped has an empty text.
+        """
         readable = False
         if isinstance(corpus, Stdlib):
             for name in corpus.names:
@@ -186,7 +197,8 @@ class _Preparation:
                     yield {"piece": number, "name": name, "size": corpus.size(raw), "text": text}
         if not readable:
             raise ConfigError(
-                f'{self.data.key("path")} = "{self.data.path}" has no document that can be read; use other documents'
+                f'{self.data.key("path")} = "{self.data.path}" has no document that can be read;'
+                " use other documents"
             )
 
     def _tokenized(self, texts: Any, file: Path) -> Any:
@@ -227,12 +239,15 @@ class _Preparation:
             if not isinstance(error, RuntimeError):  # datasets' own of a process that was killed
                 raise
             raise ConfigError(
-                f"--workers {self.workers}: a process that tokenizes ended ({error}); use fewer workers"
+                f"--workers {self.workers}: a process that tokenizes ended ({error}); use fewer"
+                " workers"
             ) from error
 
 
 def save(table: Any, folder: Path) -> dict[str, Any]:
-    """Write a table with the columns name, size and tokens, and return its numbers of documents and tokens."""
+    """Write a table with the columns name, size and tokens, and return its numbers of documents and
+    tokens.
+    """
     table.save_to_disk(str(folder))
     lengths = (pyarrow.compute.list_value_length(part) for part in table.data["tokens"].chunks)
     tokens = sum(pyarrow.compute.sum(part).as_py() for part in lengths)
@@ -246,7 +261,9 @@ def write_description(
     source: dict[str, str],
     bad: Sequence[BadDocument] = (),
 ) -> dict[str, Any]:
-    """Write prepared.json, which has the size and SHA-256 of every other file, and return its content."""
+    """Write prepared.json, which has the size and SHA-256 of every other file, and return its
+    content.
+    """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
         manifest.sync(path)
@@ -292,14 +309,16 @@ def main(arguments: Sequence[str]) -> None:
     if options.verify:
         if others:
             raise ConfigError(
-                f"--verify {options.verify}: expected nothing else, found {' '.join(others)}; leave that out"
+                f"--verify {options.verify}: expected nothing else, found {' '.join(others)}; leave"
+                " that out"
             )
         described = read_prepared(options.verify, every_byte=True)
         print(f"{options.verify}: every byte is as written; {_summary(described)}")
         return
     if len(others) < 2 or others[0].startswith("-") or others[1].startswith("-"):
         raise ConfigError(
-            f"expected RECIPE FOLDER first, found {' '.join(others) or 'neither'}; use --help for an example"
+            f"expected RECIPE FOLDER first, found {' '.join(others) or 'neither'}; use --help for"
+            " an example"
         )
     if options.workers < 0:
         raise ConfigError(f"--workers {options.workers}: expected 0 or more")

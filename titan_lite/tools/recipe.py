@@ -61,7 +61,8 @@ HELP += textwrap.fill(f"Sections: {', '.join(SECTIONS)}.", 114) + "\n"
 
 
 def help_text(arguments: Sequence[str] = ()) -> str:
-    """Return the usage of a run and every key, or only the section that follows --help in the arguments.
+    """Return the usage of a run and every key, or only the section that follows --help in the
+    arguments.
 
     Raises ConfigError for an unknown section.
     """
@@ -83,7 +84,10 @@ def help_text(arguments: Sequence[str] = ()) -> str:
 
 
 def _world_size(arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
-    """Return (number of ranks, or 0 if not given; the recipe and its options). Raises ConfigError."""
+    """Return (number of ranks, or 0 if not given; the recipe and its options).
+
+    Raises ConfigError.
+    """
     if arguments[0] != "--world-size":
         return 0, arguments
     if len(arguments) < 3 or not re.fullmatch("[1-9][0-9]{0,8}", arguments[1]):
@@ -94,7 +98,10 @@ def _world_size(arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
 
 
 def check_world(config: Config, world_size: int) -> None:
-    """Check LOG_RANK, and the recipe's layout, tokenizer and data for so many ranks. Raises ConfigError."""
+    """Check LOG_RANK, and the recipe's layout, tokenizer and data for so many ranks.
+
+    Raises ConfigError.
+    """
     try:
         log_ranks(world_size)
     except ValueError as error:

@@ -1,15 +1,18 @@
-"""Verify that a parallel layout computes the same as one process: run a small twin of a recipe on CPU processes and compare.
+"""Verify that a parallel layout computes the same as one process: run a small twin of a recipe on
+CPU processes and compare.
 
     python -m titan_lite verify RECIPE [--layouts LAYOUT ...] [--steps N] [--section.key value ...]
 
     LAYOUT: recipe (default), all, or degrees such as dp_shard=2,tp=2
 
-The *twin* of a recipe keeps what decides whether a layout is correct: kinds of parallelism, schedule, activation checkpointing,
-compiler passes, communication, tied weights, RoPE scaling. It shrinks the rest: the model to the debug flavor, degrees to 2 or a
-little more, the batch to a few short sequences; layers are split evenly, and graphs run as traced, without
-Inductor. The twin is trained in float32, with float8 products if the recipe has them, on the standard library's text. The same
-model is trained with the same seed and data in one eager process without checkpointing. The comparison covers the losses of all
-steps and of validation, every gradient of the first step, and the output of every module in its forward.
+The *twin* of a recipe keeps what decides whether a layout is correct: kinds of parallelism,
+schedule, activation checkpointing, compiler passes, communication, tied weights, RoPE scaling. It
+shrinks the rest: the model to the debug flavor, degrees to 2 or a little more, the batch to a few
+short sequences; layers are split evenly, and graphs run as traced, without Inductor. The twin is
+trained in float32, with float8 products if the recipe has them, on the standard library's text. The
+same model is trained with the same seed and data in one eager process without checkpointing. The
+comparison covers the losses of all steps and of validation, every gradient of the first step, and
+the output of every module in its forward.
 
 Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line.
 """
@@ -77,7 +80,8 @@ class Tolerances(NamedTuple):
 
 
 FLOAT32 = Tolerances(1e-4, 1e-4, 1e-4)
-# A scale depends on the tokens of a rank, so layouts round otherwise, and float8 has 2 or 3 bits of mantissa.
+# A scale depends on the tokens of a rank, so layouts round otherwise, and float8 has 2 or 3 bits of
+# mantissa.
 FLOAT8 = Tolerances(1e-3, 0.25, 0.02)
 
 
@@ -107,8 +111,9 @@ class Comparison:
 
 
 def layout_of(config: Config) -> Degrees:
-    """Return the degrees of a recipe's twin: 2 for each kind in the recipe, then data and context parallelism doubled as long as
-    the recipe has more and MOST_PROCESSES are enough."""
+    """Return the degrees of a recipe's twin: 2 for each kind in the recipe, then data and context
+    parallelism doubled as long as the recipe has more and MOST_PROCESSES are enough.
+    """
     wanted = {axis: getattr(config.parallelism, key) for axis, key in DEGREES.items()}
     if wanted["dp_shard"] == -1:
         wanted["dp_shard"] = 4  # for any number of GPUs
@@ -123,7 +128,9 @@ def layout_of(config: Config) -> Degrees:
 
 
 def every_layout() -> list[Degrees]:
-    """Return all combinations of degrees 1 and 2 for 2 to MOST_PROCESSES processes, small ones first."""
+    """Return all combinations of degrees 1 and 2 for 2 to MOST_PROCESSES processes, small ones
+    first.
+    """
     layouts = [
         dict(zip(AXES, degrees, strict=True))
         for degrees in itertools.product((1, 2), repeat=len(AXES))
@@ -156,7 +163,9 @@ def name_of(layout: Degrees) -> str:
 
 
 def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
-    """Return the debug flavor with the properties of `flavor` that are not sizes, and layers for `stages` stages."""
+    """Return the debug flavor with the properties of `flavor` that are not sizes, and layers for
+    `stages` stages.
+    """
     return dataclasses.replace(
         FLAVORS["debug"],
         n_layers=max(LAYERS, stages),
@@ -256,9 +265,9 @@ def _compile_of_twin(stage: Compile, tokens: int) -> Compile:
     return stage.replace(
         backend="aot_eager",
         buckets=tuple(" ".join(map(_of_twin, bucket.split())) for bucket in stage.buckets),
-        tensor_parallel_chunks=2
-        if tokens % stage.tensor_parallel_chunks
-        else stage.tensor_parallel_chunks,
+        tensor_parallel_chunks=(
+            2 if tokens % stage.tensor_parallel_chunks else stage.tensor_parallel_chunks
+        ),
     )
 
 
@@ -268,7 +277,9 @@ def _of_twin(fqn: str) -> str:
 
 
 def reference(config: Config) -> Config:
-    """Return the reference for a twin: the same batches in one eager process without checkpointing, the loss of all logits."""
+    """Return the reference for a twin: the same batches in one eager process without checkpointing,
+    the loss of all logits.
+    """
     plain, training = (
         Parallelism(data_parallel_shard_degree=1),
         config.training.replace(loss_chunk_tokens=-1),
@@ -278,7 +289,10 @@ def reference(config: Config) -> Config:
 
 
 def run(config: Config, model: ModelConfig, *, prepare: Prepare | None = None) -> Observed:
-    """Train `config` in new CPU processes, and return the values. prepare: called in each with its Trainer, before training."""
+    """Train `config` in new CPU processes, and return the values.
+
+    prepare: called in each with its Trainer, before training.
+    """
     processes = math.prod(getattr(config.parallelism, key) for key in DEGREES.values())
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -329,14 +343,17 @@ def _process(
 
 
 class _Recorder:
-    """An observer of a trainer that keeps the losses of every step, and the gradients and module outputs of the first."""
+    """An observer of a trainer that keeps the losses of every step, and the gradients and module
+    outputs of the first.
+    """
 
     def __init__(self, prepare: Prepare | None):
         self.prepare, self.observed, self.hooks = prepare, Observed(), list[Any]()
 
     def __call__(self, moment: str, trainer: Trainer) -> None:
         if moment == "built":
-            # A twin's sequences are shorter than documents; for training.mask_documents each full stop begins a document.
+            # A twin's sequences are shorter than documents; for training.mask_documents each full
+            # stop begins a document.
             trainer.document_begin = trainer.tokenizer.encode(".")[0]
             if self.prepare is not None:
                 self.prepare(trainer)
@@ -430,20 +447,25 @@ def _diverges(found: Tensor | None, expected: Tensor, tolerance: float) -> bool:
 def verify(
     config: Config, layouts: Sequence[Degrees], *, steps: int = 5, prepare: Prepare | None = None
 ) -> bool:
-    """Print a line for each layout, and return whether all agree. Raises ConfigError if the only layout is impossible."""
+    """Print a line for each layout, and return whether all agree.
+
+    Raises ConfigError if the only layout is impossible.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA is initialized
     flavor, within = shape_of(config.model), FLOAT8 if config.float8.enable else FLOAT32
     kind = f"float8 {config.float8.recipe} beside float32" if config.float8.enable else "float32"
     print(
-        f"twin of {shape_words(config.model)}: {twin_model(flavor, 1).n_layers} layers or more, dim {FLAVORS['debug'].dim}, "
-        f"{kind}, {ROWS} sequences of {SEQ_LEN} tokens a step, {steps} steps; expected: one eager process\n"
-        f"tolerances, relative: loss {within.loss:g}, gradient {within.gradient:g}, activations {within.activation:g}"
+        f"twin of {shape_words(config.model)}: {twin_model(flavor, 1).n_layers} layers or more, dim"
+        f" {FLAVORS['debug'].dim}, {kind}, {ROWS} sequences of {SEQ_LEN} tokens a step, {steps}"
+        f" steps; expected: one eager process\ntolerances, relative: loss {within.loss:g}, gradient"
+        f" {within.gradient:g}, activations {within.activation:g}"
     )
     width = max(len("layout"), *(len(name_of(layout)) for layout in layouts))
     if (how := config.parallelism.replicate_compression) != "none":
         print(f'not in the twin: parallelism.replicate_compression = "{how}", which approximates')
     print(
-        f"{'layout':<{width}}  processes  loss     gradient  {'of':<31}  {'first to diverge':<24}  verdict"
+        f"{'layout':<{width}}  processes  loss     gradient  {'of':<31}  {'first to diverge':<24} "
+        " verdict"
     )
     expected: dict[tuple, Observed] = {}
     agree = True
@@ -476,7 +498,10 @@ def verify(
             agree = False
             continue
         verdict = "agrees" if result.agrees else "DIFFERS"
-        figures = f"{result.loss:.1e}  {result.gradient:.1e}   {result.parameter:<31}  {module or '-':<24}"
+        figures = (
+            f"{result.loss:.1e}  {result.gradient:.1e}   {result.parameter:<31} "
+            f" {module or '-':<24}"
+        )
         print(f"{start}  {figures}  {verdict}", flush=True)
         agree &= result.agrees
     return agree
@@ -495,7 +520,10 @@ def _show_rounding(config: Config, model: ModelConfig, rounded: Observed, width:
 
 
 def _enough_layers(config: Config, flavor: ModelConfig, processes: int) -> ModelConfig:
-    """Return the twin's model with the fewest layers for its stages. Raises ConfigError if the layout has another mistake."""
+    """Return the twin's model with the fewest layers for its stages.
+
+    Raises ConfigError if the layout has another mistake.
+    """
     for layers in range(LAYERS, most := 4 * processes + 8):
         model = twin_model(flavor, layers)
         try:

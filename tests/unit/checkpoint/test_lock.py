@@ -51,8 +51,10 @@ def test_the_second_run_in_a_folder_is_refused_in_one_line(tmp_path):
     lock = FolderLock(tmp_path, 'checkpoint.folder = "checkpoint"')
     with another_run(tmp_path), pytest.raises(ConfigError) as refused:
         lock.take()
-    assert str(refused.value) == (
-        f'checkpoint.folder = "checkpoint": {tmp_path} is in use by another run; end that run, or use another job.dump_folder'
+    assert (
+        str(refused.value)
+        == f'checkpoint.folder = "checkpoint": {tmp_path} is in use by another run; end that run,'
+        " or use another job.dump_folder"
     )
 
 

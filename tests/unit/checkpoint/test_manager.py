@@ -1,4 +1,7 @@
-"""Steps on disk: whole or absent, told apart to the bit, and read by DCP's own programs. A world of one; of two at the end."""
+"""Steps on disk: whole or absent, told apart to the bit, and read by DCP's own programs.
+
+A world of one; of two at the end.
+"""
 
 import json
 import logging
@@ -337,8 +340,8 @@ def test_a_foreign_file_is_named(tmp_path, log):
     assert steps_of.step_to_load() == 1
     assert steps_of.verified_step() == 1
     assert (
-        "step-2 is not loaded: __1_0.distcp is foreign: manifest.json does not list it; set aside as invalid-step-2"
-        in log
+        "step-2 is not loaded: __1_0.distcp is foreign: manifest.json does not list it; set aside"
+        " as invalid-step-2" in log
     )
 
 
@@ -494,13 +497,17 @@ def test_a_folder_that_cannot_be_is_told(tmp_path):
     (tmp_path / "checkpoint").write_text("")
     with pytest.raises(
         ConfigError,
-        match=r'checkpoint.folder = "checkpoint": .*/checkpoint: File exists; use a job.dump_folder',
+        match=(
+            r'checkpoint.folder = "checkpoint": .*/checkpoint: File exists; use a job.dump_folder'
+        ),
     ):
         of(tmp_path).lock()
 
 
 def two_ranks(folder, mode):
-    """Saves of sharded tensors, one of which fails on rank 1, and a file altered; returns what was told and is there."""
+    """Saves of sharded tensors, one of which fails on rank 1, and a file altered; returns what was
+    told and is there.
+    """
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(40.0).reshape(5, 8)

@@ -1,4 +1,6 @@
-"""Checkpoints of torchtitan 0.3.0, told by the names in them: into a run on two ranks, and out of one."""
+"""Checkpoints of torchtitan 0.3.0, told by the names in them: into a run on two ranks, and out of
+one.
+"""
 
 import dataclasses
 import os

@@ -1,4 +1,6 @@
-"""Differences between a run and the one that saved its step: what is refused, what starts anew, what is told."""
+"""Differences between a run and the one that saved its step: what is refused, what starts anew,
+what is told.
+"""
 
 import copy
 import json
@@ -38,7 +40,10 @@ RUN = {
 }
 
 
-TABLE = '{"dataset": "%s", "path": "%s", "subset": "", "split": "train", "text_field": "text", "weight": %.1f}'
+TABLE = (
+    '{"dataset": "%s", "path": "%s", "subset": "", "split": "train", "text_field": "text",'
+    ' "weight": %.1f}'
+)
 
 
 def described(*overrides, **facts):
@@ -217,8 +222,9 @@ def refused(changes, **accepting):
 
 def test_another_model_or_tokenizer_is_refused_whatever_the_recipe_accepts():
     changes = compare(saved(), described(model={**RUN["model"], "dim": 2048}))
-    assert refused(changes, restart_data=True, accept_model_only=True) == (
-        "out/step-50: it cannot go on: the model's dim ([model]): 2048, was 256; "
+    assert (
+        refused(changes, restart_data=True, accept_model_only=True)
+        == "out/step-50: it cannot go on: the model's dim ([model]): 2048, was 256; "
         "use the old value, or another job.dump_folder"
     )
 
@@ -226,8 +232,9 @@ def test_another_model_or_tokenizer_is_refused_whatever_the_recipe_accepts():
 def test_other_data_is_refused_unless_it_may_begin_anew():
     changes = compare(saved(), described("--debug.seed=3"))
     assert changes.restarts_data
-    assert refused(changes, accept_model_only=True) == (
-        "out/step-50: the data starts anew: debug.seed = 3, was 0; use the old value, or "
+    assert (
+        refused(changes, accept_model_only=True)
+        == "out/step-50: the data starts anew: debug.seed = 3, was 0; use the old value, or "
         "checkpoint.restart_data = true, which starts the recipe's data at its first document"
     )
     changes.refuse_unless_accepted("out/step-50", Checkpoint(restart_data=True))

@@ -1,4 +1,6 @@
-"""Weights from every kind of folder to every other: bit for bit, and all that does not fit told at once."""
+"""Weights from every kind of folder to every other: bit for bit, and all that does not fit told at
+once.
+"""
 
 import dataclasses
 import json
@@ -339,8 +341,9 @@ def first(copy, pattern):
                 ({"rope_parameters": [8]}, r"rope_parameters = \[8\]: expected an object or null"),
                 (
                     {
-                        "rope_scaling": config_to_hf(TIED, torch.bfloat16)["rope_scaling"]
-                        | {"factor": "8"}
+                        "rope_scaling": (
+                            config_to_hf(TIED, torch.bfloat16)["rope_scaling"] | {"factor": "8"}
+                        )
                     },
                     "rope_scaling: factor = '8': expected a number above 0",
                 ),

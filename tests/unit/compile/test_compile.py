@@ -1,4 +1,6 @@
-"""The compile stage on one process: a budget of activations, functions, and what is said of that which cannot be compiled."""
+"""The compile stage on one process: a budget of activations, functions, and what is said of that
+which cannot be compiled.
+"""
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -149,9 +151,10 @@ def test_a_pass_that_fails_on_the_model_is_told_with_the_keys_to_change(wanted, 
     )
     with pytest.raises(CompileError) as failure:
         trained(1.0)
-    assert str(failure.value) == (
-        'compile.backend = "aot_eager" cannot compile the model (parallelism.enable_such_a_thing = true: there is none); '
-        'use compile.components = ["loss"] or compile.enable = false'
+    assert (
+        str(failure.value)
+        == 'compile.backend = "aot_eager" cannot compile the model (parallelism.enable_such_a_thing'
+        ' = true: there is none); use compile.components = ["loss"] or compile.enable = false'
     )
     assert isinstance(failure.value.__cause__, torch._dynamo.exc.BackendCompilerFailed)
 
@@ -176,9 +179,11 @@ def test_what_inductor_cannot_compile_aot_eager_may(monkeypatch):
     )
     with pytest.raises(CompileError) as failure:
         compiled(torch.ones(3))
-    assert str(failure.value) == (
-        'compile.backend = "inductor" cannot compile the optimizer (no kernel for this); use compile.backend = "aot_eager" or '
-        'compile.components = ["model", "loss"] or compile.enable = false'
+    assert (
+        str(failure.value)
+        == 'compile.backend = "inductor" cannot compile the optimizer (no kernel for this); use'
+        ' compile.backend = "aot_eager" or compile.components = ["model", "loss"] or'
+        " compile.enable = false"
     )
 
 

@@ -1,7 +1,8 @@
-"""Inductor's code for GPUs keeps the order that the passes decide and touches nothing in flight; its kernels are counted.
+"""Inductor's code for GPUs keeps the order that the passes decide and touches nothing in flight;
+its kernels are counted.
 
-On machines without a GPU: what the code would do is read from it (wrapper_code.py), and nothing of it runs. Needs triton, and no
-driver. Each layout is lowered in a process of its own.
+On machines without a GPU: what the code would do is read from it (wrapper_code.py), and nothing of
+it runs. Needs triton, and no driver. Each layout is lowered in a process of its own.
 """
 
 import functools
@@ -47,7 +48,9 @@ LAYOUTS = {  # recipe, world size, options, pipeline stage
 def lowered(recipe, world_size, options=(), stage=0):
     pytest.importorskip(
         "triton",
-        reason="needs triton, which writes kernels without a GPU: pip install 'titan_lite[cuda-code]'",
+        reason=(
+            "needs triton, which writes kernels without a GPU: pip install 'titan_lite[cuda-code]'"
+        ),
     )
     (graphs,) = run_ranks(
         1, _lower, recipe, world_size, list(options), stage, init=False, seconds=SECONDS
@@ -83,7 +86,9 @@ def test_the_code_has_the_order_of_the_graph():
     not torch.__version__.startswith("2.13"), reason="the numbers are those of torch 2.13"
 )
 def test_kernels_of_three_blocks_and_of_one():
-    """A change of these numbers is a change of what a GPU launches in every block: look at it before writing it down."""
+    """A change of these numbers is a change of what a GPU launches in every block: look at it
+    before writing it down.
+    """
     whole = {
         "forward": {"triton": 68, "product": 22, "attention": 3, "start": 5, "wait": 5},
         "inference": {"triton": 67, "product": 22, "attention": 3, "start": 5, "wait": 5},

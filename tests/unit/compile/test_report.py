@@ -18,9 +18,15 @@ BACKWARD = CompileReport("backward", {"all_gather": 1}, (BOTH,), 0, "def", compi
 
 def test_a_line_a_graph():
     assert describe([FORWARD, BACKWARD]) == [
-        "forward graph: 2 all_gather -> 1 (1.000 GiB); 1 moved to overlap; estimated 4 ms communication beside 11 ms "
-        "computation, 3 ms exposed (at least 2 ms); schedule abc; compiled in 12.3 s, cache miss",
-        "backward graph: 1 all_gather -> 1 (1.000 GiB); 0 moved to overlap; schedule def; compiled in 2.0 s",
+        (
+            "forward graph: 2 all_gather -> 1 (1.000 GiB); 1 moved to overlap; estimated 4 ms"
+            " communication beside 11 ms computation, 3 ms exposed (at least 2 ms); schedule abc;"
+            " compiled in 12.3 s, cache miss"
+        ),
+        (
+            "backward graph: 1 all_gather -> 1 (1.000 GiB); 0 moved to overlap; schedule def;"
+            " compiled in 2.0 s"
+        ),
     ]
     assert (
         "(1.000 GiB); 0.500 GiB copied into and out of buckets; 1 moved"

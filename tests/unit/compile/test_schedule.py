@@ -1,8 +1,10 @@
-"""The passes in their order: what is merged, what is refused, what ranks agree on, and what is written down."""
+"""The passes in their order: what is merged, what is refused, what ranks agree on, and what is
+written down.
+"""
 
 import pytest
 import torch
-from hand import Hand, aten, left, places, priced, two_ranks  # noqa: F401
+from handmade_graphs import Hand, aten, left, places, priced
 from torch.fx import GraphModule
 
 from titan_lite.compile.rank_agreement import Peers
@@ -108,7 +110,10 @@ def test_ranks_that_would_hang_are_named():
 
     with pytest.raises(
         ConfigError,
-        match=r"ranks 1 would communicate in another order than rank 0 among 0, 1 in the forward graph",
+        match=(
+            r"ranks 1 would communicate in another order than rank 0 among 0, 1 in the forward"
+            r" graph"
+        ),
     ):
         scheduled(layers(), bucketing="block", peers=Told(exchange))
     assert scheduled(

@@ -1,4 +1,6 @@
-"""What a person reads: help, the values that keys accept, a printed recipe, and the command that does it."""
+"""What a person reads: help, the values that keys accept, a printed recipe, and the command that
+does it.
+"""
 
 import os
 import re
@@ -94,9 +96,12 @@ def test_the_command_has_every_program_and_help_names_them():
     is_run = '__name__ == "__main__"'
     programs = [path for path in (ROOT / "titan_lite").rglob("*.py") if is_run in path.read_text()]
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts[1:]) for path in programs}
-    folders = {path.parent.name for path in (ROOT / "titan_lite").glob("*/__main__.py")}
+    folders = {
+        ".".join(path.parent.relative_to(ROOT / "titan_lite").parts)
+        for path in (ROOT / "titan_lite").rglob("*/__main__.py")
+    }
     modules = {module for module, _ in PROGRAMS.values()}
-    assert modules == (names | folders) - {"__main__", "launch", "train"}  # start has both
+    assert modules == (names | folders) - {"__main__", "train"}  # launch has both
     assert [name for name in PROGRAMS if not re.search(rf"\b{name} ", HELP)] == []
     assert [name for name in start.VARIABLES if name not in HELP] == ["OMP_NUM_THREADS"]
 
@@ -131,7 +136,10 @@ def test_any_text_and_an_origin_with_a_line_break_are_printed_on_their_line(tmp_
 
 
 def test_exit_code_0_and_silence_for_a_good_recipe_without_torch(tmp_path):
-    code = "import sys, titan_lite.tools.recipe as r; print(r.main(sys.argv[1:]), 'torch' in sys.modules)"
+    code = (
+        "import sys, titan_lite.tools.recipe as r; print(r.main(sys.argv[1:]), 'torch' in"
+        " sys.modules)"
+    )
     result = python("-c", code, DEBUG, "--training.steps", "5", cwd=tmp_path)
     assert (result.stdout, result.stderr) == ("0 False\n", "")
 
@@ -159,7 +167,10 @@ def test_exit_code_2_and_a_line_for_each_mistake(tmp_path):
     ],
 )
 def test_what_files_and_the_number_of_ranks_decide_is_told_without_torch(ranks, options, words):
-    code = "import sys; from titan_lite.tools.recipe import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    code = (
+        "import sys; from titan_lite.tools.recipe import main; print(main(sys.argv[1:]), 'torch' in"
+        " sys.modules)"
+    )
     result = python("-c", code, "--world-size", ranks, DEBUG, *options)
     assert result.stdout == "2 False\n"
     assert words in result.stderr

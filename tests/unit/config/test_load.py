@@ -1,4 +1,6 @@
-"""Recipes: where a value is from, `extends`, the command line, and a table of mistakes with the message that each one gets."""
+"""Recipes: where a value is from, `extends`, the command line, and a table of mistakes with the
+message that each one gets.
+"""
 
 import math
 import os
@@ -215,7 +217,9 @@ def test_the_default_of_every_key_can_be_typed(key, tmp_path):
 
 
 class Mistake(NamedTuple):
-    """A recipe and a command line; what the message must name; the fix that it must state; and both with that fix."""
+    """A recipe and a command line; what the message must name; the fix that it must state; and both
+    with that fix.
+    """
 
     about: str
     recipe: str | bytes
@@ -708,10 +712,12 @@ MISTAKES = [
     ),
     together(
         "a budget for a model that is not compiled",
-        '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true\ncomponents = ["loss"]',
+        '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true\ncomponents ='
+        ' ["loss"]',
         ('[activation_checkpoint] mode = "memory_budget"',),
         '"model" in compile.components',
-        '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true\ncomponents = ["model"]',
+        '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true\ncomponents ='
+        ' ["model"]',
     ),
     together(
         "nothing to compile",
@@ -750,10 +756,12 @@ MISTAKES = [
     ),
     together(
         "global batch that cannot be split",
-        "[training]\nlocal_batch_size = 4\nglobal_batch_size = 10\n[parallelism]\ndata_parallel_shard_degree = 2",
+        "[training]\nlocal_batch_size = 4\nglobal_batch_size ="
+        " 10\n[parallelism]\ndata_parallel_shard_degree = 2",
         ("training.global_batch_size = 10", "4 x 2 = 8"),
         "use 8 or 16",
-        "[training]\nlocal_batch_size = 4\nglobal_batch_size = 16\n[parallelism]\ndata_parallel_shard_degree = 2",
+        "[training]\nlocal_batch_size = 4\nglobal_batch_size ="
+        " 16\n[parallelism]\ndata_parallel_shard_degree = 2",
     ),
     Mistake("no tokenizer", "", ("[model] tokenizer_path",), '"../assets/tokenizer/debug.model"'),
 ]
@@ -807,7 +815,10 @@ def test_all_mistakes_of_a_recipe_of_what_it_extends_and_of_the_command_line_are
 
 
 def test_impossible_combinations_are_told_together_and_only_where_all_values_are_possible(tmp_path):
-    text = "[lr_scheduler]\nwarmup_steps = 3000\ntotal_steps = 2000\n[data]\npath = 'x'\n[checkpoint]\nmust_resume = true\n"
+    text = (
+        "[lr_scheduler]\nwarmup_steps = 3000\ntotal_steps = 2000\n[data]\npath ="
+        " 'x'\n[checkpoint]\nmust_resume = true\n"
+    )
     found = lines_of(write(tmp_path, text))
     assert [line.partition(" = ")[0].rpartition(": ")[2] for line in found] == [
         "[checkpoint] must_resume",
@@ -947,7 +958,10 @@ FORM = 'is not of the form "SEQUENCES until STEP"; use one such as "64 until 100
         ),
         (
             "12 until 30",
-            "is not a multiple of training.local_batch_size x data-parallel degree = 2 x 4 = 8; use 8 or 16",
+            (
+                "is not a multiple of training.local_batch_size x data-parallel degree = 2 x 4 = 8;"
+                " use 8 or 16"
+            ),
         ),
         ("9999996 until 30", "is too large; use at most 1048576 sequences"),
     ],
@@ -979,11 +993,15 @@ def test_a_source_without_a_path_is_named_after_its_dataset():
 
 
 def test_a_wrong_recipe_is_told_before_torch_is_imported(tmp_path):
-    code = "import sys; from titan_lite.train import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    code = (
+        "import sys; from titan_lite.train import main; print(main(sys.argv[1:]), 'torch' in"
+        " sys.modules)"
+    )
     command = [sys.executable, "-c", code, SHIPPED[0], "--training.stepz", "5"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout == "2 False\n"
-    assert done.stderr == (
-        "error: command line: unknown option --training.stepz; did you mean training.steps?\n"
+    assert (
+        done.stderr
+        == "error: command line: unknown option --training.stepz; did you mean training.steps?\n"
     )

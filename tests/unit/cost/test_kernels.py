@@ -1,4 +1,6 @@
-"""Matrix products by shape against published ones on an H100; attention and the clock by hand-worked cases."""
+"""Matrix products by shape against published ones on an H100; attention and the clock by
+hand-worked cases.
+"""
 
 import dataclasses
 import statistics
@@ -19,7 +21,8 @@ from titan_lite.cost.machine import Machine
 from titan_lite.cost.profiles import PROFILES
 
 H100 = PROFILES["H100"]
-# batch, m, n, k, TFLOP/s in bfloat16 (openxla/xla, xla/service/gpu/model/matmul_interpolator_data.h, sm_90): those of the fit
+# batch, m, n, k, TFLOP/s in bfloat16 (openxla/xla,
+# xla/service/gpu/model/matmul_interpolator_data.h, sm_90): those of the fit
 FITTED = """
 1 1024 2048 256 139.5, 1 256 2048 256 41.8, 1 4096 512 512 238.8, 1 512 256 512 21.8, 1 256 2048 4096 285.9
 1 4096 1024 512 343.7, 1 2048 2048 2048 632.0, 1 256 512 4096 91.7, 1 256 1024 256 22.7, 1 4096 4096 256 392.2
@@ -39,13 +42,15 @@ OTHERS = """
 1 1024 4096 256 209.7, 1 4096 512 2048 521.7, 1 256 4096 1024 225.2, 2 4096 4096 1024 693.0, 2 2048 4096 2048 729.1
 """
 
-# m, n, k, TFLOP/s in bfloat16 and in float8 of an H100 at 500 W (pytorch/FBGEMM pull request 2546; float8 by a kernel in Triton)
+# m, n, k, TFLOP/s in bfloat16 and in float8 of an H100 at 500 W (pytorch/FBGEMM pull request 2546;
+# float8 by a kernel in Triton)
 AT_500_WATTS = (
     (8192, 8192, 8192, 585, 1126),
     (65536, 8192, 7168, 575, 1083),
     (65536, 3584, 8192, 546, 1141),
 )
-# The same in float8 on an H800 SXM, which computes as an H100, with sums in float32 (deepseek-ai/DeepGEMM pull request 73)
+# The same in float8 on an H800 SXM, which computes as an H100, with sums in float32
+# (deepseek-ai/DeepGEMM pull request 73)
 FLOAT8 = (
     (4096, 24576, 1536, 1166),
     (4096, 32768, 512, 748),

@@ -157,7 +157,8 @@ def test_the_profiles(name):
 def test_a_file_describes_a_machine_like_another(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(
-        'like = "H100"\nranks_per_node = 4\ninter_node = { bandwidth = 25, latency = 5 }\n[tflops]\nfloat8_e4m3fn = 1979\n'
+        'like = "H100"\nranks_per_node = 4\ninter_node = { bandwidth = 25, latency = 5'
+        " }\n[tflops]\nfloat8_e4m3fn = 1979\n"
     )
     machine = load_machine(str(path))
     assert machine == dataclasses.replace(

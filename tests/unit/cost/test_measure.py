@@ -1,4 +1,6 @@
-"""Peaks by the device's name: the vendors' dense figures, nothing for a device that is not in the table, a CPU measured."""
+"""Peaks by the device's name: the vendors' dense figures, nothing for a device that is not in the
+table, a CPU measured.
+"""
 
 import pytest
 import torch

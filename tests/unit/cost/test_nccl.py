@@ -1,4 +1,6 @@
-"""Collectives by size against published ones on eight H100; algorithms and protocols by number of ranks."""
+"""Collectives by size against published ones on eight H100; algorithms and protocols by number of
+ranks.
+"""
 
 import dataclasses
 import statistics
@@ -131,7 +133,9 @@ def test_a_collective_takes_multiprocessors():
 
 
 def test_a_product_of_one_wave_is_as_slow_beside_a_collective_as_published():
-    """80% of the peak alone, and 47% beside an all-gather (forums.developer.nvidia.com topic 337991)."""
+    """80% of the peak alone, and 47% beside an all-gather (forums.developer.nvidia.com topic
+    337991).
+    """
     alone, beside = (
         product_seconds(
             1,

@@ -1,10 +1,20 @@
-"""Two lanes by hand: a gather of two floats a rank takes 16 seconds, and so on; what is exposed, and what must be."""
+"""Two lanes by hand: a gather of two floats a rank takes 16 seconds, and so on; what is exposed,
+and what must be.
+"""
 
 import dataclasses
 
 import pytest
 import torch
-from hand import GATHER, Hand, Priced, aten, collectives, places, priced, two_ranks  # noqa: F401
+from handmade_graphs import (
+    GATHER,
+    Hand,
+    Priced,
+    aten,
+    collectives,
+    places,
+    priced,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -157,7 +167,9 @@ NODE = st.tuples(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_no_schedule_exposes_less_than_the_bound(nodes, latency, merged):
-    """Random graphs, with and without buckets: as they are, and with their collectives moved in both ways."""
+    """Random graphs, with and without buckets: as they are, and with their collectives moved in
+    both ways.
+    """
     hand, machine = Hand(), priced(latency)
     x, *inputs = hand.input(2), *(hand.input(2 * size) for *_, size in nodes)
     results = []
@@ -294,7 +306,9 @@ def test_no_gather_overtakes_the_one_before_it(machine):
 
 
 def gathers_around(nbytes):
-    """c, which is long on its way, is read last; what stands in front of it has `nbytes` alive for a while."""
+    """c, which is long on its way, is read last; what stands in front of it has `nbytes` alive for
+    a while.
+    """
     hand = Hand()
     a, b, c, x = hand.input(1), hand.input(1), hand.input(100), hand.input(nbytes // 4)
     first = hand.compute("first", 1.0, hand.gather(a, "a"))

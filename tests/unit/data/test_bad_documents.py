@@ -104,7 +104,10 @@ def test_a_bad_document_is_an_error_or_skipped_up_to_a_number_of_different_ones(
         policy.skip(bad(line))
     with pytest.raises(
         ConfigError,
-        match=r"data.max_bad_documents = 3: there are 4, the last one a.jsonl, line 4: empty; use a higher",
+        match=(
+            r"data.max_bad_documents = 3: there are 4, the last one a.jsonl, line 4: empty; use a"
+            r" higher"
+        ),
     ):
         policy.skip(bad(4))
 

@@ -353,7 +353,9 @@ def test_of_txt_files_only_those_wanted_are_read(tmp_path, monkeypatch):
 
 
 def test_documents_are_shuffled_among_files(tmp_path):
-    """A hundred documents in a row are of more than a few files, and none has its neighbours in the file."""
+    """A hundred documents in a row are of more than a few files, and none has its neighbours in the
+    file.
+    """
     for number in range(20):
         write_jsonl(tmp_path / f"{number}.jsonl", [f"{number} {i}" for i in range(50)])
     texts = texts_of(build_source(local(tmp_path, shuffle=True), split="train", seed=0), 0, 1000)
@@ -380,7 +382,9 @@ def test_pieces_are_in_another_order_every_epoch(tmp_path):
 
 
 def test_rows_are_served_alike_however_few_documents_there_are(tmp_path):
-    """Though each epoch, and so each group, begins anew: of 9 documents for 8 rows none gets the second one every time."""
+    """Though each epoch, and so each group, begins anew: of 9 documents for 8 rows none gets the
+    second one every time.
+    """
     write_jsonl(tmp_path / "a.jsonl", [str(i) for i in range(9)])
     source = build_source(local(tmp_path), split="train", seed=0)
     for rows in (2, 5, 8, 12):

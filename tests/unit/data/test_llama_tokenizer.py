@@ -1,4 +1,5 @@
-"""Llama 3's own tokenizer, as the package llama-models has it: ours and the tokenizer.json that we make of it agree with theirs.
+"""Llama 3's own tokenizer, as the package llama-models has it: ours and the tokenizer.json that we
+make of it agree with theirs.
 
 The package is part of the extra `test`; its file of ranks stays in the package.
 """
@@ -41,7 +42,8 @@ def as_json(ours, tmp_path_factory):
     return load_tokenizer(path)
 
 
-# Letters with and without case, digits, marks, scripts without spaces, right to left, emoji with joiners, private use, controls.
+# Letters with and without case, digits, marks, scripts without spaces, right to left, emoji with
+# joiners, private use, controls.
 RANGES = [
     (0x20, 0x7E),
     (0x00, 0x1F),
@@ -112,7 +114,9 @@ PIECES += [
 
 
 def diverse(count):
-    """From documents, of one range of characters, of all of them, and of pieces that meet at borders of the pattern."""
+    """From documents, of one range of characters, of all of them, and of pieces that meet at
+    borders of the pattern.
+    """
     draw = random.Random(0)
     text = "\n".join(pydoc_data.topics.topics.values())
     for i in range(count):
@@ -167,7 +171,9 @@ def test_every_string_has_the_ids_that_theirs_gives_it_and_comes_back(theirs, ou
 
 
 def test_text_with_special_tokens_has_the_ids_that_theirs_gives_it(theirs, ours, as_json):
-    """With allowed_special, theirs gives the ids that ours has with special ids between texts; without, both read text."""
+    """With allowed_special, theirs gives the ids that ours has with special ids between texts;
+    without, both read text.
+    """
     draw, names = random.Random(1), list(theirs.special_tokens)
     for i, string in enumerate(STRINGS[:1000]):
         cut = draw.randint(0, len(string))

@@ -97,7 +97,9 @@ def loaders(data, tokenizer, dp_degree=1, batch_size=ROWS, state=None, seed=0, r
 
 
 def global_batch(ranks, batch_size, size=ROWS):
-    """One optimizer step's windows, (size, SEQ_LEN + 1), in the order of their numbers, from all ranks and microbatches."""
+    """One optimizer step's windows, (size, SEQ_LEN + 1), in the order of their numbers, from all
+    ranks and microbatches.
+    """
     shares = []
     first = ranks[0].state_dict()["windows"]
     for loader in ranks:
@@ -164,7 +166,8 @@ def test_resumed_equals_uninterrupted(corpus, tokenizer, num_workers):
     for _ in range(161):
         batches.append(next(loader))
         states.append(json.loads(json.dumps(loader.state_dict())))
-    # the run crossed several epochs, and its states lie inside documents, inside steps and on both sides of an epoch's edge
+    # the run crossed several epochs, and its states lie inside documents, inside steps and on both
+    # sides of an epoch's edge
     assert all(ordinal > 2 * EPOCH for _, (ordinal, _) in states[-1]["rows"].values())
     for at in (0, 1, 3, 4, 10, 17, 33, 90, 153):
         [resumed] = loaders(data, tokenizer, batch_size=2, state=states[at])
@@ -209,7 +212,8 @@ def test_any_number_of_processes_gives_the_same_batches_and_reads_each_document_
         assert many.state_dict() == plain.state_dict()
     assert len(multiprocessing.active_children()) == before + used
     assert (f"divided among {used}" in caplog.text) == (used < workers)
-    # from the middle of a step, where some rows are ahead of others, nobody piles up what nobody takes
+    # from the middle of a step, where some rows are ahead of others, nobody piles up what nobody
+    # takes
     many.load_state_dict(plain.state_dict())
     for _ in range(40):
         assert all(map(torch.equal, next(many), next(plain)))
@@ -243,7 +247,9 @@ def state_of(ranks):
 
 @pytest.fixture(scope="module")
 def uninterrupted(data, tokenizer):
-    """Return (state before it, samples) of each of 24 steps, which are several epochs of the corpus."""
+    """Return (state before it, samples) of each of 24 steps, which are several epochs of the
+    corpus.
+    """
     ranks, steps = loaders(data, tokenizer), []
     for _ in range(24):
         state = state_of(ranks)
@@ -454,7 +460,10 @@ LAYOUTS = st.sampled_from(
     rows=st.integers(1, 9),
 )
 def test_whatever_batches_become_each_window_is_taken_once_in_order(corpus, legs, rows):
-    """legs: parts of a run, each resumed on other ranks; local batches of each step. Also where ranks do not divide the rows."""
+    """legs: parts of a run, each resumed on other ranks; local batches of each step.
+
+    Also where ranks do not divide the rows.
+    """
     data = Data(
         dataset="local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=0
     )
@@ -484,7 +493,9 @@ def test_whatever_batches_become_each_window_is_taken_once_in_order(corpus, legs
 
 
 def test_processes_follow_batches_that_change_without_piling_up(corpus, tokenizer):
-    """On 2 ranks with 2 processes each, and on 3 that share rows: the windows of one process that reads them one by one."""
+    """On 2 ranks with 2 processes each, and on 3 that share rows: the windows of one process that
+    reads them one by one.
+    """
     data = Data(
         dataset="local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=0
     )
@@ -660,7 +671,10 @@ def test_a_document_begins_where_its_first_token_is():
 
 def test_a_program_that_is_killed_takes_its_loader_along(tmp_path):
     """Also where that is in the middle of handing over a batch, which is more than a pipe holds."""
-    die = "; import os, signal, sys, time; sys.stdout.flush(); time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
+    die = (
+        "; import os, signal, sys, time; sys.stdout.flush(); time.sleep(1); os.kill(os.getpid(),"
+        " signal.SIGKILL)"
+    )
     script = SCRIPT.strip().replace("seq_len=8", "seq_len=20_000") + die
     with (tmp_path / "out").open("w") as out:  # no pipe, which the loader process would hold open
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}

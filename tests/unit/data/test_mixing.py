@@ -1,5 +1,7 @@
-"""Several sources: shares in tokens, on any number of ranks, and after a resume. Skipped documents. And, for any documents, that
-every token is in one window, in order."""
+"""Several sources: shares in tokens, on any number of ranks, and after a resume. Skipped documents.
+
+And, for any documents, that every token is in one window, in order.
+"""
 
 import copy
 import itertools
@@ -238,7 +240,10 @@ def test_more_bad_documents_than_the_recipe_allows_are_an_error(tmp_path):
             continue
         with pytest.raises(
             ConfigError,
-            match=r"data.max_bad_documents = 4: there are 5, the last one .*a.jsonl, line \d: not JSON",
+            match=(
+                r"data.max_bad_documents = 4: there are 5, the last one .*a.jsonl, line \d: not"
+                r" JSON"
+            ),
         ):
             next(loader)
 
@@ -328,8 +333,11 @@ def in_one_process(monkeypatch):
 def test_every_token_is_in_one_window_in_order(
     in_one_process, tmp_path_factory, corpora, seq_len, legs, shuffle, buffer, least, workers, seed
 ):
-    """Documents may be empty or short, in one source or several. A run may stop after any microbatch and resume with another
-    number of ranks and of sequences at once. Its rows have all tokens of the sources."""
+    """Documents may be empty or short, in one source or several.
+
+    A run may stop after any microbatch and resume with another number of ranks and of sequences at
+    once. Its rows have all tokens of the sources.
+    """
     folder, rows = tmp_path_factory.mktemp("any"), 4
     sources = []
     for index, (some, weight) in enumerate(corpora):

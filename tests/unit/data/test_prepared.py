@@ -1,4 +1,6 @@
-"""Prepared data: a corpus tokenized once, from which training reads what it would read from the text."""
+"""Prepared data: a corpus tokenized once, from which training reads what it would read from the
+text.
+"""
 
 import json
 import os
@@ -300,7 +302,10 @@ def test_what_is_wrong_is_found_before_anything_starts(folder, tmp_path):
     )
     with pytest.raises(
         ConfigError,
-        match=r"was made by another tokenizer \(SHA-256 865699d1d602, 2048 tokens\) than model.tokenizer_path",
+        match=(
+            r"was made by another tokenizer \(SHA-256 865699d1d602, 2048 tokens\) than"
+            r" model.tokenizer_path"
+        ),
     ):
         checked(load_config(RECIPE, [*more, f"--model.tokenizer_path={tmp_path}/other.model"]))
     with pytest.raises(ConfigError, match=r"prepared.json cannot be read"):

@@ -65,7 +65,9 @@ def test_elements_are_those_of_the_array(texts):
 
 
 def test_a_bad_element_is_one_bad_document(tmp_path):
-    """A number among the texts changes no other text, and a byte that is not UTF-8 does not end the file."""
+    """A number among the texts changes no other text, and a byte that is not UTF-8 does not end the
+    file.
+    """
     (tmp_path / "a.json").write_bytes(
         b'[{"text": "007"}, {"text": 5}, null, {"text": "\xff"}, {"text": "x"}, []]'
     )

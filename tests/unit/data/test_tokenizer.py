@@ -66,7 +66,8 @@ def test_any_text_round_trips_and_is_the_same_as_a_document(tokenizer, text):
 
 
 def test_pattern_splits_as_llama_3_does(tmp_path):
-    # A file whose merges would join across the pattern's borders: three digits at most, no letter with a digit.
+    # A file whose merges would join across the pattern's borders: three digits at most, no letter
+    # with a digit.
     extra = [
         b"%s %d" % (base64.b64encode(t), 256 + i)
         for i, t in enumerate([b"12", b"34", b"1234", b"a1", b"'s", b" a"])

@@ -1,4 +1,6 @@
-"""Hugging Face's tokenizer.json: of our tokenizer, the same ids of any text; of theirs, read for training."""
+"""Hugging Face's tokenizer.json: of our tokenizer, the same ids of any text; of theirs, read for
+training.
+"""
 
 import hashlib
 import json
@@ -194,7 +196,9 @@ def test_what_begins_and_ends_a_document_is_said_beside_it_or_in_it_or_by_llamas
     config.write_text(json.dumps({"bos_token": "<|nowhere|>"}))
     with pytest.raises(
         ConfigError,
-        match=r"has no token '<\|nowhere\|>', which tokenizer_config.json beside it calls bos_token",
+        match=(
+            r"has no token '<\|nowhere\|>', which tokenizer_config.json beside it calls bos_token"
+        ),
     ):
         load_tokenizer(path)
 

@@ -1,4 +1,6 @@
-"""Activation checkpointing: the same gradients to the bit, and in backward exactly the operators that were to be recomputed."""
+"""Activation checkpointing: the same gradients to the bit, and in backward exactly the operators
+that were to be recomputed.
+"""
 
 import gc
 from collections import Counter
@@ -140,7 +142,10 @@ def test_without_gradients_nothing_is_kept(mode):
 
 @pytest.mark.parametrize(("option", "kept"), [("op", 6), ("op/2", 3)])
 def test_the_result_of_a_block_is_kept_once(option, kept):
-    """Its input is the result of the one before. No copy of its last product is kept in eager mode: no gradient needs it."""
+    """Its input is the result of the one before.
+
+    No copy of its last product is kept in eager mode: no gradient needs it.
+    """
     model = build_model("selective", option)
     gc.collect()
     others = {id(each) for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}

@@ -1,4 +1,6 @@
-"""Asynchronous tensor parallelism without GPUs: what Inductor's pass makes of our graphs, on ranks that only pretend."""
+"""Asynchronous tensor parallelism without GPUs: what Inductor's pass makes of our graphs, on ranks
+that only pretend.
+"""
 
 from unittest import mock
 
@@ -68,8 +70,9 @@ def test_the_matrix_products_of_every_block_overlap_with_their_collectives(mesh)
         for graph in (forward, backward):
             view_to_reshape(graph)  # as Inductor does before
             micro_pipeline_tp_pass(graph.graph)
-    # A layer gathers before attention and feed-forward and scatters after both, and the output gathers; the embedding scatters
-    # a look-up.
+    # A layer gathers before attention and feed-forward and scatters after both, and the output
+    # gathers; the embedding scatters a look-up.
     assert expect_fused_products(forward.graph) == 4 * HEADS.n_layers + 1
-    # Backward gathers before wo and w2; what it scatters is a sum of two or three products, but for the output's.
+    # Backward gathers before wo and w2; what it scatters is a sum of two or three products, but for
+    # the output's.
     assert expect_fused_products(backward.graph) == 2 * HEADS.n_layers + 1

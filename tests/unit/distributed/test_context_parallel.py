@@ -1,4 +1,6 @@
-"""Context parallelism without ranks: who has which tokens, their order after a gather, and attention to the past."""
+"""Context parallelism without ranks: who has which tokens, their order after a gather, and
+attention to the past.
+"""
 
 import pytest
 import torch

@@ -145,11 +145,17 @@ def test_tokens_of_a_chunk_of_the_loss(recipe, ranks, options, chunk):
     [
         (
             512,
-            "training.loss_chunk_tokens = 512: a rank has 512 tokens of a microbatch, so this has no effect; use -1, or less ",
+            (
+                "training.loss_chunk_tokens = 512: a rank has 512 tokens of a microbatch, so this"
+                " has no effect; use -1, or less "
+            ),
         ),
         (
             31,
-            "tokens = 31: a rank has 512 tokens of a microbatch, which is more than 16 chunks; use at least 32",
+            (
+                "tokens = 31: a rank has 512 tokens of a microbatch, which is more than 16 chunks;"
+                " use at least 32"
+            ),
         ),
         (-2, r"loss_chunk_tokens = -2"),
     ],

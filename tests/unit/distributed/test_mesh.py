@@ -1,4 +1,6 @@
-"""Degrees of a recipe: a table of what resolves, and of what is refused with which words; then the mesh itself."""
+"""Degrees of a recipe: a table of what resolves, and of what is refused with which words; then the
+mesh itself.
+"""
 
 import math
 

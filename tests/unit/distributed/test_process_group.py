@@ -1,4 +1,6 @@
-"""Objects over ranks, which all tests with more than one process show over several; and errors about another rank."""
+"""Objects over ranks, which all tests with more than one process show over several; and errors
+about another rank.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ def caused_by(cause):
     [
         (
             RuntimeError(
-                "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10673"
+                "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+                " [127.0.0.1]:10673"
             ),
             True,
         ),

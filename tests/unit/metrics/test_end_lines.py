@@ -52,9 +52,14 @@ def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_pat
     ]
     arguments = dict(step=30, tokens=3000, skipped=1, steps_on_disk=(10, 30), tensorboard=True)
     assert end_lines(tmp_path, "done", receipts=receipts, **arguments) == [
-        "done: step 30, 3,000 tokens, 1 step skipped; loss 1.0000; validation loss 1.5000 at step 20",
-        "speed: 250 tokens per second and device, MFU 25.0% (30.0% with attention counted as full), "
-        "waiting for data 1.5% (medians); peak memory 0.70 GiB",
+        (
+            "done: step 30, 3,000 tokens, 1 step skipped; loss 1.0000; validation loss 1.5000 at"
+            " step 20"
+        ),
+        (
+            "speed: 250 tokens per second and device, MFU 25.0% (30.0% with attention counted as"
+            " full), waiting for data 1.5% (medians); peak memory 0.70 GiB"
+        ),
         "communication: 250 ms of 800 ms exposed over 2 pipeline ranks, estimated (compile.json)",
         "checkpoints: step-10, step-30",
         f"to look at: python -m titan_lite report {tmp_path}; tensorboard --logdir {tmp_path}",
@@ -69,7 +74,8 @@ def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_pat
     assert told[0] == "stopped: step 1, 9 tokens, 0 steps skipped"
     assert (
         told[1]
-        == "speed: 5 tokens per second and device, waiting for data 0.0% (medians); peak memory 0.10 GiB"
+        == "speed: 5 tokens per second and device, waiting for data 0.0% (medians); peak memory"
+        " 0.10 GiB"
     )
     assert told[2:] == [
         "checkpoints: none",

@@ -68,8 +68,8 @@ def test_a_source_without_a_held_out_sequence_is_named_once(caplog):
         assert by_source.figures("validation_").keys() == {"validation_loss_by_source/code"}
     (line,) = caplog.messages
     assert (
-        "validation_loss_by_source/web is absent: no sequence of that source was read; use a larger validation.steps"
-        in line
+        "validation_loss_by_source/web is absent: no sequence of that source was read; use a larger"
+        " validation.steps" in line
     )
 
 

@@ -45,8 +45,10 @@ def degrees(**sizes):
                 "        +------------+------------+",
                 "  pp 0  |    0 1     |    2 3     |  layers 0-2",
                 "  pp 1  |    4 5     |    6 7     |  layers 3-5",
-                "        +------------+------------+  numbers are ranks; rows: pp (pipeline), boxes: dp_shard (FSDP), "
-                "columns in a box: tp (tensor parallelism)",
+                (
+                    "        +------------+------------+  numbers are ranks; rows: pp (pipeline),"
+                    " boxes: dp_shard (FSDP), columns in a box: tp (tensor parallelism)"
+                ),
             ],
         ),
     ],
@@ -113,16 +115,17 @@ def test_the_start_says_what_will_run():
         == f"layout: 2 ranks = dp_shard 2, each one CPU, {threads} thread{'s' * (threads > 1)}"
     )
     assert lines[3:6] == mesh_picture(degrees(dp_shard=2))
-    assert lines[6] == (
-        "batch: 2,048 tokens a step = 8 sequences of 256, in 2 local batches of 2 a rank; weights gathered once a step "
-        "(parallelism.fsdp_communication)"
+    assert (
+        lines[6]
+        == "batch: 2,048 tokens a step = 8 sequences of 256, in 2 local batches of 2 a rank;"
+        " weights gathered once a step (parallelism.fsdp_communication)"
     )
     assert lines[7] == f"tokenizer: {os.path.relpath(DEBUG_TOKENIZER)}"
     assert lines[
         8
     ] == (  # 5,770,496 parameters of four bytes, four times on two ranks; three times unsharded
-        "memory: 0.04 GiB a rank for parameters, gradients and optimizer state, 0.06 GiB for unsharded weights and gradients, "
-        "held for the step; activations beside that"
+        "memory: 0.04 GiB a rank for parameters, gradients and optimizer state, 0.06 GiB for"
+        " unsharded weights and gradients, held for the step; activations beside that"
     )
     assert lines[9:] == ["checkpoints: every 50 steps and at the end (checkpoint.interval)"]
 
@@ -147,7 +150,10 @@ def test_the_start_of_other_runs():
     assert lines[2].startswith("layout: 1 rank, each one CPU")
     assert lines[3].endswith("512 tokens a step = 2 sequences of 256, in 1 local batch of 2 a rank")
     assert lines[5:] == [
-        "memory: 0.09 GiB a rank for parameters, gradients and optimizer state; activations beside that",
+        (
+            "memory: 0.09 GiB a rank for parameters, gradients and optimizer state; activations"
+            " beside that"
+        ),
         "checkpoints: none (checkpoint.enable = false)",
         "compiling comes first: the first step and the first validation take longer",
     ]

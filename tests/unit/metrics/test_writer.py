@@ -1,4 +1,6 @@
-"""Outputs of a run: the line, metrics.jsonl and its reader, TensorBoard, the picture; with and without a terminal."""
+"""Outputs of a run: the line, metrics.jsonl and its reader, TensorBoard, the picture; with and
+without a terminal.
+"""
 
 import json
 import logging
@@ -73,8 +75,10 @@ def entries(folder):
 def test_the_line_names_what_there_is(run, said):
     run({3: VALUES, 1000: {"validation_loss": 2.5}})
     assert said.messages == [
-        "step    3  loss 6.9315  grad norm 1.235  lr 3.00e-04  tps 12,346  tflops 1.50  mfu 41.2%  memory 1.50 GiB  "
-        "data wait 0.2%",
+        (
+            "step    3  loss 6.9315  grad norm 1.235  lr 3.00e-04  tps 12,346  tflops 1.50  mfu"
+            " 41.2%  memory 1.50 GiB  data wait 0.2%"
+        ),
         "step 1000  validation loss 2.5000",
     ]
 

@@ -1,4 +1,6 @@
-"""Our own attention operators are attention, with their gradients; kernels that cannot be had are refused."""
+"""Our own attention operators are attention, with their gradients; kernels that cannot be had are
+refused.
+"""
 
 import dataclasses
 import sys
@@ -256,7 +258,10 @@ def test_a_kernel_that_cannot_be_had_is_refused(monkeypatch):
     for kernel in ("cudnn", "FA2", "FA3"):
         with pytest.raises(
             ConfigError,
-            match=rf'^training.attention_kernel = "{kernel}": there is no NVIDIA GPU here; use "auto"$',
+            match=(
+                rf'^training.attention_kernel = "{kernel}": there is no NVIDIA GPU here; use'
+                r' "auto"$'
+            ),
         ):
             check_kernel(kernel)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -265,13 +270,19 @@ def test_a_kernel_that_cannot_be_had_is_refused(monkeypatch):
     check_kernel("FA2")
     with pytest.raises(
         ConfigError,
-        match=r'"FA4" needs a GPU of compute capability 9.x or 10.x, and NVIDIA A100 has 8.0; use "auto"',
+        match=(
+            r'"FA4" needs a GPU of compute capability 9.x or 10.x, and NVIDIA A100 has 8.0; use'
+            r' "auto"'
+        ),
     ):
         check_kernel("FA4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with pytest.raises(
         ConfigError,
-        match=r'"FA3" needs the package flash_attn_interface, which is not installed here; use "auto" or',
+        match=(
+            r'"FA3" needs the package flash_attn_interface, which is not installed here; use'
+            r' "auto" or'
+        ),
     ):
         check_kernel("FA3")
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)

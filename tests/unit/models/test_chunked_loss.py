@@ -1,4 +1,6 @@
-"""The loss in chunks of tokens: loss and gradients are those of all logits, and the live bytes of logits an eighth."""
+"""The loss in chunks of tokens: loss and gradients are those of all logits, and the live bytes of
+logits an eighth.
+"""
 
 import functools
 from contextlib import contextmanager
@@ -135,7 +137,9 @@ class Recorded(Schedule):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_graph_has_an_eighth_of_the_bytes_of_logits(dtype):
-    """Of 8B's vocabulary and 8k tokens, in chunks of the size that loss_chunk_tokens = 0 chooses for them."""
+    """Of 8B's vocabulary and 8k tokens, in chunks of the size that loss_chunk_tokens = 0 chooses
+    for them.
+    """
     peaks = {}
     for chunk in (0, 1024):
         torch._dynamo.reset()

@@ -1,4 +1,6 @@
-"""Shapes of models by a recipe: as the flavor has them, or as keys of [model] say, in all that reads them."""
+"""Shapes of models by a recipe: as the flavor has them, or as keys of [model] say, in all that
+reads them.
+"""
 
 import dataclasses
 import json
@@ -65,7 +67,8 @@ def test_a_shape_without_a_flavor():
     assert shape_of(OWN.replace(n_kv_heads=2, tied_embeddings="yes")).n_kv_heads == 2
     assert (
         shape_words(OWN)
-        == "of its own with dim = 96, n_layers = 3, n_heads = 6, hidden_dim = 128, vocab_size = 2048"
+        == "of its own with dim = 96, n_layers = 3, n_heads = 6, hidden_dim = 128, vocab_size ="
+        " 2048"
     )
 
 

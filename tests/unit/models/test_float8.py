@@ -1,4 +1,6 @@
-"""Float8 products: equal to torchao's to the bit, and near the products of the numbers that they round."""
+"""Float8 products: equal to torchao's to the bit, and near the products of the numbers that they
+round.
+"""
 
 import inspect
 import subprocess
@@ -75,7 +77,9 @@ def test_products_are_torchaos_to_the_bit(recipe):
 
 
 def products():
-    """Products of torch._scaled_mm with scales of tensors and of rows, on matrices with which each kernel is done at once."""
+    """Products of torch._scaled_mm with scales of tensors and of rows, on matrices with which each
+    kernel is done at once.
+    """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(32, 64, generator=generator) for _ in range(2))
     whole = (torch.tensor(0.37), torch.tensor(1.7))

@@ -1,4 +1,6 @@
-"""Names and layouts of Hugging Face, by what transformers computes and writes; config.json of models that ours is not."""
+"""Names and layouts of Hugging Face, by what transformers computes and writes; config.json of
+models that ours is not.
+"""
 
 import dataclasses
 

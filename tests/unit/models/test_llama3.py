@@ -1,4 +1,6 @@
-"""Llama 3: sizes and names, the same logits as Hugging Face's implementation, initial weights, and the count of operations."""
+"""Llama 3: sizes and names, the same logits as Hugging Face's implementation, initial weights, and
+the count of operations.
+"""
 
 import dataclasses
 import math
@@ -30,7 +32,8 @@ TINY = ModelConfig(
     rope_theta=10_000.0,
     max_seq_len=128,
 )
-# Frequencies of head dim 16 that make 5.1, 1.6 and fewer than 1 turns in 32 tokens: one is kept, one blended, the rest stretched.
+# Frequencies of head dim 16 that make 5.1, 1.6 and fewer than 1 turns in 32 tokens: one is kept,
+# one blended, the rest stretched.
 STRETCHED = RopeScaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32
 )
@@ -174,7 +177,9 @@ def as_huggingface(model):
 @pytest.mark.parametrize("scaling", [None, STRETCHED], ids=["plain rope", "scaled rope"])
 @torch.no_grad()
 def test_logits_are_those_of_huggingface(scaling, tied):
-    """On weights large enough that attention is far from uniform, and three times as long as the original context."""
+    """On weights large enough that attention is far from uniform, and three times as long as the
+    original context.
+    """
     model = Transformer(dataclasses.replace(TINY, rope_scaling=scaling, tied_embeddings=tied))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -362,7 +367,9 @@ def test_a_rank_draws_its_slice_of_the_whole():
         asked = []
 
         def shard_of(parameter, first=first, rows=rows, asked=asked):
-            """Some rows of the vocabulary, the second half of rows or columns elsewhere: as tensor parallelism would."""
+            """Some rows of the vocabulary, the second half of rows or columns elsewhere: as tensor
+            parallelism would.
+            """
             name = next(name for name, p in sharded.named_parameters() if p is parameter)
             asked.append(name)
             parameter.fill_(math.nan)
@@ -465,7 +472,9 @@ def test_flops_per_token_by_hand(flavor, seq_len, expected):
 
 
 def test_flops_per_token_are_those_that_torch_counts():
-    """In forward and backward of the plain attention, which computes the half that the mask hides as well."""
+    """In forward and backward of the plain attention, which computes the half that the mask hides
+    as well.
+    """
     config, rows, length = dataclasses.replace(TINY, n_kv_heads=1), 2, 32
     tokens = random_tokens(config, rows, length)
     model = build(config)

@@ -1,4 +1,6 @@
-"""AdamW: what decays, clipping, the state by name, and the same steps as torch's plain implementation."""
+"""AdamW: what decays, clipping, the state by name, and the same steps as torch's plain
+implementation.
+"""
 
 import functools
 import math
@@ -135,7 +137,9 @@ def compiling(backend):
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_update_is_that_of_the_fused_kernel_and_compiled_once(backend):
-    """aot_eager: moments bitwise, parameters but for the rounding of one multiplication (torch 2.13, on a CPU)."""
+    """aot_eager: moments bitwise, parameters but for the rounding of one multiplication (torch
+    2.13, on a CPU).
+    """
     torch._dynamo.reset()
     model, oracle = build_model(), build_model()
     optimizer = build_optimizer(CONFIG, dict(model.named_parameters()), compile=compiling(backend))

@@ -1,4 +1,6 @@
-"""Muon: the steps of torch.optim.Muon, what AdamW keeps, a skipped step, and how owners share the matrices."""
+"""Muon: the steps of torch.optim.Muon, what AdamW keeps, a skipped step, and how owners share the
+matrices.
+"""
 
 import numpy as np
 import pytest

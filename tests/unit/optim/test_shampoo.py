@@ -1,4 +1,6 @@
-"""Shampoo: its equations in float64, what AdamW keeps, blocks, a skipped step, and state that goes on where it was."""
+"""Shampoo: its equations in float64, what AdamW keeps, blocks, a skipped step, and state that goes
+on where it was.
+"""
 
 from unittest import mock
 
@@ -44,14 +46,19 @@ def take_steps(parameters, optimizer, steps=range(1, 6)):
 
 
 def root_of(factor, eps):
-    """The inverse fourth root by singular values, which a positive matrix has in place of eigenvalues."""
+    """The inverse fourth root by singular values, which a positive matrix has in place of
+    eigenvalues.
+    """
     u, values, _ = np.linalg.svd(factor)
     return u @ np.diag((values + eps * values.max()) ** -0.25) @ u.T
 
 
 def equations(weight, gradients, config, turns):
-    """The matrix after steps with these gradients, in float64, written out from the paper. turns: of each block's L and R, the
-    rest of the division by 2 of the steps with their roots; the second step has them all."""
+    """The matrix after steps with these gradients, in float64, written out from the paper.
+
+    turns: of each block's L and R, the rest of the division by 2 of the steps with their roots; the
+    second step has them all.
+    """
     rows, columns = (
         [(at, min(at + 16, size)) for at in range(0, size, 16)] for size in weight.shape
     )
@@ -87,7 +94,9 @@ def equations(weight, gradients, config, turns):
 
 @pytest.mark.parametrize(("shape", "eps"), [((40, 24), 1e-6), ((7, 5), 1e-5), ((16, 33), 1e-3)])
 def test_steps_are_those_of_the_equations(shape, eps):
-    """A block of one column has too few gradients for a factor of full rank: rounding there is small beside a larger eps."""
+    """A block of one column has too few gradients for a factor of full rank: rounding there is
+    small beside a larger eps.
+    """
     config = SHAMPOO.replace(preconditioner_eps=eps)
     generator = torch.Generator().manual_seed(1)
     start, *gradients = (torch.randn(shape, generator=generator) for _ in range(8))

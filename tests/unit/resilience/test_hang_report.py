@@ -65,7 +65,9 @@ def test_a_rank_without_a_record_gives_no_sign_of_life():
 
 
 def test_who_waits_elsewhere_is_no_culprit():
-    """Rank 3 is late for its data-parallel group; rank 1, its tensor-parallel neighbour's partner, waits for those who wait."""
+    """Rank 3 is late for its data-parallel group; rank 1, its tensor-parallel neighbour's partner,
+    waits for those who wait.
+    """
     waits_for_3 = record(entry("dp", 5), members=(2, 3))
     waits_for_2 = record(entry("tp", 8), members=(0, 2))
     late = record(entry("dp", 4, retired=True), members=(2, 3), place="late (a.py:1)")
@@ -113,7 +115,8 @@ def test_different_collectives_under_one_number():
     found = lines({0: record(entry("a", 4), members=(0, 1)), 1: other}, 2)
     assert (
         found[0]
-        == "ranks entered different collectives as #4 of a group: rank 1 all_reduce, rank 0 all_gather"
+        == "ranks entered different collectives as #4 of a group: rank 1 all_reduce, rank 0"
+        " all_gather"
     )
     assert len(found) == 3  # and where both are
 

@@ -1,4 +1,6 @@
-"""Copies that part are found on every layout, named by rank and parameter; checksums see every bit and every place."""
+"""Copies that part are found on every layout, named by rank and parameter; checksums see every bit
+and every place.
+"""
 
 import math
 import re
@@ -115,7 +117,8 @@ def test_of_three_copies_the_one_that_is_alone_is_named():
 def test_of_two_copies_both_are_named():
     text = told(({W: 1, STEP: 1}, ()), ({W: 2, STEP: 2}, ()))
     assert text.startswith(
-        "ranks 0 (node-0) and 1 (node-1) have different copies of w and 1 other, and which is right is"
+        "ranks 0 (node-0) and 1 (node-1) have different copies of w and 1 other, and which is"
+        " right is"
     )
 
 
@@ -140,7 +143,9 @@ def test_what_is_not_finite_on_all_copies_is_no_difference():
 
 
 def changed(function):
-    """Return the error of `check` after function(rank, tensors) has changed equal tensors on a mesh of 2 x 2."""
+    """Return the error of `check` after function(rank, tensors) has changed equal tensors on a mesh
+    of 2 x 2.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     shard = torch.randn(
         3, 4, generator=torch.Generator().manual_seed(mesh["dp_shard"].get_local_rank())
@@ -206,11 +211,17 @@ def on_ranks(functions):
 def test_each_rank_tells_the_same_of_every_layout():
     cases = {
         nothing: r"",
-        a_shard: r"step 4: ranks 1 and 3 have different copies of w, and .*; so nothing was saved at this step; step-2 is whole",
+        a_shard: (
+            r"step 4: ranks 1 and 3 have different copies of w, and .*; so nothing was saved at"
+            r" this step; step-2 is whole"
+        ),
         a_half: r"step 4: ranks 0 and 2 have different copies of half, and .*",
         a_norm: r"step 4: rank 2 differs from the other copies of norm; .*",
         a_counter: r"step 4: rank 1 differs from the other copies of w.step; .*",
-        not_finite_alike: r"step 4: w is not finite on ranks 1 and 3; so nothing was saved at this step; step-2 is whole",
+        not_finite_alike: (
+            r"step 4: w is not finite on ranks 1 and 3; so nothing was saved at this step; step-2"
+            r" is whole"
+        ),
     }
     for found in run_ranks(4, on_ranks, [*cases]):
         for text, expected in zip(found, cases.values(), strict=True):

@@ -122,7 +122,10 @@ while not signals.received():
 print(signals.received(), flush=True)
 os._exit(75)
 """
-PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {RANK!r}, sys.argv[1]]).wait()"
+PARENT = (
+    f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {RANK!r},"
+    " sys.argv[1]]).wait()"
+)
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "run"}
 TOLD = {
     "starting": f"[rank 3] {signals.LOST}: stopped at the start, with nothing to save\n",

@@ -92,9 +92,10 @@ def test_too_many_in_a_row_end_the_run(window, spike):
     made.skips(5, math.nan, 1.0)
     with pytest.raises(TrainingError) as error:
         made.skips(6, math.nan, 1.0)
-    assert str(error.value) == (
-        f"2 steps in a row had a non-finite loss or gradient{spike} (training.max_nonfinite_steps), the last one step 6; "
-        'parameters are those of step 4; use an optimizer.lr below 0.5, or training.mixed_precision_param = "float32"'
+    assert (
+        str(error.value) == f"2 steps in a row had a non-finite loss or gradient{spike}"
+        " (training.max_nonfinite_steps), the last one step 6; parameters are those of step 4;"
+        ' use an optimizer.lr below 0.5, or training.mixed_precision_param = "float32"'
     )
 
 
@@ -122,6 +123,6 @@ def test_it_says_why(caplog):
     caplog.set_level(logging.WARNING, logger="titan_lite")
     guard().skips(5, 50.0, 1.0)
     assert caplog.messages == [
-        "step 5 skipped: loss 50.0000 is a spike, above 3.0000, 3 standard deviations above the mean of the last 4 "
-        "(training.spike_sigmas); 1 in a row"
+        "step 5 skipped: loss 50.0000 is a spike, above 3.0000, 3 standard deviations above the"
+        " mean of the last 4 (training.spike_sigmas); 1 in a row"
     ]

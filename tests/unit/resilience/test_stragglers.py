@@ -23,8 +23,10 @@ def test_a_rank_is_named_that_is_slower_by_a_noticeable_part_of_a_step(seconds, 
 
 
 def test_the_sentence_has_the_slowest_rank_beside_the_median():
-    assert describe_slowest([0.01, 0.3, 0.02], step_time=1.4) == (
-        "rank 1 is ready for a step of 1.40 s after 0.30 s, the median rank after 0.02 s; the others wait for its data"
+    assert (
+        describe_slowest([0.01, 0.3, 0.02], step_time=1.4)
+        == "rank 1 is ready for a step of 1.40 s after 0.30 s, the median rank after 0.02 s; the"
+        " others wait for its data"
     )
 
 

@@ -14,8 +14,8 @@ from titan_lite.resilience import TrainingError, watchdog
 from titan_lite.resilience.watchdog import RESTING, Watchdog
 
 GLOO = (
-    "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10673. This is typically caused by a remote "
-    "worker crashing. Check the logs.\nand more"
+    "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10673. This is"
+    " typically caused by a remote worker crashing. Check the logs.\nand more"
 )
 
 

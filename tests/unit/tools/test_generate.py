@@ -1,4 +1,6 @@
-"""Text from a checkpoint: the memory changes no logits, sampling follows its options, the command says what is wrong."""
+"""Text from a checkpoint: the memory changes no logits, sampling follows its options, the command
+says what is wrong.
+"""
 
 import dataclasses
 import json
@@ -22,7 +24,7 @@ from titan_lite.tools import generate as command
 from titan_lite.tools.convert import write_step
 from titan_lite.tools.generate import build_decoder, generate, sample, text_of
 
-TOKENIZER = Path(__file__).parents[2] / "assets/tokenizer/debug.model"
+TOKENIZER = Path(__file__).parents[3] / "assets/tokenizer/debug.model"
 TINY = ModelConfig(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=2048, max_seq_len=512
 )
@@ -327,7 +329,10 @@ def test_a_tokenizer_that_is_not_the_runs_is_refused(folder, tmp_path, capsys):
     )  # as many tokens, and two change places
     save_step(tmp_path / "step", folder, mine)
     run, out = str(tmp_path / "step"), str(tmp_path / "out")
-    wrong = f"error: tokenizer {other} has SHA-256 {load_tokenizer(other).sha256[:12]}, and {run} was trained with "
+    wrong = (
+        f"error: tokenizer {other} has SHA-256 {load_tokenizer(other).sha256[:12]}, and {run} was"
+        " trained with "
+    )
     for main, arguments in ((command.main, [run, "--device", "cpu"]), (convert.main, [run, out])):
         assert main([*arguments, "--tokenizer", str(other)]) == 2
         assert capsys.readouterr().err.splitlines()[-1].startswith(wrong)

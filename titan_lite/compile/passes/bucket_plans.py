@@ -4,7 +4,8 @@
     by_names(graph, ["layers.0 layers.1", ...])    # the recipe's buckets
     greedy(graph, machine)                         # buckets that hide under the computation before them
 
-SimpleFSDP calls the first two manual wrapping and the last automatic wrapping (arXiv 2411.00284, section 4.1 and algorithm 1).
+SimpleFSDP calls the first two manual wrapping and the last automatic wrapping (arXiv 2411.00284,
+section 4.1 and algorithm 1).
 """
 
 import itertools
@@ -32,13 +33,18 @@ Buckets = dict[Node, object]  # collective -> its bucket
 
 
 def by_block(graph: Graph) -> Buckets:
-    """Return one bucket per block, with the last norm in the last block; embedding and output have buckets of their own."""
+    """Return one bucket per block, with the last norm in the last block; embedding and output have
+    buckets of their own.
+    """
     last = last_block(fqn for node in parameter_collectives(graph) for fqn in parameters_of(node))
     return _by(graph, lambda fqn: block_of(fqn, last))
 
 
 def by_names(graph: Graph, buckets: Sequence[str]) -> Buckets:
-    """Return the given buckets, each a string of module or parameter names. A parameter that none names stays alone."""
+    """Return the given buckets, each a string of module or parameter names.
+
+    A parameter that none names stays alone.
+    """
     return _by(
         graph,
         lambda fqn: next(
@@ -48,7 +54,10 @@ def by_names(graph: Graph, buckets: Sequence[str]) -> Buckets:
 
 
 def _by(graph: Graph, bucket_of: Callable[[str], object]) -> Buckets:
-    """Return the buckets that `bucket_of` gives by FQN. Tied weights have two gradients, reduced in separate buckets."""
+    """Return the buckets that `bucket_of` gives by FQN.
+
+    Tied weights have two gradients, reduced in separate buckets.
+    """
     numbers: dict[tuple, Iterator[int]] = defaultdict(itertools.count)
     keys = {
         node: (node.target, group_of(node), parameters_of(node))
@@ -60,7 +69,9 @@ def _by(graph: Graph, bucket_of: Callable[[str], object]) -> Buckets:
 
 
 def name_all(plan: Buckets) -> dict[Node, str]:
-    """Return a name per collective, the same on ranks with other groups and sizes: kind, parameter and number."""
+    """Return a name per collective, the same on ranks with other groups and sizes: kind, parameter
+    and number.
+    """
     numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
     kinds = {node: f"{kind_of(node)} {parameters_of(node)[0]}" for node in sorted(plan)}
     return {node: f"{kind} {next(numbers[kind])}" for node, kind in kinds.items()}
@@ -68,7 +79,10 @@ def name_all(plan: Buckets) -> dict[Node, str]:
 
 @dataclass(frozen=True)
 class _Item:
-    """A parameter's collectives of one direction. A reduce-scatter may be followed by an all-reduce."""
+    """A parameter's collectives of one direction.
+
+    A reduce-scatter may be followed by an all-reduce.
+    """
 
     nodes: tuple[Node, ...]
     gap: float  # seconds of computation that reads the weight or makes the gradient
@@ -76,13 +90,15 @@ class _Item:
 
 
 def greedy(graph: Graph, machine: Machine, *, fused: bool = True) -> Buckets:
-    """Return buckets that grow in the order of reads, while they hide under the computation of the previous bucket.
+    """Return buckets that grow in the order of reads, while they hide under the computation of the
+    previous bucket.
 
-    The next parameter joins if the bucket is then gathered within the computation of the previous bucket, less the reductions in
-    it, and if both buckets have no more bytes than two consecutive blocks. Gradients follow the same rule from last to first: a
-    bucket is reduced during the computation of the one after it. Two rules are not in the paper: a parameter also joins if this
-    saves more latency than could hide alone, and one larger than the rest of its bucket leaves if copying it takes longer than
-    the latency saved.
+    The next parameter joins if the bucket is then gathered within the computation of the previous
+    bucket, less the reductions in it, and if both buckets have no more bytes than two consecutive
+    blocks. Gradients follow the same rule from last to first: a bucket is reduced during the
+    computation of the one after it. Two rules are not in the paper: a parameter also joins if this
+    saves more latency than could hide alone, and one larger than the rest of its bucket leaves if
+    copying it takes longer than the latency saved.
     """
     nodes = parameter_collectives(graph)
     gathers = [node for node in nodes if is_all_gather(node)]
@@ -154,7 +170,9 @@ def _grow(items: Sequence[_Item], machine: Machine) -> list[list[_Item]]:
 
 
 def _split_large(bucket: list[_Item], machine: Machine) -> list[list[_Item]]:
-    """Split off a weight larger than the rest of its bucket, if copying it out takes longer than the latency saved."""
+    """Split off a weight larger than the rest of its bucket, if copying it out takes longer than
+    the latency saved.
+    """
     large = [item for item in bucket if 2 * _nbytes([item]) > _nbytes(bucket)]  # at most one
     others = [item for item in bucket if item not in large]
     if not large or not others:

@@ -5,8 +5,9 @@
     before   w1 = wait(all_gather(s1)); y = x @ w1; w2 = wait(all_gather(s2)); z = y @ w2
     after    b = wait(all_gather(cat(s1, s2))); w1 = b[:, :n1]; w2 = b[:, n1:]; y = x @ w1; z = y @ w2
 
-Every collective has a latency, and a block of Llama has nine parameters (SimpleFSDP, arXiv 2411.00284, section 4.1). Results
-stay bitwise equal: an all-gather only moves values, and a reduction adds the same values for each element.
+Every collective has a latency, and a block of Llama has nine parameters (SimpleFSDP, arXiv
+2411.00284, section 4.1). Results stay bitwise equal: an all-gather only moves values, and a
+reduction adds the same values for each element.
 """
 
 import math
@@ -34,7 +35,8 @@ from titan_lite.cost.collectives import (
 
 
 def merge(graph: Graph, plan: Mapping[Node, Hashable]) -> int:
-    """Merge the collectives of each bucket of `plan` that have the same kind, group, dtype and reduction, in place.
+    """Merge the collectives of each bucket of `plan` that have the same kind, group, dtype and
+    reduction, in place.
 
     Returns the number of collectives saved.
     """
@@ -57,7 +59,9 @@ def merge(graph: Graph, plan: Mapping[Node, Hashable]) -> int:
 
 
 def _merge_all_gathers(graph: Graph, nodes: list[Node]) -> None:
-    """Merge all-gathers at the place of the first one, and move the preparation of the others before it."""
+    """Merge all-gathers at the place of the first one, and move the preparation of the others
+    before it.
+    """
     ranks = group_size(nodes[0])
     shards = [node.all_input_nodes[0] for node in nodes]
     first = nodes[0]
@@ -87,7 +91,10 @@ def _merge_all_gathers(graph: Graph, nodes: list[Node]) -> None:
 
 
 def _merge_reductions(graph: Graph, nodes: list[Node]) -> None:
-    """Merge reductions at the place of the last one. Its results are views, and their users move behind it."""
+    """Merge reductions at the place of the last one.
+
+    Its results are views, and their users move behind it.
+    """
     last, gradients = nodes[-1], [node.all_input_nodes[0] for node in nodes]
     with graph.inserting_before(last):
         if kind_of(last) == "all_reduce":

@@ -1,11 +1,13 @@
-"""Hide the collectives of activations: while one is in flight, compute products that no such collective waits for.
+"""Hide the collectives of activations: while one is in flight, compute products that no such
+collective waits for.
 
     before   dw = x.T @ dy; a = reduce_scatter(dy @ w); dx = wait(a)
     after    a = reduce_scatter(dy @ w); dw = x.T @ dy; dx = wait(a)
 
-In backward, tensor and context parallelism communicate on the path from block to block, and a gradient of a weight is not on that
-path. (Zero bubble pipelines, arXiv 2401.10241, fill the waits between stages by the same division.) Numbers do not change. In
-forward every product is on the path, so nothing moves.
+In backward, tensor and context parallelism communicate on the path from block to block, and a
+gradient of a weight is not on that path. (Zero bubble pipelines, arXiv 2401.10241, fill the waits
+between stages by the same division.) Numbers do not change. In forward every product is on the
+path, so nothing moves.
 """
 
 from collections import deque
@@ -18,7 +20,9 @@ from titan_lite.cost.machine import MATMULS, Machine
 from titan_lite.cost.timeline import simulate
 
 Numbered = list[tuple[int, int]]  # numbers of nodes of one kind each, counted in graph order
-RECENT = 8  # products that may be deferred, the last ones: a deferred product keeps its factors alive. A block has 7 weights.
+# products that may be deferred, the last ones: a deferred product keeps its factors alive. A block
+# has 7 weights.
+RECENT = 8
 
 
 def choose_products(
@@ -26,10 +30,11 @@ def choose_products(
 ) -> Numbered:
     """Return (number of a product, number of the collective to hide).
 
-    All ranks must use those of one. Places of nodes are no such numbers: a rank with fewer rows pads them.
+    All ranks must use those of one. Places of nodes are no such numbers: a rank with fewer rows
+    pads them.
 
-    A collective gets the shortest product that is as long as itself; if there is none, the longest one, and others for the rest.
-    Without a machine it gets the last product.
+    A collective gets the shortest product that is as long as itself; if there is none, the longest
+    one, and others for the rest. Without a machine it gets the last product.
     """
 
     def seconds(node: Node) -> float:
@@ -59,9 +64,11 @@ def choose_products(
 
 
 def choose_order(graph: Graph, machine: Machine | None, *, fused: bool = True) -> Numbered:
-    """Return pairs (number of a collective, number of a later one of its group that is waited for earlier and queues behind it).
+    """Return pairs (number of a collective, number of a later one of its group that is waited for
+    earlier and queues behind it).
 
-    The first one should start behind the other. Empty if the graph would not be faster, as estimated.
+    The first one should start behind the other. Empty if the graph would not be faster, as
+    estimated.
     """
     if machine is None:
         return []

@@ -1,4 +1,6 @@
-"""Run Inductor's overlap scheduler on our cost model. It reorders collectives and buckets those that stay hidden.
+"""Run Inductor's overlap scheduler on our cost model.
+
+It reorders collectives and buckets those that stay hidden.
 
     schedule_by_inductor(graph_module, load_machine("H100"), fused=True)      # in place
 
@@ -23,7 +25,10 @@ from titan_lite.cost.timeline import shards_of
 
 
 def schedule_by_inductor(module: GraphModule, machine: Machine, *, fused: bool) -> None:
-    """Reorder and bucket collectives in place. Nothing pins the order, so no later pass may change it."""
+    """Reorder and bucket collectives in place.
+
+    Nothing pins the order, so no later pass may change it.
+    """
     shard_work = shards_of(module.graph)
 
     def estimate(node: Node, nbytes: int | None = None) -> float:
@@ -41,9 +46,11 @@ def schedule_by_inductor(module: GraphModule, machine: Machine, *, fused: bool) 
         "insert_overlap_deps": False,
         "custom_runtime_estimation": estimate,
         "collective_estimator": "analytical",
-        "compute_estimator": "analytical",  # torch >= 2.12; earlier versions use custom estimates alone
+        # torch >= 2.12; earlier versions use custom estimates alone
+        "compute_estimator": "analytical",
         "bucket_mode": "default",
-        "pre_bucketing_fsdp_collectives": False,  # this would use NCCL's bandwidth on this machine, not our cost model
+        # this would use NCCL's bandwidth on this machine, not our cost model
+        "pre_bucketing_fsdp_collectives": False,
     }
     known = inspect.signature(overlap_scheduling.schedule_overlap_bucketing).parameters
     with _patched_rooflines(machine, estimate):
@@ -54,7 +61,10 @@ def schedule_by_inductor(module: GraphModule, machine: Machine, *, fused: bool) 
 
 @contextmanager
 def _patched_rooflines(machine: Machine, estimate: Callable[[Node], float]) -> Iterator[None]:
-    """Replace torch's rooflines, to query no GPU. torch computes them even with custom estimates."""
+    """Replace torch's rooflines, to query no GPU.
+
+    torch computes them even with custom estimates.
+    """
 
     def memory_bandwidth() -> float:
         return machine.memory_bandwidth

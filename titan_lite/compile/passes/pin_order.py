@@ -1,18 +1,21 @@
-"""Pin the order of collectives, waits, matrix products and attention in Inductor's code to that of the graph.
+"""Pin the order of collectives, waits, matrix products and attention in Inductor's code to that of
+the graph.
 
     config_patches = {"_pre_fusion_custom_pass": PinnedOrder(), "reorder_for_locality": False}
 
     graph     a1 = all_gather(s1); a2 = all_gather(2 * s2); w1 = wait(a1); y = x @ w1; z = relu(w1 + s2); ...
     unpinned  a1 = all_gather(s1); w1 = wait(a1); y = x @ w1; (2 * s2, z) = kernel(s2, w1); a2 = all_gather(...); ...
 
-Inductor fuses pointwise operators and reductions into kernels, and a kernel runs after the waits for all of its inputs. A
-collective that the passes start before a product may then start after it, and overlap less computation than the receipt says.
-Before fusion, this pass adds a dependency from each operator that Inductor calls (a collective, a wait, a product, attention) to
-the one before it. Fusions that need another order are then impossible. The dependencies are those that Inductor itself adds
-between collectives: they order nodes, but keep no buffer alive.
+Inductor fuses pointwise operators and reductions into kernels, and a kernel runs after the waits
+for all of its inputs. A collective that the passes start before a product may then start after it,
+and overlap less computation than the receipt says. Before fusion, this pass adds a dependency from
+each operator that Inductor calls (a collective, a wait, a product, attention) to the one before it.
+Fusions that need another order are then impossible. The dependencies are those that Inductor itself
+adds between collectives: they order nodes, but keep no buffer alive.
 
-torch's control_dependencies.preserve_node_ordering does the same to FX nodes, each in a subgraph of its own. It names a
-dependency by the buffer of the node's result: that of a wait is the collective's, so nothing is ordered behind a wait, and torch
+torch's control_dependencies.preserve_node_ordering does the same to FX nodes, each in a subgraph of
+its own. It names a dependency by the buffer of the node's result: that of a wait is the
+collective's, so nothing is ordered behind a wait, and torch
 2.11 ignores a node with several results, such as attention.
 """
 
@@ -48,8 +51,9 @@ def record_order(graph: Graph) -> None:
 def restore_order(graph: Graph) -> None:
     """Restore the recorded order. A new node goes behind its inputs.
 
-    When Inductor fuses a collective and a product, it inserts the result where the collective started, and moves the inputs of
-    the product before it. Waits then precede collectives that had started before them.
+    When Inductor fuses a collective and a product, it inserts the result where the collective
+    started, and moves the inputs of the product before it. Waits then precede collectives that had
+    started before them.
     """
     places: dict[Node, tuple[float, int]] = {}
     for number, node in enumerate(graph.nodes):
@@ -73,11 +77,14 @@ def restore_order(graph: Graph) -> None:
 
 
 def is_pinned(node: BaseSchedulerNode) -> bool:
-    """Return whether `node` is a call (collective, wait, matrix product, attention), and not one of its several results."""
+    """Return whether `node` is a call (collective, wait, matrix product, attention), and not one of
+    its several results.
+    """
     return (node.is_extern() or node.is_template()) and not isinstance(node.node, ir.MultiOutput)
 
 
-# Inductor caches code that a scheduler pass has changed only if the pass is of this class, which torch 2.11 does not have.
+# Inductor caches code that a scheduler pass has changed only if the pass is of this class, which
+# torch 2.11 does not have.
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
 
 

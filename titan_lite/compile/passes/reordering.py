@@ -3,11 +3,12 @@
     before   w1 = wait(all_gather(s1)); y = f(x, w1); w2 = wait(all_gather(s2)); z = f(y, w2)
     after    a1 = all_gather(s1); a2 = all_gather(s2); w1 = wait(a1); y = f(x, w1); w2 = wait(a2); z = f(y, w2)
 
-The all-gather of a bucket starts before the wait for the bucket in use. The wait for a reduction comes before the next one starts
-(SimpleFSDP, arXiv 2411.00284, section 4.2). Two buckets of unsharded weights are then alive at once, and one bucket of gradients
-beside the one being computed. The costs of a machine refine both rules: an all-gather with too little time starts earlier, if
-this does not raise peak memory, and a reduction is waited for once it should be done. The order depends on the graph and the
-costs alone, so it is the same on every rank.
+The all-gather of a bucket starts before the wait for the bucket in use. The wait for a reduction
+comes before the next one starts (SimpleFSDP, arXiv 2411.00284, section 4.2). Two buckets of
+unsharded weights are then alive at once, and one bucket of gradients beside the one being computed.
+The costs of a machine refine both rules: an all-gather with too little time starts earlier, if this
+does not raise peak memory, and a reduction is waited for once it should be done. The order depends
+on the graph and the costs alone, so it is the same on every rank.
 """
 
 import bisect
@@ -37,7 +38,10 @@ from titan_lite.cost.timeline import computed_before, peak_bytes, shards_of
 
 
 def overlap(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> int:
-    """Move the parameters' collectives and their waits, in place. Return how many moved. fused: as in `Machine.cost`."""
+    """Move the parameters' collectives and their waits, in place. Return how many moved.
+
+    fused: as in `Machine.cost`.
+    """
     moved = start_gathers_early(graph, machine, fused=fused) + wait_for_reductions_late(
         graph, machine, fused=fused
     )
@@ -46,7 +50,9 @@ def overlap(graph: Graph, machine: Machine | None = None, *, fused: bool = True)
 
 
 def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> int:
-    """Move each all-gather, with its preparation, before the wait for the previous one. Return how many moved.
+    """Move each all-gather, with its preparation, before the wait for the previous one.
+
+    Return how many moved.
 
     With a machine, start it earlier if it would otherwise be late, as estimated.
     """
@@ -74,7 +80,9 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
 
 
 def _prepare_during_first(gathers: Sequence[Node], machine: Machine, fused: bool) -> None:
-    """Cast and bucket the shards of later all-gathers during the first one, when there is nothing else to compute."""
+    """Cast and bucket the shards of later all-gathers during the first one, when there is nothing
+    else to compute.
+    """
     graph = gathers[0].graph
     wait = wait_of(gathers[0])
     between = [node for node in graph.nodes if gathers[0] < node < wait]
@@ -92,7 +100,10 @@ def _prepare_during_first(gathers: Sequence[Node], machine: Machine, fused: bool
 
 
 def move_gather_before(gather: Node, place: Node, keep: Callable[[], bool] = lambda: True) -> bool:
-    """Move an all-gather, with its preparation, before `place`. keep and result: as in `move_before`."""
+    """Move an all-gather, with its preparation, before `place`.
+
+    keep and result: as in `move_before`.
+    """
     leading = preparation(gather) or []
     while place in leading:
         place = place.next
@@ -104,8 +115,8 @@ def _latest_starts(
 ) -> dict[Node, Node]:
     """Return the node before which each all-gather must start to be done in time, in graph order.
 
-    From last to first, each all-gather ends when it is needed or when the next one starts. If a reduction would delay it, it
-    starts before the reduction.
+    From last to first, each all-gather ends when it is needed or when the next one starts. If a
+    reduction would delay it, it starts before the reduction.
     """
     before = computed_before(graph, machine, fused)
     reductions = [
@@ -138,10 +149,12 @@ def _latest_starts(
 def wait_for_reductions_late(
     graph: Graph, machine: Machine | None = None, *, fused: bool = True
 ) -> int:
-    """Move the wait for each reduction, with its users, to the next reduction of its kind, or to the end. Return how many moved.
+    """Move the wait for each reduction, with its users, to the next reduction of its kind, or to
+    the end. Return how many moved.
 
-    With a machine, wait once the reduction should be done, or before more than twice the bytes of the largest are in flight. This
-    is off if results are reduced again (norm weights over tensor-parallel ranks), since the costs of these ranks may differ.
+    With a machine, wait once the reduction should be done, or before more than twice the bytes of
+    the largest are in flight. This is off if results are reduced again (norm weights over
+    tensor-parallel ranks), since the costs of these ranks may differ.
     """
     reducing = [node for node in parameter_collectives(graph) if not is_all_gather(node)]
     if any(
@@ -166,7 +179,9 @@ def wait_for_reductions_late(
 def _waiting_places(
     graph: Graph, reductions: Sequence[Node], machine: Machine | None, fused: bool
 ) -> Iterator[tuple[Node, Node]]:
-    """Yield each reduction and the node before which to wait for it, in an order that keeps moves valid."""
+    """Yield each reduction and the node before which to wait for it, in an order that keeps moves
+    valid.
+    """
     output = next(iter(reversed(graph.nodes)))
     if machine is None or not reductions:
         yield from zip(reductions, [*reductions[1:], output], strict=False)

@@ -1,11 +1,12 @@
-"""Reshard after forward, in the joint graph: backward gathers weights again, instead of keeping them from forward.
+"""Reshard after forward, in the joint graph: backward gathers weights again, instead of keeping
+them from forward.
 
     before   forward: w = wait(all_gather(shard)); y = x @ w.T; saves w      backward: dx = dy @ w
     after    forward: w = wait(all_gather(shard)); y = x @ w.T; saves shard  backward: w = wait(all_gather(shard)); dx = dy @ w
 
-The min-cut partitioner keeps every gathered weight by default, because it takes collectives for expensive. Tags overrule it
-(SimpleFSDP, arXiv 2411.00284, section on memory). The weights that forward uses last are kept, as in eager mode, since backward
-needs them first.
+The min-cut partitioner keeps every gathered weight by default, because it takes collectives for
+expensive. Tags overrule it (SimpleFSDP, arXiv 2411.00284, section on memory). The weights that
+forward uses last are kept, as in eager mode, since backward needs them first.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,7 +21,8 @@ from titan_lite.cost.collectives import (
     parameters_of,
 )
 
-# The partitioner compares this id between regions of activation checkpointing; it must be above their ids.
+# The partitioner compares this id between regions of activation checkpointing; it must be above
+# their ids.
 REGION = 1_000_000
 VIEWS = frozenset(
     {
@@ -38,14 +40,18 @@ VIEWS = frozenset(
 
 
 def read_again(graph: Graph, keep_gathered: Collection[str] | None) -> None:
-    """Tag what backward reads again. keep_gathered: as in recompute_parameter_all_gathers, or None to leave all gathered."""
+    """Tag what backward reads again.
+
+    keep_gathered: as in recompute_parameter_all_gathers, or None to leave all gathered.
+    """
     recompute_waits_for_inputs(graph)
     if keep_gathered is not None:
         recompute_parameter_all_gathers(graph, keep_gathered)
 
 
 def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str] = ()) -> int:
-    """Tag every parameter's all-gather, its preparation, its wait and its views, so that the partitioner recomputes them.
+    """Tag every parameter's all-gather, its preparation, its wait and its views, so that the
+    partitioner recomputes them.
 
     keep_gathered: FQNs of parameters to leave gathered. Returns the number of tagged all-gathers.
     """
@@ -59,9 +65,11 @@ def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str]
 
 
 def recompute_waits_for_inputs(graph: Graph) -> int:
-    """Tag the waits for inputs of the graph (distributed/arriving.py) in the same way, and return their number.
+    """Tag the waits for inputs of the graph (distributed/arriving.py) in the same way, and return
+    their number.
 
-    A wait returns its input, which the compiler does not know: it would use the memory of a saved result again in backward.
+    A wait returns its input, which the compiler does not know: it would use the memory of a saved
+    result again in backward.
     """
     waits = [
         node

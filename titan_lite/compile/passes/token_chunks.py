@@ -1,4 +1,5 @@
-"""Cut collectives of tensor parallelism and their matrix products into chunks of tokens: one travels while another is computed.
+"""Cut collectives of tensor parallelism and their matrix products into chunks of tokens: one
+travels while another is computed.
 
     before   y = wait(all_gather(x)) @ w
     after    a0 = all_gather(x[0]); a1 = all_gather(x[1]); y = cat(wait(a0) @ w, wait(a1) @ w)
@@ -6,10 +7,10 @@
     before   z = wait(reduce_scatter(x @ w))
     after    r0 = reduce_scatter(x[0] @ w); r1 = reduce_scatter(x[1] @ w); z = cat(wait(r0), wait(r1))
 
-Plain collectives, as in arXiv 2302.05442 (section 2.2) and unlike asynchronous tensor parallelism, which needs symmetric memory:
-Inductor does that, and `mark_fused` finds what it will fuse.
-Of the products that read gathered tokens, only the first is cut; it hides all chunks but the first. A product of fewer rows may
-round differently.
+Plain collectives, as in arXiv 2302.05442 (section 2.2) and unlike asynchronous tensor parallelism,
+which needs symmetric memory: Inductor does that, and `mark_fused` finds what it will fuse. Of the
+products that read gathered tokens, only the first is cut; it hides all chunks but the first. A
+product of fewer rows may round differently.
 """
 
 import operator
@@ -46,7 +47,10 @@ VIEWS = (
 
 
 class _Site(NamedTuple):
-    """A collective of tokens and its product. whole: the tokens of all ranks, (B, T, C), gathered or to be reduced."""
+    """A collective of tokens and its product.
+
+    whole: the tokens of all ranks, (B, T, C), gathered or to be reduced.
+    """
 
     collective: Node
     whole: Node
@@ -56,10 +60,11 @@ class _Site(NamedTuple):
 def choose_collectives(
     graph: Graph, chunks: int, machine: Machine | None = None, *, fused: bool = True
 ) -> list[int]:
-    """Return the numbers, among collectives of activations, of those to cut: directly before or behind a product.
+    """Return the numbers, among collectives of activations, of those to cut: directly before or
+    behind a product.
 
-    With a machine, only those that are then faster, as estimated. A collective that is hidden already gains nothing. All ranks
-    must use those of one.
+    With a machine, only those that are then faster, as estimated. A collective that is hidden
+    already gains nothing. All ranks must use those of one.
     """
     costs = costs_of(graph, machine, fused) if machine else {}
     chosen = []
@@ -97,10 +102,12 @@ def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[int]) -> int:
 
 
 def mark_fused(graph: Graph) -> int:
-    """Mark the collectives of activations that Inductor fuses with products (asynchronous tensor parallelism, arXiv 2410.06511,
-    section 3.4), so that `Machine.cost` prices them so. Return their number.
+    """Mark the collectives of activations that Inductor fuses with products (asynchronous tensor
+    parallelism, arXiv 2410.06511, section 3.4), so that `Machine.cost` prices them so. Return their
+    number.
 
-    Each product of gathered tokens is fused, unless its other factor depends on them. Products of which a sum is reduced are not.
+    Each product of gathered tokens is fused, unless its other factor depends on them. Products of
+    which a sum is reduced are not.
     """
     marked = 0
     for node in activation_collectives(graph):
@@ -130,8 +137,10 @@ def _site_of(node: Node) -> _Site | None:
 
 
 def _gathered(node: Node) -> _Site | None:
-    """Return the first product of the tokens that `node` gathers, if they are split by rank and joined along the sequence."""
-    (split, *others) = wait_of(node).users
+    """Return the first product of the tokens that `node` gathers, if they are split by rank and
+    joined along the sequence.
+    """
+    split, *others = wait_of(node).users
     if others or len(node.users) > 1 or split.target is not aten.split.Tensor:
         return None
     joined = {user for part in split.users for user in part.users}
@@ -157,7 +166,9 @@ def _products_of(tokens: Node) -> Iterator[Node]:
 
 
 def _reduced(node: Node) -> _Site | None:
-    """Return the product whose result `node` reduces, if it is split along the sequence and joined by rank."""
+    """Return the product whose result `node` reduces, if it is split along the sequence and joined
+    by rank.
+    """
     joined = node.all_input_nodes[0]
     if joined.target is not aten.cat.default or joined.args[1:] not in ((), (0,)):
         return None
@@ -177,8 +188,9 @@ def _reduced(node: Node) -> _Site | None:
 
 
 def _divides(product: Node, chunks: int) -> bool:
-    """Return False for a float8 product that has a scale for each row, or whose chunks have rows that it cannot have. Its second
-    factor is a transposed one."""
+    """Return False for a float8 product that has a scale for each row, or whose chunks have rows
+    that it cannot have. Its second factor is a transposed one.
+    """
     if product.target is aten.mm.default:
         return True
     if cast(Node, product.args[1]).target not in (aten.permute.default, aten.t.default):
@@ -196,7 +208,10 @@ def _is_in_order(joined: Node, split: Node) -> bool:
 
 
 class _Chunks(NamedTuple):
-    """The nodes of a site in chunks, which nothing uses yet. whole: None if the collective comes last."""
+    """The nodes of a site in chunks, which nothing uses yet.
+
+    whole: None if the collective comes last.
+    """
 
     site: _Site
     starts: list[Node]  # collectives
@@ -259,7 +274,8 @@ def _add_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
 
     base = None
     if product.target is aten._scaled_mm.default:
-        # Inductor would store a transposed factor that several products read by rows, which float8 products cannot read.
+        # Inductor would store a transposed factor that several products read by rows, which float8
+        # products cannot read.
         with graph.inserting_before(product):
             base = add_call(
                 graph, force_stride_order, right.all_input_nodes[0], right.meta["val"].t().stride()
@@ -315,7 +331,10 @@ def _replace(graph: Graph, site: _Site, chunks: _Chunks) -> None:
 
 
 def _join(graph: Graph, parts: Sequence[Node], layout: tuple[int, int, int], like: Node) -> Node:
-    """Join the chunks of all ranks along the sequence, in the shape of `like`. layout: ranks, sequences, tokens of a chunk."""
+    """Join the chunks of all ranks along the sequence, in the shape of `like`.
+
+    layout: ranks, sequences, tokens of a chunk.
+    """
     ranks, batch, size = layout
     by_rank = [
         add_call(graph, aten.view.default, part, [ranks, batch, 1, size, -1]) for part in parts

@@ -1,12 +1,14 @@
-"""Model PyTorch's CUDA caching allocator: the bytes that it reserves for a sequence of allocations and frees.
+"""Model PyTorch's CUDA caching allocator: the bytes that it reserves for a sequence of allocations
+and frees.
 
     allocator = CachingAllocator(device=80 * GIB, expandable=True)
     block = allocator.malloc(3 * MIB)
     allocator.free(block)
     allocator.reserved, allocator.most_reserved, allocator.most_allocated         # bytes
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.13, without `max_split_size_mb`); each docstring names the
-function there. The model has one stream. Memory that a communication stream holds is freed later by the caller (replay.py).
+The rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.13, without `max_split_size_mb`);
+each docstring names the function there. The model has one stream. Memory that a communication
+stream holds is freed later by the caller (replay.py).
 """
 
 from bisect import bisect_left, insort
@@ -42,7 +44,9 @@ class Block:
 
 @dataclass(slots=True)
 class Pool:
-    """Free blocks by size, then address (BlockComparatorSize), and blocks without memory by address."""
+    """Free blocks by size, then address (BlockComparatorSize), and blocks without memory by
+    address.
+    """
 
     small: bool
     free: list[tuple[int, int, Block]] = field(default_factory=list)
@@ -61,8 +65,10 @@ class Pool:
 class CachingAllocator:
     """The allocator of one device.
 
-    device: bytes of memory that segments may take; expandable: with `expandable_segments:True`. reserved, allocated: bytes now;
-    most_reserved, most_allocated: their peaks; segments: number of segments that cudaMalloc returned, or of expandable ones.
+    device: bytes of memory that segments may take; expandable: with `expandable_segments:True`.
+    reserved, allocated: bytes now;
+    most_reserved, most_allocated: their peaks; segments: number of segments that cudaMalloc
+    returned, or of expandable ones.
     """
 
     def __init__(self, device: int, expandable: bool = False):
@@ -76,7 +82,8 @@ class CachingAllocator:
     def malloc(self, nbytes: int) -> Block | None:
         """Return a block of at least `nbytes`; None for no bytes. Raises OutOfDeviceMemory.
 
-        `malloc`: a free block, else a new segment, else the same after all unused segments are given back.
+        `malloc`: a free block, else a new segment, else the same after all unused segments are
+        given back.
         """
         if not nbytes:
             return None
@@ -103,7 +110,10 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block | None) -> None:
-        """Return a block to its pool, joined with free neighbours. Its segment stays (`free_block`)."""
+        """Return a block to its pool, joined with free neighbours.
+
+        Its segment stays (`free_block`).
+        """
         if block is None:
             return
         self.allocated -= block.size
@@ -113,9 +123,11 @@ class CachingAllocator:
         pool.add(block)
 
     def _free_block(self, pool: Pool, size: int) -> Block | None:
-        """Take the smallest free block that is large enough, at the lowest address (`get_free_block`).
+        """Take the smallest free block that is large enough, at the lowest address
+        (`get_free_block`).
 
-        In an expandable segment the last block counts as large as it can grow, so that a larger block before it comes first.
+        In an expandable segment the last block counts as large as it can grow, so that a larger
+        block before it comes first.
         """
         place = bisect_left(pool.free, (size,))
         if place == len(pool.free):
@@ -128,7 +140,9 @@ class CachingAllocator:
         return pool.free.pop(place)[2]
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:
-        """Return a block of new memory, at least `size` bytes; None if the device is full (`alloc_block`)."""
+        """Return a block of new memory, at least `size` bytes; None if the device is full
+        (`alloc_block`).
+        """
         if self.expandable:
             return self._expand(pool, size)
         # get_allocation_size
@@ -182,7 +196,9 @@ class CachingAllocator:
         return True
 
     def _release_cached(self) -> None:
-        """Give back segments without a block in use, or the whole free granules of expandable ones (`release_cached_blocks`)."""
+        """Give back segments without a block in use, or the whole free granules of expandable ones
+        (`release_cached_blocks`).
+        """
         for pool in self.pools.values():
             for *_, block in list(pool.free):
                 if self.expandable:
@@ -193,7 +209,9 @@ class CachingAllocator:
                     self.segments -= 1
 
     def _unmap(self, pool: Pool, block: Block) -> None:
-        """Take the memory of a free block's whole granules; what is left on both sides stays free (`unmap_block`)."""
+        """Take the memory of a free block's whole granules; what is left on both sides stays free
+        (`unmap_block`).
+        """
         granule = _granule(pool)
         begin, end = _up(block.address, granule), (block.address + block.size) // granule * granule
         if begin >= end:
@@ -218,7 +236,9 @@ class CachingAllocator:
         self.most_reserved = max(self.most_reserved, self.reserved)
 
     def _addresses(self, nbytes: int) -> int:
-        """Return the start of a new range of addresses, which touches no other and suits every granule."""
+        """Return the start of a new range of addresses, which touches no other and suits every
+        granule.
+        """
         start = self._end
         self._end = _up(start + nbytes, LARGE_BUFFER) + LARGE_BUFFER
         return start
@@ -265,7 +285,9 @@ def _split(block: Block, size: int) -> None:
 
 
 def _merge(block: Block, pool: Pool) -> None:
-    """Join a block, which is in no pool, with neighbours that are not in use either (`try_merge_blocks`)."""
+    """Join a block, which is in no pool, with neighbours that are not in use either
+    (`try_merge_blocks`).
+    """
     before, after = block.previous, block.next
     if before is not None and not before.in_use and before.mapped == block.mapped:
         pool.remove(before)

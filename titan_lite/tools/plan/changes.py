@@ -1,4 +1,5 @@
-"""Make, plan, rank and show changes of a recipe: promising single changes, grids of values, and the layouts of a search.
+"""Make, plan, rank and show changes of a recipe: promising single changes, grids of values, and the
+layouts of a search.
 
 changes = candidates(layout, machine)                  # [{"activation_checkpoint.mode": "none"}, ...]
 changes = grid(["training.local_batch_size=1,2"])      # [{"training.local_batch_size": "1"}, ...]
@@ -24,7 +25,10 @@ CHECKPOINTING = ("none", "selective", "full")
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM while planning. rows: the plans until then, ranked; said: lines about them, for stdout."""
+    """Ctrl-C or SIGTERM while planning.
+
+    rows: the plans until then, ranked; said: lines about them, for stdout.
+    """
 
     def __init__(self, rows: "Sequence[Row]", wanted: int):
         self.rows, self.planned, self.wanted = (
@@ -37,7 +41,9 @@ class Stopped(KeyboardInterrupt):
 
 
 def candidates(layout: PlannedLayout, machine: Machine) -> list[Change]:
-    """Return single changes of the recipe that may help; some may be refused when they are laid out."""
+    """Return single changes of the recipe that may help; some may be refused when they are laid
+    out.
+    """
     config, degrees = layout.config, layout.degrees
     parallelism, compile = config.parallelism, config.compile
     found: list[Change] = [
@@ -81,14 +87,18 @@ def candidates(layout: PlannedLayout, machine: Machine) -> list[Change]:
 
 
 def grid(sweeps: Sequence[str]) -> list[Change]:
-    """Return all combinations of sweeps "section.key=value,value"; [] without sweeps. Raises ConfigError."""
+    """Return all combinations of sweeps "section.key=value,value"; [] without sweeps.
+
+    Raises ConfigError.
+    """
     axes: list[list[tuple[str, str]]] = []
     for sweep in sweeps:
         key, _, values = sweep.partition("=")
         words = [word.strip() for word in values.split(",") if word.strip()]
         if not key or not words:
             raise ConfigError(
-                f"--sweep {sweep}: use a key and values, such as parallelism.tensor_parallel_degree=1,2,4"
+                f"--sweep {sweep}: use a key and values, such as"
+                " parallelism.tensor_parallel_degree=1,2,4"
             )
         if key not in KEYS:
             raise ConfigError(f"--sweep {sweep}: unknown key {key}{nearest_key(key)}")
@@ -109,8 +119,8 @@ def plan_changes(
 ) -> list[Row]:
     """Return a row for each change, ranked.
 
-    lay_out: raises ConfigError if the changed recipe cannot run. name: describes a change. Raises ConfigError if the unchanged
-    recipe, which is the change {}, is wrong. Raises Stopped.
+    lay_out: raises ConfigError if the changed recipe cannot run. name: describes a change. Raises
+    ConfigError if the unchanged recipe, which is the change {}, is wrong. Raises Stopped.
     """
     layouts: list[tuple[Change, PlannedLayout]] = []
     rows: list[Row] = []
@@ -148,7 +158,9 @@ def _best_of(rows: Iterable[Row], name: Callable[[Change], str]) -> str:
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:
-    """Sort rows: plans that fit, by tokens per second; plans that do not fit; changes without a plan."""
+    """Sort rows: plans that fit, by tokens per second; plans that do not fit; changes without a
+    plan.
+    """
 
     def place(row: Row) -> tuple[int, float]:
         plan = row[1]
@@ -189,7 +201,10 @@ def table(rows: Sequence[Row], name: Callable[[Change], str] = words_of) -> list
 
 
 def best_changes(plan: Plan, rows: Sequence[Row]) -> list[str]:
-    """Return lines on the three changes that fit and give the most tokens per second. rows: ranked, with that of the plan."""
+    """Return lines on the three changes that fit and give the most tokens per second.
+
+    rows: ranked, with that of the plan.
+    """
     changed = [(change, other) for change, other in rows if change and isinstance(other, Plan)]
     fit = fitting(changed)
     base = plan.tokens_per_second(plan.steps[0])

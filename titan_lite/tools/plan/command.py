@@ -1,4 +1,5 @@
-"""Predict the cost of a recipe without a GPU: step time, tokens per second, memory, and exposed communication.
+"""Predict the cost of a recipe without a GPU: step time, tokens per second, memory, and exposed
+communication.
 
     python -m titan_lite plan train_configs/llama3_405b.toml
     python -m titan_lite plan train_configs/llama3_8b.toml --world-size 128 --hardware h200 --training.local_batch_size 1
@@ -9,9 +10,10 @@
     python -m titan_lite plan train_configs/llama3_8b.toml --picture plan.png --trace plan.json
     python -m titan_lite plan train_configs/llama3_8b.toml --compare outputs/llama3_8b      # beside a run that has ended
 
-The real model is parallelized, compiled and scheduled by the code that trains it, on fake tensors with a fake process group. A
-cost model of a machine (cost/machine.py) gives the time. Nothing runs, no weights are allocated, no tokenizer or data is
-read, and no GPU or network is needed. Exit code 0: planned, whether it fits or not (--json has "fits"); 2: an error.
+The real model is parallelized, compiled and scheduled by the code that trains it, on fake tensors
+with a fake process group. A cost model of a machine (cost/machine.py) gives the time. Nothing runs,
+no weights are allocated, no tokenizer or data is read, and no GPU or network is needed. Exit code
+0: planned, whether it fits or not (--json has "fits"); 2: an error.
 """
 
 import argparse
@@ -40,7 +42,9 @@ def main(arguments: Sequence[str]) -> None:
     )
     add(
         "--hardware",
-        help="a profile such as h100, or the path of a .toml file; default: compile.machine, or h100",
+        help=(
+            "a profile such as h100, or the path of a .toml file; default: compile.machine, or h100"
+        ),
     )
     add(
         "--tokens",
@@ -79,8 +83,9 @@ def main(arguments: Sequence[str]) -> None:
         help="also extend the plan to 512, 4,096, 16,384 and 100,000 ranks",
     )
     search = (
-        "find the fastest degrees, local batch size, checkpointing, schedule and bucketing for this number of ranks and tokens "
-        f"per step; PLANS: number of layouts to plan, of all that are estimated by formula (default {SEARCHED})"
+        "find the fastest degrees, local batch size, checkpointing, schedule and bucketing for"
+        " this number of ranks and tokens per step; PLANS: number of layouts to plan, of all that"
+        f" are estimated by formula (default {SEARCHED})"
     )
     either("--search", type=at_least_one, nargs="?", const=SEARCHED, metavar="PLANS", help=search)
     compare = "print step time, tokens per second and memory beside those of a run of this recipe"
@@ -128,7 +133,8 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
         folder = getattr(options, name).resolve().parent
         if not folder.is_dir():
             raise ConfigError(
-                f"--{name} {getattr(options, name)}: there is no folder {folder}; use one that exists"
+                f"--{name} {getattr(options, name)}: there is no folder {folder}; use one that"
+                " exists"
             )
     if not options.recipe:
         raise ConfigError("no recipe; use one such as train_configs/llama3_8b.toml")
@@ -164,7 +170,8 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
         if changed.float8.enable and "float8_e4m3fn" not in machine.tflops:
             wrong = f"float8.enable = true: {machine.name} has no peak of float8"
             raise ConfigError(
-                f"{wrong}; use --float8.no-enable, another machine, or tflops.float8_e4m3fn in its file"
+                f"{wrong}; use --float8.no-enable, another machine, or tflops.float8_e4m3fn in its"
+                " file"
             )
         if not machine.is_cpu:
             check_float8_results(changed)
@@ -222,7 +229,10 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
 
 
 def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
-    """Return the layout of a recipe on devices of `memory` bytes. Raises ConfigError if it cannot run or be planned."""
+    """Return the layout of a recipe on devices of `memory` bytes.
+
+    Raises ConfigError if it cannot run or be planned.
+    """
     from titan_lite.distributed.layout import make_layout
     from titan_lite.tools.plan.trace import PlannedLayout
 
@@ -231,7 +241,9 @@ def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
 
 
 def find_hardware(options: argparse.Namespace, config: Config) -> Any:
-    """Return the profile that the user names, in upper or lower case, or that of his file; by default H100."""
+    """Return the profile that the user names, in upper or lower case, or that of his file; by
+    default H100.
+    """
     from titan_lite.cost.profiles import PROFILES, load_machine
 
     name = options.hardware or config.compile.machine or "h100"
@@ -247,6 +259,7 @@ def world_size_of(recipe: Path) -> int:
     found = re.search(r"^# world_size: (\d+)$", recipe.read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
         raise ConfigError(
-            f"{recipe} has no line `# world_size: N`; use --world-size 8, or another number of ranks"
+            f"{recipe} has no line `# world_size: N`; use --world-size 8, or another number of"
+            " ranks"
         )
     return int(found[1])

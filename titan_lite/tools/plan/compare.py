@@ -34,7 +34,8 @@ NOT_PLANNED = (
 
 
 def read_windows(folder: Path, config: Config) -> list[Window]:
-    """Return the windows of steps that a run of `config` recorded, without the first one, which compiles.
+    """Return the windows of steps that a run of `config` recorded, without the first one, which
+    compiles.
 
     Raises ConfigError if the folder has no run, one of another recipe, or no window but the first.
     """
@@ -49,7 +50,8 @@ def read_windows(folder: Path, config: Config) -> list[Window]:
         is_planned = key.partition(".")[0] in PLANNED_SECTIONS and key not in NOT_PLANNED
         if is_planned and of_run[key] != value:
             raise ConfigError(
-                f"{written}: its run had {key} = {of_run[key]!r}, and this recipe has {value!r}; use the run's own, {recipe}"
+                f"{written}: its run had {key} = {of_run[key]!r}, and this recipe has {value!r};"
+                f" use the run's own, {recipe}"
             )
     try:
         read_rows(metrics)  # raises for a damaged file
@@ -59,7 +61,8 @@ def read_windows(folder: Path, config: Config) -> list[Window]:
 
 
 def after_ramp(windows: Sequence[Window], last: int, folder: Path) -> list[Window]:
-    """Return the windows that begin once step `last` is done, the last one of training.global_batch_ramp.
+    """Return the windows that begin once step `last` is done, the last one of
+    training.global_batch_ramp.
 
     Raises ConfigError if there are none.
     """
@@ -70,8 +73,8 @@ def after_ramp(windows: Sequence[Window], last: int, folder: Path) -> list[Windo
 def _not_empty(windows: list[Window], written: str, ramp: str = "") -> list[Window]:
     if not windows:
         raise ConfigError(
-            f"{written}: no step to compare: all were in the first window (metrics.log_freq) after the last start, in which "
-            f"code is compiled{ramp}; use a run with more steps"
+            f"{written}: no step to compare: all were in the first window (metrics.log_freq) after"
+            f" the last start, in which code is compiled{ramp}; use a run with more steps"
         )
     return windows
 
@@ -83,7 +86,10 @@ def ranks_of(windows: Sequence[Window]) -> int:
 
 
 def describe_comparison(plan: Plan, windows: Sequence[Window]) -> list[str]:
-    """Return a table of planned and measured figures. plan: with a step on the nominal, a slow and a fast machine."""
+    """Return a table of planned and measured figures.
+
+    plan: with a step on the nominal, a slow and a fast machine.
+    """
     stated, slow, fast = plan.steps
     layout = plan.layout
     measured_step = statistics.median(window.seconds / window.steps for window in windows)
@@ -92,15 +98,21 @@ def describe_comparison(plan: Plan, windows: Sequence[Window]) -> list[str]:
     steps = (stated.seconds, fast.seconds, slow.seconds)
     speeds = tuple(plan.tokens_per_second(step) for step in (stated, slow, fast))
     return [
-        f"{shape_words(layout.config.model)}, world size {layout.world_size}, planned on {plan.machine.name}",
+        (
+            f"{shape_words(layout.config.model)}, world size {layout.world_size}, planned on"
+            f" {plan.machine.name}"
+        ),
         "",
         f"{'':<20}{'planned':>10}{'80% range':>22}{'measured':>12}{'planned / measured':>20}",
         _row("step, s", "{:.3g}", steps, measured_step),
         _row("tokens/s per rank", "{:,.0f}", speeds, measured_speed),
         _row("memory, GiB", "{:.2f}", (plan.memory.reserved / GIB,), measured_memory),
         "",
-        f"measured: medians of {len(windows)} windows of metrics.log_freq steps; memory is the peak of the first rank, reserved "
-        "on a GPU, and resident with Python and torch on a CPU",
+        (
+            f"measured: medians of {len(windows)} windows of metrics.log_freq steps; memory is the"
+            " peak of the first rank, reserved on a GPU, and resident with Python and torch on"
+            " a CPU"
+        ),
     ]
 
 

@@ -1,4 +1,5 @@
-"""Compute the costs of a graph, and of a rank's parameters, as figures that are additive over graphs and linear in blocks.
+"""Compute the costs of a graph, and of a rank's parameters, as figures that are additive over
+graphs and linear in blocks.
 
 figures_of(graph, machine, fused=True, axes=axes_of(mesh))       # {"compute": 0.41, "exposed.tp": 0.08, "bytes.tp": 2.1e9, ...}
 round_figures(plans, machine, axes, under={})                    # the parameters' collectives once per step
@@ -93,9 +94,10 @@ def round_figures(
 ) -> Figures:
     """Return `gather.` and `reduce.` figures for the collectives of `gathered_for_step`, by bucket.
 
-    under: the seconds of `forward` and `backward` that they overlap with: the collectives of a block with the computation of the
-    block before it, a share by its parameters, which is slower meanwhile. Else empty: two buckets are in flight at once, so the
-    copies of one overlap the communication of the other: the longer of both counts.
+    under: the seconds of `forward` and `backward` that they overlap with: the collectives of a
+    block with the computation of the block before it, a share by its parameters, which is slower
+    meanwhile. Else empty: two buckets are in flight at once, so the copies of one overlap the
+    communication of the other: the longer of both counts.
     """
     result: Figures = {}
     last, shares = last_block(plan.fqn for plan in plans.values()), shares_of_blocks(plans)
@@ -141,7 +143,9 @@ def round_figures(
 
 
 def shares_of_blocks(plans: Plans) -> dict[str, float]:
-    """Return the share of each block in the computation of a forward or backward, by its parameters, in the order of reads."""
+    """Return the share of each block in the computation of a forward or backward, by its
+    parameters, in the order of reads.
+    """
     last, sizes = last_block(plan.fqn for plan in plans.values()), dict[str, int]()
     for plan in plans.values():
         block = block_of(plan.fqn, last)
@@ -152,8 +156,9 @@ def shares_of_blocks(plans: Plans) -> dict[str, float]:
 
 
 def copies_figures(plans: Plans, machine: Machine, axes: Axes, parallelism: Parallelism) -> Figures:
-    """Return `copies.` figures of sums over copies after backward (distributed/powersgd.py), which nothing hides: a collective of
-    all P, one of all Q and one of all other gradients, and the products, which read and write shards more than they compute.
+    """Return `copies.` figures of sums over copies after backward (distributed/powersgd.py), which
+    nothing hides: a collective of all P, one of all Q and one of all other gradients, and the
+    products, which read and write shards more than they compute.
     """
     figures: Figures = defaultdict(float)
     if parallelism.replicate_compression == "none":

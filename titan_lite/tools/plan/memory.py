@@ -1,11 +1,12 @@
-"""Compute a rank's memory: replay the allocations and frees of two steps through a model of CUDA's caching allocator.
+"""Compute a rank's memory: replay the allocations and frees of two steps through a model of CUDA's
+caching allocator.
 
 memory = memory_of(layout, stages, machine)               # stages: the tensors of each pipeline stage (tape.py)
 memory.reserved, memory.rows["activations"]               # bytes
 
-A step allocates as the trainer does: weights gathered for the step, then forward, loss and backward of each microbatch in the
-order of the schedule, then reduced gradients, and at the end of the first step the optimizer's state. The second step finds the
-gaps that the first one left.
+A step allocates as the trainer does: weights gathered for the step, then forward, loss and backward
+of each microbatch in the order of the schedule, then reduced gradients, and at the end of the first
+step the optimizer's state. The second step finds the gaps that the first one left.
 """
 
 from collections import Counter, defaultdict
@@ -26,12 +27,13 @@ Held = tuple[str, Block | None]  # part of the memory, block
 
 # Bytes of CUDA's context, with the kernels that it loads.
 CONTEXT = 0.5 * GIB
-# NCCL keeps a buffer for each protocol, channel and connection (src/include/device.h, defaultBuffSizes in src/init.cc): LL, LL128
-# and SIMPLE, for the neighbour in a ring. On 8 GPUs with NVSwitch it reports 24 channels.
+# NCCL keeps a buffer for each protocol, channel and connection (src/include/device.h,
+# defaultBuffSizes in src/init.cc): LL, LL128 and SIMPLE, for the neighbour in a ring. On 8 GPUs
+# with NVSwitch it reports 24 channels.
 CHANNELS = 24
 CHANNEL_BUFFERS = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB
-# A workspace of cuBLAS comes from the allocator, one for each thread that multiplies: forward's and backward's
-# (aten/src/ATen/cuda/CublasHandlePool.cpp).
+# A workspace of cuBLAS comes from the allocator, one for each thread that multiplies: forward's and
+# backward's (aten/src/ATen/cuda/CublasHandlePool.cpp).
 WORKSPACE, HOPPER_WORKSPACE, THREADS = 4096 * 2048 + 16 * 8192, 32 * MIB, 2
 WHOLES = "weights gathered for the step"
 ERRORS = "errors between copies"
@@ -64,7 +66,9 @@ class Memory:
 
 
 def memory_of(layout: PlannedLayout, stages: Sequence[Stage], machine: Machine) -> Memory:
-    """Return the memory of a layout on such a machine. What does not fit is replayed on a device without a limit.
+    """Return the memory of a layout on such a machine.
+
+    What does not fit is replayed on a device without a limit.
 
     Of ranks with alike stages, only the one with most microbatches in flight is replayed.
     """
@@ -90,7 +94,10 @@ def memory_of(layout: PlannedLayout, stages: Sequence[Stage], machine: Machine) 
 
 
 def outside_of_tensors(layout: PlannedLayout) -> float:
-    """Return the bytes that a rank has outside of the allocator. A communicator joins all ranks, or those along an axis."""
+    """Return the bytes that a rank has outside of the allocator.
+
+    A communicator joins all ranks, or those along an axis.
+    """
     communicators = (
         1 + sum(degree > 1 for degree in layout.degrees.values()) if layout.world_size > 1 else 0
     )
@@ -173,7 +180,8 @@ class Replay:
                 if any(weight.factors):  # an error, and Q
                     self.make(ERRORS, 4 * weight.held)
                     self.make(ERRORS, 4 * weight.factors[1])
-            # torch's stages receive each microbatch in a buffer of its own (distributed/pipelining/stage.py)
+            # torch's stages receive each microbatch in a buffer of its own
+            # (distributed/pipelining/stage.py)
             neighbours = (number > 0) + (number < len(self.layout.pipeline.modules) - 1)
             for _ in range(neighbours * self.layout.pipeline.microbatches):
                 self.make("received by the pipeline", stage.between)
@@ -198,7 +206,9 @@ class Replay:
                 self.end(held[~event])
 
     def add(self, number: int, gradient: int, held: Held) -> None:
-        """Keep a gradient of the first microbatch, and add later ones to it: full ones in the dtype that they are reduced in."""
+        """Keep a gradient of the first microbatch, and add later ones to it: full ones in the dtype
+        that they are reduced in.
+        """
         sums, tape = self.gradients[number], self.stages[number].tape
         summed = tape.elements[gradient] * self.summed
         if gradient not in sums and (
@@ -286,13 +296,18 @@ class Replay:
             self.end(self.wholes.pop())
 
     def compress(self) -> None:
-        """Make the errors of this step, which the update chooses or drops (distributed/powersgd.py)."""
+        """Make the errors of this step, which the update chooses or drops
+        (distributed/powersgd.py).
+        """
         for weight in self.weights:
             if any(weight.factors):
                 self.errors.append(self.make(ERRORS, 4 * weight.held))
 
     def update(self) -> None:
-        """Make the optimizer's state in the first step, and free the gradients. Norms and fused updates need no memory."""
+        """Make the optimizer's state in the first step, and free the gradients.
+
+        Norms and fused updates need no memory.
+        """
         while self.errors:
             self.end(self.errors.pop())
         self.now, config, own = (

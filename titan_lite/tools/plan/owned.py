@@ -1,4 +1,5 @@
-"""Price the whole matrices of an optimizer such as Muon: what owners compute, and how long matrices travel (optim/matrix_owners.py).
+"""Price the whole matrices of an optimizer such as Muon: what owners compute, and how long matrices
+travel (optim/matrix_owners.py).
 
 owned = owned_matrices(layout, machine)
 owned.computing, owned.waiting, owned.sent             # seconds, seconds, bytes of a rank
@@ -52,9 +53,11 @@ def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
 
 
 def all_to_all(machine: Machine, nbytes: float, ranks: Sequence[int]) -> tuple[float, float, float]:
-    """Return the seconds of an all-to-all, and the bytes that a rank sends within its node and to other nodes.
+    """Return the seconds of an all-to-all, and the bytes that a rank sends within its node and to
+    other nodes.
 
-    nbytes: those of a rank for all ranks, itself included. Unlike a ring, every rank has only its own network card.
+    nbytes: those of a rank for all ranks, itself included. Unlike a ring, every rank has only its
+    own network card.
     """
     if len(ranks) < 2:
         return 0.0, 0.0, 0.0

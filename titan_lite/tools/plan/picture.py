@@ -1,4 +1,5 @@
-"""Draw a plan: the step on all pipeline ranks, and below it one microbatch's graphs with a lane for each mesh axis.
+"""Draw a plan: the step on all pipeline ranks, and below it one microbatch's graphs with a lane for
+each mesh axis.
 
     draw_plan(plan, Path("plan.png"))
     write_plan_trace(plan, Path("plan.json"))          # for https://ui.perfetto.dev and chrome://tracing
@@ -45,7 +46,10 @@ STEP_COLORS = {
 
 
 def step_spans(plan: Plan) -> list[tuple[int, str, str, float, float]]:
-    """Return (pipeline rank, kind, name, start, seconds) of all parts of a step. kind: F, B, I, W or a key of ENDS."""
+    """Return (pipeline rank, kind, name, start, seconds) of all parts of a step.
+
+    kind: F, B, I, W or a key of ENDS.
+    """
     step, found = plan.steps[0], []
     for rank, ends in enumerate(step.ends):
         found.append((rank, "gather", ENDS["gather"], 0.0, ends["gather"]))
@@ -53,7 +57,10 @@ def step_spans(plan: Plan) -> list[tuple[int, str, str, float, float]]:
     for batch in range(plan.layout.accumulation):
         for rank, actions in step.run.actions.items():
             for kind, stage, microbatch, begin, end in actions:
-                name = f"{NAMES[kind]}, stage {stage}, microbatch {batch * plan.layout.pipeline.microbatches + microbatch}"
+                name = (
+                    f"{NAMES[kind]}, stage {stage}, microbatch"
+                    f" {batch * plan.layout.pipeline.microbatches + microbatch}"
+                )
                 found.append((rank, kind, name, start + begin, end - begin))
         start += step.run.seconds
     for rank, ends in enumerate(step.ends):
@@ -65,7 +72,9 @@ def step_spans(plan: Plan) -> list[tuple[int, str, str, float, float]]:
 
 
 def deepest(plan: Plan) -> tuple[str, Sequence[Timeline], list[str]]:
-    """Return a title, the timelines and the names of their lanes for the kind of stage with most blocks."""
+    """Return a title, the timelines and the names of their lanes for the kind of stage with most
+    blocks.
+    """
     kind = max(plan.timelines, key=lambda kind: plan.depths[kind][-1])
     beside = f" with {', '.join(kind)}" if kind else ""
     title = f"one microbatch: a traced stage of {plan.depths[kind][-1]} blocks{beside}"
@@ -110,7 +119,9 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
 
 def write_plan_trace(plan: Plan, path: Path) -> None:
-    """Write a Chrome trace: process 0 is the step, a thread per pipeline rank; process 1 the graphs, a thread per lane."""
+    """Write a Chrome trace: process 0 is the step, a thread per pipeline rank; process 1 the
+    graphs, a thread per lane.
+    """
     title, timelines, lanes = deepest(plan)
     ranks = [f"pipeline rank {rank}" for rank in range(plan.layout.degrees["pp"])]
     step: list[TraceSpan] = [(*span, {}) for span in step_spans(plan)]

@@ -1,15 +1,17 @@
 """Ratios of planned to published speed, which docs/benchmarks.md and every plan show.
 
-`python scripts/compare_published.py` plans the runs and reports ratios that have changed. Only runs of which all is published
-that a plan needs are here, except the number of a pipeline's microbatches; the script's table has what is missing of the others.
-Some had asynchronous tensor parallelism beside float8, which a run here refuses.
+`python scripts/compare_published.py` plans the runs and reports ratios that have changed. Only runs
+of which all is published that a plan needs are here, except the number of a pipeline's
+microbatches; the script's table has what is missing of the others. Some had asynchronous tensor
+parallelism beside float8, which a run here refuses.
 """
 
 from titan_lite.config import Compile
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.profiles import PROFILES
 
-# name in scripts/compare_published.py -> (compilation or float8, nominal planned tokens per second / published)
+# name in scripts/compare_published.py -> (compilation or float8, nominal planned tokens per second
+# / published)
 RATIOS = {
     "TorchTitan paper: 8B on 8, eager": ("eager", 0.89),
     "TorchTitan paper: 8B on 8, compiled": ("inductor", 0.99),
@@ -53,7 +55,9 @@ RATIOS = {
 
 
 def bias_of(compile: Compile, machine: Machine, float8: bool = False) -> str:
-    """Return the error of plans of published runs like these, in words; "" for a machine that is not a profile."""
+    """Return the error of plans of published runs like these, in words; "" for a machine that is
+    not a profile.
+    """
     way = "float8" if float8 else compile.backend if compile.compiles("model") else "eager"
     found = [ratio for how, ratio in RATIOS.values() if how == way]
     if PROFILES.get(machine.name) != machine or not found:

@@ -1,11 +1,13 @@
-"""Extend a plan to 512 up to 100,000 ranks: the step, the start, saves, and the goodput that failures leave.
+"""Extend a plan to 512 up to 100,000 ranks: the step, the start, saves, and the goodput that
+failures leave.
 
     print("\\n".join(describe_scale(plan)))                               # a table with a column for each number of ranks
     goodput(interval=600, blocked=2, again=300, mtbf=10_000)             # 0.938, the share of the time that ends in kept steps
     best_interval(blocked=2, mtbf=10_000)                                # 198.7 s
 
-All degrees but that of FSDP stay, as do the local batch and the number of local batches in a step (weak scaling). A figure is
-from the plan, published, or assumed; the table names those that are not from the plan.
+All degrees but that of FSDP stay, as do the local batch and the number of local batches in a step
+(weak scaling). A figure is from the plan, published, or assumed; the table names those that are not
+from the plan.
 
     step       the plan's, with longer rings for FSDP, fewer numbers to update and more owners, on the slowest of N ranks
     start      one rank's store serves all others; then compiling, and reading the parameters
@@ -39,9 +41,8 @@ STORAGE = (
     2e12 / 16_384
 )  # B/s of a GPU: 2 TB/s sustained (there, section 3.3.1), growing with the GPUs
 
-# Assumed.
-# Work of the first rank and of its store for one rank, when all meet: at the start, and in each save. An upper bound: 256
-# processes on two cores took that.
+# Assumed. Work of the first rank and of its store for one rank, when all meet: at the start, and in
+# each save. An upper bound: 256 processes on two cores took that.
 MEETING = 0.02  # s
 COMPILING = 60.0  # s, the same at any number of ranks
 HASHING = 0.5 * GB  # B/s of SHA-256 on a core
@@ -81,7 +82,9 @@ class Scale:
 
     @property
     def again(self) -> float:
-        """Return the time lost by a failure besides the steps since the last save, which began before it was on disk."""
+        """Return the time lost by a failure besides the steps since the last save, which began
+        before it was on disk.
+        """
         return self.noticing + self.start + (self.writing - self.blocked)
 
     @property
@@ -94,10 +97,12 @@ class Scale:
 
 
 def goodput(interval: float, blocked: float, again: float, mtbf: float) -> float:
-    """Return the share of the time that ends in kept steps, with failures at random moments (Daly, FGCS 22 (2006), equation 20).
+    """Return the share of the time that ends in kept steps, with failures at random moments (Daly,
+    FGCS 22 (2006), equation 20).
 
-    interval: seconds of training between two saves; blocked: seconds that a save takes from training; again: seconds from a
-    failure until the run is at the step that it resumes from; mtbf: mean seconds between failures of the whole run.
+    interval: seconds of training between two saves; blocked: seconds that a save takes from
+    training; again: seconds from a failure until the run is at the step that it resumes from; mtbf:
+    mean seconds between failures of the whole run.
     """
     failures = math.expm1(min((interval + blocked) / mtbf, 700))
     return interval * math.exp(-again / mtbf) / (mtbf * failures)
@@ -106,7 +111,8 @@ def goodput(interval: float, blocked: float, again: float, mtbf: float) -> float
 def best_interval(blocked: float, mtbf: float) -> float:
     """Return the seconds between two saves with the best goodput.
 
-    Young's sqrt(2 blocked mtbf) (CACM 17 (1974), page 530), as refined by Daly (FGCS 22 (2006), equation 37).
+    Young's sqrt(2 blocked mtbf) (CACM 17 (1974), page 530), as refined by Daly (FGCS 22 (2006),
+    equation 37).
     """
     if blocked >= 2 * mtbf:
         return mtbf
@@ -115,7 +121,10 @@ def best_interval(blocked: float, mtbf: float) -> float:
 
 
 def at_scale(layout: PlannedLayout, ranks: int) -> PlannedLayout:
-    """Return the layout with as many FSDP ranks as at most `ranks` ranks allow. Raises ConfigError if not even one does."""
+    """Return the layout with as many FSDP ranks as at most `ranks` ranks allow.
+
+    Raises ConfigError if not even one does.
+    """
     others = layout.world_size // layout.degrees["dp_shard"]
     if ranks < others:
         product = " x ".join(
@@ -131,16 +140,21 @@ def at_scale(layout: PlannedLayout, ranks: int) -> PlannedLayout:
 
 
 def check_scale(layout: PlannedLayout) -> None:
-    """Raise ConfigError if the recipe saves nothing, or needs more ranks besides those of FSDP than the table begins with."""
+    """Raise ConfigError if the recipe saves nothing, or needs more ranks besides those of FSDP than
+    the table begins with.
+    """
     if not layout.config.checkpoint.enable:
         raise ConfigError(
-            "checkpoint.enable = false: --scale weighs saves against failures; use --checkpoint.enable"
+            "checkpoint.enable = false: --scale weighs saves against failures; use"
+            " --checkpoint.enable"
         )
     at_scale(layout, RANKS[0])
 
 
 def step_seconds(plan: Plan, layout: PlannedLayout) -> float:
-    """Return the mean step of a plan with another number of FSDP ranks. What the longer rings add is not hidden.
+    """Return the mean step of a plan with another number of FSDP ranks.
+
+    What the longer rings add is not hidden.
 
     The sums of gradients over copies, and PowerSGD's products, stay those of the plan's shards.
     """
@@ -182,7 +196,8 @@ def scale_of(plan: Plan, ranks: int) -> Scale:
     optimizer = OF_MATRIX[config.optimizer.name]
     moments = 2 - (2 - optimizer.moments) * share_of_matrices(layout.shapes_of_rank)
     sharded = STORED * (1 + moments) * layout.parameters_of_rank / shards(layout)
-    # An owner's matrices and the error of each copy are saved once, and sharded tensors by one of the copies.
+    # An owner's matrices and the error of each copy are saved once, and sharded tensors by one of
+    # the copies.
     once = layout.owner_bytes(config) + error_bytes(config, layout)
     held = sharded + once
     saved = sharded / layout.degrees["dp_replicate"] + once
@@ -220,7 +235,10 @@ def describe_scale(plan: Plan) -> list[str]:
     mode = "waits for it" if config.checkpoint.async_mode == "disabled" else "waits for the copy"
     tokens = plan.layout.tokens // plan.layout.dp_degree
     return [
-        f"{shape_words(config.model)} on {plan.machine.name}, {tokens:,} tokens a step on each data-parallel rank",
+        (
+            f"{shape_words(config.model)} on {plan.machine.name}, {tokens:,} tokens a step on each"
+            " data-parallel rank"
+        ),
         "",
         row("ranks", *(f"{scale.ranks:,}" for scale in scales)),
         *rows(
@@ -263,8 +281,16 @@ def describe_scale(plan: Plan) -> list[str]:
         ),
         "",
         f"published: {MTBF / 3600:,.0f} hours between failures of a GPU (arXiv 2407.21783)",
-        f"published: {STORAGE / 1e6:.0f} MB/s of storage a GPU (the same); GPUs differ by {DEVIATION:.1%} (arXiv 2208.11035)",
-        f"assumed: {1e3 * MEETING:.0f} ms of meeting a rank, {COMPILING:.0f} s of compiling, SHA-256 at {HASHING / GB:g} GB/s, "
-        f"{HOST_COPY / GB:.0f} GB/s to the host",
-        f"assumed: a failure is noticed after comm.train_timeout_seconds = {config.comm.train_timeout_seconds}",
+        (
+            f"published: {STORAGE / 1e6:.0f} MB/s of storage a GPU (the same); GPUs differ by"
+            f" {DEVIATION:.1%} (arXiv 2208.11035)"
+        ),
+        (
+            f"assumed: {1e3 * MEETING:.0f} ms of meeting a rank, {COMPILING:.0f} s of compiling,"
+            f" SHA-256 at {HASHING / GB:g} GB/s, {HOST_COPY / GB:.0f} GB/s to the host"
+        ),
+        (
+            "assumed: a failure is noticed after comm.train_timeout_seconds ="
+            f" {config.comm.train_timeout_seconds}"
+        ),
     ]

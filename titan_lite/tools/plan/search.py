@@ -1,11 +1,13 @@
-"""Search for the fastest layout on a number of ranks: estimate all layouts by formula, and plan the best of them.
+"""Search for the fastest layout on a number of ranks: estimate all layouts by formula, and plan the
+best of them.
 
     changes = space(config, world_size, machine, sequences)        # [{"parallelism.tensor_parallel_degree": "8", ...}, ...]
     guess(layout, machine)                                         # rough seconds and bytes, in a millisecond
     why_lost(plan, best)                                           # "12% slower: waiting for tensor parallelism +0.31 s per step"
 
-The formulas only choose what is planned; their figures are not shown. Their bytes are a lower bound (states, and what is kept for
-backward, without temporary memory), so no layout that fits is excluded.
+The formulas only choose what is planned; their figures are not shown. Their bytes are a lower bound
+(states, and what is kept for backward, without temporary memory), so no layout that fits is
+excluded.
 """
 
 import itertools
@@ -47,7 +49,9 @@ def search(
     count: int,
     full: bool,
 ) -> list[str]:
-    """Return lines: the number of layouts, a ranked table, and why others are slower. count: number of layouts to plan.
+    """Return lines: the number of layouts, a ranked table, and why others are slower.
+
+    count: number of layouts to plan.
 
     Raises ConfigError, and Stopped with the lines of what was planned.
     """
@@ -74,9 +78,12 @@ def search(
             large += 1
     found.sort(key=lambda each: each[0])
     lines = [
-        f"{len(tried):,} layouts of {world_size} ranks with {sequences:,} sequences per step: {refused:,} cannot run, "
-        f"{large:,} cannot fit (parameters, optimizer and kept activations alone); of {len(found):,} the "
-        f"{min(count, len(found))} fastest by formula are planned, then the best one of them with other buckets",
+        (
+            f"{len(tried):,} layouts of {world_size} ranks with {sequences:,} sequences per step:"
+            f" {refused:,} cannot run, {large:,} cannot fit (parameters, optimizer and kept"
+            f" activations alone); of {len(found):,} the {min(count, len(found))} fastest by"
+            " formula are planned, then the best one of them with other buckets"
+        ),
         "",
     ]
     rows: list[Row] = []
@@ -121,7 +128,10 @@ def outcome(config: Config, rows: Sequence[Row]) -> list[str]:
 
 
 def lighter(plan: Plan, lay_out: Callable[[Change], PlannedLayout]) -> list[Change]:
-    """Return the least activation checkpointing that should fit, if less than the plan's. Formulas scale the planned memory."""
+    """Return the least activation checkpointing that should fit, if less than the plan's.
+
+    Formulas scale the planned memory.
+    """
     mode = plan.layout.config.activation_checkpoint.mode
     lower_bound = guess(plan.layout, plan.machine)[1]
     for less in CHECKPOINTING[: CHECKPOINTING.index(mode)] if mode in CHECKPOINTING else ():
@@ -135,7 +145,9 @@ def lighter(plan: Plan, lay_out: Callable[[Change], PlannedLayout]) -> list[Chan
 
 
 def other_buckets(change: Change, layout: PlannedLayout) -> list[Change]:
-    """Return other bucketings than the recipe's; none if weights are gathered once per step, with buckets of its own."""
+    """Return other bucketings than the recipe's; none if weights are gathered once per step, with
+    buckets of its own.
+    """
     if not layout.config.compile.compiles("model") or layout.gathers_once:
         return []
     return [
@@ -150,8 +162,10 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def space(config: Config, world_size: int, machine: Machine, sequences: int) -> Iterator[Change]:
-    """Yield combinations of degrees, local batch size, checkpointing, schedule and fsdp_communication at `sequences` per step,
-    with tensor parallelism inside a node. Some are refused when they are laid out."""
+    """Yield combinations of degrees, local batch size, checkpointing, schedule and
+    fsdp_communication at `sequences` per step, with tensor parallelism inside a node. Some are
+    refused when they are laid out.
+    """
     flavor, compression = shape_of(config.model), config.parallelism.replicate_compression
     contexts = {1, config.parallelism.context_parallel_degree}
     if config.training.seq_len >= LONG:
@@ -222,7 +236,9 @@ def differing(config: Config, change: Change) -> Change:
 
 
 def _local_batches(rows: int, pp: int) -> list[int]:
-    """Return local batch sizes for `rows` sequences per rank and step: small ones, and with a pipeline those that fill it."""
+    """Return local batch sizes for `rows` sequences per rank and step: small ones, and with a
+    pipeline those that fill it.
+    """
     if pp == 1:
         return [batch for batch in powers_of_two(min(rows, 8)) if rows % batch == 0]
     return [rows // part for part in (1, 2, 4) if rows % part == 0 and rows // part >= pp]
@@ -252,9 +268,11 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
         if mode == "selective" and not by_operator
         else 0.0
     )
-    # Inputs of products, which selective checkpointing recomputes: the results of two norms and of the feed-forward.
+    # Inputs of products, which selective checkpointing recomputes: the results of two norms and of
+    # the feed-forward.
     inputs = 0.0 if by_operator else 2 * model.dim + model.hidden_dim
-    # At least queries, keys, values, attention's result and its product, and both halves of the feed-forward.
+    # At least queries, keys, values, attention's result and its product, and both halves of the
+    # feed-forward.
     every = 0.5 if by_operator and option == "op/2" else 1.0
     of_block = every * (
         3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.hidden_dim
@@ -312,7 +330,9 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
 
 
 def why_lost(plan: Plan, best: Plan) -> str:
-    """Return why a plan is not the best one: its excess of memory, or the largest additional wait for the same tokens."""
+    """Return why a plan is not the best one: its excess of memory, or the largest additional wait
+    for the same tokens.
+    """
     if not plan.fits:
         largest = max(plan.memory.rows, key=lambda row: plan.memory.rows[row])
         return f"{(plan.memory.total - plan.capacity) / GIB:.1f} GiB too many, mostly {largest}"

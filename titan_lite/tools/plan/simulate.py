@@ -1,10 +1,11 @@
-"""Simulate an optimizer step from the figures of its pipeline stages: the time of each part, and all waits.
+"""Simulate an optimizer step from the figures of its pipeline stages: the time of each part, and
+all waits.
 
     step = simulate_step(layout, stages, machine)             # stages: the figures of each pipeline stage (costs.py)
     step.seconds, step.parts["exposed.tp"]
 
-A pipeline is simulated action by action in the order of its schedule, with the cost of each stage. On GPUs, a step takes as long
-as on the slowest of all ranks (`slowest_of`).
+A pipeline is simulated action by action in the order of its schedule, with the cost of each stage.
+On GPUs, a step takes as long as on the slowest of all ranks (`slowest_of`).
 """
 
 from collections import defaultdict
@@ -25,8 +26,8 @@ FORWARD, BACKWARD = ("forward", "loss_forward"), ("backward", "loss_backward")
 ROUND = ("gather", "reduce", "copies")
 UPDATE = ("optimizer", "owners", "exposed.owners")  # parts of a step after the gradients
 SMALL_SUMS = 3  # all-reduces of one number: tokens, gradient norm, loss
-# GPUs of one kind are 8% apart on average without outliers (arXiv 2208.11035), the whiskers of a box plot, which are at 2.7
-# standard deviations on either side of a normal distribution.
+# GPUs of one kind are 8% apart on average without outliers (arXiv 2208.11035), the whiskers of a
+# box plot, which are at 2.7 standard deviations on either side of a normal distribution.
 DEVIATION = 0.08 / 5.4
 
 
@@ -122,17 +123,21 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
 
 
 def slowest_of(ranks: int) -> float:
-    """Return the expected maximum of so many normal step times, relative to the mean (Blom, Statistical Estimates, 1958)."""
+    """Return the expected maximum of so many normal step times, relative to the mean (Blom,
+    Statistical Estimates, 1958).
+    """
     return (
         1 + DEVIATION * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 1.0
     )
 
 
 def updated_bytes(config: Config, matrices: float = 0.0) -> float:
-    """Return the bytes that clipping and the optimizer read and write per local parameter. matrices: their share of parameters.
+    """Return the bytes that clipping and the optimizer read and write per local parameter.
 
-    The norm reads gradients, clipping reads and writes them; AdamW reads parameter, gradient and both moments, and writes all
-    but the gradient.
+    matrices: their share of parameters.
+
+    The norm reads gradients, clipping reads and writes them; AdamW reads parameter, gradient and
+    both moments, and writes all but the gradient.
     """
     clipping, by_adamw = 3 * STORED, 7 * STORED
     kind = OF_MATRIX[config.optimizer.name]
@@ -155,7 +160,9 @@ def seconds_of(figures: Figures, graphs: Sequence[str]) -> float:
 
 
 def accumulate(layout: PlannedLayout, figures: Figures, machine: Machine) -> float:
-    """Return the seconds to add a microbatch's gradients to those before, for full weights or for shards."""
+    """Return the seconds to add a microbatch's gradients to those before, for full weights or for
+    shards.
+    """
     if layout.microbatches == 1:
         return 0.0
     computed, summed = itemsizes(layout.config.training)

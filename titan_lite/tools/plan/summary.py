@@ -4,9 +4,9 @@
     print("\\n".join(describe(plan)))
     print(as_json(plan))
 
-Speeds are ranges. The machine's peaks, links and memory come from its datasheet, but the efficiencies of real kernels are
-uncertain. So everything is simulated three times: nominal, and with all efficiencies at the slow and at the fast end of the
-uncertainty in cost/machine.py.
+Speeds are ranges. The machine's peaks, links and memory come from its datasheet, but the
+efficiencies of real kernels are uncertain. So everything is simulated three times: nominal, and
+with all efficiencies at the slow and at the fast end of the uncertainty in cost/machine.py.
 """
 
 import json
@@ -104,8 +104,10 @@ class Plan:
 
 
 def make_plan(layout: PlannedLayout, machines: Sequence[Machine], full: bool = False) -> Plan:
-    """Return the plan of a layout, with a step for each machine. full: trace every block. Raises ConfigError if it cannot be
-    planned."""
+    """Return the plan of a layout, with a step for each machine. full: trace every block.
+
+    Raises ConfigError if it cannot be planned.
+    """
     (plan,) = make_plans([layout], machines, full)
     if isinstance(plan, CompileError):
         raise ConfigError(str(plan)) from plan
@@ -117,7 +119,9 @@ def make_plans(
     machines: Sequence[Machine],
     full: bool,
 ) -> Iterator[Plan | CompileError]:
-    """Yield the plans of layouts of one world size, in order, with a step for each machine. Raises ConfigError.
+    """Yield the plans of layouts of one world size, in order, with a step for each machine.
+
+    Raises ConfigError.
 
     full: trace every block.
     """
@@ -138,8 +142,8 @@ def make_plans(
                 continue
             except BrokenExecutor:
                 raise ConfigError(
-                    "a tracing process was killed, perhaps because this machine is out of memory; use fewer layers with --full, "
-                    "or leave --full out"
+                    "a tracing process was killed, perhaps because this machine is out of memory;"
+                    " use fewer layers with --full, or leave --full out"
                 ) from None
             stages = [
                 [
@@ -173,8 +177,11 @@ def stages_of(layout: PlannedLayout, traced: Mapping[Kind, Mapping[int, Traced]]
 
 
 def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None) -> list[str]:
-    """Return the plan as lines of one screen. token_budget: tokens to give time and GPU-hours for; 0: those of training.steps.
-    lighter: the plan of the same recipe with less activation checkpointing."""
+    """Return the plan as lines of one screen.
+
+    token_budget: tokens to give time and GPU-hours for; 0: those of training.steps.
+    lighter: the plan of the same recipe with less activation checkpointing.
+    """
     layout, machine, memory = plan.layout, plan.machine, plan.memory
     config, (stated, slow, fast) = layout.config, plan.steps
     axes = (
@@ -196,13 +203,19 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     bias = bias_of(config.compile, machine, config.float8.enable)
     of_what = "" if token_budget else f" ({config.training.steps:,} steps)"
     lines = [
-        f"{shape_words(config.model)} on {layout.world_size} {machine.name} ({axes}); {compiled}, "
-        f"activation checkpointing {config.activation_checkpoint.mode}",
-        f"batch: {layout.rows:,} sequences of {layout.seq_len:,} tokens per step = {layout.tokens:,} "
-        f"tokens, {layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.sequences} per rank",
+        (
+            f"{shape_words(config.model)} on {layout.world_size} {machine.name} ({axes});"
+            f" {compiled}, activation checkpointing {config.activation_checkpoint.mode}"
+        ),
+        (
+            f"batch: {layout.rows:,} sequences of {layout.seq_len:,} tokens per step ="
+            f" {layout.tokens:,} tokens, {layout.microbatches}"
+            f" microbatch{'es' * (layout.microbatches > 1)} of {layout.sequences} per rank"
+        ),
         *(
             [
-                f"planned for the end of the ramp: {layout.ramp_in_words} (training.global_batch_ramp)"
+                f"planned for the end of the ramp: {layout.ramp_in_words}"
+                " (training.global_batch_ramp)"
             ]
             if layout.ramp
             else []
@@ -211,8 +224,11 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
         f"  step time        {fast.seconds:.3g} to {slow.seconds:.3g} s",
         f"  tokens/s per GPU {slow_to_fast(plan.tokens_per_second)}{bias and f'; {bias}'}",
         f"  TFLOP/s per GPU  {slow_to_fast(plan.model_flops, 1e-12)}",
-        f"  MFU              {slow_to_fast(plan.mfu, 100)}% ({slow_to_fast(plan.mfu_full_attention, 100)}% with attention "
-        f"counted as full), HFU {slow_to_fast(plan.hfu, 100)}%",
+        (
+            f"  MFU              {slow_to_fast(plan.mfu, 100)}%"
+            f" ({slow_to_fast(plan.mfu_full_attention, 100)}% with attention counted as full), HFU"
+            f" {slow_to_fast(plan.hfu, 100)}%"
+        ),
         f"  {budget:.3g} tokens{of_what}: {in_units(*takes)}, {gpu_hours} GPU-hours, without stops",
         "",
         "nominal breakdown of the step",
@@ -228,7 +244,8 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     for axis, nbytes in stated.sent.items():
         if nbytes:
             lines.append(
-                f"  {WORDS[axis]:<28} {nbytes / 1e9:12,.1f} {stated.across.get(axis, 0.0) / 1e9:16,.1f}"
+                f"  {WORDS[axis]:<28} {nbytes / 1e9:12,.1f}"
+                f" {stated.across.get(axis, 0.0) / 1e9:16,.1f}"
             )
 
     where = f" of pipeline rank {memory.rank}" if layout.degrees["pp"] > 1 else ""
@@ -242,7 +259,8 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     margin = (plan.capacity - memory.total) / GIB
     verdict = f"fits, {margin:.1f} free" if plan.fits else f"does not fit: {-margin:.1f} too many"
     lines.append(
-        f"  {'of ' + format(machine.memory, 'g') + ' on the device':<40} {memory.total / GIB:8.2f}  {verdict}"
+        f"  {'of ' + format(machine.memory, 'g') + ' on the device':<40} {memory.total / GIB:8.2f} "
+        f" {verdict}"
     )
     uncertain = ", ".join(
         f"{name.removesuffix('_efficiency')} {100 * share:.0f}%"
@@ -262,8 +280,10 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
         "",
         f"bottleneck: {what_binds(plan)}",
         *([spare(plan, lighter)] if lighter and plan.fits else ()),
-        f"ranges (80%): efficiencies of {uncertain}, {JOINT:g} of each; stages of {traced} blocks traced; no waiting for the "
-        f"loader{numbered}; planned in {plan.seconds:.0f} s",
+        (
+            f"ranges (80%): efficiencies of {uncertain}, {JOINT:g} of each; stages of {traced}"
+            f" blocks traced; no waiting for the loader{numbered}; planned in {plan.seconds:.0f} s"
+        ),
     ]
 
 
@@ -273,7 +293,10 @@ def spare(plan: Plan, lighter: Plan) -> str:
     saves = 100 * (1 - lighter.steps[0].seconds / plan.steps[0].seconds)
     why = f"would take {saves:.0f}% less time per step" if lighter.fits else "would not fit"
     left = (plan.capacity - plan.memory.total) / GIB
-    return f"free memory: {left:.1f} GiB; activation_checkpoint.mode = {mode} needs {needs:.1f} GiB in total, and {why}"
+    return (
+        f"free memory: {left:.1f} GiB; activation_checkpoint.mode = {mode} needs {needs:.1f} GiB in"
+        f" total, and {why}"
+    )
 
 
 def name_of(part: str) -> str:
@@ -294,14 +317,19 @@ def what_binds(plan: Plan) -> str:
     if share < 0.1:
         recomputed = 1 - plan.mfu(step) / plan.hfu(step)
         recomputes = f", {100 * recomputed:.0f}% of it recomputation" if recomputed > 0.05 else ""
-        return f"computation{recomputes}; the longest wait is {name_of(part)}, {100 * share:.0f}% of the step"
+        return (
+            f"computation{recomputes}; the longest wait is {name_of(part)}, {100 * share:.0f}% of"
+            " the step"
+        )
     axis = part.removeprefix("exposed.")
     between = ", between nodes" if step.across.get(axis) else ""
     return f"{name_of(part)}{between}: {100 * share:.0f}% of the step"
 
 
 def as_json(plan: Plan) -> str:
-    """Return the plan as JSON, in seconds, bytes and FLOP/s; ranges are {stated, slow, fast}, stated being nominal."""
+    """Return the plan as JSON, in seconds, bytes and FLOP/s; ranges are {stated, slow, fast},
+    stated being nominal.
+    """
     layout, memory = plan.layout, plan.memory
 
     def each(figure: Callable[[StepTimes], float]) -> dict[str, float]:

@@ -1,10 +1,12 @@
-"""List the allocations and frees of a microbatch in a pipeline stage, in the order of its scheduled graphs, at any depth.
+"""List the allocations and frees of a microbatch in a pipeline stage, in the order of its scheduled
+graphs, at any depth.
 
     lives = lives_of(graphs, blocks=4, period=1)                # {"forward": ScheduledGraph(...), ...}, of a stage of 4 blocks
     tape = tape_of(lives, n_layers=32, pipelined=False)         # blocks are alike: one in the middle is repeated
     tape.events["forward"]                                      # [0, 1, ~0, ...]: allocate 0, allocate 1, free 0
 
-A moment is twice a node's place in its graph for what the node allocates, and one more for what is freed after it.
+A moment is twice a node's place in its graph for what the node allocates, and one more for what is
+freed after it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +26,8 @@ class ScheduledGraph:
     graph: Graph
     fused: bool  # as in last_uses
     keeps_inputs: bool  # as in last_uses
-    at_once: bool  # each gradient is added up at once; else, the caller of a compiled backward gets all at its end
+    # each gradient is added up at once; else, the caller of a compiled backward gets all at its end
+    at_once: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,9 @@ class Life:
 
 @dataclass(frozen=True)
 class Section:
-    """The part of a graph between the attention of one block and the same place of a later one: (begin, end], in moments."""
+    """The part of a graph between the attention of one block and the same place of a later one:
+    (begin, end], in moments.
+    """
 
     begin: int
     end: int
@@ -64,7 +69,10 @@ class Lives:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter of a stage. The bucket numbers are those of gather_buckets and reduce_buckets (distributed/buckets.py)."""
+    """A parameter of a stage.
+
+    The bucket numbers are those of gather_buckets and reduce_buckets (distributed/buckets.py).
+    """
 
     held: int  # elements of this rank's shard
     whole: int  # elements when it is gathered
@@ -113,7 +121,10 @@ class Stage:
 
 
 def stage_of(tensors: Tensors, n_layers: int, pipelined: bool) -> Stage:
-    """Return a stage of `n_layers` blocks, as traced or with repeated blocks. pipelined: as in tape_of."""
+    """Return a stage of `n_layers` blocks, as traced or with repeated blocks.
+
+    pipelined: as in tape_of.
+    """
     weights = weights_at(tensors.weights, tensors.lives.blocks, n_layers)
     return Stage(
         tape_of(tensors.lives, n_layers, pipelined), weights, tensors.buffers, tensors.between
@@ -121,7 +132,10 @@ def stage_of(tensors: Tensors, n_layers: int, pipelined: bool) -> Stage:
 
 
 def lives_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int) -> Lives:
-    """Return the tensors that the graphs of a stage allocate. Results of one graph are inputs of a later one."""
+    """Return the tensors that the graphs of a stage allocate.
+
+    Results of one graph are inputs of a later one.
+    """
     found: list[Life] = []
     received: dict[str, list[int | None]] = {}  # number of the tensor of each input, by graph
     ends: dict[str, int] = {}
@@ -196,7 +210,9 @@ def _attention(nodes: Sequence[Node]) -> list[int]:
 def _sections(
     attention: Mapping[str, Sequence[int]], ends: Mapping[str, int], blocks: int, period: int
 ) -> dict[str, Section]:
-    """Return the sections that more blocks repeat, from the middle, since the first and the last blocks are not like others."""
+    """Return the sections that more blocks repeat, from the middle, since the first and the last
+    blocks are not like others.
+    """
     if blocks <= period or "backward" not in ends:
         return {}
     first = (blocks - period + 1) // 2  # the section begins at this block, counted from 1
@@ -217,7 +233,10 @@ def _sections(
 
 
 def tape_of(lives: Lives, n_layers: int, pipelined: bool) -> Tape:
-    """Return the tape of a stage of `n_layers` blocks. pipelined: torch's stages keep their output until backward is done."""
+    """Return the tape of a stage of `n_layers` blocks.
+
+    pipelined: torch's stages keep their output until backward is done.
+    """
     more = -(-(n_layers - lives.blocks) // lives.period)
     assert more == 0 or (more > 0 and lives.sections), "a stage of fewer blocks is traced itself"
     last = (
@@ -258,9 +277,11 @@ def _row(life: Life) -> str:
 
 
 def _repeated(life: Life, lives: Lives, more: int) -> Iterator[Life]:
-    """Yield a tensor as it is with `more` repetitions of the sections: one for each repetition of the section it is made in.
+    """Yield a tensor as it is with `more` repetitions of the sections: one for each repetition of
+    the section it is made in.
 
-    Backward goes through the blocks in the other direction. What lives until the end of a graph does so at any depth.
+    Backward goes through the blocks in the other direction. What lives until the end of a graph
+    does so at any depth.
     """
     (born_in, born), (died_in, died) = life.born, life.died
     made, ended = lives.sections.get(born_in), lives.sections.get(died_in)
@@ -296,7 +317,10 @@ def weights_at(weights: Sequence[Weight], blocks: int, n_layers: int) -> list[We
 
 
 def buckets_of(weights: Sequence[Weight], by: str) -> list[list[Weight]]:
-    """Return the weights that travel together, in the order of the first ones. by: "gathered_with" or "reduced_with"."""
+    """Return the weights that travel together, in the order of the first ones.
+
+    by: "gathered_with" or "reduced_with".
+    """
     found: dict[tuple[int, int], list[Weight]] = {}
     for weight in weights:
         found.setdefault((getattr(weight, by), weight.copy), []).append(weight)

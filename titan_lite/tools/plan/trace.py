@@ -1,13 +1,14 @@
-"""Trace the graphs of a pipeline stage with the real model and compile stage, on no hardware, and price them.
+"""Trace the graphs of a pipeline stage with the real model and compile stage, on no hardware, and
+price them.
 
     with start_tracing(layout.world_size) as processes:       # each is rank 0 of a fake world
         tasks = start_trace(processes, layout, machines, full=False, shared={})      # {modules beside blocks: {blocks: task}}
     figures_at(depths, n_layers=7, machine=0)                 # {"forward.compute": 0.41, "backward.exposed.tp": 0.08, ...}
 
-A stage is built as by the trainer, with fake tensors and a fake process group. The cost of a graph is the sum over its nodes.
-Figures are linear in the number of blocks, since blocks are equal: two depths are traced, and others are extrapolated. If
-blocks differ (`depths_to_trace`), every depth is traced. Rank 0 represents all ranks of its stage, since it has the largest of
-uneven shards.
+A stage is built as by the trainer, with fake tensors and a fake process group. The cost of a graph
+is the sum over its nodes. Figures are linear in the number of blocks, since blocks are equal: two
+depths are traced, and others are extrapolated. If blocks differ (`depths_to_trace`), every depth is
+traced. Rank 0 represents all ranks of its stage, since it has the largest of uneven shards.
 """
 
 import dataclasses
@@ -95,7 +96,9 @@ class Traced:
 
 
 def figures_at(depths: Mapping[int, Traced], n_layers: int, machine: int) -> Figures:
-    """Return the figures of a stage with `n_layers` blocks, traced or extrapolated from the two deepest ones."""
+    """Return the figures of a stage with `n_layers` blocks, traced or extrapolated from the two
+    deepest ones.
+    """
     if n_layers in depths:
         return dict(depths[n_layers].figures[machine])
     (low, at_low), (high, at_high) = (
@@ -154,8 +157,11 @@ def start_trace(
     full: bool,
     shared: dict[Any, Future[Traced]],
 ) -> dict[Kind, dict[int, Future[Traced]]]:
-    """Submit traces and return the tasks by kind of stage and number of blocks. full: trace every depth of the layout; shared:
-    tasks of earlier layouts, reused for equal stages."""
+    """Submit traces and return the tasks by kind of stage and number of blocks.
+
+    full: trace every depth of the layout; shared: tasks of earlier layouts, reused for equal
+    stages.
+    """
     wanted: dict[Kind, set[int]] = defaultdict(set)
     for modules in layout.pipeline.modules:
         wanted[kind_of_stage(modules)].add(layers_of(modules))
@@ -173,7 +179,9 @@ def start_trace(
 
 
 def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
-    """Return all that a stage's graphs depend on besides its modules: not the number or order of microbatches."""
+    """Return all that a stage's graphs depend on besides its modules: not the number or order of
+    microbatches.
+    """
     config = layout.config
     of_pipeline: dict[str, Any] = {
         name: field.default
@@ -373,7 +381,9 @@ def materialize_stage(layout: PlannedLayout, model: Transformer) -> None:
 
 
 def stage_inputs(layout: PlannedLayout, model: Transformer) -> tuple[Tensor, Tensor]:
-    """Return this rank's token ids of a microbatch, (B, T), and the input of a stage without the embedding, (B, T, C)."""
+    """Return this rank's token ids of a microbatch, (B, T), and the input of a stage without the
+    embedding, (B, T, C).
+    """
     tokens, tp = len(model.positions), layout.degrees["tp"]
     dtype = getattr(torch, layout.config.training.mixed_precision_param)
     ids = torch.zeros(layout.sequences, tokens, dtype=torch.long)
@@ -383,7 +393,9 @@ def stage_inputs(layout: PlannedLayout, model: Transformer) -> tuple[Tensor, Ten
 
 
 def documents_for(layout: PlannedLayout, ids: Tensor, machine: Machine) -> dict[str, Tensor]:
-    """Return a stage's arguments for the documents in `ids` on such a machine, with training.mask_documents."""
+    """Return a stage's arguments for the documents in `ids` on such a machine, with
+    training.mask_documents.
+    """
     if not layout.config.training.mask_documents:
         return {}
     dtype = getattr(torch, layout.config.training.mixed_precision_param)
@@ -396,7 +408,8 @@ def documents_for(layout: PlannedLayout, ids: Tensor, machine: Machine) -> dict[
 def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attend with context parallelism as on GPUs: by a causal operator of the same cost and shapes.
 
-    Its mask is aligned differently, but nothing is computed here. A mask of documents is handled as on all devices.
+    Its mask is aligned differently, but nothing is computed here. A mask of documents is handled as
+    on all devices.
     """
     if mask is not None:
         return attend_to_the_past(q, k, v, mask)
@@ -446,7 +459,8 @@ class _Priced(Schedule):
         )
         passes = without_passes(compile) if how == "eager" or component == "loss" else compile
         fused = how == "inductor"
-        # The caller of a graph of aot_eager keeps its inputs until it returns, and so does an eager autograd.Function.
+        # The caller of a graph of aot_eager keeps its inputs until it returns, and so does an eager
+        # autograd.Function.
         keeps = not how or (how == "eager" and component == "loss")
         return cls(
             passes,
@@ -474,8 +488,10 @@ class _Priced(Schedule):
 
 
 def as_in_eager_mode(graph: Graph) -> None:
-    """Bucket and reorder collectives as eager mode does after the first step (distributed/prefetch.py): a bucket is in flight once
-    the one before is copied out, and each collective of a reduction is waited for when the next of its kind starts."""
+    """Bucket and reorder collectives as eager mode does after the first step
+    (distributed/prefetch.py): a bucket is in flight once the one before is copied out, and each
+    collective of a reduction is waited for when the next of its kind starts.
+    """
     merge_waits(graph)
     merge(graph, by_block(graph))
     place = next(node for node in graph.nodes if node.op != "placeholder")

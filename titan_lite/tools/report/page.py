@@ -1,8 +1,11 @@
-"""Make one HTML page of one or several runs: curves, faults, buckets, recipes. Needs neither a network nor torch.
+"""Make one HTML page of one or several runs: curves, faults, buckets, recipes.
+
+Needs neither a network nor torch.
 
     python -m titan_lite report RUN_FOLDER [RUN_FOLDER ...] [--output FILE]
 
-RUN_FOLDER is a run's job.dump_folder; the page is written to report.html in the first one, or to FILE. It shows these files:
+RUN_FOLDER is a run's job.dump_folder; the page is written to report.html in the first one, or to
+FILE. It shows these files:
 
     metrics.jsonl    every curve; resumes                 events.jsonl     checkpoints, skipped steps, warnings, failures
     config.toml      the resolved recipe                  compile.json     buckets; timeline.json: their timeline
@@ -41,7 +44,10 @@ WORDS = {
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' names, with as many parents as needed to be unique. Raises RecordError for a repeated folder."""
+    """Return the folders' names, with as many parents as needed to be unique.
+
+    Raises RecordError for a repeated folder.
+    """
     parts = [folder.resolve().parts for folder in folders]
     for folder, own in zip(folders, parts, strict=True):
         if parts.count(own) > 1:
@@ -56,7 +62,9 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
 
 
 def thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Return about MOST_ROWS rows at most: the last one of each window, and those with extremes, so that no spike is lost."""
+    """Return about MOST_ROWS rows at most: the last one of each window, and those with extremes, so
+    that no spike is lost.
+    """
     if len(rows) <= MOST_ROWS:
         return rows
     width = math.ceil(len(rows) * 2 * len(EXTREMES) / MOST_ROWS)
@@ -111,15 +119,27 @@ def _round(value: Any) -> Any:
 def page(runs: Sequence[RunRecord]) -> str:
     parts = [
         f"<h1>{_text(', '.join(run.name for run in runs))}</h1>",
-        f'<div class="muted">titan_lite report, written {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}</div>',
+        (
+            '<div class="muted">titan_lite report, written'
+            f" {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}</div>"
+        ),
         *(
             f'<p class="note">{_text(run.name)}: {_text(note)}</p>'
             for run in runs
             for note in run.notes
         ),
-        f'<div class="cards">{"".join(_card(run, number) for number, run in enumerate(runs))}</div>',
-        "<noscript><p class='note'>The curves are drawn by a script, which is turned off here.</p></noscript>",
-        '<h2>Curves</h2><p class="muted">Point at one to read all of them; drag to look closer.</p>',
+        (
+            "<div"
+            f' class="cards">{"".join(_card(run, number) for number, run in enumerate(runs))}</div>'
+        ),
+        (
+            "<noscript><p class='note'>The curves are drawn by a script, which is turned off"
+            " here.</p></noscript>"
+        ),
+        (
+            '<h2>Curves</h2><p class="muted">Point at one to read all of them; drag to look'
+            " closer.</p>"
+        ),
         '<div id="bar"></div><div id="charts"></div>',
         _sources(runs),
         _events(runs),
@@ -155,17 +175,19 @@ def _card(run: RunRecord, number: int) -> str:
         "steps": f"{last['step']:,}" + (f" of {steps:,}" if type(steps) is int else ""),
         "tokens": _large(last["tokens"]),
         "loss": figure("loss", newest, "{:.4f}"),
-        "validation loss": figure("validation_loss", newest, "{:.4f}")
-        + (f" (best {min(validation):.4f})" if min(validation) < validation[-1] else ""),
+        "validation loss": (
+            figure("validation_loss", newest, "{:.4f}")
+            + (f" (best {min(validation):.4f})" if min(validation) < validation[-1] else "")
+        ),
         "tokens per second and device": figure("tps", statistics.median, "{:,.0f}"),
         "MFU": figure("mfu", statistics.median, "{:.1f}%"),
         "waiting for data": figure("data_wait", statistics.median, "{:.1f}%"),
         "peak memory": figure("memory_gib", max, "{:.2f} GiB"),
         "exposed (estimated)": exposed_share(run.receipts),
         "steps skipped": figure("skipped_steps", max, "{:,.0f}"),
-        "training time": f"{last['hours']:.2f} h"
-        if last["hours"] > 2
-        else f"{60 * last['hours']:.1f} min",
+        "training time": (
+            f"{last['hours']:.2f} h" if last["hours"] > 2 else f"{60 * last['hours']:.1f} min"
+        ),
         "started": starts[0][:16] if starts else "",
         "resumed": f"{resumed} time{'s' * (resumed > 1)}" if resumed else "",
     }
@@ -174,13 +196,15 @@ def _card(run: RunRecord, number: int) -> str:
     )
     return (
         f'<section class="card" style="--run: var(--c{number % 6})"><h3>{_text(run.name)}</h3>'
-        f'<div class="muted">{_text(run.recipe.get("job.description", ""))}</div><dl>{listed}</dl></section>'
+        "<div"
+        f' class="muted">{_text(run.recipe.get("job.description", ""))}</div><dl>{listed}</dl></section>'
     )
 
 
 def exposed_share(receipts: Iterable[Mapping[str, Any]]) -> str:
-    """Return the share of forward and backward, over all pipeline ranks, in which only communication runs (compile.json); "" if
-    there is no communication."""
+    """Return the share of forward and backward, over all pipeline ranks, in which only
+    communication runs (compile.json); "" if there is no communication.
+    """
     times = [r["timeline"] for r in receipts if r.get("timeline") and r.get("graph") != "inference"]
     exposed = sum(time.get("waited", time["exposed"]) for time in times)
     seconds, communication = (
@@ -253,17 +277,18 @@ def _buckets(runs: Sequence[RunRecord]) -> str:
         for place, timeline in enumerate(run.timelines):
             lanes = timeline["lanes"]
             parts.append(
-                f'<figure><p class="muted">{_text(timeline["title"])}, from above: {_text(", ".join(lanes))}</p>'
-                f'<svg id="timeline-{number}-{place}" height="{36 + 32 * len(lanes)}" role="img" '
-                f'aria-label="timeline of {_text(run.name)}, {_text(timeline["title"])}"></svg>'
-                '<figcaption class="readout"></figcaption></figure>'
+                f'<figure><p class="muted">{_text(timeline["title"])}, from above:'
+                f' {_text(", ".join(lanes))}</p><svg id="timeline-{number}-{place}"'
+                f' height="{36 + 32 * len(lanes)}" role="img" aria-label="timeline of'
+                f' {_text(run.name)}, {_text(timeline["title"])}"></svg><figcaption'
+                ' class="readout"></figcaption></figure>'
             )
         parts += map(_receipt, run.receipts)
     if not parts:
         return ""
     legend = (
-        '<p class="muted">Estimated for one pass: computation, and communication along each mesh axis; in red '
-        "communication without computation.</p>"
+        '<p class="muted">Estimated for one pass: computation, and communication along each mesh'
+        " axis; in red communication without computation.</p>"
     )
     return f"<h2>Buckets</h2>{legend if any(run.timelines for run in runs) else ''}{''.join(parts)}"
 
@@ -296,7 +321,9 @@ def _receipt(receipt: Mapping[str, Any]) -> str:
 
 
 def _recipes(runs: Sequence[RunRecord]) -> str:
-    """Return the table of keys in which runs differ, or in which a single run differs from the defaults, and that of all keys."""
+    """Return the table of keys in which runs differ, or in which a single run differs from the
+    defaults, and that of all keys.
+    """
     given = [run for run in runs if run.recipe]
     if not given:
         return ""

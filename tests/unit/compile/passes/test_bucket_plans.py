@@ -1,7 +1,10 @@
-"""Automatic wrapping: buckets grow by the rule and stop at its edge. A gather takes a second a byte."""
+"""Automatic wrapping: buckets grow by the rule and stop at its edge.
+
+A gather takes a second a byte.
+"""
 
 import pytest
-from hand import Hand, left, priced, two_ranks  # noqa: F401
+from handmade_graphs import Hand, left, priced
 
 from titan_lite.compile.passes.bucket_plans import by_block, greedy
 from titan_lite.compile.passes.bucketing import merge
@@ -21,7 +24,9 @@ def forward(*parameters):
 
 
 def backward(*parameters, gather=False):
-    """Each parameter (name, seconds to reduce, seconds of computation that makes its gradient); gathered before, on request."""
+    """Each parameter (name, seconds to reduce, seconds of computation that makes its gradient);
+    gathered before, on request.
+    """
     hand, results = Hand(), []
     inputs = [(hand.input(seconds // 4), hand.input(seconds // 8)) for _, seconds, _ in parameters]
     for (x, shard), (name, _, computes) in zip(inputs, parameters, strict=True):

@@ -1,8 +1,20 @@
-"""Buckets and overlap on small graphs made by hand: who is merged with whom, where it stands, and that no number changes."""
+"""Buckets and overlap on small graphs made by hand: who is merged with whom, where it stands, and
+that no number changes.
+"""
 
 import pytest
 import torch
-from hand import GATHER, RANKS, REDUCE, Hand, aten, collectives, collectives_of, count, left
+from handmade_graphs import (
+    GATHER,
+    RANKS,
+    REDUCE,
+    Hand,
+    aten,
+    collectives,
+    collectives_of,
+    count,
+    left,
+)
 
 from titan_lite.compile.passes.bucket_plans import by_block, by_names
 from titan_lite.compile.passes.bucketing import merge
@@ -212,7 +224,9 @@ def test_a_graph_without_collectives_stays(change):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_bytes_that_buckets_copy(fused):
-    """A cast is made in the bucket where there are kernels; a small weight is copied out by the kernel that reads it."""
+    """A cast is made in the bucket where there are kernels; a small weight is copied out by the
+    kernel that reads it.
+    """
     hand = Hand()
     x = hand.input(6, 6, dtype=torch.bfloat16)
     shards = [
@@ -232,7 +246,9 @@ def test_the_bytes_that_buckets_copy(fused):
 
 
 def test_a_plan_of_eager_mode_has_its_buckets_and_overlap():
-    """Of HSDP: the next bucket is in flight once one is copied out; each sum is waited for when the next of its kind starts."""
+    """Of HSDP: the next bucket is in flight once one is copied out; each sum is waited for when the
+    next of its kind starts.
+    """
     hand = two_layers()
     unchanged(hand, as_in_eager_mode)
     order = [

@@ -1,8 +1,10 @@
-"""Products that nothing waits for are computed while a collective of activations is in flight; numbers stay the same."""
+"""Products that nothing waits for are computed while a collective of activations is in flight;
+numbers stay the same.
+"""
 
 import pytest
 import torch
-from hand import GATHER, Hand, aten, collectives, priced, two_ranks  # noqa: F401
+from handmade_graphs import GATHER, Hand, aten, collectives, priced
 
 from titan_lite.compile.passes.defer_products import (
     RECENT,

@@ -1,4 +1,7 @@
-"""Pinning on CPUs: a small graph that Inductor would run in another order. Whole layouts, as code for GPUs: test_cuda_code.py."""
+"""Pinning on CPUs: a small graph that Inductor would run in another order.
+
+Whole layouts, as code for GPUs: test_cuda_code.py.
+"""
 
 import functools
 from unittest import mock
@@ -28,7 +31,9 @@ def group():
 
 
 def hidden_gather(group, first, second, x):
-    """The second gather starts before the first is waited for; what leads to it reads what is read after that wait, too."""
+    """The second gather starts before the first is waited for; what leads to it reads what is read
+    after that wait, too.
+    """
     one = collectives.all_gather_into_tensor(first, 2, group)
     two = collectives.all_gather_into_tensor(second * 2, 2, group)
     weight = collectives.wait_tensor(one)

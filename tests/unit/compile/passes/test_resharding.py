@@ -1,4 +1,6 @@
-"""Resharding after forward: what is tagged on a graph made by hand, and what the partitioner then saves for backward."""
+"""Resharding after forward: what is tagged on a graph made by hand, and what the partitioner then
+saves for backward.
+"""
 
 import pytest
 import torch
@@ -130,7 +132,9 @@ def test_inductors_cache_tells_apart_what_is_kept():
 
 
 def joint_graph(rows):
-    """Forward and backward of two layers y = x @ w.T, whose weights are gathered, cast and unpadded as SimpleFSDP does."""
+    """Forward and backward of two layers y = x @ w.T, whose weights are gathered, cast and unpadded
+    as SimpleFSDP does.
+    """
 
     def joint(primals, tangents):
         x, *shards = primals

@@ -1,11 +1,22 @@
-"""Tokens gathered or reduced in chunks around a product: the same numbers, and one chunk travels while another is computed."""
+"""Tokens gathered or reduced in chunks around a product: the same numbers, and one chunk travels
+while another is computed.
+"""
 
 import dataclasses
 import operator
 
 import pytest
 import torch
-from hand import GATHER, RANKS, REDUCE, Hand, aten, collectives, count, priced, two_ranks  # noqa: F401
+from handmade_graphs import (
+    GATHER,
+    RANKS,
+    REDUCE,
+    Hand,
+    aten,
+    collectives,
+    count,
+    priced,
+)
 from torch._inductor.lowering import lowerings
 
 from titan_lite.compile.passes.token_chunks import choose_collectives, cut_into_chunks, mark_fused

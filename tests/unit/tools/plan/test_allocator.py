@@ -161,7 +161,9 @@ def test_a_block_before_the_end_comes_first_even_if_it_is_larger():
 
 
 def test_gaps_that_need_a_segment_each_otherwise_are_filled_by_an_expandable_one():
-    """Ever larger requests, freed each time: fixed segments are too small for the next one, an expandable one is extended."""
+    """Ever larger requests, freed each time: fixed segments are too small for the next one, an
+    expandable one is extended.
+    """
     reserved = {}
     for expandable in (False, True):
         allocator = CachingAllocator(LARGE, expandable)
@@ -181,8 +183,9 @@ def test_a_full_device_gets_whole_granules_of_an_expandable_segment_back():
     allocator.free(blocks[1])
     for block in small[:20]:
         allocator.free(block)
-    # 41 MiB are free nowhere, and 3 granules more would be 158. Granule 1 and ten small ones go back: 58. Between the blocks in
-    # use there are 10 + 20 + 10 MiB, so the new block is at the end.
+    # 41 MiB are free nowhere, and 3 granules more would be 158. Granule 1 and ten small ones go
+    # back: 58. Between the blocks in use there are 10 + 20 + 10 MiB, so the new block is at the
+    # end.
     assert allocator.malloc(41 * MIB).address == 60 * MIB
     assert allocator.reserved == (60 - 20 + 38 - 20 + 60) * MIB
     with pytest.raises(OutOfDeviceMemory):

@@ -174,7 +174,10 @@ def test_memory_to_spare_is_said_with_what_it_buys():
     faster = dataclasses.replace(
         planned(0.9, memory=75.0), layout=dataclasses.replace(layout(), config=config)
     )
-    said = "free memory: 20.0 GiB; activation_checkpoint.mode = none needs 77.0 GiB in total, and would take 10% less time per step"
+    said = (
+        "free memory: 20.0 GiB; activation_checkpoint.mode = none needs 77.0 GiB in total, and"
+        " would take 10% less time per step"
+    )
     base = planned(1.0, memory=58.0)
     assert said in describe(base, lighter=faster)
     too_large = dataclasses.replace(faster, memory=planned(memory=90.0).memory)
@@ -201,7 +204,8 @@ def test_one_screen_says_ranges_memory_and_whether_it_fits():
     assert "does not fit: 12.0 too many" in text
     assert "1e+12 tokens: 39.7 to 53 days, 15,259 to 20,345 GPU-hours" in text
     assert re.search(
-        r"; plans of \d+ published runs \(inductor\) were [\d.]+ to [\d.]+ times as fast as the runs",
+        r"; plans of \d+ published runs \(inductor\) were [\d.]+ to [\d.]+ times as fast as the"
+        r" runs",
         text,
     )
     assert "ramp" not in text
@@ -219,8 +223,8 @@ def test_of_a_ramp_the_last_batch_is_priced_and_all_tokens_are_counted():
     batch = 2 * plan.layout.dp_degree
     assert f"batch: {4 * batch} sequences" in text
     assert (
-        f"planned for the end of the ramp: {batch} sequences until step 400 (training.global_batch_ramp)"
-        in text
+        f"planned for the end of the ramp: {batch} sequences until step 400"
+        " (training.global_batch_ramp)" in text
     )
     assert f"{8192 * batch * (400 + 4 * 600):.3g} tokens (1,000 steps)" in text
 

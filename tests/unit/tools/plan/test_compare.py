@@ -1,4 +1,6 @@
-"""A plan beside a run that has ended: the table, the number of ranks, and folders that cannot be compared."""
+"""A plan beside a run that has ended: the table, the number of ranks, and folders that cannot be
+compared.
+"""
 
 import json
 
@@ -89,7 +91,8 @@ def test_a_folder_without_steps_is_refused(run, lines, reason, capsys):
 def test_a_run_of_another_recipe_is_refused(run, capsys):
     assert main([str(DEBUG), *SHORT, "--training.local_batch_size=1", "--compare", str(run)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == (
-        f"error: --compare {run}: its run had training.local_batch_size = 2, and this recipe has 1; "
-        f"use the run's own, {run}/config.toml"
+    assert (
+        line
+        == f"error: --compare {run}: its run had training.local_batch_size = 2, and this recipe has"
+        f" 1; use the run's own, {run}/config.toml"
     )

@@ -1,4 +1,6 @@
-"""A rank's memory: what tensors of small graphs live for, a step of tapes by hand, blocks that are repeated."""
+"""A rank's memory: what tensors of small graphs live for, a step of tapes by hand, blocks that are
+repeated.
+"""
 
 import dataclasses
 from collections import Counter
@@ -66,7 +68,8 @@ def replayed(mine, stages, rank=0):
 
 def test_a_step_by_hand():
     found = memory_of(layout(), [stage()], CPU)
-    # The second step: weight 4, moments 2 x 4 and a step count, activation 100, working 30, gradient 4.
+    # The second step: weight 4, moments 2 x 4 and a step count, activation 100, working 30,
+    # gradient 4.
     assert mib(found.rows) == {
         "parameters": 4,
         "optimizer state": 8 + 512 / MIB,
@@ -75,8 +78,9 @@ def test_a_step_by_hand():
         "gradients": 4,
     }
     assert found.moment == "backward"
-    # Weight, activation and working memory take 134 MiB of 7 granules. The gradient of the first step follows them, and so do the
-    # moments: 4 + 4 + 4 of them. All else was freed before them, and serves the second step.
+    # Weight, activation and working memory take 134 MiB of 7 granules. The gradient of the first
+    # step follows them, and so do the moments: 4 + 4 + 4 of them. All else was freed before them,
+    # and serves the second step.
     assert found.reserved == 160 * MIB + 2 * MIB
     assert found.total == found.reserved + found.outside
 
@@ -176,7 +180,8 @@ def test_weights_and_gradients_of_a_step_are_held_whole():
         [2 * MIB, 2 * MIB, 100 * MIB], [MIB, MIB], ["gradients", "gradients", "working"], events
     )
     run = replayed(layout(accumulation=2, gathers_once=True), [Stage(tape, weights, 0, 0)])
-    # In backward of the second local batch: two weights in bfloat16, gradients of both in float32, and this batch's in bfloat16.
+    # In backward of the second local batch: two weights in bfloat16, gradients of both in float32,
+    # and this batch's in bfloat16.
     assert mib(run.rows) == {
         "parameters": 2,
         "optimizer state": 4 + 1024 / MIB,
@@ -276,7 +281,9 @@ def test_the_gradients_of_a_compiled_backward_are_there_until_its_end():
 
 
 def repeated_by_hand():
-    """Three blocks: forward makes one tensor a block, at moments 10, 20, 30, and backward frees them at 31, 21, 11."""
+    """Three blocks: forward makes one tensor a block, at moments 10, 20, 30, and backward frees
+    them at 31, 21, 11.
+    """
     kept = [
         Life(number, ("forward", 10 * number), ("backward", 41 - 10 * number))
         for number in (1, 2, 3)

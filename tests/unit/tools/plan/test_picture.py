@@ -1,4 +1,6 @@
-"""The drawing of a plan, from timelines by hand: the step on every pipeline rank, graphs with a lane for each axis."""
+"""The drawing of a plan, from timelines by hand: the step on every pipeline rank, graphs with a
+lane for each axis.
+"""
 
 import dataclasses
 import itertools

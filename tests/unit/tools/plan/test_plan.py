@@ -1,4 +1,6 @@
-"""The command: what is wrong is one sentence, and the shipped recipes fit the clusters they are for."""
+"""The command: what is wrong is one sentence, and the shipped recipes fit the clusters they are
+for.
+"""
 
 import contextlib
 import io
@@ -14,7 +16,7 @@ from titan_lite.tools.plan.command import lay_out, main, world_size_of
 from titan_lite.tools.plan.search import guess
 from titan_lite.tools.plan.summary import in_units
 
-RECIPES = Path(__file__).parents[3] / "train_configs"
+RECIPES = Path(__file__).parents[4] / "train_configs"
 EIGHT = str(RECIPES / "llama3_8b.toml")
 H100 = load_machine("H100")
 SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
@@ -142,7 +144,9 @@ def test_an_option_before_the_recipe_is_not_taken_for_the_recipe(capsys):
 
 
 def test_no_tokenizer_and_no_data_are_looked_at(capsys):
-    """The shipped tokenizer path has no file; a recipe of a mistake that comes later than it is found."""
+    """The shipped tokenizer path has no file; a recipe of a mistake that comes later than it is
+    found.
+    """
     assert world_size_of(find_recipe(Path("llama3_405b"))) == 512
     assert not Path(RECIPES / "../assets/tokenizer/llama3/tokenizer.model").exists()
     assert main([EIGHT, "--training.seq_len=200000"]) == 2
@@ -244,7 +248,9 @@ def test_the_recipe_of_8b_fits_its_cluster(eight):
     "recipe", [name for name in SHIPPED if name not in ("llama3_8b", "llama3_8b_float8")]
 )
 def test_other_shipped_recipes_fit_their_clusters(recipe):
-    """No plan has twice the bytes of the formula: the slow test below, which plans those of 8B, too."""
+    """No plan has twice the bytes of the formula: the slow test below, which plans those of 8B,
+    too.
+    """
     assert 2 * by_formula(recipe) < H100.memory * GIB
 
 

@@ -1,4 +1,6 @@
-"""The figures of published runs: those of the table in docs/benchmarks.md, and what a plan says of them."""
+"""The figures of published runs: those of the table in docs/benchmarks.md, and what a plan says of
+them.
+"""
 
 import re
 

@@ -21,7 +21,9 @@ from titan_lite.tools.plan.scale import (
 
 
 def planned(*settings, ranks=512, recipe="llama3_405b"):
-    """A plan of a step that was not traced: 20 s, of which 0.02 s are the optimizer's, with 14 GB sent by FSDP."""
+    """A plan of a step that was not traced: 20 s, of which 0.02 s are the optimizer's, with 14 GB
+    sent by FSDP.
+    """
     config = load_config(
         RECIPES / f"{recipe}.toml", ["--parallelism.no-enable_async_tensor_parallel", *settings]
     )
@@ -31,7 +33,8 @@ def planned(*settings, ranks=512, recipe="llama3_405b"):
 
 def test_goodput_by_hand():
     assert goodput(1000, 50, 300, 1e15) == pytest.approx(1000 / 1050)  # next to nothing fails
-    # 1,000 s and a mean of 10,000 s: exp(0.1) - 1 = 0.10517 failures a period, so 1,000 s take 1,051.7 s
+    # 1,000 s and a mean of 10,000 s: exp(0.1) - 1 = 0.10517 failures a period, so 1,000 s take
+    # 1,051.7 s
     assert goodput(1000, 0, 0, 10_000) == pytest.approx(1000 / 1051.7, rel=1e-4)
     # and if the run needs 1,000 s to be back, exp(0.1) = 1.10517 times as long
     assert goodput(1000, 0, 1000, 10_000) == pytest.approx(1000 / 1051.7 / 1.10517, rel=1e-4)
@@ -39,7 +42,8 @@ def test_goodput_by_hand():
 
 
 def test_the_best_interval_is_youngs_with_dalys_terms_and_no_other_is_better():
-    # sqrt(2 x 50 x 10,000) = 1,000; blocked / (2 mtbf) = 0.0025, whose root is 0.05: 1,000 x (1 + 0.05 / 3 + 0.0025 / 9) - 50
+    # sqrt(2 x 50 x 10,000) = 1,000; blocked / (2 mtbf) = 0.0025, whose root is 0.05: 1,000 x (1 +
+    # 0.05 / 3 + 0.0025 / 9) - 50
     assert best_interval(50, 10_000) == pytest.approx(966.94, abs=0.01)
     assert best_interval(30_000, 10_000) == 10_000
     best = goodput(best_interval(50, 10_000), 50, 300, 10_000)
@@ -47,7 +51,8 @@ def test_the_best_interval_is_youngs_with_dalys_terms_and_no_other_is_better():
 
 
 def test_the_slowest_of_many_ranks():
-    # The maximum of two standard normals is 1 / sqrt(pi) = 0.564 on average, and that of 1,000 is 3.24.
+    # The maximum of two standard normals is 1 / sqrt(pi) = 0.564 on average, and that of 1,000 is
+    # 3.24.
     assert (slowest_of(2) - 1) / scale.DEVIATION == pytest.approx(0.564, rel=0.05)
     assert (slowest_of(1000) - 1) / scale.DEVIATION == pytest.approx(3.24, rel=0.01)
     assert slowest_of(1) == 1

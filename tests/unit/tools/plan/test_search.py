@@ -16,7 +16,7 @@ from titan_lite.cost.machine import GIB
 from titan_lite.tools.plan.command import lay_out, main
 from titan_lite.tools.plan.search import differing, guess, label, outcome, space, why_lost
 
-RECIPES = Path(__file__).parents[3] / "train_configs"
+RECIPES = Path(__file__).parents[4] / "train_configs"
 SEVENTY = str(RECIPES / "llama3_70b.toml")
 
 

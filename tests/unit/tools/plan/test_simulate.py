@@ -1,4 +1,6 @@
-"""A step from figures by hand: the bubbles of the schedules against their formulas, shares that add up."""
+"""A step from figures by hand: the bubbles of the schedules against their formulas, shares that add
+up.
+"""
 
 import dataclasses
 

@@ -300,7 +300,8 @@ def test_a_loss_in_chunks_has_the_same_products_no_logits_and_sums_of_the_projec
 def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
     figures = traced["tp", 2]
     activations = 2 * TOKENS * MODEL.dim * 2  # bytes of (B, T, C) in bfloat16
-    # Of a block two all-gathers and two reduce-scatters; the embedding's reduce-scatter, the output's all-gather.
+    # Of a block two all-gathers and two reduce-scatters; the embedding's reduce-scatter, the
+    # output's all-gather.
     assert figures["forward.bytes.tp"] == (4 * 2 + 2) * activations / 2
     assert figures["forward.exposed.tp"] == pytest.approx(figures["forward.communication.tp"])
     assert not any("dp_shard" in key for key in figures if key.startswith(("forward", "backward")))

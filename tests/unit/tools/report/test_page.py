@@ -1,4 +1,6 @@
-"""The page of a run: what it reads, what it says where that is wrong, and that nothing in a recipe becomes a part of the page."""
+"""The page of a run: what it reads, what it says where that is wrong, and that nothing in a recipe
+becomes a part of the page.
+"""
 
 import html.parser
 import json
@@ -14,7 +16,7 @@ from titan_lite.metrics.run_files import RecordError, read_run
 from titan_lite.tools.report import page as report
 from titan_lite.tools.report.page import drawn, exposed_share, main, name_runs, page, thin
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 EVIL = "</script><script>alert('x')</script><img src=x onerror=alert(1)> {{data}} & \u2028"
 COLLECTIVE = {"kind": "all_gather", "fqns": ["a.weight", "b.weight"], "nbytes": 2**21, "ranks": 2}
 RECEIPT = {
@@ -471,7 +473,10 @@ def test_the_command_writes_to_the_first_folder_or_where_it_is_told(run, tmp_pat
 
 
 def test_no_torch_is_needed(run):
-    code = "import sys, titan_lite.tools.report.page as r; code = r.main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
+    code = (
+        "import sys, titan_lite.tools.report.page as r; code = r.main(sys.argv[1:]); sys.exit(code"
+        " or 'torch' in sys.modules)"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code, str(run())], cwd=ROOT, stdout=subprocess.DEVNULL

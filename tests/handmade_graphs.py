@@ -1,9 +1,10 @@
-"""Graphs made by hand: shards gathered, gradients reduced, computation of known length; and a run as if there were two ranks."""
+"""Graphs made by hand: shards gathered, gradients reduced, computation of known length; and a run
+as if there were two ranks.
+"""
 
 import operator
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
@@ -133,7 +134,9 @@ GATHER, REDUCE = (
 
 @dataclass(frozen=True)
 class Priced(Machine):
-    """A collective of two ranks takes `latency` and a second a byte, a computation what its node says."""
+    """A collective of two ranks takes `latency` and a second a byte, a computation what its node
+    says.
+    """
 
     def cost(self, node, fused=True):
         return super().cost(node, fused) if parameters_of(node) else node.meta.get("seconds", 0.0)
@@ -146,11 +149,7 @@ def priced(latency=0.0):
     )
 
 
-@pytest.fixture
-def two_ranks(monkeypatch):
-    """Groups need not exist."""
-    for module in (hardware, receipt, schedule, wrapping):
-        monkeypatch.setattr(module, "ranks_of", lambda node: (0, 1))
+PARTS_THAT_ASK_FOR_RANKS = (hardware, receipt, schedule, wrapping)
 
 
 def left(graph):
@@ -162,12 +161,15 @@ def left(graph):
 
 
 def places(graph):
-    """The order of things: "gather a", "wait gather a", "reduce a", "wait reduce a", and names of computations."""
+    """The order of things: "gather a", "wait gather a", "reduce a", "wait reduce a", and names of
+    computations.
+    """
     words, names = [], {}
     for node in graph.nodes:
         if parameters_of(node):
             names[node] = (
-                f"{kind_of(node).replace('all_', '').replace('_scatter', '')} {'+'.join(parameters_of(node))}"
+                f"{kind_of(node).replace('all_', '').replace('_scatter', '')}"
+                f" {'+'.join(parameters_of(node))}"
             )
             words.append(names[node])
         elif node.target is collectives.wait_tensor.default and start_of(node) in names:
