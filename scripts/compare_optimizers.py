@@ -17,14 +17,12 @@ AdamW, on as many tokens a step.
 """
 
 import argparse
-import functools
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,23 +30,12 @@ import torch.multiprocessing as mp
 from compare_precision import RECIPE, SMALL, run_alone
 from torch import nn
 
-from titan_lite.config import (
-    ActivationCheckpoint,
-    Float8,
-    Optimizer,
-    Parallelism,
-    Training,
-    load_config,
-)
+from titan_lite.config import Config, Model, Optimizer, Training
 from titan_lite.distributed.layout import make_layout
 from titan_lite.distributed.layout_checks import sent_between_copies
-from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh
-from titan_lite.distributed.parallelize import build_stages
-from titan_lite.distributed.pipeline_schedule import module_fqns
-from titan_lite.distributed.simple_fsdp import shard_of
+from titan_lite.distributed.parallelize import parallelize
 from titan_lite.metrics.run_files import read_metrics
-from titan_lite.models.llama3 import FLAVORS, Transformer
 from titan_lite.optim.build import build_optimizer
 from titan_lite.optim.state import is_matrix
 
@@ -150,18 +137,14 @@ def time_updates(rank: int, folder: str, rounds: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = build_mesh(dict(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=1), "cpu")
-    config = FLAVORS["debug"]
-    sections: dict[str, Any] = dict(
-        activation_checkpoint=ActivationCheckpoint(), float8=Float8(), loss=None
+    config = Config(
+        model=Model(flavor="debug"),
+        training=Training(seq_len=64, mixed_precision_param="float32"),
     )
-    sections |= dict(
-        parallelism=Parallelism(), training=Training(seq_len=64, mixed_precision_param="float32")
-    )
-    make_model = functools.partial(Transformer, config)
-    (model,) = build_stages(make_model, [module_fqns(config.n_layers)], mesh, **sections)
-    materialize(model, torch.device("cpu"))
-    model.init_weights(0, shard_of)
-    named = dict(model.named_parameters())
+    model = parallelize(config, make_layout(config, world_size=2), mesh)
+    model.materialize(torch.device("cpu"))
+    model.init_weights(seed=0)
+    named = model.parameters
     for parameter in named.values():
         parameter.grad = torch.randn_like(parameter)
     roots = dict(start_preconditioning_step=1)

@@ -48,7 +48,6 @@ from titan_lite.cost.collectives import aten, collectives, start_of
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.layout import make_layout
 from titan_lite.distributed.mesh import build_mesh
-from titan_lite.distributed.parallelize import compile_stages
 from titan_lite.tools.plan.trace import (
     PlannedLayout,
     build_stage,
@@ -133,7 +132,8 @@ def capture(
     layout = PlannedLayout(**vars(make_layout(config, world_size)), config=config)
     mesh = build_mesh(layout.degrees, "cpu")
     kind = kind_of_stage(layout.pipeline.modules[number])
-    model = build_stage(layout, mesh, kind, blocks)
+    schedule = Schedule(config.compile, load_machine("H100"), fused=True)
+    model = build_stage(layout, mesh, kind, blocks, schedule)
     graphs: dict[str, _Captured] = {}
     defaults = inductor_config.get_config_copy()
 
@@ -164,14 +164,6 @@ def capture(
         mock.patch.object(compiler_stage, "compile_fx_inner", keep),
     ):
         materialize_stage(layout, model)
-        compile_stages(
-            [model],
-            mesh,
-            compile=config.compile,
-            parallelism=config.parallelism,
-            activation_checkpoint=config.activation_checkpoint,
-            schedule=Schedule(config.compile, load_machine("H100"), fused=True),
-        )
         ids, between = stage_inputs(layout, model)
         given = ids if "tok_embeddings" in kind else between
         documents = documents_for(layout, ids, load_machine("H100"))

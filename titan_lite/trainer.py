@@ -11,7 +11,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.resume import git_revision
 from titan_lite.checkpoint.weights import load_initial
 from titan_lite.compile.compile import CompileError, compile_function
-from titan_lite.compile.report import CompileReport
 from titan_lite.config import Config, flatten, save_recipe
 from titan_lite.cost.measure import find_machine, peak_flops
 from titan_lite.data.bad_documents import BadDocumentsLog
@@ -38,7 +37,6 @@ from titan_lite.data.loader import (
 )
 from titan_lite.data.preflight import check_first_loss, preflight
 from titan_lite.distributed.layout import make_layout
-from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import (
     build_mesh,
     data_rank,
@@ -46,18 +44,11 @@ from titan_lite.distributed.mesh import (
     sum_of_losses,
     sum_over_tokens,
 )
-from titan_lite.distributed.parallelize import (
-    build_runner,
-    build_stages,
-    compile_stages,
-    gather_receipts,
-)
+from titan_lite.distributed.parallelize import gather_reports, parallelize
 from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.distributed.process_group import device_memory, init_device, init_process_group
-from titan_lite.distributed.simple_fsdp import refresh_scales, shard_of
-from titan_lite.distributed.step_gather import gathered_for_step
-from titan_lite.distributed.tensor_parallel import axis_of
+from titan_lite.distributed.simple_fsdp import shard_of
 from titan_lite.logging import events, logger
 from titan_lite.metrics.deferred import DeferredMetrics
 from titan_lite.metrics.end_lines import end_lines, show_receipts
@@ -67,8 +58,7 @@ from titan_lite.metrics.start_lines import start_lines
 from titan_lite.metrics.throughput import Throughput
 from titan_lite.metrics.writer import MetricsWriter, draw_loss, peak_memory_gib
 from titan_lite.models.attention import masks_by_kernel, use_kernel
-from titan_lite.models.chunked_loss import build_losses
-from titan_lite.models.llama3 import ModelConfig, Transformer, flops_per_token
+from titan_lite.models.llama3 import ModelConfig, flops_per_token
 from titan_lite.models.loss import counted
 from titan_lite.optim.build import (
     build_optimizer,
@@ -175,64 +165,18 @@ class Trainer:
 
     def build_model(self) -> None:
         """Build, compile, allocate and initialize this rank's stages, then build their optimizer."""
-        config, layout, plan = self.config, self.layout, self.layout.pipeline
-        sections: dict[str, Any] = dict(
-            parallelism=config.parallelism, activation_checkpoint=config.activation_checkpoint
-        )
-        modules = [
-            plan.modules[stage] for stage in plan.stages_of(self.mesh["pp"].get_local_rank())
-        ]
-        make_model = functools.partial(Transformer, layout.model)
-        tp, tokens = (
-            axis_of(self.mesh["tp"]),
-            (layout.sequences, layout.seq_len // layout.degrees["cp"]),
-        )
-        kinds: dict[str, Any] = dict(
-            by_sequence=bool(config.data.sources), in_graph=config.compile.compiles("model")
-        )
-        kinds |= dict(
-            chunk=layout.loss_chunk,
-            compile=functools.partial(compile_function, config=config.compile),
-        )
-        within, loss, out = build_losses(
-            tokens, (layout.model.vocab_size, tp.rank, tp.degree, tp.group), **kinds
-        )
-        parts: dict[str, Any] = dict(
-            training=config.training,
-            float8=config.float8,
-            loss=within,
-        )
-        parts |= dict(compiled=kinds["in_graph"])
-        self.stages = build_stages(make_model, modules, self.mesh, **parts, **sections)
-        sections |= dict(compile=config.compile, machine=self.machine, dump_folder=self.dump_folder)
-        self.receipts: list[CompileReport] = []  # filled at the first call of each stage
-        if config.compile.compiles("model"):
-            self.receipts = compile_stages(self.stages, self.mesh, **sections)
-        self.watchdog.enter(
-            "start", "init_timeout_seconds"
-        )  # sets the limits of new process groups, too
+        config = self.config
+        self.model = parallelize(config, self.layout, self.mesh, machine=self.machine)
+        self.receipts = self.model.compile_reports
+        # sets the limits of new process groups, too
+        self.watchdog.enter("start", "init_timeout_seconds")
         self.observe("model", self)
-        for model in self.stages:
-            materialize(model, self.device)
-            model.init_weights(config.debug.seed, shard_of)
-        self.parameters = {
-            fqn: parameter for model in self.stages for fqn, parameter in model.named_parameters()
-        }
-        self.between = PowerSGD(
-            self.stages, config.parallelism, config.debug.seed
-        )  # between copies
-        self.positions = torch.tensor(self.stages[0].positions, device=self.device)
-        self.runner = build_runner(
-            self.stages,
-            plan,
-            self.mesh,
-            config.parallelism,
-            loss,
-            tokens,
-            out,
-            self.dtype,
-            self.device,
-        )
+        self.model.materialize(self.device)
+        self.model.init_weights(config.debug.seed)
+        self.stages = self.model.stages
+        self.parameters = self.model.parameters
+        # between copies
+        self.between = PowerSGD(self.stages, config.parallelism, config.debug.seed)
         compile_update = None
         if config.compile.compiles("optimizer"):
             compile_update = functools.partial(
@@ -405,7 +349,7 @@ class Trainer:
         skip, limit = self.skipped.decide(ending[0], grad_norm)
         self.between.settle(skip)
         self.optimizer.step(skip)
-        refresh_scales(self.stages)
+        self.model.refresh_float8_scales()
         self.optimizer.zero_grad()
         figures = {"loss": ending[0], "grad_norm": grad_norm, "skip": skip, "limit": limit}
         self.readings.put(self.step, **figures, asked=ending[1], tokens=tokens)
@@ -428,14 +372,9 @@ class Trainer:
         part of it, a scalar.
         """
         total = torch.zeros((), device=self.device)
-        with ExitStack() as gathered:
-            for model in self.stages if self.layout.gathers_once else ():
-                gathered.enter_context(
-                    gathered_for_step(model, len(batches) * self.layout.pipeline.microbatches)
-                )
-            for batch in batches:
-                total += self.by_source.add(self.runner.forward_backward(*batch, tokens), tokens)
-                self.watchdog.beat()
+        for losses in self.model.forward_backward(batches, tokens):
+            total += self.by_source.add(losses, tokens)
+            self.watchdog.beat()
         return total
 
     def next_batch(self) -> DeviceBatch:
@@ -452,15 +391,17 @@ class Trainer:
         """
         input, label = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         documents = (
-            {"labels": label[:, self.positions]} if self.layout.loss_chunk else {}
+            {"labels": label[:, self.model.positions]} if self.layout.loss_chunk else {}
         )  # for the loss in the model
         if self.config.training.mask_documents:
-            documents["begins"] = document_begins(input, self.document_begin)[:, self.positions]
+            documents["begins"] = document_begins(input, self.document_begin)[
+                :, self.model.positions
+            ]
             if self.counts_documents:
                 documents["counts"] = document_counts(
                     batch[0], self.document_begin
                 )  # on the host, as the batch is
-        return input[:, self.positions], label[:, self.positions], documents
+        return input[:, self.model.positions], label[:, self.model.positions], documents
 
     def validate(self) -> None:
         """Log the loss on held-out documents.
@@ -474,7 +415,7 @@ class Trainer:
         )
         with self.throughput.exclude(), limit:
             figures = self.validation.figures(
-                self.runner.evaluate, self.to_device, self.begin_validation, self.stopping.ask
+                self.model.evaluate, self.to_device, self.begin_validation, self.stopping.ask
             )
         if figures is None:
             return
@@ -494,7 +435,7 @@ class Trainer:
 
     def end_compilation(self) -> None:
         """Log receipts and set the limit of training steps, once all graphs are compiled."""
-        self.receipts = gather_receipts(self.receipts, self.mesh)
+        self.receipts = gather_reports(self.receipts, self.mesh)
         if self.rank == 0:
             show_receipts(self.receipts, self.dump_folder)
         self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")
@@ -575,7 +516,7 @@ class Trainer:
             load_initial(path, self.layout.model, self.parameters, shard_of)
         else:
             self.load(step)
-        refresh_scales(self.stages)
+        self.model.refresh_float8_scales()
 
     def load(self, step: int) -> None:
         state, changes = accepted_state(self.checkpointer, step, self.described)

@@ -56,7 +56,7 @@ class Validation:
                 batch = to_device(next(self.loader))
                 labels = counted(batch[1])
                 self.by_source.read(self.loader.sources, labels)
-                sums[0] += self.by_source.add(evaluate(*batch))
+                sums[0] += self.by_source.add(evaluate(batch))
                 sums[1] += labels.sum()
             if stops():
                 return None

@@ -2,22 +2,26 @@
 collectives it took.
 """
 
-import functools
 from collections import Counter
 from contextlib import contextmanager
 
 import torch
 
 from titan_lite.compile.schedule import Schedule
-from titan_lite.config import ActivationCheckpoint, Compile, Float8, Parallelism, Training
-from titan_lite.distributed.materialize import materialize
+from titan_lite.config import (
+    ActivationCheckpoint,
+    Compile,
+    Config,
+    Float8,
+    Parallelism,
+    Training,
+)
+from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_tokens
-from titan_lite.distributed.parallelize import build_stages, compile_stages
-from titan_lite.distributed.pipeline_schedule import module_fqns
-from titan_lite.distributed.simple_fsdp import refresh_scales, shard_of
+from titan_lite.distributed.parallelize import parallelize
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule, module_fqns
 from titan_lite.distributed.stage_ranks import stage_peers
 from titan_lite.distributed.tensor_parallel import axis_of
-from titan_lite.models.chunked_loss import build_chunked_loss
 from titan_lite.models.llama3 import Transformer
 from titan_lite.models.loss import build_loss, cross_entropy_sum
 
@@ -67,44 +71,42 @@ def build(
     chunk: tokens whose loss is computed at a time; powersgd: columns of factors between copies,
     whose sums are left out.
     """
-    tp = axis_of(mesh["tp"])
     between = dict(replicate_compression="powersgd", replicate_rank=powersgd) if powersgd else {}
-    parallelism = Parallelism(
-        fsdp_reshard_after_forward="default" if reshard else "never",
-        fsdp_keep_gathered=keep,
-        **between,
-    )
-    checkpoint = ActivationCheckpoint(mode=checkpointing, memory_budget=0.3)
-    (model,) = build_stages(
-        functools.partial(Transformer, config),
-        [module_fqns(config.n_layers)],
-        mesh,
+    recipe = Config(
         training=Training(
             seq_len=config.max_seq_len,
             mixed_precision_param=str(param).removeprefix("torch."),
             mixed_precision_reduce="float32",
         ),
-        parallelism=parallelism,
-        activation_checkpoint=checkpoint,
-        float8=float8 or Float8(),
-        loss=(
-            build_chunked_loss(config.vocab_size, tp.rank, tp.degree, tp.group, chunk=chunk)
-            if chunk
-            else None
+        parallelism=Parallelism(
+            fsdp_reshard_after_forward="default" if reshard else "never",
+            fsdp_keep_gathered=keep,
+            **between,
         ),
-        compiled=bool(compiled),
+        activation_checkpoint=ActivationCheckpoint(mode=checkpointing, memory_budget=0.3),
+        float8=float8 or Float8(),
+        compile=Compile(enable=bool(compiled), backend=compiled or "inductor", bucketing=bucketing),
     )
+    layout = Layout(
+        model=config,
+        degrees={axis: mesh[axis].size() for axis in mesh.mesh_dim_names},
+        pipeline=PipelineSchedule((tuple(module_fqns(config.n_layers)),), (0,), 1),
+        local_batch_size=1,
+        accumulation=1,
+        gathers_once=False,
+        loss_chunk=chunk,
+    )
+    schedule = None
     if compiled:
         torch._dynamo.reset()
-        stage = Compile(enable=True, backend=compiled, bucketing=bucketing)
-        schedule = Schedule(stage, machine, fused=compiled == "inductor", peers=stage_peers(mesh))
+        fused = compiled == "inductor"
+        schedule = Schedule(recipe.compile, machine, fused=fused, peers=stage_peers(mesh))
         schedule.receipts = [] if receipts is None else receipts
-        rest = dict(compile=stage, parallelism=parallelism, activation_checkpoint=checkpoint)
-        compile_stages([model], mesh, schedule=schedule, **rest)
-    materialize(model, torch.device("cpu"))
-    model.init_weights(0, shard_of)
-    refresh_scales([model])
-    return model
+    model = parallelize(recipe, layout, mesh, schedule=schedule)
+    model.materialize(torch.device("cpu"))
+    model.init_weights(seed=0)
+    model.refresh_float8_scales()
+    return model.stages[0]
 
 
 def my_microbatches(mesh, tokens, labels, count=1):

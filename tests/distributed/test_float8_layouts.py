@@ -10,7 +10,6 @@ import math
 from contextlib import ExitStack
 from unittest import mock
 
-import parity
 import pytest
 import torch
 from parity import batch, build, gradients, make_mesh, my_microbatches, step
@@ -19,7 +18,7 @@ from ranks import run_ranks
 from titan_lite.config import Float8
 from titan_lite.cost.profiles import PROFILES
 from titan_lite.distributed import float8_scales as scales
-from titan_lite.distributed import tensor_parallel
+from titan_lite.distributed import parallelize, tensor_parallel
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.simple_fsdp import model_of, refresh_scales
 from titan_lite.distributed.step_gather import gathered_for_step
@@ -301,12 +300,10 @@ def token_gathers():
         found.append((x.dtype, x.nbytes))
         return gather(x, axis)
 
-    stages = parity.build_stages
-    as_compiled = mock.patch.object(
-        parity, "build_stages", lambda *args, **kwargs: stages(*args, **kwargs | {"compiled": True})
-    )
-    with as_compiled, mock.patch.object(tensor_parallel, "_all_gather", noted):
-        in_bytes = trained(mesh, dict(float8=CAST, param=torch.bfloat16))
+    # as a model is built that will be compiled, which this one is not
+    not_compiled = mock.patch.object(parallelize, "compile_stages")
+    with not_compiled, mock.patch.object(tensor_parallel, "_all_gather", noted):
+        in_bytes = trained(mesh, dict(float8=CAST, param=torch.bfloat16, compiled="aot_eager"))
     wide = trained(mesh, dict(float8=CAST, param=torch.bfloat16))
     return found, in_bytes[0] == wide[0] and all(
         torch.equal(wide[1][fqn], each) for fqn, each in in_bytes[1].items()

@@ -65,6 +65,7 @@ class Schedule:
     )
     must_merge: bool = True  # raise if bucketing is enabled and merges nothing
     receipts: list[CompileReport] = field(default_factory=list)
+    priced_as: str = ""  # for graphs that are priced and not run: as in `compile_model`
 
     @contextmanager
     def compiling(self, module: GraphModule, name: str) -> Iterator[None]:

@@ -1,32 +1,27 @@
-"""Build a rank's pipeline stages: parallelize, checkpoint, shard, compile.
+"""Build this rank's part of the model: split, parallelize, checkpoint, shard, compile.
 
-For the trainer, the planner, tests and benchmarks.
+    model = parallelize(config, layout, mesh, machine=machine)      # on the meta device
+    model.materialize(device)
+    model.init_weights(seed=0)
+    for losses in model.forward_backward(batches, tokens): ...      # one local batch after the other
 
-    stages = build_stages(functools.partial(Transformer, layout.model), modules, mesh, ...)     # on the meta device
-    compile_stages(stages, mesh, ...)
-    for model in stages:
-        materialize(model, device)
-        model.init_weights(seed, shard_of)
-
-The order matters. Context and tensor parallelism decide which tokens and weights a rank has.
-Checkpointing comes before SimpleFSDP, so that recomputing a block gathers its weights again. The
-compiler comes last, to see all collectives.
+The trainer, the planner, `verify` and the parity tests all call this.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite.compile.compile import compile_model
+from titan_lite.compile.compile import compile_function, compile_model
 from titan_lite.compile.report import CompileReport
 from titan_lite.compile.schedule import Schedule
-from titan_lite.config import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titan_lite.config import Config, Parallelism
 from titan_lite.cost.machine import Machine
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.axes import axes_of, by_axis
@@ -37,184 +32,258 @@ from titan_lite.distributed.context_parallel import (
     own_positions,
 )
 from titan_lite.distributed.degrees import AXES
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.pipeline import Pipeline, SingleStage, keep_modules
-from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.process_group import gather_objects
-from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
+from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, refresh_scales, shard_of
 from titan_lite.distributed.stage_ranks import stage_peers
-from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
+from titan_lite.distributed.step_gather import gathered_for_step
+from titan_lite.distributed.tensor_parallel import apply_tensor_parallel, axis_of
+from titan_lite.models.chunked_loss import build_losses
 from titan_lite.models.float8 import apply_float8
+from titan_lite.models.llama3 import Transformer
 
-Model = TypeVar("Model", bound=nn.Module)
+# (input, label, keyword arguments of the model beside tokens), on the device: (B, t) each
+DeviceBatch = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
-def build_stages(
-    make_model: Callable[[Sequence[int]], Model],
-    modules: Sequence[Sequence[str]],
+@dataclass
+class StageLoss:
+    """The loss of a model, and what its last stage returns."""
+
+    # (hidden, weight, labels) -> summed loss, computed within the last stage; None: outside of it
+    within_stage: Callable[..., Tensor] | None
+    of_output: Callable[[Tensor, Tensor], Tensor]  # (output of the last stage, labels) -> loss
+    output_shape: tuple[int, ...]  # of a microbatch: logits (B, t, v), or losses () or (B,)
+
+
+@dataclass
+class ParallelModel:
+    """This rank's pipeline stages, and how a batch goes through them."""
+
+    stages: list[Transformer]
+    loss: StageLoss
+    config: Config
+    layout: Layout
+    mesh: DeviceMesh
+    # one for each graph, filled when it is compiled at a stage's first call
+    compile_reports: list[CompileReport] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters by FQN, over all stages."""
+        return {
+            fqn: parameter for stage in self.stages for fqn, parameter in stage.named_parameters()
+        }
+
+    def materialize(self, device: torch.device) -> None:
+        """Allocate this rank's shards, uninitialized, and connect its stages to other ranks'."""
+        for stage in self.stages:
+            materialize(stage, device)
+        self.positions = torch.tensor(self.stages[0].positions, device=device)
+        self.runner = build_runner(self, device)
+
+    def init_weights(self, seed: int) -> None:
+        """Initialize parameters and buffers; values depend on seed and FQN, not on the layout."""
+        for stage in self.stages:
+            stage.init_weights(seed, shard_of)
+
+    def refresh_float8_scales(self) -> None:
+        """Compute the scales of weights that are gathered in float8, after the weights changed."""
+        refresh_scales(self.stages)
+
+    def own_tokens(self, tensor: Tensor) -> Tensor:
+        """Select this rank's tokens of every sequence: (B, T) -> (B, t)."""
+        return tensor[:, self.positions]
+
+    def forward_backward(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> Iterator[Tensor]:
+        """Accumulate the gradients of an optimizer step, and yield the losses of each local batch.
+
+        tokens: counted tokens of the step, over all ranks. Losses are divided by them: a scalar or
+        one for each sequence (B,); a scalar zero before the last pipeline stage. Gradients are
+        complete when all batches have been yielded.
+        """
+        with ExitStack() as gathered:
+            if self.layout.gathers_once:
+                uses = len(batches) * self.layout.pipeline.microbatches
+                for stage in self.stages:
+                    gathered.enter_context(gathered_for_step(stage, uses))
+            for input, label, model_kwargs in batches:
+                yield self.runner.forward_backward(input, label, model_kwargs, tokens)
+
+    def evaluate(self, batch: DeviceBatch) -> Tensor:
+        """Return the summed loss of a local batch, without gradients; zero before the last stage."""
+        input, label, model_kwargs = batch
+        return self.runner.evaluate(input, label, model_kwargs)
+
+
+def parallelize(
+    config: Config,
+    layout: Layout,
     mesh: DeviceMesh,
     *,
-    training: Training,
-    parallelism: Parallelism,
-    activation_checkpoint: ActivationCheckpoint,
-    float8: Float8,
-    loss: Callable[..., Tensor] | None = None,
+    machine: Machine | None = None,
+    schedule: Schedule | None = None,
     attend: Attend | None = None,
-    compiled: bool = False,
-) -> list[Model]:
-    """Return a parallel model on the meta device for each list of FQNs in `modules`: the modules
-    that it keeps.
+) -> ParallelModel:
+    """Build this rank's stages on the meta device. A collective: it may make process groups.
 
-    make_model: (positions of this rank's tokens within a sequence) -> the model, with blocks as the
-    children of `layers`.
-    loss: of the module `output`, given labels. attend: the attention of context parallelism.
-    Default: `attend_to_the_past`.
-    compiled: the stages will be (compile_stages).
+    The order matters. Context and tensor parallelism decide which tokens and weights a rank has.
+    Checkpointing comes before SimpleFSDP, so that recomputing a block gathers its weights again.
+    The compiler comes last, to see all collectives.
+
+    machine: what the passes estimate times on. schedule: replaces the passes of the recipe. attend:
+    replaces the attention of context parallelism.
     """
-    positions = own_positions(training.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
-    attend = attend or functools.partial(attend_to_the_past, kernel=training.attention_kernel)
-    reshard, keep = _resharding(parallelism)
-    parameters = parameter_mesh(mesh)
+    compiled = config.compile.compiles("model")
+    loss = build_stage_loss(config, layout, mesh)
+    positions = own_positions(layout.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
+    if attend is None:
+        attend = functools.partial(attend_to_the_past, kernel=config.training.attention_kernel)
+    reshard, keep_gathered = resharding(config.parallelism)
+    shard_mesh = parameter_mesh(mesh)
+
     stages = []
-    for fqns in modules:
+    for index in layout.pipeline.stages_of(mesh["pp"].get_local_rank()):
+        modules = layout.pipeline.modules[index]
         with torch.device("meta"):
-            model = make_model(positions)
-        keep_modules(model, fqns)
-        apply_context_parallel(model, mesh["cp"], attend)
-        if float8.enable:
-            apply_float8(model, float8.recipe, float8.filter_fqns)
-        apply_tensor_parallel(model, mesh["tp"], compiled=compiled)
-        if loss is not None and "output" in fqns:
-            model.get_submodule("output").loss_sum = loss  # type: ignore[assignment]
-        blocks = model.get_submodule("layers")
-        assert isinstance(blocks, nn.ModuleDict)
-        option = activation_checkpoint.selective_ac_option
-        apply_activation_checkpoint(blocks, activation_checkpoint.mode, option, compiled=compiled)
-        apply_simple_fsdp(
-            model,
-            parameters,
-            param_dtype=getattr(torch, training.mixed_precision_param),
-            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-            reshard_after_forward=reshard,
-            keep_gathered=keep,
-            float8_gather=float8.all_gather,
-            sums_copies=parallelism.replicate_compression == "none",
+            stage = Transformer(layout.model, positions)
+        keep_modules(stage, modules)
+        apply_context_parallel(stage, mesh["cp"], attend)
+        if config.float8.enable:
+            apply_float8(stage, config.float8.recipe, config.float8.filter_fqns)
+        apply_tensor_parallel(stage, mesh["tp"], compiled=compiled)
+        apply_activation_checkpoint(
+            stage.layers,
+            config.activation_checkpoint.mode,
+            config.activation_checkpoint.selective_ac_option,
+            compiled=compiled,
         )
-        stages.append(model)
-    return stages
+        apply_simple_fsdp(
+            stage,
+            shard_mesh,
+            param_dtype=getattr(torch, config.training.mixed_precision_param),
+            reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
+            reshard_after_forward=reshard,
+            keep_gathered=keep_gathered,
+            float8_gather=config.float8.all_gather,
+            sums_copies=config.parallelism.replicate_compression == "none",
+        )
+        if stage.output is not None and loss.within_stage is not None:
+            stage.output.loss_sum = loss.within_stage
+        stages.append(stage)
+
+    model = ParallelModel(stages, loss, config, layout, mesh)
+    if compiled and schedule is None:
+        schedule = build_schedule(config, mesh, machine)
+    if schedule is not None:
+        model.compile_reports = schedule.receipts
+        compile_stages(stages, config, mesh, schedule)
+    return model
+
+
+def resharding(parallelism: Parallelism) -> tuple[bool, tuple[str, ...]]:
+    """Return (True if gathered weights are freed after forward, FQN prefixes that keep theirs)."""
+    mode = parallelism.fsdp_reshard_after_forward
+    return mode != "never", parallelism.fsdp_keep_gathered if mode == "default" else ()
+
+
+def build_stage_loss(config: Config, layout: Layout, mesh: DeviceMesh) -> StageLoss:
+    """Return the loss of the recipe: of logits, or of hidden states a chunk of tokens at a time."""
+    tp = axis_of(mesh["tp"])
+    return StageLoss(
+        *build_losses(
+            (layout.sequences, layout.seq_len // layout.degrees["cp"]),
+            (layout.model.vocab_size, tp.rank, tp.degree, tp.group),
+            by_sequence=bool(config.data.sources),
+            chunk=layout.loss_chunk,
+            in_graph=config.compile.compiles("model"),
+            compile=functools.partial(compile_function, config=config.compile),
+        )
+    )
+
+
+def build_schedule(config: Config, mesh: DeviceMesh, machine: Machine | None) -> Schedule:
+    """Return the passes that the recipe selects, which run on each graph."""
+    return Schedule(
+        config.compile,
+        machine,
+        fused=config.compile.backend == "inductor",
+        peers=stage_peers(mesh),
+        dump=graph_folder(config, mesh),
+        async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
+    )
+
+
+def graph_folder(config: Config, mesh: DeviceMesh) -> Path | None:
+    """Return where this rank writes its graphs, None if it does not.
+
+    Of the ranks of a stage, which have the same graphs, the first one writes.
+    """
+    first = all(mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp")
+    if not config.compile.dump_graphs or not first:
+        return None
+    stage = f"pp_{mesh['pp'].get_local_rank()}_{config.compile.bucketing}"
+    return Path(config.job.dump_folder) / "graphs" / stage
 
 
 def compile_stages(
-    stages: Sequence[nn.Module],
+    stages: Iterable[Transformer],
+    config: Config,
     mesh: DeviceMesh,
-    *,
-    compile: Compile,
-    parallelism: Parallelism,
-    activation_checkpoint: ActivationCheckpoint,
-    machine: Machine | None = None,
-    dump_folder: Path | None = None,
-    schedule: Schedule | None = None,
-    priced_as: str = "",
-) -> list[CompileReport]:
-    """Compile each stage as one graph, in place.
-
-    Returns the list of receipts, which is filled at the first call of a stage.
-
-    machine: the hardware to estimate times for. dump_folder: where compile.dump_graphs writes.
-    schedule: replaces the passes that these arguments select. priced_as: see compile_model. May
-    create process groups: call it on all ranks.
-    """
-    if schedule is None:
-        dump = None
-        if (
-            dump_folder
-            and compile.dump_graphs
-            and all(mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp")
-        ):
-            # other ranks have the same graphs
-            folder = f"pp_{mesh['pp'].get_local_rank()}_{compile.bucketing}"
-            dump = dump_folder / "graphs" / folder
-        schedule = Schedule(
-            compile,
-            machine,
-            fused=compile.backend == "inductor",
-            peers=stage_peers(mesh),
-            dump=dump,
-            async_tensor_parallel=parallelism.enable_async_tensor_parallel,
-        )
-    reshard, keep = _resharding(parallelism)
-    for model in stages:
-        # only blocks have matrix products to overlap with
-        overlaps = parallelism.enable_async_tensor_parallel and any(
-            True for _ in model.get_submodule("layers").children()
-        )
+    schedule: Schedule,
+) -> None:
+    """Compile each stage as one graph, in place. Graphs are made at the first call of a stage."""
+    reshard, keep_gathered = resharding(config.parallelism)
+    checkpointing = config.activation_checkpoint
+    budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else 1.0
+    for stage in stages:
+        # Blocks alone have matrix products that collectives overlap with.
+        overlaps = config.parallelism.enable_async_tensor_parallel and len(stage.layers) > 0
         compile_model(
-            model,
-            compile,
+            stage,
+            config.compile,
             reshard_after_forward=reshard,
-            keep_gathered=keep,
-            memory_budget=(
-                activation_checkpoint.memory_budget
-                if activation_checkpoint.mode == "memory_budget"
-                else 1.0
-            ),
+            keep_gathered=keep_gathered,
+            memory_budget=budget,
             async_tensor_parallel=mesh.get_group("tp").group_name if overlaps else "",
             schedule=schedule,
-            priced_as=priced_as,
+            priced_as=schedule.priced_as,
         )
-    return schedule.receipts
 
 
-def build_runner(
-    stages: Sequence[nn.Module],
-    plan: PipelineSchedule,
-    mesh: DeviceMesh,
-    parallelism: Parallelism,
-    loss_sum: Callable[[Tensor, Tensor], Tensor],
-    tokens: tuple[int, int],
-    output: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> SingleStage | Pipeline:
-    """Return the runner of this rank's stages: a Pipeline if there are several pipeline ranks.
-
-    tokens, output, dtype: as for it;
-    loss_sum: as for SingleStage.
-    """
-    if mesh["pp"].size() == 1:
-        return SingleStage(stages[0], loss_sum)
+def build_runner(model: ParallelModel, device: torch.device) -> SingleStage | Pipeline:
+    """Return what sends a batch through the stages: torch's schedule with several pipeline ranks."""
+    layout, mesh = model.layout, model.mesh
+    if layout.degrees["pp"] == 1:
+        return SingleStage(model.stages[0], model.loss.of_output)
+    tokens = layout.seq_len // layout.degrees["cp"]
+    hidden = (layout.sequences, tokens // layout.degrees["tp"], layout.model.dim)
     return Pipeline(
-        stages,
-        plan,
+        model.stages,
+        layout.pipeline,
         mesh["pp"],
-        parallelism,
-        tokens=tokens,
-        hidden=(tokens[0], tokens[1] // mesh["tp"].size(), stages[0].config.dim),  # type: ignore[arg-type]
-        output=output,
-        dtype=dtype,
-        loss_sum=loss_sum,
+        model.config.parallelism,
+        tokens=(layout.sequences, tokens),
+        hidden=hidden,
+        output=model.loss.output_shape,
+        dtype=getattr(torch, model.config.training.mixed_precision_param),
+        loss_sum=model.loss.of_output,
         device=device,
     )
 
 
-def gather_receipts(receipts: list[CompileReport], mesh: DeviceMesh) -> list[CompileReport]:
-    """Return the receipts of all pipeline ranks, with pp_rank and the axes of groups.
-
-    Call it on all ranks.
-    """
+def gather_reports(reports: Sequence[CompileReport], mesh: DeviceMesh) -> list[CompileReport]:
+    """Return the reports of all pipeline ranks, with the axes of groups. A collective."""
     axes = axes_of(mesh)
-    receipts = [
-        replace(each, timeline=each.timeline and by_axis(each.timeline, axes)) for each in receipts
+    named = [
+        replace(report, timeline=report.timeline and by_axis(report.timeline, axes))
+        for report in reports
     ]
     if mesh["pp"].size() == 1:
-        return receipts
-    mine = [replace(receipt, pp_rank=mesh["pp"].get_local_rank()) for receipt in receipts]
-    return [receipt for theirs in gather_objects(mine, mesh.get_group("pp")) for receipt in theirs]
-
-
-def _resharding(parallelism: Parallelism) -> tuple[bool, tuple[str, ...]]:
-    """Return (True if gathered weights are dropped after forward, FQN prefixes of modules that keep
-    theirs).
-    """
-    mode = parallelism.fsdp_reshard_after_forward
-    return mode != "never", parallelism.fsdp_keep_gathered if mode == "default" else ()
+        return named
+    own = [replace(report, pp_rank=mesh["pp"].get_local_rank()) for report in named]
+    by_rank = gather_objects(own, mesh.get_group("pp"))
+    return [report for theirs in by_rank for report in theirs]

@@ -12,7 +12,6 @@ traced. Rank 0 represents all ranks of its stage, since it has the largest of un
 """
 
 import dataclasses
-import functools
 import gc
 import logging
 import math
@@ -58,13 +57,13 @@ from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh
-from titan_lite.distributed.parallelize import build_stages, compile_stages
+from titan_lite.distributed.parallelize import parallelize
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.powersgd import factors_of
 from titan_lite.distributed.simple_fsdp import model_of
 from titan_lite.distributed.step_gather import hold
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.models.attention import fits_flash
-from titan_lite.models.chunked_loss import build_chunked_loss
 from titan_lite.models.llama3 import Transformer
 from titan_lite.models.loss import build_loss, own_vocabulary
 from titan_lite.optim.state import is_matrix
@@ -246,27 +245,19 @@ def trace_stage(
     config = layout.config
     mesh = build_mesh(layout.degrees, "cpu")
     axes = axes_of(mesh)
-    model = build_stage(layout, mesh, kind, n_layers)
-    plans = model_of(model).plans
-    compile = config.compile.replace(backend="aot_eager")
     machines = [machine.attending(config.training.attention_kernel) for machine in machines]
     passes = _Priced.of("model", config.compile, machines, axes)
     passes.async_tensor_parallel = config.parallelism.enable_async_tensor_parallel
     passes.gathers_once = layout.gathers_once
+    traced = config.compile.replace(backend="aot_eager")
+    as_traced = dataclasses.replace(layout, config=config.replace(compile=traced))
+    model = build_stage(as_traced, mesh, kind, n_layers, passes)
+    plans = model_of(model).plans
     loss_passes = _Priced.of("loss", config.compile, machines, axes)
     dtype = getattr(torch, config.training.mixed_precision_param)
     tokens, tp = len(model.positions), axis_of(mesh["tp"])
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize_stage(layout, model)
-        compile_stages(
-            [model],
-            mesh,
-            compile=compile,
-            parallelism=config.parallelism,
-            activation_checkpoint=config.activation_checkpoint,
-            schedule=passes,
-            priced_as=passes.priced_as,
-        )
         ids, between = stage_inputs(layout, model)
         labels = {"labels": ids} if layout.loss_chunk else {}
         model(
@@ -278,7 +269,7 @@ def trace_stage(
             loss = _Loss(build_loss(layout.model.vocab_size, tp.rank, tp.degree, tp.group))
             compile_model(
                 loss,
-                without_passes(compile),
+                without_passes(traced),
                 reshard_after_forward=False,
                 schedule=loss_passes,
                 priced_as=loss_passes.priced_as,
@@ -346,26 +337,19 @@ def weights_of(plans: Plans, parallelism: Parallelism) -> list[Weight]:
     return found
 
 
-def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: int) -> Transformer:
-    """Return a stage of `kind` with `n_layers` blocks, on the meta device."""
-    config, shape = layout.config, dataclasses.replace(layout.model, n_layers=max(n_layers, 1))
-    tp = axis_of(mesh["tp"])
-    loss = build_chunked_loss(
-        shape.vocab_size, tp.rank, tp.degree, tp.group, chunk=layout.loss_chunk
+def build_stage(
+    layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: int, schedule: Schedule
+) -> Transformer:
+    """Return a stage of `kind` with `n_layers` blocks on the meta device, compiled by `schedule`."""
+    modules = (*kind, *(f"layers.{number}" for number in range(n_layers)))
+    alone = dataclasses.replace(
+        layout,
+        model=dataclasses.replace(layout.model, n_layers=max(n_layers, 1)),
+        pipeline=PipelineSchedule((modules,), (0,), layout.pipeline.microbatches),
     )
-    (model,) = build_stages(
-        functools.partial(Transformer, shape),
-        [[*kind, *(f"layers.{number}" for number in range(n_layers))]],
-        mesh,
-        training=config.training,
-        float8=config.float8,
-        parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint,
-        loss=loss if layout.loss_chunk else None,
-        attend=attend_as_on_gpus,
-        compiled=config.compile.compiles("model"),
-    )
-    return model
+    model = parallelize(layout.config, alone, mesh, schedule=schedule, attend=attend_as_on_gpus)
+    (stage,) = model.stages
+    return stage
 
 
 def materialize_stage(layout: PlannedLayout, model: Transformer) -> None:
@@ -438,7 +422,6 @@ class _Priced(Schedule):
 
     machines: Sequence[Machine] = ()
     axes: Axes = field(default_factory=dict)
-    priced_as: str = ""  # as in compile_model
     keeps_inputs: bool = False  # as in last_uses
     gathers_once: bool = False  # gradients leave the backward at once
     graphs: dict[str, tuple[list[Figures], Timeline]] = field(
