@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 from compare_precision import RECIPE, SMALL, run_alone
 from torch import nn
 
-from titan_lite.config import Config, Model, Optimizer, Training
+from titan_lite.config import Config, Model, Optimizer, Training, load_config
 from titan_lite.distributed.layout import make_layout
 from titan_lite.distributed.layout_checks import sent_between_copies
 from titan_lite.distributed.mesh import build_mesh
