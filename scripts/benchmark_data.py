@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from titan_lite.config import Data
-from titan_lite.data.dataset import build_source
+from titan_lite.data.documents import build_source
 from titan_lite.data.loader import build_loader
 from titan_lite.data.prepared import BOTH_SPLITS
 from titan_lite.data.tokenizer import TiktokenTokenizer, load_tokenizer
@@ -47,7 +47,7 @@ Variant = Callable[[], float]  # runs once; tokens a second, or seconds
 
 
 def loader(data: Data, tokenizer: Any, options: argparse.Namespace) -> Any:
-    shape = dict(rows=options.batch, batch_size=options.batch, seq_len=options.seq_len)
+    shape = dict(streams=options.batch, batch_size=options.batch, seq_len=options.seq_len)
     return build_loader(data, tokenizer, split="train", dp_rank=0, dp_degree=1, seed=0, **shape)
 
 

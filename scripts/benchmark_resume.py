@@ -22,7 +22,7 @@ from typing import Any
 from benchmark_data import synthetic
 
 from titan_lite.config import Data
-from titan_lite.data.dataset import build_source
+from titan_lite.data.documents import build_source
 
 FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "txt")
 FILES = 8

@@ -15,7 +15,7 @@ import itertools
 from pathlib import Path
 
 from titan_lite.config import Data
-from titan_lite.data.dataset import build_source
+from titan_lite.data.documents import build_source
 from titan_lite.data.tokenizer import PATTERN, load_tokenizer
 
 

@@ -21,7 +21,7 @@ from titan_lite.checkpoint.weights import check_fit, open_weights
 from titan_lite.compile.compile import check_backend
 from titan_lite.config import Compile, Config, ConfigError
 from titan_lite.cost.profiles import PROFILES, profile_of
-from titan_lite.data.dataset import fingerprint
+from titan_lite.data.documents import fingerprint
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.layout_checks import check_float8_results, error_bytes

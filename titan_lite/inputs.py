@@ -6,7 +6,7 @@ tokenizer = check_inputs(config, make_layout(config, world_size=8))
 """
 
 from titan_lite.config import Config, ConfigError
-from titan_lite.data.dataset import check_data
+from titan_lite.data.documents import check_data
 from titan_lite.data.prepared import check_prepared
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.distributed.layout import Layout

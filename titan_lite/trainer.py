@@ -28,13 +28,8 @@ from titan_lite.compile.compile import CompileError, compile_function
 from titan_lite.config import Config, flatten, save_recipe
 from titan_lite.cost.measure import find_machine, peak_flops
 from titan_lite.data.bad_documents import BadDocumentsLog
-from titan_lite.data.loader import (
-    Batch,
-    LoaderError,
-    build_loader,
-    document_begins,
-    document_counts,
-)
+from titan_lite.data.loader import Batch, LoaderError, build_loader
+from titan_lite.data.packing import doc_starts, doc_stats
 from titan_lite.data.preflight import check_first_loss, preflight
 from titan_lite.distributed.layout import make_layout
 from titan_lite.distributed.mesh import (
@@ -191,7 +186,7 @@ class Trainer:
         build = functools.partial(
             build_loader, config.data, self.tokenizer, **share, seed=config.debug.seed
         )
-        self.loader = build(split="train", rows=layout.most_rows)
+        self.loader = build(split="train", streams=layout.most_rows)
         self.loaders = [self.loader]
         self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.reads_alone)
         self.document_begin = self.tokenizer.bos_id
@@ -201,7 +196,7 @@ class Trainer:
         by_source = functools.partial(PerSource, config.data.source_names(), self.device, *sums)
         self.by_source = by_source()
         if config.validation.enable:
-            self.loaders.append(build(split="validation", rows=layout.rows))
+            self.loaders.append(build(split="validation", streams=layout.rows))
             batches = config.validation.steps, layout.accumulation
             self.validation = Validation(
                 self.loaders[-1], *batches, by_source(), self.device, self.mesh
@@ -382,25 +377,24 @@ class Trainer:
         with self.throughput.waiting():
             batch = next(self.loader)
         moved = self.to_device(batch)
-        self.by_source.read(self.loader.sources, counted(moved[1]))
+        self.by_source.read(batch.sources, counted(moved[1]))
         return moved
 
     def to_device(self, batch: Batch) -> DeviceBatch:
         """Move a batch to the device and select this rank's tokens of every sequence (context
         parallelism).
         """
-        input, label = (tensor.to(self.device, non_blocking=True) for tensor in batch)
+        input = batch.input.to(self.device, non_blocking=True)
+        label = batch.label.to(self.device, non_blocking=True)
         documents = (
             {"labels": label[:, self.model.positions]} if self.layout.loss_chunk else {}
         )  # for the loss in the model
         if self.config.training.mask_documents:
-            documents["begins"] = document_begins(input, self.document_begin)[
-                :, self.model.positions
-            ]
+            starts = doc_starts(input, self.document_begin)
+            documents["doc_starts"] = starts[:, self.model.positions]
             if self.counts_documents:
-                documents["counts"] = document_counts(
-                    batch[0], self.document_begin
-                )  # on the host, as the batch is
+                # on the host, as the batch is
+                documents["doc_stats"] = doc_stats(batch.input, self.document_begin)
         return input[:, self.model.positions], label[:, self.model.positions], documents
 
     def validate(self) -> None:
@@ -450,7 +444,7 @@ class Trainer:
             "memory_gib": peak_memory_gib(self.device),
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped.count,
-            **self.bad_documents.gather([loader.take_skipped() for loader in self.loaders]),
+            **self.bad_documents.gather([loader.pop_skipped() for loader in self.loaders]),
             **self.by_source.figures(),
         }
         self.metrics.log(self.step, values)

@@ -53,10 +53,11 @@ class Validation:
         for _ in range(self.batches):
             for _ in range(self.accumulation):
                 begin_batch()
-                batch = to_device(next(self.loader))
-                labels = counted(batch[1])
-                self.by_source.read(self.loader.sources, labels)
-                sums[0] += self.by_source.add(evaluate(batch))
+                batch = next(self.loader)
+                moved = to_device(batch)
+                labels = counted(moved[1])
+                self.by_source.read(batch.sources, labels)
+                sums[0] += self.by_source.add(evaluate(moved))
                 sums[1] += labels.sum()
             if stops():
                 return None

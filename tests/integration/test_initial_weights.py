@@ -59,19 +59,19 @@ def their_losses(folder):
             config.data.replace(num_workers=0),
             load_tokenizer(config.model.tokenizer_path),
             split=split,
-            rows=4,
+            streams=4,
             batch_size=4,
             seq_len=64,
             dp_rank=0,
             dp_degree=1,
             seed=config.debug.seed,
         )
-        input, label = next(loader)
-        logits = model(input).logits
+        batch = next(loader)
+        logits = model(batch.input).logits
         losses.append(
             float(
                 torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), label.flatten(), ignore_index=IGNORE_INDEX
+                    logits.flatten(0, 1), batch.label.flatten(), ignore_index=IGNORE_INDEX
                 )
             )
         )

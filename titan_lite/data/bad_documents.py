@@ -4,7 +4,7 @@
     policy.skip(BadDocument("a.jsonl", "line 34", "not JSON (...)"))     # may raise ConfigError, with file and line
 
     log = BadDocumentsLog(config.data, dump_folder, reads_alone=True)
-    values = log.gather([loader.take_skipped()])     # a collective; raises ConfigError on all ranks
+    values = log.gather([loader.pop_skipped()])     # a collective; raises ConfigError on all ranks
 
 A line of `bad_documents.jsonl` is one document: {"file": "a.jsonl", "place": "line 34", "reason":
 "not JSON (...)"}. Each one is listed once, however many epochs and ranks read it. A resumed run
@@ -144,7 +144,7 @@ class BadDocumentsLog:
         except ConfigError:
             self.policy.known.update(map(_place, self._read()))
             for loader in loaders:
-                self._list(loader.take_skipped().bad)
+                self._list(loader.pop_skipped().bad)
             raise
 
     def summary(self) -> str:

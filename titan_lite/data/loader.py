@@ -1,12 +1,12 @@
 """Make batches of documents, the same global batches on any number of ranks.
 
-    1. documents      `Source.documents` (dataset.py) numbers them; row g reads those whose ordinal is g modulo `rows`
+    1. documents      `Source.documents` (documents.py) numbers them; row g reads those whose ordinal is g modulo `rows`
     2. tokens         `Tokenizer.encode_document` (tokenizer.py) puts BOS and EOS around them, unless prepare.py did so
     3. packed rows    `_PackedRows`, in the loader processes, cuts each row's tokens into windows of seq_len + 1
     4. batches        `Loader`, in the training process, stacks batch_size windows to (input, label)
 
-    loader = build_loader(data, tokenizer, split="train", rows=8, batch_size=2, seq_len=512, dp_rank=0, dp_degree=2, seed=0)
-    input, label = next(loader)                      # (2, 512) each; four of these on each rank are a step of 16 sequences
+    loader = build_loader(data, tokenizer, split="train", streams=8, batch_size=2, seq_len=512, dp_rank=0, dp_degree=2, seed=0)
+    batch = next(loader)                      # batch.input, batch.label: (2, 512) each; four of these on each rank are a step of 16 sequences
 
 A row is a stream of tokens. The number of rows is fixed when a run starts, even if its global batch
 changes. Every token of a row is in exactly one window; a long document continues in the next one.
@@ -42,6 +42,7 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,11 +53,20 @@ from torchdata.stateful_dataloader.stateful_dataloader import _StatefulMultiProc
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy, SkippedDocuments
-from titan_lite.data.dataset import Source, Split, build_source
+from titan_lite.data.documents import Source, Split, build_source
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.logging import logger
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Sequences of one rank, on the host."""
+
+    input: torch.Tensor  # (batch_size, seq_len) int64
+    label: torch.Tensor  # (batch_size, seq_len) int64: of each token the next one
+    sources: list[int]  # of each sequence the index of its source in data.sources
+
+
 Place = tuple[
     int, int
 ]  # position of a row in a source: (ordinal of its current document, tokens of it already used)
@@ -230,27 +240,6 @@ class _PackedRows(IterableDataset):
         return tokens
 
 
-def document_begins(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
-    """Return for each of the tokens (B, T) the position in its row where its document begins,
-    int64; 0 if before the row.
-    """
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return torch.where(tokens == bos_id, positions, 0).cummax(dim=1).values
-
-
-def document_counts(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
-    """(B, T) tokens -> (B, 2) int64: how many documents a row has, cut ones too, and how many
-    tokens of the longest.
-    """
-    begins, positions = (
-        document_begins(tokens, bos_id),
-        torch.arange(tokens.shape[1], device=tokens.device),
-    )
-    return torch.stack(
-        ((begins == positions).sum(dim=1), (positions - begins).amax(dim=1) + 1), dim=1
-    )
-
-
 class LoaderError(RuntimeError):
     """Loader processes cannot be started, or have ended; the message says why and what to use."""
 
@@ -294,8 +283,7 @@ def _outlive_signals(worker: int) -> None:
 
 
 class Loader:
-    """An endless iterator over (input, label), int64 of shape (batch_size, seq_len) each, with
-    `state_dict`.
+    """An endless iterator over Batches, with `state_dict`.
 
     It reads ahead in `data.num_workers` processes of torchdata's StatefulDataLoader, or in the
     largest number below that divides its rows. They start at the first batch, run torch on one
@@ -334,7 +322,6 @@ class Loader:
         taken = [(number, *self._ready.pop(number)) for number in self._upcoming()]
         self._places |= {(number % self._rows, source): place for number, _, source, place in taken}
         self._windows += self._dataset.batch_size * self._ranks
-        self.sources = [source for number, _, source, _ in taken if self._is_own(number)]
         return batch
 
     def peek(self) -> Batch:
@@ -342,17 +329,16 @@ class Loader:
         numbers = self._upcoming()
         while not all(number in self._ready for number in numbers):
             self._receive()
-        windows = np.stack([self._ready[number][0] for number in numbers if self._is_own(number)])
+        own = [self._ready[number] for number in numbers if self._is_own(number)]
+        windows = np.stack([tokens for tokens, _, _ in own])
         # numpy converts such small arrays in two thirds of torch's time
         input, label = (
             torch.from_numpy(part.astype(np.int64, order="C"))
             for part in (windows[:, :-1], windows[:, 1:])
         )
-        return (
-            (input.pin_memory(), label.pin_memory())
-            if torch.cuda.is_available()
-            else (input, label)
-        )
+        if torch.cuda.is_available():
+            input, label = input.pin_memory(), label.pin_memory()
+        return Batch(input, label, [source for _, source, _ in own])
 
     def _upcoming(self) -> range:
         """Return the numbers of the windows from this rank's rows in the next microbatch of all
@@ -428,7 +414,7 @@ class Loader:
             signal.signal(signal.SIGCHLD, on_child)
         return iterator
 
-    def take_skipped(self) -> SkippedDocuments:
+    def pop_skipped(self) -> SkippedDocuments:
         """Return the documents skipped since the last call, including those read ahead."""
         taken, self._skipped = self._skipped, SkippedDocuments()
         return taken
@@ -520,14 +506,14 @@ def build_loader(
     tokenizer: Tokenizer,
     *,
     split: Split,
-    rows: int,
+    streams: int,
     batch_size: int,
     seq_len: int,
     dp_rank: int,
     dp_degree: int,
     seed: int,
 ) -> Loader:
-    """Return rank `dp_rank`'s loader over the windows of `rows` rows, `batch_size` at a time.
+    """Return rank `dp_rank`'s loader over the windows of `streams` streams, `batch_size` at a time.
 
     Raises ConfigError if the documents cannot be read.
     """
@@ -540,4 +526,4 @@ def build_loader(
     dataset = _PackedRows(
         data, sources, tokenizer, batch_size=batch_size, seq_len=seq_len, seed=seed
     )
-    return Loader(dataset, rows, dp_rank, dp_degree)
+    return Loader(dataset, streams, dp_rank, dp_degree)

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch import Tensor
 
 from titan_lite.config import ConfigError
+from titan_lite.data.loader import Batch
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.process_group import gather_numbers, hash_of
 from titan_lite.logging import logger
@@ -23,14 +23,12 @@ SHOWN = 200  # characters in the logged sample
 FAR = 0.1
 
 
-def preflight(
-    batch: tuple[Tensor, Tensor], tokenizer: Tokenizer, vocab_size: int, dp_rank: int
-) -> None:
+def preflight(batch: Batch, tokenizer: Tokenizer, vocab_size: int, dp_rank: int) -> None:
     """Log a sample of the first batch.
 
     Raises ConfigError on all ranks if the batch of any rank is wrong.
     """
-    input, label = batch
+    input, label = batch.input, batch.label
     digest = hash_of(input.numpy().tobytes() + label.numpy().tobytes())
     largest = int(max(input.max(), label.max()))
     check_batches(gather_numbers(dp_rank, digest, largest), vocab_size)

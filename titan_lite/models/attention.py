@@ -2,7 +2,7 @@
 kernel.
 
     use_kernel("FA3")                                                   # once, for the whole process
-    out = attend_within_documents(q, k, v, documents_of(begins, positions, counts))     # on GPUs
+    out = attend_within_documents(q, k, v, documents_of(doc_starts, positions, doc_stats))     # on GPUs
     out = attend_in_two_parts(q, k, v)                                  # q: the last t of k's S positions
 
 Both are custom operators. The first takes sizes that its kernel needs on the host as a tensor of
@@ -35,19 +35,19 @@ class Documents(NamedTuple):
     # (B T + 1,) int32: 0, the end of each document in the concatenated sequences, then B T as
     # padding
     ends: Tensor
-    counts: (
+    doc_stats: (
         Tensor  # (B, 2) int64 on the host: documents of each sequence, tokens of its longest one
     )
 
 
-def documents_of(begins: Tensor, positions: Tensor, counts: Tensor) -> Documents:
-    """Return the Documents of `begins` (B, T), where each token's document begins, and `positions`
+def documents_of(doc_starts: Tensor, positions: Tensor, doc_stats: Tensor) -> Documents:
+    """Return the Documents of `doc_starts` (B, T), where each token's document begins, and `positions`
     (T,). Shapes are static.
     """
-    tokens = begins.numel()
-    places = torch.arange(tokens, dtype=torch.int32, device=begins.device)
-    starts = torch.where((begins == positions).flatten(), places, tokens).sort().values
-    return Documents(torch.cat((starts, starts.new_full((1,), tokens))), counts)
+    tokens = doc_starts.numel()
+    places = torch.arange(tokens, dtype=torch.int32, device=doc_starts.device)
+    starts = torch.where((doc_starts == positions).flatten(), places, tokens).sort().values
+    return Documents(torch.cat((starts, starts.new_full((1,), tokens))), doc_stats)
 
 
 def fits_flash(dtype: torch.dtype, head_dim: int) -> bool:
@@ -140,9 +140,9 @@ def attend_within_documents(q: Tensor, k: Tensor, v: Tensor, documents: Document
     "titan_lite::flash_attention_within_documents", mutates_args=(), device_types="cuda"
 )
 def _within_documents(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, counts: Tensor
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, doc_stats: Tensor
 ) -> tuple[Tensor, Tensor]:
-    cut, longest = _cut(ends, counts)
+    cut, longest = _cut(ends, doc_stats)
     packed = (each.flatten(0, 1).contiguous() for each in (query, key, value))
     out, lse, *_ = aten._flash_attention_forward(
         *packed, cut, cut, longest, longest, 0.0, True, False
@@ -161,9 +161,9 @@ def _within_documents_backward(
     out: Tensor,
     lse: Tensor,
     ends: Tensor,
-    counts: Tensor,
+    doc_stats: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    cut, longest = _cut(ends, counts)
+    cut, longest = _cut(ends, doc_stats)
     packed = (each.flatten(0, 1).contiguous() for each in (grad, query, key, value, out))
     random = (
         torch.zeros(2, dtype=torch.uint64, device=query.device),
@@ -179,17 +179,17 @@ def _within_documents_backward(
     )
 
 
-def _cut(ends: Tensor, counts: Tensor) -> tuple[Tensor, int]:
+def _cut(ends: Tensor, doc_stats: Tensor) -> tuple[Tensor, int]:
     """Return (0 and the end of each document, tokens of the longest one) without waiting for the
     device.
     """
-    documents, longest = int(counts[:, 0].sum()), int(counts[:, 1].max())
+    documents, longest = int(doc_stats[:, 0].sum()), int(doc_stats[:, 1].max())
     return ends[: documents + 1], longest
 
 
 @_within_documents.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, counts: Tensor
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, doc_stats: Tensor
 ) -> tuple[Tensor, Tensor]:
     lse = query.new_empty((query.shape[2], query.shape[0] * query.shape[1]), dtype=torch.float32)
     return query.new_empty(query.shape), lse

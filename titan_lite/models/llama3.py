@@ -59,15 +59,15 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     )
 
 
-def attention_mask(begins: Tensor, positions: Tensor, tokens: int) -> Tensor:
+def attention_mask(doc_starts: Tensor, positions: Tensor, tokens: int) -> Tensor:
     """Return a mask (B, 1, t, T), True where a token attends: from its document's first token to
     itself.
 
-    begins: (B, t), position at which each token's document begins; positions: (t,), of these tokens
+    doc_starts: (B, t), position at which each token's document begins; positions: (t,), of these tokens
     among all T.
     """
-    every, own = torch.arange(tokens, device=begins.device), positions[:, None]
-    return ((every <= own) & (every >= begins[..., None]))[:, None]
+    every, own = torch.arange(tokens, device=doc_starts.device), positions[:, None]
+    return ((every <= own) & (every >= doc_starts[..., None]))[:, None]
 
 
 def has_grouped_kernel(q: Tensor) -> bool:
@@ -181,8 +181,8 @@ class Transformer(nn.Module):
     Transformer without some modules: they are None, or missing in `layers`. Instead of tokens or
     logits, it takes or returns hidden states (B, T, C).
 
-    begins: (B, T) int64, the position at which each token's document begins; attention then stays
-    within documents. counts: as in `Documents`, to attend with a kernel instead of a mask: on GPUs,
+    doc_starts: (B, T) int64, the position at which each token's document begins; attention then stays
+    within documents. doc_stats: as in `Documents`, to attend with a kernel instead of a mask: on GPUs,
     without context parallelism.
     """
 
@@ -214,21 +214,21 @@ class Transformer(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        begins: Tensor | None = None,
-        counts: Tensor | None = None,
+        doc_starts: Tensor | None = None,
+        doc_stats: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
         mask: Mask = None
-        if begins is not None:
-            t = begins.shape[1]
+        if doc_starts is not None:
+            t = doc_starts.shape[1]
             positions, every = (
                 self.own_positions[:t],
                 t * (self.config.max_seq_len // len(self.positions)),
             )
             mask = (
-                attention_mask(begins, positions, every)
-                if counts is None
-                else documents_of(begins, positions, counts)
+                attention_mask(doc_starts, positions, every)
+                if doc_stats is None
+                else documents_of(doc_starts, positions, doc_stats)
             )
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():

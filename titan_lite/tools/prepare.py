@@ -36,7 +36,7 @@ from titan_lite import manifest
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.config.errors import in_toml
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
-from titan_lite.data.dataset import Corpus, Stdlib, open_corpus
+from titan_lite.data.documents import Corpus, Stdlib, open_corpus
 from titan_lite.data.prepared import (
     BOTH_SPLITS,
     FORMAT,

@@ -85,7 +85,7 @@ def test_where_nothing_may_be_skipped_ranks_need_not_talk(tmp_path, monkeypatch)
 
 def test_a_rank_that_cannot_go_on_lists_alone_what_is_not_listed_yet(tmp_path, others):
     BadDocumentsLog(SKIP, tmp_path, reads_alone=True).gather([SkippedDocuments([bad(3)])])
-    loader = SimpleNamespace(take_skipped=lambda: SkippedDocuments([bad(3), bad(9)]))
+    loader = SimpleNamespace(pop_skipped=lambda: SkippedDocuments([bad(3), bad(9)]))
     with (
         pytest.raises(ConfigError),
         BadDocumentsLog(SKIP, tmp_path, reads_alone=True).listing([loader]),

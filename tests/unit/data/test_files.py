@@ -9,7 +9,7 @@ import pytest
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument
-from titan_lite.data.dataset import build_source, check_data
+from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.files import local_pieces, read_piece, text_of
 from titan_lite.data.readers import TooLarge
 

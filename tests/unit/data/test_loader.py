@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from titan_lite.checkpoint.state import merge_loaders
 from titan_lite.config import ConfigError, Data
-from titan_lite.data.dataset import EPOCH, build_source
-from titan_lite.data.loader import LoaderError, build_loader, document_begins
+from titan_lite.data.documents import EPOCH, build_source
+from titan_lite.data.loader import LoaderError, build_loader
+from titan_lite.data.packing import doc_starts, doc_stats
 from titan_lite.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -86,7 +87,7 @@ def data(request, corpus):
 def loaders(data, tokenizer, dp_degree=1, batch_size=ROWS, state=None, seed=0, rows=ROWS):
     result = []
     for rank in range(dp_degree):
-        shape = dict(rows=rows, batch_size=batch_size, seq_len=SEQ_LEN)
+        shape = dict(streams=rows, batch_size=batch_size, seq_len=SEQ_LEN)
         loader = build_loader(
             data, tokenizer, split="train", dp_rank=rank, dp_degree=dp_degree, seed=seed, **shape
         )
@@ -94,6 +95,10 @@ def loaders(data, tokenizer, dp_degree=1, batch_size=ROWS, state=None, seed=0, r
             loader.load_state_dict(state)
         result.append(loader)
     return result
+
+
+def same(one, other):
+    return torch.equal(one.input, other.input) and torch.equal(one.label, other.label)
 
 
 def global_batch(ranks, batch_size, size=ROWS):
@@ -105,7 +110,8 @@ def global_batch(ranks, batch_size, size=ROWS):
     for loader in ranks:
         windows = []
         for _ in range(size // len(ranks) // batch_size):
-            input, label = next(loader)
+            batch = next(loader)
+            input, label = batch.input, batch.label
             assert input.shape == label.shape == (batch_size, SEQ_LEN)
             assert input.dtype == label.dtype == torch.int64
             assert input.is_contiguous()
@@ -173,12 +179,12 @@ def test_resumed_equals_uninterrupted(corpus, tokenizer, num_workers):
         [resumed] = loaders(data, tokenizer, batch_size=2, state=states[at])
         assert resumed.state_dict() == states[at]
         for i in range(at, at + 8):
-            assert all(map(torch.equal, resumed.peek(), batches[i]))
+            assert same(resumed.peek(), batches[i])
             assert resumed.state_dict() == states[i]
-            assert all(map(torch.equal, next(resumed), batches[i]))
+            assert same(next(resumed), batches[i])
             assert resumed.state_dict() == states[i + 1]
     loader.load_state_dict(states[5])  # and the very loader can go back
-    assert all(map(torch.equal, next(loader), batches[5]))
+    assert same(next(loader), batches[5])
     del resumed
     assert (
         len(set(multiprocessing.active_children()) - others) == num_workers
@@ -191,7 +197,7 @@ def test_state_is_of_the_batch_given_not_of_the_one_prefetched(corpus, tokenizer
         [plain] = loaders(data, tokenizer, batch_size=4)
         [ahead] = loaders(data.replace(num_workers=workers, prefetch=8), tokenizer, batch_size=4)
         for _ in range(5):
-            assert all(map(torch.equal, next(ahead), next(plain)))
+            assert same(next(ahead), next(plain))
             assert ahead.state_dict() == plain.state_dict()
 
 
@@ -208,7 +214,7 @@ def test_any_number_of_processes_gives_the_same_batches_and_reads_each_document_
         [many] = loaders(data.replace(num_workers=workers), tokenizer, batch_size=batch_size)
         many.peek()
     for _ in range(20):
-        assert all(map(torch.equal, next(many), next(plain)))
+        assert same(next(many), next(plain))
         assert many.state_dict() == plain.state_dict()
     assert len(multiprocessing.active_children()) == before + used
     assert (f"divided among {used}" in caplog.text) == (used < workers)
@@ -216,7 +222,7 @@ def test_any_number_of_processes_gives_the_same_batches_and_reads_each_document_
     # takes
     many.load_state_dict(plain.state_dict())
     for _ in range(40):
-        assert all(map(torch.equal, next(many), next(plain)))
+        assert same(next(many), next(plain))
         assert max(Counter(number % ROWS for number in many._ready).values(), default=0) <= 2
 
 
@@ -306,7 +312,7 @@ def test_another_length_of_sequence_goes_on_at_the_next_token(data, tokenizer):
         data,
         tokenizer,
         split="train",
-        rows=ROWS,
+        streams=ROWS,
         batch_size=ROWS,
         seq_len=2 * SEQ_LEN + 1,
         dp_rank=0,
@@ -315,7 +321,10 @@ def test_another_length_of_sequence_goes_on_at_the_next_token(data, tokenizer):
     )
     longer.load_state_dict(state)
     windows = torch.cat(
-        [torch.cat((input, label[:, -1:]), dim=1) for input, label in (next(longer), next(longer))],
+        [
+            torch.cat((batch.input, batch.label[:, -1:]), dim=1)
+            for batch in (next(longer), next(longer))
+        ],
         dim=1,
     )
     assert torch.equal(windows, after)
@@ -364,9 +373,9 @@ def test_resuming_does_not_tokenize_what_is_behind(data, tokenizer):
 
 
 def test_the_validation_split_is_another_stream(tokenizer):
-    shape = dict(rows=2, batch_size=2, seq_len=64, dp_rank=0, dp_degree=1, seed=0)
+    shape = dict(streams=2, batch_size=2, seq_len=64, dp_rank=0, dp_degree=1, seed=0)
     batches = [
-        next(build_loader(Data(num_workers=0), tokenizer, split=split, **shape))[0]
+        next(build_loader(Data(num_workers=0), tokenizer, split=split, **shape)).input
         for split in ("train", "validation")
     ]
     assert not torch.equal(*batches)
@@ -525,7 +534,7 @@ def test_ranks_that_share_rows_count_short_documents_once(corpus, tokenizer):
     [one], three = loaders(data, tokenizer, batch_size=6), loaders(data, tokenizer, 3, 2)
     for loader in (one, *three):
         next(loader)
-    [alone], shared = [one.take_skipped()], [loader.take_skipped() for loader in three]
+    [alone], shared = [one.pop_skipped()], [loader.pop_skipped() for loader in three]
     assert alone.short == sum(skipped.short for skipped in shared) > 0
 
 
@@ -591,8 +600,8 @@ def test_the_loader_process_runs_torch_on_one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert set(next(loaders(Data(num_workers=1), Threads())[0])[0].flatten().tolist()) == {1}
-        assert set(next(loaders(Data(num_workers=0), Threads())[0])[0].flatten().tolist()) == {3}
+        assert set(next(loaders(Data(num_workers=1), Threads())[0]).input.flatten().tolist()) == {1}
+        assert set(next(loaders(Data(num_workers=0), Threads())[0]).input.flatten().tolist()) == {3}
     finally:
         torch.set_num_threads(before)
 
@@ -610,12 +619,12 @@ def test_a_signal_to_all_processes_leaves_the_loader_process_to_the_training_pro
     others = set(
         multiprocessing.active_children()
     )  # of loaders that no garbage collection has met yet
-    assert all(map(torch.equal, next(loader), next(expected)))
+    assert same(next(loader), next(expected))
     (process,) = set(multiprocessing.active_children()) - others
     for name in ("TERM", "USR1", "INT"):
         subprocess.run(["sh", "-c", f"kill -{name} {process.pid}"], check=True)
     for _ in range(20):
-        assert all(map(torch.equal, next(loader), next(expected)))
+        assert same(next(loader), next(expected))
     process.terminate()
     process.join(30)
     assert process.exitcode == 0
@@ -631,7 +640,7 @@ def test_what_the_loader_process_gets_can_be_pickled(data, tokenizer):
         given, _ = next(copy)
         assert [
             np.frombuffer(tokens, dtype=np.int32)[1:].tolist() for _, _, tokens, _ in given
-        ] == next(loader)[1].tolist()
+        ] == next(loader).label.tolist()
 
 
 SCRIPT = """
@@ -640,7 +649,7 @@ from titan_lite.config import Data
 from titan_lite.data.loader import build_loader
 from titan_lite.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer("assets/tokenizer/debug.model")
-loader = build_loader(Data(), tokenizer, split="train", rows=2, batch_size=2, seq_len=8, dp_rank=0, dp_degree=1, seed=0)
+loader = build_loader(Data(), tokenizer, split="train", streams=2, batch_size=2, seq_len=8, dp_rank=0, dp_degree=1, seed=0)
 next(loader)
 print(*[child.pid for child in multiprocessing.active_children()])
 """
@@ -663,10 +672,9 @@ def test_a_program_ends_with_its_loader_open_and_takes_it_along():
 
 
 def test_a_document_begins_where_its_first_token_is():
-    begins = document_begins(
-        torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 5], [5] * 7]), bos_id=9
-    )
-    assert begins.tolist() == [[0, 1, 1, 1, 4, 5, 5], [0] * 7, [0] * 7]
+    tokens = torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 5], [5] * 7])
+    assert doc_starts(tokens, bos_id=9).tolist() == [[0, 1, 1, 1, 4, 5, 5], [0] * 7, [0] * 7]
+    assert doc_stats(tokens, bos_id=9).tolist() == [[4, 3], [1, 7], [1, 7]]
 
 
 def test_a_program_that_is_killed_takes_its_loader_along(tmp_path):

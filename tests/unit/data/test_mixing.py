@@ -21,7 +21,7 @@ from titan_lite.checkpoint.state import merge_loaders
 from titan_lite.config import KEYS, ConfigError, Data, DataSource
 from titan_lite.data import loader as loader_module
 from titan_lite.data.bad_documents import BadDocument
-from titan_lite.data.dataset import build_source, check_data
+from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.loader import build_loader
 
 BOS, EOS = 0, 1
@@ -42,7 +42,7 @@ def loaders(data, rows, dp_degree, batch_size, seq_len, state=None, seed=0):
     result = []
     for rank in range(dp_degree):
         shape = dict(
-            rows=rows,
+            streams=rows,
             batch_size=batch_size,
             seq_len=seq_len,
             dp_rank=rank,
@@ -61,7 +61,7 @@ def global_batch(ranks, rows, batch_size):
     for loader in ranks:
         batches = [next(loader) for _ in range(rows // len(ranks) // batch_size)]
         shares.append(
-            torch.cat([torch.cat([input, label[:, -1:]], dim=1) for input, label in batches])
+            torch.cat([torch.cat([batch.input, batch.label[:, -1:]], dim=1) for batch in batches])
         )
     return torch.stack(shares, dim=1).flatten(
         0, 1
@@ -114,9 +114,9 @@ def test_the_loader_tells_the_source_of_each_sequence(two, dp_degree, rows, work
     found = []
     for loader in ranks:
         for _ in range(8):
-            input, _ = next(loader)
-            assert loader.sources == [int((row == ord("b")).any()) for row in input]
-            found += loader.sources
+            batch = next(loader)
+            assert batch.sources == [int((tokens == ord("b")).any()) for tokens in batch.input]
+            found += batch.sources
     assert {0, 1} == set(found)
     assert [line.partition(";")[0] for line in ranks[0].source_lines()] == [
         "source a: 70% of the tokens",
@@ -209,7 +209,7 @@ def test_bad_and_short_documents_are_skipped_counted_and_listed(tmp_path, num_wo
     texts = ["".join(map(chr, row)).replace("\0", "").split("\1") for row in tokens.tolist()]
     read = Counter(text for row in texts for text in row[1:-1])
     assert set(read) == {f"long enough {i}" for i in range(40) if i not in (3, 17, 30)}
-    skipped = [loader.take_skipped() for loader in ranks]
+    skipped = [loader.pop_skipped() for loader in ranks]
     bad = {
         (document.place, document.reason.partition(" ")[0])
         for some in skipped
@@ -221,7 +221,7 @@ def test_bad_and_short_documents_are_skipped_counted_and_listed(tmp_path, num_wo
     }
     short = sum(some.short for some in skipped)
     assert abs(short - read["long enough 1"]) <= 2 + num_workers
-    assert loaders(data, 4, 2, 2, 15)[0].take_skipped().bad == []
+    assert loaders(data, 4, 2, 2, 15)[0].pop_skipped().bad == []
 
 
 def test_more_bad_documents_than_the_recipe_allows_are_an_error(tmp_path):
@@ -275,7 +275,7 @@ def test_one_good_document_is_found_among_many(tmp_path):
         min_document_tokens=3,
     )
     [loader] = loaders(data, 2, 1, 2, 15)
-    assert set(next(loader)[0].unique().tolist()) == {BOS, EOS, *map(ord, "good one")}
+    assert set(next(loader).input.unique().tolist()) == {BOS, EOS, *map(ord, "good one")}
 
 
 # Any documents
@@ -367,7 +367,7 @@ def test_every_token_is_in_one_window_in_order(
         for loader in ranks:
             for _ in range(microbatches):
                 before = loader.state_dict()["rows"]
-                input, label = next(loader)
+                batch = next(loader)
                 moved = [
                     row for row, now in loader.state_dict()["rows"].items() if now != before[row]
                 ]
@@ -376,7 +376,9 @@ def test_every_token_is_in_one_window_in_order(
                 )  # those that are furthest behind come first
                 assert len(moved) == batch_size
                 for row, window in zip(
-                    moved, torch.cat([input, label[:, -1:]], dim=1).tolist(), strict=True
+                    moved,
+                    torch.cat([batch.input, batch.label[:, -1:]], dim=1).tolist(),
+                    strict=True,
                 ):
                     after = loader.state_dict()["rows"][row]
                     [source] = [

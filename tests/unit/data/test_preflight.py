@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from titan_lite.config import ConfigError
 from titan_lite.data import preflight
+from titan_lite.data.loader import Batch
 from titan_lite.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -61,7 +62,7 @@ def test_a_sample_is_shown_in_one_line_and_shortened(other_rank, caplog):
     other_rank((1, 13, 5))
     with caplog.at_level(logging.INFO, logger="titan_lite"):
         preflight.preflight(
-            (batch[:, :-1], batch[:, 1:]), tokenizer, tokenizer.vocab_size, dp_rank=0
+            Batch(batch[:, :-1], batch[:, 1:], [0, 0]), tokenizer, tokenizer.vocab_size, dp_rank=0
         )
     [record] = caplog.records
     assert "first sequence of" in record.message
@@ -74,15 +75,16 @@ def test_a_sample_is_shown_in_one_line_and_shortened(other_rank, caplog):
 @pytest.mark.parametrize("same", [True, False])
 def test_hashes_tell_batches_apart(other_rank, monkeypatch, same):
     tokenizer = load_tokenizer(ROOT / "assets/tokenizer/debug.model")
-    batches = [torch.arange(34).view(2, 17) + (0 if same else number) for number in range(2)]
+    tokens = [torch.arange(34).view(2, 17) + (0 if same else number) for number in range(2)]
+    batches = [Batch(some[:, :-1], some[:, 1:], [0, 0]) for some in tokens]
     seen = []
     with monkeypatch.context() as patch:
         patch.setattr(
             preflight, "check_batches", lambda everyone, vocab_size: seen.append(everyone[0])
         )
-        preflight.preflight((batches[0][:, :-1], batches[0][:, 1:]), tokenizer, 2048, dp_rank=0)
+        preflight.preflight(batches[0], tokenizer, 2048, dp_rank=0)
     other_rank((1, *seen[0][1:]))
-    arguments = (batches[1][:, :-1], batches[1][:, 1:]), tokenizer, 2048, 0
+    arguments = batches[1], tokenizer, 2048, 0
     if same:
         with pytest.raises(ConfigError, match="ranks 0, 1 have read the same first batch"):
             preflight.preflight(*arguments)

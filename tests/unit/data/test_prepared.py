@@ -20,7 +20,7 @@ import torch
 from titan_lite.check import check
 from titan_lite.checkpoint.state import merge_loaders
 from titan_lite.config import ConfigError, Data, load_config
-from titan_lite.data.dataset import build_source, fingerprint
+from titan_lite.data.documents import build_source, fingerprint
 from titan_lite.data.loader import build_loader
 from titan_lite.data.prepared import PreparedDocuments, check_prepared, read_prepared
 from titan_lite.data.tokenizer import load_tokenizer
@@ -369,12 +369,13 @@ def windows(data, split="train", degrees=(2, 3), steps=30):
     """(tokens, states) of 8 streams on the given numbers of ranks, each resuming the one before."""
     tokens, states = [], []
     for degree in degrees:
-        shape = dict(rows=8, batch_size=1, seq_len=40, dp_degree=degree, split=split, seed=5)
+        shape = dict(streams=8, batch_size=1, seq_len=40, dp_degree=degree, split=split, seed=5)
         ranks = [build_loader(data, TOKENIZER, dp_rank=rank, **shape) for rank in range(degree)]
         for rank in ranks:
             if states:
                 rank.load_state_dict(states[-1])
-        tokens += [torch.stack(next(rank)) for _ in range(steps) for rank in ranks]
+        batches = [next(rank) for _ in range(steps) for rank in ranks]
+        tokens += [torch.stack((batch.input, batch.label)) for batch in batches]
         merged = merge_loaders([rank.state_dict() for rank in ranks])
         states.append(json.loads(json.dumps(merged)))
     return torch.stack(tokens), states

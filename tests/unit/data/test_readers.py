@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.data.bad_documents import BadDocument
-from titan_lite.data.dataset import build_source, check_data, fingerprint
+from titan_lite.data.documents import build_source, check_data, fingerprint
 from titan_lite.data.files import local_files, local_pieces, read_piece, text_of
 from titan_lite.data.readers import elements, lines, records
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_lite.check import check_machine
 from titan_lite.config import ConfigError, load_config
-from titan_lite.data.loader import document_begins, document_counts
+from titan_lite.data.packing import doc_starts, doc_stats
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.models.attention import (
@@ -129,7 +129,7 @@ def test_what_context_parallelism_calls_on_a_gpu(kernel, monkeypatch):
 
 def test_where_documents_end():
     tokens = rows_of_documents()
-    begins, counts = document_begins(tokens, BOS), document_counts(tokens, BOS)
+    begins, counts = doc_starts(tokens, BOS), doc_stats(tokens, BOS)
     assert counts.tolist() == [[4, 15], [1, 24], [3, 16]]
     ends, _ = documents_of(begins, torch.arange(TOKENS), counts)
     expected = [0, 1, 2, 9, 24, 48, 55, 71, 72]
@@ -145,8 +145,8 @@ def packed_kernel():
 
 def told(by_kernel):
     tokens = rows_of_documents()
-    documents = {"begins": document_begins(tokens, BOS)}
-    return documents | ({"counts": document_counts(tokens, BOS)} if by_kernel else {})
+    documents = {"doc_starts": doc_starts(tokens, BOS)}
+    return documents | ({"doc_stats": doc_stats(tokens, BOS)} if by_kernel else {})
 
 
 def trained(by_kernel, mode="none", compiled=False):
@@ -203,7 +203,7 @@ def test_batches_with_other_documents_are_one_graph(packed_kernel):
         rows_of_documents().flip(0),
         torch.full((ROWS, TOKENS), BOS),
     ):
-        compiled(tokens, document_begins(tokens, BOS), document_counts(tokens, BOS))
+        compiled(tokens, doc_starts(tokens, BOS), doc_stats(tokens, BOS))
     assert len(graphs) == 1
 
 
@@ -223,8 +223,8 @@ def test_no_tensor_of_all_pairs_is_made(packed_kernel):
     model = Transformer(dataclasses.replace(CONFIG, max_seq_len=512))
     found = []
     for documents in (
-        {"begins": document_begins(tokens, BOS), "counts": document_counts(tokens, BOS)},
-        {"begins": tokens * 0},
+        {"doc_starts": doc_starts(tokens, BOS), "doc_stats": doc_stats(tokens, BOS)},
+        {"doc_starts": tokens * 0},
     ):
         with Largest() as mode:
             model(tokens, **documents)
@@ -374,7 +374,7 @@ def test_attention_within_documents_is_that_with_a_mask_on_a_gpu():
     inputs = random_heads(ROWS, TOKENS, TOKENS, torch.bfloat16, device="cuda", **shapes)
     others = random_heads(ROWS, TOKENS, TOKENS, **shapes)
     tokens, positions = rows_of_documents(), torch.arange(TOKENS)
-    begins = document_begins(tokens, BOS)
-    documents = documents_of(begins.cuda(), positions.cuda(), document_counts(tokens, BOS))
+    begins = doc_starts(tokens, BOS)
+    documents = documents_of(begins.cuda(), positions.cuda(), doc_stats(tokens, BOS))
     found = Attention.attend(Attention(CONFIG), *inputs, documents)
     near(found, with_mask(*others, attention_mask(begins, positions, TOKENS)), inputs, others)

@@ -385,8 +385,8 @@ def documents_for(layout: PlannedLayout, ids: Tensor, machine: Machine) -> dict[
     dtype = getattr(torch, layout.config.training.mixed_precision_param)
     kernel = not machine.is_cpu and not machine.name.startswith("MI")
     if kernel and layout.degrees["cp"] == 1 and fits_flash(dtype, layout.model.head_dim):
-        return {"begins": ids, "counts": torch.zeros(layout.sequences, 2, dtype=torch.long)}
-    return {"begins": ids}
+        return {"doc_starts": ids, "doc_stats": torch.zeros(layout.sequences, 2, dtype=torch.long)}
+    return {"doc_starts": ids}
 
 
 def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

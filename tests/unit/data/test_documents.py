@@ -9,7 +9,7 @@ import pytest
 
 from titan_lite.config import ConfigError, Data, DataSource
 from titan_lite.data import files
-from titan_lite.data.dataset import (
+from titan_lite.data.documents import (
     EPOCH,
     GROUP,
     build_source,
@@ -103,8 +103,8 @@ def test_stdlib_starts_anywhere_and_reads_only_what_is_wanted(monkeypatch):
 
 
 def test_a_python_without_sources_is_an_error(monkeypatch, tmp_path):
-    monkeypatch.setattr("titan_lite.data.dataset._STDLIB", tmp_path)
-    monkeypatch.setattr("titan_lite.data.dataset._topics", dict)
+    monkeypatch.setattr("titan_lite.data.documents._STDLIB", tmp_path)
+    monkeypatch.setattr("titan_lite.data.documents._topics", dict)
     with pytest.raises(ConfigError, match=r'data.dataset = "stdlib".*data.dataset = "local"'):
         check_data(Data())
 
