@@ -28,9 +28,10 @@ from titan_lite.compile.compile import CompileError, compile_function
 from titan_lite.config import Config, flatten, save_recipe
 from titan_lite.cost.measure import find_machine, peak_flops
 from titan_lite.data.bad_documents import BadDocumentsLog
-from titan_lite.data.loader import Batch, LoaderError, build_loader
+from titan_lite.data.loader import Batch, build_loader
 from titan_lite.data.packing import doc_starts, doc_stats
 from titan_lite.data.preflight import check_first_loss, preflight
+from titan_lite.data.processes import LoaderError
 from titan_lite.distributed.layout import make_layout
 from titan_lite.distributed.mesh import (
     build_mesh,
@@ -245,7 +246,7 @@ class Trainer:
 
         Raises TrainingError.
         """
-        listing = self.bad_documents.listing(self.loaders)
+        listing = self.bad_documents.listing_on_error(self.loaders)
         with self.watchdog.reporting(CompileError, CheckpointError, LoaderError), listing:
             return self.loop()
 

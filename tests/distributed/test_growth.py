@@ -101,7 +101,7 @@ def a_run(folder):
     }
     before = sockets()
     saves = Checkpointer(Checkpoint(enable=True), folder)
-    position = {"windows": ranks, "rows": {str(rank): [1, [rank, 17]]}, "of": ranks}
+    position = {"windows_taken": ranks, "streams": ranks, "positions": {str(rank): [[rank, 17]]}}
     saves.save(1, tensors, {"step": 1, "loader": position})  # in which DCP sends all places to all
     for tensor in tensors.values():
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
@@ -110,8 +110,8 @@ def a_run(folder):
         saves.load(step, tensors)
     opened = sockets() - before
 
-    rows = saves.read_state(1)["loader"]["rows"]
-    assert rows == {str(row): [1, [row, 17]] for row in range(ranks)}
+    positions = saves.read_state(1)["loader"]["positions"]
+    assert positions == {str(stream): [[stream, 17]] for stream in range(ranks)}
     assert all(
         torch.equal(tensor.full_tensor(), torch.ones(tensor.shape))
         for tensor in tensors.values()
@@ -129,7 +129,7 @@ def a_run(folder):
     with counting(parts["stop"]):
         Stopping(torch.device("cpu"), lambda: "step 1").note(True)
     documents = BadDocumentsLog(
-        Data(on_bad_document="skip", min_document_tokens=5), folder, reads_alone=True
+        Data(on_bad_document="skip", min_document_tokens=5), folder, counts_short=True
     )
     with counting(parts["bad documents"]):
         counted = documents.gather(

@@ -63,7 +63,7 @@ def test_a_mix_with_bad_documents_trains_and_goes_on(options, tmp_path):
     listed = [
         json.loads(line) for line in (folder / "bad_documents.jsonl").read_text().splitlines()
     ]
-    assert sorted(entry["place"] for entry in listed) == ["line 21", "line 34", "line 8"]
+    assert sorted(entry["location"] for entry in listed) == ["line 21", "line 34", "line 8"]
     assert re.search(
         r"done: step 12, .*, 3 bad documents left out, listed in .*/bad_documents.jsonl",
         second.stdout,
@@ -78,7 +78,7 @@ def test_more_bad_documents_than_allowed_end_the_run_on_all_ranks(options, tmp_p
     assert result.returncode != 0
     assert re.search(r"error: \[rank \d\] data.max_bad_documents = 2: ", result.stdout)
     listed = [
-        json.loads(line)["place"]
+        json.loads(line)["location"]
         for line in (tmp_path / "out/bad_documents.jsonl").read_text().splitlines()
     ]
     assert sorted(set(listed)) == ["line 21", "line 34", "line 8"]
@@ -102,7 +102,7 @@ def test_what_ends_a_run_before_its_first_step_is_named_and_listed(tmp_path):
         result.stdout,
     )
     listed = {
-        json.loads(line)["place"]
+        json.loads(line)["location"]
         for line in (tmp_path / "out/bad_documents.jsonl").read_text().splitlines()
     }
     assert listed == {f"line {number}" for number in range(1, 10)}

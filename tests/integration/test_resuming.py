@@ -289,10 +289,8 @@ def test_killed_in_a_ramp_it_goes_on_bitwise(ramped, tmp_path):
         step: ramped[1][step] for step in (3, 4, 5, 6)
     }
     assert losses(tmp_path) == {step: loss for step, loss in losses(ramped[0]).items() if step > 2}
-    assert (
-        json.loads((tmp_path / "checkpoint/step-6/state.json").read_text())["loader"]["windows"]
-        == 40
-    )
+    state = json.loads((tmp_path / "checkpoint/step-6/state.json").read_text())
+    assert state["loader"]["windows_taken"] == 40
 
 
 def test_another_global_batch_goes_on_at_the_next_window(uninterrupted, at_step_2):

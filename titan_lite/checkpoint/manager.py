@@ -48,6 +48,7 @@ from titan_lite.checkpoint import tensor_files
 from titan_lite.checkpoint.lock import FolderLock
 from titan_lite.checkpoint.names import section_of
 from titan_lite.config import Checkpoint, ConfigError
+from titan_lite.data.streams import merge_states
 from titan_lite.distributed.process_group import (
     alike,
     first_word,
@@ -322,8 +323,8 @@ class Checkpointer:
         ended.
 
         values: {name in tensor_files: tensor, DTensor or plain value}. state: of JSON types; rank
-        0's is written, with what all ranks have as "loader", the position of their rows in the
-        data, merged; a rank whose rows another one reads, too, may have None. Raises
+        0's is written, with what all ranks have as "loader", the positions of their streams in the
+        data, merged; a rank whose streams another one reads, too, may have None. Raises
         CheckpointError if a save has failed and checkpoint.on_failure = "stop".
         """
         self.wait()
@@ -335,7 +336,7 @@ class Checkpointer:
         state = {**state, "tensors": sorted({section_of(name) for name in tensors})}
         positions = [each for each in gather_on_first(state.get("loader"), group) if each]
         if positions:
-            state["loader"] = saved_state.merge_loaders(positions)
+            state["loader"] = merge_states(positions)
 
         writer = tensor_files.StepWriter(
             self._unfinished(step),

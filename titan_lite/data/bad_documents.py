@@ -1,18 +1,18 @@
 """The policy for bad documents: raise an error, or skip, count and list them up to a limit.
 
     policy = BadDocumentPolicy(data)
-    policy.skip(BadDocument("a.jsonl", "line 34", "not JSON (...)"))     # may raise ConfigError, with file and line
+    policy.skip(BadDocument("a.jsonl", "line 34", "not JSON (...)"))     # or raises ConfigError, with file and line
 
-    log = BadDocumentsLog(config.data, dump_folder, reads_alone=True)
-    values = log.gather([loader.pop_skipped()])     # a collective; raises ConfigError on all ranks
+    log = BadDocumentsLog(config.data, dump_folder, counts_short=True)
+    metrics = log.gather([loader.pop_skipped()])     # a collective; raises ConfigError on all ranks
 
-A line of `bad_documents.jsonl` is one document: {"file": "a.jsonl", "place": "line 34", "reason":
+A line of `bad_documents.jsonl` is one document: {"file": "a.jsonl", "location": "line 34", "reason":
 "not JSON (...)"}. Each one is listed once, however many epochs and ranks read it. A resumed run
 continues the list and its count.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,39 +27,42 @@ class BadDocument(NamedTuple):
     """A document without a text, and the reason."""
 
     file: str
-    place: str  # such as "line 34"
+    location: str  # in the file, such as "line 34"
     reason: str
     instead: str = ""  # a setting with which it has a text
 
     def __str__(self) -> str:
-        return f"{self.file}, {self.place}: {self.reason}"
+        return f"{self.file}, {self.location}: {self.reason}"
 
-    def listed(self) -> dict[str, str]:
-        return {"file": self.file, "place": self.place, "reason": self.reason}
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells this document from others."""
+        return self.file, self.location
+
+    def to_dict(self) -> dict[str, str]:
+        return {"file": self.file, "location": self.location, "reason": self.reason}
 
 
 @dataclass
 class SkippedDocuments:
-    """Documents that a loader has skipped since its last report."""
+    """Documents that were skipped since the last report."""
 
     bad: list[BadDocument] = field(default_factory=list)
     short: int = 0  # number of documents below data.min_document_tokens
 
 
 class BadDocumentPolicy:
-    """Apply data.on_bad_document and data.max_bad_documents.
-
-    known: (file, place) of every bad document so far.
-    """
-
-    last: BadDocument | None = None  # the last one skipped
+    """Applies data.on_bad_document and data.max_bad_documents, and collects what is skipped."""
 
     def __init__(self, data: Data, known: Iterable[tuple[str, str]] = ()):
+        """known: keys of the bad documents of the run so far."""
         self.data = data
         self.known = set(known)
+        self.skipped = SkippedDocuments()  # since `pop_skipped`
+        self.last_bad: BadDocument | None = None
 
     def skip(self, bad: BadDocument) -> None:
-        """Count a bad document.
+        """Skip a bad document.
 
         Raises ConfigError if bad documents are errors, or if this is one too many.
         """
@@ -69,12 +72,23 @@ class BadDocumentPolicy:
             if bad.instead:
                 fix = f"use {bad.instead}, or {skip} if other documents need the present setting"
             raise ConfigError(f"{bad}; {fix}")
-        self.last = bad
-        self.known.add(bad[:2])
+        self.last_bad = bad
+        self.known.add(bad.key)
         self.check(len(self.known), f"the last one {bad}", bad.instead)
+        self.skipped.bad.append(bad)
+
+    def skip_short(self) -> None:
+        """Skip a document below data.min_document_tokens."""
+        self.skipped.short += 1
+
+    def pop_skipped(self) -> SkippedDocuments:
+        """Return what was skipped since the last call."""
+        skipped = self.skipped
+        self.skipped = SkippedDocuments()
+        return skipped
 
     def check(self, count: int, which: str, instead: str = "") -> None:
-        """Raise ConfigError if there are more different bad documents than data.max_bad_documents."""
+        """Raise ConfigError if there are more different bad documents than the recipe allows."""
         if count > self.data.max_bad_documents:
             raise ConfigError(
                 f"data.max_bad_documents = {self.data.max_bad_documents}: there are {count},"
@@ -83,77 +97,68 @@ class BadDocumentPolicy:
 
 
 class BadDocumentsLog:
-    """Count and list the skipped documents of all ranks.
+    """Counts and lists the skipped documents of all ranks."""
 
-    bad: different bad documents of the run, resumed parts included. short: documents below
-    data.min_document_tokens, since this start. reads_alone: False on a rank whose sequences another
-    one has, too, which counts its short documents.
-    """
-
-    def __init__(self, data: Data, dump_folder: Path, reads_alone: bool):
+    def __init__(self, data: Data, dump_folder: Path, counts_short: bool):
+        """counts_short: False on a rank that reads what another one reads, too, and counts."""
         self.data = data
-        self.reads_alone = reads_alone
+        self.counts_short = counts_short
         self.path = dump_folder / "bad_documents.jsonl"
-        self.listed = self._read()
-        self.policy = BadDocumentPolicy(data, map(_place, self.listed))
-        self.bad = 0
-        self.short = 0
+        self.entries = self._read()  # the lines of the file
+        self.policy = BadDocumentPolicy(data, map(_key_of, self.entries))
+        self.bad = 0  # different bad documents of the run, resumed parts included
+        self.short = 0  # documents below data.min_document_tokens, since this start
 
     def gather(self, skipped: Sequence[SkippedDocuments]) -> dict[str, float]:
         """Return the counts by their names in metrics.jsonl; {} if the recipe skips no documents.
 
-        A collective.
-
-        skipped: of each loader of this rank. Raises ConfigError on all ranks if there are more than
-        data.max_bad_documents.
+        A collective. skipped: of each loader of this rank. Raises ConfigError on all ranks if there
+        are more than data.max_bad_documents.
         """
         # here, since prepare's processes need the policy but not torch
         import torch.distributed as dist
 
         from titan_lite.distributed.process_group import gather_on_first, reduce_numbers
 
-        counts_bad = self.data.on_bad_document == "skip"
-        counts_short = self.data.min_document_tokens > 0
-        if not counts_bad and not counts_short:
+        skips_bad = self.data.on_bad_document == "skip"
+        skips_short = self.data.min_document_tokens > 0
+        if not skips_bad and not skips_short:
             return {}
-        short = sum(some.short for some in skipped) if self.reads_alone else 0
+        short = sum(some.short for some in skipped) if self.counts_short else 0
         bad = [document for some in skipped for document in some.bad]
         short_everywhere, bad_everywhere = reduce_numbers(short, len(bad), total=True)
         self.short += short_everywhere
         if bad_everywhere:
             # the first rank has those of all ranks, the others none
-            self._list([document for theirs in gather_on_first(bad) for document in theirs])
+            self._list([document for of_rank in gather_on_first(bad) for document in of_rank])
         (self.bad,) = reduce_numbers(0 if dist.get_rank() else len(self.policy.known))
         self.policy.check(self.bad, f"listed in {self.path}")
         counts: dict[str, float] = {}
-        if counts_bad:
+        if skips_bad:
             counts["bad_documents"] = self.bad
-        if counts_short:
+        if skips_short:
             counts["short_documents"] = self.short
         return counts
 
     @contextmanager
-    def listing(self, loaders: Iterable[Any]) -> Iterator[None]:
-        """Return a context that lists what this rank has skipped if an error in the data ends the
-        run.
+    def listing_on_error(self, loaders: Iterable[Any]) -> Iterator[None]:
+        """Return a context that lists what this rank has skipped if an error in the data ends it.
 
         `gather` is not called again then.
         """
         try:
             yield
         except ConfigError:
-            self.policy.known.update(map(_place, self._read()))
+            self.policy.known.update(map(_key_of, self._read()))
             for loader in loaders:
                 self._list(loader.pop_skipped().bad)
             raise
 
     def summary(self) -> str:
-        """Return the number of skipped documents in words, for the end of a run; "" if none was
-        skipped.
-        """
+        """Return the number of skipped documents in words, for the end of a run; "" without any."""
         words = ""
         if self.bad:
-            words += f", {_documents(self.bad)} left out, listed in {self.path}"
+            words += f", {_count(self.bad)} left out, listed in {self.path}"
         if self.short:
             least = self.data.min_document_tokens
             words += f", {self.short} times a document left out that is shorter than {least} tokens"
@@ -166,30 +171,32 @@ class BadDocumentsLog:
         return [entry for _, entry in read_lines(self.path) if entry is not None]
 
     def _list(self, documents: Sequence[BadDocument]) -> None:
+        """Log the documents that are new, and append them to the file."""
         known = self.policy.known
-        new = {document[:2]: document for document in documents if document[:2] not in known}
+        new = {document.key: document for document in documents if document.key not in known}
         if not new:
             return
         known.update(new)
         first = next(iter(new.values()))
-        words = f"{_documents(len(new))} left out, {len(known)} in all; {first}"
+        words = f"{_count(len(new))} left out, {len(known)} in all; {first}"
         if len(new) > 1:
             words += f"; all are listed in {self.path}"
         logger.warning(words)
-        entries = [document.listed() for document in new.values()]
-        self.listed += entries
+        entries = [document.to_dict() for document in new.values()]
+        self.entries += entries
         try:
             with open(self.path, "a", encoding="utf-8") as file:
-                if not file.tell():  # a new file has all
-                    entries = self.listed
+                if not file.tell():  # a new file gets all
+                    entries = self.entries
                 file.writelines(json.dumps(entry) + "\n" for entry in entries)
         except OSError as error:  # no reason to end the run
             logger.warning(f"{self.path} cannot be written, and lacks these: {error.strerror}")
 
 
-def _place(entry: dict) -> tuple[str, str]:
-    return entry.get("file", ""), entry.get("place", "")
+def _key_of(entry: Mapping[str, str]) -> tuple[str, str]:
+    """Return the key of a line; until November 2026 the location was called "place"."""
+    return entry.get("file", ""), entry.get("location", entry.get("place", ""))
 
 
-def _documents(count: int) -> str:
-    return f"{count} bad document{'s' * (count != 1)}"
+def _count(documents: int) -> str:
+    return "1 bad document" if documents == 1 else f"{documents} bad documents"

@@ -1,7 +1,7 @@
 """Count tokens and loss of each source of a mixture, from the losses per sequence.
 
     by_source = PerSource(["web", "code"], device, sum_of_losses, sum_over_tokens)
-    by_source.read(loader.sources, counted)     # for each local batch: sources (B,), number of counted labels (B,)
+    by_source.read(batch.sources, counted)     # for each local batch: sources (B,), number of counted labels (B,)
     loss = by_source.add(runner.forward_backward(...), tokens)      # in the same order: losses (B,) -> their sum
     by_source.figures()                         # {"loss_by_source/web": 3.21, "tokens_by_source/web": 1_048_576, ...}
 

@@ -132,18 +132,17 @@ def _prepare(data: Data, tokenizer: Tokenizer, folder: Path, workers: int) -> di
     else:
         parts[BOTH_SPLITS] = preparation.write("train", folder / BOTH_SPLITS)
     source = {"dataset": data.dataset, "path": data.path, "text_field": data.text_field}
-    return write_description(folder, tokenizer, parts, source, preparation.bad)
+    return write_description(folder, tokenizer, parts, source, preparation.policy.skipped.bad)
 
 
 class _Preparation:
-    """Tokenizes a corpus. bad: its bad documents."""
+    """Tokenizes a corpus."""
 
     def __init__(self, data: Data, tokenizer: Tokenizer, workers: int):
         self.data = data
         self.tokenizer = tokenizer
         self.workers = workers
         self.policy = BadDocumentPolicy(data)
-        self.bad: list[BadDocument] = []
 
     def write(self, split: Split, folder: Path) -> dict[str, Any]:
         """Write the documents of a split, or of both if they are split by name, and return their
@@ -189,7 +188,6 @@ class _Preparation:
                     text = corpus.document(piece, place, raw)
                     if isinstance(text, BadDocument):
                         self.policy.skip(text)
-                        self.bad.append(text)
                         text = ""
                     else:
                         readable = True
@@ -273,7 +271,7 @@ def write_description(
         "vocab_size": tokenizer.vocab_size,
         "source": source,
         "parts": parts,
-        "bad": [document.listed() for document in bad],
+        "bad": [document.to_dict() for document in bad],
         "files": {str(path.relative_to(folder)): manifest.digest(path) for path in files},
     }
     manifest.write_text(folder / NAME, json.dumps(described))

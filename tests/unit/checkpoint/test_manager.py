@@ -421,12 +421,15 @@ def test_a_state_that_is_no_json_object_is_named(tmp_path):
     [
         ({}, r"state.json has no 'loader'"),
         ({"loader": 5}, r"state.json is not as it was written: 'int' object is not subscriptable"),
-        ({"loader": {"of": "a"}}, r"state.json is not as it was written: invalid literal for int"),
+        (
+            {"loader": {"streams": "a"}},
+            r"state.json is not as it was written: invalid literal for int",
+        ),
     ],
 )
 def test_a_field_that_is_missing_or_of_a_wrong_type_is_one_line(state, words):
     with pytest.raises(ConfigError, match=f"^{words}"), fields_of("state.json"):
-        int(state["loader"]["of"])
+        int(state["loader"]["streams"])
 
 
 class Payload:

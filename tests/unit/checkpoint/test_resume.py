@@ -56,11 +56,11 @@ def described(*overrides, **facts):
 
 def saved(*overrides, **facts):
     """state.json of step 50, as it is read."""
-    rows = {str(row): [50, [row + 8 * (row % 3), 12]] for row in range(8)}
+    positions = {str(stream): [[stream + 8 * (stream % 3), 12]] for stream in range(8)}
     state = {
         "step": 50,
         "tokens_seen": 102_400,
-        "loader": {"rows": rows, "of": 8},
+        "loader": {"windows_taken": 400, "streams": 8, "positions": positions},
         "tensors": ["model", "optimizer"],
     }
     state |= {

@@ -24,7 +24,7 @@ def bad(line, file="a.jsonl"):
 
 def listed(folder):
     lines = (folder / "bad_documents.jsonl").read_text().splitlines()
-    assert json.loads(lines[0]).keys() == {"file", "place", "reason"}
+    assert json.loads(lines[0]).keys() == {"file", "location", "reason"}
     return [BadDocument(**json.loads(line)) for line in lines]
 
 
@@ -51,7 +51,7 @@ def others(monkeypatch):
 
 
 def test_skipped_documents_are_counted_over_ranks_and_listed_once(tmp_path, others, caplog):
-    documents = BadDocumentsLog(SKIP, tmp_path, reads_alone=True)
+    documents = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
     assert documents.gather([SkippedDocuments()]) == {"bad_documents": 0, "short_documents": 0}
     assert documents.summary() == ""
     assert not (tmp_path / "bad_documents.jsonl").exists()
@@ -69,7 +69,7 @@ def test_skipped_documents_are_counted_over_ranks_and_listed_once(tmp_path, othe
     assert listed(tmp_path) == [bad(3), bad(3, "b.jsonl")]
     assert ", 2 bad documents left out, listed in " in documents.summary()
     assert "7 times a document left out that is shorter than 5 tokens" in documents.summary()
-    again = BadDocumentsLog(SKIP, tmp_path, reads_alone=True)  # a run that goes on
+    again = BadDocumentsLog(SKIP, tmp_path, counts_short=True)  # a run that goes on
     assert again.gather([SkippedDocuments([bad(3), bad(9)])])["bad_documents"] == 3
     with pytest.raises(
         ConfigError,
@@ -80,15 +80,15 @@ def test_skipped_documents_are_counted_over_ranks_and_listed_once(tmp_path, othe
 
 def test_where_nothing_may_be_skipped_ranks_need_not_talk(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    assert BadDocumentsLog(Data(), tmp_path, reads_alone=True).gather([SkippedDocuments()]) == {}
+    assert BadDocumentsLog(Data(), tmp_path, counts_short=True).gather([SkippedDocuments()]) == {}
 
 
 def test_a_rank_that_cannot_go_on_lists_alone_what_is_not_listed_yet(tmp_path, others):
-    BadDocumentsLog(SKIP, tmp_path, reads_alone=True).gather([SkippedDocuments([bad(3)])])
+    BadDocumentsLog(SKIP, tmp_path, counts_short=True).gather([SkippedDocuments([bad(3)])])
     loader = SimpleNamespace(pop_skipped=lambda: SkippedDocuments([bad(3), bad(9)]))
     with (
         pytest.raises(ConfigError),
-        BadDocumentsLog(SKIP, tmp_path, reads_alone=True).listing([loader]),
+        BadDocumentsLog(SKIP, tmp_path, counts_short=True).listing_on_error([loader]),
     ):
         raise ConfigError("too many")
     assert listed(tmp_path) == [bad(3), bad(9)]
@@ -113,8 +113,8 @@ def test_a_bad_document_is_an_error_or_skipped_up_to_a_number_of_different_ones(
 
 
 def test_a_list_that_is_removed_in_mid_run_is_written_again_as_a_whole(tmp_path, others):
-    BadDocumentsLog(SKIP, tmp_path, reads_alone=True).gather([SkippedDocuments([bad(1)])])
-    documents = BadDocumentsLog(SKIP, tmp_path, reads_alone=True)  # a run that goes on
+    BadDocumentsLog(SKIP, tmp_path, counts_short=True).gather([SkippedDocuments([bad(1)])])
+    documents = BadDocumentsLog(SKIP, tmp_path, counts_short=True)  # a run that goes on
     documents.gather([SkippedDocuments([bad(2)])])
     (tmp_path / "bad_documents.jsonl").unlink()
     assert documents.gather([SkippedDocuments([bad(3)])])["bad_documents"] == 3

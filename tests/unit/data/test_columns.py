@@ -66,7 +66,7 @@ def test_every_kind_of_text_is_read(tmp_path, kind, name):
     found = documents(tmp_path / name)
     assert [text for text in found if isinstance(text, str)] == [text for text in TEXTS if text]
     bad = [text for text in found if not isinstance(text, str)]
-    assert [(document.place, document.reason.split()[-1]) for document in bad] == [
+    assert [(document.location, document.reason.split()[-1]) for document in bad] == [
         ("row 1", "empty"),
         ("row 2", "text"),
     ]

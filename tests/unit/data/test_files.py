@@ -228,7 +228,7 @@ def test_bad_data_is_named_with_its_place_and_nothing_else_is_lost(
     data = local(tmp_path, max_document_mib=1)
     found = documents(data)
     [bad] = [document for document in found if isinstance(document, BadDocument)]
-    assert (bad.file, bad.place) == (str(tmp_path / name), place)
+    assert (bad.file, bad.location) == (str(tmp_path / name), place)
     assert reason in bad.reason
     assert str(bad) == f"{tmp_path / name}, {place}: {bad.reason}"
     assert "\n" not in str(bad)

@@ -19,15 +19,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titan_lite.checkpoint.state import merge_loaders
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.documents import EPOCH, build_source
-from titan_lite.data.loader import LoaderError, build_loader
-from titan_lite.data.packing import doc_starts, doc_stats
+from titan_lite.data.loader import build_loader
+from titan_lite.data.packing import WindowPacker, doc_starts, doc_stats
+from titan_lite.data.processes import LoaderError
+from titan_lite.data.streams import LoaderState, RankStreams, StreamPosition, merge_states
 from titan_lite.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[3]
-ROWS, SEQ_LEN = 8, 16
+STREAMS = 8
+SEQ_LEN = 16
 LENGTHS = [
     5,
     2,
@@ -84,10 +86,10 @@ def data(request, corpus):
     )
 
 
-def loaders(data, tokenizer, dp_degree=1, batch_size=ROWS, state=None, seed=0, rows=ROWS):
+def loaders(data, tokenizer, dp_degree=1, batch_size=STREAMS, state=None, seed=0, streams=STREAMS):
     result = []
     for rank in range(dp_degree):
-        shape = dict(streams=rows, batch_size=batch_size, seq_len=SEQ_LEN)
+        shape = dict(streams=streams, batch_size=batch_size, seq_len=SEQ_LEN)
         loader = build_loader(
             data, tokenizer, split="train", dp_rank=rank, dp_degree=dp_degree, seed=seed, **shape
         )
@@ -101,12 +103,12 @@ def same(one, other):
     return torch.equal(one.input, other.input) and torch.equal(one.label, other.label)
 
 
-def global_batch(ranks, batch_size, size=ROWS):
+def global_batch(ranks, batch_size, size=STREAMS):
     """One optimizer step's windows, (size, SEQ_LEN + 1), in the order of their numbers, from all
     ranks and microbatches.
     """
     shares = []
-    first = ranks[0].state_dict()["windows"]
+    first = ranks[0].state_dict()["windows_taken"]
     for loader in ranks:
         windows = []
         for _ in range(size // len(ranks) // batch_size):
@@ -129,20 +131,22 @@ def test_every_token_is_in_one_window_in_order(data, tokenizer):
     steps = 12
     [loader] = loaders(data, tokenizer)
     streams = (
-        torch.stack([global_batch([loader], ROWS) for _ in range(steps)], dim=1).flatten(1).tolist()
+        torch.stack([global_batch([loader], STREAMS) for _ in range(steps)], dim=1)
+        .flatten(1)
+        .tolist()
     )
     expected: dict[int, list[int]] = defaultdict(list)
     for ordinal, text in build_source(data, split="train", seed=0).documents(
         0, lambda ordinal: True
     ):
-        expected[ordinal % ROWS] += tokenizer.encode_document(text).tolist()
-        if len(expected) == ROWS and min(map(len, expected.values())) >= steps * (SEQ_LEN + 1):
+        expected[ordinal % STREAMS] += tokenizer.encode_document(text).tolist()
+        if len(expected) == STREAMS and min(map(len, expected.values())) >= steps * (SEQ_LEN + 1):
             break
-    for row in range(ROWS):
+    assert loader.state_dict()["windows_taken"] == steps * STREAMS
+    for row in range(STREAMS):
         assert streams[row] == expected[row][: steps * (SEQ_LEN + 1)]
-        given, (ordinal, used) = loader.state_dict()["rows"][str(row)]
-        assert given == steps
-        assert ordinal % ROWS == row or used == 0
+        [[ordinal, used]] = loader.state_dict()["positions"][str(row)]
+        assert ordinal % STREAMS == row or used == 0
         assert used < len(expected[row])
 
 
@@ -151,7 +155,7 @@ def test_every_token_is_in_one_window_in_order(data, tokenizer):
 )
 def test_the_global_batch_does_not_depend_on_the_layout(data, tokenizer, dp_degree, batch_size):
     one, many = loaders(data, tokenizer), loaders(data, tokenizer, dp_degree, batch_size)
-    seen = [(global_batch(one, ROWS), global_batch(many, batch_size)) for _ in range(10)]
+    seen = [(global_batch(one, STREAMS), global_batch(many, batch_size)) for _ in range(10)]
     for expected, batch in seen:
         assert torch.equal(batch, expected)
     assert not torch.equal(seen[0][0], seen[1][0])
@@ -174,7 +178,7 @@ def test_resumed_equals_uninterrupted(corpus, tokenizer, num_workers):
         states.append(json.loads(json.dumps(loader.state_dict())))
     # the run crossed several epochs, and its states lie inside documents, inside steps and on both
     # sides of an epoch's edge
-    assert all(ordinal > 2 * EPOCH for _, (ordinal, _) in states[-1]["rows"].values())
+    assert all(document > 2 * EPOCH for [[document, _]] in states[-1]["positions"].values())
     for at in (0, 1, 3, 4, 10, 17, 33, 90, 153):
         [resumed] = loaders(data, tokenizer, batch_size=2, state=states[at])
         assert resumed.state_dict() == states[at]
@@ -223,7 +227,7 @@ def test_any_number_of_processes_gives_the_same_batches_and_reads_each_document_
     many.load_state_dict(plain.state_dict())
     for _ in range(40):
         assert same(next(many), next(plain))
-        assert max(Counter(number % ROWS for number in many._ready).values(), default=0) <= 2
+        assert max(Counter(number % STREAMS for number in many.received).values(), default=0) <= 2
 
 
 @pytest.mark.parametrize(
@@ -233,12 +237,12 @@ def test_resume_on_another_layout(data, tokenizer, before, after):
     one = loaders(data, tokenizer)
     ranks = loaders(data, tokenizer, before[0], before[1])
     for _ in range(9):
-        assert torch.equal(global_batch(ranks, before[1]), global_batch(one, ROWS))
-    state = merge_loaders([json.loads(json.dumps(loader.state_dict())) for loader in ranks])
+        assert torch.equal(global_batch(ranks, before[1]), global_batch(one, STREAMS))
+    state = merge_states([json.loads(json.dumps(loader.state_dict())) for loader in ranks])
     resumed = loaders(data, tokenizer, after[0], after[1], state=state)
     for _ in range(9):
-        assert torch.equal(global_batch(resumed, after[1]), global_batch(one, ROWS))
-    assert merge_loaders([loader.state_dict() for loader in resumed]) == one[0].state_dict()
+        assert torch.equal(global_batch(resumed, after[1]), global_batch(one, STREAMS))
+    assert merge_states([loader.state_dict() for loader in resumed]) == one[0].state_dict()
 
 
 def hashes(batch):
@@ -248,7 +252,7 @@ def hashes(batch):
 
 def state_of(ranks):
     """As a checkpoint holds it."""
-    return json.loads(json.dumps(merge_loaders([loader.state_dict() for loader in ranks])))
+    return json.loads(json.dumps(merge_states([loader.state_dict() for loader in ranks])))
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +263,7 @@ def uninterrupted(data, tokenizer):
     ranks, steps = loaders(data, tokenizer), []
     for _ in range(24):
         state = state_of(ranks)
-        steps.append((state, hashes(global_batch(ranks, ROWS))))
+        steps.append((state, hashes(global_batch(ranks, STREAMS))))
     assert len({tuple(samples) for _, samples in steps}) == 24
     return steps
 
@@ -276,11 +280,11 @@ def test_dp_4_to_2_to_8_sees_the_samples_of_an_uninterrupted_run(data, tokenizer
 def test_a_resume_at_any_step_goes_on_with_its_samples(data, tokenizer, uninterrupted):
     """So also at an epoch's edge, and at the steps before and after it."""
     epochs = [
-        {ordinal // EPOCH for _, (ordinal, _) in state["rows"].values()}
+        {document // EPOCH for [[document, _]] in state["positions"].values()}
         for state, _ in uninterrupted
     ]
     assert data.dataset == "stdlib" or (
-        max(epochs[-1]) >= 2 and any(len(rows) > 1 for rows in epochs)
+        max(epochs[-1]) >= 2 and any(len(some) > 1 for some in epochs)
     )
     for at in range(22):
         dp_degree, batch_size = ((1, 8), (2, 1), (8, 1), (4, 1))[
@@ -305,15 +309,15 @@ def test_resumed_twice_it_is_where_it_would_be(data, tokenizer, uninterrupted):
 def test_another_length_of_sequence_goes_on_at_the_next_token(data, tokenizer):
     """On which resume.py relies where it calls a new training.seq_len no other data."""
     ranks = loaders(data, tokenizer)
-    before = torch.stack([global_batch(ranks, ROWS) for _ in range(6)], dim=1).flatten(1)
+    before = torch.stack([global_batch(ranks, STREAMS) for _ in range(6)], dim=1).flatten(1)
     state = state_of(ranks)
-    after = torch.stack([global_batch(ranks, ROWS) for _ in range(4)], dim=1).flatten(1)
+    after = torch.stack([global_batch(ranks, STREAMS) for _ in range(4)], dim=1).flatten(1)
     longer = build_loader(
         data,
         tokenizer,
         split="train",
-        streams=ROWS,
-        batch_size=ROWS,
+        streams=STREAMS,
+        batch_size=STREAMS,
         seq_len=2 * SEQ_LEN + 1,
         dp_rank=0,
         dp_degree=1,
@@ -354,8 +358,8 @@ def test_ranks_tokenize_only_documents_of_their_rows_and_each_once(data, tokeniz
             next(loader)
     assert sorted(ears[0].texts + ears[1].texts) == sorted(ears[2].texts)
     tokens = sum(len(tokenizer.encode_document(text)) for text in ears[2].texts)
-    taken = 6 * ROWS * (SEQ_LEN + 1)
-    assert taken <= tokens <= taken + ROWS * 10_000
+    taken = 6 * STREAMS * (SEQ_LEN + 1)
+    assert taken <= tokens <= taken + STREAMS * 10_000
     assert min(len(ears[0].texts), len(ears[1].texts)) >= 4
 
 
@@ -368,7 +372,7 @@ def test_resuming_does_not_tokenize_what_is_behind(data, tokenizer):
     next(loader)
     [resumed] = loaders(data, ears[1], state=state)
     next(resumed)
-    in_use = sum(used > 0 for _, (_, used) in state["rows"].values())
+    in_use = sum(used > 0 for [[_, used]] in state["positions"].values())
     assert len(ears[1].texts) == in_use + len(ears[0].texts) - before
 
 
@@ -382,7 +386,7 @@ def test_the_validation_split_is_another_stream(tokenizer):
 
 
 def test_the_seed_changes_the_order(data, tokenizer):
-    batches = [global_batch(loaders(data, tokenizer, seed=seed), ROWS) for seed in (0, 1)]
+    batches = [global_batch(loaders(data, tokenizer, seed=seed), STREAMS) for seed in (0, 1)]
     assert torch.equal(*batches) == (not data.shuffle)
 
 
@@ -425,12 +429,12 @@ def test_a_split_without_documents_is_an_error_and_no_hang(corpus, tokenizer):
         next(loader)
 
 
-def test_a_state_goes_on_with_its_own_rows_whatever_the_run_would_have(data, tokenizer):
+def test_a_state_goes_on_with_its_own_streams_whatever_the_run_would_have(data, tokenizer):
     ranks = loaders(data, tokenizer, dp_degree=2, batch_size=4)
     expected = [global_batch(ranks, 4) for _ in range(4)]
     ranks = loaders(data, tokenizer, dp_degree=2, batch_size=4)
     found = [global_batch(ranks, 4)]
-    [other] = loaders(data, tokenizer, batch_size=24, state=state_of(ranks), rows=16)
+    [other] = loaders(data, tokenizer, batch_size=24, state=state_of(ranks), streams=16)
     found.append(global_batch([other], 24, size=24))
     assert torch.equal(torch.cat(found), torch.cat(expected))
     with pytest.raises(KeyError, match="1"):
@@ -439,9 +443,12 @@ def test_a_state_goes_on_with_its_own_rows_whatever_the_run_would_have(data, tok
         )  # which is not merged with the other's
 
 
-def test_a_state_of_an_earlier_version_goes_on_with_its_windows(data, tokenizer, uninterrupted):
-    """Which had the windows of each row, the same for all after a step, and nothing beside them."""
-    state = {key: value for key, value in uninterrupted[7][0].items() if key != "windows"}
+def test_a_state_of_the_form_before_goes_on(data, tokenizer, uninterrupted):
+    """With the windows taken of each stream, here called a row."""
+    now = uninterrupted[7][0]
+    rows = {stream: [7, *by_source] for stream, by_source in now["positions"].items()}
+    state = {"windows": 56, "rows": rows, "of": 8}
+    assert now["windows_taken"] == 56
     ranks = loaders(data, tokenizer, 2, 2, state=state)
     assert hashes(global_batch(ranks, 2)) == uninterrupted[7][1]
     assert state_of(ranks) == uninterrupted[8][0]
@@ -466,12 +473,12 @@ LAYOUTS = st.sampled_from(
     legs=st.lists(
         st.tuples(LAYOUTS, st.lists(st.integers(1, 5), max_size=5)), min_size=1, max_size=4
     ),
-    rows=st.integers(1, 9),
+    streams=st.integers(1, 9),
 )
-def test_whatever_batches_become_each_window_is_taken_once_in_order(corpus, legs, rows):
+def test_whatever_batches_become_each_window_is_taken_once_in_order(corpus, legs, streams):
     """legs: parts of a run, each resumed on other ranks; local batches of each step.
 
-    Also where ranks do not divide the rows.
+    Also where ranks do not divide the streams.
     """
     data = Data(
         dataset="local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=0
@@ -479,7 +486,12 @@ def test_whatever_batches_become_each_window_is_taken_once_in_order(corpus, legs
     state, steps = None, []
     for (dp_degree, batch_size), accumulations in legs:
         ranks = loaders(
-            data, Letters(), dp_degree, batch_size, state=state, rows=rows if state is None else 7
+            data,
+            Letters(),
+            dp_degree,
+            batch_size,
+            state=state,
+            streams=streams if state is None else 7,
         )
         for accumulation in accumulations:
             steps.append(
@@ -487,22 +499,22 @@ def test_whatever_batches_become_each_window_is_taken_once_in_order(corpus, legs
             )
         state = state_of(ranks)
     taken = sum(map(len, steps))
-    assert state["windows"] == taken
-    streams: dict[int, list[int]] = defaultdict(list)
+    assert state["windows_taken"] == taken
+    tokens: dict[int, list[int]] = defaultdict(list)
     documents = build_source(data, split="train", seed=0).documents(0, lambda ordinal: True)
-    need = {row: len(range(row, taken, rows)) * (SEQ_LEN + 1) for row in range(rows)}
-    while any(len(streams[row]) < count for row, count in need.items()):
+    need = {one: len(range(one, taken, streams)) * (SEQ_LEN + 1) for one in range(streams)}
+    while any(len(tokens[one]) < count for one, count in need.items()):
         ordinal, text = next(documents)
-        streams[ordinal % rows] += Letters().encode_document(text).tolist()
+        tokens[ordinal % streams] += Letters().encode_document(text).tolist()
     expected = []
     for number in range(taken):
-        begin = number // rows * (SEQ_LEN + 1)
-        expected.append(streams[number % rows][begin : begin + SEQ_LEN + 1])
+        begin = number // streams * (SEQ_LEN + 1)
+        expected.append(tokens[number % streams][begin : begin + SEQ_LEN + 1])
     assert [window for step in steps for window in step.tolist()] == expected
 
 
 def test_processes_follow_batches_that_change_without_piling_up(corpus, tokenizer):
-    """On 2 ranks with 2 processes each, and on 3 that share rows: the windows of one process that
+    """On 2 ranks with 2 processes each, and on 3 that share streams: the windows of one process that
     reads them one by one.
     """
     data = Data(
@@ -516,13 +528,13 @@ def test_processes_follow_batches_that_change_without_piling_up(corpus, tokenize
             assert torch.equal(
                 global_batch(ranks, batch_size, size=size), global_batch([plain], 1, size=size)
             )
-            most = {len(loader._own): len(loader._ready) for loader in ranks}
-            assert all(count <= 2 * own for own, count in most.items())
+            for loader in ranks:
+                assert len(loader.received) <= 2 * len(loader.ranks.streams)
         state = state_of(ranks)
         assert state == state_of([plain])
 
 
-def test_ranks_that_share_rows_count_short_documents_once(corpus, tokenizer):
+def test_ranks_that_share_streams_count_short_documents_once(corpus, tokenizer):
     data = Data(
         dataset="local",
         path=str(corpus),
@@ -541,7 +553,7 @@ def test_ranks_that_share_rows_count_short_documents_once(corpus, tokenizer):
 def test_a_state_of_other_documents_is_refused(data, tokenizer):
     [loader] = loaders(data, tokenizer)
     state = loader.state_dict()
-    state["rows"]["3"] = [5, [3, 10**9]]
+    state["positions"]["3"] = [[3, 10**9]]
     loader.load_state_dict(state)
     with pytest.raises(ConfigError, match="1000000000 tokens into document 3"):
         next(loader)
@@ -633,14 +645,13 @@ def test_a_signal_to_all_processes_leaves_the_loader_process_to_the_training_pro
 def test_what_the_loader_process_gets_can_be_pickled(data, tokenizer):
     """As where processes are spawned, not forked."""
     [loader] = loaders(data, tokenizer)
-    windows = loader._dataset
-    windows.begin(loader._own, ROWS, 0, loader._places, 0, 1)
-    copy = iter(pickle.loads(pickle.dumps(windows)))
+    positions = {stream: [StreamPosition(stream)] for stream in range(STREAMS)}
+    state = LoaderState(0, STREAMS, positions)
+    packer = WindowPacker(loader.corpora, RankStreams(STREAMS, 0, 1), state, STREAMS)
+    copy = iter(pickle.loads(pickle.dumps(packer)))
     for _ in range(3):
-        given, _ = next(copy)
-        assert [
-            np.frombuffer(tokens, dtype=np.int32)[1:].tolist() for _, _, tokens, _ in given
-        ] == next(loader).label.tolist()
+        windows = [np.frombuffer(window.tokens, dtype=np.int32) for window in next(copy).windows]
+        assert [window[1:].tolist() for window in windows] == next(loader).label.tolist()
 
 
 SCRIPT = """

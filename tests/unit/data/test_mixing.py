@@ -17,12 +17,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titan_lite.checkpoint.state import merge_loaders
 from titan_lite.config import KEYS, ConfigError, Data, DataSource
-from titan_lite.data import loader as loader_module
+from titan_lite.data import packing, processes
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.loader import build_loader
+from titan_lite.data.streams import merge_states
 
 BOS, EOS = 0, 1
 
@@ -69,7 +69,7 @@ def global_batch(ranks, rows, batch_size):
 
 
 def state_of(ranks):
-    return json.loads(json.dumps(merge_loaders([loader.state_dict() for loader in ranks])))
+    return json.loads(json.dumps(merge_states([loader.state_dict() for loader in ranks])))
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_the_standard_library_and_files_mix(two):
 
 def test_a_state_of_another_number_of_sources_is_not_loaded(two):
     state = state_of(loaders(two, 8, 1, 8, 63))
-    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is longer"):
+    with pytest.raises(ValueError, match=r"state of 2 sources, and \[data\] has 1"):
         loaders(two.replace(sources=two.sources[:1]), 8, 1, 8, 63, state)
 
 
@@ -211,7 +211,7 @@ def test_bad_and_short_documents_are_skipped_counted_and_listed(tmp_path, num_wo
     assert set(read) == {f"long enough {i}" for i in range(40) if i not in (3, 17, 30)}
     skipped = [loader.pop_skipped() for loader in ranks]
     bad = {
-        (document.place, document.reason.partition(" ")[0])
+        (document.location, document.reason.partition(" ")[0])
         for some in skipped
         for document in some.bad
     }
@@ -304,7 +304,7 @@ class Processes:
         with pytest.MonkeyPatch.context() as patch:
             started = []
             for worker in workers or [None]:
-                patch.setattr(loader_module, "get_worker_info", lambda worker=worker: worker)
+                patch.setattr(packing, "get_worker_info", lambda worker=worker: worker)
                 windows = iter(copy.copy(self.dataset))
                 started.append(itertools.chain([next(windows)], windows))
         yield from (next(windows) for windows in itertools.cycle(started))
@@ -312,7 +312,7 @@ class Processes:
 
 @pytest.fixture
 def in_one_process(monkeypatch):
-    monkeypatch.setattr(loader_module, "StatefulDataLoader", Processes)
+    monkeypatch.setattr(processes, "StatefulDataLoader", Processes)
 
 
 @settings(
@@ -336,9 +336,9 @@ def test_every_token_is_in_one_window_in_order(
     """Documents may be empty or short, in one source or several.
 
     A run may stop after any microbatch and resume with another number of ranks and of sequences at
-    once. Its rows have all tokens of the sources.
+    once. Its streams have all tokens of the sources.
     """
-    folder, rows = tmp_path_factory.mktemp("any"), 4
+    folder, num_streams = tmp_path_factory.mktemp("any"), 4
     sources = []
     for index, (some, weight) in enumerate(corpora):
         # each document says who it is, so that none can be taken for another
@@ -361,42 +361,35 @@ def test_every_token_is_in_one_window_in_order(
         on_bad_document="skip",
         num_workers=workers,
     )
-    state, streams = None, defaultdict(list)  # by source and row
+    state, streams = None, defaultdict(list)  # by source and stream
     for (dp_degree, batch_size), microbatches in legs:
-        ranks = loaders(data, rows, dp_degree, batch_size, seq_len, state, seed)
-        for loader in ranks:
+        ranks = loaders(data, num_streams, dp_degree, batch_size, seq_len, state, seed)
+        for rank, loader in enumerate(ranks):
             for _ in range(microbatches):
-                before = loader.state_dict()["rows"]
+                before = loader.state_dict()
                 batch = next(loader)
-                moved = [
-                    row for row, now in loader.state_dict()["rows"].items() if now != before[row]
-                ]
-                moved.sort(
-                    key=lambda row: (before[row][0], int(row))
-                )  # those that are furthest behind come first
-                assert len(moved) == batch_size
-                for row, window in zip(
-                    moved,
-                    torch.cat([batch.input, batch.label[:, -1:]], dim=1).tolist(),
-                    strict=True,
-                ):
-                    after = loader.state_dict()["rows"][row]
-                    [source] = [
-                        s for s in range(len(sources)) if after[1 + s] != before[row][1 + s]
-                    ]
-                    assert after[0] == before[row][0] + 1
-                    streams[source, int(row)] += window
+                after = loader.state_dict()
+                assert after["windows_taken"] == before["windows_taken"] + batch_size * dp_degree
+                taken = range(before["windows_taken"], after["windows_taken"])
+                own = [number % num_streams for number in taken if number % dp_degree == rank]
+                windows = torch.cat([batch.input, batch.label[:, -1:]], dim=1).tolist()
+                for stream, source, window in zip(own, batch.sources, windows, strict=True):
+                    was, now = (state["positions"][str(stream)] for state in (before, after))
+                    assert [s for s in range(len(sources)) if now[s] != was[s]] == [source]
+                    streams[source, stream] += window
         state = state_of(ranks)
     for index, (_, part) in enumerate(data.mixture()):
-        needed = {row: len(stream) for (source, row), stream in streams.items() if source == index}
+        needed = {
+            stream: len(tokens) for (source, stream), tokens in streams.items() if source == index
+        }
         expected = defaultdict(list)
         documents = build_source(part, split="train", seed=seed).documents(0, lambda ordinal: True)
-        while any(len(expected[row]) < count for row, count in needed.items()):
+        while any(len(expected[stream]) < count for stream, count in needed.items()):
             ordinal, text = next(documents)
             if not isinstance(text, BadDocument) and len(text) >= least:
-                expected[ordinal % rows] += [BOS, *map(ord, text), EOS]
-        for row, count in needed.items():
-            assert streams[index, row] == expected[row][:count]
+                expected[ordinal % num_streams] += [BOS, *map(ord, text), EOS]
+        for stream, count in needed.items():
+            assert streams[index, stream] == expected[stream][:count]
 
 
 @settings(max_examples=25, deadline=None)

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from titan_lite.check import check
-from titan_lite.checkpoint.state import merge_loaders
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.data.documents import build_source, fingerprint
 from titan_lite.data.loader import build_loader
 from titan_lite.data.prepared import PreparedDocuments, check_prepared, read_prepared
+from titan_lite.data.streams import merge_states
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import make_layout
 from titan_lite.tools import prepare as command
@@ -159,7 +159,7 @@ def test_bad_documents_are_an_error_or_skipped_and_listed(corpus, folder, tmp_pa
         prepare(data.replace(max_bad_documents=1), TOKENIZER, tmp_path / "p", workers=0)
     assert os.listdir(tmp_path) == []
     bad = read_prepared(folder)["bad"]
-    assert [(Path(one["file"]).name, one["place"]) for one in bad] == [
+    assert [(Path(one["file"]).name, one["location"]) for one in bad] == [
         ("a.jsonl", "line 51"),
         ("d.parquet", "row 40"),
     ]
@@ -376,7 +376,7 @@ def windows(data, split="train", degrees=(2, 3), steps=30):
                 rank.load_state_dict(states[-1])
         batches = [next(rank) for _ in range(steps) for rank in ranks]
         tokens += [torch.stack((batch.input, batch.label)) for batch in batches]
-        merged = merge_loaders([rank.state_dict() for rank in ranks])
+        merged = merge_states([rank.state_dict() for rank in ranks])
         states.append(json.loads(json.dumps(merged)))
     return torch.stack(tokens), states
 
@@ -391,8 +391,8 @@ def test_it_gives_the_batches_of_the_text_over_epochs_and_resumes(corpus, folder
     from_tokens, same_states = windows(prepared(folder, validation_fraction=0.2, **order), split)
     assert torch.equal(from_tokens, from_text)
     assert same_states == states
-    ordinals = [ordinal for _, (ordinal, _) in states[-1]["rows"].values()]
-    assert min(ordinals) > 2**61 - 1 or split == "train"  # in the second epoch at least
+    documents = [document for [[document, _]] in states[-1]["positions"].values()]
+    assert min(documents) > 2**61 - 1 or split == "train"  # in the second epoch at least
 
 
 def test_loader_processes_give_them_too(corpus, folder):

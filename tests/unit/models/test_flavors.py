@@ -227,7 +227,7 @@ def test_a_step_says_the_shape_which_becomes_a_config_json_and_back():
 
 def test_a_step_of_another_shape_is_refused_with_the_key():
     was = dict.fromkeys(NEEDED, 0) | described() | {"step": 5, "tensors": ["model", "optimizer"]}
-    was["loader"] = {"windows": 40, "rows": {}, "of": 8}
+    was["loader"] = {"windows_taken": 40, "streams": 8, "positions": {}}
     config, _ = configured()
     assert compare(was, described()).lines() == ["nothing differs from the run that saved it"]
     changed = compare(was, described("--model.n_layers=3"))

@@ -1,0 +1,125 @@
+"""Streams of tokens: which of them a rank reads, where each stands, and what a checkpoint keeps.
+
+A run packs its documents into a number of streams that is fixed when it starts. A document belongs
+to the stream of its ordinal modulo their number, and a stream is cut into windows of seq_len + 1
+tokens. Window n of a run is the next one of stream n modulo their number. A step takes as many
+consecutive windows as it has sequences, and rank r gets the windows n with n = r modulo dp_degree:
+
+    windows of two steps   0 1 2 3 4 5 | 6 7 8 9     8 streams, dp_degree = 2; first 6 sequences, then 4
+    their streams          0 1 2 3 4 5 | 6 7 0 1
+    rank 0                 0   2   4   | 6   8       so rank 0 reads only streams 0, 2, 4, 6
+
+So the sequences of a step do not depend on the layout, and a state that one layout saved continues
+on any other:
+
+    ranks = RankStreams(num_streams=8, dp_rank=0, dp_degree=2)
+    ranks.streams                        # range(0, 8, 2)
+    ranks.windows(6, batch_size=2)       # range(6, 10, 2): of the microbatch after 6 windows
+    merge_states([loader.state_dict() for loader in loaders_of_all_ranks])
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class StreamPosition(NamedTuple):
+    """Where a stream stands in one source: its current document, and how much of it is used."""
+
+    document: int  # ordinal in the source (documents.py)
+    tokens_used: int = 0
+
+
+Positions = dict[int, list[StreamPosition]]  # of a stream: its position in each source
+
+
+@dataclass(frozen=True)
+class RankStreams:
+    """The streams that one data-parallel rank reads, and the windows in them.
+
+    If dp_degree does not divide num_streams, some ranks read the same streams, and each of them
+    keeps its own windows.
+    """
+
+    num_streams: int
+    dp_rank: int
+    dp_degree: int
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of ranks; ranks of one group read the same streams."""
+        return math.gcd(self.num_streams, self.dp_degree)
+
+    @property
+    def streams(self) -> range:
+        return range(self.dp_rank % self.num_groups, self.num_streams, self.num_groups)
+
+    @property
+    def is_first_of_group(self) -> bool:
+        """True on one rank of each group."""
+        return self.dp_rank < self.num_groups
+
+    def windows(self, windows_taken: int, batch_size: int) -> range:
+        """Return the numbers of the windows from these streams in the next microbatch of all ranks.
+
+        windows_taken: number of windows that all ranks have taken together.
+        """
+        first = windows_taken + (self.dp_rank - windows_taken) % self.num_groups
+        return range(first, windows_taken + batch_size * self.dp_degree, self.num_groups)
+
+    def keeps(self, window: int) -> bool:
+        """Return False if the window is for another rank that reads the same streams."""
+        return window % self.dp_degree == self.dp_rank
+
+
+@dataclass
+class LoaderState:
+    """The state of a loader: that of one rank, or that of all ranks, which any layout can load."""
+
+    windows_taken: int  # by all ranks together
+    num_streams: int  # of the run
+    positions: Positions  # of the streams of this rank, or of all
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return {"windows_taken": 40, "streams": 8, "positions": {"3": [[17, 120]]}}, for JSON."""
+        positions = {
+            str(stream): [list(position) for position in by_source]
+            for stream, by_source in self.positions.items()
+        }
+        return {
+            "windows_taken": self.windows_taken,
+            "streams": self.num_streams,
+            "positions": positions,
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> "LoaderState":
+        if "rows" in state:
+            return cls._from_rows(state)
+        positions = {
+            int(stream): [StreamPosition(*position) for position in by_source]
+            for stream, by_source in state["positions"].items()
+        }
+        return cls(state["windows_taken"], state["streams"], positions)
+
+    @classmethod
+    def _from_rows(cls, state: Mapping[str, Any]) -> "LoaderState":
+        """Read {"rows": {"3": [5, [17, 120]]}, "of": 8}, where 5 is the stream's windows taken.
+
+        Checkpoints had this form until November 2026. Without need once none of them is resumed.
+        """
+        positions = {
+            int(stream): [StreamPosition(*position) for position in by_source]
+            for stream, (_, *by_source) in state["rows"].items()
+        }
+        taken = sum(windows for windows, *_ in state["rows"].values())
+        return cls(taken, state["of"], positions)
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the `state_dict`s of the loaders of all ranks into one, which any layout can load."""
+    positions = {
+        stream: by_source for state in states for stream, by_source in state["positions"].items()
+    }
+    return {**states[0], "positions": positions}
