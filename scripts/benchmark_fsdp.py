@@ -116,7 +116,7 @@ def simple_fsdp(
 ) -> list[CompileReport]:
     """backend: "" is eager. machine: this one by default.
 
-    Returns what the receipts will be in, after the first step.
+    Returns what the reports will be in, after the first step.
     """
     resharding: dict[str, Any] = dict(
         reshard_after_forward=reshard, keep_gathered=Parallelism().fsdp_keep_gathered
@@ -128,7 +128,7 @@ def simple_fsdp(
         reduce_dtype=torch.float32,
         **resharding,
     )
-    receipts: list[CompileReport] = []
+    reports: list[CompileReport] = []
     if backend:
         config = Compile(
             enable=True,
@@ -138,11 +138,11 @@ def simple_fsdp(
         )
         machine = machine or find_machine("", device)
         schedule = Schedule(
-            config, machine, backend == "inductor", peers=stage_peers(mesh), receipts=receipts
+            config, machine, backend == "inductor", peers=stage_peers(mesh), reports=reports
         )
         compile_model(model, config, **resharding, schedule=schedule)
     materialize(model, device)
-    return receipts
+    return reports
 
 
 def _inductor(bucketing: str, *, reshard: bool) -> Variant:
@@ -172,7 +172,7 @@ def build_step(
 ) -> tuple[Step, list[CompileReport]]:
     """The model, sharded, and its batch; a step returns this rank's part of the loss.
 
-    The receipts are there after the first.
+    The reports are there after the first.
     """
     world_size = dist.get_world_size()
     mesh = build_mesh(resolve_degrees(Parallelism(), world_size), device.type)
@@ -181,7 +181,7 @@ def build_step(
     shard, settings = variant
     settings = dict(settings)
     chunks = settings.pop("chunks", 0)
-    receipts = shard(model, mesh, device, **settings)
+    reports = shard(model, mesh, device, **settings)
     model.init_weights(0, None if shard is alone else shard_of)
     updated = [*model.parameters()]
     if shard is alone:  # a share of each, as of shards
@@ -217,7 +217,7 @@ def build_step(
         optimizer.zero_grad()
         return loss.detach()
 
-    return step, receipts
+    return step, reports
 
 
 def peak_memory(step: Step, device: torch.device) -> int:
@@ -246,7 +246,7 @@ class Built:
 
     peak: int  # bytes, by `peak_memory`
     compile_seconds: float  # time of the warm-up steps beyond that of as many of the fastest steps
-    receipts: list[CompileReport]  # of its graphs, if any
+    reports: list[CompileReport]  # of its graphs, if any
 
 
 def join_world(rank: int, world_size: int, store: str) -> torch.device:
@@ -282,14 +282,14 @@ def rank_main(
     )
     count_all.value = True
     device = join_world(rank, world_size, store)
-    step, receipts = build_step(variant, *shape, device, compile_loss)
+    step, reports = build_step(variant, *shape, device, compile_loss)
     times = []
     for _ in range(WARM_UP_STEPS):
         start = time.perf_counter()
         step().item()
         times.append(time.perf_counter() - start)
     gc.collect()
-    pipe.send(Built(peak_memory(step, device), sum(times) - len(times) * min(times), receipts))
+    pipe.send(Built(peak_memory(step, device), sum(times) - len(times) * min(times), reports))
     count_all.value = False  # it costs a lock for every tensor
     while steps := pipe.recv():
         gc.collect()

@@ -83,11 +83,11 @@ BACKENDS = ("aot_eager", "inductor")
 
 @dataclass(frozen=True)
 class Compiled:
-    """receipts: forward's and backward's; seconds: of the first call; host_bytes: the most that the
+    """reports: forward's and backward's; seconds: of the first call; host_bytes: the most that the
     process has had so far.
     """
 
-    receipts: list[CompileReport]
+    reports: list[CompileReport]
     seconds: float
     host_bytes: int
 
@@ -126,7 +126,7 @@ def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machi
         model(tokens)  # compiles backward as well
         seconds = time.perf_counter() - start
     return Compiled(
-        schedule.receipts, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+        schedule.reports, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
     )
 
 
@@ -188,37 +188,37 @@ PREDICTED = (
 
 
 def prediction(mode: str, compiled: Compiled) -> list[str]:
-    timelines = [receipt.timeline for receipt in compiled.receipts if receipt.timeline is not None]
+    timelines = [report.timeline for report in compiled.reports if report.timeline is not None]
     communication = sum(timeline.communication for timeline in timelines)
     compute = sum(timeline.compute for timeline in timelines)
-    copied = [receipt.copied for receipt in compiled.receipts]
+    copied = [report.copied for report in compiled.reports]
     exposed, bound = (
         sum(timeline.exposed for timeline in timelines),
         sum(timeline.bound for timeline in timelines),
     )
     return [
         mode,
-        counts(compiled.receipts),
+        counts(compiled.reports),
         *(f"{1e3 * seconds:.2f}" for seconds in (communication, compute, exposed, bound)),
         f"{exposed / bound:.2f}" if bound else "-",
         "-" if None in copied else f"{sum(copied) / 2**30:.2f}",
         f"{max(timeline.peak_bytes for timeline in timelines) / 2**30:.2f}",
-        f"{passes(compiled.receipts):.2f}",
+        f"{passes(compiled.reports):.2f}",
         f"{compiled.seconds:.1f}",
     ]
 
 
 def depth_line(mode: str, blocks: int, compiled: Compiled) -> list[str]:
-    return [mode, str(blocks), f"{compiled.seconds:.1f}", f"{passes(compiled.receipts):.2f}"]
+    return [mode, str(blocks), f"{compiled.seconds:.1f}", f"{passes(compiled.reports):.2f}"]
 
 
-def counts(receipts: Sequence[CompileReport]) -> str:
+def counts(reports: Sequence[CompileReport]) -> str:
     """Collectives that are left: forward + backward."""
-    return " + ".join(str(len(receipt.after)) for receipt in receipts)
+    return " + ".join(str(len(report.after)) for report in reports)
 
 
-def passes(receipts: Sequence[CompileReport]) -> float:
-    return sum(receipt.pass_seconds for receipt in receipts)
+def passes(reports: Sequence[CompileReport]) -> float:
+    return sum(report.pass_seconds for report in reports)
 
 
 def print_table(first: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
@@ -308,13 +308,13 @@ def measure_model(
     peaks = {variant: max(rank.peak for rank in ranks) for variant, ranks in built.items()}
     base, lines = next(iter(variants)), []
     for variant in variants:
-        receipts = built[variant][0].receipts
-        exposed = sum(receipt.timeline.exposed for receipt in receipts if receipt.timeline)
+        reports = built[variant][0].reports
+        exposed = sum(report.timeline.exposed for report in reports if report.timeline)
         cold, warm = compile_seconds[variant]
         lines.append(
             [
                 variant,
-                *((counts(receipts), f"{1e3 * exposed:.2f}") if receipts else ("-", "-")),
+                *((counts(reports), f"{1e3 * exposed:.2f}") if reports else ("-", "-")),
                 f"{1e3 * medians[variant]:.1f}",
                 spread(seconds[variant]),
                 f"{medians[variant] / medians[base]:.2f}",

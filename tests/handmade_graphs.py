@@ -9,8 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from titan_lite.compile import report as receipt
-from titan_lite.compile import schedule
+from titan_lite.compile import report, schedule
 from titan_lite.compile.passes import bucket_plans as wrapping
 from titan_lite.cost import machine as hardware
 from titan_lite.cost.collectives import (
@@ -149,7 +148,7 @@ def priced(latency=0.0):
     )
 
 
-PARTS_THAT_ASK_FOR_RANKS = (hardware, receipt, schedule, wrapping)
+PARTS_THAT_ASK_FOR_RANKS = (hardware, report, schedule, wrapping)
 
 
 def left(graph):

@@ -47,7 +47,7 @@ from titan_lite.distributed.process_group import device_memory, init_device, ini
 from titan_lite.distributed.simple_fsdp import shard_of
 from titan_lite.logging import events, logger
 from titan_lite.metrics.deferred import DeferredMetrics
-from titan_lite.metrics.end_lines import end_lines, show_receipts
+from titan_lite.metrics.end_lines import end_lines, log_compile_reports
 from titan_lite.metrics.per_source import PerSource
 from titan_lite.metrics.profiler import build_profiler, set_flight_recorder
 from titan_lite.metrics.start_lines import start_lines
@@ -163,7 +163,7 @@ class Trainer:
         """Build, compile, allocate and initialize this rank's stages, then build their optimizer."""
         config = self.config
         self.model = parallelize(config, self.layout, self.mesh, machine=self.machine)
-        self.receipts = self.model.compile_reports
+        self.compile_reports = self.model.compile_reports
         # sets the limits of new process groups, too
         self.watchdog.enter("start", "init_timeout_seconds")
         self.observe("model", self)
@@ -429,10 +429,10 @@ class Trainer:
         return "compile_timeout_seconds" if self.config.compile.enable else "init_timeout_seconds"
 
     def end_compilation(self) -> None:
-        """Log receipts and set the limit of training steps, once all graphs are compiled."""
-        self.receipts = gather_reports(self.receipts, self.mesh)
+        """Log reports and set the limit of training steps, once all graphs are compiled."""
+        self.compile_reports = gather_reports(self.compile_reports, self.mesh)
         if self.rank == 0:
-            show_receipts(self.receipts, self.dump_folder)
+            log_compile_reports(self.compile_reports, self.dump_folder)
         self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")
 
     def log(self) -> None:
@@ -552,7 +552,7 @@ class Trainer:
             bad_documents=self.bad_documents.summary(),
             tensorboard=self.config.metrics.enable_tensorboard,
             again=again(),
-            receipts=self.receipts,
+            reports=self.compile_reports,
             steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),
         )
         for line in ending:

@@ -60,14 +60,14 @@ def build(
     checkpointing="none",
     bucketing="none",
     machine=None,
-    receipts=None,
+    reports=None,
     float8=None,
     chunk=0,
     powersgd=0,
 ):
     """The model as the trainer builds it, without a recipe.
 
-    compiled: a backend; receipts: a list that gets the schedule's;
+    compiled: a backend; reports: a list that gets the schedule's;
     chunk: tokens whose loss is computed at a time; powersgd: columns of factors between copies,
     whose sums are left out.
     """
@@ -101,7 +101,7 @@ def build(
         torch._dynamo.reset()
         fused = compiled == "inductor"
         schedule = Schedule(recipe.compile, machine, fused=fused, peers=stage_peers(mesh))
-        schedule.receipts = [] if receipts is None else receipts
+        schedule.reports = [] if reports is None else reports
     model = parallelize(recipe, layout, mesh, schedule=schedule)
     model.materialize(torch.device("cpu"))
     model.init_weights(seed=0)

@@ -62,28 +62,28 @@ def compare(layout, backend, modes, checkpointing, reshard, param):
     """
     mesh = make_mesh(*LAYOUTS[layout])
     options = dict(reshard=reshard, param=param, checkpointing=checkpointing)
-    found, receipts = {"eager": train(mesh, **options)}, {}
+    found, reports = {"eager": train(mesh, **options)}, {}
     for mode in modes:
-        receipts[mode] = []
+        reports[mode] = []
         compiled = dict(
             compiled=backend,
             bucketing=mode,
             machine=load_machine("H100"),
-            receipts=receipts[mode],
+            reports=reports[mode],
         )
         found[mode] = train(mesh, **options, **compiled)
     as_read = {
         mode: [
             (
-                receipt.graph,
-                sum(receipt.before.values()),
-                len(receipt.after),
-                receipt.moved,
-                receipt.copied,
+                report.graph,
+                sum(report.before.values()),
+                len(report.after),
+                report.moved,
+                report.copied,
             )
-            for receipt in each
+            for report in each
         ]
-        for mode, each in receipts.items()
+        for mode, each in reports.items()
     }
     return found, as_read
 
@@ -115,7 +115,7 @@ CASES = [
 @pytest.mark.parametrize(("layout", "checkpointing", "reshard", "param", "modes"), CASES)
 def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
     replicate, shard, tp = LAYOUTS[layout]
-    for found, receipts in run_ranks(
+    for found, reports in run_ranks(
         replicate * shard * tp, compare, layout, "aot_eager", modes, checkpointing, reshard, param
     ):
         for mode in modes:
@@ -142,10 +142,10 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
         for mode in {*modes} & {"greedy", "auto"}:
             assert sum(found[mode][2].values()) < sum(found["none"][2].values()), mode
         for mode in modes:
-            assert [graph for graph, *_ in receipts[mode]] == ["forward", "backward"]
-            assert all(moved > 0 for _, before, _, moved, _ in receipts[mode] if before), mode
-        assert all(not copied for *_, copied in receipts["none"])
-        assert all(copied for _, before, *_, copied in receipts["block"] if before)
+            assert [graph for graph, *_ in reports[mode]] == ["forward", "backward"]
+            assert all(moved > 0 for _, before, _, moved, _ in reports[mode] if before), mode
+        assert all(not copied for *_, copied in reports["none"])
+        assert all(copied for _, before, *_, copied in reports["block"] if before)
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
 )
 def test_inductor_runs_the_same_buckets(layout, checkpointing, modes):
     ranks = math.prod(LAYOUTS[layout])
-    for found, receipts in run_ranks(
+    for found, reports in run_ranks(
         ranks, compare, layout, "inductor", modes, checkpointing, True, torch.float32
     ):
         for mode in modes:
@@ -172,7 +172,7 @@ def test_inductor_runs_the_same_buckets(layout, checkpointing, modes):
                 found[mode][1][:parameters], found["eager"][1][:parameters], strict=True
             ):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-3 * 4 * 1e-2)
-            left = sum(after for _, _, after, *_ in receipts[mode])
+            left = sum(after for _, _, after, *_ in reports[mode])
             if layout != "dp2tp2":  # more collectives than those of parameters
                 assert sum(found[mode][2].values()) == left, mode
         if layout == "FSDP-2":
@@ -185,18 +185,18 @@ def test_inductor_runs_the_same_buckets(layout, checkpointing, modes):
 
 def caches():
     """[(graph, whether Inductor had it)] of one step on two ranks."""
-    mesh, receipts = make_mesh(*LAYOUTS["FSDP-2"]), []
+    mesh, reports = make_mesh(*LAYOUTS["FSDP-2"]), []
     model = build(
         CONFIG,
         mesh,
         compiled="inductor",
         bucketing="block",
         machine=load_machine("H100"),
-        receipts=receipts,
+        reports=reports,
     )
     tokens, labels = batch()
     step(model, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
-    return [(receipt.graph, receipt.cache) for receipt in receipts]
+    return [(report.graph, report.cache) for report in reports]
 
 
 @pytest.mark.slow

@@ -239,12 +239,12 @@ def test_a_scale_is_that_of_the_whole_weight(degrees):
 
 
 def gathered_bytes(float8):
-    """Bytes of an eager step's all-gathers, by whether they are float8; of those in receipts;
+    """Bytes of an eager step's all-gathers, by whether they are float8; of those in reports;
     numbers in the blocks' matrices.
     """
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
-    receipts, counts, start = [], {True: 0, False: 0}, ShardSpec.start_gather_of
+    reports, counts, start = [], {True: 0, False: 0}, ShardSpec.start_gather_of
 
     def noted(plan, *arguments):
         started = start(plan, *arguments)
@@ -252,7 +252,7 @@ def gathered_bytes(float8):
         return started
 
     ShardSpec.start_gather_of = noted
-    for compiled in ({}, dict(AOT, bucketing="block", receipts=receipts)):
+    for compiled in ({}, dict(AOT, bucketing="block", reports=reports)):
         model = build(CONFIG, mesh, param=torch.bfloat16, float8=float8, **compiled)
         step(
             model,
@@ -267,7 +267,7 @@ def gathered_bytes(float8):
         if fqn.startswith("layers.") and each.dim() == 2
     )
     received = sum(
-        each.nbytes for receipt in receipts for each in receipt.after if each.kind == "all_gather"
+        each.nbytes for report in reports for each in report.after if each.kind == "all_gather"
     )
     return counts, received, matrices
 

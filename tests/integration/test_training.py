@@ -178,7 +178,7 @@ def test_all_components_compiled_by_inductor_train_as_the_eager_ones(uninterrupt
 
 
 @pytest.mark.slow
-def test_greedy_buckets_change_no_number_and_leave_their_receipt(tmp_path):
+def test_greedy_buckets_change_no_number_and_leave_their_report(tmp_path):
     options = [*OPTIONS, *steps(2), "--training.local_batch_size", "4", "--validation.no-enable"]
     eager = trained(2, DEBUG, tmp_path / "eager", *options)
     compiled = [*AOT_EAGER, "--compile.bucketing", "greedy", "--compile.dump_graphs"]
@@ -214,11 +214,11 @@ def test_buckets_change_no_number_in_a_pipeline(checkpointing, tmp_path):
         compiled = [*AOT_EAGER, "--compile.bucketing", bucketing]
         compiled += ["--compile.machine", machine]
         same(trained(4, DEBUG, tmp_path / bucketing, *options, *compiled), eager)
-        receipts = json.loads((tmp_path / bucketing / "compile.json").read_text())
+        reports = json.loads((tmp_path / bucketing / "compile.json").read_text())
         assert [
-            (receipt["pp_rank"], receipt["graph"])
-            for receipt in receipts
-            if receipt["graph"] != "inference"
+            (report["pp_rank"], report["graph"])
+            for report in reports
+            if report["graph"] != "inference"
         ] == [(rank, graph) for rank in range(2) for graph in ("forward", "backward")]
 
 

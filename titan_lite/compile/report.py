@@ -1,8 +1,8 @@
 """Record what the compile stage did to a graph's collectives and their estimated times, as text and
 as JSON.
 
-write_receipts(receipts, dump_folder)                    # compile.json
-for line in describe(receipts): logger.info(line)        # forward: 57 all_gather -> 8, ...
+write_reports(reports, dump_folder)                    # compile.json
+for line in describe(reports): logger.info(line)        # forward: 57 all_gather -> 8, ...
 """
 
 import dataclasses
@@ -81,46 +81,46 @@ def copied_by_buckets(graph: Graph, fused: bool) -> int:
     return sum(bytes_copied(node, fused) for node in graph.nodes if "copies" in node.meta)
 
 
-def describe(receipts: Sequence[CompileReport]) -> list[str]:
+def describe(reports: Sequence[CompileReport]) -> list[str]:
     """Return a line per graph."""
     lines = []
-    for receipt in receipts:
-        left = Counter(collective.kind for collective in receipt.after)
-        counts = [f"{count} {kind} -> {left[kind]}" for kind, count in receipt.before.items()]
-        gib = sum(collective.nbytes for collective in receipt.after) / 2**30
+    for report in reports:
+        left = Counter(collective.kind for collective in report.after)
+        counts = [f"{count} {kind} -> {left[kind]}" for kind, count in report.before.items()]
+        gib = sum(collective.nbytes for collective in report.after) / 2**30
         words = [f"{', '.join(counts)} ({gib:.3f} GiB)"]
-        if receipt.copied is not None:
-            words.append(f"{receipt.copied / 2**30:.3f} GiB copied into and out of buckets")
-        words.append(f"{receipt.moved} moved to overlap")
-        if (times := receipt.timeline) is not None:
+        if report.copied is not None:
+            words.append(f"{report.copied / 2**30:.3f} GiB copied into and out of buckets")
+        words.append(f"{report.moved} moved to overlap")
+        if (times := report.timeline) is not None:
             words.append(
                 f"estimated {milliseconds(times.communication)} communication beside"
                 f" {milliseconds(times.compute)} computation, {milliseconds(times.exposed)} exposed"
                 f" (at least {milliseconds(times.bound)})"
             )
         words = (
-            [*words, f"schedule {receipt.schedule}"] if counts else ["no collectives of parameters"]
+            [*words, f"schedule {report.schedule}"] if counts else ["no collectives of parameters"]
         )
-        if receipt.deferred or receipt.cut:
+        if report.deferred or report.cut:
             hiding = (
-                f"{receipt.deferred} products deferred, {receipt.cut} collectives cut into chunks"
+                f"{report.deferred} products deferred, {report.cut} collectives cut into chunks"
             )
             words.append(f"tensor and context parallelism: {hiding}")
-        where = "" if receipt.pp_rank is None else f"pipeline rank {receipt.pp_rank}, "
-        cache = f", cache {receipt.cache}" if receipt.cache else ""
-        words.append(f"compiled in {receipt.compile_seconds:.1f} s{cache}")
-        lines.append(f"{where}{receipt.graph} graph: {'; '.join(words)}")
+        where = "" if report.pp_rank is None else f"pipeline rank {report.pp_rank}, "
+        cache = f", cache {report.cache}" if report.cache else ""
+        words.append(f"compiled in {report.compile_seconds:.1f} s{cache}")
+        lines.append(f"{where}{report.graph} graph: {'; '.join(words)}")
     return lines
 
 
-def rank_timelines(receipts: Sequence[CompileReport]) -> dict[int, list[Timeline]]:
+def rank_timelines(reports: Sequence[CompileReport]) -> dict[int, list[Timeline]]:
     """Return the timelines of forward and backward by pipeline rank, or none if nothing is
     estimated or communicated.
     """
     found: dict[int, list[Timeline]] = {}
-    for receipt in receipts:
-        if receipt.timeline is not None and receipt.graph != "inference":
-            found.setdefault(receipt.pp_rank or 0, []).append(receipt.timeline)
+    for report in reports:
+        if report.timeline is not None and report.graph != "inference":
+            found.setdefault(report.pp_rank or 0, []).append(report.timeline)
     every = [timeline for timelines in found.values() for timeline in timelines]
     return found if any(each.communication or each.waited for each in every) else {}
 
@@ -129,21 +129,21 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
-def write_receipts(receipts: Sequence[CompileReport], folder: Path) -> None:
+def write_reports(reports: Sequence[CompileReport], folder: Path) -> None:
     """Write compile.json, a list of objects with the fields of CompileReport.
 
     A timeline is written without its spans.
     """
-    text = json.dumps([_as_object(receipt) for receipt in receipts], indent=1) + "\n"
+    text = json.dumps([_as_object(report) for report in reports], indent=1) + "\n"
     (folder / "compile.json").write_text(text, encoding="utf-8")
 
 
-def _as_object(receipt: CompileReport) -> dict:
-    found = dataclasses.asdict(dataclasses.replace(receipt, timeline=None))
-    if receipt.timeline is not None:
-        sums = vars(receipt.timeline).items()
+def _as_object(report: CompileReport) -> dict:
+    found = dataclasses.asdict(dataclasses.replace(report, timeline=None))
+    if report.timeline is not None:
+        sums = vars(report.timeline).items()
         found["timeline"] = {
             name: value for name, value in sorted(sums) if name not in ("spans", "graph")
         }
-        found["timeline"]["waited"] = receipt.timeline.waited
+        found["timeline"]["waited"] = report.timeline.waited
     return found

@@ -1,9 +1,9 @@
 """Run the passes on a forward or backward graph: bucketing, then reordering.
 
-Record a receipt of both.
+Record a report of both.
 
     schedule = Schedule(config.compile, machine=load_machine("H100"), fused=True)
-    schedule(graph_module, "forward")          # in place; appends to schedule.receipts
+    schedule(graph_module, "forward")          # in place; appends to schedule.reports
 
 Both backends run the passes on the same graphs. Ranks that communicate in different orders would
 hang, so `peers` compares schedules between ranks before a graph first runs.
@@ -53,7 +53,7 @@ from titan_lite.cost.timeline import lower_bound, simulate
 
 @dataclass
 class Schedule:
-    """The passes of [compile], with the receipts of the graphs that they ran on."""
+    """The passes of [compile], with the reports of the graphs that they ran on."""
 
     config: Compile
     machine: Machine | None = None  # None if unknown; times are then not estimated
@@ -64,7 +64,7 @@ class Schedule:
         False  # Inductor fuses collectives of tensor parallelism with products
     )
     must_merge: bool = True  # raise if bucketing is enabled and merges nothing
-    receipts: list[CompileReport] = field(default_factory=list)
+    reports: list[CompileReport] = field(default_factory=list)
     priced_as: str = ""  # for graphs that are priced and not run: as in `compile_model`
 
     @contextmanager
@@ -82,8 +82,8 @@ class Schedule:
             else ""
         )
         seconds = time.perf_counter() - started
-        self.receipts[-1] = dataclasses.replace(
-            self.receipts[-1], compile_seconds=seconds, cache=cache
+        self.reports[-1] = dataclasses.replace(
+            self.reports[-1], compile_seconds=seconds, cache=cache
         )
 
     def __call__(self, module: GraphModule, name: str) -> None:
@@ -106,7 +106,7 @@ class Schedule:
         if self.machine is not None:
             bound = lower_bound(graph, self.machine, fused=self.fused)
             timeline = simulate(graph, self.machine, name=name, fused=self.fused, bound=bound)
-        self.receipts.append(
+        self.reports.append(
             CompileReport(
                 name,
                 before,
@@ -203,7 +203,7 @@ class Schedule:
     def write(self, graph: Graph, name: str, what: str) -> None:
         if self.dump is not None:
             self.dump.mkdir(parents=True, exist_ok=True)
-            (self.dump / f"{len(self.receipts)}_{name}_{what}.txt").write_text(
+            (self.dump / f"{len(self.reports)}_{name}_{what}.txt").write_text(
                 readable(graph), encoding="utf-8"
             )
 

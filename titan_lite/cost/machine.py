@@ -4,7 +4,7 @@
     machine.cost(node)                                          # seconds of a computation or a collective
     machine.collective("all_gather", nbytes=2**30, ranks=range(128))
 
-The passes that schedule collectives, their receipts and the planner share these costs. A
+The passes that schedule collectives, their reports and the planner share these costs. A
 computation follows the roofline model: the longer of arithmetic and memory traffic counts, at the
 efficiencies that large matrix products and FlashAttention reach. A collective of GPUs is NCCL's
 (nccl.py), that of others a ring (arXiv 1909.09756): a latency per hop, plus the bytes over the

@@ -179,7 +179,7 @@ def parallelize(
     if compiled and schedule is None:
         schedule = build_schedule(config, mesh, machine)
     if schedule is not None:
-        model.compile_reports = schedule.receipts
+        model.compile_reports = schedule.reports
         compile_stages(stages, config, mesh, schedule)
     return model
 

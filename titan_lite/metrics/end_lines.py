@@ -1,6 +1,6 @@
 """Log the results of compilation, and make the lines at the end of a run.
 
-show_receipts(receipts, dump_folder)
+log_compile_reports(reports, dump_folder)
 for line in end_lines(dump_folder, "done", ...): logger.info(line)
 """
 
@@ -13,22 +13,22 @@ from titan_lite.compile.report import (
     describe,
     milliseconds,
     rank_timelines,
-    write_receipts,
+    write_reports,
 )
 from titan_lite.logging import logger
 from titan_lite.metrics.run_files import last_start, read_metrics
 from titan_lite.metrics.timelines import write_timelines
 
 
-def show_receipts(receipts: Sequence[CompileReport], folder: Path) -> None:
+def log_compile_reports(reports: Sequence[CompileReport], folder: Path) -> None:
     """Log what the compile stage did, and write compile.json and the timelines."""
-    if not receipts:
+    if not reports:
         return
-    for line in describe(receipts):
+    for line in describe(reports):
         logger.info(line)
     try:
-        write_receipts(receipts, folder)
-        write_timelines(receipts, folder)
+        write_reports(reports, folder)
+        write_timelines(reports, folder)
     except OSError as error:  # does not end the run
         logger.warning(f"no compile.json or timeline: {error.filename}: {error.strerror}")
 
@@ -40,7 +40,7 @@ def end_lines(
     step: int,
     tokens: int,
     skipped: int,
-    receipts: Sequence[CompileReport],
+    reports: Sequence[CompileReport],
     steps_on_disk: Sequence[int],
     bad_documents: str = "",
     tensorboard: bool = False,
@@ -82,7 +82,7 @@ def end_lines(
             f" waiting for data {statistics.median(column['data_wait']):.1f}% (medians); peak"
             f" memory {max(column['memory_gib']):.2f} GiB"
         )
-    if ranks := rank_timelines(receipts):
+    if ranks := rank_timelines(reports):
         times = [timeline for timelines in ranks.values() for timeline in timelines]
         exposed, seconds = (
             milliseconds(sum(getattr(each, name) for each in times))

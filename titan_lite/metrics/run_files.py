@@ -38,7 +38,7 @@ class RunRecord:
     recipe: dict[str, Any] = field(
         default_factory=dict
     )  # {"training.steps": 1000, ...}; empty without config.toml
-    receipts: list[dict] = field(default_factory=list)  # compile.json
+    compile_reports: list[dict] = field(default_factory=list)  # compile.json
     timelines: list[dict[str, Any]] = field(default_factory=list)  # from `_timelines`
     notes: list[str] = field(default_factory=list)  # on lines that were skipped
 
@@ -195,11 +195,11 @@ def read_run(folder: Path, name: str) -> RunRecord:
         RecursionError,
     ) as error:  # a number of too many digits, or nested too deeply
         raise RecordError(f"{folder / 'config.toml'}: not a run's recipe: {error}") from None
-    run.receipts = _read_json(folder / "compile.json", [])
+    run.compile_reports = _read_json(folder / "compile.json", [])
     trace = _read_json(folder / "timeline.json", {})
     with _damage(folder / "compile.json"):
-        for receipt in run.receipts:
-            _check_receipt(receipt)
+        for report in run.compile_reports:
+            _check_compile_report(report)
     with _damage(folder / "timeline.json"):
         run.timelines = _timelines(trace)
     return run
@@ -284,14 +284,14 @@ def _is_event(entry: dict[str, Any]) -> bool:
     return type(entry.get("step")) is int and all(isinstance(text, str) for text in texts)
 
 
-def _check_receipt(receipt: dict[str, Any]) -> None:
+def _check_compile_report(report: dict[str, Any]) -> None:
     """Raise KeyError for an entry of compile.json without what the page shows, and TypeError for
     another type.
     """
-    missing = [key for key in ("graph", "before", "after") if key not in receipt]
-    if receipt.get("timeline") is not None:
+    missing = [key for key in ("graph", "before", "after") if key not in report]
+    if report.get("timeline") is not None:
         times = ("communication", "exposed", "seconds")
-        missing += [key for key in times if key not in receipt["timeline"]]
+        missing += [key for key in times if key not in report["timeline"]]
     if missing:
         raise KeyError(missing[0])
 

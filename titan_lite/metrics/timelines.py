@@ -1,7 +1,7 @@
 """Draw estimated timelines (cost/timeline.py), and write them as a trace for
 https://ui.perfetto.dev and chrome://tracing.
 
-    write_timelines(receipts, dump_folder)       # timeline.png and timeline.json of a run
+    write_timelines(reports, dump_folder)       # timeline.png and timeline.json of a run
 
 Computation has a lane, and each mesh axis with communication has one. tools/plan/picture.py draws
 plans with the same functions.
@@ -28,11 +28,11 @@ COLORS = {
 }
 
 
-def write_timelines(receipts: Sequence[CompileReport], folder: Path) -> None:
+def write_timelines(reports: Sequence[CompileReport], folder: Path) -> None:
     """Write timeline.png and timeline.json, with a panel or a process for each pipeline rank;
     nothing without timelines.
     """
-    ranks = rank_timelines(receipts)
+    ranks = rank_timelines(reports)
     if not ranks:
         return
 

@@ -1,9 +1,9 @@
-"""The receipt of the compile stage: a line a graph, and JSON."""
+"""The report of the compile stage: a line a graph, and JSON."""
 
 import json
 from dataclasses import replace
 
-from titan_lite.compile.report import Collective, CompileReport, describe, write_receipts
+from titan_lite.compile.report import Collective, CompileReport, describe, write_reports
 from titan_lite.cost.timeline import Timeline
 
 BOTH = Collective(
@@ -41,7 +41,7 @@ def test_a_line_a_graph():
 
 
 def test_the_file_has_every_bucket_with_its_parameters_and_times(tmp_path):
-    write_receipts([replace(FORWARD, copied=2**29), BACKWARD], tmp_path)
+    write_reports([replace(FORWARD, copied=2**29), BACKWARD], tmp_path)
     forward, backward = json.loads((tmp_path / "compile.json").read_text())
     assert (forward["graph"], forward["before"], forward["schedule"], forward["cache"]) == (
         "forward",

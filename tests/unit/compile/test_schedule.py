@@ -31,7 +31,7 @@ def scheduled(graph_module, machine=None, **options):
     )
     schedule.peers, schedule.dump = options.get("peers", schedule.peers), options.get("dump")
     schedule(graph_module, "forward")
-    return schedule.receipts[0]
+    return schedule.reports[0]
 
 
 class Told(Peers):
@@ -59,20 +59,20 @@ KEYS = ("bucketing", "reordering", "buckets")
 )
 def test_each_way_to_bucket(options, after, copied):
     graph_module = layers()
-    receipt = scheduled(graph_module, priced(latency=100.0), **options)
-    assert receipt.before == {"all_gather": 4}
-    assert len(receipt.after) == len(left(graph_module.graph)) == after
-    assert sorted(fqn for bucket in receipt.after for fqn in bucket.fqns) == [
+    report = scheduled(graph_module, priced(latency=100.0), **options)
+    assert report.before == {"all_gather": 4}
+    assert len(report.after) == len(left(graph_module.graph)) == after
+    assert sorted(fqn for bucket in report.after for fqn in bucket.fqns) == [
         f"layers.{n}.{p}.weight" for n in (0, 1) for p in "ab"
     ]
-    assert receipt.moved == after - 1
-    assert receipt.copied == copied * (4 + 8) * 4  # a shard and the whole, in float32
+    assert report.moved == after - 1
+    assert report.copied == copied * (4 + 8) * 4  # a shard and the whole, in float32
 
 
 def test_without_reordering_everything_stays_where_it_is_needed():
     graph_module = layers()
-    receipt = scheduled(graph_module, bucketing="none", reordering=False)
-    assert receipt.moved == 0
+    report = scheduled(graph_module, bucketing="none", reordering=False)
+    assert report.moved == 0
     order = places(graph_module.graph)
     assert [word.startswith("wait") for word in order] == [False, True] * 4
 

@@ -17,17 +17,17 @@ PRODUCT, EXCHANGE = (
 FORWARD = Timeline("forward", (GATHER, PRODUCT, EXCHANGE), 13.0, 5.0, 8.0, 8.0, 8.0, 0)
 
 
-def receipt(graph, **fields):
+def report(graph, **fields):
     return CompileReport(graph, {}, (), 0, "abc", replace(FORWARD, graph=graph), **fields)
 
 
 def test_a_trace_has_every_pipeline_rank_and_a_lane_for_every_axis(tmp_path):
     write_timelines(
         [
-            receipt("forward"),
-            receipt("backward"),
-            receipt("inference"),
-            receipt("forward", pp_rank=1),
+            report("forward"),
+            report("backward"),
+            report("inference"),
+            report("forward", pp_rank=1),
         ],
         tmp_path,
     )
@@ -50,7 +50,7 @@ def test_a_trace_has_every_pipeline_rank_and_a_lane_for_every_axis(tmp_path):
 def test_a_picture_has_every_pipeline_rank_labelled_and_a_legend(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    write_timelines([receipt("forward", pp_rank=0), receipt("forward", pp_rank=1)], tmp_path)
+    write_timelines([report("forward", pp_rank=0), report("forward", pp_rank=1)], tmp_path)
     panels = drawn[0].axes
     assert [panel.get_title(loc="left") for panel in panels] == [
         "pipeline rank 0",
@@ -64,12 +64,12 @@ def test_a_picture_has_every_pipeline_rank_labelled_and_a_legend(tmp_path, monke
         ]
         assert panel.get_xlim() == (0.0, 13e3)
     assert [text.get_text() for text in panels[0].get_legend().get_texts()] == list(COLORS)
-    write_timelines([receipt("forward")], tmp_path)
+    write_timelines([report("forward")], tmp_path)
     assert [panel.get_title(loc="left") for panel in drawn[1].axes] == ["every rank"]
 
 
 def test_the_picture_is_written(tmp_path):
-    write_timelines([receipt("forward")], tmp_path)
+    write_timelines([report("forward")], tmp_path)
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 

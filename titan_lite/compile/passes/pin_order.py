@@ -8,7 +8,7 @@ the graph.
 
 Inductor fuses pointwise operators and reductions into kernels, and a kernel runs after the waits
 for all of its inputs. A collective that the passes start before a product may then start after it,
-and overlap less computation than the receipt says. Before fusion, this pass adds a dependency from
+and overlap less computation than the compile report says. Before fusion, this pass adds a dependency from
 each operator that Inductor calls (a collective, a wait, a product, attention) to the one before it.
 Fusions that need another order are then impossible. The dependencies are those that Inductor itself
 adds between collectives: they order nodes, but keep no buffer alive.

@@ -465,7 +465,7 @@ class _Priced(Schedule):
         each = [
             figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines
         ]
-        timeline = self.receipts[-1].timeline
+        timeline = self.reports[-1].timeline
         assert timeline is not None
         self.graphs[name] = each, by_axis(timeline, self.axes)
 

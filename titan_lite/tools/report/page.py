@@ -183,7 +183,7 @@ def _card(run: RunRecord, number: int) -> str:
         "MFU": figure("mfu", statistics.median, "{:.1f}%"),
         "waiting for data": figure("data_wait", statistics.median, "{:.1f}%"),
         "peak memory": figure("memory_gib", max, "{:.2f} GiB"),
-        "exposed (estimated)": exposed_share(run.receipts),
+        "exposed (estimated)": exposed_share(run.compile_reports),
         "steps skipped": figure("skipped_steps", max, "{:,.0f}"),
         "training time": (
             f"{last['hours']:.2f} h" if last["hours"] > 2 else f"{60 * last['hours']:.1f} min"
@@ -201,11 +201,11 @@ def _card(run: RunRecord, number: int) -> str:
     )
 
 
-def exposed_share(receipts: Iterable[Mapping[str, Any]]) -> str:
+def exposed_share(reports: Iterable[Mapping[str, Any]]) -> str:
     """Return the share of forward and backward, over all pipeline ranks, in which only
     communication runs (compile.json); "" if there is no communication.
     """
-    times = [r["timeline"] for r in receipts if r.get("timeline") and r.get("graph") != "inference"]
+    times = [r["timeline"] for r in reports if r.get("timeline") and r.get("graph") != "inference"]
     exposed = sum(time.get("waited", time["exposed"]) for time in times)
     seconds, communication = (
         sum(time[name] for time in times) for name in ("seconds", "communication")
@@ -271,7 +271,7 @@ def _events(runs: Sequence[RunRecord]) -> str:
 def _buckets(runs: Sequence[RunRecord]) -> str:
     parts = []
     for number, run in enumerate(runs):
-        if not run.receipts:
+        if not run.compile_reports:
             continue
         parts.append(f"<h3>{_text(run.name)}</h3>")
         for place, timeline in enumerate(run.timelines):
@@ -283,7 +283,7 @@ def _buckets(runs: Sequence[RunRecord]) -> str:
                 f' {_text(run.name)}, {_text(timeline["title"])}"></svg><figcaption'
                 ' class="readout"></figcaption></figure>'
             )
-        parts += map(_receipt, run.receipts)
+        parts += map(_compile_report, run.compile_reports)
     if not parts:
         return ""
     legend = (
@@ -293,13 +293,13 @@ def _buckets(runs: Sequence[RunRecord]) -> str:
     return f"<h2>Buckets</h2>{legend if any(run.timelines for run in runs) else ''}{''.join(parts)}"
 
 
-def _receipt(receipt: Mapping[str, Any]) -> str:
-    left = receipt["after"]
+def _compile_report(report: Mapping[str, Any]) -> str:
+    left = report["after"]
     counts = Counter(each["kind"] for each in left)
     merged = ", ".join(
-        f"{before} {kind} → {counts[kind]}" for kind, before in receipt["before"].items()
+        f"{before} {kind} → {counts[kind]}" for kind, before in report["before"].items()
     )
-    where = "" if receipt.get("pp_rank") is None else f"pipeline rank {receipt['pp_rank']}, "
+    where = "" if report.get("pp_rank") is None else f"pipeline rank {report['pp_rank']}, "
     rows = [
         (
             each["kind"],
@@ -313,7 +313,7 @@ def _receipt(receipt: Mapping[str, Any]) -> str:
         )
         for each in left
     ]
-    summary = f"{where}{receipt['graph']}: {merged or 'no collectives of parameters'}"
+    summary = f"{where}{report['graph']}: {merged or 'no collectives of parameters'}"
     looks = ("", "", "figure", "figure", "figure wide", "figure")
     titles = ("kind", "parameters", "MiB", "ms", "under, ms", "exposed, ms")
     table = _table(_row("th", titles, looks), [_row("td", row, looks) for row in rows])

@@ -19,7 +19,7 @@ from titan_lite.tools.report.page import drawn, exposed_share, main, name_runs, 
 ROOT = Path(__file__).parents[4]
 EVIL = "</script><script>alert('x')</script><img src=x onerror=alert(1)> {{data}} & \u2028"
 COLLECTIVE = {"kind": "all_gather", "fqns": ["a.weight", "b.weight"], "nbytes": 2**21, "ranks": 2}
-RECEIPT = {
+COMPILE_REPORT = {
     "graph": "forward",
     "before": {"all_gather": 9},
     "after": [{**COLLECTIVE, "seconds": 0.002, "under": 0.001, "exposed": 0.0005}],
@@ -35,7 +35,7 @@ def run(tmp_path):
         name="run",
         metrics=None,
         events=(),
-        receipts=None,
+        reports=None,
         spans=None,
         overrides=("--training.steps", "40"),
     ):
@@ -50,8 +50,8 @@ def run(tmp_path):
             (folder / "events.jsonl").write_text(
                 "".join(json.dumps(event) + "\n" for event in events)
             )
-        if receipts is not None:
-            (folder / "compile.json").write_text(json.dumps(receipts))
+        if reports is not None:
+            (folder / "compile.json").write_text(json.dumps(reports))
         if spans is not None:
             (folder / "timeline.json").write_text(json.dumps({"traceEvents": spans}))
         if overrides is not None:
@@ -233,7 +233,11 @@ def test_buckets_and_their_timeline(run):
     ]
     found = read_run(
         run(
-            receipts=[RECEIPT, {**RECEIPT, "graph": "inference"}, {**RECEIPT, "pp_rank": 1}],
+            reports=[
+                COMPILE_REPORT,
+                {**COMPILE_REPORT, "graph": "inference"},
+                {**COMPILE_REPORT, "pp_rank": 1},
+            ],
             spans=spans,
         ),
         "run",
@@ -261,9 +265,9 @@ def test_buckets_and_their_timeline(run):
     assert "forward: 9 all_gather → 1" in text
     assert "a.weight and 1 more" in text
     assert "1 of 8 ms" in text  # exposed, of both ranks
-    alone = {**RECEIPT, "timeline": {"exposed": 0.0, "seconds": 0.004, "communication": 0.0}}
+    alone = {**COMPILE_REPORT, "timeline": {"exposed": 0.0, "seconds": 0.004, "communication": 0.0}}
     assert [
-        exposed_share(receipts) for receipts in ([], [alone], [{**RECEIPT, "timeline": None}])
+        exposed_share(reports) for reports in ([], [alone], [{**COMPILE_REPORT, "timeline": None}])
     ] == [""] * 3
 
 
