@@ -81,7 +81,7 @@ BLOCKS = "--compile.components=model"
 # no run computed its loss in chunks, or looked up tokens in columns
 AS_THERE = (
     "--training.loss_chunk_tokens=-1",
-    "--compile.no-defer_products",
+    "--compile.no-defer_weight_grads",
     "--compile.tensor_parallel_chunks=1",
 )
 SELECTIVE = (

@@ -255,21 +255,21 @@ WRONG = {
     ),
     "bucketing by a plan that names nothing": Wrong(
         2,
-        "compile=true backend=aot_eager bucketing=plan every=microbatch"
+        "compile=true backend=aot_eager bucketing=listed every=microbatch"
         " buckets=layers.0,layers.77.attention",
         ("compile.buckets", '"layers.77.attention" has no parameter in flavor debug'),
         "buckets=layers.0,layers.1",
     ),
     "a plan of buckets of one": Wrong(
         2,
-        "compile=true backend=aot_eager bucketing=plan every=microbatch"
+        "compile=true backend=aot_eager bucketing=listed every=microbatch"
         " buckets=output,layers.0.attention.wq",
         ("compile.buckets", "none has two parameters", 'compile.bucketing = "none"'),
         "buckets=output,layers.0.attention",
     ),
     "one module in two buckets": Wrong(
         2,
-        "compile=true backend=aot_eager bucketing=plan every=microbatch buckets=layers.0,layers.0",
+        "compile=true backend=aot_eager bucketing=listed every=microbatch buckets=layers.0,layers.0",
         ("compile.buckets", '"layers.0" is in it twice'),
         "buckets=layers.0,layers.1",
     ),

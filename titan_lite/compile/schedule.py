@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule
 
 from titan_lite.compile.passes import bucket_plans as wrapping
 from titan_lite.compile.passes import bucketing, reordering
-from titan_lite.compile.passes import defer_products as deferring
+from titan_lite.compile.passes import defer_weight_grads as deferring
 from titan_lite.compile.passes import token_chunks as chunking
 from titan_lite.compile.passes.inductor_overlap import schedule_by_inductor
 from titan_lite.compile.rank_agreement import Peers, outside_of_tracing
@@ -137,9 +137,9 @@ class Schedule:
         if self.async_tensor_parallel:
             chunking.mark_fused(graph)
         elif activation_collectives(graph):
-            if self.config.defer_products:
+            if self.config.defer_weight_grads:
                 products = self.first(deferring.choose_products(graph, self.machine, **how))
-                found["deferred"] = deferring.defer_products(graph, products)
+                found["deferred"] = deferring.defer_weight_grads(graph, products)
             if chunks > 1:
                 chosen = self.first(chunking.choose_collectives(graph, chunks, self.machine, **how))
                 found["cut"] = chunking.cut_into_chunks(graph, chunks, chosen)
@@ -166,7 +166,7 @@ class Schedule:
             return
         if config.bucketing == "block":
             merged = bucketing.merge(graph, wrapping.by_block(graph))
-        elif config.bucketing == "plan":
+        elif config.bucketing == "listed":
             merged = bucketing.merge(graph, wrapping.by_names(graph, config.buckets))
         elif config.bucketing == "greedy":
             plan = wrapping.greedy(graph, self.cost_model(), fused=self.fused)
@@ -178,7 +178,7 @@ class Schedule:
         if (
             self.must_merge
             and not merged
-            and config.bucketing != "plan"
+            and config.bucketing != "listed"
             and max(mergeable.values()) > 1
         ):
             why = (

@@ -81,7 +81,7 @@ def there_is_something_to_compile(config: Config) -> Iterator[str]:
         fix = 'use components = ["model", "loss"], or compile.enable = false'
         why = f" leaves nothing to compile, but compile.enable = true; {fix}"
         yield _wrong(config, "compile.components", why)
-    if compile.bucketing == "plan" and not compile.buckets:
+    if compile.bucketing == "listed" and not compile.buckets:
         fix = (
             'use buckets = ["tok_embeddings", "layers.0 layers.1"], or bucketing = "block", which'
             " needs none"

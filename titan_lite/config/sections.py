@@ -387,14 +387,14 @@ class Compile(Section):
     backend: Literal["inductor", "aot_eager"] = "inductor"
     """inductor makes kernels; aot_eager only traces (for tests)."""
 
-    bucketing: Literal["none", "block", "plan", "greedy", "auto"] = "block"
+    bucketing: Literal["none", "block", "listed", "greedy", "auto"] = "block"
     """Which parameters share an all-gather and a reduction. none: each has its own; block: those of
-    each transformer block, the last one with the last norm; plan: those of each entry of buckets;
+    each transformer block, the last one with the last norm; listed: those of each entry of buckets;
     greedy: as many as fit under the computation before them, by the cost model of machine; auto:
     Inductor's overlap scheduler, with the same cost model."""
 
     buckets: tuple[str, ...] = ()
-    """With bucketing = plan, the modules or parameters of each bucket, with spaces between, such as
+    """With bucketing = listed, the modules or parameters of each bucket, with spaces between, such as
     ["tok_embeddings", "layers.0 layers.1", "norm output"]; each parameter not named has its own."""
 
     machine: Annotated[str, Relative(".toml")] = ""
@@ -408,7 +408,7 @@ class Compile(Section):
     reordering: bool = True
     """Start each gather one bucket early, and wait for each reduction when the next starts."""
 
-    defer_products: bool = True
+    defer_weight_grads: bool = True
     """Compute gradients of weights while a collective of tensor or context parallelism is in
     flight; not with asynchronous tensor parallelism."""
 

@@ -240,7 +240,7 @@ def check_schedule(config: Config, layout: "Layout") -> None:
         load_machine(stage.machine)
     if not stage.compiles("model"):
         return
-    if stage.bucketing == "plan":
+    if stage.bucketing == "listed":
         names = [name for bucket in stage.buckets for name in bucket.split()]
         check_names("compile.buckets", names, shape_words(config.model), layout.model)
         twice = [name for name, count in Counter(names).items() if count > 1]

@@ -53,7 +53,7 @@ KEYS = ("bucketing", "reordering", "buckets")
     [
         (dict(bucketing="none"), 4, 0),
         (dict(bucketing="block"), 2, 4),
-        (dict(bucketing="plan", buckets=("layers.0 layers.1.a",)), 2, 3),
+        (dict(bucketing="listed", buckets=("layers.0 layers.1.a",)), 2, 3),
         (dict(bucketing="greedy"), 1, 4),
     ],
 )
@@ -88,7 +88,7 @@ def test_buckets_that_merge_nothing_are_an_error():
 
 
 def test_a_plan_may_be_for_another_stage_of_a_pipeline():
-    assert len(scheduled(layers(), bucketing="plan", buckets=("layers.8 layers.9",)).after) == 4
+    assert len(scheduled(layers(), bucketing="listed", buckets=("layers.8 layers.9",)).after) == 4
 
 
 def test_one_collective_or_none_cannot_be_merged_and_that_is_no_error():

@@ -412,7 +412,7 @@ class _Loss(nn.Module):
 
 def without_passes(compile: Compile) -> Compile:
     return compile.replace(
-        bucketing="none", reordering=False, defer_products=False, tensor_parallel_chunks=1
+        bucketing="none", reordering=False, defer_weight_grads=False, tensor_parallel_chunks=1
     )
 
 

@@ -156,7 +156,9 @@ def test_no_tokenizer_and_no_data_are_looked_at(capsys):
 @pytest.mark.slow
 def test_async_tensor_parallelism_waits_less_and_is_off_without_tensor_parallelism(capsys):
     def waits(*options):
-        assert main([EIGHT, f"--{key}=2", "--compile.no-defer_products", *options, "--json"]) == 0
+        assert (
+            main([EIGHT, f"--{key}=2", "--compile.no-defer_weight_grads", *options, "--json"]) == 0
+        )
         return json.loads(capsys.readouterr().out)["parts_seconds"]["exposed.tp"]
 
     key, asynchronous = (

@@ -332,7 +332,7 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
         ),
         (dict(parallelism=Parallelism(fsdp_keep_gathered=("layers.5", "output"))), None),
         (
-            dict(compile=Compile(enable=True, bucketing="plan", buckets=("layers.0 layers.1",))),
+            dict(compile=Compile(enable=True, bucketing="listed", buckets=("layers.0 layers.1",))),
             None,
         ),
         (dict(float8=Float8(enable=True, filter_fqns=("attention.wk", "w2"))), (3, 4)),

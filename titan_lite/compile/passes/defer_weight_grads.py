@@ -103,7 +103,7 @@ def start_behind(graph: Graph, chosen: Numbered) -> None:
     graph.lint()
 
 
-def defer_products(graph: Graph, chosen: Numbered) -> int:
+def defer_weight_grads(graph: Graph, chosen: Numbered) -> int:
     """Move the chosen products, with what depends on them, in place. Return how many moved."""
     products, activations = _products(graph), activation_collectives(graph)
     for product, collective in chosen:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from handmade_graphs import GATHER, Hand, aten, collectives, priced
 
-from titan_lite.compile.passes.defer_products import (
+from titan_lite.compile.passes.defer_weight_grads import (
     RECENT,
     choose_order,
     choose_products,
-    defer_products,
+    defer_weight_grads,
     start_behind,
 )
 from titan_lite.cost.timeline import lower_bound, simulate
@@ -50,7 +50,7 @@ def backward(blocks, exchanged=4.0, weight=(1.0, 5.0), reduces=True):
 
 
 def deferred(graph, machine=None):
-    return defer_products(graph, choose_products(graph, machine))
+    return defer_weight_grads(graph, choose_products(graph, machine))
 
 
 def words(graph):
