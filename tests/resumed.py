@@ -8,9 +8,9 @@ import torch
 from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every
 
 from titan_lite.config import load_config
+from titan_lite.dtensor import local
 from titan_lite.logging import logger
 from titan_lite.metrics.run_files import read_metrics
-from titan_lite.sharding import local
 from titan_lite.trainer import Trainer
 
 OPTIONS = [

@@ -1,9 +1,18 @@
-"""Find the part of a sharded tensor that a rank holds."""
+"""Which part of a sharded dimension is a rank's.
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+    chunk_size(10, parts=4)             # 3
+    chunk_range(10, parts=4, index=3)   # range(9, 10); the other chunks have 3 indices each
+
+Needs no torch: the layout of a run is computed without it.
+"""
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part, differentiably; of a plain tensor, all of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def chunk_size(size: int, parts: int) -> int:
+    """Return the length of the longest chunk when `size` is cut as torch.chunk and DTensor cut it."""
+    return (size + parts - 1) // parts
+
+
+def chunk_range(size: int, parts: int, index: int) -> range:
+    """Return the indices of chunk `index`. The last chunks may be shorter, or empty."""
+    step = chunk_size(size, parts)
+    return range(min(index * step, size), min((index + 1) * step, size))

@@ -24,8 +24,8 @@ from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, as_shard_of, model_of
 from titan_lite.distributed.step_gather import IN_FLIGHT, gathered_for_step, gradient_leaves
+from titan_lite.dtensor import local
 from titan_lite.models.loss import cross_entropy_sum
-from titan_lite.sharding import local
 
 TIED = replace(CONFIG, tied_embeddings=True)
 MODELS = {

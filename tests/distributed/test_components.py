@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from titan_lite.compile.compile import compile_function
 from titan_lite.config import Compile, Optimizer
 from titan_lite.models.chunked_loss import build_chunked_loss
-from titan_lite.models.loss import build_loss, own_vocabulary
+from titan_lite.models.loss import build_loss
 from titan_lite.optim.build import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.sharding import chunk_range
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
@@ -33,7 +34,7 @@ def of_kind(backend, by_sequence, chunk, dtype):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     generator = torch.Generator().manual_seed(0)
-    own = own_vocabulary(61, dist.get_rank(), 2)
+    own = chunk_range(61, 2, dist.get_rank())
     hidden = torch.randn(2, 5, 8, generator=generator).to(dtype)
     weight = torch.randn(61, 8, generator=generator)[own.start : own.stop].to(dtype)
     labels = torch.randint(61, (2, 5), generator=generator)

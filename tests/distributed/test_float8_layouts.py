@@ -22,9 +22,9 @@ from titan_lite.distributed import parallelize, tensor_parallel
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.simple_fsdp import model_of, refresh_scales
 from titan_lite.distributed.step_gather import gathered_for_step
+from titan_lite.dtensor import local
 from titan_lite.models import float8
 from titan_lite.models.llama3 import ModelConfig
-from titan_lite.sharding import local
 
 # three ranks divide no dimension, two and four divide heads and hidden units
 CONFIG = ModelConfig(

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "titan_lite"
 # counts.
 LAYERS = (
     ("config", "logging", "manifest", "outside", "environment", "__init__"),
-    ("sharding",),  # which part of a tensor a rank holds
+    ("sharding", "dtensor"),  # which part of a tensor a rank holds
     ("models",),
     ("cost",),
     ("compile",),
@@ -37,7 +37,7 @@ LAYERS = (
     ),
     ("launch", "tools", "__main__"),
 )
-WITHOUT_TORCH = ("config", "logging", "manifest", "outside", "environment")
+WITHOUT_TORCH = ("config", "logging", "manifest", "outside", "environment", "sharding")
 SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or plain values
     "config",
     "distributed.layout",

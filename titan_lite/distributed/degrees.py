@@ -8,6 +8,7 @@ degrees = resolve_degrees(config.parallelism, world_size=8)     # {"pp": 1, "dp_
 import math
 
 from titan_lite.config import ConfigError, Parallelism
+from titan_lite.sharding import chunk_range
 
 DEGREES = {  # axis: the key of its degree in [parallelism]
     "pp": "pipeline_parallel_degree",
@@ -69,7 +70,7 @@ def check_tensor_parallel(
             )
             raise ConfigError(f"{wrong} does not divide the {count} {what}; use {fix}")
     for count, what in ((hidden_dim, "hidden units"), (vocab_size, "tokens of the vocabulary")):
-        if (tp - 1) * -(-count // tp) >= count:
+        if not chunk_range(count, tp, tp - 1):
             raise ConfigError(
                 f"{wrong} leaves a rank without any of the {count} {what}; use a lower degree"
             )

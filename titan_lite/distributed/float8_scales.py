@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan_lite.dtensor import local
 from titan_lite.models.float8 import scale_of
-from titan_lite.sharding import local
 
 
 class Scales:

@@ -35,6 +35,7 @@ from titan_lite.models.flavors import shape_of
 from titan_lite.models.loss_chunk import loss_chunk
 from titan_lite.models.shapes import ModelConfig
 from titan_lite.optim.state import kept_by_owners, moment_bytes, numbers_in, share_of_matrices
+from titan_lite.sharding import chunk_size
 
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes of an element
 # Bytes of a stored weight, of its gradient and of each of its moments: float32.
@@ -238,7 +239,7 @@ def make_layout(
         once = _fits_gathered_once(config, layout, memory)
         layout = dataclasses.replace(layout, gathers_once=once)
     tokens = layout.sequences * layout.seq_len // degrees["cp"]
-    chunk = loss_chunk(training, tokens, -(-model.vocab_size // degrees["tp"]))
+    chunk = loss_chunk(training, tokens, chunk_size(model.vocab_size, degrees["tp"]))
     layout = dataclasses.replace(layout, loss_chunk=chunk)
     check_layout(config, layout)
     return layout

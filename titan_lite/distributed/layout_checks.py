@@ -16,6 +16,7 @@ from titan_lite.distributed.pipeline_schedule import module_fqns
 from titan_lite.models.flavors import shape_words
 from titan_lite.models.shapes import ModelConfig
 from titan_lite.optim.state import Shapes, is_matrix
+from titan_lite.sharding import chunk_size
 
 if TYPE_CHECKING:
     from titan_lite.distributed.layout import Layout
@@ -160,14 +161,12 @@ def largest_shard(layout: "Layout", fqn: str, sizes: Sequence[int]) -> tuple[int
     """Return the shape of the largest part of a parameter of these `sizes` that a rank has."""
     from titan_lite.distributed.tensor_parallel import weight_dim
 
-    shards, split = (
-        layout.degrees["dp_shard"] * layout.degrees["cp"],
-        weight_dim(fqn.removesuffix(".weight")),
-    )
-    rows, *others = (
-        -(-size // layout.degrees["tp"]) if dim == split else size for dim, size in enumerate(sizes)
-    )
-    return -(-rows // shards), *others
+    shards = layout.degrees["dp_shard"] * layout.degrees["cp"]
+    split = weight_dim(fqn.removesuffix(".weight"))
+    of_tp_rank = list(sizes)
+    if split is not None:
+        of_tp_rank[split] = chunk_size(sizes[split], layout.degrees["tp"])
+    return chunk_size(of_tp_rank[0], shards), *of_tp_rank[1:]
 
 
 def error_bytes(config: Config, layout: "Layout") -> int:

@@ -7,7 +7,7 @@ from torch import nn
 
 from titan_lite.distributed.prefetch import Eager
 from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
-from titan_lite.sharding import local
+from titan_lite.dtensor import local
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:

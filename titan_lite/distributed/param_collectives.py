@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_lite.cost.collectives import all_gather_single, collectives
 from titan_lite.models.float8 import to_bytes
+from titan_lite.sharding import chunk_size
 
 # The last collectives that eager mode has started: time.time_ns(), group, parameters.
 started_last: deque[tuple[int, str, str]] = deque(maxlen=1000)
@@ -77,7 +78,7 @@ class ShardSpec:
     @property
     def chunk(self) -> int:
         """Number of rows of a padded shard."""
-        return -(-self.rows // self.shard_degree)
+        return chunk_size(self.rows, self.shard_degree)
 
     @property
     def reduce_groups(self) -> tuple[str, ...]:

@@ -39,8 +39,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from titan_lite.config import Parallelism
 from titan_lite.distributed.param_collectives import ShardSpec, started_last
 from titan_lite.distributed.simple_fsdp import model_of
+from titan_lite.dtensor import local
 from titan_lite.models.fqns import block_of, last_block
-from titan_lite.sharding import local
 
 # most of a shard's numbers that its factors may have; with more, the shard travels uncompressed
 SHARE = 0.25

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from titan_lite.distributed.buckets import Bucket, Buckets, Plans, gather_blocks, reduce_buckets
 from titan_lite.distributed.float8_scales import Scales
 from titan_lite.distributed.param_collectives import InFlight, ShardSpec
-from titan_lite.sharding import local
+from titan_lite.dtensor import local
 
 aten = torch.ops.aten
 

@@ -41,9 +41,10 @@ from titan_lite.distributed.arriving import Arriving
 from titan_lite.distributed.float8_scales import Scales
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.prefetch import Eager
+from titan_lite.dtensor import local
 from titan_lite.models.float8 import Float8Linear, Scaled, stand_in
 from titan_lite.models.fqns import parameters_within
-from titan_lite.sharding import local
+from titan_lite.sharding import chunk_range
 
 
 class _Gather(torch.autograd.Function):
@@ -173,12 +174,12 @@ def _shard(
     tp_placement: Placement = Replicate()
     unsharded = parameter.detach()
     if isinstance(parameter, DTensor):
-        (tp_placement,), unsharded = parameter.placements, parameter.to_local().detach()
+        (tp_placement,) = parameter.placements
+        unsharded = local(parameter).detach()
     size = unsharded.shape[0]
     degree = mesh["dp_shard"].size()
-    chunk = -(-size // degree)
-    start = min(mesh["dp_shard"].get_local_rank() * chunk, size)
-    rows = unsharded[start : start + chunk].clone(memory_format=torch.contiguous_format)
+    own = chunk_range(size, degree, mesh["dp_shard"].get_local_rank())
+    rows = unsharded[own.start : own.stop].clone(memory_format=torch.contiguous_format)
     same_shard = ["dp_replicate"] if tp_placement.is_shard() else ["dp_replicate", "tp"]
     plan = ShardSpec(
         fqn=fqn,
@@ -287,4 +288,4 @@ def shard_of(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )[1]
-    return parameter.to_local(), tuple(int(start) for start in offset)
+    return local(parameter), tuple(int(start) for start in offset)

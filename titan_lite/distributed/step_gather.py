@@ -24,8 +24,8 @@ from titan_lite.distributed.arriving import Arrival, register, takes
 from titan_lite.distributed.buckets import Bucket, gather_buckets, reduce_buckets
 from titan_lite.distributed.param_collectives import InFlight, ShardSpec
 from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
+from titan_lite.dtensor import local
 from titan_lite.models.float8 import stand_in
-from titan_lite.sharding import local
 
 # buckets allocated at once, beside weights and gradients: one is communicated while another is
 # copied

@@ -28,6 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titan_lite.cost.collectives import all_reduce, collectives
 from titan_lite.models.float8 import E5M2, Float8Linear, Scaled, scale_of, stand_in, to_bytes
+from titan_lite.sharding import chunk_size
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def own_tokens(tokens: Tensor, rows: int, vocabulary: int, axis: Axis) -> tuple[
     """Return (numbers of tokens in this rank's `rows` of the vocabulary, 0 for others; True for
     those inside).
     """
-    own = tokens - axis.rank * -(-vocabulary // axis.degree)
+    own = tokens - axis.rank * chunk_size(vocabulary, axis.degree)
     inside = (own >= 0) & (own < rows)
     return own.where(inside, 0), inside
 

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_lite.models.loss import IGNORE_INDEX, all_reduce, build_loss, own_vocabulary
+from titan_lite.models.loss import IGNORE_INDEX, all_reduce, build_loss
+from titan_lite.sharding import chunk_range
 
 
 def build_chunked_loss(
@@ -26,7 +27,7 @@ def build_chunked_loss(
 
     Rest: as for `build_loss`.
     """
-    first = own_vocabulary(vocab_size, rank, degree).start
+    first = chunk_range(vocab_size, degree, rank).start
     split = functools.partial(chunked_cross_entropy_sum, first=first, degree=degree, group=group)
     return functools.partial(split, chunk=chunk, by_sequence=by_sequence)
 
@@ -47,10 +48,11 @@ def build_losses(
     graph of a model (in_graph).
     """
     if not chunk:
+        vocab_size, rank, degree, _ = share
         return (
             None,
             compile(build_loss(*share, by_sequence=by_sequence), component="loss"),
-            (*tokens, len(own_vocabulary(*share[:3]))),
+            (*tokens, len(chunk_range(vocab_size, degree, rank))),
         )
     within = build_chunked_loss(*share, chunk=chunk, by_sequence=by_sequence)
     return (

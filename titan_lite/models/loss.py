@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_lite.sharding import chunk_range
+
 IGNORE_INDEX = -100  # a label that is not counted
 
 
@@ -47,16 +49,10 @@ def build_loss(
             if by_sequence
             else cross_entropy_sum
         )
-    first = own_vocabulary(vocab_size, rank, degree).start
+    first = chunk_range(vocab_size, degree, rank).start
     return functools.partial(
         vocabulary_parallel_cross_entropy_sum, first=first, group=group, by_sequence=by_sequence
     )
-
-
-def own_vocabulary(vocab_size: int, rank: int, degree: int) -> range:
-    """Return the tokens whose logits are on rank `rank` of `degree`."""
-    share = -(-vocab_size // degree)
-    return range(min(rank * share, vocab_size), min((rank + 1) * share, vocab_size))
 
 
 def vocabulary_parallel_cross_entropy_sum(

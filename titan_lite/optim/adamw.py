@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.optim.adamw import adamw
 
-from titan_lite.sharding import local
+from titan_lite.dtensor import local
 
 
 class AdamW(torch.optim.AdamW):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_lite.sharding import local
+from titan_lite.dtensor import local
 
 
 @torch.no_grad()

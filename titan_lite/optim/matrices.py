@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from titan_lite.config import Optimizer
+from titan_lite.dtensor import local
 from titan_lite.optim.adamw import AdamW
 from titan_lite.optim.matrix_owners import MatrixOwners
 from titan_lite.optim.state import OF_MATRIX
-from titan_lite.sharding import local
 
 
 class Matrices(torch.optim.Optimizer):

@@ -23,7 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from titan_lite.dtensor import local
 from titan_lite.optim.state import share_out
+from titan_lite.sharding import chunk_range
 
 Part = tuple[slice, slice]  # rows and columns of a matrix
 
@@ -70,7 +72,7 @@ class MatrixOwners:
                         *zip(*(_part(matrix, place) for place in _places(mesh)), strict=True)
                     ]
                 parts, copies = found[key]
-                assert _sizes(parts[self.rank]) == tuple(matrix.to_local().shape), (
+                assert _sizes(parts[self.rank]) == tuple(local(matrix).shape), (
                     "parts are not those of simple_fsdp.py"
                 )
                 self.parts.append(parts)
@@ -222,10 +224,9 @@ def _part(matrix: DTensor, place: Sequence[int]) -> tuple[Part, int]:
             copy = copy * degree + place[axis]
             continue
         dim = placement.dim  # type: ignore[attr-defined]
-        chunk = -(-(ends[dim] - begins[dim]) // degree)
-        begins[dim], ends[dim] = (
-            min(begins[dim] + chunk * (place[axis] + after), ends[dim]) for after in (0, 1)
-        )
+        chunk = chunk_range(ends[dim] - begins[dim], degree, place[axis])
+        ends[dim] = begins[dim] + chunk.stop
+        begins[dim] += chunk.start
     return (slice(begins[0], ends[0]), slice(begins[1], ends[1])), copy
 
 

@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from titan_lite.dtensor import local
 from titan_lite.optim.matrices import Matrices
-from titan_lite.sharding import local
 
 COEFFICIENTS = (
     3.4445,

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from titan_lite.config import Optimizer
+from titan_lite.dtensor import local
 from titan_lite.optim.adamw import AdamW
 from titan_lite.optim.matrices import Matrices
 from titan_lite.optim.state import OF_MATRIX, blocks_of, factor_numbers, sides_of, turns_of
-from titan_lite.sharding import local
 
 NAMES = OF_MATRIX["Shampoo"].on_owner
 TINY = 1e-30  # of an eigenvalue or a norm: that of zeros

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_lite.distributed.process_group import gather_objects
+from titan_lite.dtensor import local
 from titan_lite.resilience import TrainingError
-from titan_lite.sharding import local
 
 CHUNK = {
     "cpu": 2**16,

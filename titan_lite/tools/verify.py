@@ -60,6 +60,7 @@ from titan_lite.models.flavors import shape_of, shape_words
 from titan_lite.models.float8 import MULTIPLE
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.models.loss_chunk import loss_chunk
+from titan_lite.sharding import chunk_size
 from titan_lite.tools.cli import Parser, at_least_one, command
 from titan_lite.trainer import Trainer
 
@@ -251,7 +252,7 @@ def _chunks_loss(config: Config) -> bool:
         loss_chunk(
             training,
             tokens,
-            -(-shape_of(config.model).vocab_size // parallelism.tensor_parallel_degree),
+            chunk_size(shape_of(config.model).vocab_size, parallelism.tensor_parallel_degree),
         )
         > 0
     )

@@ -63,11 +63,12 @@ from titan_lite.distributed.powersgd import factors_of
 from titan_lite.distributed.simple_fsdp import model_of
 from titan_lite.distributed.step_gather import hold
 from titan_lite.distributed.tensor_parallel import axis_of
+from titan_lite.dtensor import local
 from titan_lite.models.attention import fits_flash
 from titan_lite.models.llama3 import Transformer
-from titan_lite.models.loss import build_loss, own_vocabulary
+from titan_lite.models.loss import build_loss
 from titan_lite.optim.state import is_matrix
-from titan_lite.sharding import local
+from titan_lite.sharding import chunk_range
 from titan_lite.tools.cli import end_with_parent
 from titan_lite.tools.plan.costs import Figures, copies_figures, figures_of, round_figures
 from titan_lite.tools.plan.tape import GRAPHS, ScheduledGraph, Tensors, Weight, lives_of
@@ -274,7 +275,7 @@ def trace_stage(
                 schedule=loss_passes,
                 priced_as=loss_passes.priced_as,
             )
-            vocabulary = len(own_vocabulary(layout.model.vocab_size, tp.rank, tp.degree))
+            vocabulary = len(chunk_range(layout.model.vocab_size, tp.degree, tp.rank))
             logits = torch.zeros(
                 layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True
             )
