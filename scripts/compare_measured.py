@@ -198,9 +198,9 @@ def rank_main(
         assert machine is not None
 
         def step() -> None:
-            trainer.step += 1
+            trainer.progress.step += 1
             trainer.train_step()
-            trainer.read(now=True)
+            trainer.read_metrics(wait=True)
 
         for _ in range(WARM_UP_STEPS):
             step()
@@ -210,7 +210,7 @@ def rank_main(
         shapes = Shapes(
             layout.model,
             layout.sequences,
-            len(trainer.positions),
+            len(trainer.model.positions),
             layout.degrees["tp"],
             torch.float32,
         )

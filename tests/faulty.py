@@ -1,11 +1,12 @@
 """titan_lite.train with one rank to which something happens at a chosen moment.
 
-    FAULT='{"rank": 1, "at": "validation", "step": 3, "signal": "SIGTERM"}' python tests/faulty.py RECIPE [options]
+    FAULT='{"rank": 1, "at": "validation_batch", "step": 3, "signal": "SIGTERM"}' python tests/faulty.py RECIPE [options]
 
 The fault is a JSON object:
 
     rank    to which it happens
-    at      the moment: one that the trainer's observer is told, or "compile", or "layer" with the layer's number in "layer"
+    at      a method of Hook without "on_", such as "validation_batch"; or "compile", or "layer" with
+            the layer's number in "layer"
     step    in this step alone, and once; from: in every step from this one on
     sleep   seconds; or hold: seconds in a library that lets no other Python thread run; or raise: an error's message; or
             signal: one that the rank sends to itself, or "to" the "launcher" that started it
@@ -21,6 +22,7 @@ import sys
 import time
 
 from titan_lite.compile import compile as stage
+from titan_lite.hooks import Hook
 from titan_lite.resilience.exit_code import end_with
 from titan_lite.train import main
 
@@ -53,14 +55,17 @@ def happen_if_due(step):
         happen()
 
 
-def observe(moment, trainer):
-    if moment == FAULT["at"]:
-        happen_if_due(getattr(trainer, "step", 0))
-    if moment == "built" and FAULT["at"] == "layer":
-        for model in trainer.stages:
-            if str(FAULT["layer"]) in model.layers:
-                layer = model.layers[str(FAULT["layer"])]
-                layer.register_forward_pre_hook(lambda *inputs: happen_if_due(trainer.step))
+class Fault(Hook):
+    def on_train_start(self, trainer):
+        if FAULT["at"] == "layer":
+            for stage in trainer.model.stages:
+                if str(FAULT["layer"]) in stage.layers:
+                    layer = stage.layers[str(FAULT["layer"])]
+                    layer.register_forward_pre_hook(lambda *inputs: happen_if_due(trainer.step))
+
+
+if FAULT["at"] not in ("compile", "layer"):
+    setattr(Fault, f"on_{FAULT['at']}", lambda self, trainer, *_: happen_if_due(trainer.step))
 
 
 def before(function):
@@ -79,4 +84,4 @@ if __name__ == "__main__":
         stage.min_cut_rematerialization_partition = before(
             stage.min_cut_rematerialization_partition
         )
-    end_with(lambda: main(sys.argv[1:], observe=observe if here else None))
+    end_with(lambda: main(sys.argv[1:], hooks=[Fault()] if here else []))

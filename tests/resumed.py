@@ -34,7 +34,7 @@ def trained(folder, options):
     trainer = Trainer(load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options]))
     trainer.train()
     return "\n".join(lines), {
-        name: local(tensor.detach()).clone() for name, tensor in trainer.state_tensors().items()
+        name: local(tensor.detach()).clone() for name, tensor in trainer.tensors().items()
     }
 
 

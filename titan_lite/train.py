@@ -10,6 +10,7 @@ the codes themselves.
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,21 @@ from titan_lite.resilience.restarts import RepeatedFault, Restarts
 from titan_lite.tools import recipe
 
 
-def main(arguments: list[str], observe: Any = None) -> int:
-    """Run the command line, and return the exit code. observe: as in Trainer."""
+def main(arguments: list[str], hooks: Sequence[Any] = ()) -> int:
+    """Run the command line, and return the exit code. hooks: as in Trainer."""
     if exit_code.has_ended():
         return exit_code.TRAINED  # torchrun started the ranks again, where no start can help
     try:
         if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
             return recipe.main(arguments) if number("RANK", 0) == 0 else 0
         config = load_config(arguments[0], arguments[1:])
-        code = train(config, observe)
+        code = train(config, hooks)
     except ConfigError as error:
         code = report(error, exit_code.WRONG_INPUT)
     return exit_code.exit_of_rank(code)
 
 
-def train(config: Config, observe: Any = None) -> int:
+def train(config: Config, hooks: Sequence[Any] = ()) -> int:
     signals.listen()
     rank, world_size = check_environment()
     init_logging(rank, world_size, all_warnings=config.metrics.show_all_warnings)
@@ -51,7 +52,7 @@ def train(config: Config, observe: Any = None) -> int:
 
     try:
         with events.failures():
-            trained = Trainer(config, observe=observe).train()
+            trained = Trainer(config, hooks=hooks).train()
     except TrainingError as error:
         return report(error, exit_code.FAILED)
     # Not after a failure, since this would wait for the other ranks.

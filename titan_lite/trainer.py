@@ -1,23 +1,22 @@
-"""Build all parts of a run in order, then run the training loop.
-
-The only module that knows every part.
+"""One rank of a run: all parts in the order of their construction, and the training loop.
 
     Trainer(config).train()
 
-A recipe is checked before the process group starts (distributed/layout.py, check.py).
+A recipe is checked before the process group starts.
 """
 
 import functools
-import gc
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite.check import accepted_state, check, check_agreement, describe_run
 from titan_lite.checkpoint.manager import GROUP as CHECKPOINT_GROUP
@@ -25,14 +24,16 @@ from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.resume import git_revision
 from titan_lite.checkpoint.weights import load_initial
 from titan_lite.compile.compile import CompileError, compile_function
+from titan_lite.compile.report import CompileReport
 from titan_lite.config import Config, flatten, save_recipe
+from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine, peak_flops
 from titan_lite.data.bad_documents import BadDocumentsLog
-from titan_lite.data.loader import Batch, build_loader
+from titan_lite.data.loader import Batch, Loader, build_loader
 from titan_lite.data.packing import doc_starts, doc_stats
-from titan_lite.data.preflight import check_first_loss, preflight
 from titan_lite.data.processes import LoaderError
-from titan_lite.distributed.layout import make_layout
+from titan_lite.data.tokenizer import Tokenizer
+from titan_lite.distributed.layout import Layout, make_layout
 from titan_lite.distributed.mesh import (
     build_mesh,
     data_rank,
@@ -40,22 +41,29 @@ from titan_lite.distributed.mesh import (
     sum_of_losses,
     sum_over_tokens,
 )
-from titan_lite.distributed.parallelize import gather_reports, parallelize
+from titan_lite.distributed.parallelize import (
+    DeviceBatch,
+    ParallelModel,
+    gather_reports,
+    parallelize,
+)
 from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.distributed.process_group import device_memory, init_device, init_process_group
 from titan_lite.distributed.simple_fsdp import shard_of
+from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger
-from titan_lite.metrics.deferred import DeferredMetrics
+from titan_lite.metrics.deferred import DeferredMetrics, StepMetrics
 from titan_lite.metrics.end_lines import end_lines, log_compile_reports
 from titan_lite.metrics.per_source import PerSource
-from titan_lite.metrics.profiler import build_profiler, set_flight_recorder
+from titan_lite.metrics.profiler import set_flight_recorder
 from titan_lite.metrics.start_lines import start_lines
 from titan_lite.metrics.throughput import Throughput
 from titan_lite.metrics.writer import MetricsWriter, draw_loss, peak_memory_gib
 from titan_lite.models.attention import masks_by_kernel, use_kernel
 from titan_lite.models.llama3 import ModelConfig, flops_per_token
 from titan_lite.models.loss import counted
+from titan_lite.optim.adamw import AdamW
 from titan_lite.optim.build import (
     build_optimizer,
     optimizer_settings,
@@ -64,83 +72,120 @@ from titan_lite.optim.build import (
 )
 from titan_lite.optim.clipping import clip_grad_norm_
 from titan_lite.optim.lr_scheduler import lr_factor
+from titan_lite.optim.matrices import Matrices
 from titan_lite.outside import fields_of
 from titan_lite.resilience import exit_code, signals
-from titan_lite.resilience.replica_check import ReplicaCheck
-from titan_lite.resilience.restarts import Restarts, again
+from titan_lite.resilience.restarts import again
 from titan_lite.resilience.skipped_steps import SkippedSteps
 from titan_lite.resilience.stopping import Stopping
 from titan_lite.resilience.stragglers import Stragglers
 from titan_lite.resilience.watchdog import PATIENCE, Watchdog
-from titan_lite.validation import Validation
 
-DeviceBatch = tuple[
-    Tensor, Tensor, dict[str, Tensor]
-]  # input, label, and the model's other arguments
-Observe = Callable[[str, "Trainer"], None]
+
+@dataclass
+class Progress:
+    """How far a run is; a part of its checkpoints."""
+
+    step: int = 0  # optimizer steps done, skipped ones included
+    tokens_seen: int = 0  # counted tokens of these steps, over all ranks
+    validation_due: bool = False  # before the next step
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step = state["step"]
+        self.tokens_seen = state["tokens_seen"]
+        self.validation_due = state["validation_due"]
 
 
 class Trainer:
     """One rank of a run.
 
-    model: replaces the recipe's model shape. observe: called with the name of a moment and the
-    trainer: "start" (before the process group), "model" (before parameters are allocated), "built";
-    in a step "batch" (before each), "forward" (before the first), "backward" (after the last),
-    "step" (`last_step` has its figures); "validation" (before each batch), "save" (before).
+    model: replaces the recipe's model shape. hooks: observers, called after those of every run.
     """
 
+    config: Config
+    layout: Layout  # all sizes that follow from the recipe and the number of ranks
+    hooks: list[Hook]
+    dump_folder: Path
+    rank: int
+    world_size: int
+    tokenizer: Tokenizer
+
+    device: torch.device
+    mesh: DeviceMesh
+    dp_rank: int  # ranks of one dp_rank (tp, cp, pp) read the same sequences
+    dp_degree: int
+    reads_alone: (
+        bool  # of the ranks that read the same sequences, one counts and saves what it read
+    )
+    machine: Machine | None  # what the compile stage estimates times on
+
+    model: ParallelModel
+    compile_reports: list[CompileReport]  # one for each graph, once it is compiled
+    parameters: dict[str, nn.Parameter]  # by FQN
+    grad_compression: PowerSGD  # between copies of the model
+    optimizer: AdamW | Matrices
+
+    loader: Loader
+    validation_loader: Loader | None
+    per_source: PerSource  # tokens and loss of each source of a mixture
+    validation_per_source: PerSource
+    has_validated: bool  # in this process, so that validation is compiled
+    bad_documents: BadDocumentsLog
+    document_begin: int  # the token that begins a document, for training.mask_documents
+    counts_documents: bool  # the attention kernel needs statistics of documents
+
+    progress: Progress
+    skipped_steps: SkippedSteps
+    stop: Stopping
+    watchdog: Watchdog
+    stragglers: Stragglers
+    checkpointer: Checkpointer
+    described: dict[str, Any]  # of this run, which a resumed run is compared with
+
+    deferred: DeferredMetrics  # scalars of the last steps, on their way to the host
+    last_metrics: StepMetrics  # of the last step whose scalars have arrived
+    lr: float
+    throughput: Throughput
+    metrics: MetricsWriter
+
     def __init__(
-        self, config: Config, *, model: ModelConfig | None = None, observe: Observe | None = None
+        self, config: Config, *, model: ModelConfig | None = None, hooks: Sequence[Hook] = ()
     ):
-        self.config, self.observe = config, observe or (lambda moment, trainer: None)
-        self.dump_folder, self.dtype = (
-            Path(config.job.dump_folder),
-            getattr(torch, config.training.mixed_precision_param),
-        )
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.config = config
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.dump_folder = Path(config.job.dump_folder)
         self.layout = make_layout(config, self.world_size, model, memory=device_memory())
         self.tokenizer = check(config, self.layout)
-        self.checkpointer = Checkpointer(
-            config.checkpoint, self.dump_folder, beat=lambda: self.watchdog.beat()
-        )
+        self.hooks = [*build_hooks(config), *hooks]
+        self.progress = Progress(validation_due=config.validation.enable)
+
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
         self.watchdog = Watchdog(
             config.comm, self.rank, self.world_size, notes=started_last, apart=CHECKPOINT_GROUP
+        )
+        self.checkpointer = Checkpointer(
+            config.checkpoint, self.dump_folder, beat=self.watchdog.beat
         )
         with self.watchdog.reporting(CompileError, CheckpointError, LoaderError):
             self.build_mesh()
             self.build_model()
             self.build_data()
-            self.step, self.tokens_seen, self.validated, self.validation_due = (
-                0,
-                0,
-                False,
-                config.validation.enable,
-            )
-            self.skipped = SkippedSteps(config.training, config.optimizer.lr, self.device)
-            self.readings = DeferredMetrics(self.device)
-            self.copies = ReplicaCheck(
-                config.training.compare_copies_freq, self.checkpointer.describe_newest
-            )
-            self.stopping, self.restarts = (
-                Stopping(self.device, self.describe_stop),
-                Restarts(self.dump_folder),
-            )
+            self.build_resilience()
             self.resume()
             self.build_metrics()
-            self.observe("built", self)
+
+    # Construction
 
     def build_mesh(self) -> None:
         """Set up the device, the process group and the mesh."""
         config, degrees = self.config, self.layout.degrees
         self.watchdog.enter("start", "init_timeout_seconds")
-        self.observe("start", self)
+        self.run_hooks("on_start")
         self.device = init_device(config.debug, config.training.float32_matmul_precision)
-        use_kernel(config.training.attention_kernel)
-        by_kernel = masks_by_kernel(
-            self.device, self.dtype, self.layout.model.head_dim, degrees["cp"]
-        )
-        self.counts_documents = config.training.mask_documents and by_kernel
         # On a communicator that is connected at once, a pipeline's sends and receives would wait
         # for each other.
         init_process_group(
@@ -153,26 +198,25 @@ class Trainer:
         check_agreement(self.layout)
         self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
-        # False where a rank along another axis reads the same rows, and tells of them
         self.reads_alone = all(self.mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp"))
-        self.machine = (
-            find_machine(config.compile.machine, self.device) if config.compile.enable else None
-        )
 
     def build_model(self) -> None:
-        """Build, compile, allocate and initialize this rank's stages, then build their optimizer."""
+        """Build this rank's stages on the meta device, fill them, and build their optimizer."""
         config = self.config
+        self.machine = None
+        if config.compile.enable:
+            self.machine = find_machine(config.compile.machine, self.device)
+        use_kernel(config.training.attention_kernel)
         self.model = parallelize(config, self.layout, self.mesh, machine=self.machine)
         self.compile_reports = self.model.compile_reports
-        # sets the limits of new process groups, too
+        # again, for the limits of the process groups that `parallelize` has made
         self.watchdog.enter("start", "init_timeout_seconds")
-        self.observe("model", self)
+        self.run_hooks("on_model_built")
+
         self.model.materialize(self.device)
         self.model.init_weights(config.debug.seed)
-        self.stages = self.model.stages
         self.parameters = self.model.parameters
-        # between copies
-        self.between = PowerSGD(self.stages, config.parallelism, config.debug.seed)
+        self.grad_compression = PowerSGD(self.model.stages, config.parallelism, config.debug.seed)
         compile_update = None
         if config.compile.compiles("optimizer"):
             compile_update = functools.partial(
@@ -181,325 +225,376 @@ class Trainer:
         self.optimizer = build_optimizer(config.optimizer, self.parameters, compile=compile_update)
 
     def build_data(self) -> None:
+        """Build the loaders of training and validation."""
         config, layout = self.config, self.layout
-        ranks: dict[str, Any] = dict(dp_rank=self.dp_rank, dp_degree=self.dp_degree)
-        share = dict(ranks, batch_size=layout.local_batch_size, seq_len=layout.seq_len)
-        build = functools.partial(
-            build_loader, config.data, self.tokenizer, **share, seed=config.debug.seed
-        )
-        self.loader = build(split="train", streams=layout.most_rows)
-        self.loaders = [self.loader]
+        sources = config.data.source_names()
         self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.reads_alone)
         self.document_begin = self.tokenizer.bos_id
-        sums = (
-            functools.partial(add_up, mesh=self.mesh) for add_up in (sum_of_losses, sum_over_tokens)
+        self.counts_documents = config.training.mask_documents and masks_by_kernel(
+            self.device,
+            getattr(torch, config.training.mixed_precision_param),
+            layout.model.head_dim,
+            layout.degrees["cp"],
         )
-        by_source = functools.partial(PerSource, config.data.source_names(), self.device, *sums)
-        self.by_source = by_source()
+        self.loader = self.build_loader("train", streams=layout.most_rows)
+        self.per_source = PerSource(sources, self.mesh, self.device)
+        self.validation_loader = None
+        self.has_validated = False
         if config.validation.enable:
-            self.loaders.append(build(split="validation", streams=layout.rows))
-            batches = config.validation.steps, layout.accumulation
-            self.validation = Validation(
-                self.loaders[-1], *batches, by_source(), self.device, self.mesh
-            )
+            self.validation_loader = self.build_loader("validation", streams=layout.rows)
+            self.validation_per_source = PerSource(sources, self.mesh, self.device)
+
+    def build_loader(self, split: Literal["train", "validation"], streams: int) -> Loader:
+        """Return a loader of this rank's sequences. streams: of tokens, over all ranks."""
+        return build_loader(
+            self.config.data,
+            self.tokenizer,
+            split=split,
+            streams=streams,
+            batch_size=self.layout.local_batch_size,
+            seq_len=self.layout.seq_len,
+            dp_rank=self.dp_rank,
+            dp_degree=self.dp_degree,
+            seed=self.config.debug.seed,
+        )
+
+    def build_resilience(self) -> None:
+        """Build what decides whether a step counts and whether the run goes on."""
+        config = self.config
+        self.skipped_steps = SkippedSteps(config.training, config.optimizer.lr, self.device)
+        self.stop = Stopping(self.device, self.describe_stop)
+        self.stragglers = Stragglers(self.rank)
 
     def build_metrics(self) -> None:
-        """Build the parts that log, write and watch the run, and log its start lines."""
-        config, layout, steps = self.config, self.layout, self.config.training.steps
-        if self.rank == 0 and self.step < steps:  # a finished run keeps its recipe
+        """Build what measures and writes the run, and log its first lines."""
+        config, layout = self.config, self.layout
+        if self.rank == 0 and not self.is_finished:  # a finished run keeps its recipe
             save_recipe(config, self.dump_folder)
         dist.barrier()
+        self.deferred = DeferredMetrics(self.device)
         self.metrics = MetricsWriter(
             config.metrics,
             self.dump_folder,
             flatten(config),
             writes=self.rank == 0,
             first_step=self.step,
-            total_steps=steps,
         )
-        machine = self.machine if config.compile.machine else None
-        causal, full = (
-            flops_per_token(layout.model, layout.seq_len, full_attention=full)
-            for full in (False, True)
-        )
-        peak = peak_flops(machine, self.device, self.dtype)
+        dtype = getattr(torch, config.training.mixed_precision_param)
+        configured = self.machine if config.compile.machine else None
         self.throughput = Throughput(
             layout.tokens_until,
             ranks=self.world_size,
-            flops_per_token=(causal, full),
-            peak_flops=peak,
+            flops_per_token=flops_per_token(layout.model, layout.seq_len),
+            flops_per_token_full_attention=flops_per_token(
+                layout.model, layout.seq_len, full_attention=True
+            ),
+            peak_flops=peak_flops(configured, self.device, dtype),
         )
-        self.stragglers = Stragglers(self.rank)
-        notes: dict[str, Any] = dict(
-            priced=self.machine is not None, sources=self.loader.source_lines()
-        )
-        for line in start_lines(config, layout, self.device, **notes):
-            logger.info(line)
         events.step = self.step
+        for line in start_lines(
+            config,
+            layout,
+            self.device,
+            priced=self.machine is not None,
+            sources=self.loader.source_lines(),
+        ):
+            logger.info(line)
         logger.info(
-            f"steps: {self.step} done of {steps}; output in {self.dump_folder}",
+            f"steps: {self.step} done of {config.training.steps}; output in {self.dump_folder}",
             extra={"event": "start"},
         )
 
+    # Training
+
     def train(self) -> bool:
-        """Train until training.steps (returns True) or a signal to stop (returns False).
+        """Train until training.steps (returns True) or until a signal asks to stop (False).
 
         Raises TrainingError.
         """
-        listing = self.bad_documents.listing_on_error(self.loaders)
-        with self.watchdog.reporting(CompileError, CheckpointError, LoaderError), listing:
-            return self.loop()
+        with ExitStack() as contexts:
+            contexts.enter_context(
+                self.watchdog.reporting(CompileError, CheckpointError, LoaderError)
+            )
+            contexts.enter_context(self.bad_documents.listing_on_error(self.loaders))
+            for hook in self.hooks:
+                contexts.enter_context(hook.around_training(self))
+            return self.run_steps()
 
-    def loop(self) -> bool:
-        config, steps = self.config, self.config.training.steps
-        gc.disable()  # ranks that collect at different moments wait for each other
+    def run_steps(self) -> bool:
+        config = self.config
         self.watchdog.enter("the first step", self.compile_limit)
-        if self.step < steps:
-            preflight(
-                self.loader.peek(), self.tokenizer, self.layout.model.vocab_size, self.dp_rank
-            )
-            self.copies.check(self.step, self.state_tensors)
-        else:
+        if self.is_finished:
             logger.info(
-                f"nothing to do: step {self.step} is done, and training.steps = {steps}; raise it"
-                " to go on"
+                f"nothing to do: step {self.step} is done, and training.steps ="
+                f" {config.training.steps}; raise it to go on"
             )
+        self.run_hooks("on_train_start")
         self.throughput.start(self.step)
         first_step = self.step + 1
-        with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
-            if not self.stopping.ask() and self.validation_due:
-                self.validate()
-            while self.step < steps and not self.stopping.asked:
-                self.begin_step()
-                self.train_step()
 
-                # Periodic work
-                last = self.step == steps
-                logs = self.step % config.metrics.log_freq == 0 or last
-                self.read(now=logs or self.step == 1)
-                if self.step == 1 and not config.checkpoint.initial_load_path:
-                    check_first_loss(self.last_step[1], self.layout.model.vocab_size)
-                self.copies.check_if_due(self.step, self.state_tensors)
-                if self.step == first_step:
-                    self.end_compilation()
-                if logs:
-                    self.log()
-                self.metrics.advance()
-                profiler.step()
-                if self.validation_due and not self.stopping.asked:
-                    self.validate()
-                if config.checkpoint.enable and (
-                    self.step % config.checkpoint.interval == 0 or last or self.stopping.asked
-                ):
-                    self.save(last=last and not self.unfinished)
-                    self.stopping.ask()
+        if not self.stop.ask() and self.progress.validation_due:
+            self.validate()
+        while not self.is_finished and not self.stop.asked:
+            self.begin_step()
+            self.train_step()
+
+            logs = self.is_due(config.metrics.log_freq)
+            self.read_metrics(wait=logs or self.step == 1)
+            self.run_hooks("on_step_end")
+            if self.step == first_step:
+                self.end_compilation()
+            if logs:
+                self.log_metrics()
+            if self.progress.validation_due and not self.stop.asked:
+                self.validate()
+            if config.checkpoint.enable:
+                if self.is_due(config.checkpoint.interval) or self.stop.asked:
+                    self.save()
+                    self.stop.ask()
                 if logs:
                     self.checkpointer.poll()
+
         with self.watchdog.within("save", "init_timeout_seconds"):
             self.checkpointer.wait()
-        stopped = self.stopping.asked and self.unfinished
-        self.finish("stopped" if stopped else "done")
-        return not stopped
+        self.end_training()
+        return not (self.stop.asked and self.is_unfinished)
 
     def begin_step(self) -> None:
-        self.step += 1
-        events.step = self.step
-        self.restarts.begin(self.step)
-        self.watchdog.beat(f"step {self.step}")
-        training, validation = self.config.training, self.config.validation
-        self.validation_due = validation.enable and (
-            self.step % validation.freq == 0 or self.step == training.steps
+        """Count a new step."""
+        self.progress.step += 1
+        self.progress.validation_due = self.config.validation.enable and self.is_due(
+            self.config.validation.freq
         )
-        if self.step > 1 and (rows := self.layout.rows_at(self.step)) != (
-            before := self.layout.rows_at(self.step - 1)
-        ):
+        events.step = self.step
+        self.watchdog.beat(f"step {self.step}")
+        self.run_hooks("on_step_start")
+        sequences = self.layout.rows_at(self.step)
+        before = self.layout.rows_at(self.step - 1)
+        if self.step > 1 and sequences != before:
             logger.info(
-                f"batch: {rows:,} sequences a step from step {self.step:,} on, {before:,} before"
+                f"batch: {sequences:,} sequences a step from step {self.step:,} on,"
+                f" {before:,} before"
             )
-        if self.step % training.gc_freq == 0:
-            gc.collect(1)
 
     def train_step(self) -> None:
-        """Run one optimizer step.
+        """Accumulate gradients over the local batches, then update the weights.
 
-        Nothing here but Shampoo waits for the device; `read` gets the loss later.
+        Nothing here but Shampoo waits for the device: `read_metrics` gets the scalars later.
         """
         with self.stragglers.preparing():
             batches = [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
-        tokens = torch.stack([counted(label) for _, label, _ in batches]).sum()
-        sum_over_tokens(tokens, self.mesh)
-        self.observe("forward", self)
+        tokens = self.count_tokens(batches)
+
         loss = self.forward_backward(batches, tokens)
-        self.between.reduce(self.step)
-        self.observe("backward", self)
+        self.grad_compression.reduce(self.step)
+        self.run_hooks("on_gradients")
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)
+
+        # Sums over all ranks, so that every rank decides the same
+        loss, stop_requests = self.sum_over_ranks(loss, bool(signals.received()))
+        skip, loss_limit = self.skipped_steps.decide(loss, grad_norm)
+        self.grad_compression.settle(skip)
         self.lr = self.config.optimizer.lr * lr_factor(
             self.step, self.config.lr_scheduler, self.config.total_steps
         )
         set_learning_rate(self.optimizer, self.lr)
-
-        ending = torch.stack((loss, torch.full_like(loss, bool(signals.received()))))
-        sum_of_losses(ending, self.mesh)
-        sum_of_flags(ending[1:], self.mesh)
-        # Both are sums over all ranks, so every rank decides the same.
-        skip, limit = self.skipped.decide(ending[0], grad_norm)
-        self.between.settle(skip)
         self.optimizer.step(skip)
         self.model.refresh_float8_scales()
         self.optimizer.zero_grad()
-        figures = {"loss": ending[0], "grad_norm": grad_norm, "skip": skip, "limit": limit}
-        self.readings.put(self.step, **figures, asked=ending[1], tokens=tokens)
 
-    def read(self, *, now: bool) -> None:
-        """Record figures that have arrived from the device; now: wait for all.
+        self.deferred.defer(
+            self.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            skip=skip,
+            loss_limit=loss_limit,
+            tokens=tokens,
+            stop_requests=stop_requests,
+        )
 
-        Raises TrainingError: too many skipped steps.
-        """
-        for step, values in self.readings.take(now=now):
-            loss, grad_norm = values["loss"], values["grad_norm"]
-            self.skipped.note(step, loss, grad_norm, values["skip"], values["limit"])
-            self.tokens_seen += int(values["tokens"])
-            self.stopping.note(bool(values["asked"]))
-            self.last_step = step, loss, grad_norm
-            self.observe("step", self)
-
-    def forward_backward(self, batches: list[DeviceBatch], tokens: Tensor) -> Tensor:
-        """Accumulate gradients of the loss, divided by `tokens` of all ranks; return this rank's
-        part of it, a scalar.
-        """
+    def forward_backward(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> Tensor:
+        """Accumulate the gradients of the loss, and return this rank's part of it, a scalar."""
         total = torch.zeros((), device=self.device)
         for losses in self.model.forward_backward(batches, tokens):
-            total += self.by_source.add(losses, tokens)
+            total += self.per_source.add(losses, tokens)
             self.watchdog.beat()
         return total
 
+    def count_tokens(self, batches: Sequence[DeviceBatch]) -> Tensor:
+        """Return the number of counted labels of a step, over all ranks: a scalar."""
+        tokens = torch.stack([counted(label) for _, label, _ in batches]).sum()
+        sum_over_tokens(tokens, self.mesh)
+        return tokens
+
+    def sum_over_ranks(self, loss: Tensor, stop_requested: bool) -> tuple[Tensor, Tensor]:
+        """Return the sum of the loss, and the number of ranks that request a stop: scalars."""
+        both = torch.stack((loss, torch.full_like(loss, stop_requested)))
+        sum_of_losses(both, self.mesh)
+        sum_of_flags(both[1:], self.mesh)
+        return both[0], both[1]
+
     def next_batch(self) -> DeviceBatch:
-        self.observe("batch", self)
+        """Return the next local batch of training, on the device."""
+        self.run_hooks("on_batch")
         with self.throughput.waiting():
             batch = next(self.loader)
-        moved = self.to_device(batch)
-        self.by_source.read(batch.sources, counted(moved[1]))
-        return moved
+        return self.to_device(batch, self.per_source)
 
-    def to_device(self, batch: Batch) -> DeviceBatch:
-        """Move a batch to the device and select this rank's tokens of every sequence (context
-        parallelism).
-        """
+    def to_device(self, batch: Batch, per_source: PerSource) -> DeviceBatch:
+        """Move a batch to the device, with this rank's tokens of every sequence, and count it."""
         input = batch.input.to(self.device, non_blocking=True)
         label = batch.label.to(self.device, non_blocking=True)
-        documents = (
-            {"labels": label[:, self.model.positions]} if self.layout.loss_chunk else {}
-        )  # for the loss in the model
+        own_label = self.model.own_tokens(label)
+        model_kwargs = {}
+        if self.layout.loss_chunk:  # the model computes the loss
+            model_kwargs["labels"] = own_label
         if self.config.training.mask_documents:
             starts = doc_starts(input, self.document_begin)
-            documents["doc_starts"] = starts[:, self.model.positions]
-            if self.counts_documents:
-                # on the host, as the batch is
-                documents["doc_stats"] = doc_stats(batch.input, self.document_begin)
-        return input[:, self.model.positions], label[:, self.model.positions], documents
+            model_kwargs["doc_starts"] = self.model.own_tokens(starts)
+            if self.counts_documents:  # on the host, as the batch is
+                model_kwargs["doc_stats"] = doc_stats(batch.input, self.document_begin)
+        per_source.read(batch.sources, counted(own_label))
+        return self.model.own_tokens(input), own_label, model_kwargs
 
+    @torch.no_grad()
     def validate(self) -> None:
-        """Log the loss on held-out documents.
+        """Log the loss on held-out documents, always the same ones.
 
         A run that stops meanwhile repeats it when it resumes.
         """
-        limit = (
-            nullcontext()
-            if self.validated
-            else self.watchdog.within("validation", self.compile_limit)
-        )
-        with self.throughput.exclude(), limit:
-            figures = self.validation.figures(
-                self.model.evaluate, self.to_device, self.begin_validation, self.stopping.ask
+        assert self.validation_loader is not None
+        loader, per_source = self.validation_loader, self.validation_per_source
+        beginning = loader.state_dict()
+        nats = torch.zeros((), device=self.device, dtype=torch.float64)
+        tokens = torch.zeros((), device=self.device, dtype=torch.float64)
+        with ExitStack() as contexts:
+            contexts.enter_context(self.throughput.exclude())
+            if not self.has_validated:  # the first one may compile
+                contexts.enter_context(self.watchdog.within("validation", self.compile_limit))
+            for _ in range(self.config.validation.steps):
+                for _ in range(self.layout.accumulation):
+                    self.run_hooks("on_validation_batch")
+                    self.watchdog.beat("validation")
+                    batch = self.to_device(next(loader), per_source)
+                    nats += per_source.add(self.model.evaluate(batch))
+                    tokens += counted(batch[1]).sum()
+                if self.stop.ask():
+                    return
+            sum_of_losses(nats, self.mesh)
+            sum_over_tokens(tokens, self.mesh)
+            values = {"validation_loss": float(nats / tokens), **per_source.values("validation_")}
+        loader.load_state_dict(beginning)
+        self.metrics.log(self.step, values)
+        self.has_validated = True
+        self.progress.validation_due = False
+
+    # Metrics
+
+    def read_metrics(self, *, wait: bool) -> None:
+        """Count the steps whose scalars have arrived from the device; wait: for those of all steps.
+
+        Raises TrainingError after too many skipped steps in a row.
+        """
+        for metrics in self.deferred.arrived(wait=wait):
+            self.skipped_steps.note(
+                metrics.step, metrics.loss, metrics.grad_norm, metrics.skip, metrics.loss_limit
             )
-        if figures is None:
-            return
-        self.metrics.log(self.step, figures)
-        self.validated = True
-        self.validation_due = False
+            self.progress.tokens_seen += int(metrics.tokens)
+            self.stop.note(metrics.stop_requests > 0)
+            self.last_metrics = metrics
+            self.run_hooks("on_metrics", metrics)
 
-    def begin_validation(self) -> None:
-        """Notify `observe` and the watchdog before each validation batch."""
-        self.observe("validation", self)
-        self.watchdog.beat("validation")
-
-    @property
-    def compile_limit(self) -> str:
-        """Key in [comm] of the time limit for a phase that may compile."""
-        return "compile_timeout_seconds" if self.config.compile.enable else "init_timeout_seconds"
-
-    def end_compilation(self) -> None:
-        """Log reports and set the limit of training steps, once all graphs are compiled."""
-        self.compile_reports = gather_reports(self.compile_reports, self.mesh)
-        if self.rank == 0:
-            log_compile_reports(self.compile_reports, self.dump_folder)
-        self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")
-
-    def log(self) -> None:
-        _, loss, grad_norm = self.last_step
+    def log_metrics(self) -> None:
+        """Log the values of this step, and of the steps since the last line. A collective."""
+        skipped_documents = [loader.pop_skipped() for loader in self.loaders]
         values = {
-            "loss": loss,
-            "grad_norm": grad_norm,
+            "loss": self.last_metrics.loss,
+            "grad_norm": self.last_metrics.grad_norm,
             "lr": self.lr,
-            **self.throughput.figures(self.step),
+            **self.throughput.values(self.step),
             "memory_gib": peak_memory_gib(self.device),
-            "tokens_seen": self.tokens_seen,
-            "skipped_steps": self.skipped.count,
-            **self.bad_documents.gather([loader.pop_skipped() for loader in self.loaders]),
-            **self.by_source.figures(),
+            "tokens_seen": self.progress.tokens_seen,
+            "skipped_steps": self.skipped_steps.count,
+            **self.bad_documents.gather(skipped_documents),
+            **self.per_source.values(),
         }
         self.metrics.log(self.step, values)
         self.stragglers.log(self.step, values["step_time"])
         self.throughput.start(self.step)
 
-    @property
-    def unfinished(self) -> bool:
-        """True if a run that stops now has to be resumed."""
-        return self.step < self.config.training.steps or self.validation_due
+    def end_compilation(self) -> None:
+        """Log what the compiler did, and set the time limit of steps that compile nothing."""
+        self.compile_reports = gather_reports(self.compile_reports, self.mesh)
+        if self.rank == 0:
+            log_compile_reports(self.compile_reports, self.dump_folder)
+        self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint, by their names there (checkpoint/tensor_files.py)."""
+    def end_training(self) -> None:
+        """Log a summary, and draw the loss of a run that is done."""
+        self.read_metrics(wait=True)
+        self.metrics.close()
+        self.run_hooks("on_train_end")
+        if self.rank != 0:
+            return
+        stopped = self.stop.asked and self.is_unfinished
+        if not stopped:
+            draw_loss(self.dump_folder)
+        first, *others = end_lines(
+            self.dump_folder,
+            "stopped" if stopped else "done",
+            step=self.step,
+            tokens=self.progress.tokens_seen,
+            skipped=self.skipped_steps.count,
+            bad_documents=self.bad_documents.summary(),
+            tensorboard=self.config.metrics.enable_tensorboard,
+            again=again(),
+            reports=self.compile_reports,
+            steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),
+        )
+        logger.info(first, extra={} if stopped else {"event": "done"})
+        for line in others:
+            logger.info(line)
+
+    # Checkpoints
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint, by their names there."""
         tensors: dict[str, Tensor] = dict(self.parameters)
         for name, tensor in optimizer_state(self.optimizer, self.parameters).items():
             tensors[f"optimizer.state.{name}"] = tensor
-        for name, tensor in self.between.state().items():
+        for name, tensor in self.grad_compression.state().items():
             tensors[f"between.{name}"] = tensor
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
-    def state_values(self) -> dict[str, Any]:
-        """Return what torchtitan's checkpoints have beside tensors.
-
-        A resume takes it from state.json and the recipe.
-        """
+    def torchtitan_values(self) -> dict[str, Any]:
+        """Return what torchtitan's checkpoints have beside tensors; a resume does not read it."""
         values: dict[str, Any] = {
             "train_state.step": self.step,
-            "train_state.ntokens_seen": self.tokens_seen,
+            "train_state.ntokens_seen": self.progress.tokens_seen,
         }
         for name, value in optimizer_settings(self.optimizer, self.parameters).items():
             values[f"optimizer.param_groups.{name}"] = value
         return values
 
-    def save(self, *, last: bool) -> None:
-        self.read(now=True)
-        self.observe("save", self)
-        self.copies.check(self.step, self.state_tensors)
+    def save(self) -> None:
+        """Save this step."""
+        self.read_metrics(wait=True)
+        self.run_hooks("on_save")
+        state = {
+            **self.progress.state_dict(),
+            **self.skipped_steps.state_dict(),
+            **self.per_source.state_dict(),
+            "loader": self.loader.state_dict() if self.reads_alone else None,
+            **self.described,
+        }
+        values = {**self.tensors(), **self.torchtitan_values()}
         with self.throughput.exclude(), self.watchdog.within("save", "init_timeout_seconds"):
-            state = {
-                "step": self.step,
-                "tokens_seen": self.tokens_seen,
-                **self.skipped.state_dict(),
-                **self.by_source.state_dict(),
-                "loader": self.loader.state_dict() if self.reads_alone else None,
-                "validation_due": self.validation_due,
-                **self.described,
-            }
-            values = {**self.state_tensors(), **self.state_values()}
-            self.checkpointer.save(self.step, values, state, last=last)
+            self.checkpointer.save(self.step, values, state, last=not self.is_unfinished)
 
     def resume(self) -> None:
         """Load the newest checkpoint, or the one of checkpoint.load_step.
 
-        Without one, load initial weights if there are any.
+        Without one, load the weights of checkpoint.initial_load_path, if set.
         """
         config = self.config
         self.described = describe_run(
@@ -514,46 +609,57 @@ class Trainer:
         self.model.refresh_float8_scales()
 
     def load(self, step: int) -> None:
+        """Load a checkpoint, but for what the changed recipe restarts."""
         state, changes = accepted_state(self.checkpointer, step, self.described)
         for line in changes.lines():
             logger.info(line)
-        self.checkpointer.load(step, changes.to_load(self.state_tensors()))
+        self.checkpointer.load(step, changes.to_load(self.tensors()))
         with fields_of(f"{self.checkpointer.path_of(step)}/state.json"):
-            self.step = state["step"]
-            self.tokens_seen = state["tokens_seen"]
-            self.validation_due = state["validation_due"] and self.config.validation.enable
-            self.skipped.load_state_dict(state)
-            self.by_source.load_state_dict(state)
+            self.progress.load_state_dict(state)
+            self.skipped_steps.load_state_dict(state)
+            self.per_source.load_state_dict(state)
             if not changes.restarts_data:
                 self.loader.load_state_dict(state["loader"])
+        self.progress.validation_due &= self.config.validation.enable
+
+    # State of the run
+
+    @property
+    def step(self) -> int:
+        """The optimizer step that runs, or the last one that is done."""
+        return self.progress.step
+
+    @property
+    def is_finished(self) -> bool:
+        """True if there is no further step."""
+        return self.step >= self.config.training.steps
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True if a run that stops now has to be resumed."""
+        return not self.is_finished or self.progress.validation_due
+
+    def is_due(self, interval: int) -> bool:
+        """Return True if what happens every `interval` steps, and at the last, happens now."""
+        return self.step % interval == 0 or self.is_finished
+
+    @property
+    def loaders(self) -> list[Loader]:
+        return [self.loader, *([self.validation_loader] if self.validation_loader else [])]
+
+    @property
+    def compile_limit(self) -> str:
+        """Key in [comm] of the time limit of a phase that may compile."""
+        return "compile_timeout_seconds" if self.config.compile.enable else "init_timeout_seconds"
 
     def describe_stop(self) -> str:
-        ending = (
-            f"exiting (code {exit_code.STOPPED})"
-            if self.unfinished
-            else "exiting, as the run is done"
-        )
+        """Return the step at which the run stops, and what it does then."""
+        ending = "exiting, as the run is done"
+        if self.is_unfinished:
+            ending = f"exiting (code {exit_code.STOPPED})"
         return f"step {self.step}: {self.checkpointer.before_exit(self.step)}{ending}"
 
-    def finish(self, how: str) -> None:
-        """Log a summary. how: "done" or "stopped"; after "done", also draw the loss."""
-        self.read(now=True)
-        self.metrics.close()
-        if self.rank != 0:
-            return
-        if how == "done":
-            draw_loss(self.dump_folder)
-        ending = end_lines(
-            self.dump_folder,
-            how,
-            step=self.step,
-            tokens=self.tokens_seen,
-            skipped=self.skipped.count,
-            bad_documents=self.bad_documents.summary(),
-            tensorboard=self.config.metrics.enable_tensorboard,
-            again=again(),
-            reports=self.compile_reports,
-            steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),
-        )
-        for line in ending:
-            logger.info(line, extra={"event": how} if line == ending[0] and how == "done" else {})
+    def run_hooks(self, moment: str, *arguments: Any) -> None:
+        """Call a method of all hooks, such as "on_save"."""
+        for hook in self.hooks:
+            getattr(hook, moment)(self, *arguments)

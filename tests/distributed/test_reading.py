@@ -10,7 +10,8 @@ from ranks import run_ranks
 from tiny import DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, steps
 
 from titan_lite.config import load_config
-from titan_lite.metrics import deferred as readings
+from titan_lite.hooks import Hook
+from titan_lite.metrics import deferred
 from titan_lite.metrics.run_files import read_metrics
 from titan_lite.trainer import Trainer
 
@@ -26,7 +27,7 @@ def train_late(folder, options, lag):
     """Return how tensors were read from the first batch of a step to its end, from the third step
     on, and the tokens seen.
     """
-    readings.LAG["cpu"] = lag
+    deferred.LAG["cpu"] = lag
     config = load_config(DEBUG, [f"--job.dump_folder={folder}", *OPTIONS, *options])
     reads, counting = [], [False]
 
@@ -44,13 +45,13 @@ def train_late(folder, options, lag):
     for name in READS:
         watch(name)
 
-    def observe(moment, trainer):
-        if moment == "batch":
+    class Count(Hook):
+        def on_batch(self, trainer):
             counting[0] = 2 < trainer.step < trainer.config.training.steps  # the last one logs
 
-    trainer = Trainer(config, observe=observe)
+    trainer = Trainer(config, hooks=[Count()])
     trainer.train()
-    return reads, trainer.tokens_seen
+    return reads, trainer.progress.tokens_seen
 
 
 @pytest.mark.parametrize("options", [[], ["--training.spike_window=3"]], ids=["plain", "spikes"])

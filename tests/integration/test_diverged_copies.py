@@ -13,6 +13,7 @@ from commands import train
 from ranks import run_ranks
 from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
 
+from titan_lite.hooks import Hook
 from titan_lite.train import main
 
 OPTIONS = [
@@ -59,14 +60,15 @@ def broken(folder, options, fault, rank=1, at=3):
     (exit code, lines of errors, losses logged).
     """
 
-    def observe(moment, trainer):
-        if moment == "step" and trainer.step == at and trainer.rank == rank:
-            with torch.no_grad():
-                fault(trainer)
+    class Break(Hook):
+        def on_metrics(self, trainer, metrics):
+            if trainer.step == at and trainer.rank == rank:
+                with torch.no_grad():
+                    fault(trainer)
 
     out, errors = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(errors):
-        code = main([str(DEBUG), "--job.dump_folder", str(folder), *options], observe=observe)
+        code = main([str(DEBUG), "--job.dump_folder", str(folder), *options], hooks=[Break()])
     return (
         code,
         re.findall(r"^error: .*|^Traceback.*", errors.getvalue(), re.M),

@@ -145,7 +145,7 @@ def test_a_process_whose_interpreter_is_held_ends_all_the_same(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault", [{"at": "layer", "layer": 0, "step": 3}, {"at": "model"}], ids=["step", "start"]
+    "fault", [{"at": "layer", "layer": 0, "step": 3}, {"at": "model_built"}], ids=["step", "start"]
 )
 def test_who_loses_a_rank_tells_why_that_failed(fault, tmp_path):
     with Ranks(

@@ -6,7 +6,6 @@ No parameter changes, on any rank.
 import json
 import math
 import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from ranks import run_ranks
 from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
 
 from titan_lite.config import load_config
+from titan_lite.hooks import Hook
 from titan_lite.metrics.run_files import read_metrics
 from titan_lite.resilience import TrainingError
 from titan_lite.trainer import Trainer
@@ -22,7 +22,7 @@ OPTIONS = [*SMALL, "--metrics.log_freq=4", *steps(8, schedule=20), *NO_VALIDATIO
 
 
 def with_faults(folder, options, fault):
-    """Train, observed by fault(moment, trainer).
+    """Train with the hook `fault`, and watch whether parameters change.
 
     Returns what is left of the run: ({step: whether parameters changed}, losses seen by the guard,
     why it ended, the parameters).
@@ -34,37 +34,37 @@ def with_faults(folder, options, fault):
             [parameter.detach().to_local().flatten() for parameter in trainer.parameters.values()]
         ).clone()
 
-    def observe(moment, trainer):
-        if moment == "forward":
+    class Watch(Hook):
+        def on_step_start(self, trainer):
             before[:] = [parameters()]
-        if moment == "step":
+
+        def on_metrics(self, trainer, metrics):
             changed[trainer.step] = not torch.equal(before[0], parameters())
-        fault(moment, trainer)
 
     config = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
-    trainer = Trainer(config, observe=observe)
+    trainer = Trainer(config, hooks=[Watch(), fault])
     try:
         trainer.train()
         message = ""
     except TrainingError as error:
         message = str(error)
-    return changed, trainer.skipped.state_dict()["spikes"], message, parameters()
+    return changed, trainer.skipped_steps.state_dict()["spikes"], message, parameters()
 
 
 class Leaping:
     """A runner whose loss leaps on rank 1 alone, in step 6, and in those after 10."""
 
     def __init__(self, trainer):
-        self.trainer, self.runner = trainer, trainer.runner
+        self.trainer, self.runner = trainer, trainer.model.runner
 
     def forward_backward(self, *batch):
         loss, step = self.runner.forward_backward(*batch), self.trainer.step
         return loss + 100 if self.trainer.rank == 1 and (step == 6 or step > 10) else loss
 
 
-def leap(moment, trainer):
-    if moment == "built":
-        trainer.runner = Leaping(trainer)
+class Leap(Hook):
+    def on_train_start(self, trainer):
+        trainer.model.runner = Leaping(trainer)
 
 
 GUARD = ["--training.spike_window", "3", "--training.spike_sigmas", "50"]
@@ -72,7 +72,7 @@ GUARD = ["--training.spike_window", "3", "--training.spike_sigmas", "50"]
 
 def test_a_step_whose_loss_leaps_is_skipped_on_all_ranks_and_a_resumed_run_knows(tmp_path):
     options = [*GUARD, *steps(9), "--checkpoint.interval", "7"]
-    whole = run_ranks(2, with_faults, tmp_path / "whole", options, leap, init=False)
+    whole = run_ranks(2, with_faults, tmp_path / "whole", options, Leap(), init=False)
     for changed, state, message, _ in whole:
         assert [step for step, did in changed.items() if not did] == [6]
         assert [skipped["step"] for skipped in state["skipped"]] == [6]
@@ -81,7 +81,7 @@ def test_a_step_whose_loss_leaps_is_skipped_on_all_ranks_and_a_resumed_run_knows
     saved = json.loads((tmp_path / "whole" / step / "state.json").read_text())
     assert [skipped["step"] for skipped in saved["spikes"]["skipped"]] == [6]
     shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
-    resumed = run_ranks(2, with_faults, tmp_path / "resumed", options, leap, init=False)
+    resumed = run_ranks(2, with_faults, tmp_path / "resumed", options, Leap(), init=False)
     for (changed, state, _, parameters), (_, expected_state, _, expected) in zip(
         resumed, whole, strict=True
     ):
@@ -93,7 +93,7 @@ def test_a_step_whose_loss_leaps_is_skipped_on_all_ranks_and_a_resumed_run_knows
 @pytest.mark.slow
 def test_a_loss_that_stays_up_ends_the_run(tmp_path):
     options = [*GUARD, *steps(20), "--training.max_nonfinite_steps", "3"]
-    for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, options, leap, init=False):
+    for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, options, Leap(), init=False):
         assert [step for step, did in changed.items() if not did] == [6, 11, 12]
         assert (
             "3 steps in a row had a non-finite loss or gradient, or a spike,"
@@ -101,10 +101,15 @@ def test_a_loss_that_stays_up_ends_the_run(tmp_path):
         )
 
 
-def infinite(steps, moment, trainer):
+class Infinite(Hook):
     """Make one gradient of rank 1 infinite in these steps."""
-    if moment == "backward" and trainer.step in steps and trainer.rank == 1:
-        next(iter(trainer.parameters.values())).grad.to_local()[0, 0] = math.inf
+
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def on_gradients(self, trainer):
+        if trainer.step in self.steps and trainer.rank == 1:
+            next(iter(trainer.parameters.values())).grad.to_local()[0, 0] = math.inf
 
 
 INFINITE = [
@@ -118,7 +123,7 @@ INFINITE = [
 
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_path):
     for changed, _, message, _ in run_ranks(
-        2, with_faults, tmp_path, INFINITE, partial(infinite, {2, 4}), init=False
+        2, with_faults, tmp_path, INFINITE, Infinite(2, 4), init=False
     ):
         assert changed == {1: True, 2: False, 3: True, 4: False, 5: True, 6: True}
         assert message == ""
@@ -130,7 +135,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_p
 
 def test_max_nonfinite_steps_in_a_row_end_the_run(tmp_path):
     for changed, _, message, _ in run_ranks(
-        2, with_faults, tmp_path, INFINITE, partial(infinite, {3, 4, 5}), init=False
+        2, with_faults, tmp_path, INFINITE, Infinite(3, 4, 5), init=False
     ):
         assert changed == {1: True, 2: True, 3: False}
         assert "2 steps in a row" in message
@@ -138,10 +143,12 @@ def test_max_nonfinite_steps_in_a_row_end_the_run(tmp_path):
         assert "parameters are those of step 2" in message
 
 
-def not_a_number(moment, trainer):
+class NotANumber(Hook):
     """In one gradient of one rank, of the pipeline's last stage, in a step that is not logged."""
-    if moment == "backward" and trainer.step == 2 and trainer.rank == trainer.world_size - 1:
-        next(iter(trainer.parameters.values())).grad.to_local()[0] = math.nan
+
+    def on_gradients(self, trainer):
+        if trainer.step == 2 and trainer.rank == trainer.world_size - 1:
+            next(iter(trainer.parameters.values())).grad.to_local()[0] = math.nan
 
 
 @pytest.mark.slow
@@ -151,7 +158,7 @@ def not_a_number(moment, trainer):
 def test_a_gradient_of_one_rank_that_is_no_number_skips_the_step_everywhere(kind, tmp_path):
     options = [f"--parallelism.{kind}_degree", "2", *steps(4)]
     for changed, _, message, parameters in run_ranks(
-        4, with_faults, tmp_path, options, not_a_number, init=False
+        4, with_faults, tmp_path, options, NotANumber(), init=False
     ):
         assert changed == {1: True, 2: False, 3: True, 4: True}
         assert message == ""

@@ -18,6 +18,8 @@ from titan_lite.config import (
 )
 from titan_lite.distributed.degrees import resolve_degrees
 from titan_lite.distributed.pipeline_schedule import plan_pipeline
+from titan_lite.hooks import Hook
+from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.trainer import Trainer
 
@@ -61,11 +63,11 @@ def test_a_recipe_loads_and_fits_the_cluster_of_its_header(recipe, tmp_path):
 def train_shrunk(config: Config) -> tuple[int, list[float]]:
     losses = []
 
-    def observe(moment: str, trainer: Trainer) -> None:
-        if moment == "step":
-            losses.append(trainer.last_step[1])
+    class KeepLosses(Hook):
+        def on_metrics(self, trainer: Trainer, metrics: StepMetrics) -> None:
+            losses.append(metrics.loss)
 
-    trainer = Trainer(config, observe=observe)
+    trainer = Trainer(config, hooks=[KeepLosses()])
     trainer.train()
     return trainer.layout.accumulation, losses
 

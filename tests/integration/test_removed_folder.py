@@ -9,6 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from ranks import end_ranks, start_ranks
 from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
 
+from titan_lite.hooks import Hook
 from titan_lite.train import main
 
 OPTIONS = [*SMALL, *steps(8), *every(3), *NO_VALIDATION, *NO_WORKERS]
@@ -17,12 +18,13 @@ OPTIONS = [*SMALL, *steps(8), *every(3), *NO_VALIDATION, *NO_WORKERS]
 def train_without_a_folder(folder, said):
     """Train in `folder`, which the first rank removes after step 4."""
 
-    def observe(moment, trainer):
-        if moment == "step" and trainer.step == 4 and trainer.rank == 0:
-            shutil.rmtree(folder)
+    class Remove(Hook):
+        def on_metrics(self, trainer, metrics):
+            if trainer.step == 4 and trainer.rank == 0:
+                shutil.rmtree(folder)
 
     with open(said, "a") as output, redirect_stdout(output), redirect_stderr(output):
-        code = main([str(DEBUG), "--job.dump_folder", str(folder), *OPTIONS], observe=observe)
+        code = main([str(DEBUG), "--job.dump_folder", str(folder), *OPTIONS], hooks=[Remove()])
     sys.exit(code)
 
 

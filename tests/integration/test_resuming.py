@@ -51,7 +51,7 @@ def watched(folder, options, saves_model_alone):
     config = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
     trainer = Trainer(config)
     samples: dict[int, list[str]] = {}
-    next_batch, state_tensors = trainer.next_batch, trainer.state_tensors
+    next_batch, tensors = trainer.next_batch, trainer.tensors
 
     def watching():
         input, label, begins = next_batch()
@@ -63,8 +63,8 @@ def watched(folder, options, saves_model_alone):
 
     trainer.next_batch = watching
     if saves_model_alone:
-        trainer.state_tensors = lambda: {
-            name: t for name, t in state_tensors().items() if section_of(name) == "model"
+        trainer.tensors = lambda: {
+            name: t for name, t in tensors().items() if section_of(name) == "model"
         }
     trainer.train()
     own = torch.cat(

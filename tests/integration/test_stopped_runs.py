@@ -93,7 +93,9 @@ def alone(tmp_path_factory):
 def test_a_run_that_is_stopped_twice_and_killed_once_is_the_run_left_alone(alone, tmp_path):
     folder = tmp_path / "run"
     # one rank, before the first of two validation batches
-    run = with_fault(folder, fault={"at": "validation", "step": 4, "rank": 1, "signal": "SIGUSR1"})
+    run = with_fault(
+        folder, fault={"at": "validation_batch", "step": 4, "rank": 1, "signal": "SIGUSR1"}
+    )
     assert run.ended() == 75
     assert "SIGUSR1 received by rank 1 at step 4: saving, then exiting (code 75)" in run.output
     assert "step    4  validation loss" not in run.output
@@ -113,7 +115,7 @@ def test_a_run_that_is_stopped_twice_and_killed_once_is_the_run_left_alone(alone
     assert saved_steps(folder)[-1] == stopped
 
     run = with_fault(
-        folder, fault={"at": "forward", "step": 10, "rank": 0, "signal": "SIGKILL"}, restarts=1
+        folder, fault={"at": "step_start", "step": 10, "rank": 0, "signal": "SIGKILL"}, restarts=1
     )
     assert run.ended() == 0
     assert "restart 1 of 1: the attempt before ended in step 10" in run.output
@@ -122,7 +124,7 @@ def test_a_run_that_is_stopped_twice_and_killed_once_is_the_run_left_alone(alone
 
 @pytest.mark.slow
 def test_a_fault_that_repeats_at_the_same_step_is_not_restarted_again(tmp_path):
-    fault = {"at": "forward", "step": 2, "rank": 1, "raise": "a fault", "every": True}
+    fault = {"at": "step_start", "step": 2, "rank": 1, "raise": "a fault", "every": True}
     run = with_fault(tmp_path / "run", *NO_VALIDATION, *NO_CHECKPOINT, fault=fault, restarts=3)
     assert run.ended() == 3
     assert run.output.count("\nfault: {") == 2
@@ -139,11 +141,11 @@ def fault(at, step, signal, *, rank=1, to="rank"):
 
 
 FAULTS = [  # and the step that is saved last
-    (fault("forward", 2, "SIGINT", to="launcher"), 2),
+    (fault("step_start", 2, "SIGINT", to="launcher"), 2),
     (fault("save", 4, "SIGTERM"), 4),
     (fault("save", 4, "SIGUSR1", to="launcher"), 4),
-    (fault("validation", 12, "SIGTERM"), 12),  # the last one of the run
-    (fault("built", None, "SIGTERM"), 0),
+    (fault("validation_batch", 12, "SIGTERM"), 12),  # the last one of the run
+    (fault("train_start", None, "SIGTERM"), 0),
 ]
 
 
@@ -158,12 +160,14 @@ def test_at_every_moment_it_stops_saved_and_goes_on_exactly(fault, saved, alone,
     assert "restart" not in run.output
     last = max(saved_steps(folder), default=0)
     assert last in (
-        (saved, saved + 1) if fault["to"] == "launcher" and fault["at"] == "forward" else (saved,)
+        (saved, saved + 1)
+        if fault["to"] == "launcher" and fault["at"] == "step_start"
+        else (saved,)
     )
     if fault["to"] == "rank":
         then = (
             "saving, then exiting"
-            if fault["at"] in ("forward", "validation") and saved
+            if fault["at"] in ("step_start", "validation_batch") and saved
             else "exiting"
         )
         assert (
@@ -184,7 +188,7 @@ def test_a_signal_in_the_last_step_leaves_the_exit_code_0(tmp_path):
     run = with_fault(
         folder,
         *NO_VALIDATION,
-        fault={"at": "forward", "step": STEPS, "rank": 1, "signal": "SIGTERM"},
+        fault={"at": "step_start", "step": STEPS, "rank": 1, "signal": "SIGTERM"},
     )
     assert run.ended() == 0
     assert (
@@ -199,7 +203,7 @@ def test_a_signal_in_the_last_step_leaves_the_exit_code_0(tmp_path):
 def test_while_it_compiles(alone, tmp_path):
     folder = tmp_path / "run"
     run = with_fault(
-        folder, *AOT_EAGER, fault={"at": "forward", "step": 1, "rank": 0, "signal": "SIGTERM"}
+        folder, *AOT_EAGER, fault={"at": "step_start", "step": 1, "rank": 0, "signal": "SIGTERM"}
     )
     assert run.ended() == 75
     assert "SIGTERM received by rank 0 at step 1: saving, then exiting (code 75)" in run.output
@@ -211,7 +215,7 @@ def test_while_it_compiles(alone, tmp_path):
 @pytest.mark.parametrize("kind", ["tensor", "pipeline", "context"])
 def test_ranks_of_every_kind_of_parallelism_stop_at_the_same_step(kind, tmp_path):
     layout = [f"--parallelism.{kind}_parallel_degree", "2", *NO_VALIDATION]
-    last = {"at": "forward", "step": 2, "rank": 3, "signal": "SIGUSR1"}
+    last = {"at": "step_start", "step": 2, "rank": 3, "signal": "SIGUSR1"}
     run = with_fault(tmp_path, *layout, fault=last, ranks=4)
     assert run.ended() == 75
     assert "SIGUSR1 received by rank 3 at step 2: saving, then exiting (code 75)" in run.output
@@ -222,7 +226,7 @@ def test_ranks_of_every_kind_of_parallelism_stop_at_the_same_step(kind, tmp_path
 @pytest.mark.parametrize(("to", "code"), [("rank", 0), ("launcher", 1)])
 def test_a_signal_under_torchrun_alone_saves_the_step(to, code, alone, tmp_path):
     folder = tmp_path / "run"
-    fault = {"at": "forward", "step": 2, "rank": 1, "signal": "SIGTERM", "to": to}
+    fault = {"at": "step_start", "step": 2, "rank": 1, "signal": "SIGTERM", "to": to}
     run = with_fault(folder, fault=fault, ours=False)
     assert run.ended() == code
     assert saved_steps(folder)[-1] in (2, 3)
@@ -232,7 +236,7 @@ def test_a_signal_under_torchrun_alone_saves_the_step(to, code, alone, tmp_path)
 
 @pytest.mark.slow
 def test_a_signal_without_checkpoints_says_that_nothing_is_saved(tmp_path):
-    fault = {"at": "forward", "step": 2, "rank": 1, "signal": "SIGTERM"}
+    fault = {"at": "step_start", "step": 2, "rank": 1, "signal": "SIGTERM"}
     run = with_fault(tmp_path / "run", *NO_CHECKPOINT, fault=fault)
     assert run.ended() == 75
     assert (

@@ -1,50 +1,40 @@
 """Count tokens and loss of each source of a mixture, from the losses per sequence.
 
-    by_source = PerSource(["web", "code"], device, sum_of_losses, sum_over_tokens)
-    by_source.read(batch.sources, counted)     # for each local batch: sources (B,), number of counted labels (B,)
-    loss = by_source.add(runner.forward_backward(...), tokens)      # in the same order: losses (B,) -> their sum
-    by_source.figures()                         # {"loss_by_source/web": 3.21, "tokens_by_source/web": 1_048_576, ...}
+    per_source = PerSource(["web", "code"], mesh, device)
+    per_source.read(batch.sources, counted)     # of a local batch: (B,), and counted labels (B,)
+    loss = per_source.add(losses, tokens)       # in the same order: losses (B,) -> their sum
+    per_source.values()                         # {"loss_by_source/web": 3.21, ...}
 
 A window comes from one source (data/loader.py), so the sum of its tokens' losses is sufficient.
 Without names nothing is kept, and there is no collective.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from titan_lite.distributed.mesh import sum_of_losses, sum_over_tokens
 from titan_lite.logging import logger
 
 
 class PerSource:
-    """Counts by source. names: those of the sources, () without a mixture.
+    """Counts by source. names: those of the sources, () without a mixture."""
 
-    sum_losses, sum_tokens: sum over ranks in place.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        device: torch.device,
-        sum_losses: Callable[[Tensor], None],
-        sum_tokens: Callable[[Tensor], None],
-    ):
-        self.names, self.device, self.sum_losses, self.sum_tokens = (
-            names,
-            device,
-            sum_losses,
-            sum_tokens,
-        )
+    def __init__(self, names: Sequence[str], mesh: DeviceMesh, device: torch.device):
+        self.names = names
+        self.mesh = mesh
+        self.device = device
         # nats and tokens of each source: own: of this rank, since the last sum; window: of all
-        # ranks, since the last figures
+        # ranks, since the last values
         self.own = torch.zeros(2, len(names), dtype=torch.float64, device=device)
         self.window = torch.zeros(2, len(names), dtype=torch.float64)
         self.seen = [0] * len(names)  # tokens of the run, resumed parts included
         self.waiting: deque[Tensor] = deque()
-        self.missing: set[str] = set()  # absent figures that were reported
+        self.missing: set[str] = set()  # absent values that were reported
 
     def read(self, sources: Sequence[int], counted: Tensor) -> None:
         """Add a local batch. sources: (B,) source of each sequence.
@@ -68,8 +58,8 @@ class PerSource:
         return losses.sum()
 
     def _gather(self) -> None:
-        self.sum_losses(self.own[0])
-        self.sum_tokens(self.own[1])
+        sum_of_losses(self.own[0], self.mesh)
+        sum_over_tokens(self.own[1], self.mesh)
         both = self.own.cpu()
         self.window += both
         self.seen = [
@@ -77,7 +67,7 @@ class PerSource:
         ]
         self.own.zero_()
 
-    def figures(self, prefix: str = "") -> dict[str, float]:
+    def values(self, prefix: str = "") -> dict[str, float]:
         """Return nats per token since the last call for each source that was read, and tokens of
         the run. A collective.
 

@@ -1,11 +1,10 @@
 """Measure the throughput of training in windows from one log line to the next.
 
-throughput = Throughput(layout.tokens_until, ranks=8, flops_per_token=(6.0e9, 6.8e9),
-peak_flops=989e12)
+throughput = Throughput(layout.tokens_until, ranks=8, flops_per_token=6.0e9, ...)
 throughput.start(step)                          # training begins
 with throughput.waiting(): batch = next(loader)
 with throughput.exclude(): save()               # not training
-values |= throughput.figures(step)              # {"tps": ..., "tflops": ..., "data_wait": ..., "step_time": ..., "mfu": ...}
+values = throughput.values(step)                # {"tps": ..., "step_time": ..., "mfu": ..., ...}
 throughput.start(step)                          # the next window begins, after these are logged
 """
 
@@ -18,8 +17,8 @@ class Throughput:
     """The throughput of the current window.
 
     tokens_until: (step) -> tokens of all steps up to it, on all ranks. flops_per_token: with
-    attention counted as causal, and as full. peak_flops: FLOP/s of one device; None if unknown,
-    which omits mfu.
+    causal attention counted as half of full attention; flops_per_token_full_attention: with all of
+    it. peak_flops: FLOP/s of one device; None if unknown, which omits mfu.
     """
 
     def __init__(
@@ -27,16 +26,22 @@ class Throughput:
         tokens_until: Callable[[int], int],
         *,
         ranks: int,
-        flops_per_token: tuple[float, float],
+        flops_per_token: float,
+        flops_per_token_full_attention: float,
         peak_flops: float | None,
     ):
-        self.tokens_until, self.ranks, self.peak_flops = tokens_until, ranks, peak_flops
-        self.causal, self.full = flops_per_token
+        self.tokens_until = tokens_until
+        self.ranks = ranks
+        self.flops_per_token = flops_per_token
+        self.flops_per_token_full_attention = flops_per_token_full_attention
+        self.peak_flops = peak_flops
         self.start(0)
 
     def start(self, step: int) -> None:
         """Begin a window after `step`."""
-        self.began, self.first, self.waited = time.perf_counter(), step, 0.0
+        self.first_step = step
+        self.started = time.perf_counter()  # later by what does not count
+        self.waited = 0.0  # seconds for data
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -50,19 +55,22 @@ class Throughput:
         """Return a context whose time does not count, such as validation or a save."""
         started = time.perf_counter()
         yield
-        self.began += time.perf_counter() - started
+        self.started += time.perf_counter() - started
 
-    def figures(self, step: int) -> dict[str, float]:
-        """Return the values of the window up to and including `step`, by their names in figures.py."""
-        seconds, steps = time.perf_counter() - self.began, step - self.first
-        tps = (self.tokens_until(step) - self.tokens_until(self.first)) / self.ranks / seconds
+    def values(self, step: int) -> dict[str, float]:
+        """Return the values of the window up to and including `step`, by their names in writer.py."""
+        seconds = time.perf_counter() - self.started
+        steps = step - self.first_step
+        tokens = self.tokens_until(step) - self.tokens_until(self.first_step)
+        tps = tokens / self.ranks / seconds
         values = {
             "tps": tps,
-            "tflops": tps * self.causal / 1e12,
+            "tflops": tps * self.flops_per_token / 1e12,
             "data_wait": 100 * self.waited / seconds,
             "step_time": seconds / steps,
         }
         if self.peak_flops is not None:
-            values["mfu"] = 100 * tps * self.causal / self.peak_flops
-            values["mfu_full_attention"] = 100 * tps * self.full / self.peak_flops
+            values["mfu"] = 100 * tps * self.flops_per_token / self.peak_flops
+            full = tps * self.flops_per_token_full_attention
+            values["mfu_full_attention"] = 100 * full / self.peak_flops
         return values

@@ -1,7 +1,6 @@
-"""Write a run's figures to the log, `metrics.jsonl`, TensorBoard, Weights & Biases, and at the end
-to `loss.png`.
+"""Write metrics to the log, `metrics.jsonl`, TensorBoard, Weights & Biases, and at the end `loss.png`.
 
-    metrics = MetricsWriter(config.metrics, dump_folder, recipe, writes=rank == 0, first_step=0, total_steps=1000)
+    metrics = MetricsWriter(config.metrics, dump_folder, recipe, writes=rank == 0, first_step=0)
     metrics.log(10, {"loss": 6.9, "tps": 5000.0, ...})
 
 All use the same names. `metrics.jsonl` has one object per line. A resumed run appends to it, after
@@ -10,11 +9,14 @@ a line {"resumed_from": step}; if a step occurs twice, the later line counts.
     loss, validation_loss   nats per token, over all ranks
     grad_norm               global L2 norm before clipping
     tps                     tokens per second and device
-    tflops                  10^12 floating-point operations per second and device that the model needs, without recomputation
-    mfu                     tflops relative to the device's datasheet peak, percent; causal attention counts as half of full
-                            attention; absent on CPUs and GPUs without a known peak, unless compile.machine has one
+    tflops                  10^12 floating-point operations per second and device that the model
+                            needs, without recomputation
+    mfu                     tflops relative to the device's datasheet peak, percent; causal
+                            attention counts as half of full attention; absent on CPUs and GPUs
+                            without a known peak, unless compile.machine has one
     mfu_full_attention      the same with attention counted as full, as torchtitan and others do
-    memory_gib              peak of one device: memory reserved by the CUDA allocator, or resident memory of a CPU process
+    memory_gib              peak of one device: memory reserved by the CUDA allocator, or resident
+                            memory of a CPU process
     data_wait               time spent waiting for the loader, percent
     step_time               seconds per step
     bad_documents           different documents skipped in the run, with data.on_bad_document = "skip"
@@ -35,18 +37,18 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from titan_lite.config import Metrics
-from titan_lite.logging import console, logger
+from titan_lite.logging import logger
 from titan_lite.metrics.run_files import read_metrics
 
 COLOURS = {"loss": "\033[32m", "grad_norm": "\033[34m", "tps": "\033[36m", "mfu": "\033[35m"}
-FORMATS = {
+END_OF_COLOUR = "\033[0m"
+FORMATS = {  # of the metrics in a line of the log, in their order
     "loss": "loss {:.4f}",
     "validation_loss": "validation loss {:.4f}",
     "grad_norm": "grad norm {:.3f}",
@@ -57,20 +59,15 @@ FORMATS = {
     "memory_gib": "memory {:.2f} GiB",
     "data_wait": "data wait {:.1f}%",
 }
-HYPERPARAMETERS = (
-    "model",
-    "training",
-    "optimizer",
-    "lr_scheduler",
-)  # sections that decide what is learned
+# Sections of a recipe that decide what is learned, shown by TensorBoard as hyperparameters
+HYPERPARAMETERS = ("model", "training", "optimizer", "lr_scheduler")
 
 
 class MetricsWriter:
-    """Show values on every rank, and write them on one.
+    """Show metrics on every rank, and write them on one.
 
     recipe: {"training.steps": 1000, ...}, written for TensorBoard and Weights & Biases. writes:
-    whether this rank writes files.
-    total_steps: length of the progress bar.
+    this rank writes files. first_step: the last step that was done before.
     """
 
     def __init__(
@@ -81,90 +78,70 @@ class MetricsWriter:
         *,
         writes: bool,
         first_step: int,
-        total_steps: int,
     ):
-        self.config, self.dump_folder, self.path, self.writes = (
-            config,
-            dump_folder,
-            dump_folder / "metrics.jsonl",
-            writes,
-        )
-        self.start, self.lost = time.perf_counter(), False
-        self.colour = not os.environ.get("NO_COLOR") and sys.stdout.isatty()
-        self.bar = self.tensorboard = self.wandb = None
+        self.dump_folder = dump_folder
+        self.path = dump_folder / "metrics.jsonl"
+        self.writes = writes
+        self.started = time.perf_counter()
+        self.warned_of_loss = False  # a file could not be written
+        self.in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self.tensorboard: Any = None
+        self.wandb: Any = None
         if not writes:
             return
-        # sources of documents are models
-        plain = json.loads(json.dumps(recipe, default=dict))
+        plain = json.loads(json.dumps(recipe, default=dict))  # sources of documents are models
         resumes = self._open()
         if resumes:
             self._write({"resumed_from": first_step})
         if config.enable_tensorboard:
-            self.tensorboard = start_tensorboard(
-                dump_folder / "tb", plain, first_step + 1 if resumes else None
-            )
+            purge_step = first_step + 1 if resumes else None
+            self.tensorboard = start_tensorboard(dump_folder / "tb", plain, purge_step)
         if config.enable_wandb:
             self.wandb = start_wandb(dump_folder, plain)
-        if self.colour:
-            from tqdm import tqdm
-
-            self.bar = tqdm(
-                file=sys.stdout,
-                total=total_steps,
-                initial=first_step,
-                unit="step",
-                dynamic_ncols=True,
-                leave=False,
-            )
-            console.around = self.bar.external_write_mode
 
     def _open(self) -> bool:
-        """Open the file to append to it, and return whether it has lines."""
+        """Open metrics.jsonl to append to it, and return whether it has lines."""
         before = self.path.read_bytes() if self.path.exists() else b""
-        self.file = open(  # noqa: SIM115 (`close` closes it)
-            self.path, "a", buffering=1, encoding="utf-8"
-        )
+        # `close` closes it.
+        self.file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         if before and not before.endswith(b"\n"):  # a run that was killed may leave half a line
-            self._put("\n")
+            self._append("\n")
         return bool(before)
 
-    def advance(self) -> None:
-        """Advance the progress bar by a step."""
-        if self.bar is not None:
-            self.bar.update()
-
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Show and write values of `step` under their names; names without a format are written
-        only.
-        """
-        parts = [f"step {step:>4}"]
-        for name, text in FORMATS.items():
-            if name in values:
-                part = text.format(values[name])
-                parts.append(
-                    f"{COLOURS[name]}{part}\033[0m" if self.colour and name in COLOURS else part
-                )
-        logger.info("  ".join(parts))
+        """Show and write the metrics of a step; those without a format are written only."""
+        logger.info("  ".join([f"step {step:>4}", *self._shown(values)]))
         if not self.writes:
             return
         # JSON has no NaN
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._write({"step": step, **finite, "time": round(time.perf_counter() - self.start, 3)})
+        seconds = round(time.perf_counter() - self.started, 3)
+        self._write({"step": step, **finite, "time": seconds})
         if self.tensorboard is not None:
             try:
                 for name, value in values.items():
                     self.tensorboard.add_scalar(name, value, step)
                 self.tensorboard.flush()
             except OSError as error:
-                self._lose(f"{self.dump_folder} cannot be written: {error}")
+                self._warn_of_loss(error)
                 self.tensorboard = None
         if self.wandb is not None:
             self.wandb.log({"step": step, **values})
 
+    def _shown(self, values: Mapping[str, float]) -> list[str]:
+        """Return the parts of a line of the log."""
+        parts = []
+        for name, form in FORMATS.items():
+            if name not in values:
+                continue
+            part = form.format(values[name])
+            if self.in_colour and name in COLOURS:
+                part = f"{COLOURS[name]}{part}{END_OF_COLOUR}"
+            parts.append(part)
+        return parts
+
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            console.around = nullcontext
+        """Close all files."""
         try:
             if self.tensorboard is not None:
                 self.tensorboard.close()
@@ -173,43 +150,48 @@ class MetricsWriter:
             if self.writes:
                 self.file.close()
         except OSError as error:
-            self._lose(f"{self.dump_folder} cannot be written: {error}")
+            self._warn_of_loss(error)
 
     def _write(self, entry: Mapping[str, object]) -> None:
-        self._put(json.dumps(entry) + "\n")
+        self._append(json.dumps(entry) + "\n")
 
-    def _put(self, text: str) -> None:
+    def _append(self, text: str) -> None:
         try:
             self.file.write(text)
         except OSError as error:
-            self._lose(f"{self.dump_folder} cannot be written: {error}")
+            self._warn_of_loss(error)
 
-    def _lose(self, why: str) -> None:
-        """Warn once that figures are lost; this does not end the run."""
-        if not self.lost:
-            logger.warning(f"METRICS ARE LOST, the run goes on: {why}")
-        self.lost = True
+    def _warn_of_loss(self, error: OSError) -> None:
+        """Warn once that metrics are lost; this does not end the run."""
+        if not self.warned_of_loss:
+            logger.warning(
+                f"METRICS ARE LOST, the run goes on: {self.dump_folder} cannot be written: {error}"
+            )
+        self.warned_of_loss = True
 
 
 def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int | None) -> Any:
-    """Return a TensorBoard writer with the recipe as text and as hyperparameters."""
+    """Return a TensorBoard writer with the recipe as text and as hyperparameters.
+
+    purge_step: the first step of a resumed run, from which on older values are hidden.
+    """
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
     from torch.utils.tensorboard.summary import hparams
 
     # `log` flushes: an error in the writer's thread would print a traceback.
     writer: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10**6)
+    # a Markdown code block
     lines = [
         f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()
-    ]  # a Markdown code block
+    ]
     writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
     chosen = {  # lists are not admitted as values
         key: json.dumps(value) if isinstance(value, list) else value
         for key, value in recipe.items()
         if key.partition(".")[0] in HYPERPARAMETERS
     }
-    for summary in hparams(
-        chosen, dict.fromkeys(("loss", "validation_loss"), 0.0)
-    ):  # the writer's method would start a new run
+    metrics = {"loss": 0.0, "validation_loss": 0.0}
+    for summary in hparams(chosen, metrics):  # the writer's own method would start a new run
         writer.file_writer.add_summary(summary)
     return writer
 
@@ -228,9 +210,8 @@ def start_wandb(dump_folder: Path, recipe: dict[str, Any]) -> Any:
         config=recipe,
         resume="allow",
     )
-    run.define_metric(
-        "*", step_metric="step"
-    )  # a resumed run repeats steps, and its own count only grows
+    # A resumed run repeats steps, and wandb's own count only grows.
+    run.define_metric("*", step_metric="step")
     return run
 
 

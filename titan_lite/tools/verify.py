@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from titan_lite.check import check
 from titan_lite.config import (
@@ -55,6 +56,8 @@ from titan_lite.distributed.degrees import AXES, DEGREES
 from titan_lite.distributed.layout import make_layout
 from titan_lite.distributed.pipeline_schedule import TooFewLayers
 from titan_lite.distributed.process_group import device_memory
+from titan_lite.hooks import Hook
+from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.metrics.run_files import read_metrics
 from titan_lite.models.flavors import shape_of, shape_words
 from titan_lite.models.float8 import MULTIPLE
@@ -337,55 +340,52 @@ def _process(
     # a warning about gathering a full gradient over two axes, which only this program does
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     recorder = _Recorder(prepare)
-    Trainer(config, model=model, observe=recorder).train()
+    Trainer(config, model=model, hooks=[recorder]).train()
     torch.save(recorder.observed, Path(config.job.dump_folder) / f"rank-{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-class _Recorder:
-    """An observer of a trainer that keeps the losses of every step, and the gradients and module
-    outputs of the first.
-    """
+class _Recorder(Hook):
+    """Keeps the losses of every step, and the gradients and module outputs of the first."""
 
     def __init__(self, prepare: Prepare | None):
-        self.prepare, self.observed, self.hooks = prepare, Observed(), list[Any]()
+        self.prepare = prepare
+        self.observed = Observed()
+        self.handles: list[RemovableHandle] = []
 
-    def __call__(self, moment: str, trainer: Trainer) -> None:
-        if moment == "built":
-            # A twin's sequences are shorter than documents; for training.mask_documents each full
-            # stop begins a document.
-            trainer.document_begin = trainer.tokenizer.encode(".")[0]
-            if self.prepare is not None:
-                self.prepare(trainer)
-        elif moment == "step":
-            step, loss, grad_norm = trainer.last_step
-            self.observed.losses[trainer.rank, step] = loss, grad_norm
-        elif (
-            moment == "forward"
-            and trainer.step == 1
-            and not trainer.config.compile.compiles("model")
-        ):
-            for model in trainer.stages:
-                for fqn, module in model.named_modules():
-                    if fqn not in (
-                        "",
-                        "layers",
-                        "output" if trainer.layout.loss_chunk else "",
-                    ):  # which returns the loss
-                        self.hooks.append(
-                            module.register_forward_hook(_summing(fqn, self.observed))
-                        )
-        elif moment == "backward" and trainer.step == 1:
-            for hook in self.hooks:
-                hook.remove()
-            one_copy = all(
-                trainer.mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"
-            )
-            for fqn, parameter in trainer.parameters.items():
-                gradient = parameter.grad.full_tensor().clone()  # type: ignore[union-attr]
-                if one_copy:
-                    self.observed.gradients[fqn] = gradient
+    def on_train_start(self, trainer: Trainer) -> None:
+        # A twin's sequences are shorter than documents; for training.mask_documents each full stop
+        # begins a document.
+        trainer.document_begin = trainer.tokenizer.encode(".")[0]
+        if self.prepare is not None:
+            self.prepare(trainer)
+
+    def on_metrics(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        self.observed.losses[trainer.rank, metrics.step] = metrics.loss, metrics.grad_norm
+
+    def on_step_start(self, trainer: Trainer) -> None:
+        if trainer.step != 1 or trainer.config.compile.compiles("model"):
+            return
+        without_output = {"", "layers"}
+        if trainer.layout.loss_chunk:
+            without_output.add("output")  # it returns the loss
+        for stage in trainer.model.stages:
+            for fqn, module in stage.named_modules():
+                if fqn not in without_output:
+                    handle = module.register_forward_hook(_summing(fqn, self.observed))
+                    self.handles.append(handle)
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        if trainer.step != 1:
+            return
+        for handle in self.handles:
+            handle.remove()
+        one_copy = all(trainer.mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp")
+        for fqn, parameter in trainer.parameters.items():
+            gradient = parameter.grad.full_tensor().clone()  # type: ignore[union-attr]
+            if one_copy:
+                self.observed.gradients[fqn] = gradient
 
 
 def _summing(fqn: str, result: Observed) -> Callable:

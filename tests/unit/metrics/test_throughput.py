@@ -15,7 +15,11 @@ def clock(monkeypatch):
 
 def made(peak_flops=1e6):
     return Throughput(
-        lambda step: 4000 * step, ranks=2, flops_per_token=(500.0, 600.0), peak_flops=peak_flops
+        lambda step: 4000 * step,
+        ranks=2,
+        flops_per_token=500.0,
+        flops_per_token_full_attention=600.0,
+        peak_flops=peak_flops,
     )
 
 
@@ -37,14 +41,14 @@ def test_a_window_is_of_its_steps_alone(clock):
         "mfu": 50.0,
         "mfu_full_attention": 60.0,
     }
-    assert one.figures(14) == expected
+    assert one.values(14) == expected
     clock[0] += 7  # to log them
     one.start(14)
     clock[0] += 2
-    assert one.figures(15) == {**expected, "data_wait": 0.0}
+    assert one.values(15) == {**expected, "data_wait": 0.0}
 
 
 def test_without_a_peak_there_is_no_mfu(clock):
     one = made(None)
     clock[0] += 1
-    assert "mfu" not in one.figures(1)
+    assert "mfu" not in one.values(1)

@@ -7,7 +7,6 @@ import logging
 import math
 import sys
 import types
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from titan_lite.config import DataSource, Metrics
-from titan_lite.logging import console
 from titan_lite.metrics.writer import MetricsWriter, draw_loss, peak_memory_gib, read_metrics
 
 PLAIN = Metrics(enable_tensorboard=False)
@@ -47,12 +45,9 @@ def run(tmp_path):
     """run({step: values}, first_step=...): one process's life."""
 
     def run(logged, config=PLAIN, *, writes=True, first_step=0):
-        metrics = MetricsWriter(
-            config, tmp_path, RECIPE, writes=writes, first_step=first_step, total_steps=100
-        )
+        metrics = MetricsWriter(config, tmp_path, RECIPE, writes=writes, first_step=first_step)
         for step, values in logged.items():
             metrics.log(step, values)
-            metrics.advance()
         metrics.close()
         return tmp_path
 
@@ -107,29 +102,6 @@ def test_colours_only_on_a_terminal(terminal, no_color, writes, coloured, run, s
     assert line.count("\033[0m") == (4 if coloured else 0)
 
 
-@pytest.mark.parametrize(
-    ("terminal", "writes", "shown"),
-    [(True, True, True), (True, False, False), (False, True, False)],
-)
-def test_one_rank_shows_a_bar_on_a_terminal_that_starts_where_the_run_does(
-    terminal, writes, shown, run, monkeypatch, capsys
-):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    run({8: VALUES}, writes=writes, first_step=7)
-    assert ("7/100" in capsys.readouterr().out) is shown
-
-
-def test_lines_stand_above_the_bar_as_long_as_there_is_one(run, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    during = []
-    monkeypatch.setattr(
-        MetricsWriter, "advance", lambda self: during.append(console.around.__func__.__qualname__)
-    )
-    run({8: VALUES})
-    assert during == ["tqdm.external_write_mode"]
-    assert console.around is nullcontext
-
-
 # metrics.jsonl
 
 
@@ -144,7 +116,7 @@ def test_the_file_has_one_object_a_line_with_the_values_under_their_names(run):
 
 
 def test_a_line_is_on_disk_when_it_is_logged(tmp_path):
-    metrics = MetricsWriter(PLAIN, tmp_path, RECIPE, writes=True, first_step=0, total_steps=3)
+    metrics = MetricsWriter(PLAIN, tmp_path, RECIPE, writes=True, first_step=0)
     metrics.log(1, {"loss": 2.0})
     assert read_metrics(tmp_path / "metrics.jsonl")[1]["loss"] == 2.0
     metrics.close()
@@ -198,13 +170,13 @@ def test_a_line_that_is_no_entry_is_left_out(line, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + line + b'\n{"step": 2, "loss": 1.0}\n' + line)
     assert list(read_metrics(path)) == [1, 2]
-    MetricsWriter(PLAIN, tmp_path, {}, writes=True, first_step=2, total_steps=3).close()
+    MetricsWriter(PLAIN, tmp_path, {}, writes=True, first_step=2).close()
     assert list(read_metrics(path)) == [1, 2]
     assert path.read_bytes().endswith(b'\n{"resumed_from": 2}\n')
 
 
 def test_a_full_disk_costs_figures_and_not_the_run(tmp_path, said):
-    metrics = MetricsWriter(PLAIN, tmp_path, {}, writes=True, first_step=0, total_steps=3)
+    metrics = MetricsWriter(PLAIN, tmp_path, {}, writes=True, first_step=0)
     metrics.file.close()
     metrics.file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
     for step in (1, 2):

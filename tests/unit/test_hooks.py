@@ -1,0 +1,61 @@
+"""Hooks: those of every run, each by itself."""
+
+import gc
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from titan_lite.config import Config
+from titan_lite.hooks import GarbageCollection, Hook, ProgressBar, build_hooks
+from titan_lite.logging import console
+
+
+def trainer(rank=0, step=7, steps=100):
+    training = SimpleNamespace(steps=steps)
+    return SimpleNamespace(rank=rank, step=step, config=SimpleNamespace(training=training))
+
+
+@pytest.mark.parametrize(
+    ("terminal", "rank", "shown"), [(True, 0, True), (True, 1, False), (False, 0, False)]
+)
+def test_one_rank_shows_a_bar_on_a_terminal_that_starts_where_the_run_does(
+    terminal, rank, shown, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setenv("NO_COLOR", "")
+    bar = ProgressBar()
+    bar.on_train_start(trainer(rank))
+    bar.on_step_end(trainer(rank, 8))
+    bar.on_train_end(trainer(rank, 8))
+    assert ("7/100" in capsys.readouterr().out) is shown
+
+
+def test_lines_stand_above_the_bar_as_long_as_there_is_one(monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "")
+    bar = ProgressBar()
+    bar.on_train_start(trainer())
+    assert console.around.__func__.__qualname__ == "tqdm.external_write_mode"
+    bar.on_train_end(trainer())
+    assert console.around is nullcontext
+
+
+def test_garbage_is_collected_in_the_same_steps_on_all_ranks(monkeypatch):
+    collected = []
+    monkeypatch.setattr(gc, "disable", lambda: collected.append("disabled"))
+    monkeypatch.setattr(gc, "collect", lambda generation: collected.append(generation))
+    hook = GarbageCollection(freq=3)
+    hook.on_train_start(trainer())
+    for step in range(1, 7):
+        hook.on_step_start(trainer(step=step))
+    assert collected == ["disabled", 1, 1]
+
+
+def test_every_hook_has_the_methods_that_the_trainer_calls():
+    methods = [name for name in vars(Hook) if name.startswith(("on_", "around_"))]
+    for hook in build_hooks(Config()):
+        overridden = {name for name in vars(type(hook)) if name.startswith(("on_", "around_"))}
+        assert overridden
+        assert overridden <= set(methods)

@@ -1,0 +1,188 @@
+"""What watches a run and changes no number of it.
+
+    class Slow(Hook):
+        def on_step_end(self, trainer): time.sleep(1)
+
+    Trainer(config, hooks=[Slow()]).train()
+
+Training, validation, logging and saving are statements of the trainer. Hooks run in the order of
+`build_hooks`, the same on every rank, so that they may communicate.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from titan_lite.config import Config, Profiling
+from titan_lite.data.preflight import check_first_loss, preflight
+from titan_lite.logging import console
+from titan_lite.metrics.deferred import StepMetrics
+from titan_lite.metrics.profiler import build_profiler
+from titan_lite.resilience.replica_check import ReplicaCheck
+from titan_lite.resilience.restarts import Restarts
+
+if TYPE_CHECKING:
+    from titan_lite.trainer import Trainer
+
+
+class Hook:
+    """An observer. Override what you need; an error that a method raises ends the run."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the process group is made."""
+
+    def on_model_built(self, trainer: Trainer) -> None:
+        """The stages are on the meta device; parameters have not been allocated."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """All parts are built, and a checkpoint is loaded if there is one."""
+
+    def around_training(self, trainer: Trainer) -> AbstractContextManager[object]:
+        """Return a context around all steps, which sees the error that ends them."""
+        return nullcontext()
+
+    def on_step_start(self, trainer: Trainer) -> None: ...
+
+    def on_batch(self, trainer: Trainer) -> None:
+        """Before each local batch of a step is read."""
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """After the last backward of a step, before gradients are clipped."""
+
+    def on_metrics(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        """The scalars of a step have arrived on the host, at a GPU up to a step later."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """After the update, before the step is logged, validated or saved."""
+
+    def on_validation_batch(self, trainer: Trainer) -> None:
+        """Before each local batch of a validation is read."""
+
+    def on_save(self, trainer: Trainer) -> None:
+        """Before a checkpoint is saved."""
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """After the last step, done or stopped."""
+
+
+class GarbageCollection(Hook):
+    """Collect garbage every `freq` steps, on all ranks in the same step: else they wait for one."""
+
+    def __init__(self, freq: int):
+        self.freq = freq
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        gc.disable()
+
+    def on_step_start(self, trainer: Trainer) -> None:
+        if trainer.step % self.freq == 0:
+            gc.collect(1)
+
+
+class DataPreflight(Hook):
+    """Check the first batch, and the first loss of a new model."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        if not trainer.is_finished:
+            preflight(
+                trainer.loader.peek(),
+                trainer.tokenizer,
+                trainer.layout.model.vocab_size,
+                trainer.dp_rank,
+            )
+
+    def on_metrics(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        if metrics.step == 1 and not trainer.config.checkpoint.initial_load_path:
+            check_first_loss(metrics.loss, trainer.layout.model.vocab_size)
+
+
+class CompareReplicas(Hook):
+    """Compare the copies of the model: every `freq` steps (0: never), and before a save."""
+
+    def __init__(self, freq: int):
+        self.freq = freq
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        self.check = ReplicaCheck(self.freq, trainer.checkpointer.describe_newest)
+        if not trainer.is_finished:
+            self.check.check(trainer.step, trainer.tensors)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.check.check_if_due(trainer.step, trainer.tensors)
+
+    def on_save(self, trainer: Trainer) -> None:
+        self.check.check(trainer.step, trainer.tensors)
+
+
+class RecordRestarts(Hook):
+    """Record each step that begins, so that a fault that repeats ends restarts."""
+
+    def __init__(self, dump_folder: Path):
+        self.restarts = Restarts(dump_folder)
+
+    def on_step_start(self, trainer: Trainer) -> None:
+        self.restarts.begin(trainer.step)
+
+
+class Profile(Hook):
+    """Write traces and memory snapshots as [profiling] says."""
+
+    def __init__(self, config: Profiling):
+        self.config = config
+
+    @contextmanager
+    def around_training(self, trainer: Trainer) -> Iterator[None]:
+        with build_profiler(
+            self.config, trainer.dump_folder, trainer.rank, trainer.step
+        ) as self.profiler:
+            yield
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.profiler.step()
+
+
+class ProgressBar(Hook):
+    """A bar below the log of the first rank, on a terminal."""
+
+    bar: tqdm | None = None
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        if trainer.rank == 0 and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+            self.bar = tqdm(
+                file=sys.stdout,
+                total=trainer.config.training.steps,
+                initial=trainer.step,
+                unit="step",
+                dynamic_ncols=True,
+                leave=False,
+            )
+            console.around = self.bar.external_write_mode
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if self.bar is not None:
+            self.bar.update()
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            console.around = nullcontext
+
+
+def build_hooks(config: Config) -> list[Hook]:
+    """Return the hooks of every run, in their order."""
+    return [
+        GarbageCollection(config.training.gc_freq),
+        RecordRestarts(Path(config.job.dump_folder)),
+        DataPreflight(),
+        CompareReplicas(config.training.compare_copies_freq),
+        Profile(config.profiling),
+        ProgressBar(),
+    ]
