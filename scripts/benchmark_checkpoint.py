@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_lite.checkpoint.manager import Checkpointer
+from titan_lite.checkpoint.state import RunState
 from titan_lite.config import Checkpoint
 from titan_lite.logging import logger
 from titan_lite.models.llama3 import FLAVORS, Transformer
@@ -92,7 +93,7 @@ def rank_main(
         for mode, checkpointer in checkpointers.items():
             alone = statistics.median(step() for _ in range(5))
             start = time.perf_counter()
-            checkpointer.save(number, tensors, {"step": number})
+            checkpointer.save(number, tensors, RunState())
             blocked, steps = time.perf_counter() - start, 0
             while checkpointer.saving is not None:
                 step()

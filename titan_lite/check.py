@@ -3,25 +3,20 @@
 tokenizer = check(config, make_layout(config, world_size=8))
 """
 
-import dataclasses
 import importlib.util
 import math
 import os
-import platform
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from titan_lite import __version__
+from titan_lite.checkpoint.identity import run_identity
 from titan_lite.checkpoint.manager import Checkpointer
-from titan_lite.checkpoint.resume import Changes, compare
+from titan_lite.checkpoint.resume import compare
 from titan_lite.checkpoint.weights import check_fit, open_weights
 from titan_lite.compile.compile import check_backend
 from titan_lite.config import Compile, Config, ConfigError
 from titan_lite.cost.profiles import PROFILES, profile_of
-from titan_lite.data.documents import fingerprint
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.layout_checks import check_float8_results, error_bytes
@@ -30,7 +25,6 @@ from titan_lite.inputs import check_inputs
 from titan_lite.logging import logger
 from titan_lite.models.attention import check_kernel
 from titan_lite.models.flavors import shape_words
-from titan_lite.outside import fields_of
 
 
 def check(config: Config, layout: Layout) -> Tokenizer:
@@ -47,7 +41,8 @@ def check(config: Config, layout: Layout) -> Tokenizer:
     checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
     step = checkpointer.step_to_load()
     if step is not None:
-        accepted_state(checkpointer, step, describe_run(config, layout, tokenizer))
+        changes = compare(checkpointer.read_state(step), run_identity(config, layout, tokenizer))
+        changes.refuse_unless_accepted(config.checkpoint)
     path = config.checkpoint.initial_load_path
     if path and step is None:
         check_fit(
@@ -61,57 +56,6 @@ def check(config: Config, layout: Layout) -> Tokenizer:
             f" step {step}"
         )
     return tokenizer
-
-
-def describe_run(
-    config: Config, layout: Layout, tokenizer: Tokenizer, git: str = ""
-) -> dict[str, Any]:
-    """Return the description of this run for its checkpoints, in JSON types and tuples, for
-    `resume.compare`.
-    """
-    degrees, shape = layout.degrees, dataclasses.asdict(layout.model)
-    sharded = {axis: degree for axis, degree in degrees.items() if axis != "pp"}
-    compresses = config.parallelism.replicate_compression != "none"
-    between = sharded | {"rank": config.parallelism.replicate_rank} if compresses else {}
-    del shape["max_seq_len"]  # training.seq_len of this run; parameters do not depend on it
-    if config.model.max_seq_len:
-        shape["max_seq_len"] = config.model.max_seq_len
-    return {
-        "recipe": config.model_dump(),
-        "run": {
-            "model": shape,
-            "tokenizer": tokenizer.sha256,
-            "rows": layout.rows,
-            "documents": fingerprint(config.data),
-            "shares": [share for share, _ in config.data.mixture()],
-            "total_steps": config.total_steps,
-            "world_size": layout.world_size,
-            "mesh": degrees,
-            "between": between,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-            "versions": {
-                "titan_lite": __version__,
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-            },
-            "git": git,
-        },
-    }
-
-
-def accepted_state(
-    checkpointer: Checkpointer, step: int, described: Mapping[str, Any]
-) -> tuple[dict, Changes]:
-    """Return the state.json of a step that this run can resume from, and what differs.
-
-    Raises ConfigError.
-    """
-    state = checkpointer.read_state(step)
-    with fields_of(f"{checkpointer.path_of(step)}/state.json"):
-        changes = compare(state, described)
-    done = state["step"] >= described["recipe"]["training"]["steps"]
-    changes.refuse_unless_accepted(checkpointer.path_of(step), checkpointer.config, done=done)
-    return state, changes
 
 
 def is_installed(module: str) -> bool:

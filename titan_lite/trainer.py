@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite.check import accepted_state, check, check_agreement, describe_run
+from titan_lite.check import check, check_agreement
+from titan_lite.checkpoint.identity import RunIdentity, git_revision, run_identity
 from titan_lite.checkpoint.manager import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
-from titan_lite.checkpoint.resume import git_revision
+from titan_lite.checkpoint.resume import compare
+from titan_lite.checkpoint.state import RunState, Stateful
 from titan_lite.checkpoint.weights import load_initial
 from titan_lite.compile.compile import CompileError, compile_function
 from titan_lite.compile.report import CompileReport
@@ -73,7 +75,6 @@ from titan_lite.optim.build import (
 from titan_lite.optim.clipping import clip_grad_norm_
 from titan_lite.optim.lr_scheduler import lr_factor
 from titan_lite.optim.matrices import Matrices
-from titan_lite.outside import fields_of
 from titan_lite.resilience import exit_code, signals
 from titan_lite.resilience.restarts import again
 from titan_lite.resilience.skipped_steps import SkippedSteps
@@ -143,7 +144,7 @@ class Trainer:
     watchdog: Watchdog
     stragglers: Stragglers
     checkpointer: Checkpointer
-    described: dict[str, Any]  # of this run, which a resumed run is compared with
+    identity: RunIdentity  # of this run, which a resumed run is compared with
 
     deferred: DeferredMetrics  # scalars of the last steps, on their way to the host
     last_metrics: StepMetrics  # of the last step whose scalars have arrived
@@ -576,20 +577,26 @@ class Trainer:
             values[f"optimizer.param_groups.{name}"] = value
         return values
 
+    @property
+    def stateful(self) -> dict[str, Stateful]:
+        """What a checkpoint has beside tensors, each part under its own name."""
+        return {
+            "progress": self.progress,
+            "skipped_steps": self.skipped_steps,
+            "per_source": self.per_source,
+            "loader": self.loader,
+        }
+
     def save(self) -> None:
         """Save this step."""
         self.read_metrics(wait=True)
         self.run_hooks("on_save")
-        state = {
-            **self.progress.state_dict(),
-            **self.skipped_steps.state_dict(),
-            **self.per_source.state_dict(),
-            "loader": self.loader.state_dict() if self.reads_alone else None,
-            **self.described,
-        }
+        parts = {name: part.state_dict() for name, part in self.stateful.items()}
         values = {**self.tensors(), **self.torchtitan_values()}
         with self.throughput.exclude(), self.watchdog.within("save", "init_timeout_seconds"):
-            self.checkpointer.save(self.step, values, state, last=not self.is_unfinished)
+            self.checkpointer.save(
+                self.step, values, RunState(self.identity, parts), last=not self.is_unfinished
+            )
 
     def resume(self) -> None:
         """Load the newest checkpoint, or the one of checkpoint.load_step.
@@ -597,9 +604,8 @@ class Trainer:
         Without one, load the weights of checkpoint.initial_load_path, if set.
         """
         config = self.config
-        self.described = describe_run(
-            config, self.layout, self.tokenizer, git_revision() if self.rank == 0 else ""
-        )
+        git = git_revision() if self.rank == 0 else ""
+        self.identity = run_identity(config, self.layout, self.tokenizer, git)
         step = self.checkpointer.verified_step() if config.checkpoint.enable else None
         if step is None:
             path = config.checkpoint.initial_load_path
@@ -610,16 +616,16 @@ class Trainer:
 
     def load(self, step: int) -> None:
         """Load a checkpoint, but for what the changed recipe restarts."""
-        state, changes = accepted_state(self.checkpointer, step, self.described)
-        for line in changes.lines():
+        saved = self.checkpointer.read_state(step)
+        changes = compare(saved, self.identity)
+        changes.refuse_unless_accepted(self.config.checkpoint)
+        for line in changes.describe():
             logger.info(line)
-        self.checkpointer.load(step, changes.to_load(self.tensors()))
-        with fields_of(f"{self.checkpointer.path_of(step)}/state.json"):
-            self.progress.load_state_dict(state)
-            self.skipped_steps.load_state_dict(state)
-            self.per_source.load_state_dict(state)
-            if not changes.restarts_data:
-                self.loader.load_state_dict(state["loader"])
+        self.checkpointer.load(step, changes.tensors_to_load(self.tensors()))
+        stateful = self.stateful
+        if changes.restarts_data:
+            del stateful["loader"]
+        saved.load_into(stateful)
         self.progress.validation_due &= self.config.validation.enable
 
     # State of the run

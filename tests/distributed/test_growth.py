@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan_lite.checkpoint.manager import Checkpointer
+from titan_lite.checkpoint.state import RunState
 from titan_lite.config import Checkpoint, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentsLog, SkippedDocuments
 from titan_lite.distributed.process_group import gather_objects
@@ -102,7 +103,9 @@ def a_run(folder):
     before = sockets()
     saves = Checkpointer(Checkpoint(enable=True), folder)
     position = {"windows_taken": ranks, "streams": ranks, "positions": {str(rank): [[rank, 17]]}}
-    saves.save(1, tensors, {"step": 1, "loader": position})  # in which DCP sends all places to all
+    saves.save(
+        1, tensors, RunState(parts={"loader": position})
+    )  # in which DCP sends all places to all
     for tensor in tensors.values():
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
     with counting(parts["resume"]):
@@ -110,7 +113,7 @@ def a_run(folder):
         saves.load(step, tensors)
     opened = sockets() - before
 
-    positions = saves.read_state(1)["loader"]["positions"]
+    positions = saves.read_state(1).parts["loader"]["positions"]
     assert positions == {str(stream): [[stream, 17]] for stream in range(ranks)}
     assert all(
         torch.equal(tensor.full_tensor(), torch.ones(tensor.shape))

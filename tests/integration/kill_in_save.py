@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_lite import manifest
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
+from titan_lite.checkpoint.state import RunState
 from titan_lite.checkpoint.tensor_files import BeatingSavePlanner, StepWriter
 from titan_lite.config import Checkpoint
 
@@ -122,7 +123,7 @@ def saves(rank, folder, mode, point):
         steps_of.wait()
         if step == 3 and rank == point[0]:
             kill_at(*point[1:5])
-        steps_of.save(step, tensors(step), {"step": step})
+        steps_of.save(step, tensors(step), RunState())
     steps_of.wait()
 
 
@@ -135,9 +136,9 @@ def resumes(rank, folder, mode, point):
     found, expected = tensors(0), tensors(step)
     steps_of.load(step, found)
     assert all(torch.equal(found[name].to_local(), expected[name].to_local()) for name in expected)
-    assert steps_of.read_state(step)["step"] == step
+    assert steps_of.read_state(step).step == step
     for later in range(step + 1, 5):
-        steps_of.save(later, tensors(later), {"step": later})
+        steps_of.save(later, tensors(later), RunState())
     steps_of.wait()
     names = sorted(path.name for path in steps_of.folder.iterdir())
     assert names == ["lock", "step-3", "step-4"], names

@@ -18,6 +18,7 @@ from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
 
 from titan_lite.checkpoint import manager as checkpoint
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
+from titan_lite.checkpoint.state import RunState
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.metrics.run_files import read_metrics
 
@@ -86,7 +87,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save(mode, tmp_path, monkeypatch
     tensors = {"w": torch.randn(256, 1024), "v": torch.randn(256, 1024)}  # 2 MiB
     with file_system(tmp_path / "disk", 3 * 1024) as disk:
         steps_of = Checkpointer(Checkpoint(enable=True, async_mode=mode), disk)
-        steps_of.save(1, tensors, {"step": 1})
+        steps_of.save(1, tensors, RunState())
         steps_of.wait()
         usage = namedtuple("usage", "free")
         with pytest.raises(
@@ -113,7 +114,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save(mode, tmp_path, monkeypatch
 
 
 def save(steps_of, step, tensors):
-    steps_of.save(step, tensors, {"step": step})
+    steps_of.save(step, tensors, RunState())
     steps_of.wait()
 
 

@@ -48,7 +48,7 @@ def with_faults(folder, options, fault):
         message = ""
     except TrainingError as error:
         message = str(error)
-    return changed, trainer.skipped_steps.state_dict()["spikes"], message, parameters()
+    return changed, trainer.skipped_steps.state_dict(), message, parameters()
 
 
 class Leaping:
@@ -79,7 +79,7 @@ def test_a_step_whose_loss_leaps_is_skipped_on_all_ranks_and_a_resumed_run_knows
         assert message == ""
     step = "checkpoint/step-7"
     saved = json.loads((tmp_path / "whole" / step / "state.json").read_text())
-    assert [skipped["step"] for skipped in saved["spikes"]["skipped"]] == [6]
+    assert [skipped["step"] for skipped in saved["parts"]["skipped_steps"]["skipped"]] == [6]
     shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
     resumed = run_ranks(2, with_faults, tmp_path / "resumed", options, Leap(), init=False)
     for (changed, state, _, parameters), (_, expected_state, _, expected) in zip(

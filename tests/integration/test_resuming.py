@@ -216,19 +216,19 @@ def test_a_checkpoint_records_its_recipe_and_run(uninterrupted):
     folder, *_ = uninterrupted
     state = json.loads((folder / "checkpoint/step-6/state.json").read_text())
     config = load_config(folder / "config.toml")
-    recipe = {section: vars(getattr(config, section)) for section in state["recipe"]}
+    run = state["identity"]
+    recipe = {section: vars(getattr(config, section)) for section in run["recipe"]}
     recipe["job"] = {
         **recipe["job"],
-        "dump_folder": state["recipe"]["job"]["dump_folder"],
+        "dump_folder": run["recipe"]["job"]["dump_folder"],
     }  # made absolute for config.toml
-    assert state["recipe"] == json.loads(json.dumps(recipe))
-    run = state["run"]
+    assert run["recipe"] == json.loads(json.dumps(recipe))
     assert (
         run["tokenizer"]
         == hashlib.sha256(Path(config.model.tokenizer_path).read_bytes()).hexdigest()
     )
     assert run["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
-    assert (run["world_size"], run["rows"], run["total_steps"], run["model"]["n_layers"]) == (
+    assert (run["world_size"], run["sequences"], run["total_steps"], run["model"]["n_layers"]) == (
         2,
         8,
         12,
@@ -236,7 +236,7 @@ def test_a_checkpoint_records_its_recipe_and_run(uninterrupted):
     )
     assert run["versions"]["torch"] == torch.__version__
     assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?|", run["git"])
-    assert state["tokens_seen"] == 6 * 8 * 32
+    assert state["parts"]["progress"]["tokens_seen"] == 6 * 8 * 32
     assert state["tensors"] == ["model", "optimizer"]
 
 
@@ -290,7 +290,7 @@ def test_killed_in_a_ramp_it_goes_on_bitwise(ramped, tmp_path):
     }
     assert losses(tmp_path) == {step: loss for step, loss in losses(ramped[0]).items() if step > 2}
     state = json.loads((tmp_path / "checkpoint/step-6/state.json").read_text())
-    assert state["loader"]["windows_taken"] == 40
+    assert state["parts"]["loader"]["windows_taken"] == 40
 
 
 def test_another_global_batch_goes_on_at_the_next_window(uninterrupted, at_step_2):

@@ -46,6 +46,7 @@ SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or pl
     "rules",
     "check",
     "inputs",
+    "checkpoint.identity",
     "metrics.start_lines",
     "hooks",
     "trainer",

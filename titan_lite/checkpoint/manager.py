@@ -47,6 +47,7 @@ from titan_lite.checkpoint import state as saved_state
 from titan_lite.checkpoint import tensor_files
 from titan_lite.checkpoint.lock import FolderLock
 from titan_lite.checkpoint.names import section_of
+from titan_lite.checkpoint.state import RunState, SavedState
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.data.streams import merge_states
 from titan_lite.distributed.process_group import (
@@ -169,7 +170,7 @@ class Checkpointer:
             files = manifest.check_step(path, step, rank, ranks)
             names = sorted(files)[rank::ranks] if share else sorted(files.keys() & SMALL)
             manifest.check_bytes(path, {name: files[name] for name in names}, self.beat)
-            if saved_state.read_state(path)["step"] != step:
+            if saved_state.read_state(path).step != step:
                 raise CorruptFileError(f"{saved_state.NAME} is of another step")
             if share and dist.get_rank() == 0:
                 tensor_files.read_metadata(path)
@@ -212,13 +213,10 @@ class Checkpointer:
             raise ConfigError(
                 f"checkpoint.load_step = {wanted}: {why}; {have}; use -1 for the newest"
             )
-        if (
-            wanted != whole[-1]
-            and self.read_state(whole[-1]).get("recipe", {}).get("checkpoint", {}).get("load_step")
-            == wanted
-        ):
-            return whole[-1]  # the same command was started again, and has newer steps of its own
         if wanted != whole[-1]:
+            recipe = self.read_state(whole[-1]).identity.recipe
+            if recipe.get("checkpoint", {}).get("load_step") == wanted:
+                return whole[-1]  # the same command was started again, and has newer steps
             raise ConfigError(
                 f"checkpoint.load_step = {wanted}: {self.folder} has newer steps, up to"
                 f" {whole[-1]}, which this run would save again; move them away, or copy"
@@ -293,8 +291,8 @@ class Checkpointer:
                 )
         self._agree(error)
 
-    def read_state(self, step: int) -> dict[str, Any]:
-        """Read a step's state.json. For one rank or all. Raises ConfigError."""
+    def read_state(self, step: int) -> SavedState:
+        """Return what a step has beside its tensors. For one rank or all. Raises ConfigError."""
         try:
             return saved_state.read_state(self.path_of(step))
         except CorruptFileError as error:
@@ -317,35 +315,34 @@ class Checkpointer:
     # Saving
 
     def save(
-        self, step: int, values: Mapping[str, Any], state: dict[str, Any], *, last: bool = False
+        self, step: int, tensors: Mapping[str, Any], state: RunState, *, last: bool = False
     ) -> None:
         """Save a step, or with checkpoint.async_mode start to save it, after the previous save has
         ended.
 
-        values: {name in tensor_files: tensor, DTensor or plain value}. state: of JSON types; rank
-        0's is written, with what all ranks have as "loader", the positions of their streams in the
-        data, merged; a rank whose streams another one reads, too, may have None. Raises
-        CheckpointError if a save has failed and checkpoint.on_failure = "stop".
+        tensors: by their names in tensor_files; plain values among them are for other programs.
+        state: rank 0's is written, with the loader's state of all ranks merged. last: the step is
+        the run's last (checkpoint.last_save_model_only). Raises CheckpointError if a save has
+        failed and checkpoint.on_failure = "stop".
         """
         self.wait()
         self.tried = step
         group = self._processes()
         if last and self.config.last_save_model_only:
-            values = {name: value for name, value in values.items() if section_of(name) == "model"}
-        tensors = {name for name, value in values.items() if isinstance(value, Tensor)}
-        state = {**state, "tensors": sorted({section_of(name) for name in tensors})}
-        positions = [each for each in gather_on_first(state.get("loader"), group) if each]
-        if positions:
-            state["loader"] = merge_states(positions)
+            tensors = {fqn: value for fqn, value in tensors.items() if section_of(fqn) == "model"}
+        sections = {
+            section_of(name) for name, value in tensors.items() if isinstance(value, Tensor)
+        }
+        state = self._with_merged_loaders(state)
 
         writer = tensor_files.StepWriter(
             self._unfinished(step),
             begin=functools.partial(self._begin, step),
-            commit=functools.partial(self._commit, step, state),
+            commit=functools.partial(self._commit, step, sections, state),
             beat=self.beat,
         )
         planner = tensor_files.BeatingSavePlanner(self.beat)
-        state_dict = tensor_files.by_section(values)
+        state_dict = tensor_files.by_section(tensors)
         if self.config.async_mode == "disabled":
             with self._ending(step):
                 dcp.save(state_dict, storage_writer=writer, planner=planner, process_group=group)
@@ -359,6 +356,14 @@ class Checkpointer:
             process_group=group,
             async_stager=self._stager() or writer,
         )
+
+    def _with_merged_loaders(self, state: RunState) -> RunState:
+        """Return the state with the positions of all ranks in the data, on the first rank."""
+        of_ranks = gather_on_first(state.parts.get("loader"), self._processes())
+        loaders = [loader for loader in of_ranks if loader is not None]
+        if not loaders:
+            return state
+        return RunState(state.identity, {**state.parts, "loader": merge_states(loaders)})
 
     def _stager(self) -> AsyncStager | None:
         """Return what copies tensors to memory that is reused for every save, if the recipe asks
@@ -462,7 +467,7 @@ class Checkpointer:
         self._unfinished(step).mkdir()
 
     def _commit(
-        self, step: int, state: Mapping[str, Any], files: dict[str, dict[str, Any]]
+        self, step: int, sections: set[str], state: RunState, files: dict[str, dict[str, Any]]
     ) -> None:
         """Write state.json and the manifest of a step and give it its name, on the first rank.
 
@@ -472,8 +477,7 @@ class Checkpointer:
         """
         self._check_lock()
         unfinished = self._unfinished(step)
-        text = json.dumps(state, indent=1) + "\n"
-        manifest.write_text(unfinished / saved_state.NAME, text)
+        saved_state.write_state(unfinished, step, sections, state)
         small = {name: manifest.digest(unfinished / name) for name in SMALL}
         manifest.write(unfinished, step, {**files, **small})
         try:

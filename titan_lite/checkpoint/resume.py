@@ -1,105 +1,109 @@
 """Compare a resumed run with the run that saved its step, and refuse what cannot go on.
 
-    changes = compare(state, described)          # state.json of the step, and this run's description (check.py)
-    changes.refuse_unless_accepted("step-50", config.checkpoint)                 # raises ConfigError
-    for line in changes.lines(): ...
+    changes = compare(checkpointer.read_state(50), identity)
+    changes.refuse_unless_accepted(config.checkpoint)                 # raises ConfigError
+    for line in changes.describe(): ...
 
     the optimizer starts anew: optimizer.name = "Muon", was "AdamW"
     changed: training.steps = 200, was 100
 
-A step's state.json has the resolved recipe, and under "run" the facts that a recipe does not have:
-the model's shape, hashes of the tokenizer and of the documents, the ranks, versions. Where there is
-a fact it decides, and not the key: another `data.path` with the same documents is no other data.
+Where the identity of a run (checkpoint/identity.py) has more than the recipe, it decides, and not
+the key: another `data.path` with the same documents is the same data.
 """
 
+import dataclasses
 import json
-import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from titan_lite.checkpoint.identity import RunIdentity
+from titan_lite.checkpoint.names import section_of
+from titan_lite.checkpoint.state import NAME, SavedState
 from titan_lite.config import Checkpoint, ConfigError
+from titan_lite.outside import fields_of
 
 
-class Kind(Enum):
-    """What a difference does to a resume."""
+class Effect(Enum):
+    """What a difference does to a resume, those that matter most first."""
 
     REFUSED = "it cannot go on"
-    DATA = "the data starts anew"
-    OPTIMIZER = "the optimizer starts anew"
+    RESTARTS_DATA = "the data starts anew"
+    RESTARTS_OPTIMIZER = "the optimizer starts anew"
+    RESTARTS_COMPRESSION = "gradient compression starts anew"
     NOTED = "changed"
 
 
-KEYS_OF_DATA = (
-    "data.dataset",
-    "data.validation_fraction",
-    "data.shuffle",
-    "data.shuffle_buffer",
-    "debug.seed",
-)
-KEYS_OF_OPTIMIZER = (
-    "optimizer.name",
-    "optimizer.max_preconditioner_dim",
-    "optimizer.start_preconditioning_step",
-)
-KIND_OF_KEY = {
-    **dict.fromkeys(KEYS_OF_DATA, Kind.DATA),
-    **dict.fromkeys(KEYS_OF_OPTIMIZER, Kind.OPTIMIZER),
+class Acceptance(NamedTuple):
+    """The key of [checkpoint] without which an effect is an error, and what the key does."""
+
+    key: str
+    does: str
+
+
+ACCEPTED_BY = {
+    Effect.RESTARTS_DATA: Acceptance(
+        "restart_data", "starts the recipe's data at its first document"
+    ),
+    Effect.RESTARTS_OPTIMIZER: Acceptance("accept_model_only", "starts with moments of zero"),
 }
-# key: (another key, the value of it without which a change of the first is only noted)
-COUNTS_WITH = {
+
+EFFECT_OF_KEY = {  # all other keys: NOTED
+    "data.dataset": Effect.RESTARTS_DATA,
+    "data.validation_fraction": Effect.RESTARTS_DATA,
+    "data.shuffle": Effect.RESTARTS_DATA,
+    "data.shuffle_buffer": Effect.RESTARTS_DATA,
+    "debug.seed": Effect.RESTARTS_DATA,
+    "optimizer.name": Effect.RESTARTS_OPTIMIZER,
+    "optimizer.max_preconditioner_dim": Effect.RESTARTS_OPTIMIZER,
+    "optimizer.start_preconditioning_step": Effect.RESTARTS_OPTIMIZER,
+}
+# key: (another key, its value) without which the key has no effect, so that a change is NOTED
+ONLY_WITH = {
     "data.shuffle_buffer": ("data.shuffle", True),
     "debug.seed": ("data.shuffle", True),
     "optimizer.max_preconditioner_dim": ("optimizer.name", "Shampoo"),
     "optimizer.start_preconditioning_step": ("optimizer.name", "Shampoo"),
 }
-
-FACTS = {  # under "run" in state.json: (words, kind of a change)
-    "model": ("the model's {} ([model])", Kind.REFUSED),
-    "tokenizer": ("SHA-256 of model.tokenizer_path", Kind.REFUSED),
-    "documents": ("SHA-256 of the documents' names and sizes ([data])", Kind.DATA),
-    "rows": ("sequences a step (training.global_batch_size)", Kind.NOTED),
-    "shares": ("share of each source's tokens (data.sources)", Kind.NOTED),
-    "total_steps": ("steps of the schedule (lr_scheduler.total_steps)", Kind.NOTED),
-    "world_size": ("ranks", Kind.NOTED),
-    "mesh": ("ranks along {}", Kind.NOTED),
-    "device": ("device", Kind.NOTED),
-    "versions": ("version of {}", Kind.NOTED),
-    "git": ("git revision", Kind.NOTED),
+# field of RunIdentity: what it is called ({}: of its dictionary, the key that differs), its effect
+FIELDS = {
+    "model": ("the model's {} ([model])", Effect.REFUSED),
+    "tokenizer": ("SHA-256 of model.tokenizer_path", Effect.REFUSED),
+    "documents": ("SHA-256 of the documents' names and sizes ([data])", Effect.RESTARTS_DATA),
+    "sequences": ("sequences a step (training.global_batch_size)", Effect.NOTED),
+    "shares": ("share of each source's tokens (data.sources)", Effect.NOTED),
+    "total_steps": ("steps of the schedule (lr_scheduler.total_steps)", Effect.NOTED),
+    "world_size": ("ranks", Effect.NOTED),
+    "mesh": ("ranks along {}", Effect.NOTED),
+    "device": ("device", Effect.NOTED),
+    "versions": ("version of {}", Effect.NOTED),
+    "git": ("git revision", Effect.NOTED),
 }
 
-ACCEPTED_BY = {  # kinds that are an error without a key of [checkpoint]: (key, its effect)
-    Kind.DATA: ("restart_data", "starts the recipe's data at its first document"),
-    Kind.OPTIMIZER: ("accept_model_only", "starts with moments of zero"),
-}
 ONLY_MODEL = "the step has only the model"
-ERRORS_DROPPED = (
-    "gradients between copies: errors and factors begin anew, as the step has none of these ranks"
-    " and this rank of the factors (parallelism.replicate_compression)"
-)
-NEEDED = (  # keys of state.json
-    "recipe",
-    "run",
-    "tensors",
-    "step",
-    "tokens_seen",
-    "validation_due",
-    "loader",
-    "skipped_steps",
-    "skipped_in_a_row",
-    "spikes",
+OTHER_ERRORS = (
+    "the step has no errors of these ranks and this rank of the factors"
+    " (parallelism.replicate_compression)"
 )
 
 
-@dataclass
+@dataclass(frozen=True)
+class Change:
+    """A difference between a run and the one that saved its step."""
+
+    effect: Effect
+    text: str  # such as "training.steps = 200, was 100"
+
+
+@dataclass(frozen=True)
 class Changes:
-    """The differences between a run and the one that saved its step, as a text each, by kind."""
+    """All differences between a run and the one that saved its step."""
 
-    texts: dict[Kind, list[str]] = field(default_factory=lambda: {kind: [] for kind in Kind})
-    drops_errors: bool = False  # errors of gradients between copies are not loaded
+    folder: Path  # of the step
+    changes: tuple[Change, ...]
+    is_last_step: bool  # of this run, so that the optimizer's state is not needed
 
     @property
     def restarts_data(self) -> bool:
@@ -107,127 +111,131 @@ class Changes:
 
         Steps saved later have the position in the new data.
         """
-        return bool(self.texts[Kind.DATA])
+        return bool(self._texts(Effect.RESTARTS_DATA))
 
     @property
     def restarts_optimizer(self) -> bool:
-        return bool(self.texts[Kind.OPTIMIZER])
+        return bool(self._texts(Effect.RESTARTS_OPTIMIZER))
 
-    def refuse_unless_accepted(
-        self, where: Path | str, checkpoint: Checkpoint, *, done: bool = False
-    ) -> None:
+    @property
+    def restarts_compression(self) -> bool:
+        return bool(self._texts(Effect.RESTARTS_COMPRESSION))
+
+    def _texts(self, effect: Effect) -> list[str]:
+        return [change.text for change in self.changes if change.effect is effect]
+
+    def refuse_unless_accepted(self, checkpoint: Checkpoint) -> None:
         """Raise ConfigError for what cannot go on, and for what starts anew if the recipe does not
         accept it.
-
-        done: the step is the run's last, which needs no optimizer.
         """
-        for kind in (Kind.REFUSED, Kind.DATA, Kind.OPTIMIZER):
-            texts = self.texts[kind]
-            key, effect = ACCEPTED_BY.get(kind, ("", ""))
-            accepted = bool(key) and getattr(checkpoint, key)
-            if not texts or accepted or (done and kind is Kind.OPTIMIZER):
-                continue
-            fix = (
-                "a step that has the optimizer's state" if ONLY_MODEL in texts else "the old value"
-            )
-            other = f"checkpoint.{key} = true, which {effect}" if key else "another job.dump_folder"
-            raise ConfigError(f"{where}: {kind.value}: {'; '.join(texts)}; use {fix}, or {other}")
+        if texts := self._texts(Effect.REFUSED):
+            self._refuse(Effect.REFUSED, texts, "another job.dump_folder")
+        for effect, (key, does) in ACCEPTED_BY.items():
+            texts = self._texts(effect)
+            accepted = getattr(checkpoint, key)
+            not_needed = effect is Effect.RESTARTS_OPTIMIZER and self.is_last_step
+            if texts and not accepted and not not_needed:
+                self._refuse(effect, texts, f"checkpoint.{key} = true, which {does}")
 
-    def lines(self) -> list[str]:
+    def _refuse(self, effect: Effect, texts: list[str], instead: str) -> None:
+        fix = "the old value"
+        if ONLY_MODEL in texts:
+            fix = "a step that has the optimizer's state"
+        raise ConfigError(
+            f"{self.folder}: {effect.value}: {'; '.join(texts)}; use {fix}, or {instead}"
+        )
+
+    def describe(self) -> list[str]:
         """Return a line for each difference, those that matter most first."""
-        lines = [f"{kind.value}: {text}" for kind in Kind for text in self.texts[kind]]
-        if self.drops_errors:
-            lines.append(ERRORS_DROPPED)
+        lines = [f"{effect.value}: {text}" for effect in Effect for text in self._texts(effect)]
         return lines or ["nothing differs from the run that saved it"]
 
-    def to_load(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def tensors_to_load(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of a run's tensors, by name, that it loads from the step."""
         left_out = set()
         if self.restarts_optimizer:
             left_out.add("optimizer")
-        if self.drops_errors:
+        if self.restarts_compression:
             left_out.add("between")
         return {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name.partition(".")[0] not in left_out
+            name: tensor for name, tensor in tensors.items() if section_of(name) not in left_out
         }
 
 
-def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> Changes:
-    """Return the differences between a step's state.json and this run.
+def compare(saved: SavedState, identity: RunIdentity) -> Changes:
+    """Return the differences between the run that saved a step and this run.
 
-    Raises ConfigError if the file is incomplete.
+    Raises ConfigError if the step does not say which run saved it.
     """
-    if lacking := [key for key in NEEDED if key not in state]:
+    if not saved.identity.recipe:
         raise ConfigError(
-            f"checkpoint.folder: state.json of the step is incomplete (no {', '.join(lacking)}); "
-            "use a step that a run of titan_lite saved, or another job.dump_folder"
+            f"{saved.folder}/{NAME} does not have the recipe of a run; use a step that a run of"
+            " titan_lite saved, or another job.dump_folder"
         )
-    now = json.loads(json.dumps(described))  # tuples become lists, as in the file
-    changes = Changes()
-    for key, was, new in _differences(state["recipe"], now["recipe"]):
-        kind = KIND_OF_KEY.get(key, Kind.NOTED)
-        if not (_counts(key, state["recipe"]) or _counts(key, now["recipe"])):
-            kind = Kind.NOTED
-        changes.texts[kind].append(f"{key} = {_short(new)}, was {_short(was)}")
-    for fact, (words, kind) in FACTS.items():
-        was, new = state["run"].get(fact), now["run"].get(fact)
-        if not was or not new:  # one of them does not know
-            continue
-        for path, before, after in _differences(was, new):
-            # max_seq_len is a limit, without parameters
-            of_kind = Kind.NOTED if path == "max_seq_len" else kind
-            text = f"{words.format(path)}: {_short(after)}, was {_short(before)}"
-            changes.texts[of_kind].append(text)
-    if "optimizer" not in state["tensors"]:
-        changes.texts[Kind.OPTIMIZER].append(ONLY_MODEL)
-    errors = now["run"].get("between")
-    saved = "between" in state["tensors"] and state["run"].get("between")
-    changes.drops_errors = bool(errors) and saved != errors
-    return changes
+    with fields_of(f"{saved.folder}/{NAME}"):
+        was = _as_json(saved.identity)
+        now = _as_json(identity)
+        changes = [
+            *_changes_of_recipe(was["recipe"], now["recipe"]),
+            *_changes_of_fields(was, now),
+            *_changes_of_tensors(saved, now["compression"]),
+        ]
+        is_last_step = saved.step >= now["recipe"]["training"]["steps"]
+    return Changes(saved.folder, tuple(changes), is_last_step)
 
 
-def _counts(key: str, recipe: Mapping[str, Any]) -> bool:
-    """Return False if a recipe has a key in COUNTS_WITH without the other key's value."""
-    if key not in COUNTS_WITH:
+def _as_json(identity: RunIdentity) -> dict[str, Any]:
+    """Return the fields as they are read from a file: tuples become lists."""
+    return json.loads(json.dumps(dataclasses.asdict(identity)))
+
+
+def _changes_of_recipe(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    for key, before, after in _differences(was, now):
+        effect = EFFECT_OF_KEY.get(key, Effect.NOTED)
+        if not (_matters(key, was) or _matters(key, now)):
+            effect = Effect.NOTED
+        yield Change(effect, f"{key} = {_short(after)}, was {_short(before)}")
+
+
+def _matters(key: str, recipe: Mapping[str, Any]) -> bool:
+    """Return False if a recipe has a key of ONLY_WITH without the other key's value."""
+    if key not in ONLY_WITH:
         return True
-    other, value = COUNTS_WITH[key]
+    other, value = ONLY_WITH[key]
     section, _, name = other.partition(".")
     return recipe.get(section, {}).get(name) == value
 
 
-@cache
-def git_revision() -> str:
-    """Return the commit of the checkout that has this package, with "+changes" if files were
-    changed since; "": no checkout.
-    """
-    folder = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-
-    try:
-        git(
-            "ls-files", "--error-unmatch", Path(__file__).name
-        )  # fails if installed inside another checkout
-        return git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
-    except (OSError, subprocess.SubprocessError, UnicodeError):
-        return ""
+def _changes_of_fields(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    for name, (words, effect) in FIELDS.items():
+        if not was[name] or not now[name]:  # one of them is unknown
+            continue
+        for path, before, after in _differences(was[name], now[name]):
+            # max_seq_len is a limit, which no parameter depends on
+            of_path = Effect.NOTED if path == "max_seq_len" else effect
+            text = f"{words.format(path)}: {_short(after)}, was {_short(before)}"
+            yield Change(of_path, text)
 
 
-def _differences(was: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _changes_of_tensors(saved: SavedState, compression: Mapping[str, int]) -> Iterator[Change]:
+    """Yield what starts anew because the step does not have its tensors."""
+    if "optimizer" not in saved.tensors:
+        yield Change(Effect.RESTARTS_OPTIMIZER, ONLY_MODEL)
+    has_errors = "between" in saved.tensors and saved.identity.compression == compression
+    if compression and not has_errors:
+        yield Change(Effect.RESTARTS_COMPRESSION, OTHER_ERRORS)
+
+
+def _differences(was: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted path, value before, value now) of all leaves that differ; None: not present."""
-    if isinstance(was, dict | None) and isinstance(new, dict | None):
-        was, new = was or {}, new or {}
-        for name in dict.fromkeys((*new, *was)):
-            inside = f"{path}.{name}" if path else name
-            yield from _differences(was.get(name), new.get(name), inside)
-    elif was != new:
-        yield path, was, new
+    if isinstance(was, dict | None) and isinstance(now, dict | None):
+        was = was or {}
+        now = now or {}
+        for name in dict.fromkeys((*now, *was)):
+            inner_path = f"{path}.{name}" if path else name
+            yield from _differences(was.get(name), now.get(name), inner_path)
+    elif was != now:
+        yield path, was, now
 
 
 def _short(value: Any) -> str:

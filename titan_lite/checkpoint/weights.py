@@ -94,16 +94,16 @@ class CheckpointFolder(_DcpFolder):
             self.check_bytes()
         self.metadata = tensor_files.read_metadata(folder)
         self.state = read_state(folder)
-        shape = self.state.get("run", {}).get("model")
-        if shape is None:
-            raise CorruptFileError("state.json does not say which model this is (run.model)")
-        self.config = config_from_fields(shape, "state.json: run.model")
+        shape = self.state.identity.model
+        if not shape:
+            raise CorruptFileError(f"{STATE} does not say which model this is (identity.model)")
+        self.config = config_from_fields(shape, f"{STATE}: identity.model")
         stored = tensor_files.parameters(self.metadata)
         check_size(self.config, len(stored))
         self.names = {fqn: fqn for fqn in shapes(self.config)}
         self._check_shapes(stored)
         # Only a converted step has them; those of a run are in its tokenizer.
-        self.special_tokens = self.state.get("special_tokens") or {
+        self.special_tokens = self.state.parts.get("special_tokens") or {
             "bos_token_id": None,
             "eos_token_id": None,
         }
@@ -117,7 +117,7 @@ class CheckpointFolder(_DcpFolder):
         """Return the tokenizer of the run's recipe, if it still exists, and the files beside a
         tokenizer.json.
         """
-        path = self.state.get("recipe", {}).get("model", {}).get("tokenizer_path")
+        path = self.state.identity.recipe.get("model", {}).get("tokenizer_path")
         return tokenizer_files(path) if path and Path(path).is_file() else []
 
 
@@ -422,13 +422,13 @@ def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256:
     """Raise ConfigError if a tokenizer is not that of the step, if known, or has more tokens than
     the model.
     """
-    trained_with = (
-        weights.state["run"].get("tokenizer") if isinstance(weights, CheckpointFolder) else None
-    )
-    if trained_with not in (None, sha256):
+    trained_with = ""
+    if isinstance(weights, CheckpointFolder):
+        trained_with = weights.state.identity.tokenizer
+    if trained_with not in ("", sha256):
         raise ConfigError(
             f"tokenizer {path} has SHA-256 {sha256[:12]}, and {weights.folder} was trained with"
-            f" {str(trained_with)[:12]}; use --tokenizer with that one"
+            f" {trained_with[:12]}; use --tokenizer with that one"
         )
     if vocab_size > weights.config.vocab_size:
         raise ConfigError(

@@ -104,9 +104,9 @@ class PerSource:
         if not self.names:
             return {}
         self._gather()
-        return {"tokens_by_source": dict(zip(self.names, self.seen, strict=True))}
+        return {"tokens": dict(zip(self.names, self.seen, strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's state; without a count, from zero."""
-        counts = state.get("tokens_by_source", {})
+        counts = state.get("tokens", {})
         self.seen = [counts.get(name, 0) for name in self.names]

@@ -1,6 +1,6 @@
 """Read the shape of a model from a step's state.json. Hugging Face's is read in hf.py.
 
-config = config_from_fields(state["run"]["model"], "state.json: run.model")
+config = config_from_fields(state.identity.model, "state.json: identity.model")
 """
 
 from typing import Any

@@ -5,7 +5,7 @@ skipped = SkippedSteps(config.training, config.optimizer.lr, device)
 skip, limit = skipped.decide(loss, grad_norm)         # a collective; tensors, which the host does not read
 optimizer.step(skip)
 skipped.note(step, loss, grad_norm, skip, limit)      # numbers, after they have been read
-state |= skipped.state_dict()
+parts["skipped_steps"] = skipped.state_dict()
 """
 
 import math
@@ -108,13 +108,18 @@ class SkippedSteps:
         accepted, window = int(self.accepted), len(self.window)
         oldest = accepted % window if accepted > window else 0
         losses = self.window.roll(-oldest)[:accepted].tolist() if window else []
-        spikes = {"accepted": losses, "skipped": self.spikes}
-        return {"skipped_steps": self.count, "skipped_in_a_row": self.in_a_row, "spikes": spikes}
+        return {
+            "count": self.count,
+            "in_a_row": self.in_a_row,
+            "accepted": losses,
+            "skipped": self.spikes,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's state. A window longer than the saved one fills up first."""
-        self.count, self.in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
-        losses = state["spikes"]["accepted"][-len(self.window) :] if len(self.window) else []
+        self.count = state["count"]
+        self.in_a_row = state["in_a_row"]
+        losses = state["accepted"][-len(self.window) :] if len(self.window) else []
         self.window[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
         self.accepted.fill_(len(losses))
-        self.spikes = state["spikes"]["skipped"]
+        self.spikes = state["skipped"]

@@ -27,7 +27,9 @@ from torch import Tensor
 
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
+from titan_lite.checkpoint.identity import RunIdentity
 from titan_lite.checkpoint.names import to_torchtitan
+from titan_lite.checkpoint.state import RunState, write_state
 from titan_lite.checkpoint.weights import (
     TOKENIZER_FILES,
     CheckpointFolder,
@@ -46,16 +48,14 @@ from titan_lite.tools.cli import Parser, command
 
 def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:
     """Write a step 0 with only the model, for checkpoint.initial_load_path. Raises ConfigError."""
-    state = {
-        "step": 0,
-        "tensors": ["model"],
-        "from": str(weights.folder.resolve()),
-        "run": {"model": dataclasses.asdict(weights.config)},
+    identity = RunIdentity(model=dataclasses.asdict(weights.config))
+    parts = {
+        "converted_from": {"folder": str(weights.folder.resolve())},
         "special_tokens": weights.special_tokens,
     }
     fqns = {fqn: fqn for fqn in weights.shapes}
     with _written_tensors(folder, weights, fqns, dtype) as unfinished:
-        manifest.write_text(unfinished / "state.json", json.dumps(state, indent=1) + "\n")
+        write_state(unfinished, 0, ["model"], RunState(identity, parts))
         files = {path.name: manifest.digest(path) for path in unfinished.iterdir()}
         manifest.write(unfinished, 0, files)
 

@@ -3,7 +3,6 @@
 A world of one; of two at the end.
 """
 
-import json
 import logging
 import os
 import pickle
@@ -23,7 +22,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titan_lite import manifest
 from titan_lite.checkpoint import manager as checkpoint
+from titan_lite.checkpoint.identity import RunIdentity
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
+from titan_lite.checkpoint.state import RunState
 from titan_lite.checkpoint.tensor_files import BeatingSavePlanner, StepWriter, read_metadata
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.logging import logger
@@ -73,7 +74,7 @@ def tensors(step):
 def save(folder, *steps, **settings):
     steps_of = of(folder, **settings)
     for step in steps:
-        steps_of.save(step, tensors(step), {"step": step})
+        steps_of.save(step, tensors(step), RunState())
     steps_of.wait()
     return steps_of
 
@@ -87,7 +88,7 @@ def loaded(steps_of, step):
 def assert_step(steps_of, step):
     found = loaded(steps_of, step)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors(step).items())
-    assert steps_of.read_state(step)["step"] == step
+    assert steps_of.read_state(step).step == step
 
 
 def names(folder):
@@ -116,7 +117,7 @@ def test_writing_hashing_and_loading_are_progress(mode, tmp_path):
         Checkpoint(enable=True, async_mode=mode), tmp_path, lambda: beats.append(phase)
     )
     phase = "save"
-    steps_of.save(1, tensors(1), {"step": 1})
+    steps_of.save(1, tensors(1), RunState())
     steps_of.wait()
     phase = "verify"
     assert steps_of.verified_step() == 1
@@ -132,7 +133,7 @@ def test_what_the_optimizer_does_meanwhile_is_not_in_a_step(mode, tmp_path, monk
     begin, write = threading.Event(), StepWriter.write_data
     monkeypatch.setattr(StepWriter, "write_data", lambda *args: begin.wait(30) and write(*args))
     steps_of, live = of(tmp_path, async_mode=mode), tensors(1)
-    steps_of.save(1, live, {"step": 1})
+    steps_of.save(1, live, RunState())
     for tensor in live.values():
         tensor.zero_()
     steps_of.poll()
@@ -146,8 +147,8 @@ def test_what_the_optimizer_does_meanwhile_is_not_in_a_step(mode, tmp_path, monk
 @pytest.mark.parametrize("mode", MODES)
 def test_the_model_alone_where_the_last_step_is_asked_for_so(mode, tmp_path):
     steps_of = of(tmp_path, async_mode=mode, last_save_model_only=True)
-    steps_of.save(1, tensors(1), {"step": 1})
-    steps_of.save(2, tensors(2), {"step": 2}, last=True)
+    steps_of.save(1, tensors(1), RunState())
+    steps_of.save(2, tensors(2), RunState(), last=True)
     steps_of.wait()
     assert_step(steps_of, 1)
     model = {
@@ -171,7 +172,7 @@ def test_a_step_that_is_there_is_not_overwritten(tmp_path):
         CheckpointError,
         match=r"step 1 was not saved in .*step-1 exists, and no step is overwritten",
     ):
-        steps_of.save(1, tensors(3), {"step": 3})
+        steps_of.save(1, tensors(3), RunState())
     assert {
         path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoint").rglob("*")
     } == before
@@ -205,7 +206,7 @@ PHASES = {
 
 
 def save_and_poll(steps_of):
-    steps_of.save(2, tensors(2), {"step": 2})
+    steps_of.save(2, tensors(2), RunState())
     while not steps_of.saving.done():
         time.sleep(0.01)
     steps_of.poll()  # at the next step's end
@@ -231,7 +232,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_by_recipe_stops_or_goes_on(
         steps_of.wait()  # told once
         assert names(tmp_path) == ["step-1"]
         goes_on = of(tmp_path, async_mode=mode, on_failure="continue")
-        goes_on.save(2, tensors(2), {"step": 2})
+        goes_on.save(2, tensors(2), RunState())
         goes_on.wait()
         assert any(
             line.startswith("NOTHING WAS SAVED: step 2") and line.endswith('"continue")')
@@ -247,9 +248,9 @@ def test_a_save_that_fails_leaves_the_one_before_and_by_recipe_stops_or_goes_on(
 def test_a_failure_in_the_background_is_not_lost(then, tmp_path, monkeypatch):
     monkeypatch.setattr(StepWriter, "write_data", lambda *args: 1 / 0)
     steps_of = of(tmp_path, async_mode="async")
-    steps_of.save(1, tensors(1), {"step": 1})
+    steps_of.save(1, tensors(1), RunState())
     with pytest.raises(CheckpointError, match=r"step 1 was not saved.*ZeroDivisionError"):
-        steps_of.wait() if then == "end of the run" else steps_of.save(2, tensors(2), {"step": 2})
+        steps_of.wait() if then == "end of the run" else steps_of.save(2, tensors(2), RunState())
 
 
 def test_a_file_that_rank_0_does_not_see_is_told(tmp_path, monkeypatch):
@@ -363,7 +364,7 @@ def test_the_command_that_named_a_step_goes_on_from_a_newer_one_of_its_own(tmp_p
     with pytest.raises(ConfigError, match="has newer steps, up to 2"):
         of(tmp_path, load_step=1).step_to_load()
     steps_of = of(tmp_path)
-    steps_of.save(3, tensors(3), {"step": 3, "recipe": {"checkpoint": {"load_step": 1}}})
+    steps_of.save(3, tensors(3), RunState(RunIdentity(recipe={"checkpoint": {"load_step": 1}})))
     assert of(tmp_path, load_step=1).step_to_load() == 3
 
 
@@ -465,7 +466,7 @@ def test_plain_dcp_loads_a_step(tmp_path):
 def test_dcp_makes_a_file_of_torch_save_of_a_step_with_the_sections_of_torchtitan(tmp_path):
     steps_of = of(tmp_path)
     values = {"train_state.step": 1, "optimizer.param_groups.w.betas": (0.9, 0.95)}
-    steps_of.save(1, {**tensors(1), **values}, {"step": 1})
+    steps_of.save(1, {**tensors(1), **values}, RunState())
     assert_step(steps_of, 1)
     dcp_to_torch_save(tmp_path / "checkpoint/step-1", tmp_path / "step.pt")
     found = torch.load(tmp_path / "step.pt", weights_only=False)
@@ -474,10 +475,7 @@ def test_dcp_makes_a_file_of_torch_save_of_a_step_with_the_sections_of_torchtita
     assert torch.equal(found["optimizer"]["state.w.exp_avg"], tensors(1)["w"] * 2)
     assert tuple(found["optimizer"]["param_groups.w.betas"]) == (0.9, 0.95)
     assert found["train_state"]["step"] == 1
-    assert json.loads((tmp_path / "checkpoint/step-1/state.json").read_text()) == {
-        "step": 1,
-        "tensors": ["model", "optimizer"],
-    }
+    assert steps_of.read_state(1).tensors == ("model", "optimizer")
 
 
 @pytest.mark.parametrize(
@@ -525,7 +523,7 @@ def two_ranks(folder, mode):
         begun.append(needed),
         begin(self, step, needed),
     )
-    steps_of.save(1, live, {"step": 1})
+    steps_of.save(1, live, RunState())
     steps_of.wait()
 
     resolve = BeatingSavePlanner.resolve_data
@@ -535,13 +533,13 @@ def two_ranks(folder, mode):
         )
     told = ""
     try:
-        steps_of.save(2, live, {"step": 2})
+        steps_of.save(2, live, RunState())
         while steps_of.saving is not None:
             steps_of.poll()  # one raises where all do
     except CheckpointError as error:
         told = str(error)
     BeatingSavePlanner.resolve_data = resolve
-    steps_of.save(3, live, {"step": 3})
+    steps_of.save(3, live, RunState())
     live["a"].to_local().zero_()
     steps_of.wait()
     steps_of.load(3, live)
@@ -575,8 +573,7 @@ def test_ranks_agree_on_what_failed_and_on_what_is_whole(mode, tmp_path):
         assert there == ["invalid-step-3", "step-1"]
         assert "ranks see different newest steps in " in elsewhere
         assert "(rank 0: 1, rank 1: none)" in elsewhere
-    state = json.loads((tmp_path / "checkpoint/step-1/state.json").read_text())
-    assert state == {"step": 1, "tensors": ["model", "optimizer"]}
+    assert of(tmp_path).read_state(1).tensors == ("model", "optimizer")
 
 
 @pytest.mark.parametrize(
@@ -601,5 +598,5 @@ def test_nothing_is_saved_in_a_folder_that_was_removed_or_is_another_runs(tmp_pa
     (tmp_path / "checkpoint/other").touch()
     (tmp_path / "checkpoint/other").rename(steps_of.locked.path)
     with pytest.raises(CheckpointError, match="the folder or its lock was removed during the run"):
-        steps_of.save(1, tensors(1), {"step": 1})
+        steps_of.save(1, tensors(1), RunState())
     assert names(tmp_path) == ["lock"]

@@ -18,6 +18,8 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from titan_lite import manifest
+from titan_lite.checkpoint.identity import RunIdentity
+from titan_lite.checkpoint.state import RunState, write_state
 from titan_lite.checkpoint.weights import (
     CheckpointFolder,
     HuggingFaceFolder,
@@ -389,12 +391,12 @@ def test_a_hugging_face_folder_that_is_not_whole(folder, tmp_path, change, words
         (lambda copy: cut_short(copy / "__0_0.distcp"), "__0_0.distcp has .* bytes of"),
         (lambda copy: flip(copy / "__0_0.distcp"), "__0_0.distcp was altered"),
         (
-            lambda copy: rewrite(copy, {"run": {"model": dataclasses.asdict(FLAVORS["debug"])}}),
+            lambda copy: rewrite(copy, {"model": dataclasses.asdict(FLAVORS["debug"])}),
             "things do not fit",
         ),
         (
             lambda copy: rewrite(copy, {}),
-            r"state.json does not say which model this is \(run.model\)",
+            r"state.json does not say which model this is \(identity.model\)",
         ),
     ],
 )
@@ -408,9 +410,9 @@ def flip(path):
     path.write_bytes(content)
 
 
-def rewrite(step, state):
+def rewrite(step, identity):
     """Another state.json, under a manifest that fits."""
-    (step / "state.json").write_text(json.dumps({"step": 0, **state}))
+    write_state(step, 0, ["model"], RunState(RunIdentity(**identity)))
     manifest.write(
         step,
         0,

@@ -45,16 +45,16 @@ def test_figures_are_of_the_window_and_tokens_of_the_run():
     by_source.read([2], torch.tensor([3]))
     by_source.add(torch.tensor([6.0]))
     state = by_source.state_dict()
-    assert state == {"tokens_by_source": {"web": 8, "code": 20, "books": 6}}
+    assert state == {"tokens": {"web": 8, "code": 20, "books": 6}}
     found = by_source.values()  # a save between two lines takes nothing from them
     assert {name: value for name, value in found.items() if "loss" in name} == {
         "loss_by_source/books": 2.0
     }
     resumed = made(("books", "web", "new"))
     resumed.load_state_dict(state)
-    assert resumed.state_dict() == {"tokens_by_source": {"books": 6, "web": 8, "new": 0}}
+    assert resumed.state_dict() == {"tokens": {"books": 6, "web": 8, "new": 0}}
     resumed.load_state_dict({})
-    assert resumed.state_dict() == {"tokens_by_source": {"books": 0, "web": 0, "new": 0}}
+    assert resumed.state_dict() == {"tokens": {"books": 0, "web": 0, "new": 0}}
 
 
 def test_a_loss_that_is_not_finite_is_that_of_its_source_alone():

@@ -3,15 +3,16 @@ reads them.
 """
 
 import dataclasses
-import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from tiny import DEBUG, DEBUG_TOKENIZER
 
-from titan_lite.check import describe_run
-from titan_lite.checkpoint.resume import NEEDED, compare
+from titan_lite.checkpoint.identity import run_identity
+from titan_lite.checkpoint.resume import compare
+from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import KEYS, ConfigError, Model, load_config
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import make_layout
@@ -209,16 +210,14 @@ def test_checks_of_a_layout_see_the_shape():
         configured("--model.tied_embeddings=yes", "--parallelism.pipeline_parallel_degree=2")
 
 
-def described(*options):
+def identity_of(*options):
     config, layout = configured(*options)
-    return json.loads(
-        json.dumps(describe_run(config, layout, load_tokenizer(config.model.tokenizer_path)))
-    )
+    return run_identity(config, layout, load_tokenizer(config.model.tokenizer_path))
 
 
 def test_a_step_says_the_shape_which_becomes_a_config_json_and_back():
     for options in (CHANGED, ["--model.max_seq_len=512", "--model.rope_scaling_factor=2"], []):
-        shape = described(*options)["run"]["model"]
+        shape = identity_of(*options).model
         scaling = shape["rope_scaling"] and RopeScaling(**shape["rope_scaling"])
         model = ModelConfig(**{**shape, "rope_scaling": scaling})
         assert model == shape_of(configured(*options)[0].model)
@@ -226,20 +225,19 @@ def test_a_step_says_the_shape_which_becomes_a_config_json_and_back():
 
 
 def test_a_step_of_another_shape_is_refused_with_the_key():
-    was = dict.fromkeys(NEEDED, 0) | described() | {"step": 5, "tensors": ["model", "optimizer"]}
-    was["loader"] = {"windows_taken": 40, "streams": 8, "positions": {}}
+    was = SavedState(identity_of(), folder=Path("step-5"), step=5, tensors=("model", "optimizer"))
     config, _ = configured()
-    assert compare(was, described()).lines() == ["nothing differs from the run that saved it"]
-    changed = compare(was, described("--model.n_layers=3"))
+    assert compare(was, identity_of()).describe() == ["nothing differs from the run that saved it"]
+    changed = compare(was, identity_of("--model.n_layers=3"))
     with pytest.raises(
         ConfigError,
         match=r"it cannot go on: the model's n_layers \(\[model\]\): 3, was 6",
     ):
-        changed.refuse_unless_accepted("step-5", config.checkpoint)
+        changed.refuse_unless_accepted(config.checkpoint)
     same = compare(
-        was, described("--model.n_layers=6", "--model.max_seq_len=4096")
+        was, identity_of("--model.n_layers=6", "--model.max_seq_len=4096")
     )  # the flavor's, and a limit of no parameter
-    assert same.lines() == [
+    assert same.describe() == [
         "changed: model.n_layers = 6, was 0",
         "changed: model.max_seq_len = 4096, was 0",
         "changed: the model's max_seq_len ([model]): 4096, was null",

@@ -53,7 +53,7 @@ def test_neither_a_spike_nor_what_is_not_finite_joins_the_window():
     assert made.skips(8, 1.0, math.inf)
     assert made.limit() == 3.0
     assert not made.skips(9, 2.5, 1.0)
-    assert made.state_dict()["spikes"]["accepted"] == [2.0, 1.0, 2.0, 2.5]
+    assert made.state_dict()["accepted"] == [2.0, 1.0, 2.0, 2.5]
     assert [one["step"] for one in made.spikes] == [5, 6]
 
 
@@ -104,12 +104,10 @@ def test_it_goes_on_from_its_state_as_json():
     made.skips(6, 50.0, 1.0)
     state = made.state_dict()
     assert state == {
-        "skipped_steps": 1,
-        "skipped_in_a_row": 1,
-        "spikes": {
-            "accepted": [2.0, 1.25, 2.5, 0.5],
-            "skipped": [{"step": 6, "loss": 50.0, "limit": made.limit()}],
-        },
+        "count": 1,
+        "in_a_row": 1,
+        "accepted": [2.0, 1.25, 2.5, 0.5],
+        "skipped": [{"step": 6, "loss": 50.0, "limit": made.limit()}],
     }
     after = guard(losses=())
     after.load_state_dict(json.loads(json.dumps(state)))

@@ -234,10 +234,9 @@ def test_a_tokenizer_json_speaks_as_ours_does(folder, tmp_path, capsys):
 def save_step(path, folder, tokenizer, number=1):
     """As a run that had this tokenizer."""
     write_step(path, open_weights(folder))
-    state = json.loads((path / "state.json").read_text()) | {
-        "recipe": {"model": {"tokenizer_path": str(tokenizer)}}
-    }
-    state["run"]["tokenizer"] = load_tokenizer(tokenizer).sha256
+    state = json.loads((path / "state.json").read_text())
+    state["identity"]["recipe"] = {"model": {"tokenizer_path": str(tokenizer)}}
+    state["identity"]["tokenizer"] = load_tokenizer(tokenizer).sha256
     (path / "state.json").write_text(json.dumps(state))
     files = {
         file.name: manifest.digest(file) for file in path.iterdir() if file.name != manifest.NAME
