@@ -1,49 +1,57 @@
-"""Sources of documents: an endless, numbered stream of texts (standard library, local files, hub)
-or tokens (prepared).
+"""Sources of documents: endless, numbered streams of texts, or of tokens that were prepared.
 
     source = build_source(Data(dataset="stdlib"), split="train", seed=0)
     for ordinal, text in source.documents(start=0, wanted=lambda ordinal: ordinal % 8 == 3):
-        ...                                 # documents 3, 11, 19, ... of the infinite concatenation of epochs
+        ...                       # documents 3, 11, 19, ... of the infinite concatenation of epochs
 
 An ordinal is a document's position in that concatenation. It is the same on every rank, so the
 loader's state consists of numbers. The seed decides the order of each epoch. A hash of its name
-decides whether a document belongs to training or to
-validation: the split does not change when documents are added, and ranks need no communication
-about it.
+decides whether a document belongs to training or to validation: the split does not change when
+documents are added, and ranks need no communication about it.
 """
 
 import hashlib
 import itertools
-import os
 import random
-import sysconfig
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
+from titan_lite.data.corpora import BYTES_PER_DOCUMENT, Corpus, Document, Split, open_corpus
 from titan_lite.data.files import Piece, local_files, local_pieces, read_piece, text_of
 from titan_lite.data.prepared import (
     PreparedCorpus,
     PreparedDocuments,
     PreparedStdlib,
-    Split,
     prepared_fingerprint,
 )
+from titan_lite.data.stdlib import Stdlib, stdlib_sizes
 
-Document = str | np.ndarray | BadDocument  # a text, the tokens of a prepared one, or neither
+# An ordinal of a PiecewiseSource is epoch * EPOCH_STRIDE + group * GROUP_STRIDE + its position in
+# the group. Both are primes: modulo any number of streams each group begins with another stream,
+# and no stream has the longer share every time.
+EPOCH_STRIDE = 2**61 - 1
+GROUP_STRIDE = 2**31 - 1
 
-_STDLIB = Path(sysconfig.get_path("stdlib"))
-_NOT_OURS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-# An ordinal of PiecewiseSource is epoch * EPOCH + group * GROUP + position in the group. Both are
-# primes, so that modulo any number of rows each group begins with another row, and no row has the
-# longer share every time.
-EPOCH = 2**61 - 1
-GROUP = 2**31 - 1
-SHUFFLED_BYTES = 4096  # per document of data.shuffle_buffer
+
+class Source(Protocol):
+    """The documents of one split, epoch after epoch."""
+
+    amount: str  # its size in words, as far as it is known without reading
+
+    def epoch(self, ordinal: int) -> int:
+        """Return the epoch that a document is in."""
+
+    def documents(
+        self, start: int, wanted: Callable[[int], bool]
+    ) -> Iterator[tuple[int, Document]]:
+        """Yield (ordinal, document) of the documents from `start` on whose ordinal is wanted.
+
+        Only these are read or parsed. Endless; raises ConfigError if there are none.
+        """
 
 
 class Library(Protocol):
@@ -55,9 +63,7 @@ class Library(Protocol):
 
 
 class StdlibSource:
-    """`pydoc_data.topics` and the sources of the standard library, as texts or prepared, with
-    random access.
-    """
+    """The standard library, as texts or prepared, with random access."""
 
     def __init__(self, data: Data, split: Split, seed: int, library: Library):
         fraction = data.validation_fraction
@@ -65,12 +71,9 @@ class StdlibSource:
         self.shuffle = data.shuffle
         self.seed = seed
         self.library = library
+        self.amount = f"{len(self.names):,} documents"
         if not self.names:
-            raise _empty(data, split)
-
-    @property
-    def amount(self) -> str:
-        return f"{len(self.names):,} documents"
+            raise _no_document(data, split)
 
     def epoch(self, ordinal: int) -> int:
         return ordinal // len(self.names)
@@ -78,9 +81,6 @@ class StdlibSource:
     def documents(
         self, start: int, wanted: Callable[[int], bool]
     ) -> Iterator[tuple[int, Document]]:
-        """Yield (ordinal, document) of the documents from `start` on whose ordinal is wanted; only
-        these are read.
-        """
         count = len(self.names)
         for epoch in itertools.count(start // count):
             order = list(range(count))
@@ -91,92 +91,7 @@ class StdlibSource:
                     yield ordinal, self.library.document(self.names[order[ordinal % count]])
 
 
-class Corpus(Protocol):
-    """Documents in pieces: of files, of the hub, or prepared."""
-
-    pieces: list[Piece]
-    split_by_name: bool  # False: it has the documents of one split
-    amount: str  # its size in words, as far as it is known without reading
-
-    def read(self, piece: Piece) -> Iterator[tuple[int, Any]]:
-        """Yield (place, raw) of the documents of a piece.
-
-        `raw` is a ValueError if there is nothing to parse.
-        """
-
-    def name(self, piece: Piece, place: int) -> str:
-        """Return the name of a document; a hash of it decides the split."""
-
-    def size(self, raw: Any) -> int:
-        """Return the bytes of a document in the shuffle buffer."""
-
-    def document(self, piece: Piece, place: int, raw: Any) -> Document | None:
-        """Return a document; None if it was bad when it was prepared."""
-
-
-class LocalCorpus:
-    """The files at data.path."""
-
-    def __init__(self, data: Data):
-        self.data = data
-        self.split_by_name = True
-        self.pieces = local_pieces(data)
-        files = {piece.file for piece in self.pieces}
-        size = sum(piece.size for piece in self.pieces)
-        self.amount = f"{_count(len(files), 'file')}, {size / 2**20:,.2f} MiB"
-
-    def read(self, piece: Piece) -> Iterator[tuple[int, Any]]:
-        if piece.format == ".txt":  # one document, which `document` reads
-            yield 0, None
-        else:
-            yield from read_piece(piece, self.data)
-
-    def name(self, piece: Piece, place: int) -> str:
-        return piece.name if piece.format == ".txt" else f"{piece.name}:{place}"
-
-    def size(self, raw: Any) -> int:
-        return len(raw) if isinstance(raw, str | bytes) else 0
-
-    def document(self, piece: Piece, place: int, raw: Any) -> str | BadDocument:
-        if piece.format == ".txt":
-            place, raw = next(read_piece(piece, self.data))
-        return text_of(raw, piece, place, self.data)
-
-
-class HubCorpus:
-    """A dataset of the hub, streamed; a piece is a shard.
-
-    c4 is C4 in English, about 156 billion tokens.
-    """
-
-    def __init__(self, data: Data, split: Split):
-        self.data = data
-        self.split_by_name = data.dataset != "c4"
-        self.stream = _open_hub(data, split)
-        self.amount = f"{_count(self.stream.num_shards, 'shard')} of the hub"
-        # the size is too large for a shard to be shuffled with others
-        size = SHUFFLED_BYTES * data.shuffle_buffer
-        names = [f"{data.dataset} shard {index}" for index in range(self.stream.num_shards)]
-        self.pieces = [Piece(name, name, size, index) for index, name in enumerate(names)]
-
-    def read(self, piece: Piece) -> Iterator[tuple[int, Any]]:
-        shard = self.stream.shard(num_shards=len(self.pieces), index=piece.start)
-        # Plain iteration would give each loader process only its share.
-        for place, batch in enumerate(shard.iter(batch_size=1)):
-            yield place, {name: values[0] for name, values in batch.items()}
-
-    def name(self, piece: Piece, place: int) -> str:
-        return f"{piece.name}:{place}"
-
-    def size(self, raw: dict[str, Any]) -> int:
-        text = raw.get(self.data.text_field)
-        return len(text) if isinstance(text, str | bytes) else 0
-
-    def document(self, piece: Piece, place: int, raw: Any) -> str | BadDocument:
-        return text_of(raw, piece, place, self.data)
-
-
-_Raw = tuple[Piece, int, Any]  # (piece, place in it, raw document)
+RawDocument = tuple[Piece, int, Any]  # piece, position in it, content that is not parsed
 
 
 class PiecewiseSource:
@@ -194,118 +109,128 @@ class PiecewiseSource:
         self.split = split
         self.seed = seed
         self.corpus = corpus
-        self.limit = SHUFFLED_BYTES * data.shuffle_buffer
-
-    @property
-    def amount(self) -> str:
-        return self.corpus.amount
+        self.amount = corpus.amount
+        self.shuffle_bytes = BYTES_PER_DOCUMENT * data.shuffle_buffer
 
     def epoch(self, ordinal: int) -> int:
-        return ordinal // EPOCH
+        return ordinal // EPOCH_STRIDE
 
     def documents(
         self, start: int, wanted: Callable[[int], bool]
     ) -> Iterator[tuple[int, Document]]:
-        """Yield (ordinal, document) of the documents from `start` on with a wanted ordinal; only
-        these are parsed.
+        first_epoch, offset = divmod(start, EPOCH_STRIDE)
+        yield from self._rest_of_epoch(first_epoch, offset, wanted)
+        for epoch in itertools.count(first_epoch + 1):
+            yield from self._rest_of_epoch(epoch, 0, wanted)
+
+    def _rest_of_epoch(
+        self, epoch: int, offset: int, wanted: Callable[[int], bool]
+    ) -> Iterator[tuple[int, Document]]:
+        """Yield (ordinal, document) of the wanted documents of an epoch.
+
+        offset: the ordinal within the epoch to begin at. Raises ConfigError at the end of an epoch
+        that was read as a whole, if it had no document of this split, or none that can be read.
         """
-        beginning, rest = divmod(start, EPOCH)
-        for epoch in itertools.count(beginning):
-            found = epoch == beginning and rest > 0
-            readable = found
-            bad = ""
-            for number, group in enumerate(self._groups(epoch)):
-                if epoch == beginning and number < rest // GROUP:
-                    continue
-                base = epoch * EPOCH + number * GROUP
-                in_order = self._in_order(group, f"{self.seed} {epoch} {number}")
-                for ordinal, (piece, place, raw) in enumerate(in_order, start=base):
-                    want = ordinal >= start and wanted(ordinal)
-                    if not isinstance(raw, ValueError):
-                        readable = True
-                    else:
-                        bad = bad or str(self.corpus.document(piece, place, raw))
-                    if (want or not found) and self._is_ours(piece, place):
-                        found = True
-                        if want:
-                            document = self.corpus.document(piece, place, raw)
-                            if document is not None:
-                                yield ordinal, document
-            if not found:
-                raise _empty(self.data, self.split)
-            if bad and not readable:  # a further epoch would only repeat this
-                raise ConfigError(f"{bad}; no other document can be read; use other documents")
+        is_partial = offset > 0
+        has_ours = is_partial  # a document of this split was seen, or may lie before the offset
+        has_readable = is_partial
+        first_bad = ""
+        start = epoch * EPOCH_STRIDE + offset
+        for ordinal, (piece, position, raw) in self._raw_documents(epoch, offset // GROUP_STRIDE):
+            if not isinstance(raw, ValueError):
+                has_readable = True
+            elif not first_bad:
+                first_bad = str(self.corpus.document(piece, position, raw))
+            is_wanted = ordinal >= start and wanted(ordinal)
+            if has_ours and not is_wanted:
+                continue
+            if not self._is_ours(piece, position):
+                continue
+            has_ours = True
+            if is_wanted:
+                document = self.corpus.document(piece, position, raw)
+                if document is not None:
+                    yield ordinal, document
+        if not has_ours:
+            raise _no_document(self.data, self.split)
+        if first_bad and not has_readable:  # a further epoch would only repeat this
+            raise ConfigError(f"{first_bad}; no other document can be read; use other documents")
+
+    def _raw_documents(self, epoch: int, first_group: int) -> Iterator[tuple[int, RawDocument]]:
+        """Yield (ordinal, raw document) of both splits, from a group of an epoch on."""
+        for number, pieces in enumerate(self._groups(epoch)):
+            if number < first_group:
+                continue
+            base = epoch * EPOCH_STRIDE + number * GROUP_STRIDE
+            documents = self._of_group(pieces, seed=f"{self.seed} {epoch} {number}")
+            yield from enumerate(documents, start=base)
 
     def _groups(self, epoch: int) -> list[list[Piece]]:
+        """Return the pieces of an epoch in their order, in groups that fit the shuffle buffer."""
         pieces = list(self.corpus.pieces)
         if self.data.shuffle:
             random.Random(f"{self.seed} {epoch}").shuffle(pieces)
         groups: list[list[Piece]] = [[]]
         size = 0
         for piece in pieces:
-            if groups[-1] and size + piece.size > self.limit:
+            if groups[-1] and size + piece.size > self.shuffle_bytes:
                 groups.append([])
                 size = 0
             groups[-1].append(piece)
             size += piece.size
         return groups
 
-    def _in_order(self, group: list[Piece], seed: str) -> Iterator[_Raw]:
+    def _of_group(self, pieces: list[Piece], seed: str) -> Iterator[RawDocument]:
+        """Yield the documents of the pieces, in order or shuffled."""
         documents = (
-            (piece, place, raw) for piece in group for place, raw in self.corpus.read(piece)
+            (piece, position, raw) for piece in pieces for position, raw in self.corpus.read(piece)
         )
         if not self.data.shuffle:
             yield from documents
             return
-        for part, some in enumerate(iter(lambda: self._take(documents), [])):
-            random.Random(f"{seed} {part}").shuffle(some)
-            yield from some
+        for part in itertools.count():
+            buffer = self._fill_buffer(documents)
+            if not buffer:
+                return
+            random.Random(f"{seed} {part}").shuffle(buffer)
+            yield from buffer
 
-    def _take(self, documents: Iterator[_Raw]) -> list[_Raw]:
-        """Return as many documents as are shuffled at once."""
-        some = []
+    def _fill_buffer(self, documents: Iterator[RawDocument]) -> list[RawDocument]:
+        """Return as many documents as are shuffled at once; none at the end."""
+        buffer = []
         size = 0
         for document in documents:
-            some.append(document)
+            buffer.append(document)
             size += self.corpus.size(document[2])
-            if size >= self.limit or len(some) == self.data.shuffle_buffer:
+            if size >= self.shuffle_bytes or len(buffer) == self.data.shuffle_buffer:
                 break
-        return some
+        return buffer
 
-    def _is_ours(self, piece: Piece, place: int) -> bool:
+    def _is_ours(self, piece: Piece, position: int) -> bool:
         if not self.corpus.split_by_name:
             return True
         if not self.data.validation_fraction:
             return self.split == "train"
-        name = self.corpus.name(piece, place)
+        name = self.corpus.name(piece, position)
         return _belongs(name, self.split, self.data.validation_fraction)
 
 
-Source = StdlibSource | PiecewiseSource
-
-
 def build_source(data: Data, *, split: Split, seed: int) -> Source:
-    """Return the source of one split of `data.dataset`; `data.mixture()` has one [data] section for
-    each of data.sources.
+    """Return the source of one split of `data.dataset`.
 
-    Raises ConfigError if nothing can be read. That a split has no document is an error only after
-    an epoch has been read.
+    Of a mixture, `data.mixture()` has a [data] section for each source. Raises ConfigError if
+    nothing can be read. That a split has no document is an error only after an epoch has been read.
     """
     if data.dataset == "stdlib":
         return StdlibSource(data, split, seed, Stdlib())
-    if data.dataset == "prepared":
-        documents = PreparedDocuments(data, split)
-        if not documents.piece_sizes:
-            return StdlibSource(data, split, seed, PreparedStdlib(documents))
-        if documents.is_from_hub and split == "validation":
-            data = data.replace(shuffle=False)  # as `build_loader` reads the hub
-        return PiecewiseSource(data, split, seed, PreparedCorpus(documents))
-    return PiecewiseSource(data, split, seed, open_corpus(data, split))
-
-
-def open_corpus(data: Data, split: Split) -> Corpus:
-    """Open local files, or a dataset of the hub. Raises ConfigError."""
-    return LocalCorpus(data) if data.dataset == "local" else HubCorpus(data, split)
+    if data.dataset != "prepared":
+        return PiecewiseSource(data, split, seed, open_corpus(data, split))
+    documents = PreparedDocuments(data, split)
+    if not documents.piece_sizes:
+        return StdlibSource(data, split, seed, PreparedStdlib(documents))
+    if documents.is_from_hub and split == "validation":
+        data = data.replace(shuffle=False)  # as `build_loader` reads the hub
+    return PiecewiseSource(data, split, seed, PreparedCorpus(documents))
 
 
 def check_data(data: Data) -> None:
@@ -319,16 +244,23 @@ def check_data(data: Data) -> None:
             source = StdlibSource(part, "train", 0, Stdlib())
             source.library.document(source.names[0])
         elif part.dataset == "local":
-            pieces = local_pieces(part)
-            if not any(True for piece in pieces for _ in read_piece(piece, part)):
-                raise ConfigError(
-                    f'{part.key("path")} = "{part.path}" has no document; use files with documents'
-                )
-            for piece in {piece.format: piece for piece in reversed(pieces)}.values():
-                for place, raw in itertools.islice(read_piece(piece, part), 1):
-                    document = text_of(raw, piece, place, part)
-                    if isinstance(document, BadDocument):
-                        policy.skip(document)
+            _check_local(part, policy)
+
+
+def _check_local(data: Data, policy: BadDocumentPolicy) -> None:
+    pieces = local_pieces(data)
+    if not any(True for piece in pieces for _ in read_piece(piece, data)):
+        raise ConfigError(
+            f'{data.key("path")} = "{data.path}" has no document; use files with documents'
+        )
+    first_of_format: dict[str, Piece] = {}
+    for piece in pieces:
+        first_of_format.setdefault(piece.format, piece)
+    for piece in first_of_format.values():
+        for position, raw in itertools.islice(read_piece(piece, data), 1):
+            document = text_of(raw, piece, position, data)
+            if isinstance(document, BadDocument):
+                policy.skip(document)
 
 
 def fingerprint(data: Data) -> str:
@@ -342,123 +274,39 @@ def fingerprint(data: Data) -> str:
 
 
 def _fingerprint(data: Data) -> str:
-    match data.dataset:
-        case "prepared":
-            return prepared_fingerprint(data)
-        case "stdlib":
-            topics = {f"topics/{name}": len(text) for name, text in _topics().items()}
-            return _sha256(
-                [
-                    (name, topics[name] if name in topics else os.path.getsize(_STDLIB / name))
-                    for name in _stdlib_names()
-                ]
-            )
-        case "local":
-            return _sha256(
-                [
-                    "by pieces",
-                    data.text_field,
-                    *((name, size) for _, name, size in local_files(data)),
-                ]
-            )
-        case name:
-            return _sha256([name, data.subset, data.split, data.text_field])
+    if data.dataset == "prepared":
+        return prepared_fingerprint(data)
+    if data.dataset == "stdlib":
+        return _sha256(list(stdlib_sizes().items()))
+    if data.dataset == "local":
+        names = [(name, size) for _, name, size in local_files(data)]
+        return _sha256(["by pieces", data.text_field, *names])
+    return _sha256([data.dataset, data.subset, data.split, data.text_field])
 
 
-def _sha256(what: list) -> str:
-    return hashlib.sha256(repr(what).encode()).hexdigest()
+def _sha256(values: list) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
 def _belongs(name: str, split: Split, validation_fraction: float) -> bool:
-    """Return whether a document belongs to the split: the hash of its name puts
-    `validation_fraction` of them in validation.
+    """Return whether a document belongs to the split.
+
+    The hash of its name puts `validation_fraction` of the documents in validation.
     """
-    hashed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    digest = hashlib.sha256(name.encode()).digest()
+    hashed = int.from_bytes(digest[:8], "big") / 2**64
     return (hashed < validation_fraction) == (split == "validation")
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number > 1)}"
-
-
-def _empty(data: Data, split: Split) -> ConfigError:
+def _no_document(data: Data, split: Split) -> ConfigError:
+    """Return the error that a split has no document."""
     where = f' at {data.key("path")} = "{data.path}"' if data.path else ""
-    other = 0.5 if split == "validation" else 0.05
-    helps = (
-        data.validation_fraction < other
-        if split == "validation"
-        else data.validation_fraction > other
-    )
-    instead = f" or validation_fraction = {other}" if helps else ""
+    instead = ""
+    if split == "validation" and data.validation_fraction < 0.5:
+        instead = " or validation_fraction = 0.5"
+    if split == "train" and data.validation_fraction > 0.05:
+        instead = " or validation_fraction = 0.05"
     return ConfigError(
         f'{data.key("dataset")} = "{data.dataset}"{where} has no {split} document with'
         f" data.validation_fraction = {data.validation_fraction}; use more documents{instead}"
     )
-
-
-# The standard library of the running Python
-
-
-class Stdlib:
-    """Texts of the standard library of the running Python."""
-
-    def __init__(self) -> None:
-        self.names = _stdlib_names()
-
-    def document(self, name: str) -> str:
-        kind, _, topic = name.partition("/")
-        if kind == "topics":
-            return _topics()[topic]
-        return (_STDLIB / name).read_text(encoding="utf-8", errors="replace")
-
-
-def _stdlib_names() -> list[str]:
-    """Return sorted names: "topics/NAME" for pydoc's help texts, and paths of sources, relative to
-    the standard library.
-    """
-    names = [f"topics/{topic}" for topic in _topics()]
-    for folder, subfolders, files in os.walk(_STDLIB):
-        subfolders[:] = [name for name in subfolders if name not in _NOT_OURS]
-        for path in (Path(folder, file) for file in files if file.endswith(".py")):
-            name = path.relative_to(_STDLIB).as_posix()
-            # _sysconfigdata differs between builds of one Python; the topics are listed above.
-            unfit = path.name.startswith("_sysconfigdata") or name == "pydoc_data/topics.py"
-            if not unfit and path.is_file() and path.stat().st_size:
-                names.append(name)
-    if len(names) < 100:
-        raise ConfigError(
-            'data.dataset = "stdlib": this Python has no sources of its standard library'
-            f' ({len(names)} documents in {_STDLIB}); use a full Python, or data.dataset = "local"'
-            " with data.path"
-        )
-    return sorted(names)
-
-
-def _topics() -> dict[str, str]:
-    try:
-        from pydoc_data.topics import topics
-    except (
-        ImportError
-    ):  # some distributions have it in another package; most of the text is sources
-        return {}
-    return topics
-
-
-# The hub. `datasets` takes a second to import, so it is imported only here.
-
-
-def _open_hub(data: Data, split: Split) -> Any:
-    """Open a streamed dataset. Raises ConfigError."""
-    import datasets
-
-    name, subset, which = data.dataset, data.subset or None, data.split
-    if name == "c4":
-        name, subset, which = "allenai/c4", "en", split
-    try:
-        return datasets.load_dataset(name, subset, split=which, streaming=True)
-    except Exception as error:
-        raise ConfigError(
-            f'{data.key("dataset")} = "{data.dataset}": {name} cannot be opened on the hub'
-            f" ({type(error).__name__}: {error}); without network, use {data.key('dataset')} ="
-            f' "local" with {data.key("path")}, or "stdlib"'
-        ) from error

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from titan_lite.config import Data
 from titan_lite.data.bad_documents import SkippedDocuments
-from titan_lite.data.documents import Split, build_source
+from titan_lite.data.corpora import Split
+from titan_lite.data.documents import build_source
 from titan_lite.data.packing import Corpora, Mixture, Window, WindowPacker
 from titan_lite.data.processes import PackingProcesses
 from titan_lite.data.streams import LoaderState, RankStreams, StreamPosition

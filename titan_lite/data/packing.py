@@ -30,7 +30,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy, SkippedDocuments
-from titan_lite.data.documents import Document, Source
+from titan_lite.data.corpora import Document
+from titan_lite.data.documents import Source
 from titan_lite.data.streams import LoaderState, RankStreams, StreamPosition
 from titan_lite.data.tokenizer import Tokenizer
 

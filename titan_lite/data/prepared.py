@@ -17,18 +17,17 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from titan_lite import manifest
 from titan_lite.config import ConfigError, Data
+from titan_lite.data.corpora import Split
 from titan_lite.data.files import Piece
 
 FORMAT = 2
 NAME = "prepared.json"
-Split = Literal["train", "validation"]
-SPLITS: tuple[Split, Split] = ("train", "validation")
 BOTH_SPLITS = "documents"  # the folder of a corpus that is split by the names of documents
 MAX_OPEN_BATCHES = 1000  # of a thousand documents; a group that is shuffled has some hundred
 _FIX = "use `titan-lite prepare` to prepare it again"

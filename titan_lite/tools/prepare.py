@@ -36,16 +36,15 @@ from titan_lite import manifest
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.config.errors import in_toml
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
-from titan_lite.data.documents import Corpus, Stdlib, open_corpus
+from titan_lite.data.corpora import SPLITS, Corpus, Split, open_corpus
 from titan_lite.data.prepared import (
     BOTH_SPLITS,
     FORMAT,
     NAME,
-    SPLITS,
-    Split,
     check_prepared,
     read_prepared,
 )
+from titan_lite.data.stdlib import Stdlib
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.environment import usable_cores
 from titan_lite.logging import init_logging

@@ -10,8 +10,8 @@ import pytest
 from titan_lite.config import ConfigError, Data, DataSource
 from titan_lite.data import files
 from titan_lite.data.documents import (
-    EPOCH,
-    GROUP,
+    EPOCH_STRIDE,
+    GROUP_STRIDE,
     build_source,
     check_data,
     fingerprint,
@@ -103,8 +103,8 @@ def test_stdlib_starts_anywhere_and_reads_only_what_is_wanted(monkeypatch):
 
 
 def test_a_python_without_sources_is_an_error(monkeypatch, tmp_path):
-    monkeypatch.setattr("titan_lite.data.documents._STDLIB", tmp_path)
-    monkeypatch.setattr("titan_lite.data.documents._topics", dict)
+    monkeypatch.setattr("titan_lite.data.stdlib.FOLDER", tmp_path)
+    monkeypatch.setattr("titan_lite.data.stdlib._topics", dict)
     with pytest.raises(ConfigError, match=r'data.dataset = "stdlib".*data.dataset = "local"'):
         check_data(Data())
 
@@ -332,7 +332,7 @@ def test_a_group_is_small_and_going_on_opens_no_file_before_it(tmp_path, monkeyp
     source = build_source(data, split="train", seed=0)
     epoch = read(source, 0, 240)
     assert len({text for _, text in epoch}) == 240
-    groups = {(ordinal // GROUP) for ordinal, _ in epoch}
+    groups = {(ordinal // GROUP_STRIDE) for ordinal, _ in epoch}
     assert len(groups) >= 4 if not compression else groups == {0}  # compressed all are one group
     opened = []
     open_file = files.open_file
@@ -395,8 +395,11 @@ def test_rows_are_served_alike_however_few_documents_there_are(tmp_path):
 
 
 def test_ordinals_leave_room():
-    assert EPOCH > 2**29 * GROUP
-    assert all(EPOCH % n and GROUP % n for n in random.Random(0).sample(range(2, 2**20), 1000))
+    assert EPOCH_STRIDE > 2**29 * GROUP_STRIDE
+    assert all(
+        EPOCH_STRIDE % n and GROUP_STRIDE % n
+        for n in random.Random(0).sample(range(2, 2**20), 1000)
+    )
 
 
 # C4

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from titan_lite.config import ConfigError, Data
-from titan_lite.data.documents import EPOCH, build_source
+from titan_lite.data.documents import EPOCH_STRIDE, build_source
 from titan_lite.data.loader import build_loader
 from titan_lite.data.packing import WindowPacker, doc_starts, doc_stats
 from titan_lite.data.processes import LoaderError
@@ -178,7 +178,7 @@ def test_resumed_equals_uninterrupted(corpus, tokenizer, num_workers):
         states.append(json.loads(json.dumps(loader.state_dict())))
     # the run crossed several epochs, and its states lie inside documents, inside steps and on both
     # sides of an epoch's edge
-    assert all(document > 2 * EPOCH for [[document, _]] in states[-1]["positions"].values())
+    assert all(document > 2 * EPOCH_STRIDE for [[document, _]] in states[-1]["positions"].values())
     for at in (0, 1, 3, 4, 10, 17, 33, 90, 153):
         [resumed] = loaders(data, tokenizer, batch_size=2, state=states[at])
         assert resumed.state_dict() == states[at]
@@ -280,7 +280,7 @@ def test_dp_4_to_2_to_8_sees_the_samples_of_an_uninterrupted_run(data, tokenizer
 def test_a_resume_at_any_step_goes_on_with_its_samples(data, tokenizer, uninterrupted):
     """So also at an epoch's edge, and at the steps before and after it."""
     epochs = [
-        {document // EPOCH for [[document, _]] in state["positions"].values()}
+        {document // EPOCH_STRIDE for [[document, _]] in state["positions"].values()}
         for state, _ in uninterrupted
     ]
     assert data.dataset == "stdlib" or (

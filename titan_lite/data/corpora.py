@@ -1,0 +1,142 @@
+"""Corpora: documents in pieces that can be read independently, from local files or the hub.
+
+    corpus = open_corpus(Data(dataset="local", path="corpus/*.jsonl"), split="train")
+    for piece in corpus.pieces:                                    # 1 MiB of a file, a row group, a shard
+        for position, raw in corpus.read(piece):
+            document = corpus.document(piece, position, raw)       # a text, or a BadDocument
+
+Reading yields raw documents, which are not parsed: a reader of one document in eight parses one in
+eight. prepared.py has a corpus of documents that are tokens already.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from titan_lite.config import ConfigError, Data
+from titan_lite.data.bad_documents import BadDocument
+from titan_lite.data.files import Piece, local_pieces, read_piece, text_of
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, Split] = ("train", "validation")
+
+Document = str | np.ndarray | BadDocument  # a text, the tokens of a prepared one, or neither
+
+BYTES_PER_DOCUMENT = 4096  # of data.shuffle_buffer
+
+
+class Corpus(Protocol):
+    """Documents in pieces: of files, of the hub, or prepared."""
+
+    pieces: list[Piece]
+    split_by_name: bool  # False: it has the documents of one split
+    amount: str  # its size in words, as far as it is known without reading
+
+    def read(self, piece: Piece) -> Iterator[tuple[int, Any]]:
+        """Yield (position, raw) of the documents of a piece.
+
+        `raw` is a ValueError if there is nothing to parse.
+        """
+
+    def name(self, piece: Piece, position: int) -> str:
+        """Return the name of a document; a hash of it decides the split."""
+
+    def size(self, raw: Any) -> int:
+        """Return the bytes of a document in the shuffle buffer."""
+
+    def document(self, piece: Piece, position: int, raw: Any) -> Document | None:
+        """Return a document; None if it was bad when it was prepared."""
+
+
+class LocalCorpus:
+    """The files at data.path. A txt file is one document, which is read when it is wanted."""
+
+    def __init__(self, data: Data):
+        self.data = data
+        self.split_by_name = True
+        self.pieces = local_pieces(data)
+        files = len({piece.file for piece in self.pieces})
+        mib = sum(piece.size for piece in self.pieces) / 2**20
+        self.amount = (
+            f"1 file, {mib:,.2f} MiB" if files == 1 else f"{files:,} files, {mib:,.2f} MiB"
+        )
+
+    def read(self, piece: Piece) -> Iterator[tuple[int, Any]]:
+        if piece.format == ".txt":
+            yield 0, None
+        else:
+            yield from read_piece(piece, self.data)
+
+    def name(self, piece: Piece, position: int) -> str:
+        return piece.name if piece.format == ".txt" else f"{piece.name}:{position}"
+
+    def size(self, raw: Any) -> int:
+        return len(raw) if isinstance(raw, str | bytes) else 0
+
+    def document(self, piece: Piece, position: int, raw: Any) -> str | BadDocument:
+        if piece.format == ".txt":
+            position, raw = next(read_piece(piece, self.data))
+        return text_of(raw, piece, position, self.data)
+
+
+class HubCorpus:
+    """A dataset of the hub, streamed; a piece is a shard.
+
+    c4 is C4 in English, about 156 billion tokens.
+    """
+
+    def __init__(self, data: Data, split: Split):
+        self.data = data
+        self.split_by_name = data.dataset != "c4"
+        self.stream = _open_hub(data, split)
+        shards = self.stream.num_shards
+        self.amount = "1 shard of the hub" if shards == 1 else f"{shards:,} shards of the hub"
+        # so large that each shard is shuffled alone
+        size = BYTES_PER_DOCUMENT * data.shuffle_buffer
+        self.pieces = []
+        for index in range(shards):
+            name = f"{data.dataset} shard {index}"
+            self.pieces.append(Piece(name, name, size, start=index))
+
+    def read(self, piece: Piece) -> Iterator[tuple[int, Any]]:
+        shard = self.stream.shard(num_shards=len(self.pieces), index=piece.start)
+        # Plain iteration would give each loader process only its share.
+        for position, batch in enumerate(shard.iter(batch_size=1)):
+            yield position, {name: values[0] for name, values in batch.items()}
+
+    def name(self, piece: Piece, position: int) -> str:
+        return f"{piece.name}:{position}"
+
+    def size(self, raw: dict[str, Any]) -> int:
+        text = raw.get(self.data.text_field)
+        return len(text) if isinstance(text, str | bytes) else 0
+
+    def document(self, piece: Piece, position: int, raw: Any) -> str | BadDocument:
+        return text_of(raw, piece, position, self.data)
+
+
+def open_corpus(data: Data, split: Split) -> Corpus:
+    """Open local files, or a dataset of the hub. Raises ConfigError."""
+    return LocalCorpus(data) if data.dataset == "local" else HubCorpus(data, split)
+
+
+def _open_hub(data: Data, split: Split) -> Any:
+    """Open a streamed dataset. Raises ConfigError."""
+    import datasets  # which takes a second
+
+    name = data.dataset
+    subset = data.subset or None
+    hub_split = data.split
+    if data.dataset == "c4":
+        name = "allenai/c4"
+        subset = "en"
+        hub_split = split
+    try:
+        return datasets.load_dataset(name, subset, split=hub_split, streaming=True)
+    except Exception as error:
+        raise ConfigError(
+            f'{data.key("dataset")} = "{data.dataset}": {name} cannot be opened on the hub'
+            f" ({type(error).__name__}: {error}); without network, use {data.key('dataset')} ="
+            f' "local" with {data.key("path")}, or "stdlib"'
+        ) from error
