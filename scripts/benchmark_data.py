@@ -39,7 +39,7 @@ from titan_lite.data.documents import build_source
 from titan_lite.data.loader import build_loader
 from titan_lite.data.prepared import BOTH_SPLITS
 from titan_lite.data.tokenizer import TiktokenTokenizer, load_tokenizer
-from titan_lite.tools.prepare import prepare, save, write_description
+from titan_lite.tools.prepare import prepare, write_info, write_table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS_PER_PIECE = 300  # of a synthetic corpus: about 1 MiB of text
@@ -171,13 +171,12 @@ def synthetic(folder: Path, tokens: int, mean: int) -> Path:
         rows, features=features, cache_dir=str(folder / "cache"), fingerprint=path.name
     )
     path.mkdir()
-    described = save(table, path / BOTH_SPLITS)
     per_piece = DOCUMENTS_PER_PIECE
     counts = [min(per_piece, len(lengths) - at) for at in range(0, len(lengths), per_piece)]
-    described["piece_documents"] = counts
-    described["piece_sizes"] = [count * mean * 4 for count in counts]
+    sizes = [count * mean * 4 for count in counts]
+    part = write_table(table, path / BOTH_SPLITS, piece_sizes=sizes, piece_documents=counts)
     source = {"dataset": "local", "path": "", "text_field": "text"}
-    write_description(path, NoTokenizer(), {BOTH_SPLITS: described}, source)
+    write_info(path, NoTokenizer(), {BOTH_SPLITS: part}, source)
     return path
 
 

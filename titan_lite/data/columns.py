@@ -13,7 +13,7 @@ process should not start.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pyarrow
 from pyarrow import parquet
@@ -21,12 +21,13 @@ from pyarrow import parquet
 from titan_lite.data.readers import NoText, no_column
 
 ROWS_AT_ONCE = 1000
-TEXTS_AS_BYTES = {  # so that bytes that are not UTF-8 make one bad document
+# types of texts as types of bytes: bytes that are not UTF-8 then make one bad document
+TEXTS_AS_BYTES = {
     pyarrow.string(): pyarrow.binary(),
     pyarrow.large_string(): pyarrow.large_binary(),
     pyarrow.string_view(): pyarrow.binary_view(),
 }
-OF_BYTES = {*TEXTS_AS_BYTES.values()}
+TYPES_OF_BYTES = set(TEXTS_AS_BYTES.values())
 
 
 def row_groups(file: BinaryIO) -> list[tuple[int, int]]:
@@ -42,7 +43,7 @@ def row_groups(file: BinaryIO) -> list[tuple[int, int]]:
 
 def parquet_rows(
     file: BinaryIO, row_group: int, first_row: int, field: str
-) -> Iterator[tuple[int, Any]]:
+) -> Iterator[tuple[int, object]]:
     """Yield (row, raw) of a row group whose first row has number `first_row`.
 
     Raises ValueError or OSError.
@@ -58,7 +59,7 @@ def parquet_rows(
         yield from _rows((batch.column(field) for batch in batches), first_row)
 
 
-def arrow_rows(file: BinaryIO, field: str) -> Iterator[tuple[int, Any]]:
+def arrow_rows(file: BinaryIO, field: str) -> Iterator[tuple[int, object]]:
     """Yield (row, raw) of an Arrow file or stream. Raises ValueError or OSError."""
     with _damage_is_a_value_error():
         is_file = file.read(6) == b"ARROW1"
@@ -82,7 +83,7 @@ def _damage_is_a_value_error() -> Iterator[None]:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def _rows(columns: Iterator[Any], first_row: int) -> Iterator[tuple[int, Any]]:
+def _rows(columns: Iterator[pyarrow.Array], first_row: int) -> Iterator[tuple[int, object]]:
     for column in columns:
         column = _as_bytes(column)
         column.validate(full=True)  # a damaged file may have offsets out of bounds
@@ -91,13 +92,13 @@ def _rows(columns: Iterator[Any], first_row: int) -> Iterator[tuple[int, Any]]:
         first_row += len(column)
 
 
-def _as_bytes(column: Any) -> Any:
+def _as_bytes(column: pyarrow.Array) -> pyarrow.Array:
     if isinstance(column, pyarrow.DictionaryArray):
         return pyarrow.DictionaryArray.from_arrays(column.indices, _as_bytes(column.dictionary))
     return column.view(TEXTS_AS_BYTES.get(column.type, column.type))
 
 
-def _wrong_column(schema: Any, field: str) -> NoText | None:
+def _wrong_column(schema: pyarrow.Schema, field: str) -> NoText | None:
     """Return the reason why a column has no texts, or None if it has texts."""
     texts = [name for name, kind in zip(schema.names, schema.types, strict=True) if _is_text(kind)]
     if schema.names.count(field) != 1:
@@ -109,7 +110,7 @@ def _wrong_column(schema: Any, field: str) -> NoText | None:
     return None
 
 
-def _is_text(kind: Any) -> bool:
+def _is_text(kind: pyarrow.DataType) -> bool:
     if pyarrow.types.is_dictionary(kind):
         kind = kind.value_type
-    return kind in TEXTS_AS_BYTES or kind in OF_BYTES
+    return kind in TEXTS_AS_BYTES or kind in TYPES_OF_BYTES

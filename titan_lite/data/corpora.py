@@ -10,13 +10,16 @@ eight. prepared.py has a corpus of documents that are tokens already.
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.files import Piece, local_pieces, read_piece, text_of
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
@@ -33,7 +36,7 @@ class Corpus(Protocol):
     split_by_name: bool  # False: it has the documents of one split
     amount: str  # its size in words, as far as it is known without reading
 
-    def read(self, piece: Piece) -> Iterator[tuple[int, Any]]:
+    def read(self, piece: Piece) -> Iterator[tuple[int, object]]:
         """Yield (position, raw) of the documents of a piece.
 
         `raw` is a ValueError if there is nothing to parse.
@@ -42,10 +45,10 @@ class Corpus(Protocol):
     def name(self, piece: Piece, position: int) -> str:
         """Return the name of a document; a hash of it decides the split."""
 
-    def size(self, raw: Any) -> int:
+    def size(self, position: int, raw: object) -> int:
         """Return the bytes of a document in the shuffle buffer."""
 
-    def document(self, piece: Piece, position: int, raw: Any) -> Document | None:
+    def document(self, piece: Piece, position: int, raw: object) -> Document | None:
         """Return a document; None if it was bad when it was prepared."""
 
 
@@ -62,7 +65,7 @@ class LocalCorpus:
             f"1 file, {mib:,.2f} MiB" if files == 1 else f"{files:,} files, {mib:,.2f} MiB"
         )
 
-    def read(self, piece: Piece) -> Iterator[tuple[int, Any]]:
+    def read(self, piece: Piece) -> Iterator[tuple[int, object]]:
         if piece.format == ".txt":
             yield 0, None
         else:
@@ -71,10 +74,10 @@ class LocalCorpus:
     def name(self, piece: Piece, position: int) -> str:
         return piece.name if piece.format == ".txt" else f"{piece.name}:{position}"
 
-    def size(self, raw: Any) -> int:
+    def size(self, position: int, raw: object) -> int:
         return len(raw) if isinstance(raw, str | bytes) else 0
 
-    def document(self, piece: Piece, position: int, raw: Any) -> str | BadDocument:
+    def document(self, piece: Piece, position: int, raw: object) -> str | BadDocument:
         if piece.format == ".txt":
             position, raw = next(read_piece(piece, self.data))
         return text_of(raw, piece, position, self.data)
@@ -99,7 +102,7 @@ class HubCorpus:
             name = f"{data.dataset} shard {index}"
             self.pieces.append(Piece(name, name, size, start=index))
 
-    def read(self, piece: Piece) -> Iterator[tuple[int, Any]]:
+    def read(self, piece: Piece) -> Iterator[tuple[int, object]]:
         shard = self.stream.shard(num_shards=len(self.pieces), index=piece.start)
         # Plain iteration would give each loader process only its share.
         for position, batch in enumerate(shard.iter(batch_size=1)):
@@ -108,11 +111,11 @@ class HubCorpus:
     def name(self, piece: Piece, position: int) -> str:
         return f"{piece.name}:{position}"
 
-    def size(self, raw: dict[str, Any]) -> int:
-        text = raw.get(self.data.text_field)
+    def size(self, position: int, raw: object) -> int:
+        text = raw.get(self.data.text_field) if isinstance(raw, dict) else None
         return len(text) if isinstance(text, str | bytes) else 0
 
-    def document(self, piece: Piece, position: int, raw: Any) -> str | BadDocument:
+    def document(self, piece: Piece, position: int, raw: object) -> str | BadDocument:
         return text_of(raw, piece, position, self.data)
 
 
@@ -121,9 +124,9 @@ def open_corpus(data: Data, split: Split) -> Corpus:
     return LocalCorpus(data) if data.dataset == "local" else HubCorpus(data, split)
 
 
-def _open_hub(data: Data, split: Split) -> Any:
+def _open_hub(data: Data, split: Split) -> "IterableDataset":
     """Open a streamed dataset. Raises ConfigError."""
-    import datasets  # which takes a second
+    import datasets  # here, since it takes a second
 
     name = data.dataset
     subset = data.subset or None

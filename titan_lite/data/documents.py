@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -91,7 +91,7 @@ class StdlibSource:
                     yield ordinal, self.library.document(self.names[order[ordinal % count]])
 
 
-RawDocument = tuple[Piece, int, Any]  # piece, position in it, content that is not parsed
+RawDocument = tuple[Piece, int, object]  # piece, position in it, content that is not parsed
 
 
 class PiecewiseSource:
@@ -199,9 +199,9 @@ class PiecewiseSource:
         """Return as many documents as are shuffled at once; none at the end."""
         buffer = []
         size = 0
-        for document in documents:
-            buffer.append(document)
-            size += self.corpus.size(document[2])
+        for piece, position, raw in documents:
+            buffer.append((piece, position, raw))
+            size += self.corpus.size(position, raw)
             if size >= self.shuffle_bytes or len(buffer) == self.data.shuffle_buffer:
                 break
         return buffer

@@ -1,13 +1,12 @@
-"""Cut files into pieces that can be read independently; read raw documents from a piece, and text
-from a raw document.
+"""Cut local files into pieces that can be read independently, and read their documents.
 
     for piece in local_pieces(data):                            # 1 MiB of a jsonl file, a row group, or a whole file
-        for place, raw in read_piece(piece, data):              # place: line, row or byte offset in the file
-            text = text_of(raw, piece, place, data)             # or a BadDocument, which names file and line
+        for position, raw in read_piece(piece, data):           # line, table row or byte offset in the file
+            text = text_of(raw, piece, position, data)          # or a BadDocument, which names file and line
 
 A raw document is not parsed, so that a reader of one document in eight parses one in eight. Reading
-does not raise: if a file cannot be read from some place on, the last document is there, and its raw
-form is a ValueError with the reason.
+does not raise: if a file cannot be read from some position on, the last document is there, and its
+raw form is a ValueError with the reason.
 
 Files are on disk or at a URL of fsspec, such as s3://corpus/*.jsonl.gz or zip://*.txt::corpus.zip.
 """
@@ -23,7 +22,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from glob import glob
 from pathlib import Path
-from typing import Any
 
 from fsspec.core import url_to_fs
 
@@ -38,9 +36,10 @@ from titan_lite.data.readers import (
     is_array,
     is_url,
     lines,
+    lines_between,
+    list_names,
     open_file,
     records,
-    shown,
 )
 from titan_lite.logging import logger
 
@@ -50,27 +49,28 @@ COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2", ".zip")
 PIECE = 2**20  # bytes of a jsonl file in a piece: few enough to skip, enough for a seek to pay
 MAX_PIECES = 100_000  # of jsonl files; pieces of a larger corpus are larger, to keep the list short
 TEXT_PER_COMPRESSED_BYTE = 4  # about
+# what reading a damaged file raises
 DAMAGED = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+# of these, what a file that is whole raises
 UNREACHABLE = (FileNotFoundError, PermissionError, ConnectionError, TimeoutError)
 _FIX = (
     f"use a file, a folder or a glob of {', '.join(TEXT_FORMATS + COLUMN_FORMATS)} files (all but"
-    " the last two also "
-    f'{", ".join(COMPRESSIONS)}), such as path = "corpus/*.jsonl"'
+    f' the last two also {", ".join(COMPRESSIONS)}), such as path = "corpus/*.jsonl"'
 )
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes `start` to `end` of a jsonl file, row group `start` of a parquet file, or a whole file
-    (end = -1).
-    """
+    """A part of a corpus: bytes of a jsonl file, a row group of a parquet file, or a whole file."""
 
     file: str
     name: str  # relative to the corpus; documents are held out by it
     size: int  # bytes, approximate
+    # offsets in a jsonl file, an index of a row group and the next one, or of prepared documents;
+    # end = -1: the whole file
     start: int = 0
     end: int = -1
-    first: int = 0  # first row of a row group in its file
+    first_row: int = 0  # of a row group in its file
 
     @property
     def format(self) -> str:
@@ -78,8 +78,9 @@ class Piece:
 
 
 def local_files(data: Data) -> list[tuple[str, str, int]]:
-    """Return (path, name relative to the folder, bytes) of the files at `data.path`, sorted by
-    path. Raises ConfigError.
+    """Return (path, name relative to the folder, bytes) of the files at `data.path`, by path.
+
+    Raises ConfigError.
     """
     where = f'{data.key("path")} = "{data.path}"'
     folder, sizes = _at_url(data.path, where) if is_url(data.path) else _on_disk(data.path, where)
@@ -111,16 +112,14 @@ def _path_in_container(file: str) -> str:
 def _on_disk(path: str, where: str) -> tuple[str | None, dict[str, int]]:
     """Return the folder, or None for a file or pattern, and the sizes of its files.
 
-    Raises ConfigError.
-
-    Patterns are those of the standard library: fsspec's do not enter folders that are linked.
+    Raises ConfigError. Patterns are those of the standard library: fsspec's do not enter folders that are linked.
     """
     path = os.path.abspath(path)
     if os.path.isdir(path):
-        found = [file for file in _files_within(path) if os.path.isfile(file)]
-        return path, {file: os.path.getsize(file) for file in found}
-    files = [path] if os.path.isfile(path) else glob(path, recursive=True)
-    sizes = {file: os.path.getsize(file) for file in files if os.path.isfile(file)}
+        files = _files_within(path)
+        return path, {file: os.path.getsize(file) for file in files if os.path.isfile(file)}
+    matching = [path] if os.path.isfile(path) else glob(path, recursive=True)
+    sizes = {file: os.path.getsize(file) for file in matching if os.path.isfile(file)}
     if not sizes and os.path.exists(path):
         raise ConfigError(
             f"{where} is {kind_of_file(path)}, not a file that can be read again; {_FIX}"
@@ -140,10 +139,10 @@ def _at_url(url: str, where: str) -> tuple[str | None, dict[str, int]]:
     try:
         fs, path = url_to_fs(url)
         is_folder = fs.isdir(path)
-        found = fs.find(path, detail=True) if is_folder else fs.glob(path, detail=True)
+        entries = fs.find(path, detail=True) if is_folder else fs.glob(path, detail=True)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"{where} cannot be read ({_one_line(error)}); {_FIX}") from error
-    sizes = {full(name): info["size"] for name, info in found.items() if info["type"] == "file"}
+    sizes = {full(name): info["size"] for name, info in entries.items() if info["type"] == "file"}
     if not sizes:
         raise ConfigError(f"{where}: no file matches; {_FIX}")
     return fs.unstrip_protocol(path) if is_folder else None, sizes
@@ -151,14 +150,13 @@ def _at_url(url: str, where: str) -> tuple[str | None, dict[str, int]]:
 
 def kind_of_file(path: str | os.PathLike) -> str:
     """Return the kind of a file system entry, such as "a folder"."""
-    mode = os.stat(path).st_mode
     kinds = {
-        stat.S_ISDIR: "a folder",
-        stat.S_ISFIFO: "a pipe",
-        stat.S_ISSOCK: "a socket",
-        stat.S_ISREG: "a file",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFREG: "a file",
     }
-    return next((words for is_kind, words in kinds.items() if is_kind(mode)), "a device")
+    return kinds.get(stat.S_IFMT(os.stat(path).st_mode), "a device")
 
 
 def _files_within(root: str) -> Iterator[str]:
@@ -180,7 +178,7 @@ def local_pieces(data: Data) -> list[Piece]:
     Raises ConfigError.
     """
     files = local_files(data)
-    step = max(PIECE, sum(size for *_, size in files) // MAX_PIECES)
+    step = max(PIECE, sum(size for _, _, size in files) // MAX_PIECES)
     pieces: list[Piece] = []
     for file, name, size in files:
         suffix, compression = _format(file)
@@ -190,10 +188,10 @@ def local_pieces(data: Data) -> list[Piece]:
                 pieces.append(Piece(file, name, end - start, start, end))
         elif suffix == ".parquet":
             pieces += _row_groups(file, name, size)
+        elif compression:
+            pieces.append(Piece(file, name, size * TEXT_PER_COMPRESSED_BYTE))
         else:
-            pieces.append(
-                Piece(file, name, size * (TEXT_PER_COMPRESSED_BYTE if compression else 1))
-            )
+            pieces.append(Piece(file, name, size))
     return pieces
 
 
@@ -208,28 +206,28 @@ def _row_groups(file: str, name: str, size: int) -> list[Piece]:
         return [Piece(file, name, size)]  # reading it yields the error
     pieces = []
     first_row = 0
-    for index, (size, rows) in enumerate(groups):
-        pieces.append(Piece(file, name, size, index, index + 1, first_row))
+    for index, (group_size, rows) in enumerate(groups):
+        pieces.append(Piece(file, name, group_size, index, index + 1, first_row))
         first_row += rows
     return pieces
 
 
-def read_piece(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
-    """Yield (place, raw) of its documents.
+def read_piece(piece: Piece, data: Data) -> Iterator[tuple[int, object]]:
+    """Yield (position, raw) of its documents.
 
     Raises ConfigError if the machine fails, and not the file.
     """
-    next_place = piece.first if piece.format in COLUMN_FORMATS else 1
+    next_position = piece.first_row if piece.format in COLUMN_FORMATS else 1
     try:
-        for place, raw in _documents(piece, data):
-            yield place, raw
-            next_place = place + 1
+        for position, raw in _documents(piece, data):
+            yield position, raw
+            next_position = position + 1
     except DAMAGED as error:
         _raise_if_unreachable(error, piece.file)
-        yield next_place, ValueError(f"cannot be read from here on ({_one_line(error)})")
+        yield next_position, ValueError(f"cannot be read from here on ({_one_line(error)})")
 
 
-def _documents(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
+def _documents(piece: Piece, data: Data) -> Iterator[tuple[int, object]]:
     limit = data.max_document_mib * 2**20
     with open_file(piece.file) as file:
         match piece.format:
@@ -237,16 +235,16 @@ def _documents(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
                 yield 0, file.read(limit + 1)
             case ".csv":
                 yield from records(file, limit, data.text_field)
-            case ".jsonl":
-                yield from lines(file, limit, piece.start, piece.end if piece.end >= 0 else None)
+            case ".jsonl" if piece.end >= 0:
+                yield from lines_between(file, limit, piece.start, piece.end)
             case ".json" if _is_array(piece.file):
                 yield from elements(file)
-            case ".json":
+            case ".jsonl" | ".json":
                 yield from lines(file, limit)
             case ".parquet":
                 from titan_lite.data.columns import parquet_rows
 
-                yield from parquet_rows(file, piece.start, piece.first, data.text_field)
+                yield from parquet_rows(file, piece.start, piece.first_row, data.text_field)
             case ".arrow":
                 from titan_lite.data.columns import arrow_rows
 
@@ -258,7 +256,7 @@ def _is_array(file: str) -> bool:
         return is_array(opened)
 
 
-def text_of(raw: Any, piece: Piece, place: int, data: Data) -> str | BadDocument:
+def text_of(raw: object, piece: Piece, position: int, data: Data) -> str | BadDocument:
     """Return the text of a raw document, or a BadDocument with the reason why it has none."""
     try:
         if isinstance(raw, ValueError):
@@ -276,7 +274,7 @@ def text_of(raw: Any, piece: Piece, place: int, data: Data) -> str | BadDocument
         key = data.key("text_field")
         why = str(error).replace("data.text_field", key)
         instead = getattr(error, "instead", "").replace("data.text_field", key)
-        return BadDocument(piece.file, _in_words(piece, place), why, instead)
+        return BadDocument(piece.file, _location(piece, position), why, instead)
 
 
 def _decoded(raw: bytes, limit: int) -> str:
@@ -288,7 +286,7 @@ def _decoded(raw: bytes, limit: int) -> str:
         raise ValueError(f"not UTF-8 (byte {error.start}: {error.reason})") from None
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, object]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -303,26 +301,26 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _field(fields: dict[str, Any], name: str) -> Any:
+def _field(fields: dict[str, object], name: str) -> object:
     """Return the field with the text.
 
     Raises NoText, which names the longest other text, if it is absent or null.
     """
     if fields.get(name) is not None:
         return fields[name]
-    texts = {other: value for other, value in fields.items() if isinstance(value, str)}
-    longest_first = sorted(texts, key=lambda other: -len(texts[other]))
+    lengths = {other: len(value) for other, value in fields.items() if isinstance(value, str)}
+    longest_first = sorted(lengths, key=lambda other: -lengths[other])
     why = "is null in" if name in fields else "is not a field of"
     instead = ""
     if longest_first and name not in fields:
-        instead = f'data.text_field = "{shown(longest_first[:1])}"'
+        instead = f'data.text_field = "{list_names(longest_first[:1])}"'
     raise NoText(
-        f'data.text_field = "{name}" {why} it; its fields with text: {shown(longest_first)}',
+        f'data.text_field = "{name}" {why} it; its fields with text: {list_names(longest_first)}',
         instead,
     )
 
 
-def _checked(text: Any, field: str, limit: int) -> str:
+def _checked(text: object, field: str, limit: int) -> str:
     """Return a text that is not empty, not too large, and can be encoded.
 
     Raises ValueError for any other value.
@@ -351,22 +349,23 @@ def _format(file: str) -> tuple[str, str]:
     return (last, "") if last in TEXT_FORMATS + COLUMN_FORMATS else ("", "")
 
 
-def _in_words(piece: Piece, place: int) -> str:
-    """Return a place in words, such as "line 34"; an offset in a jsonl file is converted by
-    counting the lines before it.
+def _location(piece: Piece, position: int) -> str:
+    """Return a position in words, such as "line 34".
+
+    Of an offset in a jsonl file, the lines before it are counted.
     """
     match piece.format:
         case ".txt":
             return "whole"
         case ".parquet" | ".arrow":
-            return f"row {place}"
+            return f"row {position}"
         case "":  # a shard of the hub
-            return f"document {place}"
+            return f"document {position}"
     if piece.end < 0:
-        return f"line {place}"
+        return f"line {position}"
     line = 1
     with open_file(piece.file) as file:
-        while block := file.read(min(BLOCK, place - file.tell())):
+        while block := file.read(min(BLOCK, position - file.tell())):
             line += block.count(b"\n")
     return f"line {line}"
 

@@ -1,12 +1,12 @@
-"""Read the documents of text formats one after the other, from a file on disk or at a URL,
-compressed or not.
+"""Read the documents of text formats one after the other, from a file on disk or at a URL.
 
     with open_file("s3://corpus/a.jsonl.gz") as file:
         for number, raw in lines(file, limit=2**25):      # or elements(file), records(file, limit, field)
             ...
 
 `raw` is the document as it is in the file, or a ValueError with the reason why it cannot be read. A
-line or record above the limit of bytes is such an error, and the next one is read.
+line or record above the limit of bytes is such an error, and the next one is read. The name of a
+file decides how it is decompressed.
 """
 
 import csv
@@ -16,7 +16,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, BinaryIO
+from typing import IO, BinaryIO
 
 from fsspec.compression import register_compression
 from fsspec.core import url_to_fs
@@ -24,13 +24,17 @@ from fsspec.implementations.local import LocalFileSystem
 
 BLOCK = 2**20  # bytes that are read at once where nothing in them is kept
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-SPACES = re.compile(r"[ \t\r\n]*")  # those of JSON
+JSON_DECODER = json.JSONDecoder()
+JSON_SPACES = re.compile(r"[ \t\r\n]*")
+MAX_NAMES_SHOWN = 20
+MAX_NAME_SHOWN = 40  # characters
 
 
 class NoText(ValueError):
-    """The reason why a document has no text. instead: a setting with which it has one, if known."""
+    """The reason why a document has no text."""
 
     def __init__(self, why: str, instead: str = ""):
+        """instead: a setting with which it has one, if known."""
         super().__init__(why)
         self.instead = instead
 
@@ -42,12 +46,15 @@ class TooLarge(ValueError):
         super().__init__(f"more than data.max_document_mib = {limit >> 20}")
 
 
-def shown(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
     """Return names from a file in one line of some hundred characters."""
-    short = [
-        name if len(name) <= 40 and name.isprintable() else ascii(name[:40]) for name in names[:20]
-    ]
-    return ", ".join(short + ["..."] * (len(names) > 20)) or "none"
+    words = []
+    for name in names[:MAX_NAMES_SHOWN]:
+        is_fine = len(name) <= MAX_NAME_SHOWN and name.isprintable()
+        words.append(name if is_fine else ascii(name[:MAX_NAME_SHOWN]))
+    if len(names) > MAX_NAMES_SHOWN:
+        words.append("...")
+    return ", ".join(words) or "none"
 
 
 def no_column(field: str, names: Sequence[str], texts: Sequence[str] | None = None) -> NoText:
@@ -56,10 +63,10 @@ def no_column(field: str, names: Sequence[str], texts: Sequence[str] | None = No
     texts: columns with text, if known.
     """
     what = "several columns" if field in names else "no column"
-    why = f'data.text_field = "{field}" is {what} of it; its columns: {shown(names)}'
+    why = f'data.text_field = "{field}" is {what} of it; its columns: {list_names(names)}'
     if texts is None:
         return NoText(why, "one of these as data.text_field")
-    return NoText(why, f'data.text_field = "{shown(texts[:1])}"' if texts else "")
+    return NoText(why, f'data.text_field = "{list_names(texts[:1])}"' if texts else "")
 
 
 def is_url(path: str) -> bool:
@@ -67,11 +74,8 @@ def is_url(path: str) -> bool:
 
 
 @contextmanager
-def open_file(file: str) -> Iterator[Any]:
-    """Open a file, on disk or at a URL, for reading bytes.
-
-    Its name decides how it is decompressed.
-    """
+def open_file(file: str) -> Iterator[BinaryIO]:
+    """Open a file, on disk or at a URL, for reading its bytes, decompressed."""
     fs, path = url_to_fs(file) if is_url(file) else (LocalFileSystem(), file)
     with fs.open(path, "rb", compression="infer") as opened:
         # a file that is not compressed may lack `readline(size)`
@@ -104,39 +108,61 @@ register_compression("zstd", _all_frames, "zst", force=True)
 register_compression("zip", _only_member, "zip", force=True)
 
 
-def lines(
-    file: BinaryIO, limit: int, start: int = 0, end: int | None = None
-) -> Iterator[tuple[int, bytes | ValueError]]:
-    """Yield (number, line) of lines that are not blank.
+# Lines
 
-    With an end, yield (offset, line) of those that begin between the offsets start and end.
-    """
-    position = 1 if end is None else _first_line(file, start, end)
-    while (end is None or position < end) and (line := file.readline(limit + 1)):
-        length = len(line)
-        if length > limit:
-            yield position, TooLarge(limit)
+
+def lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | ValueError]]:
+    """Yield (number, line) of the lines that are not blank."""
+    number = 0
+    while line := file.readline(limit + 1):
+        number += 1
+        if len(line) > limit:
+            yield number, TooLarge(limit)
+            _skip_rest(file, line)
         elif not line.isspace():
-            yield position, line
-        while length > limit and line and not line.endswith(b"\n"):
-            line = file.readline(BLOCK)  # the rest of a line that is too large
-            length += len(line)
-        position += 1 if end is None else length
+            yield number, line
 
 
-def _first_line(file: BinaryIO, start: int, end: int) -> int:
-    """Seek to the first line that begins from start on, and return its offset; at least `end` if
-    none does before.
+def lines_between(
+    file: BinaryIO, limit: int, start: int, end: int
+) -> Iterator[tuple[int, bytes | ValueError]]:
+    """Yield (offset, line) of the lines that begin between the offsets `start` and `end`."""
+    offset = _seek_line(file, start, end)
+    while offset < end and (line := file.readline(limit + 1)):
+        if len(line) > limit:
+            yield offset, TooLarge(limit)
+            offset += _skip_rest(file, line)
+        elif not line.isspace():
+            yield offset, line
+        offset += len(line)
+
+
+def _skip_rest(file: BinaryIO, line: bytes) -> int:
+    """Skip the rest of a line that is too large, and return its bytes."""
+    skipped = 0
+    while line and not line.endswith(b"\n"):
+        line = file.readline(BLOCK)
+        skipped += len(line)
+    return skipped
+
+
+def _seek_line(file: BinaryIO, start: int, end: int) -> int:
+    """Seek to the first line that begins from `start` on, and return its offset.
+
+    It is at least `end` if no line begins before.
     """
     if start == 0:
         return 0
     file.seek(start - 1)
-    position = start - 1
-    while position < end and (rest := file.readline(BLOCK)):
-        position += len(rest)
+    offset = start - 1
+    while offset < end and (rest := file.readline(BLOCK)):
+        offset += len(rest)
         if rest.endswith(b"\n"):
-            return position
+            return offset
     return end
+
+
+# Elements of a JSON array
 
 
 def is_array(file: BinaryIO) -> bool:
@@ -144,7 +170,7 @@ def is_array(file: BinaryIO) -> bool:
     return file.read(BLOCK).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
 
 
-def elements(file: BinaryIO) -> Iterator[tuple[int, bytes | ValueError]]:
+def elements(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield (number, JSON) of the elements of an array, which is read as a whole.
 
     The JSON builder of `datasets` is not used: it turns all texts into JSON, with quotes and
@@ -153,35 +179,50 @@ def elements(file: BinaryIO) -> Iterator[tuple[int, bytes | ValueError]]:
     """
     # a byte that is not UTF-8 is kept: only the element that has it is a bad document
     text = file.read().removeprefix(BYTE_ORDER_MARK).decode(errors="surrogateescape")
-    decoder = json.JSONDecoder()
-    position = end = _next_token(text, text.index("[") + 1)
-    more = not text.startswith("]", end)
+    position = _skip_spaces(text, text.index("[") + 1)
+    if text[position : position + 1] == "]":  # an empty array
+        _check_end(text, position)
+        return
     number = 0
-    while more:
+    while True:
         number += 1
-        try:
-            _, end = decoder.raw_decode(text, position)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"not an array in JSON: {error}") from None
-        end = _next_token(text, end)
+        end = _end_of_element(text, position)
         yield number, text[position:end].encode(errors="surrogateescape")
         separator = text[end : end + 1]
-        if separator not in (",", "]"):  # "": the file ends
+        if separator == "]":
+            _check_end(text, end)
+            return
+        if separator != ",":  # "": the file ends
             raise ValueError(f"not an array in JSON: {separator!r} where , or ] should follow")
-        more = separator == ","
-        position = _next_token(text, end + 1)
-    if _next_token(text, end + 1) < len(text):
+        position = _skip_spaces(text, end + 1)
+
+
+def _end_of_element(text: str, position: int) -> int:
+    """Return the position of what follows the JSON value at `position` and its spaces."""
+    try:
+        _, end = JSON_DECODER.raw_decode(text, position)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"not an array in JSON: {error}") from None
+    return _skip_spaces(text, end)
+
+
+def _check_end(text: str, position: int) -> None:
+    """Raise ValueError if there is more after the ] at `position`."""
+    if _skip_spaces(text, position + 1) < len(text):
         raise ValueError("not an array in JSON: there is more after its end")
 
 
-def _next_token(text: str, position: int) -> int:
-    """Return the position of the next character of JSON that is not a space."""
-    spaces = SPACES.match(text, position)
+def _skip_spaces(text: str, position: int) -> int:
+    """Return the position of the next character that is not a space of JSON."""
+    spaces = JSON_SPACES.match(text, position)
     assert spaces is not None  # it matches nothing, too
     return spaces.end()
 
 
-class _RecordLines:
+# Records of a csv file
+
+
+class _RecordLines(Iterator[str]):
     """The lines of a csv file, for csv.reader.
 
     Raises TooLarge, after all its lines, for a record above the limit.
@@ -190,33 +231,32 @@ class _RecordLines:
     def __init__(self, file: BinaryIO, limit: int):
         # csv.reader wants line ends as they are; bytes that are not UTF-8 are found in the text of
         # their record
-        self._text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-        self._limit = limit  # characters of a record
+        self.text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+        self.limit = limit  # characters of a record
         self.count = 0  # lines read
+        self.size = 0  # characters read of the current record
+        self.is_quoted = False  # whether it continues in the next line
 
     def begin_record(self) -> None:
-        self._size = 0  # characters read of the record
-        self._quoted = False  # whether the record continues in the next line
-
-    def __iter__(self) -> "_RecordLines":
-        return self
+        self.size = 0
+        self.is_quoted = False
 
     def __next__(self) -> str:
         line = self._next_line()
         if not line:
             raise StopIteration
-        if self._size > self._limit:
-            while self._quoted and self._next_line():
+        if self.size > self.limit:
+            while self.is_quoted and self._next_line():
                 pass
-            raise TooLarge(self._limit)
+            raise TooLarge(self.limit)
         return line
 
     def _next_line(self) -> str:
-        line = self._text.readline()
+        line = self.text.readline()
         self.count += 1
-        self._size += len(line)
+        self.size += len(line)
         if line.count('"') % 2:
-            self._quoted = not self._quoted
+            self.is_quoted = not self.is_quoted
         return line
 
 
@@ -226,7 +266,7 @@ def records(file: BinaryIO, limit: int, field: str) -> Iterator[tuple[int, str |
     record_lines = _RecordLines(file, limit)
     # strict: otherwise a quote that is never closed makes one document of the rest of the file
     reader = csv.reader(record_lines, strict=True)
-    column = None
+    column: int | None = None
     while True:
         line = record_lines.count + 1
         record_lines.begin_record()
@@ -243,18 +283,25 @@ def records(file: BinaryIO, limit: int, field: str) -> Iterator[tuple[int, str |
             continue
         if column is not None:
             yield line, _text_of_record(record, column, field)
-        elif record.count(field) == 1:
-            column = record.index(field)
-        elif any("\0" in name for name in record):
-            yield line, ValueError("not UTF-8 (its columns have NUL characters, as UTF-16 has)")
+            continue
+        if wrong := _wrong_header(record, field):
+            yield line, wrong
             return
-        else:
-            yield line, no_column(field, record)
-            return
+        column = record.index(field)
+
+
+def _wrong_header(names: list[str], field: str) -> ValueError | None:
+    """Return the reason why the columns of a csv file have no text, or None."""
+    if names.count(field) == 1:
+        return None
+    if any("\0" in name for name in names):
+        return ValueError("not UTF-8 (its columns have NUL characters, as UTF-16 has)")
+    return no_column(field, names)
 
 
 def _text_of_record(record: list[str], column: int, field: str) -> str | NoText:
     if column < len(record):
         return record[column]
-    place = f'data.text_field = "{field}" is column {column + 1}'
-    return NoText(f"{place}, and this record has {len(record)}")
+    return NoText(
+        f'data.text_field = "{field}" is column {column + 1}, and this record has {len(record)}'
+    )

@@ -18,16 +18,16 @@ unfinished-FOLDER. Meanwhile it needs room for the text, too; nothing is written
 """
 
 import ctypes
-import json
 import os
 import re
 import shutil
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow.compute
@@ -41,6 +41,8 @@ from titan_lite.data.prepared import (
     BOTH_SPLITS,
     FORMAT,
     NAME,
+    PreparedInfo,
+    PreparedPart,
     check_prepared,
     read_prepared,
 )
@@ -50,32 +52,14 @@ from titan_lite.environment import usable_cores
 from titan_lite.logging import init_logging
 from titan_lite.tools.cli import Parser, command
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 DOCUMENTS_AT_ONCE = 100  # that a process tokenizes
 
 
-def prepare_mixture(
-    data: Data, tokenizer: Tokenizer, folder: Path, workers: int
-) -> list[tuple[Path, dict[str, Any] | None]]:
-    """Prepare each of data.sources in a folder inside `folder`.
-
-    Return (folder, content of prepared.json), or (path, None) if prepared before. Raises
-    ConfigError.
-    """
-    done: list[tuple[Path, dict[str, Any] | None]] = []
-    with _whole(folder) as unfinished:
-        for number, (_, source) in enumerate(data.mixture(), start=1):
-            if source.dataset == "prepared":
-                check_prepared(source, tokenizer.sha256, tokenizer.vocab_size)
-                done.append((Path(source.path), None))
-                continue
-            name = f"{number}-{_short_name(source)}"
-            (unfinished / name).mkdir()
-            done.append((folder / name, _prepare(source, tokenizer, unfinished / name, workers)))
-    return done
-
-
-def prepare(data: Data, tokenizer: Tokenizer, folder: Path, workers: int) -> dict[str, Any]:
+def prepare(data: Data, tokenizer: Tokenizer, folder: Path, workers: int) -> PreparedInfo:
     """Write the folder, and return the content of its prepared.json. Raises ConfigError."""
     if data.dataset == "prepared":
         raise ConfigError(
@@ -83,13 +67,36 @@ def prepare(data: Data, tokenizer: Tokenizer, folder: Path, workers: int) -> dic
             ' "stdlib" or "c4"'
         )
     with _whole(folder) as unfinished:
-        return _prepare(data, tokenizer, unfinished, workers)
+        return _fill(unfinished, data, tokenizer, workers)
+
+
+def prepare_mixture(
+    data: Data, tokenizer: Tokenizer, folder: Path, workers: int
+) -> list[tuple[Path, PreparedInfo | None]]:
+    """Prepare each of data.sources in a folder inside `folder`.
+
+    Return (folder, content of prepared.json), or (path, None) of one that was prepared before.
+    Raises ConfigError.
+    """
+    folders: list[tuple[Path, PreparedInfo | None]] = []
+    with _whole(folder) as unfinished:
+        for number, (_, source) in enumerate(data.mixture(), start=1):
+            if source.dataset == "prepared":
+                check_prepared(source, tokenizer.sha256, tokenizer.vocab_size)
+                folders.append((Path(source.path), None))
+                continue
+            name = f"{number}-{_short_name(source)}"
+            (unfinished / name).mkdir()
+            info = _fill(unfinished / name, source, tokenizer, workers)
+            folders.append((folder / name, info))
+    return folders
 
 
 @contextmanager
 def _whole(folder: Path) -> Iterator[Path]:
-    """Return a context with a new folder that is called `folder` once it is complete, and removed
-    after an error.
+    """Return a context with a new folder that is called `folder` once it is complete.
+
+    It is removed after an error. Raises ConfigError.
     """
     import datasets
 
@@ -121,17 +128,17 @@ def _whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _prepare(data: Data, tokenizer: Tokenizer, folder: Path, workers: int) -> dict[str, Any]:
-    """Fill a folder, and return the content of its prepared.json."""
+def _fill(folder: Path, data: Data, tokenizer: Tokenizer, workers: int) -> PreparedInfo:
+    """Write the tables and prepared.json, and return the content of that."""
     preparation = _Preparation(data, tokenizer, workers)
-    parts: dict[str, Any] = {}
+    parts: dict[str, PreparedPart] = {}
     if data.dataset == "c4":
         for split in SPLITS:
             parts[split] = preparation.write(split, folder / split)
     else:
         parts[BOTH_SPLITS] = preparation.write("train", folder / BOTH_SPLITS)
     source = {"dataset": data.dataset, "path": data.path, "text_field": data.text_field}
-    return write_description(folder, tokenizer, parts, source, preparation.policy.skipped.bad)
+    return write_info(folder, tokenizer, parts, source, preparation.policy.skipped.bad)
 
 
 class _Preparation:
@@ -143,10 +150,8 @@ class _Preparation:
         self.workers = workers
         self.policy = BadDocumentPolicy(data)
 
-    def write(self, split: Split, folder: Path) -> dict[str, Any]:
-        """Write the documents of a split, or of both if they are split by name, and return their
-        description.
-        """
+    def write(self, split: Split, folder: Path) -> PreparedPart:
+        """Write the table of a split, or of both if documents are split by name."""
         import datasets
 
         corpus = Stdlib() if self.data.dataset == "stdlib" else open_corpus(self.data, split)
@@ -165,40 +170,47 @@ class _Preparation:
         table = self._tokenized(texts, scratch / "tokens.arrow")
         pieces = [] if isinstance(corpus, Stdlib) else corpus.pieces
         piece_of_row = np.concatenate([part.to_numpy() for part in table.data["piece"].chunks])
-        described = save(table.remove_columns("piece"), folder)
-        described["piece_sizes"] = [piece.size for piece in pieces]
-        counts = np.bincount(piece_of_row, minlength=len(pieces))[: len(pieces)]
-        described["piece_documents"] = counts.tolist()
+        documents = np.bincount(piece_of_row, minlength=len(pieces))[: len(pieces)]
+        part = write_table(
+            table.remove_columns("piece"),
+            folder,
+            piece_sizes=[piece.size for piece in pieces],
+            piece_documents=documents.tolist(),
+        )
         shutil.rmtree(scratch)
-        return described
+        return part
 
     def _rows(self, corpus: Stdlib | Corpus) -> Iterator[dict[str, Any]]:
-        """Yield the documents in order, with the number of their piece; a bad one that may be
-        skipped has an empty text.
+        """Yield the documents in order, with the number of their piece.
+
+        A bad one that may be skipped has an empty text.
         """
-        readable = False
-        if isinstance(corpus, Stdlib):
-            for name in corpus.names:
-                readable = True
-                yield {"piece": 0, "name": name, "size": 0, "text": corpus.document(name)}
-        else:
-            for number, piece in enumerate(corpus.pieces):
-                for place, raw in corpus.read(piece):
-                    text = corpus.document(piece, place, raw)
-                    if isinstance(text, BadDocument):
-                        self.policy.skip(text)
-                        text = ""
-                    else:
-                        readable = True
-                    name = corpus.name(piece, place)
-                    yield {"piece": number, "name": name, "size": corpus.size(raw), "text": text}
-        if not readable:
+        rows = _stdlib_rows(corpus) if isinstance(corpus, Stdlib) else self._corpus_rows(corpus)
+        has_readable = False
+        for row in rows:
+            has_readable = has_readable or row["text"] != ""
+            yield row
+        if not has_readable:
             raise ConfigError(
                 f'{self.data.key("path")} = "{self.data.path}" has no document that can be read;'
                 " use other documents"
             )
 
-    def _tokenized(self, texts: Any, file: Path) -> Any:
+    def _corpus_rows(self, corpus: Corpus) -> Iterator[dict[str, Any]]:
+        for number, piece in enumerate(corpus.pieces):
+            for position, raw in corpus.read(piece):
+                text = corpus.document(piece, position, raw)
+                if isinstance(text, BadDocument):
+                    self.policy.skip(text)
+                    text = ""
+                yield {
+                    "piece": number,
+                    "name": corpus.name(piece, position),
+                    "size": corpus.size(position, raw),
+                    "text": text,
+                }
+
+    def _tokenized(self, texts: "Dataset", file: Path) -> "Dataset":
         """Return a table with tokens in place of texts, which lies in `file`."""
         import datasets
 
@@ -210,12 +222,11 @@ class _Preparation:
 
         def tokenize(batch: dict[str, list]) -> dict[str, list]:
             none = np.array([], dtype=dtype)
-            return {
-                "tokens": [
-                    tokenizer.encode_document(text).astype(dtype) if text else none
-                    for text in batch["text"]
-                ]
-            }
+            tokens = [
+                tokenizer.encode_document(text).astype(dtype) if text else none
+                for text in batch["text"]
+            ]
+            return {"tokens": tokens}
 
         try:
             return texts.map(
@@ -241,77 +252,98 @@ class _Preparation:
             ) from error
 
 
-def save(table: Any, folder: Path) -> dict[str, Any]:
-    """Write a table with the columns name, size and tokens, and return its numbers of documents and
-    tokens.
-    """
+def _stdlib_rows(library: Stdlib) -> Iterator[dict[str, Any]]:
+    for name in library.names:
+        yield {"piece": 0, "name": name, "size": 0, "text": library.document(name)}
+
+
+def write_table(
+    table: "Dataset", folder: Path, *, piece_sizes: list[int], piece_documents: list[int]
+) -> PreparedPart:
+    """Write a table with the columns name, size and tokens."""
     table.save_to_disk(str(folder))
-    lengths = (pyarrow.compute.list_value_length(part) for part in table.data["tokens"].chunks)
-    tokens = sum(pyarrow.compute.sum(part).as_py() for part in lengths)
-    return {"documents": len(table), "tokens": tokens}
+    tokens = 0
+    for chunk in table.data["tokens"].chunks:
+        lengths = pyarrow.compute.list_value_length(chunk)
+        tokens += pyarrow.compute.sum(lengths).as_py()
+    return PreparedPart(len(table), tokens, piece_sizes, piece_documents)
 
 
-def write_description(
+def write_info(
     folder: Path,
     tokenizer: Tokenizer,
-    parts: dict[str, Any],
+    parts: dict[str, PreparedPart],
     source: dict[str, str],
     bad: Sequence[BadDocument] = (),
-) -> dict[str, Any]:
-    """Write prepared.json, which has the size and SHA-256 of every other file, and return its
-    content.
-    """
+) -> PreparedInfo:
+    """Write prepared.json, with the size and SHA-256 of every other file, and return its content."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
         manifest.sync(path)
-    described = {
-        "format": FORMAT,
-        "tokenizer": tokenizer.sha256,
-        "vocab_size": tokenizer.vocab_size,
-        "source": source,
-        "parts": parts,
-        "bad": [document.to_dict() for document in bad],
-        "files": {str(path.relative_to(folder)): manifest.digest(path) for path in files},
-    }
-    manifest.write_text(folder / NAME, json.dumps(described))
-    return described
+    info = PreparedInfo(
+        format=FORMAT,
+        tokenizer=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        source=source,
+        parts=parts,
+        bad=[document.to_dict() for document in bad],
+        files={str(path.relative_to(folder)): manifest.digest(path) for path in files},
+    )
+    manifest.write_text(folder / NAME, info.to_json())
+    return info
 
 
 def _short_name(data: Data) -> str:
     """Return a source's part of a folder name, such as "books" for books/*.jsonl."""
-    parts = [part for part in Path(data.path).parts if not set(part) & set("*?[")] or [data.dataset]
-    return re.sub(r"[^\w.-]+", "-", Path(parts[-1]).name.split(".")[0] or data.dataset)[:40]
+    fixed = [part for part in Path(data.path).parts if not set(part) & set("*?[")]
+    name = Path(fixed[-1] if fixed else data.dataset).name.split(".")[0]
+    return re.sub(r"[^\w.-]+", "-", name or data.dataset)[:40]
 
 
-def _summary(described: dict[str, Any]) -> str:
-    parts = described["parts"]
-    sums = [
-        f"{name}: {part['documents']:,} documents, {part['tokens']:,} tokens"
-        for name, part in parts.items()
+def _summary(info: PreparedInfo) -> str:
+    words = [
+        f"{name}: {part.documents:,} documents, {part.tokens:,} tokens"
+        for name, part in info.parts.items()
     ]
-    if described["bad"]:
-        sums.append(f"{len(described['bad'])} bad documents among them, which {NAME} lists")
-    return "; ".join(sums)
+    if info.bad:
+        words.append(f"{len(info.bad)} bad documents among them, which {NAME} lists")
+    return "; ".join(words)
 
 
 @command
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__)
-    working = "processes that tokenize (default: one per core); 0: tokenize in this process"
-    comparing = f"compare every byte with the SHA-256 in {NAME}, and write nothing"
-    parser.add_argument("--workers", type=int, default=usable_cores(), metavar="N", help=working)
-    parser.add_argument("--verify", type=Path, metavar="FOLDER", help=comparing)
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=usable_cores(),
+        metavar="N",
+        help="processes that tokenize (default: one per core); 0: tokenize in this process",
+    )
+    parser.add_argument(
+        "--verify",
+        type=Path,
+        metavar="FOLDER",
+        help=f"compare every byte with the SHA-256 in {NAME}, and write nothing",
+    )
     init_logging()
     options, others = parser.parse_known_args(arguments)
     if options.verify:
-        if others:
-            raise ConfigError(
-                f"--verify {options.verify}: expected nothing else, found {' '.join(others)}; leave"
-                " that out"
-            )
-        described = read_prepared(options.verify, every_byte=True)
-        print(f"{options.verify}: every byte is as written; {_summary(described)}")
-        return
+        _verify(options.verify, others)
+    else:
+        _prepare(options, others)
+
+
+def _verify(folder: Path, others: Sequence[str]) -> None:
+    if others:
+        raise ConfigError(
+            f"--verify {folder}: expected nothing else, found {' '.join(others)}; leave that out"
+        )
+    info = read_prepared(folder, every_byte=True)
+    print(f"{folder}: every byte is as written; {_summary(info)}")
+
+
+def _prepare(options: Namespace, others: Sequence[str]) -> None:
     if len(others) < 2 or others[0].startswith("-") or others[1].startswith("-"):
         raise ConfigError(
             f"expected RECIPE FOLDER first, found {' '.join(others) or 'neither'}; use --help for"
@@ -323,19 +355,19 @@ def main(arguments: Sequence[str]) -> None:
     folder = Path(others[1])
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     if not config.data.sources:
-        described = prepare(config.data, tokenizer, folder, options.workers)
-        print(f"{folder}: {_summary(described)}")
+        info = prepare(config.data, tokenizer, folder, options.workers)
+        print(f"{folder}: {_summary(info)}")
         print(f"--data.dataset prepared --data.path {folder} trains on it")
         return
-    done = prepare_mixture(config.data, tokenizer, folder, options.workers)
-    for path, part in done:
-        print(f"{path}: {_summary(part) if part else 'was prepared before'}")
+    folders = prepare_mixture(config.data, tokenizer, folder, options.workers)
+    for path, source_info in folders:
+        print(f"{path}: {_summary(source_info) if source_info else 'was prepared before'}")
     print("\nto train on it, replace [[data.sources]] of the recipe by this:")
-    for (path, _), source in zip(done, config.data.sources, strict=True):
+    for (path, _), source in zip(folders, config.data.sources, strict=True):
         print("\n[[data.sources]]")
-        table = {"dataset": "prepared", "path": str(path.absolute()), "weight": source.weight}
-        for key, value in table.items():
-            print(f"{key} = {in_toml(value)}")
+        print(f"dataset = {in_toml('prepared')}")
+        print(f"path = {in_toml(str(path.absolute()))}")
+        print(f"weight = {in_toml(source.weight)}")
 
 
 def _end_with_parent() -> None:

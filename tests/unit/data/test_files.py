@@ -152,7 +152,7 @@ def test_kinds_of_columns(tmp_path, kind):
 def test_a_parquet_file_is_read_by_row_groups(tmp_path):
     (tmp_path / "a.parquet").write_bytes(as_parquet(TEXTS))
     pieces = local_pieces(local(tmp_path))
-    assert [(piece.start, piece.first) for piece in pieces] == [(0, 0), (1, 2), (2, 4)]
+    assert [(piece.start, piece.first_row) for piece in pieces] == [(0, 0), (1, 2), (2, 4)]
     assert list(read_piece(pieces[1], local(tmp_path))) == [
         (2, TEXTS[2].encode()),
         (3, TEXTS[3].encode()),

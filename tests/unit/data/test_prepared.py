@@ -100,10 +100,10 @@ def test_a_row_is_a_document_with_its_name(corpus, folder):
 
 
 def test_the_tokens_do_not_depend_on_the_workers(corpus, folder, tmp_path):
-    described = prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0)
+    info = prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0)
     before = read_prepared(folder)
-    assert described["parts"] == before["parts"]
-    assert described["bad"] == before["bad"]
+    assert info.parts == before.parts
+    assert info.bad == before.bad
     one, other = (
         datasets.load_from_disk(path / "documents").data.table for path in (folder, tmp_path / "p")
     )
@@ -112,7 +112,7 @@ def test_the_tokens_do_not_depend_on_the_workers(corpus, folder, tmp_path):
 
 def test_nothing_is_left_but_the_folder(folder, cache):
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert files == {*read_prepared(folder)["files"], "prepared.json"}
+    assert files == {*read_prepared(folder).files, "prepared.json"}
     assert not any(path.suffix == ".arrow" for path in cache.rglob("*"))
     assert os.listdir(folder.parent) == ["corpus"]
 
@@ -158,7 +158,7 @@ def test_bad_documents_are_an_error_or_skipped_and_listed(corpus, folder, tmp_pa
     with pytest.raises(ConfigError, match=r"data.max_bad_documents = 1: there are 2, the last one"):
         prepare(data.replace(max_bad_documents=1), TOKENIZER, tmp_path / "p", workers=0)
     assert os.listdir(tmp_path) == []
-    bad = read_prepared(folder)["bad"]
+    bad = read_prepared(folder).bad
     assert [(Path(one["file"]).name, one["location"]) for one in bad] == [
         ("a.jsonl", "line 51"),
         ("d.parquet", "row 40"),
@@ -352,7 +352,9 @@ def test_a_deep_place_is_reached_at_once(folder, monkeypatch):
     epoch = 10**6
     start = next(source.documents(epoch * (2**61 - 1), lambda ordinal: True))[0]
     read = []
-    monkeypatch.setattr(source.corpus.documents, "tokens", lambda row: read.append(row) or row)
+    monkeypatch.setattr(
+        source.corpus.documents, "tokens", lambda index: read.append(index) or index
+    )
     wanted = [ordinal for ordinal, _ in zip_some(source, start, lambda at: at % 8 == 3)]
     assert len(wanted) == len(read) == 3
 
