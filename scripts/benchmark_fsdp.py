@@ -28,6 +28,7 @@ updates its share of the parameters. Its loss is another one, and is not compare
 import argparse
 import ctypes
 import gc
+import math
 import os
 import statistics
 import tempfile
@@ -57,9 +58,8 @@ from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, shard_of
 from titan_lite.distributed.stage_ranks import stage_peers
-from titan_lite.models.chunked_loss import build_chunked_loss
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
-from titan_lite.models.loss import cross_entropy_sum
+from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 
 SEQ_LEN = 512
 MODELS = {  # name: (shape, sequences a rank)
@@ -194,9 +194,8 @@ def build_step(
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     if chunks:
         assert model.output is not None
-        model.output.loss_sum = build_chunked_loss(
-            config.vocab_size, 0, 1, "", chunk=-(-labels.numel() // chunks)
-        )
+        chunk = math.ceil(labels.numel() / chunks)
+        model.output.loss_sum = Loss(VocabularyShard(config.vocab_size), chunk=chunk).of_hidden
     scale = (
         world_size if shard is fsdp2 else 1
     )  # SimpleFSDP sums gradients over ranks, FSDP2 averages them

@@ -41,7 +41,7 @@ from titan_lite.config import ConfigError, load_config
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.cost.profiles import load_machine, machine_from
 from titan_lite.models.llama3 import Attention, RMSNorm, flops_per_token
-from titan_lite.models.loss import all_reduce
+from titan_lite.models.loss import VocabularyShard, all_reduce
 from titan_lite.tools.plan.command import lay_out
 from titan_lite.tools.plan.memory import Held, Replay
 from titan_lite.tools.plan.published import RATIOS
@@ -428,9 +428,10 @@ class LossParallel(torch.autograd.Function):
 
 
 def loss_parallel(
-    logits: Tensor, labels: Tensor, *, first: int, group: str, by_sequence: bool = False
+    logits: Tensor, labels: Tensor, vocabulary: VocabularyShard, *, by_sequence: bool = False
 ) -> Tensor:
-    return LossParallel.apply(logits.flatten(0, 1), labels.flatten(), first, group).sum()
+    first = vocabulary.entries.start
+    return LossParallel.apply(logits.flatten(0, 1), labels.flatten(), first, vocabulary.group).sum()
 
 
 class ReplayOf2024(Replay):

@@ -23,7 +23,7 @@ from titan_lite.distributed.pipeline_schedule import PipelineSchedule, module_fq
 from titan_lite.distributed.stage_ranks import stage_peers
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.models.llama3 import Transformer
-from titan_lite.models.loss import build_loss, cross_entropy_sum
+from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 
 
 def make_mesh(replicate, shard, tp=1):
@@ -121,16 +121,14 @@ def step(model, mesh, microbatches, tokens, scale=1, whole=True, gradient=True):
     multiplies with.
     """
     tp = axis_of(mesh["tp"])
-    loss_sum = (
-        None
-        if hasattr(model.output, "loss_sum")
-        else build_loss(model.config.vocab_size, tp.rank, tp.degree, tp.group)
-    )
+    loss = Loss(VocabularyShard(model.config.vocab_size, tp.rank, tp.degree, tp.group))
+    in_model = model.output.loss_sum is not None  # computed by the model, from labels
     total = torch.zeros(())
     for input, label in microbatches:
-        loss = (loss_sum(model(input), label) if loss_sum else model(input, labels=label)) / tokens
-        (loss * scale).backward()
-        total += loss.detach()
+        total_loss = model(input, labels=label) if in_model else loss.of_logits(model(input), label)
+        mean = total_loss / tokens
+        (mean * scale).backward()
+        total += mean.detach()
     sum_over_tokens(total, mesh)
     return total.item(), gradients(model, whole) if gradient else None
 

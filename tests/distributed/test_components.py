@@ -14,10 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from titan_lite.compile.compile import compile_function
 from titan_lite.config import Compile, Optimizer
-from titan_lite.models.chunked_loss import build_chunked_loss
-from titan_lite.models.loss import build_loss
+from titan_lite.models.loss import Loss, VocabularyShard
 from titan_lite.optim.build import build_optimizer, optimizer_state, set_learning_rate
-from titan_lite.sharding import chunk_range
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
@@ -34,16 +32,18 @@ def of_kind(backend, by_sequence, chunk, dtype):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     generator = torch.Generator().manual_seed(0)
-    own = chunk_range(61, 2, dist.get_rank())
+    shard = VocabularyShard(61, dist.get_rank(), 2, dist.group.WORLD.group_name)
+    own = shard.entries
     hidden = torch.randn(2, 5, 8, generator=generator).to(dtype)
     weight = torch.randn(61, 8, generator=generator)[own.start : own.stop].to(dtype)
     labels = torch.randint(61, (2, 5), generator=generator)
     labels[0, 1] = -100
-    build = functools.partial(build_chunked_loss, chunk=chunk) if chunk else build_loss
-    loss_sum = build(61, dist.get_rank(), 2, dist.group.WORLD.group_name, by_sequence=by_sequence)
+    summed = Loss(shard, chunk=chunk, by_sequence=by_sequence)
 
     def eager(hidden, weight, labels):
-        return loss_sum(hidden, weight, labels) if chunk else loss_sum(hidden @ weight.T, labels)
+        if chunk:
+            return summed.of_hidden(hidden, weight, labels)
+        return summed.of_logits(hidden @ weight.T, labels)
 
     compiled = compile_function(eager, Compile(enable=True, backend=backend), "loss")
     results = []

@@ -16,7 +16,7 @@ from titan_lite.distributed import param_collectives as gather
 from titan_lite.distributed.buckets import Bucket
 from titan_lite.distributed.prefetch import Eager
 from titan_lite.distributed.tensor_parallel import axis_of
-from titan_lite.models.loss import build_loss, cross_entropy_sum
+from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 
 SCATTER, ALL = "reduce_scatter_tensor", "all_reduce"
 LAYOUTS = {"DDP": ((2, 1), [ALL]), "FSDP": ((1, 2), [SCATTER]), "HSDP": ((2, 2), [SCATTER, ALL])}
@@ -61,7 +61,7 @@ def train(model, mesh, count, waits_at_once=False):
 
     tokens, labels = batch()
     tp = axis_of(mesh["tp"])
-    loss_sum = build_loss(model.config.vocab_size, tp.rank, tp.degree, tp.group)
+    loss = Loss(VocabularyShard(model.config.vocab_size, tp.rank, tp.degree, tp.group))
     model.zero_grad()
     watched = Watched()
     with (
@@ -69,7 +69,7 @@ def train(model, mesh, count, waits_at_once=False):
         mock.patch.object(Eager, "reduce", at_once if waits_at_once else noted),
     ):
         for input, label in my_microbatches(mesh, tokens, labels, count=count):
-            (loss_sum(model(input), label) / (labels != -100).sum()).backward()
+            (loss.of_logits(model(input), label) / (labels != -100).sum()).backward()
             watched.calls.append(("end",))
         return gradients(model, whole=False), watched.calls
 

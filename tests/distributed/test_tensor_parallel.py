@@ -27,7 +27,7 @@ from titan_lite.config import Optimizer
 from titan_lite.distributed.step_gather import gathered_for_step
 from titan_lite.distributed.tensor_parallel import STYLES, apply_tensor_parallel, axis_of
 from titan_lite.models.llama3 import FLAVORS, Transformer
-from titan_lite.models.loss import build_loss, cross_entropy_sum
+from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 from titan_lite.optim.build import build_optimizer
 
 TIED = dataclasses.replace(HEADS, tied_embeddings=True)
@@ -123,7 +123,8 @@ def what_a_rank_holds():
     tp = axis_of(mesh["tp"])
     model = build(HEADS, mesh)
     with Shapes() as shapes:
-        build_loss(HEADS.vocab_size, tp.rank, tp.degree, tp.group)(model(tokens), labels).backward()
+        loss = Loss(VocabularyShard(HEADS.vocab_size, tp.rank, tp.degree, tp.group))
+        loss.of_logits(model(tokens), labels).backward()
     held = {fqn: parameter.to_local().numel() for fqn, parameter in model.named_parameters()}
     return (
         shapes.seen,
@@ -196,7 +197,8 @@ def loss_alone():
         whole = logits.to(dtype).clone().requires_grad_()
         part = whole.detach().tensor_split([16, 32, 48], dim=-1)[tp.rank].clone().requires_grad_()
         expected = cross_entropy_sum(whole, labels)
-        found = build_loss(61, tp.rank, tp.degree, tp.group)(part, labels)
+        shard = VocabularyShard(61, tp.rank, tp.degree, tp.group)
+        found = Loss(shard).of_logits(part, labels)
         (2 * expected).backward()
         (2 * found).backward()
         torch.testing.assert_close(found, expected)
@@ -206,7 +208,7 @@ def loss_alone():
         )
 
         gradient, part.grad = part.grad, None
-        by_sequence = build_loss(61, tp.rank, tp.degree, tp.group, by_sequence=True)(part, labels)
+        by_sequence = Loss(shard, by_sequence=True).of_logits(part, labels)
         torch.testing.assert_close(by_sequence, cross_entropy_sum(whole, labels, by_sequence=True))
         (2 * by_sequence).sum().backward()
         assert torch.equal(part.grad, gradient)

@@ -9,7 +9,7 @@ The trainer, the planner, `verify` and the parity tests all call this.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,22 +41,12 @@ from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, refresh_scales
 from titan_lite.distributed.stage_ranks import stage_peers
 from titan_lite.distributed.step_gather import gathered_for_step
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel, axis_of
-from titan_lite.models.chunked_loss import build_losses
 from titan_lite.models.float8 import apply_float8
 from titan_lite.models.llama3 import Transformer
+from titan_lite.models.loss import Loss, VocabularyShard
 
 # (input, label, keyword arguments of the model beside tokens), on the device: (B, t) each
 DeviceBatch = tuple[Tensor, Tensor, dict[str, Tensor]]
-
-
-@dataclass
-class StageLoss:
-    """The loss of a model, and what its last stage returns."""
-
-    # (hidden, weight, labels) -> summed loss, computed within the last stage; None: outside of it
-    within_stage: Callable[..., Tensor] | None
-    of_output: Callable[[Tensor, Tensor], Tensor]  # (output of the last stage, labels) -> loss
-    output_shape: tuple[int, ...]  # of a microbatch: logits (B, t, v), or losses () or (B,)
 
 
 @dataclass
@@ -64,7 +54,7 @@ class ParallelModel:
     """This rank's pipeline stages, and how a batch goes through them."""
 
     stages: list[Transformer]
-    loss: StageLoss
+    loss: Loss
     config: Config
     layout: Layout
     mesh: DeviceMesh
@@ -138,7 +128,7 @@ def parallelize(
     replaces the attention of context parallelism.
     """
     compiled = config.compile.compiles("model")
-    loss = build_stage_loss(config, layout, mesh)
+    loss = build_loss(config, layout, mesh)
     positions = own_positions(layout.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
     if attend is None:
         attend = functools.partial(attend_to_the_past, kernel=config.training.attention_kernel)
@@ -171,8 +161,8 @@ def parallelize(
             float8_gather=config.float8.all_gather,
             sums_copies=config.parallelism.replicate_compression == "none",
         )
-        if stage.output is not None and loss.within_stage is not None:
-            stage.output.loss_sum = loss.within_stage
+        if stage.output is not None and loss.chunk:
+            stage.output.loss_sum = loss.of_hidden
         stages.append(stage)
 
     model = ParallelModel(stages, loss, config, layout, mesh)
@@ -190,18 +180,16 @@ def resharding(parallelism: Parallelism) -> tuple[bool, tuple[str, ...]]:
     return mode != "never", parallelism.fsdp_keep_gathered if mode == "default" else ()
 
 
-def build_stage_loss(config: Config, layout: Layout, mesh: DeviceMesh) -> StageLoss:
+def build_loss(config: Config, layout: Layout, mesh: DeviceMesh) -> Loss:
     """Return the loss of the recipe: of logits, or of hidden states a chunk of tokens at a time."""
     tp = axis_of(mesh["tp"])
-    return StageLoss(
-        *build_losses(
-            (layout.sequences, layout.seq_len // layout.degrees["cp"]),
-            (layout.model.vocab_size, tp.rank, tp.degree, tp.group),
-            by_sequence=bool(config.data.sources),
-            chunk=layout.loss_chunk,
-            in_graph=config.compile.compiles("model"),
-            compile=functools.partial(compile_function, config=config.compile),
-        )
+    compile_loss = functools.partial(compile_function, config=config.compile, component="loss")
+    in_model_graph = layout.loss_chunk > 0 and config.compile.compiles("model")
+    return Loss(
+        VocabularyShard(layout.model.vocab_size, tp.rank, tp.degree, tp.group),
+        chunk=layout.loss_chunk,
+        by_sequence=bool(config.data.sources),
+        compile=None if in_model_graph else compile_loss,
     )
 
 
@@ -268,7 +256,7 @@ def build_runner(model: ParallelModel, device: torch.device) -> SingleStage | Pi
         model.config.parallelism,
         tokens=(layout.sequences, tokens),
         hidden=hidden,
-        output=model.loss.output_shape,
+        output=model.loss.output_shape(layout.sequences, tokens),
         dtype=getattr(torch, model.config.training.mixed_precision_param),
         loss_sum=model.loss.of_output,
         device=device,

@@ -157,18 +157,19 @@ class TransformerBlock(nn.Module):
 
 
 class Output(nn.Linear):
-    """Projection to the vocabulary: hidden states (B, T, C) -> logits (B, T, V), or with labels (B,
-    T) -> their summed loss.
+    """Projection to the vocabulary: hidden states (B, T, C) -> logits (B, T, V).
 
-    loss_sum: (hidden states, weight, labels) -> loss, set by who trains the model (models/loss.py).
+    With labels (B, T), the output is their summed loss, and not all logits exist.
     """
 
-    loss_sum: Callable[[Tensor, Tensor, Tensor], Tensor]
+    # (hidden states, weight, labels) -> loss: Loss.of_hidden (models/loss.py), set when training
+    loss_sum: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
-        return (
-            super().forward(input) if labels is None else self.loss_sum(input, self.weight, labels)
-        )
+        if labels is None:
+            return super().forward(input)
+        assert self.loss_sum is not None
+        return self.loss_sum(input, self.weight, labels)
 
 
 class Transformer(nn.Module):

@@ -1,8 +1,5 @@
-"""The loss in chunks of tokens: loss and gradients are those of all logits, and the live bytes of
-logits an eighth.
-"""
+"""The loss in chunks of tokens: the values of all logits, and an eighth of their live bytes."""
 
-import functools
 from contextlib import contextmanager
 
 import pytest
@@ -17,8 +14,7 @@ from titan_lite.compile.compile import compile_model
 from titan_lite.compile.schedule import Schedule
 from titan_lite.config import Compile
 from titan_lite.cost.timeline import peak_bytes
-from titan_lite.models.chunked_loss import build_chunked_loss
-from titan_lite.models.loss import IGNORE_INDEX, build_loss
+from titan_lite.models.loss import IGNORE_INDEX, Loss, VocabularyShard
 
 
 class LastStage(torch.nn.Module):
@@ -26,18 +22,12 @@ class LastStage(torch.nn.Module):
 
     def __init__(self, chunk, by_sequence=False):
         super().__init__()
-        self.chunk, build = (
-            chunk,
-            functools.partial(build_chunked_loss, chunk=chunk) if chunk else build_loss,
-        )
-        self.loss = build(0, 0, 1, "", by_sequence=by_sequence)
+        self.loss = Loss(VocabularyShard(61), chunk=chunk, by_sequence=by_sequence)
 
     def forward(self, hidden, weight, labels):
-        return (
-            self.loss(hidden, weight, labels)
-            if self.chunk
-            else self.loss(F.linear(hidden, weight), labels)
-        )
+        if self.loss.chunk:
+            return self.loss.of_hidden(hidden, weight, labels)
+        return self.loss.of_logits(F.linear(hidden, weight), labels)
 
 
 def projected(dtype=torch.float32):
@@ -59,9 +49,8 @@ def loss_and_gradients(stage, hidden, weight, labels):
 
 
 @pytest.mark.parametrize("by_sequence", [False, True])
-@pytest.mark.parametrize(
-    "chunk", [7, 50, 64, 99, 100]
-)  # of 100 tokens: the last one is smaller, or there is only one
+# of 100 tokens: the last chunk is smaller, or there is only one
+@pytest.mark.parametrize("chunk", [7, 50, 64, 99, 100])
 def test_loss_and_gradients_are_those_of_all_logits(chunk, by_sequence):
     inputs = projected()
     found = loss_and_gradients(LastStage(chunk, by_sequence), *inputs)
@@ -86,9 +75,8 @@ def test_in_bfloat16_the_gradient_of_the_projection_is_summed_in_float32():
             float((ours.float() - theirs).norm() / theirs.norm())
             for ours, theirs in zip(found, exact, strict=True)
         ]
-    assert apart[7] == pytest.approx(
-        apart[0], rel=0.2
-    )  # a sum of 15 chunks in bfloat16 is 1.46 times as far
+    # a sum of 15 chunks in bfloat16 is 1.46 times as far
+    assert apart[7] == pytest.approx(apart[0], rel=0.2)
     assert max(apart[7]) < 5e-3
 
 
@@ -143,11 +131,8 @@ def test_a_graph_has_an_eighth_of_the_bytes_of_logits(dtype):
     peaks = {}
     for chunk in (0, 1024):
         torch._dynamo.reset()
-        stage, recorded, shapes = (
-            LastStage(chunk),
-            Recorded(Compile()),
-            ((1, TOKENS, WIDTH), (VOCABULARY, WIDTH)),
-        )
+        stage = LastStage(chunk)
+        recorded = Recorded(Compile())
         recorded.peaks = peaks[chunk] = {}
         compile_model(
             stage,
@@ -156,9 +141,8 @@ def test_a_graph_has_an_eighth_of_the_bytes_of_logits(dtype):
             schedule=recorded,
         )
         with FakeTensorMode(allow_non_fake_inputs=True):
-            hidden, weight = (
-                torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes
-            )
+            hidden = torch.zeros(1, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+            weight = torch.zeros(VOCABULARY, WIDTH, dtype=dtype, requires_grad=True)
             stage(hidden, weight, torch.zeros(1, TOKENS, dtype=torch.long)).backward()
     logits = VOCABULARY * TOKENS * 4
     assert 2 * logits <= max(peaks[0].values()) <= 3.5 * logits

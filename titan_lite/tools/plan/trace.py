@@ -66,9 +66,8 @@ from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.dtensor import local
 from titan_lite.models.attention import fits_flash
 from titan_lite.models.llama3 import Transformer
-from titan_lite.models.loss import build_loss
+from titan_lite.models.loss import Loss, VocabularyShard
 from titan_lite.optim.state import is_matrix
-from titan_lite.sharding import chunk_range
 from titan_lite.tools.cli import end_with_parent
 from titan_lite.tools.plan.costs import Figures, copies_figures, figures_of, round_figures
 from titan_lite.tools.plan.tape import GRAPHS, ScheduledGraph, Tensors, Weight, lives_of
@@ -267,7 +266,8 @@ def trace_stage(
             **documents_for(layout, ids, machines[0]),
         )
         if "output" in kind and not layout.loss_chunk:
-            loss = _Loss(build_loss(layout.model.vocab_size, tp.rank, tp.degree, tp.group))
+            shard = VocabularyShard(layout.model.vocab_size, tp.rank, tp.degree, tp.group)
+            loss = _Loss(Loss(shard).of_logits)
             compile_model(
                 loss,
                 without_passes(traced),
@@ -275,9 +275,8 @@ def trace_stage(
                 schedule=loss_passes,
                 priced_as=loss_passes.priced_as,
             )
-            vocabulary = len(chunk_range(layout.model.vocab_size, tp.degree, tp.rank))
             logits = torch.zeros(
-                layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True
+                layout.sequences, tokens, len(shard.entries), dtype=dtype, requires_grad=True
             )
             loss(logits, torch.zeros(layout.sequences, tokens, dtype=torch.long))
     held = {
