@@ -21,7 +21,7 @@ from titan_lite.data.packing import doc_starts, doc_stats
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.models.attention import (
-    PACKAGES,
+    KERNEL_PACKAGES,
     attend_in_two_parts,
     check_kernel,
     documents_of,
@@ -330,7 +330,7 @@ def test_a_newer_flash_attention_takes_the_place_of_the_operators_that_are_calle
         return [[line for line in dump.splitlines() if line.startswith("CUDA")] for dump in dumps]
 
     before = kernels()
-    monkeypatch.setitem(sys.modules, PACKAGES["FA3"], ModuleType(PACKAGES["FA3"]))
+    monkeypatch.setitem(sys.modules, KERNEL_PACKAGES["FA3"], ModuleType(KERNEL_PACKAGES["FA3"]))
     with torch.library._scoped_library("flash_attn_3", "DEF") as library:
         for name in ("fwd", "bwd"):
             library.define(f"{name}(Tensor q) -> Tensor")
@@ -339,7 +339,7 @@ def test_a_newer_flash_attention_takes_the_place_of_the_operators_that_are_calle
 
 
 def test_a_broken_package_is_told_of(as_before, monkeypatch):
-    monkeypatch.setitem(sys.modules, PACKAGES["FA3"], None)
+    monkeypatch.setitem(sys.modules, KERNEL_PACKAGES["FA3"], None)
     with pytest.raises(
         ConfigError,
         match=r'^training.attention_kernel = "FA3" cannot be loaded \(.+\); use "auto" or "FA2"$',
