@@ -93,13 +93,14 @@ def use_kernel(kernel: str) -> None:
     if kernel == "auto":
         return
     if kernel == "cudnn":
-        order = [
-            int(SDPBackend.CUDNN_ATTENTION),
-            int(SDPBackend.FLASH_ATTENTION),
-            int(SDPBackend.EFFICIENT_ATTENTION),
-            int(SDPBackend.MATH),
-        ]
-        torch._C._set_sdp_priority_order(order)  # type: ignore[call-overload]
+        order = (
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        )
+        numbers = [int(backend) for backend in order]  # type: ignore[call-overload]
+        torch._C._set_sdp_priority_order(numbers)
         return
     torch.backends.cuda.enable_cudnn_sdp(False)
     if kernel in KERNEL_PACKAGES:

@@ -60,7 +60,7 @@ from titan_lite.hooks import Hook
 from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.metrics.run_files import read_metrics
 from titan_lite.models.flavors import shape_of, shape_words
-from titan_lite.models.float8 import MULTIPLE
+from titan_lite.models.float8 import DIM_MULTIPLE
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.models.loss_chunk import loss_chunk
 from titan_lite.sharding import chunk_size
@@ -188,7 +188,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
     local = max(1, ROWS // (dp * (2 if accumulates else 1)))
     kept = (_of_twin(prefix) for prefix in config.parallelism.fsdp_keep_gathered)
     # Sequences of a pipeline's microbatch, at least: products in float8 need so many tokens.
-    each = max(1, MULTIPLE * layout["cp"] // SEQ_LEN) if config.float8.enable else 1
+    each = max(1, DIM_MULTIPLE * layout["cp"] // SEQ_LEN) if config.float8.enable else 1
     changes: dict[str, Any] = {"pipeline_parallel_split_points": ()}
     if layout["pp"] == 1:
         changes = {
