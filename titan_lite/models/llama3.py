@@ -5,8 +5,8 @@
     logits = model(tokens)                          # (B, T) int64 -> (B, T, V)
 
 Modules have the reference implementation's names (`layers.3.attention.wq.weight`) and its layout of
-rotary pairs: neighbouring dimensions (2i, 2i+1) rotate together, while Hugging Face pairs i with i
-+ D/2 and permutes wq and wk.
+rotary pairs: neighbouring dimensions (2i, 2i+1) rotate together, while Hugging Face pairs i with
+i + D/2 and permutes wq and wk.
 
 Dimensions: B sequences, T tokens, C model dim, H query heads, K key/value heads, D head dim, V
 vocabulary.
@@ -29,54 +29,48 @@ Mask = Tensor | Documents | None  # of `attention_mask`, or what a kernel takes 
 def rope_tables(
     config: ModelConfig, positions: Sequence[int], device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of each (position, frequency): two float32 tensors (len(positions),
-    D / 2).
-    """
-    frequencies = 1.0 / config.rope_theta ** (
-        torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
-    )
+    """Return cosines and sines of every position and frequency: (len(positions), D / 2), float32."""
+    exponents = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
     if scaling is not None:
-        turns = (
-            scaling.original_max_seq_len * frequencies / (2 * math.pi)
-        )  # of each frequency within the original context
-        keep = (turns - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-        frequencies = torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
+        # of each frequency within the original context
+        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = torch.lerp(frequencies / scaling.factor, frequencies, keep)
     angles = torch.outer(torch.tensor(positions, device=device).float(), frequencies)
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (2i, 2i+1) of x (B, T, H, D) by the angles of its positions; cos and sin:
-    (T, D / 2).
+    """Rotate the pairs (2i, 2i+1) of x (B, T, H, D) by the angles of its positions.
+
+    cos and sin: (T, D / 2).
     """
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]
-    return (
-        torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
-    )
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return rotated.flatten(-2).type_as(x)
 
 
 def attention_mask(doc_starts: Tensor, positions: Tensor, tokens: int) -> Tensor:
-    """Return a mask (B, 1, t, T), True where a token attends: from its document's first token to
-    itself.
+    """Return a mask (B, 1, t, T), True where a token attends: its document up to itself.
 
-    doc_starts: (B, t), position at which each token's document begins; positions: (t,), of these tokens
-    among all T.
+    doc_starts: (B, t), the position at which each token's document begins. positions: (t,), of
+    these tokens among all T = `tokens`.
     """
-    every, own = torch.arange(tokens, device=doc_starts.device), positions[:, None]
-    return ((every <= own) & (every >= doc_starts[..., None]))[:, None]
+    keys = torch.arange(tokens, device=doc_starts.device)
+    queries = positions[:, None]
+    return ((keys <= queries) & (keys >= doc_starts[..., None]))[:, None]
 
 
 def has_grouped_kernel(q: Tensor) -> bool:
-    """Return True if a kernel takes fewer key than query heads in causal attention, without a
-    matrix of all scores.
+    """Return True if a kernel of causal attention takes fewer key than query heads.
 
     On a GPU FlashAttention and cuDNN do, in half precision. In float32 only the memory-efficient
-    kernel avoids that matrix, and it needs as many key as query heads. With a mask no CUDA kernel
-    takes fewer.
+    kernel avoids a matrix of all scores, and it needs as many key as query heads. With a mask no
+    CUDA kernel takes fewer.
     """
     return not q.is_cuda or q.dtype in (torch.float16, torch.bfloat16)
 
@@ -125,9 +119,10 @@ class Attention(nn.Module):
             k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         grouped = k.shape[1] < q.shape[1]
-        return F.scaled_dot_product_attention(
+        out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, enable_gqa=grouped
-        ).transpose(1, 2)
+        )
+        return out.transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -173,18 +168,10 @@ class Output(nn.Linear):
 
 
 class Transformer(nn.Module):
-    """The model.
+    """The model, or a pipeline stage of it.
 
-    tokens (B, T) int64 -> logits (B, T, V), for any T up to config.max_seq_len; with labels (B, T)
-    -> their loss.
-
-    positions: of the tokens within their sequence. Default: the first T. A pipeline stage is a
-    Transformer without some modules: they are None, or missing in `layers`. Instead of tokens or
-    logits, it takes or returns hidden states (B, T, C).
-
-    doc_starts: (B, T) int64, the position at which each token's document begins; attention then stays
-    within documents. doc_stats: as in `Documents`, to attend with a kernel instead of a mask: on GPUs,
-    without context parallelism.
+    A stage is a Transformer without some modules: they are None, or missing in `layers`. Instead of
+    tokens or logits, it takes or returns hidden states (B, T, C).
     """
 
     tok_embeddings: nn.Embedding | None
@@ -195,14 +182,14 @@ class Transformer(nn.Module):
     own_positions: Tensor
 
     def __init__(self, config: ModelConfig, positions: Sequence[int] | None = None):
+        """Build the modules. positions: of the tokens within their sequence; None: the first T."""
         super().__init__()
         self.config = config
         self.positions = range(config.max_seq_len) if positions is None else positions
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         # a ModuleDict, so that FQNs such as "layers.7" do not change in a pipeline stage
-        self.layers = nn.ModuleDict(
-            {str(i): TransformerBlock(config) for i in range(config.n_layers)}
-        )
+        blocks = {str(i): TransformerBlock(config) for i in range(config.n_layers)}
+        self.layers = nn.ModuleDict(blocks)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = Output(config.dim, config.vocab_size, bias=False)
         if config.tied_embeddings:
@@ -219,23 +206,28 @@ class Transformer(nn.Module):
         doc_stats: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        mask: Mask = None
-        if doc_starts is not None:
-            t = doc_starts.shape[1]
-            positions, every = (
-                self.own_positions[:t],
-                t * (self.config.max_seq_len // len(self.positions)),
-            )
-            mask = (
-                attention_mask(doc_starts, positions, every)
-                if doc_stats is None
-                else documents_of(doc_starts, positions, doc_stats)
-            )
+        """tokens (B, T) int64 -> logits (B, T, V), for any T up to config.max_seq_len.
+
+        doc_starts: (B, T) int64, the position at which each token's document begins; attention then
+        stays within documents. doc_stats: as in `Documents`, to attend with a kernel instead of a
+        mask: on GPUs, without context parallelism. labels: (B, T); the result is their loss.
+        """
+        mask = self._mask(doc_starts, doc_stats)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x, self.rope_cos, self.rope_sin, mask)
         x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.output(x, labels)
+
+    def _mask(self, doc_starts: Tensor | None, doc_stats: Tensor | None) -> Mask:
+        if doc_starts is None:
+            return None
+        t = doc_starts.shape[1]
+        positions = self.own_positions[:t]
+        if doc_stats is not None:
+            return documents_of(doc_starts, positions, doc_stats)
+        ranks = self.config.max_seq_len // len(self.positions)  # that share a sequence
+        return attention_mask(doc_starts, positions, tokens=t * ranks)
 
     @torch.no_grad()
     def init_weights(
@@ -245,30 +237,20 @@ class Transformer(nn.Module):
 
         Values depend on seed and FQN, not on sharding.
 
-        shard_of: parameter -> (this rank's shard, its offset in the unsharded parameter). Default:
-        the parameter itself.
+        shard_of: parameter -> (this rank's shard, its offset in the unsharded parameter). None: the
+        parameter itself.
         """
+        device = self.rope_cos.device
         for fqn, parameter in self.named_parameters():
-            local, offset = (
-                (parameter, (0,) * parameter.dim()) if shard_of is None else shard_of(parameter)
-            )
+            shard, offset = shard_of(parameter) if shard_of else (parameter, (0, 0))
             std, cutoff = self._init_std(fqn)
             if std is None:
-                local.fill_(1.0)
+                shard.fill_(1.0)
             else:
-                _fill_normal(
-                    local,
-                    offset,
-                    parameter.shape,
-                    std,
-                    cutoff,
-                    f"{seed}/{fqn}",
-                    self.rope_cos.device,
-                )
-        self.rope_cos, self.rope_sin = rope_tables(
-            self.config, self.positions, self.rope_cos.device
-        )
-        self.own_positions = torch.tensor(self.positions, device=self.own_positions.device)
+                key = f"{seed}/{fqn}"
+                _fill_normal(shard, offset, parameter.shape, std, cutoff, key, device)
+        self.rope_cos, self.rope_sin = rope_tables(self.config, self.positions, device)
+        self.own_positions = torch.tensor(self.positions, device=device)
 
     def _init_std(self, fqn: str) -> tuple[float | None, float]:
         """Return (standard deviation, cut-off) by name; None for norms, which start at one.
@@ -292,8 +274,7 @@ class Transformer(nn.Module):
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, *, full_attention: bool = False) -> int:
-    """Return the floating-point operations of forward and backward for one token, without
-    recomputation.
+    """Return the operations of forward and backward for one token, without recomputation.
 
     6 for each weight of a matrix product (the output projection, tied or not, but not the embedding
     look-up), and 6 C T per layer for causal attention: a token attends to T / 2 others on average.
@@ -301,15 +282,18 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, full_attention: bool =
     and torchtitan count so.
     """
     attention = config.dim * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
-    weights = (
-        config.n_layers * (attention + 3 * config.dim * config.hidden_dim)
-        + config.dim * config.vocab_size
-    )
-    return 6 * weights + (12 if full_attention else 6) * config.n_layers * config.dim * seq_len
+    feed_forward = 3 * config.dim * config.hidden_dim
+    output = config.dim * config.vocab_size
+    weights = config.n_layers * (attention + feed_forward) + output
+    attended = config.n_layers * config.dim * seq_len
+    return 6 * weights + (12 if full_attention else 6) * attended
+
+
+NUMBERS_PER_BLOCK = 2**20  # drawn by one generator, but at least a row
 
 
 def _fill_normal(
-    local: Tensor,
+    shard: Tensor,
     offset: tuple[int, ...],
     shape: torch.Size,
     std: float,
@@ -317,24 +301,25 @@ def _fill_normal(
     key: str,
     device: torch.device,
 ) -> None:
-    """Fill `local`, the part at `offset` of a (rows, columns) weight, with truncated normal
-    numbers, drawn on `device`.
+    """Fill `shard`, the part at `offset` of a (rows, columns) weight, with normal numbers.
 
-    Rows are drawn in blocks of about a million numbers, each from its own generator, so that a rank
-    draws only the blocks that its part overlaps.
+    They are drawn on `device`, and truncated to +-cutoff. Rows are drawn in blocks, each from a
+    generator of its own, so that a rank draws only the blocks that its shard overlaps.
     """
     rows, columns = shape
-    block = max(1, 2**20 // columns)
-    first, last = offset[0], offset[0] + local.shape[0]
-    for start in range(first // block * block, last, block):
-        seed = int.from_bytes(hashlib.sha256(f"{key}/{start}".encode()).digest()[:8], "big") >> 1
+    first_row, first_column = offset
+    end_row = first_row + shard.shape[0]
+    end_column = first_column + shard.shape[1]
+    block = max(1, NUMBERS_PER_BLOCK // columns)
+    for start in range(first_row // block * block, end_row, block):
         numbers = torch.empty(min(block, rows - start), columns, device=device, dtype=torch.float32)
-        generator = torch.Generator(device).manual_seed(seed)
+        digest = hashlib.sha256(f"{key}/{start}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         if cutoff == math.inf:
             nn.init.normal_(numbers, 0.0, std, generator)
         else:
             nn.init.trunc_normal_(numbers, 0.0, std, -cutoff, cutoff, generator)
-        low, high = max(start, first), min(start + block, last)
-        local[low - first : high - first] = numbers[
-            low - start : high - start, offset[1] : offset[1] + local.shape[1]
-        ]
+        low = max(start, first_row)
+        high = min(start + block, end_row)
+        own = numbers[low - start : high - start, first_column:end_column]
+        shard[low - first_row : high - first_row] = own
