@@ -23,11 +23,15 @@ from tqdm import tqdm
 
 from titan_lite.config import Config, Profiling
 from titan_lite.data.preflight import check_first_loss, preflight
-from titan_lite.logging import console
+from titan_lite.distributed.parallelize import gather_reports
+from titan_lite.logging import console, logger
 from titan_lite.metrics.deferred import StepMetrics
+from titan_lite.metrics.end_lines import end_lines, log_compile_reports
 from titan_lite.metrics.profiler import build_profiler
+from titan_lite.metrics.start_lines import start_lines
+from titan_lite.metrics.writer import draw_loss
 from titan_lite.resilience.replica_check import ReplicaCheck
-from titan_lite.resilience.restarts import Restarts
+from titan_lite.resilience.restarts import Restarts, again
 
 if TYPE_CHECKING:
     from titan_lite.trainer import Trainer
@@ -71,6 +75,68 @@ class Hook:
 
     def on_train_end(self, trainer: Trainer) -> None:
         """After the last step, done or stopped."""
+
+
+class LogRun(Hook):
+    """Log what the run is at its start, and what it did at its end; draw the loss."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        lines = start_lines(
+            trainer.config,
+            trainer.layout,
+            trainer.device,
+            priced=trainer.machine is not None,
+            sources=trainer.loader.source_lines(),
+        )
+        for line in lines:
+            logger.info(line)
+        steps = trainer.config.training.steps
+        logger.info(
+            f"steps: {trainer.step} done of {steps}; output in {trainer.dump_folder}",
+            extra={"event": "start"},
+        )
+        if trainer.is_finished:
+            logger.info(
+                f"nothing to do: step {trainer.step} is done, and training.steps = {steps}; raise"
+                " it to go on"
+            )
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        if trainer.rank != 0:
+            return
+        if not trainer.is_stopped:
+            draw_loss(trainer.dump_folder)
+        saves = trainer.config.checkpoint.enable
+        first, *others = end_lines(
+            trainer.dump_folder,
+            "stopped" if trainer.is_stopped else "done",
+            step=trainer.step,
+            tokens=trainer.progress.tokens_seen,
+            skipped=trainer.skipped_steps.count,
+            bad_documents=trainer.bad_documents.summary(),
+            tensorboard=trainer.config.metrics.enable_tensorboard,
+            again=again(),
+            reports=trainer.model.compile_reports,
+            steps_on_disk=trainer.checkpointer.steps() if saves else (),
+        )
+        logger.info(first, extra={} if trainer.is_stopped else {"event": "done"})
+        for line in others:
+            logger.info(line)
+
+
+class LogCompilation(Hook):
+    """Log and write what the compiler did, after the first step."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        self.first_step = trainer.step + 1
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.step != self.first_step:
+            return
+        model = trainer.model
+        model.compile_reports = gather_reports(model.compile_reports, trainer.mesh)
+        if trainer.rank == 0:
+            log_compile_reports(model.compile_reports, trainer.dump_folder)
 
 
 class GarbageCollection(Hook):
@@ -179,6 +245,8 @@ class ProgressBar(Hook):
 def build_hooks(config: Config) -> list[Hook]:
     """Return the hooks of every run, in their order."""
     return [
+        LogRun(),
+        LogCompilation(),
         GarbageCollection(config.training.gc_freq),
         RecordRestarts(Path(config.job.dump_folder)),
         DataPreflight(),

@@ -26,13 +26,11 @@ from titan_lite.checkpoint.resume import compare
 from titan_lite.checkpoint.state import RunState, Stateful
 from titan_lite.checkpoint.weights import load_initial
 from titan_lite.compile.compile import CompileError, compile_function
-from titan_lite.compile.report import CompileReport
 from titan_lite.config import Config, flatten, save_recipe
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine, peak_flops
 from titan_lite.data.bad_documents import BadDocumentsLog
 from titan_lite.data.loader import Batch, Loader, build_loader
-from titan_lite.data.packing import doc_starts, doc_stats
 from titan_lite.data.processes import LoaderError
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.layout import Layout, make_layout
@@ -46,7 +44,6 @@ from titan_lite.distributed.mesh import (
 from titan_lite.distributed.parallelize import (
     DeviceBatch,
     ParallelModel,
-    gather_reports,
     parallelize,
 )
 from titan_lite.distributed.param_collectives import started_last
@@ -56,13 +53,11 @@ from titan_lite.distributed.simple_fsdp import shard_of
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger
 from titan_lite.metrics.deferred import DeferredMetrics, StepMetrics
-from titan_lite.metrics.end_lines import end_lines, log_compile_reports
 from titan_lite.metrics.per_source import PerSource
 from titan_lite.metrics.profiler import set_flight_recorder
-from titan_lite.metrics.start_lines import start_lines
 from titan_lite.metrics.throughput import Throughput
-from titan_lite.metrics.writer import MetricsWriter, draw_loss, peak_memory_gib
-from titan_lite.models.attention import masks_by_kernel, use_kernel
+from titan_lite.metrics.writer import MetricsWriter, peak_memory_gib
+from titan_lite.models.attention import use_kernel
 from titan_lite.models.llama3 import ModelConfig, flops_per_token
 from titan_lite.models.loss import counted
 from titan_lite.optim.adamw import AdamW
@@ -76,7 +71,6 @@ from titan_lite.optim.clipping import clip_grad_norm_
 from titan_lite.optim.lr_scheduler import lr_factor
 from titan_lite.optim.matrices import Matrices
 from titan_lite.resilience import exit_code, signals
-from titan_lite.resilience.restarts import again
 from titan_lite.resilience.skipped_steps import SkippedSteps
 from titan_lite.resilience.stopping import Stopping
 from titan_lite.resilience.stragglers import Stragglers
@@ -124,7 +118,6 @@ class Trainer:
     machine: Machine | None  # what the compile stage estimates times on
 
     model: ParallelModel
-    compile_reports: list[CompileReport]  # one for each graph, once it is compiled
     parameters: dict[str, nn.Parameter]  # by FQN
     grad_compression: PowerSGD  # between copies of the model
     optimizer: AdamW | Matrices
@@ -135,8 +128,7 @@ class Trainer:
     validation_per_source: PerSource
     has_validated: bool  # in this process, so that validation is compiled
     bad_documents: BadDocumentsLog
-    document_begin: int  # the token that begins a document, for training.mask_documents
-    counts_documents: bool  # the attention kernel needs statistics of documents
+    bos_id: int  # the token that begins a document, for training.mask_documents
 
     progress: Progress
     skipped_steps: SkippedSteps
@@ -187,6 +179,7 @@ class Trainer:
         self.watchdog.enter("start", "init_timeout_seconds")
         self.run_hooks("on_start")
         self.device = init_device(config.debug, config.training.float32_matmul_precision)
+        use_kernel(config.training.attention_kernel)
         # On a communicator that is connected at once, a pipeline's sends and receives would wait
         # for each other.
         init_process_group(
@@ -207,9 +200,7 @@ class Trainer:
         self.machine = None
         if config.compile.enable:
             self.machine = find_machine(config.compile.machine, self.device)
-        use_kernel(config.training.attention_kernel)
         self.model = parallelize(config, self.layout, self.mesh, machine=self.machine)
-        self.compile_reports = self.model.compile_reports
         # again, for the limits of the process groups that `parallelize` has made
         self.watchdog.enter("start", "init_timeout_seconds")
         self.run_hooks("on_model_built")
@@ -230,13 +221,7 @@ class Trainer:
         config, layout = self.config, self.layout
         sources = config.data.source_names()
         self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.reads_alone)
-        self.document_begin = self.tokenizer.bos_id
-        self.counts_documents = config.training.mask_documents and masks_by_kernel(
-            self.device,
-            getattr(torch, config.training.mixed_precision_param),
-            layout.model.head_dim,
-            layout.degrees["cp"],
-        )
+        self.bos_id = self.tokenizer.bos_id
         self.loader = self.build_loader("train", streams=layout.most_rows)
         self.per_source = PerSource(sources, self.mesh, self.device)
         self.validation_loader = None
@@ -292,18 +277,6 @@ class Trainer:
             peak_flops=peak_flops(configured, self.device, dtype),
         )
         events.step = self.step
-        for line in start_lines(
-            config,
-            layout,
-            self.device,
-            priced=self.machine is not None,
-            sources=self.loader.source_lines(),
-        ):
-            logger.info(line)
-        logger.info(
-            f"steps: {self.step} done of {config.training.steps}; output in {self.dump_folder}",
-            extra={"event": "start"},
-        )
 
     # Training
 
@@ -324,11 +297,6 @@ class Trainer:
     def run_steps(self) -> bool:
         config = self.config
         self.watchdog.enter("the first step", self.compile_limit)
-        if self.is_finished:
-            logger.info(
-                f"nothing to do: step {self.step} is done, and training.steps ="
-                f" {config.training.steps}; raise it to go on"
-            )
         self.run_hooks("on_train_start")
         self.throughput.start(self.step)
         first_step = self.step + 1
@@ -342,8 +310,8 @@ class Trainer:
             logs = self.is_due(config.metrics.log_freq)
             self.read_metrics(wait=logs or self.step == 1)
             self.run_hooks("on_step_end")
-            if self.step == first_step:
-                self.end_compilation()
+            if self.step == first_step:  # all graphs are compiled
+                self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")
             if logs:
                 self.log_metrics()
             if self.progress.validation_due and not self.stop.asked:
@@ -357,8 +325,10 @@ class Trainer:
 
         with self.watchdog.within("save", "init_timeout_seconds"):
             self.checkpointer.wait()
-        self.end_training()
-        return not (self.stop.asked and self.is_unfinished)
+        self.read_metrics(wait=True)
+        self.metrics.close()
+        self.run_hooks("on_train_end")
+        return not self.is_stopped
 
     def begin_step(self) -> None:
         """Count a new step."""
@@ -423,7 +393,7 @@ class Trainer:
 
     def count_tokens(self, batches: Sequence[DeviceBatch]) -> Tensor:
         """Return the number of counted labels of a step, over all ranks: a scalar."""
-        tokens = torch.stack([counted(label) for _, label, _ in batches]).sum()
+        tokens = torch.stack([counted(batch.label) for batch in batches]).sum()
         sum_over_tokens(tokens, self.mesh)
         return tokens
 
@@ -442,20 +412,10 @@ class Trainer:
         return self.to_device(batch, self.per_source)
 
     def to_device(self, batch: Batch, per_source: PerSource) -> DeviceBatch:
-        """Move a batch to the device, with this rank's tokens of every sequence, and count it."""
-        input = batch.input.to(self.device, non_blocking=True)
-        label = batch.label.to(self.device, non_blocking=True)
-        own_label = self.model.own_tokens(label)
-        model_kwargs = {}
-        if self.layout.loss_chunk:  # the model computes the loss
-            model_kwargs["labels"] = own_label
-        if self.config.training.mask_documents:
-            starts = doc_starts(input, self.document_begin)
-            model_kwargs["doc_starts"] = self.model.own_tokens(starts)
-            if self.counts_documents:  # on the host, as the batch is
-                model_kwargs["doc_stats"] = doc_stats(batch.input, self.document_begin)
-        per_source.read(batch.sources, counted(own_label))
-        return self.model.own_tokens(input), own_label, model_kwargs
+        """Move a batch to the device, and count its tokens."""
+        moved = self.model.to_device(batch.input, batch.label, bos_id=self.bos_id)
+        per_source.read(batch.sources, counted(moved.label))
+        return moved
 
     @torch.no_grad()
     def validate(self) -> None:
@@ -478,7 +438,7 @@ class Trainer:
                     self.watchdog.beat("validation")
                     batch = self.to_device(next(loader), per_source)
                     nats += per_source.add(self.model.evaluate(batch))
-                    tokens += counted(batch[1]).sum()
+                    tokens += counted(batch.label).sum()
                 if self.stop.ask():
                     return
             sum_of_losses(nats, self.mesh)
@@ -522,39 +482,6 @@ class Trainer:
         self.metrics.log(self.step, values)
         self.stragglers.log(self.step, values["step_time"])
         self.throughput.start(self.step)
-
-    def end_compilation(self) -> None:
-        """Log what the compiler did, and set the time limit of steps that compile nothing."""
-        self.compile_reports = gather_reports(self.compile_reports, self.mesh)
-        if self.rank == 0:
-            log_compile_reports(self.compile_reports, self.dump_folder)
-        self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")
-
-    def end_training(self) -> None:
-        """Log a summary, and draw the loss of a run that is done."""
-        self.read_metrics(wait=True)
-        self.metrics.close()
-        self.run_hooks("on_train_end")
-        if self.rank != 0:
-            return
-        stopped = self.stop.asked and self.is_unfinished
-        if not stopped:
-            draw_loss(self.dump_folder)
-        first, *others = end_lines(
-            self.dump_folder,
-            "stopped" if stopped else "done",
-            step=self.step,
-            tokens=self.progress.tokens_seen,
-            skipped=self.skipped_steps.count,
-            bad_documents=self.bad_documents.summary(),
-            tensorboard=self.config.metrics.enable_tensorboard,
-            again=again(),
-            reports=self.compile_reports,
-            steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),
-        )
-        logger.info(first, extra={} if stopped else {"event": "done"})
-        for line in others:
-            logger.info(line)
 
     # Checkpoints
 
@@ -639,6 +566,11 @@ class Trainer:
     def is_finished(self) -> bool:
         """True if there is no further step."""
         return self.step >= self.config.training.steps
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if a signal has asked for a stop, and the run has to be resumed."""
+        return self.stop.asked and self.is_unfinished
 
     @property
     def is_unfinished(self) -> bool:

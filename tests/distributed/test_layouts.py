@@ -170,7 +170,7 @@ def test_a_compiled_pipeline_that_overlaps_communication_changes_no_number(optio
 
 def as_on_gpus(trainer):
     """Documents by a kernel and no mask, or what stands for it on a CPU."""
-    trainer.counts_documents, trainer.kernel = True, packed_attention()
+    trainer.model.needs_doc_stats, trainer.kernel = True, packed_attention()
     trainer.kernel.__enter__()
 
 

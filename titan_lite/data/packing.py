@@ -1,4 +1,4 @@
-"""Pack the tokens of documents into windows, and find the documents in packed sequences.
+"""Pack the tokens of documents into windows.
 
     for packed in WindowPacker(corpora, ranks, state, windows_at_once=8):    # in a loader process
         packed.windows, packed.skipped
@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from titan_lite.config import ConfigError, Data
@@ -261,24 +259,3 @@ class WindowPacker(IterableDataset):
         position = readers[source].fill(tokens, number % self.ranks.num_streams)
         kept = tokens.tobytes() if self.ranks.keeps(number) else b""
         return Window(number, source, kept, position)
-
-
-def doc_starts(tokens: Tensor, bos_id: int) -> Tensor:
-    """Return for each token (B, T) the position where its document begins, int64.
-
-    It is 0 for a document that began in an earlier sequence.
-    """
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return torch.where(tokens == bos_id, positions, 0).cummax(dim=1).values
-
-
-def doc_stats(tokens: Tensor, bos_id: int) -> Tensor:
-    """Return for each sequence of tokens (B, T) the documents in it and the length of the longest.
-
-    (B, 2) int64. Documents that are cut at the ends of the sequence count, too.
-    """
-    starts = doc_starts(tokens, bos_id)
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    documents = (starts == positions).sum(dim=1)
-    longest = (positions - starts).amax(dim=1) + 1
-    return torch.stack((documents, longest), dim=1)

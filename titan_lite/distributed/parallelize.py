@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +42,18 @@ from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, refresh_scales
 from titan_lite.distributed.stage_ranks import stage_peers
 from titan_lite.distributed.step_gather import gathered_for_step
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel, axis_of
+from titan_lite.models.attention import doc_starts, doc_stats, masks_by_kernel
 from titan_lite.models.float8 import apply_float8
 from titan_lite.models.llama3 import Transformer
 from titan_lite.models.loss import Loss, VocabularyShard
 
-# (input, label, keyword arguments of the model beside tokens), on the device: (B, t) each
-DeviceBatch = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+class DeviceBatch(NamedTuple):
+    """A local batch of a data-parallel rank, with this rank's t tokens of every sequence."""
+
+    input: Tensor  # (B, t) int64
+    label: Tensor  # (B, t) int64
+    model_kwargs: dict[str, Tensor]  # arguments of the model beside tokens (models/llama3.py)
 
 
 @dataclass
@@ -72,8 +79,16 @@ class ParallelModel:
         """Allocate this rank's shards, uninitialized, and connect its stages to other ranks'."""
         for stage in self.stages:
             materialize(stage, device)
+        training = self.config.training
+        self.device = device
         self.positions = torch.tensor(self.stages[0].positions, device=device)
         self.runner = build_runner(self, device)
+        self.needs_doc_stats = training.mask_documents and masks_by_kernel(
+            device,
+            getattr(torch, training.mixed_precision_param),
+            self.layout.model.head_dim,
+            self.layout.degrees["cp"],
+        )
 
     def init_weights(self, seed: int) -> None:
         """Initialize parameters and buffers; values depend on seed and FQN, not on the layout."""
@@ -84,9 +99,21 @@ class ParallelModel:
         """Compute the scales of weights that are gathered in float8, after the weights changed."""
         refresh_scales(self.stages)
 
-    def own_tokens(self, tensor: Tensor) -> Tensor:
-        """Select this rank's tokens of every sequence: (B, T) -> (B, t)."""
-        return tensor[:, self.positions]
+    def to_device(self, input: Tensor, label: Tensor, *, bos_id: int) -> DeviceBatch:
+        """Move a local batch (B, T) to the device, with what the model needs beside tokens.
+
+        bos_id: the token that begins a document, for training.mask_documents.
+        """
+        on_device = input.to(self.device, non_blocking=True)
+        own_label = label.to(self.device, non_blocking=True)[:, self.positions]
+        model_kwargs = {}
+        if self.layout.loss_chunk:  # the model computes the loss
+            model_kwargs["labels"] = own_label
+        if self.config.training.mask_documents:
+            model_kwargs["doc_starts"] = doc_starts(on_device, bos_id)[:, self.positions]
+        if self.needs_doc_stats:
+            model_kwargs["doc_stats"] = doc_stats(input, bos_id)  # on the host, as the batch is
+        return DeviceBatch(on_device[:, self.positions], own_label, model_kwargs)
 
     def forward_backward(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> Iterator[Tensor]:
         """Accumulate the gradients of an optimizer step, and yield the losses of each local batch.
@@ -100,13 +127,12 @@ class ParallelModel:
                 uses = len(batches) * self.layout.pipeline.microbatches
                 for stage in self.stages:
                     gathered.enter_context(gathered_for_step(stage, uses))
-            for input, label, model_kwargs in batches:
-                yield self.runner.forward_backward(input, label, model_kwargs, tokens)
+            for batch in batches:
+                yield self.runner.forward_backward(*batch, tokens)
 
     def evaluate(self, batch: DeviceBatch) -> Tensor:
         """Return the summed loss of a local batch, without gradients; zero before the last stage."""
-        input, label, model_kwargs = batch
-        return self.runner.evaluate(input, label, model_kwargs)
+        return self.runner.evaluate(*batch)
 
 
 def parallelize(

@@ -357,7 +357,7 @@ class _Recorder(Hook):
     def on_train_start(self, trainer: Trainer) -> None:
         # A twin's sequences are shorter than documents; for training.mask_documents each full stop
         # begins a document.
-        trainer.document_begin = trainer.tokenizer.encode(".")[0]
+        trainer.bos_id = trainer.tokenizer.encode(".")[0]
         if self.prepare is not None:
             self.prepare(trainer)
 

@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.documents import EPOCH_STRIDE, build_source
 from titan_lite.data.loader import build_loader
-from titan_lite.data.packing import WindowPacker, doc_starts, doc_stats
+from titan_lite.data.packing import WindowPacker
 from titan_lite.data.processes import LoaderError
 from titan_lite.data.streams import LoaderState, RankStreams, StreamPosition, merge_states
 from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.models.attention import doc_starts, doc_stats
 
 ROOT = Path(__file__).parents[3]
 STREAMS = 8

@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_lite.check import check_machine
 from titan_lite.config import ConfigError, load_config
-from titan_lite.data.packing import doc_starts, doc_stats
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.models.attention import (
     KERNEL_PACKAGES,
     attend_in_two_parts,
     check_kernel,
+    doc_starts,
+    doc_stats,
     documents_of,
     masks_by_kernel,
     use_kernel,
