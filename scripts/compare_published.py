@@ -487,7 +487,7 @@ def planned(recipe: str, ranks: int, machine: str, keys: str, async_tp: bool, mo
         parallelism = config.parallelism.replace(enable_async_tensor_parallel=True)
         layout = dataclasses.replace(layout, config=config.replace(parallelism=parallelism))
     if model == "titan_lite":
-        return make_plan(layout, MACHINES[machine].spread())
+        return make_plan(layout, MACHINES[machine].nominal_slow_fast())
     of_2024 = model == "torchtitan 2024"
     tracing = functools.partial(start_tracing_their_model, of_2024=of_2024)
     replay = ReplayOf2024 if of_2024 else Replay
@@ -495,7 +495,7 @@ def planned(recipe: str, ranks: int, machine: str, keys: str, async_tp: bool, mo
         patch("titan_lite.tools.plan.summary.start_tracing", tracing),
         patch("titan_lite.tools.plan.memory.Replay", replay),
     ):
-        return make_plan(layout, MACHINES[machine].spread())
+        return make_plan(layout, MACHINES[machine].nominal_slow_fast())
 
 
 def kept_by_theirs(plan: Plan) -> float:

@@ -2,8 +2,8 @@
 as if there were two ranks.
 """
 
+import math
 import operator
-from dataclasses import dataclass
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from titan_lite.compile import report, schedule
 from titan_lite.compile.passes import bucket_plans as wrapping
-from titan_lite.cost import machine as hardware
+from titan_lite.cost import op_cost
 from titan_lite.cost.collectives import (
     collective_bytes,
     kind_of,
@@ -131,24 +131,25 @@ GATHER, REDUCE = (
 )
 
 
-@dataclass(frozen=True)
-class Priced(Machine):
-    """A collective of two ranks takes `latency` and a second a byte, a computation what its node
-    says.
-    """
-
-    def cost(self, node, fused=True):
-        return super().cost(node, fused) if parameters_of(node) else node.meta.get("seconds", 0.0)
-
-
 def priced(latency=0.0):
+    """A machine on which a collective of two ranks takes `latency` and a second a byte, and a
+    computation what its node says.
+    """
     link = Link(bandwidth=0.5e-9, latency=latency * 1e6)
-    return Priced(
-        "by hand", {"float32": 1.0}, 1, 1, link, link, collective_launch=0.0, link_efficiency=1.0
+    return Machine(
+        name="by hand",
+        tflops={"float32": math.inf},
+        memory=1,
+        memory_bandwidth=1e30,  # copies take next to nothing
+        intra_node=link,
+        inter_node=link,
+        launch=0.0,
+        collective_launch=0.0,
+        link_efficiency=1.0,
     )
 
 
-PARTS_THAT_ASK_FOR_RANKS = (hardware, report, schedule, wrapping)
+PARTS_THAT_ASK_FOR_RANKS = (op_cost, report, schedule, wrapping)
 
 
 def left(graph):

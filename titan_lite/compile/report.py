@@ -21,7 +21,7 @@ from titan_lite.cost.collectives import (
     parameters_of,
     ranks_of,
 )
-from titan_lite.cost.machine import bytes_copied
+from titan_lite.cost.op_cost import bytes_copied
 from titan_lite.cost.timeline import Timeline
 
 

@@ -96,7 +96,7 @@ def activation_collectives(graph: Graph) -> list[Node]:
 
 
 def collective_bytes(node: Node) -> int:
-    """Return the unsharded bytes of a collective: the output of an all-gather, the input of others."""
+    """Return the unsharded bytes: the output of an all-gather, the input of others."""
     return nbytes_of(node) if is_all_gather(node) else sum(map(nbytes_of, node.all_input_nodes))
 
 

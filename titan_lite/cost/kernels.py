@@ -1,9 +1,8 @@
-"""Estimate how GPU kernels use the device: matrix products by shape, attention by kernel and
-length, the clock at a power limit.
+"""Estimate how GPU kernels use the device: matrix products, attention, the clock.
 
-    product_seconds(1, 16384, 14336, 4096, speed=0.84 * 989e12, multiprocessors=132)         # 2.5e-3
-    attention_share(8192)                                                                    # 0.94
-    ATTENTION["H100"]["FA2"]                                                                 # 0.31
+    product_seconds(1, 16384, 14336, 4096, speed=0.84 * 989e12, multiprocessors=132)    # 2.5e-3
+    attention_share(8192)                                                               # 0.94
+    ATTENTION["H100"]["FA2"]                                                            # 0.31
 
 A product is cut into tiles, and a wave of tiles runs at once, one on each multiprocessor; the last
 wave may be partly empty. The constants are fitted to products on an H100 in openxla/xla
@@ -25,11 +24,11 @@ TILES = {
 }
 TILE_OVERHEAD = 1.5e-6  # seconds of a wave: fill the pipeline, write the result
 LAUNCH = 1.0e-6  # seconds of a product beyond the launch of any kernel
-SPLITS = (1, 2, 4, 8)  # of the inner dimension, each at least 256 long
-SUM_BANDWIDTH = (
-    2.5e12  # bytes per second at which the parts of a split product are added, in the L2 cache
-)
-SUM_LAUNCH = 1.5e-6  # seconds
+SPLITS = (1, 2, 4, 8)  # of the inner dimension
+SPLIT_LENGTH = 256  # least length of a part of the inner dimension
+# Bytes per second at which the parts of a split product are added, in the L2 cache.
+SUM_BANDWIDTH = 2.5e12
+SUM_LAUNCH = 1.5e-6  # seconds of adding them besides
 # Time of a float8 product that sums in float32, relative to one with fast accumulation: 1.1 to 1.2
 # (pytorch/ao issue 2377).
 SLOW_ACCUMULATION = 1.15
@@ -38,10 +37,12 @@ SLOW_ACCUMULATION = 1.15
 # sequences, for 2 parts of forward and 5 of backward. The shares of forward are near published
 # ones, and those of backward are partly assumed:
 #   H100, FA2    0.355 (35%, arXiv 2407.08608) and 0.30, assumed
-#   H100, FA3    0.62 and 0.50, assumed: 1.5 to 2 times FA2 (the same); cuDNN is assumed to be as fast
+#   H100, FA3    0.62 and 0.50, assumed: 1.5 to 2 times FA2 (the same);
+#                cuDNN is assumed to be as fast
 #   A100, FA2    0.62 and 0.53, assumed within the 50 to 73% of arXiv 2307.08691;
 #                cuDNN 0.82 of it (huggingface/transformers 48163)
-#   B200, FA4    0.63 and 0.52 (Dao-AILab/flash-attention pull request 2280); cuDNN is assumed to be as fast
+#   B200, FA4    0.63 and 0.52 (Dao-AILab/flash-attention pull request 2280);
+#                cuDNN is assumed to be as fast
 # "auto" is what torch chooses: cuDNN on compute capabilities 9 and 10 if it is newer than 9.15.0,
 # else FA2 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 ATTENTION = {
@@ -53,11 +54,11 @@ ATTENTION = {
 # Tokens at which attention reaches half its speed. With 2,048 tokens causal attention has 0.79
 # (FA2) and 0.84 (cuDNN) of the speed without a mask on an H20 (Dao-AILab/flash-attention issue
 # 1310), which has few whole tiles there.
-SHORT = 500
-IDLE = 100.0  # watts of a GPU whose multiprocessors do nothing
-# The clock grows with the power above IDLE, to this exponent. Three published products on an H100
-# at 500 W (pytorch/FBGEMM pull request 2546), relative to the plan at 700 W, give 0.74, 0.84 and
-# 0.96 in bfloat16, and 0.80, 0.94 and 0.81 in float8.
+HALF_SPEED_KEYS = 500
+IDLE_POWER = 100.0  # watts of a GPU whose multiprocessors do nothing
+# The clock grows with the power above IDLE_POWER, to this exponent. Three published products on an
+# H100 at 500 W (pytorch/FBGEMM pull request 2546), relative to the plan at 700 W, give 0.74, 0.84
+# and 0.96 in bfloat16, and 0.80, 0.94 and 0.81 in float8.
 CLOCK_EXPONENT = 0.84
 
 
@@ -69,17 +70,15 @@ def product_seconds(
     speed: FLOP/s of the device with full waves of the largest tile.
     """
     best = math.inf
-    for (rows, columns), relative in TILES.items():
-        tiles = batch * -(-m // rows) * -(-n // columns)
+    for (rows, columns), relative_speed in TILES.items():
+        tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+        tile_speed = speed / multiprocessors * relative_speed
         for split in SPLITS:
-            if split > 1 and k < 256 * split:
+            if split > 1 and k < SPLIT_LENGTH * split:
                 break
-            waves = -(-tiles * split // multiprocessors)
-            seconds = waves * (
-                2 * rows * columns * k / split / (speed / multiprocessors * relative)
-                + TILE_OVERHEAD
-            )
-            if split > 1:
+            waves = math.ceil(tiles * split / multiprocessors)
+            seconds = waves * (2 * rows * columns * k / split / tile_speed + TILE_OVERHEAD)
+            if split > 1:  # float32 parts are written and read, the result is written
                 seconds += (4 * split + 2) * batch * m * n / SUM_BANDWIDTH + SUM_LAUNCH
             best = min(best, seconds)
     return best + LAUNCH
@@ -87,12 +86,13 @@ def product_seconds(
 
 def attention_share(keys: int) -> float:
     """Return the speed of attention over `keys` tokens, relative to that on long sequences."""
-    return keys / (keys + SHORT)
+    return keys / (keys + HALF_SPEED_KEYS)
 
 
 def clock_share(limit: float, nominal: float, exponent: float = CLOCK_EXPONENT) -> float:
-    """Return the clock under a power limit, relative to that at the nominal power, both in watts; 1
-    without a limit (0).
+    """Return the clock under a power limit, relative to that at the nominal power.
+
+    limit, nominal: watts; limit 0: none, which gives 1.
 
     Dynamic power grows with frequency times voltage squared. Voltage follows the frequency at high
     clocks, which gives a cube root (exponent 1/3), and stays at its minimum at low clocks, which
@@ -101,4 +101,6 @@ def clock_share(limit: float, nominal: float, exponent: float = CLOCK_EXPONENT) 
     (stas00/ml-engineering); GB300 at 500 and 1400 W, 617 and 1600 to 2174 TFLOP/s
     (facebookexperimental/triton pull request 2023).
     """
-    return ((limit - IDLE) / (nominal - IDLE)) ** exponent if 0 < limit < nominal else 1.0
+    if not 0 < limit < nominal:
+        return 1.0
+    return ((limit - IDLE_POWER) / (nominal - IDLE_POWER)) ** exponent

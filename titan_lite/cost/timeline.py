@@ -1,21 +1,21 @@
-"""Simulate a graph on a machine: when each node computes, when each collective runs, and how long
-computation waits.
+"""Simulate a graph on a machine: when nodes compute, when collectives run, what waits how long.
 
     timeline = simulate(graph, machine)
-    timeline.exposed, timeline.peak_bytes          # seconds in which nothing computes; bytes without parameters
+    timeline.exposed            # seconds in which computation waits for parameters' collectives
+    timeline.peak_bytes         # without parameters
 
 Computation runs node by node in graph order. A collective starts at its node, once the previous one
 of the same process group is done, and its wait blocks computation. Groups run in parallel, as on
 NCCL's streams, and so do collectives of activations. For the passes on parameters, the waits for
-collectives of tensor and context parallelism count as computation (SimpleFSDP, arXiv
-2411.00284, section 4.2). Computation beside a collective has the multiprocessors that are left (`Machine.beside_collectives`).
-Without compiled kernels a host lane issues the operators one by one: a node does not start before
-it is issued.
+collectives of tensor and context parallelism count as computation (SimpleFSDP, arXiv 2411.00284,
+section 4.2). Computation beside a collective has the multiprocessors that are left
+(`Machine.beside_collective`). Without compiled kernels the host issues the operators one by one: a
+node does not start before it is issued.
 """
 
 import dataclasses
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -34,7 +34,8 @@ from titan_lite.cost.collectives import (
     start_of,
     waits_of,
 )
-from titan_lite.cost.machine import Machine, is_free, is_fused_away
+from titan_lite.cost.machine import MICROSECOND, Machine
+from titan_lite.cost.op_cost import is_free, is_fused_away, node_seconds
 
 
 @dataclass(frozen=True)
@@ -81,51 +82,92 @@ def simulate(
 ) -> Timeline:
     """Simulate `graph`.
 
-    fused: as in `Machine.cost`, and one launch for the graph; bound: the graph's `lower_bound`.
+    fused: as in `node_seconds`, and one launch for the graph; bound: the graph's `lower_bound`.
     """
-    now = compute = exposed = issued = idle = 0.0
-    beside, host = machine.beside_collectives(), 0.0 if fused else machine.host * 1e-6
-    lanes: dict[
-        tuple[str, str], float
-    ] = {}  # end of the last collective by group, of parameters or of activations
-    spans: list[Span] = []
-    started: dict[
-        Node, tuple[int, float]
-    ] = {}  # collective -> index of its span, seconds computed before it
+    simulation = _Simulation(machine, fused)
     for node in graph.nodes:
-        seconds = machine.cost(node, fused)
-        issued += host if node.op == "call_function" else 0.0
-        if seconds and issued > now:
-            idle, now = idle + issued - now, issued
-        if node.target in KINDS:
-            group, lane = group_of(node), "communication" if parameters_of(node) else "compute"
-            start = max(now, lanes.get((group, lane), 0.0))
-            lanes[group, lane] = start + seconds
-            started[node] = (len(spans), compute)
-            spans.append(Span(lane, label(node), start, seconds, group=group))
-        elif node.target is collectives.wait_tensor.default and start_of(node) in started:
-            number, before = started.pop(start_of(node))
-            span = spans[number]
-            held_up = max(0.0, span.start + span.seconds - now)
-            spans[number] = dataclasses.replace(span, exposed=held_up, under=compute - before)
-            now += held_up
-            if span.lane == "compute":
-                compute += held_up
-            else:
-                exposed += held_up
-        elif seconds:
-            left = max(lanes.values(), default=0.0) - now  # of collectives that run meanwhile
-            if left > 0 and beside is not machine:
-                slowed = beside.cost(node, fused)
-                under = min(left, slowed)
-                seconds = under + (1 - under / slowed) * seconds
-            spans.append(Span("compute", node.name, now, seconds))
-            now, compute = now + seconds, compute + seconds
-    communication = sum(span.seconds for span in spans if span.lane == "communication")
-    bound = min(bound, exposed)  # the two sums may differ in the last digit
+        simulation.run(node)
+    spans = tuple(simulation.spans)
     return Timeline(
-        name, tuple(spans), now, compute, communication, exposed, bound, peak_bytes(graph), idle
+        graph=name,
+        spans=spans,
+        seconds=simulation.now,
+        compute=simulation.compute,
+        communication=sum(span.seconds for span in spans if span.lane == "communication"),
+        exposed=simulation.exposed,
+        bound=min(bound, simulation.exposed),  # the two sums may differ in the last digit
+        peak_bytes=peak_bytes(graph),
+        idle=simulation.idle,
     )
+
+
+class _Simulation:
+    """The clocks of a device, its host and its links while a graph runs. All in seconds."""
+
+    def __init__(self, machine: Machine, fused: bool):
+        self.machine = machine
+        self.beside_collective = machine.beside_collective()
+        self.fused = fused
+        self.host_seconds = 0.0 if fused else machine.host * MICROSECOND  # for an operator
+        self.now = 0.0  # of the device
+        self.issued = 0.0  # by the host
+        self.compute = 0.0
+        self.exposed = 0.0
+        self.idle = 0.0  # the device waits for the host
+        self.spans: list[Span] = []
+        # End of the last collective by (group, lane).
+        self.busy_until: dict[tuple[str, str], float] = {}
+        # Collective -> (index of its span, seconds computed before it).
+        self.in_flight: dict[Node, tuple[int, float]] = {}
+
+    def run(self, node: Node) -> None:
+        """Advance the clocks by a node."""
+        seconds = node_seconds(node, self.machine, self.fused)
+        if node.op == "call_function":
+            self.issued += self.host_seconds
+        if seconds and self.issued > self.now:
+            self.idle = self.idle + self.issued - self.now
+            self.now = self.issued
+        if node.target in KINDS:
+            self.start_collective(node, seconds)
+        elif node.target is collectives.wait_tensor.default and start_of(node) in self.in_flight:
+            self.wait(start_of(node))
+        elif seconds:
+            self.run_computation(node, seconds)
+
+    def start_collective(self, node: Node, seconds: float) -> None:
+        """Start a collective once the one before it in its group is done."""
+        group = group_of(node)
+        lane = "communication" if parameters_of(node) else "compute"
+        start = max(self.now, self.busy_until.get((group, lane), 0.0))
+        self.busy_until[group, lane] = start + seconds
+        self.in_flight[node] = (len(self.spans), self.compute)
+        self.spans.append(Span(lane, label(node), start, seconds, group=group))
+
+    def wait(self, collective: Node) -> None:
+        """Block computation until a collective is done."""
+        index, computed_before = self.in_flight.pop(collective)
+        span = self.spans[index]
+        exposed = max(0.0, span.start + span.seconds - self.now)
+        self.spans[index] = dataclasses.replace(
+            span, exposed=exposed, under=self.compute - computed_before
+        )
+        self.now += exposed
+        if span.lane == "compute":
+            self.compute += exposed
+        else:
+            self.exposed += exposed
+
+    def run_computation(self, node: Node, seconds: float) -> None:
+        """Compute, with fewer multiprocessors as long as a collective runs."""
+        communicating = max(self.busy_until.values(), default=0.0) - self.now
+        if communicating > 0 and self.beside_collective is not self.machine:
+            slowed = node_seconds(node, self.beside_collective, self.fused)
+            under = min(communicating, slowed)
+            seconds = under + (1 - under / slowed) * seconds
+        self.spans.append(Span("compute", node.name, self.now, seconds))
+        self.now += seconds
+        self.compute += seconds
 
 
 def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
@@ -134,13 +176,15 @@ def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, f
     Work on shards does not count, since the last ranks have fewer rows, and passes must decide the
     same on all ranks.
     """
-    shard_work, costs = shards_of(graph), costs_of(graph, machine, fused)
-    seconds, result = 0.0, {}
+    shard_work = shards_of(graph)
+    costs = costs_of(graph, machine, fused)
+    computed = 0.0
+    before: dict[Node, float] = {}
     for node in graph.nodes:
-        result[node] = seconds
+        before[node] = computed
         if not parameters_of(node) and node not in shard_work:
-            seconds += costs[node]
-    return result
+            computed += costs[node]
+    return before
 
 
 def costs_of(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
@@ -148,15 +192,17 @@ def costs_of(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
 
     Of a collective of activations, those that computation before its wait does not hide.
     """
-    costs, shard_work = {node: machine.cost(node, fused) for node in graph.nodes}, shards_of(graph)
+    costs = {node: node_seconds(node, machine, fused) for node in graph.nodes}
+    shard_work = shards_of(graph)
     started: dict[Node, float] = {}  # collective of activations -> seconds computed before it
     computed = 0.0
     for node in graph.nodes:
         if node.target in KINDS and not parameters_of(node):
             started[node] = computed
         elif node.target is collectives.wait_tensor.default and start_of(node) in started:
-            begin = started.pop(start_of(node))
-            costs[start_of(node)] = max(0.0, costs[start_of(node)] - (computed - begin))
+            collective = start_of(node)
+            hidden = computed - started.pop(collective)
+            costs[collective] = max(0.0, costs[collective] - hidden)
         elif not parameters_of(node) and node not in shard_work:
             computed += costs[node]
     return costs
@@ -166,11 +212,11 @@ def shards_of(graph: Graph) -> set[Node]:
     """Return the nodes that prepare shards for all-gathers, and those that process reduced
     gradients.
     """
-    mine = parameter_collectives(graph)
-    before = {
-        node for gather in mine if is_all_gather(gather) for node in preparation(gather) or ()
-    }
-    return before | (descendants(*(node for node in mine if not is_all_gather(node))) - set(mine))
+    of_parameters = parameter_collectives(graph)
+    gathers = [node for node in of_parameters if is_all_gather(node)]
+    reductions = [node for node in of_parameters if not is_all_gather(node)]
+    prepared = {node for gather in gathers for node in preparation(gather) or ()}
+    return prepared | (descendants(*reductions) - set(of_parameters))
 
 
 def label(node: Node) -> str:
@@ -178,7 +224,9 @@ def label(node: Node) -> str:
     fqns = parameters_of(node)
     if not fqns:
         return node.name
-    return f"{kind_of(node)} {fqns[0]}" + (f" and {len(fqns) - 1} more" if len(fqns) > 1 else "")
+    if len(fqns) == 1:
+        return f"{kind_of(node)} {fqns[0]}"
+    return f"{kind_of(node)} {fqns[0]} and {len(fqns) - 1} more"
 
 
 def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
@@ -191,36 +239,44 @@ def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
     its sum, plus its smallest tail. The graph takes at least the largest of these; the part of it
     that is not computation is exposed.
     """
-    mine, movable = set(parameter_collectives(graph)), shards_of(graph)
-    seconds = costs_of(graph, machine, fused)
-
-    def earliest(
-        nodes: Iterable[Node], before: Callable[[Node], Iterable[Node]]
-    ) -> dict[Node, float]:
-        """Return the least time before each node, in the direction of `before`."""
-        found: dict[Node, float] = {}
-        done = 0.0  # end of the last node that keeps its order
-        for node in nodes:
-            found[node] = max((found[each] + seconds[each] for each in before(node)), default=0.0)
-            if seconds[node] and node not in mine and node not in movable:
-                found[node] = max(found[node], done)
-                done = found[node] + seconds[node]
-        return found
-
-    heads = earliest(graph.nodes, lambda node: node.all_input_nodes)
-    tails = earliest(reversed(graph.nodes), lambda node: node.users)
+    of_parameters = set(parameter_collectives(graph))
+    ordered = set(graph.nodes) - of_parameters - shards_of(graph)
+    costs = costs_of(graph, machine, fused)
+    heads = _least_times(graph.nodes, lambda node: node.all_input_nodes, costs, ordered)
+    tails = _least_times(reversed(graph.nodes), lambda node: node.users, costs, ordered)
     longest = 0.0
-    for group in {group_of(node) for node in mine}:
+    for group in {group_of(node) for node in of_parameters}:
         queue = sorted(
-            (node for node in mine if group_of(node) == group), key=lambda node: -tails[node]
+            (node for node in of_parameters if group_of(node) == group),
+            key=lambda node: -tails[node],
         )
-        for head in {heads[node] for node in queue}:
+        for least_head in {heads[node] for node in queue}:
             total = 0.0
             for node in queue:
-                if heads[node] >= head:
-                    total += seconds[node]
-                    longest = max(longest, head + total + tails[node])
-    return max(0.0, longest - sum(seconds[node] for node in graph.nodes if node not in mine))
+                if heads[node] >= least_head:
+                    total += costs[node]
+                    longest = max(longest, least_head + total + tails[node])
+    computation = sum(costs[node] for node in graph.nodes if node not in of_parameters)
+    return max(0.0, longest - computation)
+
+
+def _least_times(
+    nodes: Iterable[Node],
+    dependencies: Callable[[Node], Iterable[Node]],
+    costs: Mapping[Node, float],
+    ordered: Collection[Node],
+) -> dict[Node, float]:
+    """Return the least seconds before each node. ordered: the nodes that keep their order."""
+    before: dict[Node, float] = {}
+    end = 0.0  # of the last node that keeps its order
+    for node in nodes:
+        before[node] = max(
+            (before[other] + costs[other] for other in dependencies(node)), default=0.0
+        )
+        if costs[node] and node in ordered:
+            before[node] = max(before[node], end)
+            end = before[node] + costs[node]
+    return before
 
 
 def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
@@ -230,25 +286,29 @@ def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
     Parameters (placeholders named primals) and the nodes in `without` do not count. A view shares
     the storage of its base.
     """
-    uncounted = {
+    parameters = {
         node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("primals")
-    } | {*without}
-    sizes, ends = dict[Node, int](), dict[int, int]()
-    for node, place in last_uses(graph).items():
+    }
+    uncounted = parameters.union(without)
+    sizes: dict[Node, int] = {}
+    freed_after: dict[int, int] = {}  # bytes, by position of a node in the graph
+    for node, position in last_uses(graph).items():
         sizes[node] = 0 if node in uncounted else own_bytes(node)
-        ends[place] = ends.get(place, 0) + sizes[node]
-    alive = most = sum(size for node, size in sizes.items() if node.op == "placeholder")
-    for place, node in enumerate(graph.nodes):
-        alive += sizes.get(node, 0) if node.op != "placeholder" else 0
-        most = max(most, alive)
-        alive -= ends.get(place, 0)
-    return most
+        freed_after[position] = freed_after.get(position, 0) + sizes[node]
+    live = sum(size for node, size in sizes.items() if node.op == "placeholder")
+    peak = live
+    for position, node in enumerate(graph.nodes):
+        if node.op != "placeholder":
+            live += sizes.get(node, 0)
+        peak = max(peak, live)
+        live -= freed_after.get(position, 0)
+    return peak
 
 
 def last_uses(
     graph: Graph, fused: bool = False, keeps_inputs: bool = False, sends: bool = False
 ) -> dict[Node, int]:
-    """Return for each node that allocates, or is an input, the place of the last node that needs
+    """Return for each node that allocates, or is an input, the position of the last node that needs
     its storage.
 
     A view shares the storage of its base. fused: leave out results that are fused away
@@ -256,37 +316,44 @@ def last_uses(
     keeps_inputs: the caller keeps the graph's inputs until its end. sends: a collective keeps its
     inputs until it is waited for.
     """
-    order = {node: place for place, node in enumerate(graph.nodes)}
+    position = {node: index for index, node in enumerate(graph.nodes)}
     storage = storages(graph)
-    virtual = {node for node in graph.nodes if fused and is_fused_away(node)}
-    last_use = {storage[node]: order[storage[node]] for node in graph.nodes}
+    fused_away = {node for node in graph.nodes if fused and is_fused_away(node)}
+    last_use = {storage[node]: position[storage[node]] for node in graph.nodes}
     for node in reversed(graph.nodes):
-        place = last_use[node] if node in virtual else order[node]
+        used = last_use[node] if node in fused_away else position[node]
         if sends and node.target in KINDS:
-            place = max((order[wait] for wait in waits_of(node)), default=place)
+            used = max((position[wait] for wait in waits_of(node)), default=used)
         for source in (node, *node.all_input_nodes):
-            last_use[storage[source]] = max(last_use[storage[source]], place)
+            last_use[storage[source]] = max(last_use[storage[source]], used)
     if keeps_inputs:
-        last_use |= {node: len(order) - 1 for node in graph.nodes if node.op == "placeholder"}
-    return {node: place for node, place in last_use.items() if node not in virtual}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                last_use[node] = len(position) - 1
+    return {node: used for node, used in last_use.items() if node not in fused_away}
 
 
 def storages(graph: Graph) -> dict[Node, Node]:
     """Return the node that allocated the storage of each node."""
     storage: dict[Node, Node] = {}
     for node in graph.nodes:
-        source = node.kwargs.get("out") or next(iter(node.all_input_nodes), None)
-        # One of several results of an operator is not a view.
-        part = node.target is operator.getitem and not getattr(
-            node.all_input_nodes[0].target, "is_view", False
-        )
-        storage[node] = node
-        views = is_free(node) or "out" in node.kwargs
-        if node.op != "call_function" or part or not views or not nbytes_of(node):
-            continue
-        if isinstance(source, Node):
-            storage[node] = storage[source]
+        base = _viewed(node)
+        storage[node] = node if base is None else storage[base]
     return storage
+
+
+def _viewed(node: Node) -> Node | None:
+    """Return the input whose storage a node shares, or writes into; None if it has its own."""
+    if node.op != "call_function" or not nbytes_of(node):
+        return None
+    if not is_free(node) and "out" not in node.kwargs:
+        return None
+    if node.target is operator.getitem and not getattr(
+        node.all_input_nodes[0].target, "is_view", False
+    ):
+        return None  # one of several results of an operator is not a view
+    source = node.kwargs.get("out") or next(iter(node.all_input_nodes), None)
+    return source if isinstance(source, Node) else None
 
 
 def own_bytes(node: Node) -> int:

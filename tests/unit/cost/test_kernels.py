@@ -18,6 +18,7 @@ from titan_lite.cost.kernels import (
     product_seconds,
 )
 from titan_lite.cost.machine import Machine
+from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.profiles import PROFILES
 
 H100 = PROFILES["H100"]
@@ -69,7 +70,7 @@ def seconds_of(batch, m, n, k, machine=H100):
     a.meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     b.meta["val"] = torch.empty(*shape[:-2], k, n, dtype=torch.bfloat16, device="meta")
     product.meta["val"] = a.meta["val"] @ b.meta["val"]
-    return machine.cost(product)
+    return node_seconds(product, machine)
 
 
 def errors(rows):
@@ -136,21 +137,21 @@ def test_attention_by_kernel_and_length():
     assert attention_share(500) == 0.5
     assert attention_share(8192) > 0.94
     assert (
-        H100.attending("FA2").attention_efficiency
+        H100.with_attention_kernel("FA2").attention_efficiency
         == ATTENTION["H100"]["FA2"]
         < H100.attention_efficiency
     )
-    assert H100.attending("auto") == H100
+    assert H100.with_attention_kernel("auto") == H100
     cluster = dataclasses.replace(H100, name="cluster", like="H100")
-    assert cluster.attending("FA2").attention_efficiency == ATTENTION["H100"]["FA2"]
-    assert PROFILES["MI300X"].attending("FA2") == PROFILES["MI300X"]
+    assert cluster.with_attention_kernel("FA2").attention_efficiency == ATTENTION["H100"]["FA2"]
+    assert PROFILES["MI300X"].with_attention_kernel("FA2") == PROFILES["MI300X"]
 
 
 def test_a_power_limit_lowers_the_clock():
     assert clock_share(0, 700) == clock_share(700, 700) == clock_share(800, 700) == 1
     assert clock_share(500, 700) == pytest.approx((400 / 600) ** CLOCK_EXPONENT)
     limited = dataclasses.replace(H100, power=500)
-    _, slow, fast = limited.spread()
+    _, slow, fast = limited.nominal_slow_fast()
     shares = [
         each.flops(torch.bfloat16) / H100.flops(torch.bfloat16) for each in (slow, limited, fast)
     ]
@@ -158,12 +159,12 @@ def test_a_power_limit_lowers_the_clock():
     assert shares == pytest.approx(
         [(400 / 600) ** 0.936, (400 / 600) ** CLOCK_EXPONENT, (400 / 600) ** 0.612]
     )
-    assert H100.spread()[1].flops(torch.bfloat16) == H100.flops(torch.bfloat16)
+    assert H100.nominal_slow_fast()[1].flops(torch.bfloat16) == H100.flops(torch.bfloat16)
 
     own = dataclasses.replace(
         limited, clock_exponent=1 / 3
     )  # the law of a machine's file, below that of the fast end
-    slow, fast = (each.clock_exponent for each in own.spread()[1:])
+    slow, fast = (each.clock_exponent for each in own.nominal_slow_fast()[1:])
     assert fast == 1 / 3 < slow
 
 

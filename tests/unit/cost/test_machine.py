@@ -8,7 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import titan_lite.models.attention  # noqa: F401 - its operators
 from titan_lite.config import ConfigError
-from titan_lite.cost.machine import Link, flops_of
+from titan_lite.cost.machine import Link
+from titan_lite.cost.op_cost import flops_of, node_seconds
 from titan_lite.cost.profiles import load_machine
 
 H100 = load_machine("H100")
@@ -58,7 +59,9 @@ def graph_of(function, *shapes, dtype=torch.bfloat16):
 
 def costs(graph, **options):
     return {
-        node.name: H100.cost(node, **options) for node in graph.nodes if H100.cost(node, **options)
+        node.name: node_seconds(node, H100, **options)
+        for node in graph.nodes
+        if node_seconds(node, H100, **options)
     }
 
 
@@ -81,7 +84,7 @@ def test_a_float8_product_has_the_peak_of_float8(fast, longer):
     graph = graph_of(multiply, (8192, 4096), (14336, 4096), ())
     (product,) = (node for node in graph.nodes if node.target is torch.ops.aten._scaled_mm.default)
     wave = longer * 2 * 128 * 256 * 4096 / (0.84 * 1978.9e12 / 132) + 1.5e-6
-    assert H100.cost(product) == pytest.approx(28 * wave + 4e-6)
+    assert node_seconds(product, H100) == pytest.approx(28 * wave + 4e-6)
     assert flops_of(product) == (2 * 8192 * 4096 * 14336, 0)
 
 

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from titan_lite.cost.kernels import product_seconds
-from titan_lite.cost.nccl import CHANNELS, nccl_seconds
+from titan_lite.cost.nccl import CHANNELS, Ring, nccl_seconds
 from titan_lite.cost.profiles import PROFILES
 
 H100 = PROFILES["H100"]
@@ -94,9 +94,8 @@ def test_an_all_to_all_takes_the_own_card_of_a_rank():
 
 
 def seconds(kind, nbytes, ranks, nodes, nvls=0.0):
-    return nccl_seconds(
-        kind, nbytes, ranks, nodes, inside=1e-6, between=4e-6, speed=100e9, nvls=nvls
-    )
+    ring = Ring(ranks, nodes, hop_in_node=1e-6, hop_between_nodes=4e-6, bandwidth=100e9)
+    return nccl_seconds(kind, nbytes, ring, nvls=nvls)
 
 
 def test_the_protocol_depends_on_the_size():
@@ -126,7 +125,7 @@ def test_the_switch_sums_large_tensors_of_a_whole_node():
 
 
 def test_a_collective_takes_multiprocessors():
-    beside = H100.beside_collectives()
+    beside = H100.beside_collective()
     assert beside.multiprocessors == 132 - CHANNELS
     assert beside.tflops["bfloat16"] == pytest.approx(H100.tflops["bfloat16"] * 108 / 132)
     assert beside.memory_traffic(1e9) == pytest.approx(H100.memory_traffic(1e9) * 132 / 108)
@@ -145,6 +144,6 @@ def test_a_product_of_one_wave_is_as_slow_beside_a_collective_as_published():
             speed=machine.tflops["bfloat16"] * 1e12,
             multiprocessors=machine.multiprocessors,
         )
-        for machine in (H100, H100.beside_collectives())
+        for machine in (H100, H100.beside_collective())
     )
     assert beside / alone == pytest.approx(80 / 47, rel=0.05)

@@ -9,7 +9,6 @@ import torch
 from handmade_graphs import (
     GATHER,
     Hand,
-    Priced,
     aten,
     collectives,
     places,
@@ -21,8 +20,10 @@ from hypothesis import strategies as st
 from titan_lite.compile.passes.bucket_plans import by_block, greedy
 from titan_lite.compile.passes.bucketing import merge
 from titan_lite.compile.passes.reordering import overlap, wait_for_reductions_late
+from titan_lite.cost import timeline as timelines
 from titan_lite.cost.collectives import parameters_of
 from titan_lite.cost.nccl import CHANNELS
+from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.timeline import lower_bound, peak_bytes, simulate
 from titan_lite.tools.plan import costs
 
@@ -82,17 +83,16 @@ def test_under_computation_on_a_cpu_it_hides_nothing(monkeypatch):
     )
 
 
-class Shared(Priced):
-    """Computes in proportion to the multiprocessors, of which a collective takes half."""
+def test_computation_beside_a_collective_has_the_multiprocessors_that_are_left(monkeypatch):
+    def half_as_fast_on_half(node, machine, fused=True):
+        seconds = node_seconds(node, machine, fused)
+        is_computation = not parameters_of(node)
+        return seconds * 2 * CHANNELS / machine.multiprocessors if is_computation else seconds
 
-    def cost(self, node, fused=True):
-        return super().cost(node, fused) * (1 if parameters_of(node) else 48 / self.multiprocessors)
-
-
-def test_computation_beside_a_collective_has_the_multiprocessors_that_are_left():
     graph = two_products()
     overlap(graph)
-    machine = Shared(**{**vars(priced()), "multiprocessors": 2 * CHANNELS})
+    machine = dataclasses.replace(priced(), multiprocessors=2 * CHANNELS)
+    monkeypatch.setattr(timelines, "node_seconds", half_as_fast_on_half)
     timeline = simulate(graph, machine)
     # f begins at 8, with b: in 8 seconds it does 4 of its 5, and the last one alone
     assert timeline.compute == pytest.approx(9.0 + 5.0, rel=1e-4)

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from torch.fx import Graph, Node
 
 from titan_lite.cost.collectives import activation_collectives, descendants, group_of, wait_of
-from titan_lite.cost.machine import MATMULS, Machine
+from titan_lite.cost.machine import Machine
+from titan_lite.cost.op_cost import MATMULS, node_seconds
 from titan_lite.cost.timeline import simulate
 
 Numbered = list[tuple[int, int]]  # numbers of nodes of one kind each, counted in graph order
@@ -38,7 +39,7 @@ def choose_products(
     """
 
     def seconds(node: Node) -> float:
-        return machine.cost(node, fused) if machine else 1.0
+        return node_seconds(node, machine, fused) if machine else 1.0
 
     activations = activation_collectives(graph)
     starts = {wait_of(node): node for node in activations}

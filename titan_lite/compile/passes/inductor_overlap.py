@@ -21,6 +21,7 @@ from torch.utils import _runtime_estimation
 from titan_lite.compile.replacing import replaced
 from titan_lite.cost.collectives import KINDS, kind_of, ranks_of
 from titan_lite.cost.machine import Machine
+from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.timeline import shards_of
 
 
@@ -39,7 +40,7 @@ def schedule_by_inductor(module: GraphModule, machine: Machine, *, fused: bool) 
             return 0.0
         if nbytes is not None and node.target in KINDS:
             return 1e3 * machine.collective(kind_of(node), nbytes, ranks_of(node))
-        return 1e3 * machine.cost(node, fused)
+        return 1e3 * node_seconds(node, machine, fused)
 
     options: dict[str, Any] = {
         "collective_bucketing": True,

@@ -34,6 +34,7 @@ from titan_lite.cost.collectives import (
     waits_of,
 )
 from titan_lite.cost.machine import Machine
+from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.timeline import computed_before, peak_bytes, shards_of
 
 
@@ -86,13 +87,13 @@ def _prepare_during_first(gathers: Sequence[Node], machine: Machine, fused: bool
     graph = gathers[0].graph
     wait = wait_of(gathers[0])
     between = [node for node in graph.nodes if gathers[0] < node < wait]
-    idle = machine.cost(gathers[0]) - sum(
-        machine.cost(node, fused) for node in between if not parameters_of(node)
+    idle = node_seconds(gathers[0], machine) - sum(
+        node_seconds(node, machine, fused) for node in between if not parameters_of(node)
     )
     limit = peak_bytes(graph)
     for gather in gathers[1:]:
         leading = sorted(node for node in preparation(gather) or () if node > wait)
-        idle -= sum(machine.cost(node, fused) for node in leading)
+        idle -= sum(node_seconds(node, machine, fused) for node in leading)
         if idle < 0:
             return
         if leading and not move_before(wait, leading, lambda: peak_bytes(graph) <= limit):
@@ -120,7 +121,7 @@ def _latest_starts(
     """
     before = computed_before(graph, machine, fused)
     reductions = [
-        (before[node], machine.cost(node), node)
+        (before[node], node_seconds(node, machine), node)
         for node in parameter_collectives(graph)
         if not is_all_gather(node)
     ]
@@ -132,7 +133,7 @@ def _latest_starts(
     )
     for gather in reversed(gathers):
         end = min(before[wait_of(gather)], following)
-        start = end - machine.cost(gather)
+        start = end - node_seconds(gather, machine)
         delaying = [
             reduction
             for reduction in reductions
@@ -202,7 +203,7 @@ def _waiting_places(
                 yield in_flight.popleft(), node
             in_flight.append(node)
         if parameters_of(node):
-            busy_until = arrival[node] = max(now, busy_until) + machine.cost(node)
+            busy_until = arrival[node] = max(now, busy_until) + node_seconds(node, machine)
         elif (
             node.target is collectives.wait_tensor.default
             and start_of(node) in arrival

@@ -33,6 +33,7 @@ from titan_lite.cost.collectives import (
     wait_of,
 )
 from titan_lite.cost.machine import Machine
+from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.timeline import costs_of
 
 FLOAT8_ROWS = 16  # of which the rows of a float8 product are a multiple
@@ -224,7 +225,7 @@ class _Chunks(NamedTuple):
         """Return the seconds before and after. left: those of the collective that nothing hides."""
 
         def cost(*nodes: Node) -> float:
-            return sum(machine.cost(node, fused) for node in nodes)
+            return sum(node_seconds(node, machine, fused) for node in nodes)
 
         node, _, product = self.site
         computed = sent = 0.0  # ends of computation and communication

@@ -132,7 +132,7 @@ def plan_changes(
             if not change:
                 raise
             refused.append((change, str(error)))
-    plans = make_plans([layout for _, layout in layouts], machine.spread(), full)
+    plans = make_plans([layout for _, layout in layouts], machine.nominal_slow_fast(), full)
     alone = len(layouts) == 1
     try:
         with tqdm(total=len(layouts), desc="planned", leave=False, disable=alone) as bar:

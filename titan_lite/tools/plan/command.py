@@ -200,7 +200,7 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
         layout = lay_out_changed({})
         if layout.ramp:
             windows = after_ramp(windows, layout.ramp[-1][1], options.compare)
-        plan = make_plan(layout, machine.spread(), options.full)
+        plan = make_plan(layout, machine.nominal_slow_fast(), options.full)
         return "\n".join(describe_comparison(plan, windows))
     others = candidates(lay_out_changed({}), machine) if options.changes else []
     off = {"parallelism.enable_async_tensor_parallel": "false"}

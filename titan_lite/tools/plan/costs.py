@@ -20,7 +20,8 @@ from titan_lite.cost.collectives import (
     parameters_of,
     ranks_of,
 )
-from titan_lite.cost.machine import Machine, flops_of
+from titan_lite.cost.machine import Machine
+from titan_lite.cost.op_cost import flops_of
 from titan_lite.cost.timeline import simulate
 from titan_lite.distributed.axes import Axes, axis_along, ranks_in
 from titan_lite.distributed.buckets import Plans, gather_buckets, reduce_buckets
@@ -102,7 +103,7 @@ def round_figures(
     result: Figures = {}
     last, shares = last_block(plan.fqn for plan in plans.values()), shares_of_blocks(plans)
     before = dict(zip(shares, [0.0, *shares.values()], strict=False))
-    slowed = 1 - machine.beside_collectives().memory_efficiency / machine.memory_efficiency
+    slowed = 1 - machine.beside_collective().memory_efficiency / machine.memory_efficiency
     for what, buckets, kind, phase in (
         ("gather", gather_buckets(plans), "all_gather", "forward"),
         ("reduce", reduce_buckets(plans), "reduce_scatter", "backward"),

@@ -1,6 +1,6 @@
 """Make the plan of a recipe, as one screen of text or one JSON object.
 
-    plan = make_plan(layout, machine.spread())
+    plan = make_plan(layout, machine.nominal_slow_fast())
     print("\\n".join(describe(plan)))
     print(as_json(plan))
 
@@ -20,7 +20,7 @@ import torch
 
 from titan_lite.compile.compile import CompileError
 from titan_lite.config import ConfigError
-from titan_lite.cost.machine import GIB, JOINT, UNCERTAINTY, Machine
+from titan_lite.cost.machine import GIB, JOINT_SHARE, UNCERTAINTY, Machine
 from titan_lite.cost.timeline import Timeline
 from titan_lite.distributed.axes import WORDS as AXIS_WORDS
 from titan_lite.models.flavors import shape_words
@@ -281,7 +281,7 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
         f"bottleneck: {what_binds(plan)}",
         *([spare(plan, lighter)] if lighter and plan.fits else ()),
         (
-            f"ranges (80%): efficiencies of {uncertain}, {JOINT:g} of each; stages of {traced}"
+            f"ranges (80%): efficiencies of {uncertain}, {JOINT_SHARE:g} of each; stages of {traced}"
             f" blocks traced; no waiting for the loader{numbered}; planned in {plan.seconds:.0f} s"
         ),
     ]
@@ -365,7 +365,7 @@ def as_json(plan: Plan) -> str:
             "fits": plan.fits,
         },
         "what_binds": what_binds(plan),
-        "uncertainty": {name: round(JOINT * share, 4) for name, share in UNCERTAINTY.items()},
+        "uncertainty": {name: round(JOINT_SHARE * share, 4) for name, share in UNCERTAINTY.items()},
         "traced_blocks": {
             " ".join(kind) or "blocks": depths for kind, depths in plan.depths.items()
         },

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from torch.fx import Graph, Node
 
 from titan_lite.cost.collectives import nbytes_of
-from titan_lite.cost.machine import flops_of
+from titan_lite.cost.op_cost import flops_of
 from titan_lite.cost.timeline import last_uses, own_bytes, storages
 
 GRAPHS = ("forward", "loss_forward", "loss_backward", "backward")  # in the order they run

@@ -245,7 +245,9 @@ def trace_stage(
     config = layout.config
     mesh = build_mesh(layout.degrees, "cpu")
     axes = axes_of(mesh)
-    machines = [machine.attending(config.training.attention_kernel) for machine in machines]
+    machines = [
+        machine.with_attention_kernel(config.training.attention_kernel) for machine in machines
+    ]
     passes = _Priced.of("model", config.compile, machines, axes)
     passes.async_tensor_parallel = config.parallelism.enable_async_tensor_parallel
     passes.gathers_once = layout.gathers_once

@@ -19,8 +19,11 @@ from handmade_graphs import (
 )
 from torch._inductor.lowering import lowerings
 
+from titan_lite.compile.passes import token_chunks
 from titan_lite.compile.passes.token_chunks import choose_collectives, cut_into_chunks, mark_fused
+from titan_lite.cost import timeline
 from titan_lite.cost.collectives import nbytes_of
+from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.profiles import PROFILES
 from titan_lite.cost.timeline import simulate
 
@@ -164,24 +167,21 @@ def test_a_reduction_starts_before_the_next_product():
     ]
 
 
-class Halves:
-    """A machine on which half of the tokens take `share` of the seconds of all."""
+@pytest.mark.parametrize(("share", "number"), [(0.5, 1), (0.85, 0)])
+def test_only_what_is_faster_is_cut(share, number, monkeypatch):
+    """Half of the tokens take `share` of the seconds of all."""
 
-    def __init__(self, share):
-        self.share = share
-
-    def cost(self, node, fused=True):
+    def seconds_by_share(node, machine, fused=True):
         seconds, whole = {GATHER: (8.0, T * C), aten.mm.default: (10.0, T * N)}.get(
             node.target, (0.0, 0)
         )
-        return seconds * (1.0 if nbytes_of(node) == 4 * whole else self.share)
+        return seconds * (1.0 if nbytes_of(node) == 4 * whole else share)
 
-
-@pytest.mark.parametrize(("share", "number"), [(0.5, 1), (0.85, 0)])
-def test_only_what_is_faster_is_cut(share, number):
+    for module in (token_chunks, timeline):
+        monkeypatch.setattr(module, "node_seconds", seconds_by_share)
     _, graph = forward(products=1, batch=1)
     names = [node.name for node in graph.nodes]
-    assert cut(graph, 2, Halves(share)) == number  # 14 seconds or 23.8 instead of 18
+    assert cut(graph, 2, priced()) == number  # 14 seconds or 23.8 instead of 18
     assert (names == [node.name for node in graph.nodes]) == (not number)
 
 
@@ -246,23 +246,25 @@ def test_a_fused_collective_costs_what_its_products_do_not_hide(make, kind):
     machine = PROFILES["H100"]
     _, graph = make()
     mark_fused(graph)
+    for node in graph.nodes:
+        node.meta.pop("seconds", None)
     (node,) = [node for node in graph.nodes if node.target is kind]
     nbytes, launches = 4 * B * T * (C if kind is GATHER else N), 2e-6 * machine.collective_launch
     moved = machine.memory_traffic(
         nbytes if kind is GATHER else 1.5 * nbytes
     )  # a copy of the shard; or two parts and their sum
-    assert machine.cost(node) == pytest.approx(
+    assert node_seconds(node, machine) == pytest.approx(
         launches + moved
     )  # its copy takes less than half of a product, launched twice
     node.meta["fused_with"] = ()
     apart = dataclasses.replace(machine, ranks_per_node=1)  # where no rank reads another's memory
-    assert apart.cost(node) == apart.collective(
+    assert node_seconds(node, apart) == apart.collective(
         "all_gather" if kind is GATHER else "reduce_scatter", nbytes, [0, 1]
     )
     copy = machine.launch * 1e-6 + nbytes / 2 / (
         machine.intra_node.bandwidth * machine.link_efficiency * 1e9
     )
-    assert machine.cost(node) == pytest.approx(launches + moved + copy)
+    assert node_seconds(node, machine) == pytest.approx(launches + moved + copy)
 
 
 def test_a_reduction_that_is_saved_before_its_wait_is_cut():
