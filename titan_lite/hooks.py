@@ -26,7 +26,7 @@ from titan_lite.data.preflight import check_first_loss, preflight
 from titan_lite.distributed.parallelize import gather_reports
 from titan_lite.logging import console, logger
 from titan_lite.metrics.deferred import StepMetrics
-from titan_lite.metrics.end_lines import end_lines, log_compile_reports
+from titan_lite.metrics.end_lines import RunEnd, end_lines, log_compile_reports
 from titan_lite.metrics.profiler import build_profiler
 from titan_lite.metrics.start_lines import start_lines
 from titan_lite.metrics.writer import draw_loss
@@ -107,18 +107,18 @@ class LogRun(Hook):
         if not trainer.is_stopped:
             draw_loss(trainer.dump_folder)
         saves = trainer.config.checkpoint.enable
-        first, *others = end_lines(
-            trainer.dump_folder,
-            "stopped" if trainer.is_stopped else "done",
+        end = RunEnd(
+            stopped=trainer.is_stopped,
             step=trainer.step,
             tokens=trainer.progress.tokens_seen,
-            skipped=trainer.skipped_steps.count,
+            skipped_steps=trainer.skipped_steps.count,
+            saved_steps=trainer.checkpointer.steps() if saves else (),
+            reports=trainer.model.compile_reports,
             bad_documents=trainer.bad_documents.summary(),
             tensorboard=trainer.config.metrics.enable_tensorboard,
-            again=again(),
-            reports=trainer.model.compile_reports,
-            steps_on_disk=trainer.checkpointer.steps() if saves else (),
+            command=again(),
         )
+        first, *others = end_lines(trainer.dump_folder, end)
         logger.info(first, extra={} if trainer.is_stopped else {"event": "done"})
         for line in others:
             logger.info(line)

@@ -93,11 +93,12 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
         # before and wait for them until the time limit (torch 2.11 to 2.13;
         # https://github.com/pytorch/pytorch/issues/135712).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    kind = f"{'GPU' if gpus else 'CPU'} process{'es' if processes > 1 else ''}"
-    waiting = (
-        "" if nodes == "1" else f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}"
-    )
-    tell(f"titan_lite: starting {processes} {kind}: {path}{waiting}")
+    kind = "GPU" if gpus else "CPU"
+    noun = "process" if processes == 1 else "processes"
+    line = f"titan_lite: starting {processes} {kind} {noun}: {path}"
+    if nodes != "1":
+        line += f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}"
+    tell(line)
     return [
         *("--nnodes", nodes),
         *("--nproc-per-node", str(processes)),
@@ -117,14 +118,8 @@ def check_variables() -> tuple[str, list[str]]:
             raise ConfigError(f"{name}={environment[name]}: expected {meaning}")
     nodes = environment.get("NNODES", "1")
     endpoint = environment.get("RDZV_ENDPOINT", "localhost:0")  # port 0: a free one
-    options = [
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        endpoint,
-        "--rdzv-id",
-        environment.get("RDZV_ID", "titan_lite"),
-    ]
+    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    options += ["--rdzv-id", environment.get("RDZV_ID", "titan_lite")]
     if nodes != "1":
         if "RDZV_ENDPOINT" not in environment:
             raise ConfigError(
@@ -133,10 +128,8 @@ def check_variables() -> tuple[str, list[str]]:
         if "LOCAL_ADDR" in environment:
             options += ["--local-addr", environment["LOCAL_ADDR"]]
         if "NODE_RANK" in environment:
-            options += [
-                "--rdzv-conf",
-                f"is_host={'false' if int(environment['NODE_RANK']) else 'true'}",
-            ]
+            is_host = "true" if int(environment["NODE_RANK"]) == 0 else "false"
+            options += ["--rdzv-conf", f"is_host={is_host}"]
     return nodes, options
 
 
@@ -166,9 +159,8 @@ def count_gpus() -> int:
 
     if gpus := torch.cuda.device_count():
         return gpus
-    driver = (
-        output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
-    ).partition("\n")[0]
+    drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = drivers.partition("\n")[0] if drivers else "unknown"  # one line for each GPU
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     wrong = (
         f"torch cannot use the GPUs of this node ({listed or '/dev/kfd'}): torch"

@@ -1,12 +1,14 @@
 """Log the results of compilation, and make the lines at the end of a run.
 
 log_compile_reports(reports, dump_folder)
-for line in end_lines(dump_folder, "done", ...): logger.info(line)
+for line in end_lines(dump_folder, RunEnd(...)): logger.info(line)
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from titan_lite.compile.report import (
     CompileReport,
@@ -33,68 +35,84 @@ def log_compile_reports(reports: Sequence[CompileReport], folder: Path) -> None:
         logger.warning(f"no compile.json or timeline: {error.filename}: {error.strerror}")
 
 
-def end_lines(
-    dump_folder: Path,
-    how: str,
-    *,
-    step: int,
-    tokens: int,
-    skipped: int,
-    reports: Sequence[CompileReport],
-    steps_on_disk: Sequence[int],
-    bad_documents: str = "",
-    tensorboard: bool = False,
-    again: str = "",
-) -> list[str]:
-    """Return the lines at the end of a run, with figures of metrics.jsonl.
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended."""
 
-    how: "done" or "stopped". again: the command that resumes the run. The speed is that of the
-    steps after the last resume.
-    """
+    stopped: bool  # by a signal; else done
+    step: int
+    tokens: int  # that were counted, over all ranks
+    skipped_steps: int
+    saved_steps: Sequence[int]  # on disk
+    reports: Sequence[CompileReport]  # of all pipeline ranks
+    bad_documents: str = ""  # words on documents that were left out
+    tensorboard: bool = False
+    command: str = ""  # that goes on with a stopped run
+
+
+def end_lines(dump_folder: Path, end: RunEnd) -> list[str]:
+    """Return the lines at the end of a run, with the metrics of metrics.jsonl."""
     path = dump_folder / "metrics.jsonl"
-    rows, since = read_metrics(path), last_start(path)
-    column = {
-        name: [row[name] for at, row in rows.items() if at > since and row.get(name) is not None]
-        for name in ("tps", "mfu", "mfu_full_attention", "data_wait", "memory_gib")
-    }
-    losses = ""
-    for name in ("loss", "validation_loss"):
-        if latest := [(at, row[name]) for at, row in rows.items() if row.get(name) is not None][
-            -1:
-        ]:
-            (at, loss), *_ = latest
-            losses += (
-                f"; {name.replace('_', ' ')} {loss:.4f}{f' at step {at}' if at != step else ''}"
-            )
-    lines = [
-        f"{how}: step {step}, {tokens:,} tokens, {skipped} step{'s' * (skipped != 1)}"
-        f" skipped{bad_documents}{losses}"
-    ]
-    if column["tps"]:
-        mfu = f", MFU {statistics.median(column['mfu']):.1f}%" if column["mfu"] else ""
-        if column["mfu_full_attention"]:
-            mfu += (
-                f" ({statistics.median(column['mfu_full_attention']):.1f}% with attention counted"
-                " as full)"
-            )
-        lines.append(
-            f"speed: {statistics.median(column['tps']):,.0f} tokens per second and device{mfu},"
-            f" waiting for data {statistics.median(column['data_wait']):.1f}% (medians); peak"
-            f" memory {max(column['memory_gib']):.2f} GiB"
-        )
-    if ranks := rank_timelines(reports):
-        times = [timeline for timelines in ranks.values() for timeline in timelines]
-        exposed, seconds = (
-            milliseconds(sum(getattr(each, name) for each in times))
-            for name in ("waited", "seconds")
-        )
-        over = f" over {len(ranks)} pipeline ranks" if len(ranks) > 1 else ""
-        lines.append(
-            f"communication: {exposed} of {seconds} exposed{over}, estimated (compile.json)"
-        )
-    lines.append(f"checkpoints: {', '.join(f'step-{step}' for step in steps_on_disk) or 'none'}")
-    board = f"; tensorboard --logdir {dump_folder}" if tensorboard else ""
-    lines.append(f"to look at: python -m titan_lite report {dump_folder}{board}")
-    if how == "stopped":
-        lines.append(f"to go on: {again}")
+    metrics = read_metrics(path)
+    lines = [ending(end, metrics)]
+    lines += speed(metrics, since=last_start(path))
+    lines += exposed_communication(end.reports)
+    saved = ", ".join(f"step-{step}" for step in end.saved_steps)
+    lines.append(f"checkpoints: {saved or 'none'}")
+    look = f"to look at: python -m titan_lite report {dump_folder}"
+    if end.tensorboard:
+        look += f"; tensorboard --logdir {dump_folder}"
+    lines.append(look)
+    if end.stopped:
+        lines.append(f"to go on: {end.command}")
     return lines
+
+
+def ending(end: RunEnd, metrics: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return the line that says how the run ended, with its last losses."""
+    how = "stopped" if end.stopped else "done"
+    skipped = "1 step" if end.skipped_steps == 1 else f"{end.skipped_steps} steps"
+    line = f"{how}: step {end.step}, {end.tokens:,} tokens, {skipped} skipped{end.bad_documents}"
+    for name in ("loss", "validation_loss"):
+        steps = [step for step, values in metrics.items() if values.get(name) is not None]
+        if steps:
+            last = steps[-1]
+            line += f"; {name.replace('_', ' ')} {metrics[last][name]:.4f}"
+            if last != end.step:
+                line += f" at step {last}"
+    return line
+
+
+def speed(metrics: Mapping[int, Mapping[str, Any]], since: int) -> list[str]:
+    """Return a line on the steps after `since`, none if there are none."""
+
+    def values_of(name: str) -> list[float]:
+        return [
+            values[name]
+            for step, values in metrics.items()
+            if step > since and values.get(name) is not None
+        ]
+
+    tps = values_of("tps")
+    if not tps:
+        return []
+    line = f"speed: {statistics.median(tps):,.0f} tokens per second and device"
+    if mfu := values_of("mfu"):
+        line += f", MFU {statistics.median(mfu):.1f}%"
+    if full := values_of("mfu_full_attention"):
+        line += f" ({statistics.median(full):.1f}% with attention counted as full)"
+    line += f", waiting for data {statistics.median(values_of('data_wait')):.1f}% (medians)"
+    line += f"; peak memory {max(values_of('memory_gib')):.2f} GiB"
+    return [line]
+
+
+def exposed_communication(reports: Sequence[CompileReport]) -> list[str]:
+    """Return a line on the time that computation waits for communication, if it was estimated."""
+    by_rank = rank_timelines(reports)
+    if not by_rank:
+        return []
+    timelines = [timeline for timelines in by_rank.values() for timeline in timelines]
+    waited = milliseconds(sum(timeline.waited for timeline in timelines))
+    seconds = milliseconds(sum(timeline.seconds for timeline in timelines))
+    over = f" over {len(by_rank)} pipeline ranks" if len(by_rank) > 1 else ""
+    return [f"communication: {waited} of {seconds} exposed{over}, estimated (compile.json)"]

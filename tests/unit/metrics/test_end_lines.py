@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from titan_lite.compile.report import CompileReport
 from titan_lite.cost.timeline import Span, Timeline
-from titan_lite.metrics.end_lines import end_lines, log_compile_reports
+from titan_lite.metrics.end_lines import RunEnd, end_lines, log_compile_reports
 
 
 def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_path):
@@ -50,8 +50,16 @@ def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_pat
         CompileReport("inference", {}, (), 0, "", timeline),
         CompileReport("forward", {}, (), 0, "", replace(timeline, spans=(exchange,)), pp_rank=1),
     ]
-    arguments = dict(step=30, tokens=3000, skipped=1, steps_on_disk=(10, 30), tensorboard=True)
-    assert end_lines(tmp_path, "done", reports=reports, **arguments) == [
+    done = RunEnd(
+        stopped=False,
+        step=30,
+        tokens=3000,
+        skipped_steps=1,
+        saved_steps=(10, 30),
+        reports=reports,
+        tensorboard=True,
+    )
+    assert end_lines(tmp_path, done) == [
         (
             "done: step 30, 3,000 tokens, 1 step skipped; loss 1.0000; validation loss 1.5000 at"
             " step 20"
@@ -67,10 +75,16 @@ def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_pat
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "tps": 5.0, "data_wait": 0.0, "memory_gib": 0.1}\n'
     )
-    arguments = dict(
-        step=1, tokens=9, skipped=0, steps_on_disk=(), again="./run_train.sh --training.steps 9"
+    stopped = RunEnd(
+        stopped=True,
+        step=1,
+        tokens=9,
+        skipped_steps=0,
+        saved_steps=(),
+        reports=[],
+        command="./run_train.sh --training.steps 9",
     )
-    told = end_lines(tmp_path, "stopped", reports=[], **arguments)
+    told = end_lines(tmp_path, stopped)
     assert told[0] == "stopped: step 1, 9 tokens, 0 steps skipped"
     assert (
         told[1]
@@ -84,25 +98,22 @@ def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_pat
     ]
     with open(tmp_path / "metrics.jsonl", "a") as file:  # a run with nothing to do
         file.write('{"resumed_from": 1}\n')
-    assert end_lines(tmp_path, "done", reports=[], **arguments)[1] == "checkpoints: none"
+    assert end_lines(tmp_path, replace(stopped, stopped=False))[1] == "checkpoints: none"
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "tps": 5.0, "data_wait": 0.0, "memory_gib": 0.1}\n'
     )
     alone = [
         CompileReport("forward", {}, (), 0, "", Timeline("forward", (), 0.4, 0.4, 0.0, 0.0, 0.0, 0))
     ]
-    assert end_lines(tmp_path, "stopped", reports=alone, **arguments) == told
+    assert end_lines(tmp_path, replace(stopped, reports=alone)) == told
     (tmp_path / "metrics.jsonl").write_text("")
-    assert (
-        len(end_lines(tmp_path, "done", step=0, tokens=0, skipped=0, reports=[], steps_on_disk=()))
-        == 3
-    )
+    nothing = RunEnd(stopped=False, step=0, tokens=0, skipped_steps=0, saved_steps=(), reports=[])
+    assert len(end_lines(tmp_path, nothing)) == 3
 
 
 def test_the_end_of_a_run_whose_folder_is_gone_is_told_without_figures(tmp_path):
-    told = end_lines(
-        tmp_path / "gone", "done", step=3, tokens=9, skipped=0, reports=[], steps_on_disk=()
-    )
+    done = RunEnd(stopped=False, step=3, tokens=9, skipped_steps=0, saved_steps=(), reports=[])
+    told = end_lines(tmp_path / "gone", done)
     assert told[:2] == ["done: step 3, 9 tokens, 0 steps skipped", "checkpoints: none"]
 
 
