@@ -224,7 +224,7 @@ def rank_main(
                 step()
                 seconds.append(time.perf_counter() - start)
         pipe.send(Measured(seconds, peak, figures, machine))
-        trainer.watchdog.rest()
+        trainer.watchdog.disable()
         dist.barrier()
         dist.destroy_process_group()
 

@@ -30,7 +30,7 @@ from typing import NoReturn
 from titan_lite.config import SHIPPED, ConfigError, load_config
 from titan_lite.environment import usable_cores
 from titan_lite.resilience import exit_code
-from titan_lite.resilience.signals import LAUNCHER, STOPPING, tell
+from titan_lite.resilience.signals import LAUNCHER, STOPPING, write_line
 from titan_lite.tools import recipe
 
 NUMA_NODES = "/sys/devices/system/node"
@@ -98,7 +98,7 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     line = f"titan_lite: starting {processes} {kind} {noun}: {path}"
     if nodes != "1":
         line += f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}"
-    tell(line)
+    write_line(line)
     return [
         *("--nnodes", nodes),
         *("--nproc-per-node", str(processes)),
@@ -178,7 +178,7 @@ def numa_options(gpus: int) -> list[str]:
         return []
     if output_of("numactl", "--physcpubind=+0", "true") is not None:
         return ["--numa-binding", "node"]
-    tell("titan_lite: processes are not bound to the cores beside their GPU: install numactl")
+    write_line("titan_lite: processes are not bound to the cores beside their GPU: install numactl")
     return []
 
 
@@ -231,7 +231,7 @@ def listen() -> None:
 
 def pass_signal_on() -> None:
     number = signal.Signals(signal.sigwait(STOPPING))
-    tell(f"titan_lite: {number.name}: stopping")
+    write_line(f"titan_lite: {number.name}: stopping")
     _thread.interrupt_main(number)  # runs the signal's handler in the main thread
 
 
@@ -268,10 +268,10 @@ def launch(options: Sequence[str], *, may_restart: bool) -> int:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         if set(codes.values()) == {exit_code.STOPPED}:  # ranks that were starting had a signal
             return exit_code.STOPPED
-        tell(f"error: {describe_failures(codes)}")
+        write_line(f"error: {describe_failures(codes)}")
     else:
         first_line = str(error).partition("\n")[0]
-        tell(f"error: the launchers of the nodes have lost each other: {first_line}")
+        write_line(f"error: the launchers of the nodes have lost each other: {first_line}")
     return exit_code.FAILED
 
 
@@ -308,7 +308,7 @@ def leave_other_nodes(may_restart: bool) -> NoReturn:
         if waited > limit:
             break
     if code not in exit_code.ENDINGS:
-        tell(
+        write_line(
             f"error: the ranks here have failed, and the other nodes are not reached for {limit} s"
         )
     os._exit(exit_code.taken() or exit_code.FAILED)

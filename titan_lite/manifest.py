@@ -43,15 +43,15 @@ def write_text(path: Path, text: str) -> None:
     sync(path)
 
 
-def digest(path: Path, beat: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Return size in bytes and SHA-256 of a file. beat: called every 4 MiB. Raises OSError."""
+def digest(path: Path, progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Return size in bytes and SHA-256 of a file. progress: called every 4 MiB. Raises OSError."""
     sha256 = hashlib.sha256()
     size = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             sha256.update(block)
             size += len(block)
-            beat()
+            progress()
     return {"sha256": sha256.hexdigest(), "size": size}
 
 
@@ -112,15 +112,17 @@ def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def check_bytes(
-    folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Callable[[], None] = lambda: None
+    folder: Path,
+    files: Mapping[str, Mapping[str, Any]],
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Raise CorruptFileError for the first file whose bytes are not those written.
 
-    beat: as in `digest`.
+    progress: as in `digest`.
     """
     for name, expected in files.items():
         try:
-            found = digest(folder / name, beat)
+            found = digest(folder / name, progress)
         except FileNotFoundError:
             raise CorruptFileError(f"{name} is missing") from None
         except OSError as error:

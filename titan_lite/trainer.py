@@ -72,7 +72,7 @@ from titan_lite.optim.lr_scheduler import lr_factor
 from titan_lite.optim.matrices import Matrices
 from titan_lite.resilience import exit_code, signals
 from titan_lite.resilience.skipped_steps import SkippedSteps
-from titan_lite.resilience.stopping import Stopping
+from titan_lite.resilience.stop_signal import StopSignal
 from titan_lite.resilience.stragglers import Stragglers
 from titan_lite.resilience.watchdog import PATIENCE, Watchdog
 
@@ -132,7 +132,7 @@ class Trainer:
 
     progress: Progress
     skipped_steps: SkippedSteps
-    stop: Stopping
+    stop: StopSignal
     watchdog: Watchdog
     stragglers: Stragglers
     checkpointer: Checkpointer
@@ -158,12 +158,16 @@ class Trainer:
 
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
         self.watchdog = Watchdog(
-            config.comm, self.rank, self.world_size, notes=started_last, apart=CHECKPOINT_GROUP
+            config.comm,
+            self.rank,
+            self.world_size,
+            started_collectives=started_last,
+            excluded_group=CHECKPOINT_GROUP,
         )
         self.checkpointer = Checkpointer(
-            config.checkpoint, self.dump_folder, beat=self.watchdog.beat
+            config.checkpoint, self.dump_folder, progress=self.watchdog.progress
         )
-        with self.watchdog.reporting(CompileError, CheckpointError, LoaderError):
+        with self.watchdog.share_errors(CompileError, CheckpointError, LoaderError):
             self.build_mesh()
             self.build_model()
             self.build_data()
@@ -176,7 +180,7 @@ class Trainer:
     def build_mesh(self) -> None:
         """Set up the device, the process group and the mesh."""
         config, degrees = self.config, self.layout.degrees
-        self.watchdog.enter("start", "init_timeout_seconds")
+        self.watchdog.start_phase("start", "init_timeout_seconds")
         self.run_hooks("on_start")
         self.device = init_device(config.debug, config.training.float32_matmul_precision)
         use_kernel(config.training.attention_kernel)
@@ -185,7 +189,7 @@ class Trainer:
         init_process_group(
             self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1
         )
-        signals.started()
+        signals.end_start()
         exit_code.record(exit_code.FAILED)
         if config.checkpoint.enable:
             self.checkpointer.lock_on_first()
@@ -202,7 +206,7 @@ class Trainer:
             self.machine = find_machine(config.compile.machine, self.device)
         self.model = parallelize(config, self.layout, self.mesh, machine=self.machine)
         # again, for the limits of the process groups that `parallelize` has made
-        self.watchdog.enter("start", "init_timeout_seconds")
+        self.watchdog.start_phase("start", "init_timeout_seconds")
         self.run_hooks("on_model_built")
 
         self.model.materialize(self.device)
@@ -248,7 +252,7 @@ class Trainer:
         """Build what decides whether a step counts and whether the run goes on."""
         config = self.config
         self.skipped_steps = SkippedSteps(config.training, config.optimizer.lr, self.device)
-        self.stop = Stopping(self.device, self.describe_stop)
+        self.stop = StopSignal(self.device, self.describe_stop)
         self.stragglers = Stragglers(self.rank)
 
     def build_metrics(self) -> None:
@@ -287,7 +291,7 @@ class Trainer:
         """
         with ExitStack() as contexts:
             contexts.enter_context(
-                self.watchdog.reporting(CompileError, CheckpointError, LoaderError)
+                self.watchdog.share_errors(CompileError, CheckpointError, LoaderError)
             )
             contexts.enter_context(self.bad_documents.listing_on_error(self.loaders))
             for hook in self.hooks:
@@ -296,14 +300,14 @@ class Trainer:
 
     def run_steps(self) -> bool:
         config = self.config
-        self.watchdog.enter("the first step", self.compile_limit)
+        self.watchdog.start_phase("the first step", self.compile_limit)
         self.run_hooks("on_train_start")
         self.throughput.start(self.step)
         first_step = self.step + 1
 
-        if not self.stop.ask() and self.progress.validation_due:
+        if not self.stop.poll() and self.progress.validation_due:
             self.validate()
-        while not self.is_finished and not self.stop.asked:
+        while not self.is_finished and not self.stop.requested:
             self.begin_step()
             self.train_step()
 
@@ -311,19 +315,19 @@ class Trainer:
             self.read_metrics(wait=logs or self.step == 1)
             self.run_hooks("on_step_end")
             if self.step == first_step:  # all graphs are compiled
-                self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")
+                self.watchdog.start_phase(f"step {self.step}", "train_timeout_seconds")
             if logs:
                 self.log_metrics()
-            if self.progress.validation_due and not self.stop.asked:
+            if self.progress.validation_due and not self.stop.requested:
                 self.validate()
             if config.checkpoint.enable:
-                if self.is_due(config.checkpoint.interval) or self.stop.asked:
+                if self.is_due(config.checkpoint.interval) or self.stop.requested:
                     self.save()
-                    self.stop.ask()
+                    self.stop.poll()
                 if logs:
                     self.checkpointer.poll()
 
-        with self.watchdog.within("save", "init_timeout_seconds"):
+        with self.watchdog.phase("save", "init_timeout_seconds"):
             self.checkpointer.wait()
         self.read_metrics(wait=True)
         self.metrics.close()
@@ -337,7 +341,7 @@ class Trainer:
             self.config.validation.freq
         )
         events.step = self.step
-        self.watchdog.beat(f"step {self.step}")
+        self.watchdog.progress(f"step {self.step}")
         self.run_hooks("on_step_start")
         sequences = self.layout.rows_at(self.step)
         before = self.layout.rows_at(self.step - 1)
@@ -362,7 +366,7 @@ class Trainer:
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)
 
         # Sums over all ranks, so that every rank decides the same
-        loss, stop_requests = self.sum_over_ranks(loss, bool(signals.received()))
+        loss, stop_requests = self.sum_over_ranks(loss, self.stop.received)
         skip, loss_limit = self.skipped_steps.decide(loss, grad_norm)
         self.grad_compression.settle(skip)
         self.lr = self.config.optimizer.lr * lr_factor(
@@ -388,7 +392,7 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for losses in self.model.forward_backward(batches, tokens):
             total += self.per_source.add(losses, tokens)
-            self.watchdog.beat()
+            self.watchdog.progress()
         return total
 
     def count_tokens(self, batches: Sequence[DeviceBatch]) -> Tensor:
@@ -431,15 +435,15 @@ class Trainer:
         with ExitStack() as contexts:
             contexts.enter_context(self.throughput.exclude())
             if not self.has_validated:  # the first one may compile
-                contexts.enter_context(self.watchdog.within("validation", self.compile_limit))
+                contexts.enter_context(self.watchdog.phase("validation", self.compile_limit))
             for _ in range(self.config.validation.steps):
                 for _ in range(self.layout.accumulation):
                     self.run_hooks("on_validation_batch")
-                    self.watchdog.beat("validation")
+                    self.watchdog.progress("validation")
                     batch = self.to_device(next(loader), per_source)
                     nats += per_source.add(self.model.evaluate(batch))
                     tokens += counted(batch.label).sum()
-                if self.stop.ask():
+                if self.stop.poll():
                     return
             sum_of_losses(nats, self.mesh)
             sum_over_tokens(tokens, self.mesh)
@@ -461,7 +465,7 @@ class Trainer:
                 metrics.step, metrics.loss, metrics.grad_norm, metrics.skip, metrics.loss_limit
             )
             self.progress.tokens_seen += int(metrics.tokens)
-            self.stop.note(metrics.stop_requests > 0)
+            self.stop.update(int(metrics.stop_requests))
             self.last_metrics = metrics
             self.run_hooks("on_metrics", metrics)
 
@@ -520,7 +524,7 @@ class Trainer:
         self.run_hooks("on_save")
         parts = {name: part.state_dict() for name, part in self.stateful.items()}
         values = {**self.tensors(), **self.torchtitan_values()}
-        with self.throughput.exclude(), self.watchdog.within("save", "init_timeout_seconds"):
+        with self.throughput.exclude(), self.watchdog.phase("save", "init_timeout_seconds"):
             self.checkpointer.save(
                 self.step, values, RunState(self.identity, parts), last=not self.is_unfinished
             )
@@ -570,7 +574,7 @@ class Trainer:
     @property
     def is_stopped(self) -> bool:
         """True if a signal has asked for a stop, and the run has to be resumed."""
-        return self.stop.asked and self.is_unfinished
+        return self.stop.requested and self.is_unfinished
 
     @property
     def is_unfinished(self) -> bool:

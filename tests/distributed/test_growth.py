@@ -25,7 +25,7 @@ from titan_lite.data.bad_documents import BadDocument, BadDocumentsLog, SkippedD
 from titan_lite.distributed.process_group import gather_objects
 from titan_lite.distributed.stage_ranks import StagePeers
 from titan_lite.resilience.replica_check import ReplicaCheck
-from titan_lite.resilience.stopping import Stopping
+from titan_lite.resilience.stop_signal import StopSignal
 from titan_lite.resilience.stragglers import Stragglers
 
 COUNTED = (
@@ -130,7 +130,7 @@ def a_run(folder):
     with counting(parts["stragglers"]):
         Stragglers(rank).log(1, step_time=1.0)
     with counting(parts["stop"]):
-        Stopping(torch.device("cpu"), lambda: "step 1").note(True)
+        StopSignal(torch.device("cpu"), lambda: "step 1").update(1)
     documents = BadDocumentsLog(
         Data(on_bad_document="skip", min_document_tokens=5), folder, counts_short=True
     )

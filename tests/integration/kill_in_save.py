@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titan_lite import manifest
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.state import RunState
-from titan_lite.checkpoint.tensor_files import BeatingSavePlanner, StepWriter
+from titan_lite.checkpoint.tensor_files import ProgressSavePlanner, StepWriter
 from titan_lite.config import Checkpoint
 
 # Of step 3's save: which rank dies, at which call of what, before or after it; and which step is
@@ -31,11 +31,11 @@ from titan_lite.config import Checkpoint
 POINTS = {
     "data": [
         *[
-            (rank, BeatingSavePlanner, "resolve_data", call, "before", {2})
+            (rank, ProgressSavePlanner, "resolve_data", call, "before", {2})
             for rank in (0, 1)
             for call in (1, 2, 4)
         ],
-        *[(rank, BeatingSavePlanner, "resolve_data", 4, "after", {2}) for rank in (0, 1)],
+        *[(rank, ProgressSavePlanner, "resolve_data", 4, "after", {2}) for rank in (0, 1)],
         *[(0, FileSystemWriter, "finish", 1, when, {2}) for when in ("before", "after")],
     ],
     "manifest": [

@@ -16,20 +16,20 @@ import os, sys, time
 from titan_lite.resilience import exit_code
 from titan_lite.resilience import signals
 
-# signals.tell writes a line at once: print of two ranks may mix theirs
+# signals.write_line writes a line at once: print of two ranks may mix theirs
 def train(rank, how, seconds):
     signals.listen()
-    signals.tell("listening")
+    signals.write_line("listening")
     if how == "start":
         time.sleep(60)
-    signals.started()
+    signals.end_start()
     exit_code.record(exit_code.FAILED)
-    signals.tell("training")
+    signals.write_line("training")
     while how in ("stop", "fail to save") and not signals.received():
         time.sleep(0.05)
     if how == "stop":
         time.sleep(seconds)  # saves
-        signals.tell(f"saved after {signals.received()}")
+        signals.write_line(f"saved after {signals.received()}")
         return exit_code.STOPPED
     if how == "kill" and rank == 1:
         os.kill(os.getpid(), 9)
@@ -41,7 +41,7 @@ def train(rank, how, seconds):
 
 def main():
     if exit_code.has_ended():
-        signals.tell("nothing to do")
+        signals.write_line("nothing to do")
         return 0
     return exit_code.exit_of_rank(train(int(os.environ["RANK"]), sys.argv[1], float(sys.argv[2])))
 

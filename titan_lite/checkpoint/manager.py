@@ -83,15 +83,15 @@ class SharedConfigError(ConfigError):
 class Checkpointer:
     """The steps in one folder. Methods are collectives unless they say otherwise.
 
-    beat: called from time to time while files are written, read and hashed, which may take longer
+    progress: called from time to time while files are written, read and hashed, which may take longer
     than the limit of a phase.
     """
 
     def __init__(
-        self, config: Checkpoint, dump_folder: Path, beat: Callable[[], None] = lambda: None
+        self, config: Checkpoint, dump_folder: Path, progress: Callable[[], None] = lambda: None
     ):
         self.config = config
-        self.beat = beat
+        self.progress = progress
         self.folder = dump_folder / config.folder
         self.key = f'checkpoint.folder = "{config.folder}"'  # the beginning of errors
         self.group: dist.ProcessGroup | None = None
@@ -169,7 +169,7 @@ class Checkpointer:
             rank, ranks = (dist.get_rank(), dist.get_world_size()) if share else (0, 1)
             files = manifest.check_step(path, step, rank, ranks)
             names = sorted(files)[rank::ranks] if share else sorted(files.keys() & SMALL)
-            manifest.check_bytes(path, {name: files[name] for name in names}, self.beat)
+            manifest.check_bytes(path, {name: files[name] for name in names}, self.progress)
             if saved_state.read_state(path).step != step:
                 raise CorruptFileError(f"{saved_state.NAME} is of another step")
             if share and dist.get_rank() == 0:
@@ -305,7 +305,7 @@ class Checkpointer:
         path = self.path_of(step)
         error = ""
         try:
-            tensor_files.load(path, tensors, self.beat)
+            tensor_files.load(path, tensors, self.progress)
         except CorruptFileError as damage:
             error = f"{path} cannot be loaded: {damage}"
         self._agree(error)
@@ -339,9 +339,9 @@ class Checkpointer:
             self._unfinished(step),
             begin=functools.partial(self._begin, step),
             commit=functools.partial(self._commit, step, sections, state),
-            beat=self.beat,
+            progress=self.progress,
         )
-        planner = tensor_files.BeatingSavePlanner(self.beat)
+        planner = tensor_files.ProgressSavePlanner(self.progress)
         state_dict = tensor_files.by_section(tensors)
         if self.config.async_mode == "disabled":
             with self._ending(step):

@@ -1,7 +1,7 @@
 """Write and read the tensors of a step with torch.distributed.checkpoint (DCP).
 
-    dcp.save(by_section(values), storage_writer=StepWriter(folder, begin, commit, beat), planner=SavePlanner(beat))
-    load(folder, tensors, beat)                          # in place, on any layout, without communication
+    dcp.save(by_section(values), storage_writer=StepWriter(folder, begin, commit, progress), planner=SavePlanner(progress))
+    load(folder, tensors, progress)                          # in place, on any layout, without communication
 
 A folder has the layout of torchtitan's checkpoints, with our FQNs:
 
@@ -77,7 +77,7 @@ class StepWriter(FileSystemWriter):
     begin: called on the first rank with the bytes of all tensors, before anything is written; it
     makes the folder.
     commit: called on the first rank with {file: its digest} when all files are on disk. An error of
-    either is one of `dcp.save` on all ranks. beat: called from time to time while a file is hashed.
+    either is one of `dcp.save` on all ranks. progress: called from time to time while a file is hashed.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class StepWriter(FileSystemWriter):
         folder: Path,
         begin: Callable[[int], None],
         commit: Callable[[dict[str, dict[str, Any]]], None],
-        beat: Callable[[], None],
+        progress: Callable[[], None],
     ):
         super().__init__(folder)
         self.folder = folder
         self.begin = begin
         self.commit = commit
-        self.beat = beat
+        self.progress = progress
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # DCP would make the folder here, on every rank
@@ -110,7 +110,7 @@ class StepWriter(FileSystemWriter):
         except Exception as error:
             raise _cause(error) from None
         names = {result.storage_data.relative_path for result in results}
-        digests = {name: manifest.digest(self.folder / name, self.beat) for name in names}
+        digests = {name: manifest.digest(self.folder / name, self.progress) for name in names}
         written.set_result(
             [
                 HashedResult(
@@ -150,15 +150,15 @@ def _cause(error: Exception) -> BaseException:
     return cause or error
 
 
-class BeatingSavePlanner(DefaultSavePlanner):
-    """A planner that calls `beat` for each part of a tensor."""
+class ProgressSavePlanner(DefaultSavePlanner):
+    """A planner that calls `progress` for each part of a tensor."""
 
-    def __init__(self, beat: Callable[[], None]):
+    def __init__(self, progress: Callable[[], None]):
         super().__init__()
-        self.beat = beat
+        self.progress = progress
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        self.beat()
+        self.progress()
         return super().resolve_data(write_item)
 
 
@@ -283,22 +283,22 @@ class _Reader(FileSystemReader):
         return self.metadata
 
 
-class _BeatingLoadPlanner(DefaultLoadPlanner):
-    """A planner that fills tensors in place, and calls `beat` for each part."""
+class _ProgressLoadPlanner(DefaultLoadPlanner):
+    """A planner that fills tensors in place, and calls `progress` for each part."""
 
-    def __init__(self, beat: Callable[[], None]):
+    def __init__(self, progress: Callable[[], None]):
         super().__init__()
-        self.beat = beat
+        self.progress = progress
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        self.beat()
+        self.progress()
         return super().resolve_tensor(read_item)
 
 
 def load(
     folder: Path,
     tensors: Mapping[str, Tensor],
-    beat: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] = lambda: None,
     metadata: Metadata | None = None,
 ) -> None:
     """Fill tensors and DTensors in place, without communication.
@@ -315,7 +315,7 @@ def load(
             dcp.load(
                 dict(tensors),
                 storage_reader=_Reader(folder, metadata),
-                planner=_BeatingLoadPlanner(beat),
+                planner=_ProgressLoadPlanner(progress),
                 no_dist=True,
             )
     except CheckpointException as failed:

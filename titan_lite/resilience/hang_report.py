@@ -4,8 +4,8 @@
     # "rank 3 did not enter all_gather #214 (layers.4); ranks 0-2 wait there
     #  rank 3 is in forward (titan_lite/models/llama3.py:131)"
 
-A record has JSON types: the place of a rank's Python code, and the collectives of every process
-group in its flight recorder. These are plain functions; the threads are in watchdog.py.
+A record has JSON types: where a rank's Python code is, and the collectives of every process group
+in its flight recorder. These are plain functions; the threads are in watchdog.py.
 """
 
 import itertools
@@ -13,12 +13,12 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
-Record = dict[str, Any]
-Note = tuple[
-    int, str, str
-]  # a collective about to start: (clock in nanoseconds, group, parameters)
+# A collective that was about to start: (clock in nanoseconds, group, names of its parameters)
+StartedCollective = tuple[int, str, str]
+MAX_START_DELAY = 10**9  # nanoseconds from there to its entry in the flight recorder
+
 OPERATIONS = (
     "all_gather",
     "reduce_scatter",
@@ -30,61 +30,88 @@ OPERATIONS = (
     "recv",
 )
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-MOST = 20  # most collectives of a group in a record
-NAMED = 4  # most parameters of a bucket that are all named
+MAX_WAITING = 20  # collectives of a group in a record
+MAX_NAMED = 4  # ranks, or parameters of a bucket, that are all named
 
 
-class Waiting(NamedTuple):
-    """A collective that some rank has entered and not left."""
+class WaitingCollective(NamedTuple):
+    """A collective that a rank has entered and not left."""
 
     group: str
     number: int
     operation: str
-    parameters: str
+    parameters: str  # names, abbreviated; "": not known
     point_to_point: bool  # a pipeline's send or receive
     created: int  # clock in nanoseconds
 
     def __str__(self) -> str:
-        of = f" ({self.parameters})" if self.parameters else ""
-        return (
-            f"{self.operation}{of}"
-            if self.point_to_point
-            else f"{self.operation} #{self.number}{of}"
-        )
+        name = self.operation
+        if not self.point_to_point:
+            name += f" #{self.number}"
+        if self.parameters:
+            name += f" ({self.parameters})"
+        return name
 
 
-def groups_of(
-    trace: Mapping[str, Any], members: Mapping[str, Sequence[int]], notes: Iterable[Note]
-) -> dict[str, dict[str, Any]]:
-    """Return a flight recorder's entries by process group: "ranks", "entered" (number of the last
-    collective entered), "waiting" (at most MOST collectives not left, oldest first). members:
-    {group: global ranks}.
+class GroupRecord(TypedDict):
+    """The collectives of a process group on one rank."""
+
+    ranks: list[int]  # global ranks of the group
+    entered: int  # number of the last collective entered
+    waiting: list[WaitingCollective]  # at most MAX_WAITING, oldest first
+
+
+class RankRecord(TypedDict):
+    """Where one rank is."""
+
+    phase: str  # of the run, such as "step 7"
+    code: str  # position of its Python code
+    groups: dict[str, GroupRecord]
+
+
+def collectives_by_group(
+    entries: Iterable[Mapping[str, Any]],
+    members: Mapping[str, Sequence[int]],
+    started: Iterable[StartedCollective],
+) -> dict[str, GroupRecord]:
+    """Return the entries of a flight recorder by process group.
+
+    members: {group: global ranks}. started: the names of parameters, which a flight recorder does
+    not have.
     """
-    groups: dict[str, dict[str, Any]] = {}
-    notes = list(notes)
-    for entry in trace.get("entries", []):
+    groups: dict[str, GroupRecord] = {}
+    started = list(started)
+    for entry in entries:
         name = entry["process_group"][0]
-        group = groups.setdefault(
-            name, {"ranks": list(members.get(name, ())), "entered": 0, "waiting": []}
-        )
+        if name not in groups:
+            groups[name] = {"ranks": list(members.get(name, ())), "entered": 0, "waiting": []}
+        group = groups[name]
         # A pipeline's sends and receives have their own numbers, which may differ between the two
         # ends.
         if not entry["is_p2p"]:
             group["entered"] = max(group["entered"], entry["collective_seq_id"])
-        if not entry["retired"] and entry["state"] != "completed" and len(group["waiting"]) < MOST:
-            number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
-            operation, created = _operation(entry["profiling_name"]), entry["time_created_ns"]
-            # From the last note of this group before it, unless that is more than 1 s old.
-            before = [
-                parameters
-                for time, noted, parameters in notes
-                if noted == name and 0 <= created - time < 10**9
-            ]
-            parameters = abbreviated(before[-1]) if before else ""
-            group["waiting"].append(
-                Waiting(name, number, operation, parameters, entry["is_p2p"], created)
-            )
+        is_waiting = not entry["retired"] and entry["state"] != "completed"
+        if is_waiting and len(group["waiting"]) < MAX_WAITING:
+            group["waiting"].append(_waiting_collective(name, entry, started))
     return groups
+
+
+def _waiting_collective(
+    group: str, entry: Mapping[str, Any], started: Sequence[StartedCollective]
+) -> WaitingCollective:
+    created = entry["time_created_ns"]
+    parameters = ""
+    for time, other_group, names in started:  # the last one of this group before the entry counts
+        if other_group == group and 0 <= created - time < MAX_START_DELAY:
+            parameters = names
+    return WaitingCollective(
+        group=group,
+        number=entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
+        operation=_operation(entry["profiling_name"]),
+        parameters=abbreviate(parameters),
+        point_to_point=entry["is_p2p"],
+        created=created,
+    )
 
 
 def _operation(name: str) -> str:
@@ -97,30 +124,29 @@ def _operation(name: str) -> str:
     return next((operation for operation in OPERATIONS if operation in plain), plain)
 
 
-def abbreviated(parameters: str) -> str:
-    """Shorten the parameters of a bucket to the module that has them all, or to the first and the
+def abbreviate(parameters: str) -> str:
+    """Return the module that has all parameters of a bucket, or all names, or the first and the
     last.
     """
     names = parameters.split()
     shared = os.path.commonpath([name.replace(".", "/") for name in names] or [""])
     if shared:
         return shared.replace("/", ".")
-    return " ".join(names) if len(names) <= NAMED else f"{names[0]} to {names[-1]}"
+    return " ".join(names) if len(names) <= MAX_NAMED else f"{names[0]} to {names[-1]}"
 
 
-def place(frame: FrameType | None) -> str:
+def describe_frame(frame: FrameType | None) -> str:
     """Return the innermost Python function of a thread, and the innermost one of this package that
     called it.
     """
     own = frame
     while own is not None and not own.f_code.co_filename.startswith(PACKAGE + os.sep):
         own = own.f_back
-    return ", called by ".join(
-        _function(at) for at in dict.fromkeys((frame, own)) if at is not None
-    )
+    frames = [one for one in dict.fromkeys((frame, own)) if one is not None]
+    return ", called by ".join(_describe_function(one) for one in frames)
 
 
-def _function(frame: FrameType) -> str:
+def _describe_function(frame: FrameType) -> str:
     path = frame.f_code.co_filename
     for root in (os.path.dirname(PACKAGE), *sys.path):
         if root and path.startswith(root.rstrip(os.sep) + os.sep):
@@ -129,102 +155,131 @@ def _function(frame: FrameType) -> str:
     return f"{frame.f_code.co_name} ({path}:{frame.f_lineno})"
 
 
-def verdict(records: Mapping[int, Record], world_size: int) -> str:
+def verdict(records: Mapping[int, RankRecord], world_size: int) -> str:
     """Return lines on the ranks that others wait for, the collectives in which these wait, and the
     Python code of some ranks.
 
     records: those of the ranks that have answered; the others are stopped, dead, or cut off.
     """
-    absent = [rank for rank in range(world_size) if rank not in records]
-    lines = (
-        [f"{_they(absent, 'give')} no sign of life (stopped, dead, or cut off)"] if absent else []
-    )
     waiting = {
-        rank: first
+        rank: oldest
         for rank, record in records.items()
-        if (first := _first_waiting(record)) is not None
+        if (oldest := _oldest_waiting(record)) is not None
     }
-    blamed = set(absent)
-    for group, number in sorted({(at.group, at.number) for at in waiting.values()}):
-        there = {
-            rank: at for rank, at in waiting.items() if (at.group, at.number) == (group, number)
-        }
-        at = max(
-            there.values(), key=lambda one: one.parameters
-        )  # some ranks may have no note of the parameters
-        members = {
-            rank
-            for record in records.values()
-            for rank in record["groups"].get(group, {}).get("ranks", ())
-        }
-        missing = [
-            rank
-            for rank in sorted(members)
-            if rank not in there and not _has_entered(records.get(rank), at)
-        ]
-        # A rank that waits elsewhere is not to blame.
-        idle, gone = (
-            [r for r in missing if r in records and r not in waiting],
-            [r for r in missing if r not in records],
-        )
-        blamed.update(idle)
-        if idle:
-            lines.append(f"{ranks(idle)} did not enter {at}; {_they(there, 'wait')} there")
-        elif gone:
-            lines.append(f"{_they(there, 'wait')} in {at}, which {ranks(gone)} did not enter")
-        operations = {one.operation: rank for rank, one in sorted(there.items(), reverse=True)}
-        if len(operations) > 1 and not at.point_to_point:
-            blamed.update(operations.values())
-            text = ", ".join(f"rank {rank} {operation}" for operation, rank in operations.items())
-            lines.append(f"ranks entered different collectives as #{number} of a group: {text}")
-        elif not missing:
-            lines.append(
-                f"{_they(there, 'wait')} in {at}, which all have entered: suspect the network or a"
-                " device"
-            )
+    lines = []
+    blamed: set[int] = set()
+    if absent := [rank for rank in range(world_size) if rank not in records]:
+        lines.append(f"{_clause(absent, 'give')} no sign of life (stopped, dead, or cut off)")
+
+    for key in sorted({(one.group, one.number) for one in waiting.values()}):
+        there = {rank: one for rank, one in waiting.items() if (one.group, one.number) == key}
+        more_lines, more_blamed = _verdict_on_collective(records, waiting, there)
+        lines += more_lines
+        blamed |= more_blamed
     if waiting and not lines:
         lines.append("no rank is missing: they wait for each other")
-        lines += [f"rank {rank} waits in {at}" for rank, at in sorted(waiting.items())[:NAMED]]
-    shown = (
-        sorted(blamed & set(records)) or sorted(set(records) - set(waiting)) or sorted(records)[:1]
-    )
-    lines += [standing(rank, records[rank]) for rank in shown[:NAMED]]
-    if len(shown) > NAMED:
-        lines.append(f"and {len(shown) - NAMED} more")
+        lines += [
+            f"rank {rank} waits in {one}" for rank, one in sorted(waiting.items())[:MAX_NAMED]
+        ]
+
+    not_waiting = sorted(set(records) - set(waiting))
+    described = sorted(blamed) or not_waiting or sorted(records)[:1]
+    lines += [describe_rank(rank, records[rank]) for rank in described[:MAX_NAMED]]
+    if len(described) > MAX_NAMED:
+        lines.append(f"and {len(described) - MAX_NAMED} more")
     return "\n".join(lines)
 
 
-def standing(rank: int, record: Record) -> str:
-    """Return a line about the place of one rank."""
-    at = _first_waiting(record)
-    return f"rank {rank}, in {record['phase']}: {record['place']}{f', waits in {at}' if at else ''}"
+def _verdict_on_collective(
+    records: Mapping[int, RankRecord],
+    waiting: Mapping[int, WaitingCollective],
+    there: Mapping[int, WaitingCollective],
+) -> tuple[list[str], set[int]]:
+    """Return lines on one collective, and the ranks with a record that are to blame.
+
+    waiting: by rank, the oldest collective that it waits in. there: those of them in this one.
+    """
+    lines = []
+    # some ranks may not know the parameters
+    collective = max(there.values(), key=lambda one: one.parameters)
+    missing = [
+        rank
+        for rank in sorted(_members(records, collective.group))
+        if rank not in there and not _has_entered(records.get(rank), collective)
+    ]
+    # A rank that waits elsewhere is not to blame.
+    late = [rank for rank in missing if rank in records and rank not in waiting]
+    gone = [rank for rank in missing if rank not in records]
+    blamed = set(late)
+    if late:
+        lines.append(
+            f"{name_ranks(late)} did not enter {collective}; {_clause(there, 'wait')} there"
+        )
+    elif gone:
+        lines.append(
+            f"{_clause(there, 'wait')} in {collective}, which {name_ranks(gone)} did not enter"
+        )
+
+    first_ranks = {one.operation: rank for rank, one in sorted(there.items(), reverse=True)}
+    if len(first_ranks) > 1 and not collective.point_to_point:
+        blamed.update(first_ranks.values())
+        text = ", ".join(f"rank {rank} {operation}" for operation, rank in first_ranks.items())
+        lines.append(
+            f"ranks entered different collectives as #{collective.number} of a group: {text}"
+        )
+    elif not missing:
+        lines.append(
+            f"{_clause(there, 'wait')} in {collective}, which all have entered: suspect the network"
+            " or a device"
+        )
+    return lines, blamed
 
 
-def _first_waiting(record: Record) -> Waiting | None:
+def _members(records: Mapping[int, RankRecord], group: str) -> set[int]:
+    """Return the ranks of a process group, as any rank knows them."""
+    members: set[int] = set()
+    for record in records.values():
+        if group in record["groups"]:
+            members.update(record["groups"][group]["ranks"])
+    return members
+
+
+def describe_rank(rank: int, record: RankRecord) -> str:
+    """Return a line about where one rank is."""
+    line = f"rank {rank}, in {record['phase']}: {record['code']}"
+    oldest = _oldest_waiting(record)
+    return line if oldest is None else f"{line}, waits in {oldest}"
+
+
+def _oldest_waiting(record: RankRecord) -> WaitingCollective | None:
     """Return the oldest collective that a rank has entered and not left."""
-    found = [
-        Waiting(*waiting) for group in record["groups"].values() for waiting in group["waiting"]
+    collectives = [
+        WaitingCollective(*fields)  # JSON has made lists of them
+        for group in record["groups"].values()
+        for fields in group["waiting"]
     ]
-    return min(found, key=lambda waiting: waiting.created, default=None)
+    return min(collectives, key=lambda collective: collective.created, default=None)
 
 
-def _has_entered(record: Record | None, at: Waiting) -> bool:
-    if record is None or at.point_to_point or at.group not in record["groups"]:
+def _has_entered(record: RankRecord | None, collective: WaitingCollective) -> bool:
+    if record is None or collective.point_to_point or collective.group not in record["groups"]:
         return False
-    return record["groups"][at.group]["entered"] >= at.number
+    return record["groups"][collective.group]["entered"] >= collective.number
 
 
-def _they(who: Collection[int], verb: str) -> str:
+def _clause(ranks: Collection[int], verb: str) -> str:
     """Return ([0, 1], "wait") as "ranks 0-1 wait", and ([0], "wait") as "rank 0 waits"."""
-    return f"{ranks(who)} {verb}{'s' * (len(who) == 1)}"
+    ending = "s" if len(ranks) == 1 else ""
+    return f"{name_ranks(ranks)} {verb}{ending}"
 
 
-def ranks(numbers: Collection[int]) -> str:
+def name_ranks(ranks: Collection[int]) -> str:
     """Return [0, 1, 2, 5] as "ranks 0-2, 5"."""
-    places = enumerate(sorted(numbers))
-    runs = [
-        [number for _, number in run]
-        for _, run in itertools.groupby(places, lambda place: place[1] - place[0])
-    ]
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' * (len(numbers) > 1)} {text}"
+    # Within a run of consecutive numbers, number - index is the same.
+    runs = []
+    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0]):
+        numbers = [number for _, number in run]
+        first, last = numbers[0], numbers[-1]
+        runs.append(str(first) if first == last else f"{first}-{last}")
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(runs)}"

@@ -1,18 +1,18 @@
-"""End a hanging run on all ranks, with a verdict that names the rank that the others wait for.
+"""End a run that hangs, on all ranks, with a verdict that names the rank that the others wait for.
 
-    watchdog = Watchdog(config.comm, rank=0, world_size=4, notes=started)
-    watchdog.enter("start", "init_timeout_seconds")          # a key of [comm]: seconds without progress that are a hang
-    watchdog.enter("step 1", "train_timeout_seconds")
-    with watchdog.within("save", "init_timeout_seconds"): ...
-    watchdog.beat()                                          # progress; collectives and compiling are progress, too
-    watchdog.rest()                                          # no limit
-    with watchdog.reporting(CheckpointError): ...            # an error that ends this rank is sent to the others
+    watchdog = Watchdog(config.comm, rank=0, world_size=4)
+    watchdog.start_phase("start", "init_timeout_seconds")    # a key of [comm]: seconds without progress that are a hang
+    watchdog.start_phase("step 1", "train_timeout_seconds")
+    with watchdog.phase("save", "init_timeout_seconds"): ...
+    watchdog.progress()                                      # collectives and compiling are progress, too
+    watchdog.disable()                                       # no limit
+    with watchdog.share_errors(CheckpointError): ...         # an error that ends this rank is sent to the others
 
-A rank that hangs calls all others through the store of the process group. Each rank writes its
-place in the code and its flight recorder's entries there. The first one collects the records that
-arrive within GRACE seconds, and prints the verdict (verdict.py); then all exit with code 1. If a
-library holds the interpreter lock, so that no thread can run, faulthandler prints the place and
-ends the process.
+A rank that hangs calls all others through the store of the process group. Each rank writes a record
+there: where its Python code is, and its flight recorder's entries. The first one collects the
+records that arrive within GRACE seconds, and prints the verdict (hang_report.py); then all exit
+with code 1. If a library holds the interpreter lock, so that no thread can run, faulthandler prints
+where the code is and ends the process.
 """
 
 import contextlib
@@ -36,89 +36,122 @@ from titan_lite.config import Comm
 from titan_lite.distributed.process_group import is_communication
 from titan_lite.logging import logger
 from titan_lite.resilience import TrainingError
-from titan_lite.resilience.hang_report import Note, Record, groups_of, place, standing, verdict
+from titan_lite.resilience.hang_report import (
+    RankRecord,
+    StartedCollective,
+    collectives_by_group,
+    describe_frame,
+    describe_rank,
+    verdict,
+)
 
-GRACE = 10.0  # seconds to wait for the records of other ranks, or the limit if that is shorter
-PATIENCE = (
-    3 * GRACE
-    # seconds by which a collective's time limit exceeds that of its phase, so that the verdict comes
-    # first
-)
-GONE = (
-    3.0  # seconds to wait for records after a lost connection, which all ranks have when one dies
-)
-# seconds to live after the verdict: if this rank hosts the store, the others must read it, too
-HOST = 1.0
-RESTING = float("inf")
+# Seconds to wait for the records of other ranks, or the phase's limit if that is shorter
+GRACE = 10.0
+# Seconds by which a collective's time limit exceeds that of its phase: the verdict comes first
+PATIENCE = 3 * GRACE
+# Seconds to wait for records after a lost connection, which all ranks have when one dies
+GRACE_AFTER_LOST_CONNECTION = 3.0
+# Seconds to live after the verdict: if this rank hosts the store, the others must read it, too
+STORE_LIFETIME = 1.0
+CHECK_INTERVAL = 0.25  # seconds between looks for progress
+CALL_INTERVAL = 1.0  # seconds between looks for a call of another rank
+NO_LIMIT = float("inf")
 
 # torch 2.14 made it public
 _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
 
 class Watchdog:
-    """The watchdog of one process. Between `enter` and `rest` the process may end at any moment.
+    """The watchdog of one process. From `start_phase` to `disable` the process may end at any
+    moment.
 
     A single rank has no threads.
 
-    notes: notes on collectives, appended by the code that starts them. apart: description of a
-    process group with its own limit.
+    started_collectives: appended by the code that starts them (distributed/param_collectives.py).
+    excluded_group: description of a process group with a limit of its own.
     """
 
     def __init__(
-        self, comm: Comm, rank: int, world_size: int, *, notes: Iterable[Note] = (), apart: str = ""
+        self,
+        comm: Comm,
+        rank: int,
+        world_size: int,
+        *,
+        started_collectives: Iterable[StartedCollective] = (),
+        excluded_group: str = "",
     ):
-        self.comm, self.apart = comm, apart
-        self.rank, self.world_size, self.notes = rank, world_size, notes
-        self.phase, self.limit, self.key = "start", RESTING, ""
+        self.comm = comm
+        self.rank = rank
+        self.world_size = world_size
+        self.started_collectives = started_collectives
+        self.excluded_group = excluded_group
+
+        self.phase_name = "start"
+        self.limit_key = ""  # of [comm]
+        self.limit = NO_LIMIT  # seconds without progress
         self.last_progress = time.monotonic()
-        self.seen: tuple[str, int | None] = (
-            "",
-            None,
-        )  # (collectives, place in the compiler) at the last check
-        self.thread = threading.get_ident()  # the thread whose place in the code is recorded
-        self.failed_in: FrameType | None = None  # frame in which a collective failed
-        self.store: Any = None
-        self.ending = threading.Lock()
+        # Collectives, and where the compiler is, at the last look: a change is progress.
+        self.last_look: tuple[str, int | None] = ("", None)
+
+        self.training_thread = threading.get_ident()  # its code's position is recorded
+        self.failed_frame: FrameType | None = None  # in which a collective failed
+        self.store: dist.Store | None = None  # shared by all ranks
+        self.ending = threading.Lock()  # held by the thread that ends the process
         if world_size > 1:
             for target in (self._watch, self._listen):
                 threading.Thread(target=target, name="watchdog", daemon=True).start()
 
-    def enter(self, phase: str, key: str) -> None:
-        """Start a phase of the run, in which comm.<key> seconds without progress are a hang.
+    # Phases and progress
+
+    def start_phase(self, name: str, limit_key: str) -> None:
+        """Start a phase of the run, in which comm.<limit_key> seconds without progress are a hang.
 
         The process groups' own limit is PATIENCE seconds longer.
         """
-        self.phase, self.key, self.limit = phase, key, getattr(self.comm, key)
-        for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
-            if group.group_desc != self.apart:
-                _set_timeout(timedelta(seconds=self.limit + PATIENCE), group)
-        self.beat()
+        self.phase_name = name
+        self.limit_key = limit_key
+        self.limit = getattr(self.comm, limit_key)
+        if dist.is_initialized():
+            for group in dist.distributed_c10d._world.pg_map:
+                if group.group_desc != self.excluded_group:
+                    _set_timeout(timedelta(seconds=self.limit + PATIENCE), group)
+        self.progress()
         if self.world_size > 1:  # at once: the thread that renews it may not run again
-            self._end_if_held()
+            self._end_if_interpreter_is_held()
 
     @contextlib.contextmanager
-    def within(self, phase: str, key: str) -> Iterator[None]:
-        before = self.phase, self.key
-        self.enter(phase, key)
+    def phase(self, name: str, limit_key: str) -> Iterator[None]:
+        """Return a context for a phase; afterwards the one before goes on."""
+        name_before = self.phase_name
+        key_before = self.limit_key
+        self.start_phase(name, limit_key)
         yield
-        self.enter(*before)
+        self.start_phase(name_before, key_before)
 
-    def beat(self, phase: str = "") -> None:
+    def progress(self, phase: str = "") -> None:
         """Record progress, perhaps to another phase with the same limit."""
-        self.phase = phase or self.phase
+        if phase:
+            self.phase_name = phase
         self.last_progress = time.monotonic()
 
-    def rest(self) -> None:
-        self.limit = RESTING
+    def disable(self) -> None:
+        """Remove the limit."""
+        self.limit = NO_LIMIT
 
-    def hangs(self) -> bool:
+    @property
+    def is_enabled(self) -> bool:
+        return self.limit != NO_LIMIT
+
+    def is_hanging(self) -> bool:
         return time.monotonic() - self.last_progress > self.limit
 
+    # Errors
+
     @contextlib.contextmanager
-    def reporting(self, *explained: type[Exception]) -> Iterator[None]:
+    def share_errors(self, *explained: type[Exception]) -> Iterator[None]:
         """Return a context that sends an error of this rank to the others, or receives theirs.
 
-        The watchdog rests afterwards.
+        The watchdog is disabled afterwards.
 
         explained: errors whose message is sufficient. These, and the failure of another rank, are
         raised as TrainingError.
@@ -126,83 +159,93 @@ class Watchdog:
         try:
             yield
         except Exception as error:
-            cause = self._failed(error)
-            if cause or isinstance(error, explained):
-                alike = not cause and getattr(error, "everywhere", False)
-                raise TrainingError(cause or str(error), everywhere=alike) from error
+            cause = self._share(error)
+            if cause:
+                raise TrainingError(cause) from error
+            if isinstance(error, explained):
+                everywhere = getattr(error, "everywhere", False)
+                raise TrainingError(str(error), everywhere=everywhere) from error
             raise
         finally:
-            self.rest()
+            self.disable()
 
-    def _failed(self, error: Exception) -> str | None:
+    def _share(self, error: Exception) -> str | None:
         """Send the error to the other ranks.
 
         For an error of communication, return the failure of the rank that caused it; if no rank has
         sent one, end the process with a verdict.
         """
-        if self.store is None:
+        store = self.store
+        if store is None:
             return None
         if not is_communication(error):
             failure = f"rank {self.rank} failed: {type(error).__name__}: {_first_line(error)}"
-            _within(GONE, lambda: self.store.compare_set("cause", "", failure))
+            _call_within(
+                GRACE_AFTER_LOST_CONNECTION, lambda: store.compare_set("cause", "", failure)
+            )
             return None
-        cause = _within(2 * GONE, lambda: self._wait_for("cause", GONE))
+        cause = _call_within(
+            2 * GRACE, lambda: _wait_for(store, "cause", GRACE_AFTER_LOST_CONNECTION)
+        )
         if cause:
             return f"stopped, since {cause}"
-        self.failed_in = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        self.failed_frame = frames[-1]
         self._end(
-            f"a collective of rank {self.rank} failed in {self.phase}: {_first_line(error)}", GONE
+            f"a collective of rank {self.rank} failed in {self.phase_name}: {_first_line(error)}",
+            GRACE_AFTER_LOST_CONNECTION,
         )
 
-    def _end_if_held(self) -> None:
+    # Threads
+
+    def _watch(self) -> NoReturn:
+        """Look for progress, and end the run if there is none within the limit."""
+        while True:
+            time.sleep(CHECK_INTERVAL)
+            if not self.is_enabled:
+                faulthandler.cancel_dump_traceback_later()
+                continue
+            self._end_if_interpreter_is_held()
+            statuses = [
+                recorder.get("pg_status") for recorder in read_flight_recorders(entries=False)
+            ]
+            frame = sys._current_frames().get(self.training_thread)
+            look = (json.dumps(statuses), compiler_position(frame))
+            if look != self.last_look:
+                self.last_look = look
+                self.progress()
+            if self.is_hanging():
+                self._end(
+                    f"hang: rank {self.rank} has made no progress for {self.limit:g} s in"
+                    f" {self.phase_name} (comm.{self.limit_key} = {self.limit:g})",
+                    min(GRACE, self.limit),
+                )
+
+    def _end_if_interpreter_is_held(self) -> None:
         """Have faulthandler end the process if its interpreter runs no thread until the limit, and
         PATIENCE, are over.
         """
-        faulthandler.dump_traceback_later(
-            self.limit + PATIENCE, exit=True, file=sys.__stderr__ or 2
-        )
-
-    def _watch(self) -> NoReturn:
-        while True:
-            time.sleep(0.25)
-            if self.limit == RESTING:
-                faulthandler.cancel_dump_traceback_later()
-                continue
-            self._end_if_held()
-            seen = (
-                json.dumps(self._trace(entries=False)["pg_status"]),
-                compiling_at(sys._current_frames().get(self.thread)),
-            )
-            if seen != self.seen:
-                self.seen = seen
-                self.beat()
-            if self.hangs():
-                limit = f"{self.limit:g} s in {self.phase} (comm.{self.key} = {self.limit:g})"
-                self._end(
-                    f"hang: rank {self.rank} has made no progress for {limit}",
-                    min(GRACE, self.limit),
-                )
+        seconds = self.limit + PATIENCE
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
 
     def _listen(self) -> None:
         """Wait for the call of another rank, in a thread of its own, since a lost store may never
         answer.
         """
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
-            store = dist.TCPStore(
-                host, port, is_master=False, timeout=timedelta(days=1), wait_for_workers=False
-            )
             # torchrun's store survives a restart of the ranks.
-            self.store = dist.PrefixStore(
-                f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-            )
-            while self.limit == RESTING or not self.store.check(["call"]):
-                if self.limit != RESTING and self.store.check(["cause"]):
-                    self._end_after(self.store.get("cause").decode())
-                time.sleep(1)
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"watchdog/{attempt}", _connect())
+            self.store = store
+            while not (self.is_enabled and store.check(["call"])):
+                if self.is_enabled and store.check(["cause"]):
+                    self._end_after(store.get("cause").decode())
+                time.sleep(CALL_INTERVAL)
         except dist.DistError:
             return  # the process that hosts the store has ended
         self._end("", GRACE)
+
+    # The end
 
     def _end_after(self, cause: str) -> None:
         """Exit if this rank does not detect the failure of another: with NCCL, unlike gloo, its
@@ -212,30 +255,31 @@ class Watchdog:
         """
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline:
-            if self.limit == RESTING:
+            if not self.is_enabled:
                 return
-            time.sleep(0.25)
-        self.rest()  # no time limit from here on
+            time.sleep(CHECK_INTERVAL)
+        self.disable()
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.main_thread():
                 thread.join()  # a background save, in which the failed rank still takes part
         logger.error(f"stopped, since {cause}")
         self._exit()
 
-    def _end(self, why: str, grace: float) -> NoReturn:
+    def _end(self, reason: str, grace: float) -> NoReturn:
         """Agree on the verdict, print it and exit.
 
-        why: the reason of this rank's call, or "" if another rank called.
+        reason: of this rank's call, or "" if another rank called. grace: seconds to wait for the
+        records of other ranks.
         """
         self.ending.acquire()  # never released: a second thread waits here for the end
         faulthandler.dump_traceback_later(2 * PATIENCE, exit=True, file=sys.__stderr__ or 2)
-        text = _within(grace + GRACE, lambda: self._exchange(why, grace))
+        text = _call_within(grace + GRACE, lambda: self._exchange_records(reason, grace))
         if text is None:
             store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             logger.error(
-                f"{why or 'another rank has called'}; the store at {store} does not answer, so the"
-                " others are not known (it is torchrun's or, without that, rank"
-                f" 0's)\n{standing(self.rank, self.record())}"
+                f"{reason or 'another rank has called'}; the store at {store} does not answer, so"
+                " the others are not known (it is torchrun's or, without that, rank"
+                f" 0's)\n{describe_rank(self.rank, self.record())}"
             )
         self._exit()
 
@@ -244,98 +288,115 @@ class Watchdog:
             handler.flush()
         os._exit(1)
 
-    def _exchange(self, why: str, grace: float) -> str:
+    def _exchange_records(self, reason: str, grace: float) -> str:
         """Write this rank's record.
 
-        The first rank makes, prints and returns the verdict; the others return "".
+        The first rank that arrives makes, prints and returns the verdict; the others return "".
         """
-        self.store.set(f"record/{self.rank}", json.dumps(self.record()))
-        first = self.store.add("arrived", 1) == 1
-        why = self.store.compare_set("call", "", why or "called").decode()
-        if not first:
-            with contextlib.suppress(
-                dist.DistError
-            ):  # the process that hosts the store has ended, after the verdict
-                self._wait_for("verdict", grace + GRACE / 2)
-                time.sleep(HOST)
+        store = self.store
+        assert store is not None
+        store.set(f"record/{self.rank}", json.dumps(self.record()))
+        is_first = store.add("arrived", 1) == 1
+        reason = store.compare_set("call", "", reason or "called").decode()
+        if not is_first:
+            # The process that hosts the store may end after the verdict.
+            with contextlib.suppress(dist.DistError):
+                _wait_for(store, "verdict", grace + GRACE / 2)
+                time.sleep(STORE_LIFETIME)
             return ""
+
         deadline = time.monotonic() + grace
-        while self.store.add("arrived", 0) < self.world_size and time.monotonic() < deadline:
+        while store.add("arrived", 0) < self.world_size and time.monotonic() < deadline:
             time.sleep(0.1)
-        answers = [rank for rank in range(self.world_size) if self.store.check([f"record/{rank}"])]
-        records = {rank: json.loads(self.store.get(f"record/{rank}")) for rank in answers}
-        text = f"{why}\n{verdict(records, self.world_size)}"
+        records: dict[int, RankRecord] = {}
+        for rank in range(self.world_size):
+            if store.check([f"record/{rank}"]):
+                records[rank] = json.loads(store.get(f"record/{rank}"))
+        text = f"{reason}\n{verdict(records, self.world_size)}"
         logger.error(text)
-        self.store.set("verdict", text)
-        time.sleep(HOST)
+        store.set("verdict", text)
+        time.sleep(STORE_LIFETIME)
         return text
 
-    def _wait_for(self, key: str, seconds: float) -> str:
-        """Return the text that another rank writes under this key, or "" after this time."""
-        deadline = time.monotonic() + seconds
-        while not self.store.check(
-            [key]
-        ):  # the store's own wait would print warnings at its time limit
-            if time.monotonic() > deadline:
-                return ""
-            time.sleep(0.1)
-        return self.store.get(key).decode()
-
-    def record(self) -> Record:
-        groups = dist.distributed_c10d._world.pg_names if dist.is_initialized() else {}
-        members = {
-            str(name): sorted(dist.get_process_group_ranks(group)) for group, name in groups.items()
-        }
-        return {
-            "phase": self.phase,
-            "place": place(self.failed_in or sys._current_frames().get(self.thread)),
-            "groups": groups_of(self._trace(entries=True), members, self.notes),
-        }
-
-    def _trace(self, entries: bool) -> dict[str, Any]:
-        """Return the flight recorders of gloo and, on a GPU, of NCCL as one; empty if they are off.
-
-        On GPUs, saving and loading use gloo, too.
-        """
-        names = (
-            "_dump_fr_trace_json",
-            "_dump_nccl_trace_json",
-        )  # a build without CUDA lacks the second
-        traces = [
-            json.loads(getattr(c10d, name)(entries, False) or "{}")
-            for name in names
-            if hasattr(c10d, name)
+    def record(self) -> RankRecord:
+        """Return where this rank is, in JSON types."""
+        members = {}
+        if dist.is_initialized():
+            for group, name in dist.distributed_c10d._world.pg_names.items():
+                members[str(name)] = sorted(dist.get_process_group_ranks(group))
+        entries = [
+            entry
+            for recorder in read_flight_recorders(entries=True)
+            for entry in recorder.get("entries", [])
         ]
+        frame = self.failed_frame or sys._current_frames().get(self.training_thread)
         return {
-            "pg_status": [trace.get("pg_status") for trace in traces],
-            "entries": [entry for trace in traces for entry in trace.get("entries", [])],
+            "phase": self.phase_name,
+            "code": describe_frame(frame),
+            "groups": collectives_by_group(entries, members, self.started_collectives),
         }
 
 
-def compiling_at(frame: FrameType | None) -> int | None:
-    """Return a number for the place at which a thread compiles, which changes with progress; None
-    if it does not compile.
+def read_flight_recorders(*, entries: bool) -> list[dict[str, Any]]:
+    """Return what gloo's flight recorder and, on a GPU, NCCL's have; empty where they are off.
+
+    On GPUs, saving and loading use gloo, too. entries: also the list of collectives.
+    """
+    recorders = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if hasattr(c10d, name):  # a build without CUDA lacks the second
+            recorders.append(json.loads(getattr(c10d, name)(entries, False) or "{}"))
+    return recorders
+
+
+def compiler_position(frame: FrameType | None) -> int | None:
+    """Return a number for the position at which a thread compiles, which changes with progress;
+    None if it does not compile.
 
     Compiling a graph of 80 blocks takes longer than a reasonable time limit.
     """
-    places, compiles = [], False
+    positions = []
+    compiles = False
     while frame is not None:
-        places.append((frame.f_code, frame.f_lineno))
-        compiles = compiles or frame.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py")
+        positions.append((frame.f_code, frame.f_lineno))
+        compiles |= frame.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py")
         frame = frame.f_back
-    return hash(tuple(places)) if compiles else None
+    return hash(tuple(positions)) if compiles else None
 
 
 def _first_line(error: Exception) -> str:
     """Return the first line of a message, without the source location and the advice that gloo
     adds.
     """
-    return re.sub(
-        r"^\[\S+:\d+\] |\. This is typically caused .*", "", str(error).partition("\n")[0]
+    line = str(error).partition("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", line)
+
+
+def _connect() -> dist.TCPStore:
+    """Return a connection to the store of the process group."""
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(days=1),
+        wait_for_workers=False,
     )
 
 
-def _within(seconds: float, function: Callable[[], Any]) -> Any:
+def _wait_for(store: dist.Store, key: str, seconds: float) -> str:
+    """Return the text that another rank writes under this key, or "" after this time.
+
+    The store's own wait would print warnings at its time limit.
+    """
+    deadline = time.monotonic() + seconds
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return ""
+        time.sleep(0.1)
+    return store.get(key).decode()
+
+
+def _call_within(seconds: float, function: Callable[[], Any]) -> Any:
     """Return the result of a function, or None if it fails or takes longer."""
     results: list[Any] = []
 

@@ -25,7 +25,7 @@ from titan_lite.checkpoint import manager as checkpoint
 from titan_lite.checkpoint.identity import RunIdentity
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.state import RunState
-from titan_lite.checkpoint.tensor_files import BeatingSavePlanner, StepWriter, read_metadata
+from titan_lite.checkpoint.tensor_files import ProgressSavePlanner, StepWriter, read_metadata
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.logging import logger
 from titan_lite.outside import CorruptFileError, fields_of
@@ -197,7 +197,7 @@ def test_nothing_is_written_where_there_is_no_room(mode, tmp_path, monkeypatch):
 
 
 PHASES = {
-    "data": (BeatingSavePlanner, "resolve_data"),
+    "data": (ProgressSavePlanner, "resolve_data"),
     "hashes": (manifest, "digest"),
     "manifest": (manifest, "write"),
     "folder": (manifest, "sync"),
@@ -526,9 +526,9 @@ def two_ranks(folder, mode):
     steps_of.save(1, live, RunState())
     steps_of.wait()
 
-    resolve = BeatingSavePlanner.resolve_data
+    resolve = ProgressSavePlanner.resolve_data
     if rank == 1:
-        BeatingSavePlanner.resolve_data = lambda *args: (_ for _ in ()).throw(
+        ProgressSavePlanner.resolve_data = lambda *args: (_ for _ in ()).throw(
             OSError(5, "Input/output error")
         )
     told = ""
@@ -538,7 +538,7 @@ def two_ranks(folder, mode):
             steps_of.poll()  # one raises where all do
     except CheckpointError as error:
         told = str(error)
-    BeatingSavePlanner.resolve_data = resolve
+    ProgressSavePlanner.resolve_data = resolve
     steps_of.save(3, live, RunState())
     live["a"].to_local().zero_()
     steps_of.wait()

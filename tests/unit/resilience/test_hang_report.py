@@ -5,7 +5,13 @@ import sys
 
 import pytest
 
-from titan_lite.resilience.hang_report import abbreviated, groups_of, place, ranks, verdict
+from titan_lite.resilience.hang_report import (
+    abbreviate,
+    collectives_by_group,
+    describe_frame,
+    name_ranks,
+    verdict,
+)
 
 SECOND = 10**9
 
@@ -33,12 +39,10 @@ def entry(
     }
 
 
-def record(*entries, members=(0, 1, 2, 3), notes=(), phase="step 7", place="forward (model.py:3)"):
+def record(*entries, members=(0, 1, 2, 3), started=(), phase="step 7", code="forward (model.py:3)"):
     names = {one["process_group"][0] for one in entries}
-    groups = groups_of({"entries": entries}, dict.fromkeys(names, members), notes)
-    return json.loads(
-        json.dumps({"phase": phase, "place": place, "groups": groups})
-    )  # as it travels
+    groups = collectives_by_group(entries, dict.fromkeys(names, members), started)
+    return json.loads(json.dumps({"phase": phase, "code": code, "groups": groups}))  # as it travels
 
 
 def lines(records, world_size=4):
@@ -46,9 +50,9 @@ def lines(records, world_size=4):
 
 
 def test_a_rank_that_did_not_enter_is_named_with_what_it_is_for():
-    note = (214 * SECOND - 1000, "0", "layers.4.attention.wq.weight")
-    others = record(entry("0", 213, retired=True), entry("0", 214), notes=[note])
-    late = record(entry("0", 213, retired=True), place="sleep (data.py:9)")
+    started = (214 * SECOND - 1000, "0", "layers.4.attention.wq.weight")
+    others = record(entry("0", 213, retired=True), entry("0", 214), started=[started])
+    late = record(entry("0", 213, retired=True), code="sleep (data.py:9)")
     assert lines({0: others, 1: others, 2: others, 3: late}) == [
         "rank 3 did not enter all_gather #214 (layers.4.attention.wq.weight); ranks 0-2 wait there",
         "rank 3, in step 7: sleep (data.py:9)",
@@ -70,7 +74,7 @@ def test_who_waits_elsewhere_is_no_culprit():
     """
     waits_for_3 = record(entry("dp", 5), members=(2, 3))
     waits_for_2 = record(entry("tp", 8), members=(0, 2))
-    late = record(entry("dp", 4, retired=True), members=(2, 3), place="late (a.py:1)")
+    late = record(entry("dp", 4, retired=True), members=(2, 3), code="late (a.py:1)")
     found = lines(
         {0: waits_for_2, 1: record(entry("x", 3), members=(1, 0)), 2: waits_for_3, 3: late}
     )
@@ -124,7 +128,7 @@ def test_different_collectives_under_one_number():
 def test_receiving_from_a_stage_that_does_not_send():
     waits = record(entry("pp", 3, "nccl:recv 1<-0", is_p2p=True), members=(0, 1))
     found = lines(
-        {0: record(entry("pp", 7, retired=True), members=(0, 1), place="here (a.py:1)"), 1: waits},
+        {0: record(entry("pp", 7, retired=True), members=(0, 1), code="here (a.py:1)"), 1: waits},
         2,
     )
     assert found == [
@@ -133,8 +137,8 @@ def test_receiving_from_a_stage_that_does_not_send():
     ]
 
 
-def test_without_a_flight_recorder_there_are_the_places():
-    assert lines({0: record(place="wait (gather.py:44)"), 1: record(place="late (a.py:1)")}, 2) == [
+def test_without_a_flight_recorder_there_is_the_code():
+    assert lines({0: record(code="wait (gather.py:44)"), 1: record(code="late (a.py:1)")}, 2) == [
         "rank 0, in step 7: wait (gather.py:44)",
         "rank 1, in step 7: late (a.py:1)",
     ]
@@ -148,13 +152,13 @@ def test_many_that_are_missing_are_not_all_shown():
     assert len(found) == 6
 
 
-def test_a_note_of_long_ago_or_of_another_group_is_of_something_else():
+def test_a_start_of_long_ago_or_of_another_group_is_of_something_else():
     old, other, later = (
         (SECOND, "0", "old"),
         (5 * SECOND - 1, "1", "other"),
         (5 * SECOND + 1, "0", "later"),
     )
-    groups = groups_of({"entries": [entry("0", 5)]}, {"0": [0, 1]}, [old, other, later])
+    groups = collectives_by_group([entry("0", 5)], {"0": [0, 1]}, [old, other, later])
     assert groups["0"]["waiting"][0].parameters == ""
 
 
@@ -169,26 +173,26 @@ def test_a_note_of_long_ago_or_of_another_group_is_of_something_else():
     ],
 )
 def test_a_bucket_is_called_by_what_its_parameters_share(parameters, short):
-    assert abbreviated(parameters) == short
+    assert abbreviate(parameters) == short
 
 
 def test_ranks_in_words():
-    assert [ranks([3]), ranks([0, 1, 2, 5]), ranks([4, 2])] == [
+    assert [name_ranks([3]), name_ranks([0, 1, 2, 5]), name_ranks([4, 2])] == [
         "rank 3",
         "ranks 0-2, 5",
         "ranks 2, 4",
     ]
 
 
-def test_a_place_is_the_innermost_function_and_the_innermost_of_the_package():
+def test_a_frame_is_described_by_the_innermost_function_and_the_innermost_of_the_package():
     found = []
 
     class Names(list):
         def split(self):
-            found.append(place(sys._getframe()))
+            found.append(describe_frame(sys._getframe()))
             return ["one"]
 
-    abbreviated(Names())
+    abbreviate(Names())
     assert found[0].startswith("split (")
-    assert ", called by abbreviated (titan_lite/resilience/hang_report.py:" in found[0]
-    assert place(sys._getframe()).startswith("test_a_place_is_the_innermost")
+    assert ", called by abbreviate (titan_lite/resilience/hang_report.py:" in found[0]
+    assert describe_frame(sys._getframe()).startswith("test_a_frame_is_described_by")

@@ -88,7 +88,7 @@ import ctypes, sys
 from titan_lite.resilience import signals
 signals.listen()
 if sys.argv[1] == "started":
-    signals.started()
+    signals.end_start()
 print("up", flush=True)
 ctypes.CDLL(None).usleep(1_000_000)  # in a library, where no Python handler runs
 print("through", signals.received(), flush=True)
@@ -128,8 +128,8 @@ PARENT = (
 )
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "run"}
 TOLD = {
-    "starting": f"[rank 3] {signals.LOST}: stopped at the start, with nothing to save\n",
-    "training": f"{signals.LOST}\n",
+    "starting": f"[rank 3] {signals.LAUNCHER_DEATH}: stopped at the start, with nothing to save\n",
+    "training": f"{signals.LAUNCHER_DEATH}\n",
 }
 
 

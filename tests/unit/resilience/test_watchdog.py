@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from titan_lite.config import Comm
 from titan_lite.resilience import TrainingError, watchdog
-from titan_lite.resilience.watchdog import RESTING, Watchdog
+from titan_lite.resilience.watchdog import NO_LIMIT, Watchdog
 
 GLOO = (
     "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10673. This is"
@@ -22,9 +22,9 @@ GLOO = (
 def test_one_rank_alone_has_no_threads_and_tells_nobody():
     before = threading.active_count()
     alone = Watchdog(Comm(), 0, 1)
-    alone.enter("step 1", "train_timeout_seconds")
+    alone.start_phase("step 1", "train_timeout_seconds")
     assert threading.active_count() == before
-    assert alone._failed(ValueError()) is None
+    assert alone._share(ValueError()) is None
 
 
 def test_of_an_error_the_line_that_tells_is_kept():
@@ -35,65 +35,65 @@ def test_of_an_error_the_line_that_tells_is_kept():
     )
 
 
-def test_a_step_or_microbatch_is_progress_and_a_rest_no_hang(monkeypatch):
+def test_a_step_or_microbatch_is_progress_and_without_a_limit_nothing_hangs(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     one = Watchdog(Comm(init_timeout_seconds=5, train_timeout_seconds=3), 0, 1)
-    one.enter("start", "init_timeout_seconds")
+    one.start_phase("start", "init_timeout_seconds")
     now[0] = 106.0
-    assert one.hangs()
-    one.beat("step 1")
-    assert not one.hangs()
-    assert (one.phase, one.limit) == ("step 1", 5)
+    assert one.is_hanging()
+    one.progress("step 1")
+    assert not one.is_hanging()
+    assert (one.phase_name, one.limit) == ("step 1", 5)
     now[0] = 110.0
-    with one.within("step 2", "train_timeout_seconds"):
-        assert not one.hangs()
+    with one.phase("step 2", "train_timeout_seconds"):
+        assert not one.is_hanging()
         now[0] = 114.0
-        assert one.hangs()
-    assert (one.phase, one.limit) == ("step 1", 5)
-    assert not one.hangs()
+        assert one.is_hanging()
+    assert (one.phase_name, one.limit) == ("step 1", 5)
+    assert not one.is_hanging()
     now[0] = 120.0
-    assert one.hangs()
-    one.rest()
-    assert one.limit == RESTING
-    assert not one.hangs()
+    assert one.is_hanging()
+    one.disable()
+    assert one.limit == NO_LIMIT
+    assert not one.is_hanging()
 
 
 def test_what_ends_a_rank_is_reported_in_words_and_the_rest_is_left_as_it_is(monkeypatch):
     one = Watchdog(Comm(), 0, 1)
-    one.enter("start", "init_timeout_seconds")
-    with pytest.raises(TrainingError, match=r"^no more disk$"), one.reporting(OSError, KeyError):
+    one.start_phase("start", "init_timeout_seconds")
+    with pytest.raises(TrainingError, match=r"^no more disk$"), one.share_errors(OSError, KeyError):
         raise OSError("no more disk")
-    assert one.limit == RESTING
-    with pytest.raises(ValueError, match=r"^odd$"), one.reporting(OSError):
+    assert one.limit == NO_LIMIT
+    with pytest.raises(ValueError, match=r"^odd$"), one.share_errors(OSError):
         raise ValueError("odd")
-    monkeypatch.setattr(one, "_failed", lambda error: "stopped, since rank 1 failed")
-    with pytest.raises(TrainingError, match=r"^stopped, since rank 1 failed$"), one.reporting():
+    monkeypatch.setattr(one, "_share", lambda error: "stopped, since rank 1 failed")
+    with pytest.raises(TrainingError, match=r"^stopped, since rank 1 failed$"), one.share_errors():
         raise RuntimeError(GLOO)
 
 
 def test_what_cannot_be_known_in_time_is_not_waited_for():
-    assert watchdog._within(60, lambda: 3) == 3
-    assert watchdog._within(0.01, threading.Event().wait) is None
+    assert watchdog._call_within(60, lambda: 3) == 3
+    assert watchdog._call_within(0.01, threading.Event().wait) is None
 
     def fails():
         raise dist.DistNetworkError("gone")
 
-    assert watchdog._within(60, fails) is None
+    assert watchdog._call_within(60, fails) is None
 
 
 def test_a_record_tells_where_the_thread_is_that_trains(monkeypatch):
     one = Watchdog(Comm(), 0, 1)
-    assert one.record()["place"].startswith("record (titan_lite/resilience/watchdog.py:")
+    assert one.record()["code"].startswith("record (titan_lite/resilience/watchdog.py:")
     try:
         raise_here()
     except ValueError as error:
         one.store = SimpleNamespace(check=lambda keys: False)
         monkeypatch.setattr(watchdog, "is_communication", lambda error: True)
-        monkeypatch.setattr(watchdog, "GONE", 0.0)
+        monkeypatch.setattr(watchdog, "GRACE_AFTER_LOST_CONNECTION", 0.0)
         monkeypatch.setattr(one, "_end", lambda why, grace: None)
-        one._failed(error)
-    assert one.record()["place"].startswith("raise_here (")
+        one._share(error)
+    assert one.record()["code"].startswith("raise_here (")
 
 
 def raise_here():
@@ -109,19 +109,21 @@ def test_collectives_over_gloo_count_beside_those_of_nccl(monkeypatch):
         monkeypatch.setattr(
             watchdog.c10d, name, lambda entries, stacks, trace=trace: trace, raising=False
         )
-    assert Watchdog(Comm(), 0, 1)._trace(entries=True) == {
-        "pg_status": [{"0": {"last_completed": operation}} for operation in traces.values()],
-        "entries": [*traces.values()],
-    }
+    assert watchdog.read_flight_recorders(entries=True) == [
+        {"pg_status": {"0": {"last_completed": operation}}, "entries": [operation]}
+        for operation in traces.values()
+    ]
 
 
 def test_torch_compiling_is_progress_and_what_it_compiled_is_not():
     seen = []
 
     def backend(graph, inputs):
-        seen.append(watchdog.compiling_at(sys._getframe()))
-        seen.append(watchdog.compiling_at(sys._getframe()))
-        return lambda *args: seen.append(watchdog.compiling_at(sys._getframe())) or graph(*args)
+        seen.append(watchdog.compiler_position(sys._getframe()))
+        seen.append(watchdog.compiler_position(sys._getframe()))
+        return lambda *args: (
+            seen.append(watchdog.compiler_position(sys._getframe())) or graph(*args)
+        )
 
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
     first, second, running = seen
@@ -137,8 +139,8 @@ def test_a_rank_that_does_not_notice_the_failure_of_another_ends(monkeypatch, ca
     saved = threading.Event()
     one = Watchdog(Comm(), 0, 1)
     one._end_after("rank 1 failed: ValueError: odd")
-    assert not ended  # it rests: the error has reached it
-    one.enter("step 1", "train_timeout_seconds")
+    assert not ended  # it is disabled: the error has reached it
+    one.start_phase("step 1", "train_timeout_seconds")
     timer = threading.Timer(1, saved.set)  # a save in the background
     timer.start()
     one._end_after("rank 1 failed: ValueError: odd")

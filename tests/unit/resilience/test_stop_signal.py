@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
-from titan_lite.resilience import stopping
-from titan_lite.resilience.signals import LOST
-from titan_lite.resilience.stopping import Stopping
+from titan_lite.resilience import stop_signal
+from titan_lite.resilience.signals import LAUNCHER_DEATH
+from titan_lite.resilience.stop_signal import StopSignal
 
 
 @pytest.fixture
@@ -15,31 +15,33 @@ def ranks(monkeypatch):
     """A function that sets what the two ranks have received, of which this process is the first."""
 
     def received(*names):
-        monkeypatch.setattr(stopping, "received", lambda: names[0])
-        monkeypatch.setattr(stopping.dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(stop_signal.signals, "received", lambda: names[0])
+        monkeypatch.setattr(stop_signal.dist, "get_rank", lambda: 0)
         monkeypatch.setattr(
-            stopping.dist, "all_reduce", lambda tensor: tensor.fill_(sum(map(bool, names)))
+            stop_signal.dist, "all_reduce", lambda tensor: tensor.fill_(sum(map(bool, names)))
         )
         monkeypatch.setattr(
-            stopping, "first_word", lambda own: own or f"{names[1]} received by rank 1"
+            stop_signal, "first_word", lambda own: own or f"{names[1]} received by rank 1"
         )
-        monkeypatch.setattr(stopping, "reduce_numbers", lambda own, total: [own + bool(names[1])])
+        monkeypatch.setattr(
+            stop_signal, "reduce_numbers", lambda own, total: [own + bool(names[1])]
+        )
 
     return received
 
 
 def test_a_signal_of_any_rank_stops_all_and_is_told_once(ranks, caplog):
     caplog.set_level(logging.WARNING, logger="titan_lite")
-    one = Stopping(torch.device("cpu"), lambda: "step 7: exiting")
+    one = StopSignal(torch.device("cpu"), lambda: "step 7: exiting")
     ranks("", "")
-    assert not one.ask()
-    one.note(False)
-    assert not one.asked
+    assert not one.poll()
+    one.update(0)
+    assert not one.requested
     ranks("", "SIGUSR1")
-    assert one.ask()
+    assert one.poll()
     ranks("SIGTERM", "SIGUSR1")
-    assert one.ask()
-    one.note(True)
+    assert one.poll()
+    one.update(1)
     assert caplog.messages == ["SIGUSR1 received by rank 1 at step 7: exiting"]
     assert caplog.records[0].event == "stop"
 
@@ -49,10 +51,13 @@ def test_a_signal_of_any_rank_stops_all_and_is_told_once(ranks, caplog):
     [
         (("SIGUSR1", ""), "SIGUSR1 received by rank 0 at"),
         (("SIGUSR1", "SIGTERM"), "SIGUSR1 received by rank 0 and 1 other at"),
-        ((LOST, LOST), "the death of its launcher noticed by rank 0 and 1 other at"),
+        (
+            (LAUNCHER_DEATH, LAUNCHER_DEATH),
+            "the death of its launcher noticed by rank 0 and 1 other at",
+        ),
     ],
 )
 def test_who_received_it(ranks, caplog, names, words):
     ranks(*names)
-    Stopping(torch.device("cpu"), lambda: "step 7").note(True)
+    StopSignal(torch.device("cpu"), lambda: "step 7").update(1)
     assert caplog.messages[-1].startswith(words)
