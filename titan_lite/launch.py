@@ -3,8 +3,8 @@
 Also on several nodes, once on each.
 
     titan-lite train llama3_8b --training.steps 100
-    python -m titan_lite.launch llama3_8b --training.steps 100           # the same, without an installation
-    CONFIG_FILE=llama3_8b ./run_train.sh --training.steps 100           # the same, after an environment was made
+    python -m titan_lite.launch llama3_8b --training.steps 100      # without an installation
+    CONFIG_FILE=llama3_8b ./run_train.sh --training.steps 100      # makes an environment first
 
 It checks the recipe, the environment variables (`titan-lite train --help` lists them), the
 tokenizer and the data, counts the GPUs, and calls torchrun in this process. It exits with the code

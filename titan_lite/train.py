@@ -1,7 +1,7 @@
 """Train a recipe: check the environment, load the config, run Trainer(config).train().
 
-    torchrun --nproc-per-node 8 -m titan_lite.train train_configs/llama3_8b.toml --training.steps 100
-    python -m titan_lite.train train_configs/debug_model.toml             # one process, without torchrun
+    torchrun --nproc-per-node 8 -m titan_lite.train llama3_8b --training.steps 100
+    python -m titan_lite.train debug_model             # one process, without torchrun
 
 resilience/exit_code.py lists the exit codes. torchrun turns all but 0 into 1, and starts the ranks
 again, so a run that is stopped by a signal exits with 0 under torchrun. ./run_train.sh exits with

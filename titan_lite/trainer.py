@@ -601,7 +601,7 @@ class Trainer:
             ending = f"exiting (code {exit_code.STOPPED})"
         return f"step {self.step}: {self.checkpointer.before_exit(self.step)}{ending}"
 
-    def run_hooks(self, moment: str, *arguments: Any) -> None:
+    def run_hooks(self, moment: str, *arguments: StepMetrics) -> None:
         """Call a method of all hooks, such as "on_save"."""
         for hook in self.hooks:
             getattr(hook, moment)(self, *arguments)

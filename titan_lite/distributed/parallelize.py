@@ -3,7 +3,7 @@
     model = parallelize(config, layout, mesh, machine=machine)      # on the meta device
     model.materialize(device)
     model.init_weights(seed=0)
-    for losses in model.forward_backward(batches, tokens): ...      # one local batch after the other
+    for losses in model.forward_backward(batches, tokens): ...      # of one local batch each
 
 The trainer, the planner, `verify` and the parity tests all call this.
 """
@@ -131,7 +131,7 @@ class ParallelModel:
                 yield self.runner.forward_backward(*batch, tokens)
 
     def evaluate(self, batch: DeviceBatch) -> Tensor:
-        """Return the summed loss of a local batch, without gradients; zero before the last stage."""
+        """Return the summed loss of a local batch without gradients; zero before the last stage."""
         return self.runner.evaluate(*batch)
 
 
@@ -269,7 +269,7 @@ def compile_stages(
 
 
 def build_runner(model: ParallelModel, device: torch.device) -> SingleStage | Pipeline:
-    """Return what sends a batch through the stages: torch's schedule with several pipeline ranks."""
+    """Return what sends a batch through the stages: a schedule if there are several ranks of pp."""
     layout, mesh = model.layout, model.mesh
     if layout.degrees["pp"] == 1:
         return SingleStage(model.stages[0], model.loss.of_output)

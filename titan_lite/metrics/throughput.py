@@ -58,7 +58,7 @@ class Throughput:
         self.started += time.perf_counter() - started
 
     def values(self, step: int) -> dict[str, float]:
-        """Return the values of the window up to and including `step`, by their names in writer.py."""
+        """Return the metrics of the window up to and including `step` (names: writer.py)."""
         seconds = time.perf_counter() - self.started
         steps = step - self.first_step
         tokens = self.tokens_until(step) - self.tokens_until(self.first_step)

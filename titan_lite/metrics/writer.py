@@ -1,4 +1,4 @@
-"""Write metrics to the log, `metrics.jsonl`, TensorBoard, Weights & Biases, and at the end `loss.png`.
+"""Write metrics to the log, `metrics.jsonl`, TensorBoard and Weights & Biases; draw `loss.png`.
 
     metrics = MetricsWriter(config.metrics, dump_folder, recipe, writes=rank == 0, first_step=0)
     metrics.log(10, {"loss": 6.9, "tps": 5000.0, ...})
@@ -19,7 +19,8 @@ a line {"resumed_from": step}; if a step occurs twice, the later line counts.
                             memory of a CPU process
     data_wait               time spent waiting for the loader, percent
     step_time               seconds per step
-    bad_documents           different documents skipped in the run, with data.on_bad_document = "skip"
+    bad_documents           different documents that the run skipped, with
+                            data.on_bad_document = "skip"
     short_documents         documents skipped since this start, with data.min_document_tokens
 
 and for each source of a mixture, where NAME is the end of its path, or its dataset
@@ -38,13 +39,17 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from titan_lite.config import Metrics
 from titan_lite.logging import logger
 from titan_lite.metrics.run_files import read_metrics
+
+if TYPE_CHECKING:
+    import wandb
+    from torch.utils.tensorboard import SummaryWriter
 
 COLOURS = {"loss": "\033[32m", "grad_norm": "\033[34m", "tps": "\033[36m", "mfu": "\033[35m"}
 END_OF_COLOUR = "\033[0m"
@@ -85,8 +90,8 @@ class MetricsWriter:
         self.started = time.perf_counter()
         self.warned_of_loss = False  # a file could not be written
         self.in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        self.tensorboard: Any = None
-        self.wandb: Any = None
+        self.tensorboard: SummaryWriter | None = None
+        self.wandb: wandb.Run | None = None
         if not writes:
             return
         plain = json.loads(json.dumps(recipe, default=dict))  # sources of documents are models
@@ -170,7 +175,9 @@ class MetricsWriter:
         self.warned_of_loss = True
 
 
-def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int | None) -> Any:
+def start_tensorboard(
+    folder: Path, recipe: Mapping[str, Any], purge_step: int | None
+) -> "SummaryWriter":
     """Return a TensorBoard writer with the recipe as text and as hyperparameters.
 
     purge_step: the first step of a resumed run, from which on older values are hidden.
@@ -179,7 +186,7 @@ def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int |
     from torch.utils.tensorboard.summary import hparams
 
     # `log` flushes: an error in the writer's thread would print a traceback.
-    writer: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10**6)
+    writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10**6)
     # a Markdown code block
     lines = [
         f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()
@@ -190,13 +197,14 @@ def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int |
         for key, value in recipe.items()
         if key.partition(".")[0] in HYPERPARAMETERS
     }
+    assert writer.file_writer is not None
     metrics = {"loss": 0.0, "validation_loss": 0.0}
     for summary in hparams(chosen, metrics):  # the writer's own method would start a new run
         writer.file_writer.add_summary(summary)
     return writer
 
 
-def start_wandb(dump_folder: Path, recipe: dict[str, Any]) -> Any:
+def start_wandb(dump_folder: Path, recipe: dict[str, Any]) -> "wandb.Run":
     """Return the run of Weights & Biases, the same one if this folder's run is resumed."""
     import wandb
 
