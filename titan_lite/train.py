@@ -33,11 +33,12 @@ def main(arguments: list[str], hooks: Sequence[Any] = ()) -> int:
         config = load_config(arguments[0], arguments[1:])
         code = train(config, hooks)
     except ConfigError as error:
-        code = report(error, exit_code.WRONG_INPUT)
+        code = print_error(error, exit_code.WRONG_INPUT)
     return exit_code.exit_of_rank(code)
 
 
 def train(config: Config, hooks: Sequence[Any] = ()) -> int:
+    """Train a recipe on this rank, and return the exit code."""
     signals.listen()
     rank, world_size = check_environment()
     init_logging(rank, world_size, all_warnings=config.metrics.show_all_warnings)
@@ -46,34 +47,35 @@ def train(config: Config, hooks: Sequence[Any] = ()) -> int:
     try:
         Restarts(Path(config.job.dump_folder)).check()
     except RepeatedFault as error:
-        return report(error, exit_code.REPEATED)
-    logger.info(f"starting on {world_size} rank{'s' * (world_size > 1)}")
+        return print_error(error, exit_code.REPEATED)
+    logger.info("starting on 1 rank" if world_size == 1 else f"starting on {world_size} ranks")
     from titan_lite.trainer import Trainer
 
     try:
         with events.failures():
             trained = Trainer(config, hooks=hooks).train()
     except TrainingError as error:
-        return report(error, exit_code.FAILED)
+        return print_error(error, exit_code.FAILED)
     # Not after a failure, since this would wait for the other ranks.
     close_process_group()
     return exit_code.TRAINED if trained else exit_code.STOPPED
 
 
-def report(error: Exception, code: int) -> int:
-    """Print the error in one line, on one rank of a node if all have the same error, and return the
-    exit code.
+def print_error(error: Exception, code: int) -> int:
+    """Print the error in one line, and return the exit code.
+
+    If all ranks of a node have the same error, one of them prints it.
     """
-    place = ""
+    prefix = ""
     if getattr(error, "everywhere", False):
-        speaks = os.environ.get("RANK", "0") == "0"
+        prints = os.environ.get("RANK", "0") == "0"
     elif process_group_is_up():
-        place = f"[rank {os.environ['RANK']}] "
-        speaks = True
+        prefix = f"[rank {os.environ['RANK']}] "
+        prints = True
     else:  # with a wrong environment the rank is unknown
-        speaks = exit_code.is_first_to_record(code) or str(error).startswith("environment:")
-    if speaks:
-        print(f"error: {place}{error}", file=sys.stderr, flush=True)
+        prints = exit_code.is_first_to_record(code) or str(error).startswith("environment:")
+    if prints:
+        print(f"error: {prefix}{error}", file=sys.stderr, flush=True)
     return code
 
 

@@ -186,7 +186,7 @@ def start_tensorboard(
     from torch.utils.tensorboard.summary import hparams
 
     # `log` flushes: an error in the writer's thread would print a traceback.
-    writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10**6)
+    writer: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10**6)
     # a Markdown code block
     lines = [
         f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()
@@ -197,7 +197,6 @@ def start_tensorboard(
         for key, value in recipe.items()
         if key.partition(".")[0] in HYPERPARAMETERS
     }
-    assert writer.file_writer is not None
     metrics = {"loss": 0.0, "validation_loss": 0.0}
     for summary in hparams(chosen, metrics):  # the writer's own method would start a new run
         writer.file_writer.add_summary(summary)
