@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from titan_lite.config import Config, Profiling
-from titan_lite.data.preflight import check_first_loss, preflight
+from titan_lite.data.preflight import check_first_batch, check_first_loss
 from titan_lite.distributed.parallelize import gather_reports
 from titan_lite.logging import console, logger
 from titan_lite.metrics.deferred import StepMetrics
@@ -158,7 +158,7 @@ class DataPreflight(Hook):
 
     def on_train_start(self, trainer: Trainer) -> None:
         if not trainer.is_finished:
-            preflight(
+            check_first_batch(
                 trainer.loader.peek(),
                 trainer.tokenizer,
                 trainer.layout.model.vocab_size,

@@ -1,13 +1,13 @@
-"""Check the first batch of all ranks and the first loss, to find wrong data, tokenizers or weights
-early.
+"""Check the first batch and the first loss, to find wrong data, tokenizers or weights early.
 
-preflight(loader.peek(), tokenizer, vocab_size, dp_rank)           # a collective, before the first step
-check_first_loss(loss, vocab_size)                                 # after the first step of a new model
+check_first_batch(loader.peek(), tokenizer, vocab_size, dp_rank)    # a collective, before step 1
+check_first_loss(loss, vocab_size)                                  # after step 1 of a new model
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -17,66 +17,73 @@ from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.process_group import gather_numbers, hash_of
 from titan_lite.logging import logger
 
-SHOWN = 200  # characters in the logged sample
-# fraction of ln(vocabulary); the loss of a new model is 1/32 nats above, with tied embeddings about
-# half a nat
-FAR = 0.1
+SAMPLE_CHARACTERS = 200  # of the first sequence in the log
+# Largest difference between the first loss and ln(vocab_size), relative to that. The loss of a new
+# model is 1/32 nats above, with tied embeddings about half a nat.
+LOSS_TOLERANCE = 0.1
 
 
-def preflight(batch: Batch, tokenizer: Tokenizer, vocab_size: int, dp_rank: int) -> None:
+class BatchSummary(NamedTuple):
+    """What a rank tells the others of its first batch."""
+
+    dp_rank: int
+    digest: int  # hash of its tokens
+    largest_token: int
+
+
+def check_first_batch(batch: Batch, tokenizer: Tokenizer, vocab_size: int, dp_rank: int) -> None:
     """Log a sample of the first batch.
 
     Raises ConfigError on all ranks if the batch of any rank is wrong.
     """
-    input, label = batch.input, batch.label
-    digest = hash_of(input.numpy().tobytes() + label.numpy().tobytes())
-    largest = int(max(input.max(), label.max()))
-    check_batches(gather_numbers(dp_rank, digest, largest), vocab_size)
+    digest = hash_of(batch.input.numpy().tobytes() + batch.label.numpy().tobytes())
+    largest_token = int(max(batch.input.max(), batch.label.max()))
+    gathered = gather_numbers(*BatchSummary(dp_rank, digest, largest_token))
+    check_batches([BatchSummary(*numbers) for numbers in gathered], vocab_size)
     if dist.get_rank() == 0:
-        text = tokenizer.decode(input[0, : 2 * SHOWN].tolist())
+        text = tokenizer.decode(batch.input[0, : 2 * SAMPLE_CHARACTERS].tolist())
+        dots = "..." if len(text) > SAMPLE_CHARACTERS else ""
         logger.info(
-            f"first sequence of {input.shape[1]} tokens:"
-            f" {text[:SHOWN]!r}{'...' if len(text) > SHOWN else ''}"
+            f"first sequence of {batch.input.shape[1]} tokens: {text[:SAMPLE_CHARACTERS]!r}{dots}"
         )
 
 
-def check_batches(everyone: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Compare (data-parallel rank, hash of its batch, its largest token) of all ranks.
-
-    Raises ConfigError.
-    """
-    readers, batches = defaultdict(list), defaultdict(set)
-    for rank, (dp_rank, digest, largest) in enumerate(everyone):
-        if largest >= vocab_size:
+def check_batches(batches: Sequence[BatchSummary], vocab_size: int) -> None:
+    """Raise ConfigError if the first batches, by rank, do not fit each other or the model."""
+    ranks_of_digest = defaultdict(list)
+    ranks_of_dp_rank = defaultdict(list)
+    for rank, batch in enumerate(batches):
+        if batch.largest_token >= vocab_size:
             raise ConfigError(
-                f"rank {rank} has read token {largest}, and the model has room for {vocab_size}:"
-                " model.tokenizer_path, or what the data was prepared with, has another"
-                " vocabulary; use the model's own tokenizer"
+                f"rank {rank} has read token {batch.largest_token}, and the model has room for"
+                f" {vocab_size}: model.tokenizer_path, or what the data was prepared with, has"
+                " another vocabulary; use the model's own tokenizer"
             )
-        readers[digest].append(rank)
-        batches[dp_rank].add(digest)
-    for ranks in readers.values():
-        if len({everyone[rank][0] for rank in ranks}) > 1:
+        ranks_of_digest[batch.digest].append(rank)
+        ranks_of_dp_rank[batch.dp_rank].append(rank)
+    for ranks in ranks_of_digest.values():
+        if len({batches[rank].dp_rank for rank in ranks}) > 1:
             raise ConfigError(
-                f"ranks {', '.join(map(str, ranks))} have read the same first batch: [data] has too"
-                " few different documents for this number of ranks; use more documents or fewer"
-                " ranks"
+                f"ranks {_listed(ranks)} have read the same first batch: [data] has too few"
+                " different documents for this number of ranks; use more documents or fewer ranks"
             )
-    for dp_rank, digests in batches.items():
-        if len(digests) > 1:
-            ranks = [rank for rank, (other, *_) in enumerate(everyone) if other == dp_rank]
+    for ranks in ranks_of_dp_rank.values():
+        if len({batches[rank].digest for rank in ranks}) > 1:
             raise ConfigError(
-                f"ranks {', '.join(map(str, ranks))} need the same sequences, but have read"
-                " different ones: the files of [data] are not the same on all nodes; use the same"
-                " ones"
+                f"ranks {_listed(ranks)} need the same sequences, but have read different ones: the"
+                " files of [data] are not the same on all nodes; use the same ones"
             )
 
 
 def check_first_loss(loss: float, vocab_size: int) -> None:
     """Warn if the first loss of a new model is far from that of guessing, ln(vocab_size)."""
     expected = math.log(vocab_size)
-    if not abs(loss - expected) <= FAR * expected:  # also true for nan
+    if not abs(loss - expected) <= LOSS_TOLERANCE * expected:  # also true for nan
         logger.warning(
             f"the first loss is {loss:.2f}, far from ln({vocab_size}) = {expected:.2f}, that of an"
             " untrained model: initial weights, tokenizer or labels may be wrong"
         )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,8 +1,7 @@
-"""Convert a tokenizer in tiktoken's format to Hugging Face's tokenizer.json, so that AutoTokenizer
-can open it.
+"""Convert a tokenizer in tiktoken's format to Hugging Face's tokenizer.json, for AutoTokenizer.
 
     to_json(load_tiktoken("assets/tokenizer/debug.model"))       # the content of tokenizer.json
-    tokenizer_config()                                           # the content of the tokenizer_config.json beside it
+    tokenizer_config()                                           # that of tokenizer_config.json
 
 A file in tiktoken's format has the ranks of tokens. tokenizer.json has pairs to merge, in the order
 of the rank of the merged token. Bytes are written as printable characters: themselves, or from
@@ -17,68 +16,83 @@ _PRINTABLE = [
     byte for byte in range(256) if 33 <= byte <= 126 or (161 <= byte <= 255 and byte != 173)
 ]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {
-    byte: chr(256 + i) for i, byte in enumerate(_OTHERS)
-}
+CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE}
+CHARACTERS |= {byte: chr(code) for code, byte in enumerate(_OTHERS, start=0x100)}
 
 
 def to_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
-    """Return a tokenizer.json that encodes like `encode(text, bos=True)`, except that names of
-    special tokens become these.
+    """Return a tokenizer.json that encodes like `encode(text, bos=True)`.
+
+    Except that names of special tokens become these.
     """
-    pairs = (pair for token in tokenizer.ranks for pair in _pairs(token, tokenizer.ranks))
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
     split = {
         "type": "Split",
         "pattern": {"Regex": PATTERN},
         "behavior": "Isolated",
         "invert": False,
     }
-    bos = next(name for name, id in tokenizer.special_tokens.items() if id == tokenizer.bos_id)
-    first, text = (
-        {"SpecialToken": {"id": bos, "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-    )
-    plain = {
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added_token(id, name) for name, id in tokenizer.special_tokens.items()],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": _begin_with_bos(tokenizer),
+        "decoder": byte_level,
+        "model": _merges(tokenizer),
+    }
+
+
+def _added_token(id: int, name: str) -> dict[str, Any]:
+    return {
+        "id": id,
+        "content": name,
         "single_word": False,
         "lstrip": False,
         "rstrip": False,
         "normalized": False,
         "special": True,
     }
+
+
+def _begin_with_bos(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
+    """Return the processor that puts BOS before a text."""
+    bos = next(name for name, id in tokenizer.special_tokens.items() if id == tokenizer.bos_id)
+    before = {"SpecialToken": {"id": bos, "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    second_text = {"Sequence": {"id": "B", "type_id": 1}}
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": id, "content": name, **plain} for name, id in tokenizer.special_tokens.items()
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [first, text],
-            "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_id], "tokens": [bos]}},
-        },
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,  # a piece that is a token is not split, as in tiktoken
-            "vocab": {_text(token): rank for token, rank in tokenizer.ranks.items()},
-            "merges": [[_text(part) for part in pair] for pair in pairs],
-        },
+        "type": "TemplateProcessing",
+        "single": [before, text],
+        "pair": [before, text, second_text],
+        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_id], "tokens": [bos]}},
+    }
+
+
+def _merges(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
+    """Return the model: the vocabulary, and the pairs to merge."""
+    merges = []
+    for token in tokenizer.ranks:
+        for first, second in _pairs(token, tokenizer.ranks):
+            merges.append([_text(first), _text(second)])
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": True,  # a piece that is a token is not split, as in tiktoken
+        "vocab": {_text(token): rank for token, rank in tokenizer.ranks.items()},
+        "merges": merges,
     }
 
 
@@ -94,11 +108,13 @@ def tokenizer_config() -> dict[str, Any]:
 
 def _pairs(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     """Return all pairs of tokens whose concatenation is this token: tiktoken merges any of them."""
-    halves = ((token[:at], token[at:]) for at in range(1, len(token)))
-    return sorted(
-        (pair for pair in halves if pair[0] in ranks and pair[1] in ranks),
-        key=lambda pair: (ranks[pair[0]], ranks[pair[1]]),
-    )
+    pairs = []
+    for length in range(1, len(token)):
+        first = token[:length]
+        second = token[length:]
+        if first in ranks and second in ranks:
+            pairs.append((first, second))
+    return sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
 
 
 def _text(token: bytes) -> str:

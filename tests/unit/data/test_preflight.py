@@ -16,15 +16,19 @@ from titan_lite.data.tokenizer import load_tokenizer
 ROOT = Path(__file__).parents[3]
 
 
+def check(batches):
+    """batches: (data-parallel rank, hash, largest token) by rank."""
+    preflight.check_batches([preflight.BatchSummary(*batch) for batch in batches], vocab_size=7)
+
+
 def test_ranks_that_read_as_they_should():
-    preflight.check_batches([(0, 10, 5), (1, 11, 6)], vocab_size=7)
-    preflight.check_batches(
-        [(0, 10, 5), (0, 10, 5), (1, 11, 6), (1, 11, 6)], vocab_size=7
-    )  # tensor parallel ones share theirs
+    check([(0, 10, 5), (1, 11, 6)])
+    # tensor parallel ones share theirs
+    check([(0, 10, 5), (0, 10, 5), (1, 11, 6), (1, 11, 6)])
 
 
 @pytest.mark.parametrize(
-    ("everyone", "message"),
+    ("batches", "message"),
     [
         (
             [(0, 10, 1), (1, 11, 1), (2, 10, 1)],
@@ -40,9 +44,9 @@ def test_ranks_that_read_as_they_should():
         ),
     ],
 )
-def test_ranks_that_do_not_are_named(everyone, message):
+def test_ranks_that_do_not_are_named(batches, message):
     with pytest.raises(ConfigError, match=message):
-        preflight.check_batches(everyone, vocab_size=7)
+        check(batches)
 
 
 @pytest.fixture
@@ -61,7 +65,7 @@ def test_a_sample_is_shown_in_one_line_and_shortened(other_rank, caplog):
     batch = torch.tensor([ids, ids])
     other_rank((1, 13, 5))
     with caplog.at_level(logging.INFO, logger="titan_lite"):
-        preflight.preflight(
+        preflight.check_first_batch(
             Batch(batch[:, :-1], batch[:, 1:], [0, 0]), tokenizer, tokenizer.vocab_size, dp_rank=0
         )
     [record] = caplog.records
@@ -80,16 +84,16 @@ def test_hashes_tell_batches_apart(other_rank, monkeypatch, same):
     seen = []
     with monkeypatch.context() as patch:
         patch.setattr(
-            preflight, "check_batches", lambda everyone, vocab_size: seen.append(everyone[0])
+            preflight, "check_batches", lambda batches, vocab_size: seen.append(batches[0])
         )
-        preflight.preflight(batches[0], tokenizer, 2048, dp_rank=0)
+        preflight.check_first_batch(batches[0], tokenizer, 2048, dp_rank=0)
     other_rank((1, *seen[0][1:]))
     arguments = batches[1], tokenizer, 2048, 0
     if same:
         with pytest.raises(ConfigError, match="ranks 0, 1 have read the same first batch"):
-            preflight.preflight(*arguments)
+            preflight.check_first_batch(*arguments)
     else:
-        preflight.preflight(*arguments)
+        preflight.check_first_batch(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_lite.config import ConfigError
-from titan_lite.data.tokenizer import _cut, load_tokenizer
+from titan_lite.data.tokenizer import cut_text, load_tokenizer
 from titan_lite.models.llama3 import FLAVORS
 
 DEBUG = Path(__file__).parents[3] / "assets/tokenizer/debug.model"
@@ -111,7 +111,7 @@ def slow_cut(text):
 @pytest.mark.parametrize("chars", ["a ", "\u3000\u6f22", "\n."])
 def test_long_texts_are_cut_where_llama_3_cuts(runs, chars):
     text = "".join(chars[i % 2] * length for i, length in enumerate(runs))
-    assert list(_cut(text)) == slow_cut(text)
+    assert list(cut_text(text)) == slow_cut(text)
 
 
 def test_very_long_runs_are_encoded(tokenizer):
