@@ -1,14 +1,15 @@
 """The policy for bad documents: raise an error, or skip, count and list them up to a limit.
 
     policy = BadDocumentPolicy(data)
-    policy.skip(BadDocument("a.jsonl", "line 34", "not JSON (...)"))     # or raises ConfigError, with file and line
+    policy.skip(BadDocument("a.jsonl", "line 34", "not JSON (...)"))     # or raises ConfigError
 
     log = BadDocumentsLog(config.data, dump_folder, counts_short=True)
     metrics = log.gather([loader.pop_skipped()])     # a collective; raises ConfigError on all ranks
 
-A line of `bad_documents.jsonl` is one document: {"file": "a.jsonl", "location": "line 34", "reason":
-"not JSON (...)"}. Each one is listed once, however many epochs and ranks read it. A resumed run
-continues the list and its count.
+A line of `bad_documents.jsonl` is one document. Each one is listed once, however many epochs and
+ranks read it. A resumed run continues the list and its count.
+
+    {"file": "a.jsonl", "location": "line 34", "reason": "not JSON (...)"}
 """
 
 import json

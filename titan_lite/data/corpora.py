@@ -1,7 +1,7 @@
 """Corpora: documents in pieces that can be read independently, from local files or the hub.
 
     corpus = open_corpus(Data(dataset="local", path="corpus/*.jsonl"), split="train")
-    for piece in corpus.pieces:                                    # 1 MiB of a file, a row group, a shard
+    for piece in corpus.pieces:                              # 1 MiB of a file, a row group, a shard
         for position, raw in corpus.read(piece):
             document = corpus.document(piece, position, raw)       # a text, or a BadDocument
 

@@ -1,8 +1,8 @@
 """Cut local files into pieces that can be read independently, and read their documents.
 
-    for piece in local_pieces(data):                            # 1 MiB of a jsonl file, a row group, or a whole file
-        for position, raw in read_piece(piece, data):           # line, table row or byte offset in the file
-            text = text_of(raw, piece, position, data)          # or a BadDocument, which names file and line
+    for piece in local_pieces(data):                   # 1 MiB of a jsonl file, a row group, a file
+        for position, raw in read_piece(piece, data):  # a line, table row or byte offset in a file
+            text = text_of(raw, piece, position, data)          # or a BadDocument
 
 A raw document is not parsed, so that a reader of one document in eight parses one in eight. Reading
 does not raise: if a file cannot be read from some position on, the last document is there, and its
@@ -112,7 +112,8 @@ def _path_in_container(file: str) -> str:
 def _on_disk(path: str, where: str) -> tuple[str | None, dict[str, int]]:
     """Return the folder, or None for a file or pattern, and the sizes of its files.
 
-    Raises ConfigError. Patterns are those of the standard library: fsspec's do not enter folders that are linked.
+    Patterns are those of the standard library: fsspec's do not enter folders that are linked.
+    Raises ConfigError.
     """
     path = os.path.abspath(path)
     if os.path.isdir(path):

@@ -1,12 +1,15 @@
 """Make batches of documents, the same global batches on any number of ranks.
 
-    1. documents   `Source.documents` (documents.py) numbers them, the same on every rank
-    2. tokens      `Tokenizer.encode_document` (tokenizer.py) puts BOS and EOS around them
-    3. windows     `WindowPacker` (packing.py) joins them to streams, and cuts these, in the loader processes
-    4. batches     `Loader` stacks windows to (input, label), in the training process
+    documents   `Source.documents` (documents.py) numbers them, the same on every rank
+    tokens      `Tokenizer.encode_document` (tokenizer.py) puts BOS and EOS around them
+    windows     `WindowPacker` (packing.py) joins them to streams and cuts these, in other processes
+    batches     `Loader` stacks windows to (input, label), in the training process
 
-    loader = build_loader(data, tokenizer, split="train", streams=8, batch_size=2, seq_len=512, dp_rank=0, dp_degree=2, seed=0)
-    batch = next(loader)        # batch.input, batch.label: (2, 512); four of these on each rank are a step of 16 sequences
+    loader = build_loader(
+        data, tokenizer, split="train", streams=16, batch_size=2, seq_len=512, dp_rank=0,
+        dp_degree=2, seed=0,
+    )
+    batch = next(loader)     # batch.input, batch.label: (2, 512); a step of 16 sequences has 4 each
 
 streams.py says which streams a rank reads, and why a state continues on any layout.
 """
@@ -57,9 +60,7 @@ class Loader(Iterator[Batch]):
             stream: [StreamPosition(stream)] * len(corpora.sources) for stream in self.ranks.streams
         }
         self.processes: PackingProcesses | None = None
-        self.received: dict[
-            int, Window
-        ] = {}  # by number: from the processes, and not in a batch yet
+        self.received: dict[int, Window] = {}  # by number: those that are in no batch yet
         self.skipped = SkippedDocuments()  # since `pop_skipped`
 
     def __next__(self) -> Batch:

@@ -1,7 +1,8 @@
 """Read a corpus that `titan-lite prepare` has tokenized.
 
-    prepared.json     the format's version, the tokenizer, what was skipped, and size and SHA-256 of every file
-    documents/        written by `datasets.Dataset.save_to_disk`; c4, which has a validation split, has train/ and validation/
+    prepared.json     format, tokenizer, what was skipped, and size and SHA-256 of every file
+    documents/        a table that `datasets.Dataset.save_to_disk` wrote; of c4, which has a
+                      validation split of its own, train/ and validation/
 
     prepared = PreparedDocuments(Data(dataset="prepared", path="prepared/books"), split="train")
     prepared.tokens(7)                          # of document 7, memory-mapped

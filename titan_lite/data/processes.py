@@ -1,7 +1,7 @@
 """Run the packing of windows in processes that read ahead of training.
 
-    processes = PackingProcesses(packer, num_workers=2, prefetch=4)
-    next(processes).windows             # raises LoaderError if a process cannot be started, or has ended
+    processes = PackingProcesses(packer, num_workers=2, prefetch=4)    # may raise LoaderError
+    next(processes).windows                                            # so may this
 
 The processes are those of torchdata's StatefulDataLoader, without its state: only the same number
 of processes could load it, and it counts windows received, not those in batches. They run torch on

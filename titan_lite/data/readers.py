@@ -1,7 +1,7 @@
 """Read the documents of text formats one after the other, from a file on disk or at a URL.
 
     with open_file("s3://corpus/a.jsonl.gz") as file:
-        for number, raw in lines(file, limit=2**25):      # or elements(file), records(file, limit, field)
+        for number, raw in lines(file, limit=2**25):      # or elements, records, lines_between
             ...
 
 `raw` is the document as it is in the file, or a ValueError with the reason why it cannot be read. A

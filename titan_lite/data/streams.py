@@ -5,7 +5,7 @@ to the stream of its ordinal modulo their number, and a stream is cut into windo
 tokens. Window n of a run is the next one of stream n modulo their number. A step takes as many
 consecutive windows as it has sequences, and rank r gets the windows n with n = r modulo dp_degree:
 
-    windows of two steps   0 1 2 3 4 5 | 6 7 8 9     8 streams, dp_degree = 2; first 6 sequences, then 4
+    windows of two steps   0 1 2 3 4 5 | 6 7 8 9     8 streams, dp_degree = 2; 6 sequences, then 4
     their streams          0 1 2 3 4 5 | 6 7 0 1
     rank 0                 0   2   4   | 6   8       so rank 0 reads only streams 0, 2, 4, 6
 

@@ -1,6 +1,6 @@
 """Tokenize a corpus once, for data.dataset = "prepared", which has random access and needs no text.
 
-    titan-lite prepare train_configs/llama3_8b.toml prepared/books --data.dataset local --data.path 'books/*.jsonl'
+    titan-lite prepare RECIPE.toml prepared/books --data.dataset local --data.path 'books/*.jsonl'
     ./run_train.sh --data.dataset prepared --data.path prepared/books
     titan-lite prepare --verify prepared/books
 
@@ -276,7 +276,7 @@ def write_info(
     source: dict[str, str],
     bad: Sequence[BadDocument] = (),
 ) -> PreparedInfo:
-    """Write prepared.json, with the size and SHA-256 of every other file, and return its content."""
+    """Write prepared.json, with size and SHA-256 of every other file, and return its content."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
         manifest.sync(path)
