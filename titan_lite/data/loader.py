@@ -26,7 +26,7 @@ from titan_lite.config import Data
 from titan_lite.data.bad_documents import SkippedDocuments
 from titan_lite.data.corpora import Split
 from titan_lite.data.documents import build_source
-from titan_lite.data.packing import Corpora, Mixture, Window, WindowPacker
+from titan_lite.data.packing import Mixture, Packing, Window, WindowPacker
 from titan_lite.data.processes import PackingProcesses
 from titan_lite.data.streams import LoaderState, RankStreams, StreamPosition
 from titan_lite.data.tokenizer import Tokenizer
@@ -50,14 +50,15 @@ class Loader(Iterator[Batch]):
     """
 
     def __init__(
-        self, corpora: Corpora, *, streams: int, batch_size: int, dp_rank: int, dp_degree: int
+        self, packing: Packing, *, streams: int, batch_size: int, dp_rank: int, dp_degree: int
     ):
-        self.corpora = corpora
+        self.packing = packing
         self.batch_size = batch_size
-        self.ranks = RankStreams(streams, dp_rank, dp_degree)
+        self.streams = RankStreams(streams, dp_rank, dp_degree)
         self.windows_taken = 0  # by all ranks together
         self.positions = {
-            stream: [StreamPosition(stream)] * len(corpora.sources) for stream in self.ranks.streams
+            stream: [StreamPosition(stream)] * len(packing.sources)
+            for stream in self.streams.indices
         }
         self.processes: PackingProcesses | None = None
         self.received: dict[int, Window] = {}  # by number: those that are in no batch yet
@@ -65,10 +66,10 @@ class Loader(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         batch = self.peek()
-        for number in self.ranks.windows(self.windows_taken, self.batch_size):
+        for number in self.streams.windows(self.windows_taken, self.batch_size):
             window = self.received.pop(number)
-            self.positions[number % self.ranks.num_streams][window.source] = window.position
-        self.windows_taken += self.batch_size * self.ranks.dp_degree
+            self.positions[number % self.streams.num_streams][window.source] = window.position
+        self.windows_taken += self.batch_size * self.streams.dp_degree
         return batch
 
     def peek(self) -> Batch:
@@ -76,10 +77,10 @@ class Loader(Iterator[Batch]):
 
         Raises ConfigError for wrong documents, and LoaderError.
         """
-        numbers = self.ranks.windows(self.windows_taken, self.batch_size)
+        numbers = self.streams.windows(self.windows_taken, self.batch_size)
         while not all(number in self.received for number in numbers):
             self._receive()
-        windows = [self.received[number] for number in numbers if self.ranks.keeps(number)]
+        windows = [self.received[number] for number in numbers if self.streams.keeps(number)]
         tokens = np.stack([np.frombuffer(window.tokens, dtype=np.int32) for window in windows])
         # numpy converts such small arrays in two thirds of torch's time
         input = torch.from_numpy(tokens[:, :-1].astype(np.int64, order="C"))
@@ -95,7 +96,7 @@ class Loader(Iterator[Batch]):
             self.processes = self._start_processes()
         packed = next(self.processes)
         self.skipped.bad += packed.skipped.bad
-        if self.ranks.is_first_of_group:  # the others skip the same documents
+        if self.streams.is_first_of_group:  # the others skip the same documents
             self.skipped.short += packed.skipped.short
         if packed.error:
             self._end_processes()
@@ -104,8 +105,8 @@ class Loader(Iterator[Batch]):
             self.received[window.number] = window
 
     def _start_processes(self) -> PackingProcesses:
-        data = self.corpora.data
-        streams = len(self.ranks.streams)
+        data = self.packing.data
+        streams = len(self.streams.indices)
         num_workers = data.num_workers
         while num_workers and streams % num_workers:
             num_workers -= 1
@@ -114,7 +115,7 @@ class Loader(Iterator[Batch]):
                 f"data.num_workers = {data.num_workers}: a rank's {streams} streams of sequences"
                 f" are divided among {num_workers}"
             )
-        packer = WindowPacker(self.corpora, self.ranks, self._state(), self.batch_size)
+        packer = WindowPacker(self.packing, self.streams, self._state(), self.batch_size)
         return PackingProcesses(packer, num_workers, data.prefetch)
 
     def _end_processes(self) -> None:
@@ -130,8 +131,8 @@ class Loader(Iterator[Batch]):
 
     def source_lines(self) -> list[str]:
         """Describe each source: its share of a mixture, and its size as far as it is known."""
-        data = self.corpora.data
-        sources = self.corpora.sources
+        data = self.packing.data
+        sources = self.packing.sources
         if not data.sources:
             path = f" ({data.path})" if data.path else ""
             return [f"data: {data.dataset}{path}, {sources[0].amount}"]
@@ -144,7 +145,7 @@ class Loader(Iterator[Batch]):
 
     def _state(self) -> LoaderState:
         positions = {stream: list(by_source) for stream, by_source in self.positions.items()}
-        return LoaderState(self.windows_taken, self.ranks.num_streams, positions)
+        return LoaderState(self.windows_taken, self.streams.num_streams, positions)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch of `next`, small and of JSON types.
@@ -161,16 +162,16 @@ class Loader(Iterator[Batch]):
         sources before this is called.
         """
         saved = LoaderState.from_dict(state)
-        ranks = RankStreams(saved.num_streams, self.ranks.dp_rank, self.ranks.dp_degree)
-        positions = {stream: saved.positions[stream] for stream in ranks.streams}
+        streams = RankStreams(saved.num_streams, self.streams.dp_rank, self.streams.dp_degree)
+        positions = {stream: saved.positions[stream] for stream in streams.indices}
         for by_source in positions.values():
-            if len(by_source) != len(self.corpora.sources):
+            if len(by_source) != len(self.packing.sources):
                 raise ValueError(
                     f"a loader's state of {len(by_source)} sources, and [data] has"
-                    f" {len(self.corpora.sources)}"
+                    f" {len(self.packing.sources)}"
                 )
         self._end_processes()
-        self.ranks = ranks
+        self.streams = streams
         self.windows_taken = saved.windows_taken
         self.positions = positions
 
@@ -200,7 +201,7 @@ def build_loader(  # noqa: PLR0913  batch and rank as plain integers
         data = data.replace(num_workers=0, shuffle=data.shuffle and not is_remote)
     sources = [build_source(part, split=split, seed=seed) for _, part in data.mixture()]
     mixture = Mixture([share for share, _ in data.mixture()], seed)
-    corpora = Corpora(data, sources, mixture, tokenizer, seq_len)
+    packing = Packing(data, sources, mixture, tokenizer, seq_len)
     return Loader(
-        corpora, streams=streams, batch_size=batch_size, dp_rank=dp_rank, dp_degree=dp_degree
+        packing, streams=streams, batch_size=batch_size, dp_rank=dp_rank, dp_degree=dp_degree
     )

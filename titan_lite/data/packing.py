@@ -1,6 +1,6 @@
 """Pack the tokens of documents into windows.
 
-    for packed in WindowPacker(corpora, ranks, state, windows_at_once=8):    # in a loader process
+    for packed in WindowPacker(packing, streams, state, windows_at_once=8):    # in a loader process
         packed.windows, packed.skipped
 
     a stream's documents      [BOS a b EOS] [BOS c EOS] [BOS d e f g ...
@@ -19,8 +19,8 @@ import bisect
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ from titan_lite.data.tokenizer import Tokenizer
 
 # 2**64 / golden ratio: its multiples modulo 2**64 are spread most evenly
 GOLDEN_STEP = 0x9E3779B97F4A7C15
-MAX_USELESS = 1000  # consecutive documents without a token, over two epochs, before it is an error
+MAX_SKIPPED_IN_A_ROW = 1000  # documents, over two epochs, before it is an error
 
 
 class Window(NamedTuple):
@@ -75,8 +75,8 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Corpora:
-    """The documents of all sources, and how they become windows."""
+class Packing:
+    """What is packed, and how: the same on all ranks."""
 
     data: Data
     sources: list[Source]
@@ -85,58 +85,62 @@ class Corpora:
     seq_len: int
 
 
+@dataclass
+class OpenStream:
+    """A stream while its documents are read from one source."""
+
+    position: StreamPosition
+    tokens: np.ndarray | None = None  # of the current document, once it is read
+    # (ordinal, document) of documents that were read on the way to those of another stream
+    waiting: deque[tuple[int, Document]] = field(default_factory=deque)
+
+
 class SourceReader:
     """Joins the documents of one source to streams of tokens, for the streams of one process."""
 
     def __init__(
         self,
-        corpora: Corpora,
+        packing: Packing,
         source: int,
-        positions: dict[int, StreamPosition],
+        positions: Mapping[int, StreamPosition],
         num_streams: int,
         policy: BadDocumentPolicy,
     ):
         """source: its index. positions: of the streams, where they begin."""
         self.number = source + 1  # for messages
-        self.source = corpora.sources[source]
-        self.tokenizer = corpora.tokenizer
-        self.min_tokens = corpora.data.min_document_tokens
-        self.num_streams = num_streams
+        self.source = packing.sources[source]
+        self.tokenizer = packing.tokenizer
+        self.min_tokens = packing.data.min_document_tokens
+        self.num_streams = num_streams  # of the run
         self.policy = policy
-        self.positions = positions
-        self.current: dict[int, np.ndarray] = {}  # of a stream: the tokens of its current document
-        # of a stream: its documents that were read on the way to those of another stream
-        self.waiting: dict[int, deque[tuple[int, Document]]] = {}
-        for stream in positions:
-            self.waiting[stream] = deque()
+        self.streams = {index: OpenStream(position) for index, position in positions.items()}
         self.documents = self._read()
-        self.useless = 0  # latest consecutive documents without a token
-        self.first_useless = 0  # ordinal of the first of them
+        self.skipped_in_a_row = 0  # documents before the next one that has tokens
+        self.first_skipped = 0  # ordinal of the first of them
 
-    def fill(self, window: np.ndarray, stream: int) -> StreamPosition:
+    def fill(self, window: np.ndarray, index: int) -> StreamPosition:
         """Fill the window with the next tokens of a stream, and return the position after them."""
-        ordinal, used = self.positions[stream]
+        stream = self.streams[index]
+        ordinal, used = stream.position
         filled = 0
         while filled < len(window):
-            tokens = self.current.get(stream)
-            if tokens is None:
-                ordinal, tokens = self._next_document(stream, ordinal, used)
-                self.current[stream] = tokens
-            part = tokens[used : used + len(window) - filled]
+            if stream.tokens is None:
+                ordinal, stream.tokens = self._next_document(stream, ordinal, used)
+            part = stream.tokens[used : used + len(window) - filled]
             window[filled : filled + len(part)] = part
             filled += len(part)
             used += len(part)
-            if used == len(tokens):
-                del self.current[stream]
+            if used == len(stream.tokens):
+                stream.tokens = None
                 ordinal += 1
                 used = 0
-        self.positions[stream] = StreamPosition(ordinal, used)
-        return self.positions[stream]
+        stream.position = StreamPosition(ordinal, used)
+        return stream.position
 
     def _read(self) -> Iterator[tuple[int, Document]]:
         """Yield (ordinal, document) of the streams' documents, each from its position on."""
         num_streams = self.num_streams
-        starts = {stream: position.document for stream, position in self.positions.items()}
+        starts = {index: stream.position.document for index, stream in self.streams.items()}
 
         def is_wanted(ordinal: int) -> bool:
             start = starts.get(ordinal % num_streams)
@@ -144,25 +148,24 @@ class SourceReader:
 
         return self.source.documents(min(starts.values()), is_wanted)
 
-    def _next_document(self, stream: int, start: int, used: int) -> tuple[int, np.ndarray]:
+    def _next_document(self, stream: OpenStream, start: int, used: int) -> tuple[int, np.ndarray]:
         """Return (ordinal, tokens) of the stream's next document that has tokens.
 
         start: ordinal from which on it is looked for. used: tokens of document `start` that are in
         earlier windows; if there are any, the document must be this one.
         """
-        waiting = self.waiting[stream]
         while True:
-            while not waiting:
+            while not stream.waiting:
                 ordinal, document = next(self.documents)
-                self.waiting[ordinal % self.num_streams].append((ordinal, document))
-            ordinal, document = waiting.popleft()
+                self.streams[ordinal % self.num_streams].waiting.append((ordinal, document))
+            ordinal, document = stream.waiting.popleft()
             tokens = self._tokens_of(document, 0 if used else self.min_tokens)
             if used:
                 self._check_resumed(start, used, tokens if ordinal == start else None)
             if tokens is not None:
-                self.useless = 0
+                self.skipped_in_a_row = 0
                 return ordinal, tokens
-            self._count_useless(ordinal)
+            self._count_skipped(ordinal)
 
     def _tokens_of(self, document: Document, min_tokens: int) -> np.ndarray | None:
         """Return the tokens of a document, or None for one that is bad or too short."""
@@ -185,12 +188,12 @@ class SourceReader:
             " [data], model.tokenizer_path or debug.seed changed since; use those of the saved run"
         )
 
-    def _count_useless(self, ordinal: int) -> None:
+    def _count_skipped(self, ordinal: int) -> None:
         """Raise ConfigError if the source seems to have no document with tokens."""
-        if self.useless == 0:
-            self.first_useless = ordinal
-        epochs = self.source.epoch(ordinal) - self.source.epoch(self.first_useless)
-        if self.useless >= MAX_USELESS and epochs >= 2:
+        if self.skipped_in_a_row == 0:
+            self.first_skipped = ordinal
+        epochs = self.source.epoch(ordinal) - self.source.epoch(self.first_skipped)
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW and epochs >= 2:
             reason = "bad"
             fix = "use other documents"
             if self.min_tokens:
@@ -198,10 +201,10 @@ class SourceReader:
                 fix = "use a smaller value or other documents"
             example = f", such as {self.policy.last_bad}" if self.policy.last_bad else ""
             raise ConfigError(
-                f"source {self.number}: {self.useless} consecutive documents, over two epochs, are"
+                f"source {self.number}: {self.skipped_in_a_row} consecutive documents, over two epochs, are"
                 f" {reason}{example}; {fix}"
             )
-        self.useless += 1
+        self.skipped_in_a_row += 1
 
 
 class WindowPacker(IterableDataset):
@@ -211,18 +214,18 @@ class WindowPacker(IterableDataset):
     """
 
     def __init__(
-        self, corpora: Corpora, ranks: RankStreams, state: LoaderState, windows_at_once: int
+        self, packing: Packing, streams: RankStreams, state: LoaderState, windows_at_once: int
     ):
-        self.corpora = corpora
-        self.ranks = ranks
+        self.packing = packing
+        self.streams = streams
         self.state = state  # where the windows begin
         self.windows_at_once = windows_at_once
 
     def __iter__(self) -> Iterator[Packed]:
-        streams = self.ranks.streams
+        streams = self.streams.indices
         if worker := get_worker_info():
             streams = streams[worker.id :: worker.num_workers]
-        policy = BadDocumentPolicy(self.corpora.data)
+        policy = BadDocumentPolicy(self.packing.data)
         readers = self._readers(streams, policy)
         numbers = self._numbers(streams)
         # The same number from every process, since all have as many streams: none gets ahead.
@@ -237,25 +240,26 @@ class WindowPacker(IterableDataset):
             yield Packed([], policy.pop_skipped(), error)
 
     def _readers(self, streams: range, policy: BadDocumentPolicy) -> list[SourceReader]:
-        num_streams = self.ranks.num_streams
+        """Return a reader of these streams for each source."""
+        num_streams = self.streams.num_streams
         readers = []
-        for source in range(len(self.corpora.sources)):
+        for source in range(len(self.packing.sources)):
             positions = {stream: self.state.positions[stream][source] for stream in streams}
-            readers.append(SourceReader(self.corpora, source, positions, num_streams, policy))
+            readers.append(SourceReader(self.packing, source, positions, num_streams, policy))
         return readers
 
     def _numbers(self, streams: range) -> Iterator[int]:
         """Yield the numbers of the windows of these streams."""
         begin = self.state.windows_taken
-        num_streams = self.ranks.num_streams
+        num_streams = self.streams.num_streams
         first_of_each = sorted(begin + (stream - begin) % num_streams for stream in streams)
         for turn in itertools.count():
             for first in first_of_each:
                 yield first + turn * num_streams
 
     def _window(self, number: int, readers: Sequence[SourceReader]) -> Window:
-        source = self.corpora.mixture.source_of(number)
-        tokens = np.empty(self.corpora.seq_len + 1, dtype=np.int32)
-        position = readers[source].fill(tokens, number % self.ranks.num_streams)
-        kept = tokens.tobytes() if self.ranks.keeps(number) else b""
+        source = self.packing.mixture.source_of(number)
+        tokens = np.empty(self.packing.seq_len + 1, dtype=np.int32)
+        position = readers[source].fill(tokens, number % self.streams.num_streams)
+        kept = tokens.tobytes() if self.streams.keeps(number) else b""
         return Window(number, source, kept, position)

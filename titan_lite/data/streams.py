@@ -12,9 +12,9 @@ consecutive windows as it has sequences, and rank r gets the windows n with n = 
 So the sequences of a step do not depend on the layout, and a state that one layout saved continues
 on any other:
 
-    ranks = RankStreams(num_streams=8, dp_rank=0, dp_degree=2)
-    ranks.streams                        # range(0, 8, 2)
-    ranks.windows(6, batch_size=2)       # range(6, 10, 2): of the microbatch after 6 windows
+    streams = RankStreams(num_streams=8, dp_rank=0, dp_degree=2)
+    streams.indices                        # range(0, 8, 2)
+    streams.windows(6, batch_size=2)       # range(6, 10, 2): of the microbatch after 6 windows
     merge_states([loader.state_dict() for loader in loaders_of_all_ranks])
 """
 
@@ -52,7 +52,7 @@ class RankStreams:
         return math.gcd(self.num_streams, self.dp_degree)
 
     @property
-    def streams(self) -> range:
+    def indices(self) -> range:
         return range(self.dp_rank % self.num_groups, self.num_streams, self.num_groups)
 
     @property

@@ -530,7 +530,7 @@ def test_processes_follow_batches_that_change_without_piling_up(corpus, tokenize
                 global_batch(ranks, batch_size, size=size), global_batch([plain], 1, size=size)
             )
             for loader in ranks:
-                assert len(loader.received) <= 2 * len(loader.ranks.streams)
+                assert len(loader.received) <= 2 * len(loader.streams.indices)
         state = state_of(ranks)
         assert state == state_of([plain])
 
@@ -648,7 +648,7 @@ def test_what_the_loader_process_gets_can_be_pickled(data, tokenizer):
     [loader] = loaders(data, tokenizer)
     positions = {stream: [StreamPosition(stream)] for stream in range(STREAMS)}
     state = LoaderState(0, STREAMS, positions)
-    packer = WindowPacker(loader.corpora, RankStreams(STREAMS, 0, 1), state, STREAMS)
+    packer = WindowPacker(loader.packing, RankStreams(STREAMS, 0, 1), state, STREAMS)
     copy = iter(pickle.loads(pickle.dumps(packer)))
     for _ in range(3):
         windows = [np.frombuffer(window.tokens, dtype=np.int32) for window in next(copy).windows]
