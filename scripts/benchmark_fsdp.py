@@ -53,7 +53,7 @@ from titan_lite.compile.schedule import Schedule
 from titan_lite.config import Compile, Parallelism
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine
-from titan_lite.distributed.degrees import resolve_degrees
+from titan_lite.distributed.layout import resolve_degrees
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, shard_of

@@ -209,7 +209,7 @@ def rank_main(
         count_all.value = False
         shapes = Shapes(
             layout.model,
-            layout.sequences,
+            layout.microbatch_size,
             len(trainer.model.positions),
             layout.degrees["tp"],
             torch.float32,

@@ -31,8 +31,8 @@ from compare_precision import RECIPE, SMALL, run_alone
 from torch import nn
 
 from titan_lite.config import Config, Model, Optimizer, Training, load_config
-from titan_lite.distributed.layout import make_layout
-from titan_lite.distributed.layout_checks import sent_between_copies
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.memory import compressed_sizes
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import parallelize
 from titan_lite.metrics.run_files import read_metrics
@@ -104,7 +104,7 @@ def compare_compression(rank: int, steps: int, seeds: int, size: str) -> None:
     )
     print(f"|---|{'--:|' * (seeds + 2)}", flush=True)
     config = load_config(RECIPE, [*common, *compressed])
-    sent = sent_between_copies(config, make_layout(config, 2)).values()
+    sent = compressed_sizes(config, Layout.from_config(config, 2)).values()
     whole, factors = (
         4 * sum(numbers for numbers, _ in sent),
         4 * sum(factors or numbers for numbers, factors in sent),
@@ -141,7 +141,7 @@ def time_updates(rank: int, folder: str, rounds: int) -> None:
         model=Model(flavor="debug"),
         training=Training(seq_len=64, mixed_precision_param="float32"),
     )
-    model = parallelize(config, make_layout(config, world_size=2), mesh)
+    model = parallelize(config, Layout.from_config(config, world_size=2), mesh)
     model.materialize(torch.device("cpu"))
     model.init_weights(seed=0)
     named = model.parameters

@@ -452,7 +452,7 @@ class ReplayOf2024(Replay):
         if name == "backward" and microbatch is not None:
             layout, between = self.layout, self.stages[number].between
             vocabulary = layout.model.vocab_size / layout.degrees["tp"]
-            logits = 2 * layout.sequences * layout.seq_len / layout.degrees["cp"] * vocabulary
+            logits = 2 * layout.microbatch_size * layout.seq_len / layout.degrees["cp"] * vocabulary
             is_last = number == len(layout.pipeline.modules) - 1
             each = [logits if is_last else between, *([between] if number else [])]
             self.kept += tuple(self.make("kept by the pipeline", nbytes) for nbytes in each)
@@ -512,7 +512,7 @@ def kept_by_theirs(plan: Plan) -> float:
     if not config.compile.compiles("model") and config.activation_checkpoint.mode == "selective":
         results = (
             2.0
-            * plan.layout.sequences
+            * plan.layout.microbatch_size
             * plan.layout.seq_len
             * plan.layout.model.dim
             * plan.layout.model.n_layers

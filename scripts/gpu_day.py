@@ -187,13 +187,13 @@ def fsdp2(recipe: str, options: Sequence[str], compiles: bool) -> dict[str, floa
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from titan_lite.config import load_config
-    from titan_lite.distributed.layout import make_layout
+    from titan_lite.distributed.layout import Layout
     from titan_lite.distributed.process_group import init_device
     from titan_lite.distributed.simple_fsdp import shard_of
     from titan_lite.models.llama3 import Transformer
 
     config = load_config(f"train_configs/{recipe}.toml", [*OFFLINE, *options])
-    layout = make_layout(config, 1)
+    layout = Layout.from_config(config, 1)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     device = init_device(config.debug)
     dist.init_process_group(

@@ -46,7 +46,7 @@ from titan_lite.compile.schedule import Schedule
 from titan_lite.config import load_config
 from titan_lite.cost.collectives import aten, collectives, start_of
 from titan_lite.cost.profiles import load_machine
-from titan_lite.distributed.layout import make_layout
+from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.tools.plan.trace import (
     PlannedLayout,
@@ -129,7 +129,7 @@ def capture(
     without.
     """
     config = load_config(recipe, options)
-    layout = PlannedLayout(**vars(make_layout(config, world_size)), config=config)
+    layout = PlannedLayout(**vars(Layout.from_config(config, world_size)), config=config)
     mesh = build_mesh(layout.degrees, "cpu")
     kind = kind_of_stage(layout.pipeline.modules[number])
     schedule = Schedule(config.compile, load_machine("H100"), fused=True)

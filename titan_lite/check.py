@@ -1,6 +1,6 @@
 """Check a recipe against this machine, its data and its checkpoints. Needs no process group.
 
-tokenizer = check(config, make_layout(config, world_size=8))
+tokenizer = check(config, layout)
 """
 
 import importlib.util
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from titan_lite import rules
 from titan_lite.checkpoint.identity import run_identity
 from titan_lite.checkpoint.manager import Checkpointer
 from titan_lite.checkpoint.resume import compare
@@ -19,16 +20,22 @@ from titan_lite.config import Compile, Config, ConfigError
 from titan_lite.cost.profiles import PROFILES, profile_of
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.layout_checks import check_float8_results, error_bytes
+from titan_lite.distributed.memory import (
+    compression_error_bytes,
+    gathered_once_bytes,
+    steady_bytes,
+)
 from titan_lite.distributed.process_group import alike, device_memory, host_memory
 from titan_lite.inputs import check_inputs
 from titan_lite.logging import logger
 from titan_lite.models.attention import check_kernel
-from titan_lite.models.flavors import shape_words
+from titan_lite.models.shapes import shape_words
+from titan_lite.rules import float8_has_results_on_gpus, raise_mistakes
 
 
 def check(config: Config, layout: Layout) -> Tokenizer:
     """Return the tokenizer of a recipe that can run here. Raises ConfigError."""
+    rules.check(config, layout)
     tokenizer = check_inputs(config, layout)
     check_machine(config)
     check_memory(config, layout, device_memory(), host_memory())
@@ -119,7 +126,7 @@ def check_float8(config: Config) -> None:
             f'float8.recipe = "{recipe}" needs compute capability 9.0 or newer, and here is {name};'
             ' use "tensorwise"'
         )
-    check_float8_results(config)
+    raise_mistakes(config, float8_has_results_on_gpus(config))
 
 
 def check_memory(config: Config, layout: Layout, memory: float, host: float = math.inf) -> None:
@@ -127,12 +134,12 @@ def check_memory(config: Config, layout: Layout, memory: float, host: float = ma
 
     memory: bytes of its GPU, infinite without one; host: bytes of the host's memory per rank.
     """
-    steady, step = layout.steady_bytes(config), layout.step_bytes(config)
+    steady, step = steady_bytes(config, layout), gathered_once_bytes(config, layout)
     if steady > (limit := memory if memory < math.inf else host):
         shards = math.ceil(layout.degrees["dp_shard"] * steady / limit)
         errors = (
             ", their errors (parallelism.replicate_compression)"
-            if error_bytes(config, layout)
+            if compression_error_bytes(config, layout)
             else ""
         )
         raise ConfigError(

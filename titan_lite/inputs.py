@@ -2,7 +2,7 @@
 
 Needs no torch, so one process can check before a run.
 
-tokenizer = check_inputs(config, make_layout(config, world_size=8))
+tokenizer = check_inputs(config, layout)
 """
 
 from titan_lite.config import Config, ConfigError

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_lite import rules
 from titan_lite.config import Config, ConfigError, load_config
-from titan_lite.distributed.layout import make_layout
+from titan_lite.distributed.layout import Layout
 from titan_lite.environment import check_environment, number
 from titan_lite.logging import events, init_logging, logger
 from titan_lite.resilience import TrainingError, exit_code, signals
@@ -42,7 +43,7 @@ def train(config: Config, hooks: Sequence[Any] = ()) -> int:
     signals.listen()
     rank, world_size = check_environment()
     init_logging(rank, world_size, all_warnings=config.metrics.show_all_warnings)
-    make_layout(config, world_size)  # finds mistakes before torch is imported
+    rules.check(config, Layout.from_config(config, world_size))  # before torch is imported
     events.keep(Path(config.job.dump_folder), rank)
     try:
         Restarts(Path(config.job.dump_folder)).check()

@@ -33,7 +33,8 @@ from titan_lite.data.bad_documents import BadDocumentsLog
 from titan_lite.data.loader import Batch, Loader, build_loader
 from titan_lite.data.processes import LoaderError
 from titan_lite.data.tokenizer import Tokenizer
-from titan_lite.distributed.layout import Layout, make_layout
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.memory import choose_fsdp_communication
 from titan_lite.distributed.mesh import (
     build_mesh,
     data_rank,
@@ -151,7 +152,8 @@ class Trainer:
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.dump_folder = Path(config.job.dump_folder)
-        self.layout = make_layout(config, self.world_size, model, memory=device_memory())
+        layout = Layout.from_config(config, self.world_size, model)
+        self.layout = choose_fsdp_communication(config, layout, device_memory())
         self.tokenizer = check(config, self.layout)
         self.hooks = [*build_hooks(config), *hooks]
         self.progress = Progress(validation_due=config.validation.enable)
@@ -226,12 +228,14 @@ class Trainer:
         sources = config.data.source_names()
         self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.reads_alone)
         self.bos_id = self.tokenizer.bos_id
-        self.loader = self.build_loader("train", streams=layout.most_rows)
+        self.loader = self.build_loader("train", streams=layout.max_sequences_per_step)
         self.per_source = PerSource(sources, self.mesh, self.device)
         self.validation_loader = None
         self.has_validated = False
         if config.validation.enable:
-            self.validation_loader = self.build_loader("validation", streams=layout.rows)
+            self.validation_loader = self.build_loader(
+                "validation", streams=layout.sequences_per_step
+            )
             self.validation_per_source = PerSource(sources, self.mesh, self.device)
 
     def build_loader(self, split: Literal["train", "validation"], streams: int) -> Loader:
@@ -343,8 +347,8 @@ class Trainer:
         events.step = self.step
         self.watchdog.progress(f"step {self.step}")
         self.run_hooks("on_step_start")
-        sequences = self.layout.rows_at(self.step)
-        before = self.layout.rows_at(self.step - 1)
+        sequences = self.layout.sequences_at(self.step)
+        before = self.layout.sequences_at(self.step - 1)
         if self.step > 1 and sequences != before:
             logger.info(
                 f"batch: {sequences:,} sequences a step from step {self.step:,} on,"

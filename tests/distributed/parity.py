@@ -19,11 +19,12 @@ from titan_lite.config import (
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_tokens
 from titan_lite.distributed.parallelize import parallelize
-from titan_lite.distributed.pipeline_schedule import PipelineSchedule, module_fqns
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.stage_ranks import stage_peers
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.models.llama3 import Transformer
 from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
+from titan_lite.models.shapes import module_fqns
 
 
 def make_mesh(replicate, shard, tp=1):

@@ -12,7 +12,7 @@ from tiny import DEBUG, DEBUG_TOKENIZER, NO_CHECKPOINT, NO_VALIDATION, NO_WORKER
 
 from titan_lite.check import check
 from titan_lite.config import ConfigError, load_config
-from titan_lite.distributed.layout import make_layout
+from titan_lite.distributed.layout import Layout
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.tools.verify import compare, parse_layout, reference, run, twin, twin_model
 from titan_lite.trainer import Trainer
@@ -136,7 +136,7 @@ def test_another_optimizer_is_refused_and_begins_with_the_model_alone_if_asked(w
         [*SMALL, *TINY, "--job.dump_folder", str(at_step_2), "--training.global_batch_size=8"],
     )
     with pytest.raises(ConfigError) as refused:
-        check(config, make_layout(config, 2))
+        check(config, Layout.from_config(config, 2))
     assert f'the optimizer starts anew: optimizer.name = "AdamW", was "{whole[2]}"' in str(
         refused.value
     )
@@ -168,7 +168,7 @@ def test_a_compiled_update_is_refused(name):
         r' \["model", "loss"\]'
     )
     with pytest.raises(ConfigError, match=wrong):
-        make_layout(config, 2)
+        Layout.from_config(config, 2)
 
 
 @pytest.mark.slow

@@ -16,8 +16,9 @@ from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMA
 
 from titan_lite.config import ConfigError, load_config
 from titan_lite.distributed import powersgd
-from titan_lite.distributed.layout import make_layout
-from titan_lite.distributed.layout_checks import sent_between_copies
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.memory import compressed_sizes
+from titan_lite.rules import check
 from titan_lite.tools.verify import parse_layout, twin
 
 TINY = ["--model.dim=64", "--model.n_layers=2", "--model.hidden_dim=90"]
@@ -53,7 +54,7 @@ def expected_bytes(options, ranks):
     paper: r (n + m) numbers for a matrix of n x m.
     """
     config = load_config(DEBUG, [*TINY, *options, "--training.global_batch_size=8"])
-    sent = sent_between_copies(config, make_layout(config, ranks)).values()
+    sent = compressed_sizes(config, Layout.from_config(config, ranks)).values()
     whole = sum(4 * numbers for numbers, factors in sent if not factors)
     return whole, sum(4 * factors for _, factors in sent)
 
@@ -179,18 +180,17 @@ def test_without_compression_a_run_resumes_without_errors(saved, at_step_2):
         ([*DDP, *POWERSGD, "--parallelism.replicate_rank=512"], "use a smaller rank"),
         (
             [*DDP, *POWERSGD, "--parallelism.replicate_uncompressed_steps=4"],
-            "would do nothing; use fewer",
+            "nothing would be compressed; use fewer",
         ),
     ],
 )
 def test_what_cannot_work_is_refused(options, message):
+    config = load_config(
+        DEBUG, [*TINY, *SMALL, *steps(4), *every(2), *NO_VALIDATION, *NO_WORKERS, *options]
+    )
+    layout = Layout.from_config(config, 2)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        make_layout(
-            load_config(
-                DEBUG, [*TINY, *SMALL, *steps(4), *every(2), *NO_VALIDATION, *NO_WORKERS, *options]
-            ),
-            2,
-        )
+        check(config, layout)
 
 
 def test_a_recipe_is_verified_without_compression():

@@ -12,15 +12,14 @@ from tiny import RECIPES as FOLDER
 from titan_lite.config import (
     Config,
     flatten,
-    gradient_accumulation_steps,
     load_config,
     to_toml,
 )
-from titan_lite.distributed.degrees import resolve_degrees
-from titan_lite.distributed.pipeline_schedule import plan_pipeline
+from titan_lite.distributed.layout import Layout
 from titan_lite.hooks import Hook
 from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.models.llama3 import FLAVORS
+from titan_lite.rules import check
 from titan_lite.trainer import Trainer
 
 RECIPES = sorted(FOLDER.glob("*.toml"))
@@ -43,18 +42,9 @@ def test_a_recipe_loads_and_fits_the_cluster_of_its_header(recipe, tmp_path):
     world_size = int(stated[1]) if stated else 2  # the debug recipe is for any machine
     assert config.training.seq_len <= FLAVORS[config.model.flavor].max_seq_len
     assert config.lr_scheduler.warmup_steps < config.training.steps
-    degrees = resolve_degrees(config.parallelism, world_size)
-    gradient_accumulation_steps(config.training, degrees["dp_replicate"] * degrees["dp_shard"])
-    flavor = FLAVORS[config.model.flavor]
-    plan = plan_pipeline(
-        config.parallelism,
-        n_layers=flavor.n_layers,
-        tied=flavor.tied_embeddings,
-        local_batch_size=config.training.local_batch_size,
-        compiled=config.compile.enable,
-        checkpointed=config.activation_checkpoint.mode != "none",
-    )
-    assert len(plan.modules) % degrees["pp"] == 0
+    layout = Layout.from_config(config, world_size)
+    check(config, layout)
+    assert len(layout.pipeline.modules) % layout.degrees["pp"] == 0
     saved = tmp_path / "config.toml"
     saved.write_text(to_toml(config))
     assert flatten(load_config(saved)) == flatten(config)

@@ -15,7 +15,8 @@ import torch
 from titan_lite.check import check, check_float8, check_memory
 from titan_lite.config import ConfigError, load_config
 from titan_lite.config.load import option
-from titan_lite.distributed.layout import make_layout
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.memory import choose_fsdp_communication
 
 ROOT = Path(__file__).parents[2]
 DEBUG = (
@@ -160,7 +161,10 @@ WRONG = {
     "virtual stages of 1F1B": Wrong(
         2,
         "pp=2 stages=2",
-        ('stages_per_rank = 2: pipeline_parallel_schedule = "1F1B" has 1;', '"Interleaved1F1B"'),
+        (
+            'stages_per_rank = 2 is not for pipeline_parallel_schedule = "1F1B", which has 1;',
+            '"Interleaved1F1B"',
+        ),
         "stages=-1",
     ),
     "one virtual stage, interleaved": Wrong(
@@ -172,7 +176,7 @@ WRONG = {
     "three virtual stages of ZBV": Wrong(
         2,
         "pp=2 stages=3 schedule=ZBVZeroBubble",
-        ("stages_per_rank = 3", '"ZBVZeroBubble" has 2;'),
+        ("stages_per_rank = 3", '"ZBVZeroBubble", which has 2;'),
         "stages=2",
     ),
     "ZBV compiled": Wrong(
@@ -196,7 +200,10 @@ WRONG = {
     "tied weights in a pipeline": Wrong(
         2,
         "pp=2 flavor=1B",
-        ("pipeline_parallel_degree = 2: this flavor's embedding and output are one weight", "8B"),
+        (
+            "pipeline_parallel_degree = 2 needs an untied model: this flavor's embedding and output",
+            "8B",
+        ),
         "flavor=8B",
     ),
     "a split at no module": Wrong(
@@ -238,14 +245,14 @@ WRONG = {
         2,
         "shard=2 keep=layers.5,layers.6,norm",
         (
-            'fsdp_keep_gathered = [layers.5, layers.6, norm]: "layers.6" has no',
+            'fsdp_keep_gathered = ["layers.5", "layers.6", "norm"] has "layers.6", which has no',
             "flavor debug",
             "layers.0 to layers.5",
         ),
         "keep=layers.5,norm",
     ),
     "half a name to keep": Wrong(
-        2, "shard=2 keep=out", ('"out" has no parameter', "norm, output or"), "keep=output"
+        2, "shard=2 keep=out", ('"out", which has no parameter', "norm, output or"), "keep=output"
     ),
     "async TP without TP": Wrong(
         2,
@@ -257,20 +264,20 @@ WRONG = {
         2,
         "compile=true backend=aot_eager bucketing=listed every=microbatch"
         " buckets=layers.0,layers.77.attention",
-        ("compile.buckets", '"layers.77.attention" has no parameter in flavor debug'),
+        ("compile.buckets", '"layers.77.attention", which has no parameter in flavor debug'),
         "buckets=layers.0,layers.1",
     ),
     "a plan of buckets of one": Wrong(
         2,
         "compile=true backend=aot_eager bucketing=listed every=microbatch"
         " buckets=output,layers.0.attention.wq",
-        ("compile.buckets", "none has two parameters", 'compile.bucketing = "none"'),
+        ("compile.buckets", "has no bucket with two parameters", 'compile.bucketing = "none"'),
         "buckets=output,layers.0.attention",
     ),
     "one module in two buckets": Wrong(
         2,
         "compile=true backend=aot_eager bucketing=listed every=microbatch buckets=layers.0,layers.0",
-        ("compile.buckets", '"layers.0" is in it twice'),
+        ("compile.buckets", 'has "layers.0" twice'),
         "buckets=layers.0,layers.1",
     ),
     "nothing left to bucket": Wrong(
@@ -315,7 +322,7 @@ def checked(ranks, *keys):
     config = load_config(
         DEBUG, [*options, f"--model.tokenizer_path={ROOT / 'assets/tokenizer/debug.model'}"]
     )
-    return check(config, make_layout(config, ranks))
+    return check(config, Layout.from_config(config, ranks))
 
 
 def test_the_table_is_long_enough():
@@ -366,39 +373,16 @@ def test_weights_and_biases_must_be_installed_where_they_are_asked_for(monkeypat
         ConfigError,
         match=r"metrics.enable_wandb = true: .* pip install wandb, or enable_wandb = false",
     ):
-        check(config, make_layout(config, 1))
+        check(config, Layout.from_config(config, 1))
     (tmp_path / "wandb/__init__.py").write_text("")
     importlib.invalidate_caches()
-    check(config, make_layout(config, 1))
+    check(config, Layout.from_config(config, 1))
 
 
 def layout_of(recipe, ranks, gib, *options):
     config = load_config(ROOT / f"train_configs/{recipe}.toml", options)
-    return config, make_layout(config, ranks, memory=gib * 2**30)
-
-
-@pytest.mark.parametrize(
-    ("gib", "options", "once"),
-    [
-        # 8B in bfloat16 with float32 sums on 8 ranks: 15 GiB sharded, and 8.03e9 x (2 + 2 + 4)
-        # bytes = 60 GiB unsharded
-        (80, (), False),
-        (141, (), True),
-        (80, ("--parallelism.fsdp_communication=step",), True),
-        (141, ("--parallelism.fsdp_communication=microbatch",), False),
-        (141, ("--compile.bucketing=greedy",), False),
-        (141, ("--parallelism.fsdp_reshard_after_forward=always",), False),
-        (141, ("--training.global_batch_size=8",), False),
-    ],
-)
-def test_weights_are_gathered_once_a_step_where_that_fits(gib, options, once):
-    accumulates = [
-        "--training.local_batch_size=1",
-        "--training.global_batch_size=32",
-        "--compile.bucketing=block",
-    ]
-    _, layout = layout_of("llama3_8b", 8, gib, *accumulates, *options)
-    assert layout.gathers_once == once
+    layout = Layout.from_config(config, ranks)
+    return config, choose_fsdp_communication(config, layout, gib * 2**30)
 
 
 def test_what_cannot_fit_is_refused_with_what_would():
@@ -441,21 +425,6 @@ def test_a_model_that_this_machine_cannot_hold_is_refused(monkeypatch):
                 "--model.n_heads=512",
             )
         )
-
-
-def test_the_memory_of_a_rank_is_that_of_the_stages_with_most_parameters():
-    config, layout = layout_of(
-        "llama3_8b",
-        8,
-        80,
-        "--parallelism.pipeline_parallel_degree=2",
-        "--parallelism.tensor_parallel_degree=2",
-    )
-    halves = (
-        32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336) / 2 + 4096 * 128_256
-    )  # and norms
-    assert layout.parameters_of_rank == pytest.approx(halves / 2, rel=1e-2)
-    assert layout.steady_bytes(config) == pytest.approx(16 * halves / 4, rel=1e-2)
 
 
 @pytest.mark.parametrize(

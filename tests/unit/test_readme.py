@@ -9,7 +9,7 @@ from pages import ALL, PAGES, README, ROOT, anchor, anchors, blocks, links
 from tiny import DEBUG
 
 from titan_lite.config import KEYS, load_config
-from titan_lite.distributed.layout import make_layout
+from titan_lite.distributed.layout import Layout
 
 
 def test_every_test_and_file_that_a_page_names_is_there():
@@ -76,7 +76,7 @@ def test_every_part_of_a_recipe_that_a_page_shows_is_one_and_is_trained_by_a_tes
         (test,) = (test for line, test in TRAINED.items() if line in block)
         assert f"def {test}(" in sources
         (tmp_path / "part.toml").write_text(f'extends = "{DEBUG}"\n{block}')
-        make_layout(load_config(tmp_path / "part.toml"), world_size=2)
+        Layout.from_config(load_config(tmp_path / "part.toml"), world_size=2)
 
 
 @pytest.fixture(scope="module")

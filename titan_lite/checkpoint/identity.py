@@ -71,7 +71,7 @@ def run_identity(
         model=shape,
         tokenizer=tokenizer.sha256,
         documents=fingerprint(config.data),
-        sequences=layout.rows,
+        sequences=layout.sequences_per_step,
         shares=tuple(share for share, _ in config.data.mixture()),
         total_steps=config.total_steps,
         world_size=layout.world_size,

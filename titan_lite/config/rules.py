@@ -3,7 +3,7 @@ together.
 
 check(config)          # raises ConfigError with all mistakes
 
-What depends on the number of ranks is in distributed/layout_checks.py, and what depends on the
+What depends on the number of ranks is in rules.py of the package, and what depends on the
 machine in check.py.
 """
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from titan_lite.cost.timeline import Span, Timeline
-from titan_lite.distributed.degrees import AXES
+from titan_lite.distributed.layout import AXES
 
 Axes = Mapping[tuple[int, ...], str]  # ranks of a group -> its axis
 WORDS = {

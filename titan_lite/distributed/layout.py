@@ -1,47 +1,41 @@
-"""Compute and check all values that follow from a recipe and a number of ranks, once, before a
-process group exists.
+"""Compute how big a recipe is on a number of ranks: degrees, stages, microbatches, tokens, shapes.
 
-    layout = make_layout(config, world_size=8)
+    layout = Layout.from_config(config, world_size=8)
     layout.degrees               # {"pp": 1, "dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 1}
     layout.microbatches          # of one optimizer step: local batches x microbatches of the pipeline
-    layout.tokens                # of one optimizer step, over all ranks
-    layout.rows_at(step)         # sequences of that step; training.global_batch_ramp changes it in the first steps
+    layout.tokens       # over all ranks
+    layout.sequences_at(step)    # of that step; training.global_batch_ramp changes it in the first steps
 
-The trainer, the planner, the start lines, the checkpoint's state and verify read these values and
-derive none again. torch is imported only by checks that build the model or read a machine's
-profile, so that most errors are reported in 0.1 s.
+Plain numbers without torch, a device or a price. The trainer, the planner, the start lines, the
+checkpoint's state and verify read them here and derive none again. rules.py says which layouts are
+possible, and distributed/memory.py what they take.
 """
 
 import dataclasses
-import itertools
 import math
 from dataclasses import dataclass
 
-from titan_lite.config import Config, ConfigError, Training, gradient_accumulation_steps
-from titan_lite.distributed.degrees import (
-    check_context_parallel,
-    check_tensor_parallel,
-    resolve_degrees,
+from titan_lite.config import (
+    Config,
+    ConfigError,
+    Parallelism,
+    Training,
+    gradient_accumulation_steps,
 )
-from titan_lite.distributed.layout_checks import (
-    check_layout,
-    error_bytes,
-    gathered_in_float8,
-    on_meta_device,
-    shapes_of,
-)
-from titan_lite.distributed.pipeline_schedule import PipelineSchedule, plan_pipeline
-from titan_lite.models.flavors import shape_of
-from titan_lite.models.loss_chunk import loss_chunk
-from titan_lite.models.shapes import ModelConfig
-from titan_lite.optim.state import kept_by_owners, moment_bytes, numbers_in, share_of_matrices
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule
+from titan_lite.models.loss_chunk import automatic_chunk
+from titan_lite.models.shapes import ModelConfig, Shape, parameter_shapes, shape_of
+from titan_lite.optim.state import numbers_in
 from titan_lite.sharding import chunk_size
 
-SIZES = {"float32": 4, "bfloat16": 2}  # bytes of an element
-# Bytes of a stored weight, of its gradient and of each of its moments: float32.
-STORED = 4
-# Share of a device's memory that fsdp_communication = "auto" may fill, without activations.
-FILLED = 0.6
+DEGREES = {  # axis: the key of its degree in [parallelism]
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+AXES = tuple(DEGREES)  # of the mesh, the outermost first
 
 
 @dataclass(frozen=True)
@@ -52,14 +46,43 @@ class Layout:
     degrees: dict[str, int]  # ranks along each axis of the mesh (distributed/mesh.py)
     pipeline: PipelineSchedule  # stages, their ranks, microbatches of a local batch
     local_batch_size: int  # sequences that a data-parallel rank or its pipeline takes at once
-    # local batches of one optimizer step, on each data-parallel rank, once the ramp is over
-    accumulation: int
-    # weights are gathered and gradients reduced once an optimizer step, not once a microbatch
-    gathers_once: bool
+    accumulation: int  # local batches of a step on each data-parallel rank, once the ramp is over
+    gathers_once: bool  # weights are gathered, gradients reduced once a step, not once a microbatch
     loss_chunk: int = 0  # tokens whose logits a rank has at a time; 0: all of a microbatch
-    ramp: tuple[
-        tuple[int, int], ...
-    ] = ()  # of global_batch_ramp, before accumulation: (local batches, last step)
+    ramp: tuple[tuple[int, int], ...] = ()  # (local batches, last step), before `accumulation`
+
+    @classmethod
+    def from_config(
+        cls, config: Config, world_size: int, model: ModelConfig | None = None
+    ) -> "Layout":
+        """Return the layout of a recipe on `world_size` ranks.
+
+        model: replaces the recipe's model shape. With fsdp_communication = "auto", weights are
+        gathered once a step unless a key buckets or reshards; memory.choose_fsdp_communication
+        decides for a device. Raises ConfigError for degrees, batches or stages that do not divide;
+        rules.check looks at the rest.
+        """
+        training = config.training
+        model = dataclasses.replace(model or shape_of(config.model), max_seq_len=training.seq_len)
+        degrees = resolve_degrees(config.parallelism, world_size)
+        pipeline = PipelineSchedule.from_config(
+            config.parallelism,
+            n_layers=model.n_layers,
+            local_batch_size=training.local_batch_size,
+        )
+        dp_degree = degrees["dp_replicate"] * degrees["dp_shard"]
+        *ramp, (accumulation, _) = gradient_accumulation_steps(training, dp_degree)
+        largest = max([accumulation, *(batches for batches, _ in ramp)])
+        layout = cls(
+            model=model,
+            degrees=degrees,
+            pipeline=pipeline,
+            local_batch_size=training.local_batch_size,
+            accumulation=accumulation,
+            ramp=tuple((batches, int(last)) for batches, last in ramp),
+            gathers_once=largest * pipeline.microbatches > 1 and _asks_to_gather_once(config),
+        )
+        return dataclasses.replace(layout, loss_chunk=_loss_chunk(training, layout))
 
     @property
     def world_size(self) -> int:
@@ -71,56 +94,40 @@ class Layout:
         return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
 
     @property
-    def seq_len(self) -> int:
-        return self.model.max_seq_len
+    def fsdp_degree(self) -> int:
+        """Number of ranks that share a parameter's shards."""
+        return self.degrees["dp_shard"] * self.degrees["cp"]
+
+    # Parameters
 
     @property
     def parameters(self) -> int:
         """Number of parameters of the model."""
-        return sum(parameter.numel() for parameter in on_meta_device(self.model).parameters())
+        return numbers_in(parameter_shapes(self.model))
 
     @property
-    def shapes_of_rank(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters of a rank's pipeline stages, by FQN, before they are split, on
-        the rank with most.
+    def shapes_of_rank(self) -> dict[str, Shape]:
+        """Shapes of the parameters of a pipeline rank's stages, by FQN, before they are split.
+
+        Those of the rank with most.
         """
-        ranks = (
-            [self.pipeline.modules[stage] for stage in self.pipeline.stages_of(rank)]
-            for rank in range(self.degrees["pp"])
-        )
-        return max(
-            (shapes_of(self.model, [*itertools.chain(*stages)]) for stages in ranks), key=numbers_in
-        )
+        shapes = []
+        for rank in range(self.degrees["pp"]):
+            stages = [self.pipeline.modules[stage] for stage in self.pipeline.stages_of(rank)]
+            shapes.append(parameter_shapes(self.model, [fqn for stage in stages for fqn in stage]))
+        return max(shapes, key=numbers_in)
 
     @property
     def parameters_of_rank(self) -> float:
+        """Number of parameters of a rank's stages and its tensor-parallel part, before sharding."""
         return numbers_in(self.shapes_of_rank) / self.degrees["tp"]
 
-    def steady_bytes(self, config: Config) -> float:
-        """Return the bytes of a rank's weights, gradients and moments on its device, of what it has
-        as an owner, and of the errors of compressed gradients.
-        """
-        own = self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
-        moments = moment_bytes(config.optimizer, own, own * share_of_matrices(self.shapes_of_rank))
-        beside = self.owner_bytes(config) + 2 * error_bytes(config, self)
-        return 2 * STORED * own + sum(moments) + beside
+    # Batches
 
-    def owner_bytes(self, config: Config) -> float:
-        """Return the bytes that the rank with most keeps of whole matrices
-        (optim/matrix_owners.py).
-        """
-        ranks = self.world_size // self.degrees["pp"]
-        return max(kept_by_owners(config.optimizer, self.shapes_of_rank, ranks))
-
-    def step_bytes(self, config: Config) -> float:
-        """Return the extra bytes of gathering once a step: unsharded weights, gradients of a
-        backward, sums of gradients.
-        """
-        computed, summed = itemsizes(config.training)
-        in_float8 = (
-            numbers_in(gathered_in_float8(config.float8, self.shapes_of_rank)) / self.degrees["tp"]
-        )
-        return (2 * computed + summed) * self.parameters_of_rank - (computed - 1) * in_float8
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence, over all context-parallel ranks."""
+        return self.model.max_seq_len
 
     @property
     def microbatches(self) -> int:
@@ -128,118 +135,94 @@ class Layout:
         return self.accumulation * self.pipeline.microbatches
 
     @property
-    def sequences(self) -> int:
+    def microbatch_size(self) -> int:
         """Sequences of one microbatch."""
         return self.local_batch_size // self.pipeline.microbatches
 
     @property
-    def rows(self) -> int:
+    def tokens_per_microbatch(self) -> int:
+        """Tokens of a microbatch on a context-parallel rank."""
+        return self.microbatch_size * self.seq_len // self.degrees["cp"]
+
+    @property
+    def sequences_per_step(self) -> int:
         """Sequences of one optimizer step, over all ranks."""
         return self.accumulation * self.local_batch_size * self.dp_degree
 
     @property
     def tokens(self) -> int:
         """Tokens of one optimizer step, over all ranks."""
-        return self.rows * self.seq_len
+        return self.sequences_per_step * self.seq_len
+
+    @property
+    def max_sequences_per_step(self) -> int:
+        """Sequences of the largest optimizer step, over all ranks."""
+        of_ramp = [self.sequences_at(last_step) for _, last_step in self.ramp]
+        return max([self.sequences_per_step, *of_ramp])
 
     def accumulation_at(self, step: int) -> int:
         """Return the local batches of optimizer step `step`; the first step is 1."""
-        return next((batches for batches, last in self.ramp if step <= last), self.accumulation)
+        for local_batches, last_step in self.ramp:
+            if step <= last_step:
+                return local_batches
+        return self.accumulation
 
-    def rows_at(self, step: int) -> int:
+    def sequences_at(self, step: int) -> int:
         """Return the sequences of optimizer step `step`, over all ranks."""
-        return self.rows * self.accumulation_at(step) // self.accumulation
-
-    @property
-    def most_rows(self) -> int:
-        """Sequences of the largest optimizer step, over all ranks."""
-        return max([self.rows, *(self.rows_at(last) for _, last in self.ramp)])
+        return self.accumulation_at(step) * self.local_batch_size * self.dp_degree
 
     def tokens_until(self, step: int) -> int:
         """Return the tokens of all steps up to `step`, over all ranks."""
-        ends = [0, *(min(last, step) for _, last in self.ramp), step]
-        return self.seq_len * sum(
-            self.rows_at(end) * (end - begin) for begin, end in itertools.pairwise(ends)
-        )
-
-    @property
-    def ramp_in_words(self) -> str:
-        """Sequences of the first steps, in words; "" without a ramp."""
-        return ", ".join(
-            f"{self.rows_at(last):,} sequences until step {last:,}" for _, last in self.ramp
-        )
+        sequences = 0
+        done = 0
+        for last_step in [*(last for _, last in self.ramp), step]:
+            end = min(last_step, step)
+            sequences += self.sequences_at(end) * (end - done)
+            done = end
+        return sequences * self.seq_len
 
 
-def itemsizes(training: Training) -> tuple[int, int]:
-    """Return the bytes per element of computation, and of sums of gradients."""
-    return SIZES[training.mixed_precision_param], SIZES[training.mixed_precision_reduce]
+def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
+    """Return the ranks along each axis, with -1 resolved.
 
-
-def _fits_gathered_once(config: Config, layout: Layout, memory: float) -> bool:
-    """Return the choice of fsdp_communication = "auto": True (once a step) if it fits and no key
-    buckets or reshards.
+    Raises ConfigError unless their product is world_size.
     """
-    stage = config.compile
-    if config.parallelism.fsdp_reshard_after_forward == "always":
-        return False
-    if stage.compiles("model") and stage.bucketing not in ("none", "block"):
-        return False
-    if memory == math.inf:
-        return True
-    return layout.steady_bytes(config) + layout.step_bytes(config) <= FILLED * memory
+    degrees: dict[str, int] = {axis: getattr(parallelism, key) for axis, key in DEGREES.items()}
+    product = math.prod(degree for degree in degrees.values() if degree != -1)
+    above_one = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
+    factors = " x ".join(above_one) or "all 1"
+    if degrees["dp_shard"] == -1:
+        if world_size % product:
+            raise ConfigError(
+                "parallelism.data_parallel_shard_degree = -1 cannot be resolved: the other degrees"
+                f" ({factors}) multiply to {product}, which does not divide {world_size} ranks;"
+                f" start {math.ceil(world_size / product) * product} ranks, or lower degrees until"
+                f" they multiply to a divisor of {world_size}"
+            )
+        degrees["dp_shard"] = world_size // product
+    elif product != world_size:
+        raise ConfigError(
+            f"parallelism.data_parallel_shard_degree = {degrees['dp_shard']}: the degrees"
+            f" ({factors}) need {product} ranks, but {world_size} are running; start {product}"
+            f" ranks (NGPU={product}), or set data_parallel_shard_degree = -1"
+        )
+    return degrees
 
 
-def make_layout(
-    config: Config, world_size: int, model: ModelConfig | None = None, *, memory: float = math.inf
-) -> Layout:
-    """Return the layout of a recipe on `world_size` ranks.
+def _asks_to_gather_once(config: Config) -> bool:
+    """Return whether the recipe's keys let weights be gathered once a step."""
+    parallelism = config.parallelism
+    if parallelism.fsdp_communication != "auto":
+        return parallelism.fsdp_communication == "step"
+    reshards = parallelism.fsdp_reshard_after_forward == "always"
+    compile = config.compile
+    buckets = compile.compiles("model") and compile.bucketing not in ("none", "block")
+    return not reshards and not buckets
 
-    Needs no tokenizer, no data and no process group.
 
-    model: replaces the recipe's model shape. memory: bytes of a device. Raises ConfigError for a
-    recipe that cannot run.
-    """
-    training, parallelism = config.training, config.parallelism
-    model = model or shape_of(config.model)
-    if training.seq_len > model.max_seq_len:
-        wrong = f"training.seq_len = {training.seq_len} is more than the model's max_seq_len"
-        raise ConfigError(f"{wrong}; use at most {model.max_seq_len}")
-    degrees = resolve_degrees(parallelism, world_size)
-    check_context_parallel(degrees["cp"], seq_len=training.seq_len, tp=degrees["tp"])
-    check_tensor_parallel(
-        degrees["tp"],
-        n_heads=model.n_heads,
-        n_kv_heads=model.n_kv_heads,
-        hidden_dim=model.hidden_dim,
-        vocab_size=model.vocab_size,
-        seq_len=training.seq_len,
-    )
-    pipeline = plan_pipeline(
-        parallelism,
-        n_layers=model.n_layers,
-        tied=model.tied_embeddings,
-        local_batch_size=training.local_batch_size,
-        compiled=config.compile.compiles("model") or config.compile.compiles("loss"),
-        checkpointed=config.activation_checkpoint.mode != "none",
-    )
-    *ramp, (accumulation, _) = gradient_accumulation_steps(
-        training, degrees["dp_replicate"] * degrees["dp_shard"]
-    )
-    microbatches = max([accumulation, *(batches for batches, _ in ramp)]) * pipeline.microbatches
-    layout = Layout(
-        model=dataclasses.replace(model, max_seq_len=training.seq_len),
-        degrees=degrees,
-        pipeline=pipeline,
-        local_batch_size=training.local_batch_size,
-        accumulation=accumulation,
-        ramp=tuple((batches, int(last)) for batches, last in ramp),
-        gathers_once=microbatches > 1 and parallelism.fsdp_communication == "step",
-    )
-    if microbatches > 1 and parallelism.fsdp_communication == "auto":
-        once = _fits_gathered_once(config, layout, memory)
-        layout = dataclasses.replace(layout, gathers_once=once)
-    tokens = layout.sequences * layout.seq_len // degrees["cp"]
-    chunk = loss_chunk(training, tokens, chunk_size(model.vocab_size, degrees["tp"]))
-    layout = dataclasses.replace(layout, loss_chunk=chunk)
-    check_layout(config, layout)
-    return layout
+def _loss_chunk(training: Training, layout: Layout) -> int:
+    """Return the tokens whose logits a rank has at a time; 0: all of a microbatch."""
+    if training.loss_chunk_tokens != 0:
+        return max(0, training.loss_chunk_tokens)  # -1: never in chunks
+    entries = chunk_size(layout.model.vocab_size, layout.degrees["tp"])
+    return automatic_chunk(layout.tokens_per_microbatch, entries)

@@ -1,6 +1,6 @@
 """Make the DeviceMesh of a recipe's parallel degrees, and sum over its axes.
 
-    degrees = resolve_degrees(config.parallelism, world_size=8)     # degrees.py
+    degrees = resolve_degrees(config.parallelism, world_size=8)     # layout.py
     mesh = build_mesh(degrees, device_type="cuda")
     mesh["dp_shard"].size()                                        # 4
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_lite.distributed.degrees import AXES
 from titan_lite.distributed.gloo import gather_without_coalescing
+from titan_lite.distributed.layout import AXES
 
 PARAMETER_AXES = ("dp_replicate", "dp_shard", "tp")
 

@@ -32,8 +32,7 @@ from titan_lite.distributed.context_parallel import (
     attend_to_the_past,
     own_positions,
 )
-from titan_lite.distributed.degrees import AXES
-from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.pipeline import Pipeline, SingleStage, keep_modules
@@ -274,15 +273,15 @@ def build_runner(model: ParallelModel, device: torch.device) -> SingleStage | Pi
     if layout.degrees["pp"] == 1:
         return SingleStage(model.stages[0], model.loss.of_output)
     tokens = layout.seq_len // layout.degrees["cp"]
-    hidden = (layout.sequences, tokens // layout.degrees["tp"], layout.model.dim)
+    hidden = (layout.microbatch_size, tokens // layout.degrees["tp"], layout.model.dim)
     return Pipeline(
         model.stages,
         layout.pipeline,
         mesh["pp"],
         model.config.parallelism,
-        tokens=(layout.sequences, tokens),
+        tokens=(layout.microbatch_size, tokens),
         hidden=hidden,
-        output=model.loss.output_shape(layout.sequences, tokens),
+        output=model.loss.output_shape(layout.microbatch_size, tokens),
         dtype=getattr(torch, model.config.training.mixed_precision_param),
         loss_sum=model.loss.of_output,
         device=device,

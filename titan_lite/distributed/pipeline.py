@@ -26,9 +26,10 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from titan_lite.config import Parallelism
-from titan_lite.distributed.pipeline_schedule import PipelineSchedule, module_fqns
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.simple_fsdp import model_of
 from titan_lite.distributed.step_gather import fold_gradients, gradient_leaves
+from titan_lite.models.shapes import module_fqns
 
 
 def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:

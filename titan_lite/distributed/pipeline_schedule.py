@@ -1,11 +1,11 @@
-"""Plan a pipeline: the modules and the rank of each stage, and the order of actions.
+"""Split a model into pipeline stages, and order the actions of a schedule.
 
-Needs no process group.
+Needs no process group; torch is imported for the order alone.
 
-plan = plan_pipeline(config.parallelism, n_layers=32, tied=False, local_batch_size=8, ...)
-plan.modules[0]                                # ("tok_embeddings", "layers.0", ..., "layers.6")
-order = order_of(config.parallelism, plan)     # {0: [0F0, 0F1, ...], 1: ...}: stage, kind, microbatch
-bubble_fraction(order)                         # the share of time in which ranks are idle
+    schedule = PipelineSchedule.from_config(config.parallelism, n_layers=32, local_batch_size=8)
+    schedule.modules[0]                            # ("tok_embeddings", "layers.0", ..., "layers.6")
+    order = order_of(config.parallelism, schedule) # {0: [0F0, 0F1, ...], 1: ...}: stage, kind, microbatch
+    bubble_fraction(order)                         # the share of time in which ranks are idle
 """
 
 import itertools
@@ -15,19 +15,20 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from titan_lite.config import ConfigError, Parallelism
+from titan_lite.models.shapes import module_fqns
 
-if TYPE_CHECKING:  # torch is imported late: most plans are checked without it
+if TYPE_CHECKING:  # torch is imported late: most recipes are checked without it
     from torch.distributed.pipelining.schedules import _Action
 
-Order: TypeAlias = (
-    "Mapping[int, Sequence[_Action | None]]"  # the actions of each pipeline rank, in order
-)
+# The actions of each pipeline rank, in order.
+Order: TypeAlias = "Mapping[int, Sequence[_Action | None]]"
+
 STAGES_PER_RANK = {
     "GPipe": 1,
     "1F1B": 1,
-    "Interleaved1F1B": 2,
+    "Interleaved1F1B": 2,  # or more
     "ZBVZeroBubble": 2,
-}  # Interleaved1F1B: or more
+}
 # kind of action -> actions that must be done before it: (stage relative to its own, kind). I counts
 # as B for the stage before.
 NEEDS = {"F": [(-1, "F")], "B": [(0, "F"), (1, "B")], "I": [(0, "F"), (1, "B")], "W": [(0, "B")]}
@@ -45,144 +46,63 @@ class PipelineSchedule:
     rank_of: tuple[int, ...]  # the pipeline rank of each stage
     microbatches: int  # of one local batch
 
+    @classmethod
+    def from_config(
+        cls, parallelism: Parallelism, *, n_layers: int, local_batch_size: int
+    ) -> "PipelineSchedule":
+        """Return the modules and the rank of every stage, and the microbatches of a local batch.
+
+        Raises ConfigError for a batch or layers that do not divide. rules.py says which schedules
+        are possible.
+        """
+        degree = parallelism.pipeline_parallel_degree
+        modules = module_fqns(n_layers)
+        if degree == 1:
+            return cls(modules=(tuple(modules),), rank_of=(0,), microbatches=1)
+        microbatch_size = parallelism.pipeline_parallel_microbatch_size
+        if local_batch_size % microbatch_size:
+            sizes = [n for n in range(1, local_batch_size + 1) if local_batch_size % n == 0]
+            raise ConfigError(
+                f"parallelism.pipeline_parallel_microbatch_size = {microbatch_size} does not divide"
+                f" training.local_batch_size = {local_batch_size}; use"
+                f" {' or '.join(map(str, sizes))}"
+            )
+        ranks = _ranks_of_stages(parallelism)
+        stages = _split(modules, len(ranks), parallelism)
+        return cls(
+            tuple(tuple(stage) for stage in stages), ranks, local_batch_size // microbatch_size
+        )
+
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
 
 
-def plan_pipeline(
-    parallelism: Parallelism,
-    *,
-    n_layers: int,
-    tied: bool,
-    local_batch_size: int,
-    compiled: bool,
-    checkpointed: bool,
-) -> PipelineSchedule:
-    """Return the modules and the rank of every stage.
+def stages_per_rank(parallelism: Parallelism) -> int:
+    """Return the stages of a rank: those that the recipe asks for, or the schedule's own number."""
+    if parallelism.pipeline_parallel_stages_per_rank == -1:
+        return STAGES_PER_RANK[parallelism.pipeline_parallel_schedule]
+    return parallelism.pipeline_parallel_stages_per_rank
 
-    Raises ConfigError for a pipeline that cannot run.
 
-    tied: embedding and output share a weight. compiled: stages or the loss are. checkpointed:
-    activations are.
-    """
+def _ranks_of_stages(parallelism: Parallelism) -> tuple[int, ...]:
+    """Return the rank of each stage."""
     degree = parallelism.pipeline_parallel_degree
-    wrong = f"parallelism.pipeline_parallel_degree = {degree}"
-    modules = module_fqns(n_layers)
-    if degree == 1:
-        return PipelineSchedule((tuple(modules),), (0,), 1)
-    if tied:
-        raise ConfigError(
-            f"{wrong}: this flavor's embedding and output are one weight, which the first and the"
-            " last stage would both need; use pipeline_parallel_degree = 1, an untied flavor such"
-            ' as 8B, or model.tied_embeddings = "no"'
-        )
-    size = parallelism.pipeline_parallel_microbatch_size
-    if local_batch_size % size:
-        fix = " or ".join(
-            str(n) for n in range(1, local_batch_size + 1) if local_batch_size % n == 0
-        )
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_microbatch_size = {size} does not divide"
-            f" training.local_batch_size = {local_batch_size}; use {fix}"
-        )
-    microbatches = local_batch_size // size
-    name = parallelism.pipeline_parallel_schedule
-    key = f'parallelism.pipeline_parallel_schedule = "{name}"'
-    rank_of = _ranks_of_stages(parallelism, microbatches)
-    halves = name == "ZBVZeroBubble"
-    if halves and compiled:
-        raise ConfigError(
-            f"{key} cuts backward in two, which a compiled graph cannot be (compile.enable = true);"
-            ' use compile.enable = false or "Interleaved1F1B"'
-        )
-    if halves and checkpointed:
-        raise ConfigError(
-            f"{key} cuts backward in two, and each half would recompute every block, the second one"
-            ' once for each weight; use activation_checkpoint.mode = "none" or "Interleaved1F1B"'
-        )
-    stages = _split(modules, len(rank_of), parallelism)
-    return PipelineSchedule(tuple(map(tuple, stages)), rank_of, microbatches)
-
-
-def module_fqns(n_layers: int) -> list[str]:
-    """Return the modules that stages are made of, in the order of forward."""
-    return ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
-
-
-def _ranks_of_stages(parallelism: Parallelism, microbatches: int) -> tuple[int, ...]:
-    """Return the rank of each stage.
-
-    Raises ConfigError for a schedule that does not fit the microbatches or the degree.
-    """
-    degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    given, usual = parallelism.pipeline_parallel_stages_per_rank, STAGES_PER_RANK[name]
-    per_rank = usual if given == -1 else given
-    if per_rank != usual and (name != "Interleaved1F1B" or per_rank < 2):
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_stages_per_rank = {given}: pipeline_parallel_schedule ="
-            f' "{name}" has {usual}'
-            f"{' or more' if name == 'Interleaved1F1B' else ''}; use -1 or {usual}"
-            + (
-                ""
-                if name == "Interleaved1F1B"
-                else ', or "Interleaved1F1B"'
-                if per_rank > 1
-                else ', or "1F1B"'
-            )
-        )
-    key = f'parallelism.pipeline_parallel_schedule = "{name}"'
-    batch = (
-        f"training.local_batch_size / pipeline_parallel_microbatch_size = {microbatches}"
-        " microbatches"
-    )
-    if name == "1F1B" and microbatches < degree:
-        raise ConfigError(
-            f"{key} needs as many microbatches as stages, {degree}, but {batch}; use {degree} of"
-            ' them, or "GPipe"'
-        )
-    rounds = max(1, microbatches // degree)
-    if name == "Interleaved1F1B" and microbatches % rounds:
-        raise ConfigError(
-            f"{key} with {degree} ranks goes in {rounds} rounds, which do not divide {batch}; use"
-            f" {microbatches // degree * degree} or {(microbatches // degree + 1) * degree} of them"
-        )
-    if name == "ZBVZeroBubble":
+    if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":  # a V: down the ranks, and back
         return (*range(degree), *reversed(range(degree)))
-    return tuple(range(degree)) * per_rank
+    return tuple(range(degree)) * stages_per_rank(parallelism)
 
 
 def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[list[str]]:
-    """Cut `modules` into `stages` consecutive parts, at the split points or else with equal numbers
-    of layers.
-    """
-    points = parallelism.pipeline_parallel_split_points
-    if points:
-        key = f"parallelism.pipeline_parallel_split_points = [{', '.join(points)}]"
-        unknown = [point for point in points if point not in modules[1:]]
-        if unknown:
-            raise ConfigError(
-                f"{key}: there is no module {unknown[0]} to begin a stage with; use {modules[1]} to"
-                f" {modules[-3]}, norm or output"
-            )
-        if len(points) != stages - 1:
-            raise ConfigError(
-                f"{key} makes {len(points) + 1} stages, but the schedule has {stages}; use"
-                f" {stages - 1} points"
-            )
-        starts = [modules.index(point) for point in points]
-        if starts != sorted(set(starts)):
-            raise ConfigError(
-                f"{key} are not in the order of the model; use"
-                f" {', '.join(sorted(set(points), key=modules.index))}"
-            )
-        return [modules[start:end] for start, end in itertools.pairwise([0, *starts, len(modules)])]
+    """Cut `modules` into consecutive stages: at the split points, or else with equal layers."""
+    if parallelism.pipeline_parallel_split_points:
+        return _split_at_points(modules, stages, parallelism.pipeline_parallel_split_points)
     layers = modules[1:-2]
     less = [0] * stages
     less[0] += parallelism.pipeline_parallel_first_stage_less_layers
     less[-1] += parallelism.pipeline_parallel_last_stage_less_layers
-    share, more = divmod(len(layers) + sum(less), stages)
+    share, remainder = divmod(len(layers) + sum(less), stages)
     # The remainder goes to late stages, which have fewer microbatches in flight.
-    counts = [share + (stage >= stages - more) - less[stage] for stage in range(stages)]
+    counts = [share + (stage >= stages - remainder) - less[stage] for stage in range(stages)]
     if min(counts) < 0 or 0 in counts[1:-1]:
         raise TooFewLayers(
             f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}:"
@@ -190,13 +110,32 @@ def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[li
             " fewer stages, smaller pipeline_parallel_first_stage_less_layers and"
             " pipeline_parallel_last_stage_less_layers, or pipeline_parallel_split_points"
         )
-    parts = [
-        layers[start:end]
-        for start, end in itertools.pairwise(itertools.accumulate(counts, initial=0))
-    ]
+    ends = itertools.accumulate(counts, initial=0)
+    parts = [layers[start:end] for start, end in itertools.pairwise(ends)]
     parts[0] = ["tok_embeddings", *parts[0]]
     parts[-1] = [*parts[-1], "norm", "output"]
     return parts
+
+
+def _split_at_points(modules: list[str], stages: int, points: Sequence[str]) -> list[list[str]]:
+    """Cut `modules` before each of `points`. Raises ConfigError for points that make no stages."""
+    key = f"parallelism.pipeline_parallel_split_points = [{', '.join(points)}]"
+    unknown = [point for point in points if point not in modules[1:]]
+    if unknown:
+        raise ConfigError(
+            f"{key}: there is no module {unknown[0]} to begin a stage with; use {modules[1]} to"
+            f" {modules[-3]}, norm or output"
+        )
+    if len(points) != stages - 1:
+        raise ConfigError(
+            f"{key} makes {len(points) + 1} stages, but the schedule has {stages}; use"
+            f" {stages - 1} points"
+        )
+    starts = [modules.index(point) for point in points]
+    if starts != sorted(set(starts)):
+        in_order = sorted(set(points), key=modules.index)
+        raise ConfigError(f"{key} are not in the order of the model; use {', '.join(in_order)}")
+    return [modules[start:end] for start, end in itertools.pairwise([0, *starts, len(modules)])]
 
 
 def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:
@@ -205,31 +144,41 @@ def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:
 
     order = {}
     for rank in range(degree):
-        ahead = (
-            microbatches if schedule == "GPipe" else min(microbatches, degree - rank)
-        )  # forwards before the first backward
-        kinds = "F" * ahead + "BF" * (microbatches - ahead) + "B" * ahead
-        order[rank] = [
-            _Action.from_str(f"{rank}{kind}{kinds[:i].count(kind)}") for i, kind in enumerate(kinds)
-        ]
+        # forwards before the first backward
+        warmup = microbatches if schedule == "GPipe" else min(microbatches, degree - rank)
+        kinds = "F" * warmup + "BF" * (microbatches - warmup) + "B" * warmup
+        done = {"F": 0, "B": 0}
+        actions = []
+        for kind in kinds:
+            actions.append(_Action.from_str(f"{rank}{kind}{done[kind]}"))
+            done[kind] += 1
+        order[rank] = actions
     return order
 
 
-def order_of(parallelism: Parallelism, plan: PipelineSchedule) -> Order:
-    """Return the actions of each pipeline rank. Needs no stages, only their plan."""
+def order_of(parallelism: Parallelism, pipeline: PipelineSchedule) -> Order:
+    """Return the actions of each pipeline rank. Needs no stages."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    degree = parallelism.pipeline_parallel_degree
+    name = parallelism.pipeline_parallel_schedule
     # Torch's classes of one stage a rank miscount the last stage's microbatches (torch 2.13), and
     # do not run by this order.
     if degree == 1 or STAGES_PER_RANK[name] == 1:
-        return one_stage_order(name, degree, plan.microbatches)
-    counts = dict(
-        num_stages=len(plan.rank_of), group_size=degree, group_rank=0, submod=None, is_last=False
-    )
-    stages: Any = [SimpleNamespace(stage_index=stage, **counts) for stage in plan.stages_of(0)]
+        return one_stage_order(name, degree, pipeline.microbatches)
+    stages: Any = [
+        SimpleNamespace(  # what the schedule's constructor asks of a stage
+            stage_index=stage,
+            num_stages=len(pipeline.rank_of),
+            group_size=degree,
+            group_rank=0,
+            submod=None,
+            is_last=False,
+        )
+        for stage in pipeline.stages_of(0)
+    ]
     schedule: Any = get_schedule_class(name)
-    order: Order = schedule(stages, plan.microbatches).pipeline_order
+    order: Order = schedule(stages, pipeline.microbatches).pipeline_order
     return order
 
 
@@ -237,24 +186,25 @@ def order_of(parallelism: Parallelism, plan: PipelineSchedule) -> Order:
 class Timetable:
     """Times of the computations of a schedule, by rank."""
 
-    actions: Mapping[
-        int, Sequence[tuple[str, int, int, float, float]]
-    ]  # (F, B, I or W; stage; microbatch; begin s; end s)
+    # by rank: (F, B, I or W; stage; microbatch; begin in s; end in s)
+    actions: Mapping[int, Sequence[tuple[str, int, int, float, float]]]
 
     @property
     def seconds(self) -> float:
-        return max((end for row in self.actions.values() for *_, end in row), default=0.0)
+        ends = [end for actions in self.actions.values() for *_, end in actions]
+        return max(ends, default=0.0)
 
 
 def computations(actions: "Sequence[_Action | None]") -> list[tuple[str, int, int | None]]:
     """Return (F, B, I or W; stage; microbatch) of each computation of one rank."""
-    each = [
+    simple = [
         part for action in actions if action is not None for part in action.sub_actions or (action,)
     ]
-    found = [
-        (part.computation_type.value, part.stage_index, part.microbatch_index) for part in each
+    return [
+        (action.computation_type.value, action.stage_index, action.microbatch_index)
+        for action in simple
+        if action.computation_type.value in "FBIW"
     ]
-    return [computation for computation in found if computation[0] in "FBIW"]
 
 
 def run_order(order: Order, seconds: Callable[[str, int], float], travel: float = 0.0) -> Timetable:
@@ -266,44 +216,51 @@ def run_order(order: Order, seconds: Callable[[str, int], float], travel: float 
     Raises AssertionError if actions wait for each other, or for one that is missing.
     """
     queues = {rank: computations(actions) for rank, actions in order.items()}
-    owner = {stage: rank for rank, queue in queues.items() for _, stage, _ in queue}
-    last = max(owner, default=0)
-    done: dict[tuple[int, str, int | None], float] = {}  # (stage, F, B or W, microbatch) -> end
-    free = dict.fromkeys(queues, 0.0)
-    found: dict[int, list] = {rank: [] for rank in queues}
+    rank_of = {stage: rank for rank, queue in queues.items() for _, stage, _ in queue}
+    last_stage = max(rank_of, default=0)
+    ends: dict[tuple[int, str, int | None], float] = {}  # (stage, F, B or W, microbatch) -> end
+    free = dict.fromkeys(queues, 0.0)  # by rank: the end of its last action
+    timetable: dict[int, list] = {rank: [] for rank in queues}
+
+    def start_of(rank: int, kind: str, stage: int, microbatch: int | None) -> float | None:
+        """Return the earliest start of an action; None if one that it needs is not done."""
+        start = free[rank]
+        for offset, needed_kind in NEEDS[kind]:
+            needed = (stage + offset, needed_kind, microbatch)
+            if not 0 <= stage + offset <= last_stage:
+                continue
+            if needed not in ends:
+                return None
+            arrival = ends[needed] + (travel if rank_of[needed[0]] != rank else 0.0)
+            start = max(start, arrival)
+        return start
+
     while any(queues.values()):
         progress = False
         for rank, queue in queues.items():
             while queue:
                 kind, stage, microbatch = queue[0]
-                needs = [
-                    (stage + on, before, microbatch)
-                    for on, before in NEEDS[kind]
-                    if 0 <= stage + on <= last
-                ]
-                if any(need not in done for need in needs):
+                start = start_of(rank, kind, stage, microbatch)
+                if start is None:
                     break
-                begin = max(
-                    [
-                        free[rank],
-                        *(
-                            done[need] + (travel if owner[need[0]] != rank else 0.0)
-                            for need in needs
-                        ),
-                    ]
-                )
-                free[rank] = done[stage, "B" if kind == "I" else kind, microbatch] = (
-                    begin + seconds(kind, stage)
-                )
-                found[rank].append((kind, stage, microbatch, begin, free[rank]))
+                end = start + seconds(kind, stage)
+                free[rank] = end
+                ends[stage, "B" if kind == "I" else kind, microbatch] = end
+                timetable[rank].append((kind, stage, microbatch, start, end))
                 queue.pop(0)
                 progress = True
-        waiting = [(rank, *queue[0]) for rank, queue in queues.items() if queue]
-        stuck = ", ".join(
-            f"rank {rank} at {stage}{kind}{microbatch}" for rank, kind, stage, microbatch in waiting
-        )
-        assert progress or not stuck, f"actions wait for each other: {stuck}"
-    return Timetable(found)
+        assert progress, f"actions wait for each other: {_first_actions(queues)}"
+    return Timetable(timetable)
+
+
+def _first_actions(queues: Mapping[int, Sequence[tuple[str, int, int | None]]]) -> str:
+    """Return the first action of each rank's queue, such as "rank 0 at 1F2"."""
+    waiting = []
+    for rank, queue in queues.items():
+        if queue:
+            kind, stage, microbatch = queue[0]
+            waiting.append(f"rank {rank} at {stage}{kind}{microbatch}")
+    return ", ".join(waiting)
 
 
 def bubble_fraction(order: Order) -> float:

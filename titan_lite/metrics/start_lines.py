@@ -14,11 +14,17 @@ import torch
 
 from titan_lite.config import Config
 from titan_lite.distributed.axes import WORDS
-from titan_lite.distributed.layout import Layout, itemsizes
-from titan_lite.distributed.layout_checks import error_bytes, sent_between_copies
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.memory import (
+    compressed_sizes,
+    compression_error_bytes,
+    gathered_once_bytes,
+    itemsizes,
+    steady_bytes,
+)
 from titan_lite.distributed.pipeline_schedule import bubble_fraction, order_of
 from titan_lite.models.attention import fits_flash, masks_by_kernel
-from titan_lite.models.flavors import shape_words
+from titan_lite.models.shapes import shape_words
 from titan_lite.optim.state import OF_MATRIX, by_owner, owned
 
 ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = (
@@ -93,12 +99,12 @@ def start_lines(
         ),
         *mesh_picture(degrees, notes),
         (
-            f"batch: {layout.tokens:,} tokens a step = {layout.rows} sequences of {layout.seq_len},"
+            f"batch: {layout.tokens:,} tokens a step = {layout.sequences_per_step} sequences of {layout.seq_len},"
             f" in {layout.accumulation} local batch{'es' * (layout.accumulation > 1)} of"
             f" {layout.local_batch_size} a rank{when}"
         ),
         *(
-            [f"batch ramp: {layout.ramp_in_words} (training.global_batch_ramp)"]
+            [f"batch ramp: {describe_ramp(layout)} (training.global_batch_ramp)"]
             if layout.ramp
             else []
         ),
@@ -125,25 +131,25 @@ def start_lines(
         schedule = parallelism.pipeline_parallel_schedule
         lines.append(
             f"pipeline: {len(plan.modules)} stages, {schedule}, {plan.microbatches} microbatches of"
-            f" {layout.sequences}; ranks wait"
+            f" {layout.microbatch_size}; ranks wait"
             f" {100 * bubble_fraction(order_of(parallelism, plan)):.1f}% of the time (the bubble),"
             " if all stages are equally fast"
         )
     if chunk := layout.loss_chunk:
-        chunks = -(-layout.sequences * layout.seq_len // layout.degrees["cp"] // chunk)
+        chunks = -(-layout.microbatch_size * layout.seq_len // layout.degrees["cp"] // chunk)
         lines.append(
             f"loss: in {chunks} chunks of {chunk:,} tokens, never with all logits"
             " (training.loss_chunk_tokens)"
         )
-    held = f"{layout.steady_bytes(config) / 2**30:.2f} GiB a rank"
+    held = f"{steady_bytes(config, layout) / 2**30:.2f} GiB a rank"
     memory = f"memory: {held} for parameters, gradients and optimizer state"
-    if errors := 2 * error_bytes(config, layout):
+    if errors := 2 * compression_error_bytes(config, layout):
         memory += (
             f" ({errors / 2**30:.2f} GiB of it for two errors of the gradients between copies)"
         )
     if layout.gathers_once:
         memory += (
-            f", {layout.step_bytes(config) / 2**30:.2f} GiB for unsharded weights and gradients,"
+            f", {gathered_once_bytes(config, layout) / 2**30:.2f} GiB for unsharded weights and gradients,"
             " held for the step"
         )
     saves = (
@@ -166,6 +172,15 @@ def start_lines(
     ]
 
 
+def describe_ramp(layout: Layout) -> str:
+    """Return the sequences of the first steps in words; "" without training.global_batch_ramp."""
+    parts = [
+        f"{layout.sequences_at(last_step):,} sequences until step {last_step:,}"
+        for _, last_step in layout.ramp
+    ]
+    return ", ".join(parts)
+
+
 def _owners_of(config: Config, layout: Layout) -> str:
     ranks, kind = layout.world_size // layout.degrees["pp"], OF_MATRIX[config.optimizer.name]
     buckets = owned(config.optimizer, layout.shapes_of_rank, ranks)
@@ -184,7 +199,7 @@ def _owners_of(config: Config, layout: Layout) -> str:
 def _between_copies(config: Config, layout: Layout) -> str:
     """Return the line on what travels between copies, in bytes of a rank's all-reduces."""
     sent, summed, parallelism = (
-        sent_between_copies(config, layout),
+        compressed_sizes(config, layout),
         itemsizes(config.training)[1],
         config.parallelism,
     )
@@ -208,7 +223,7 @@ def _documents_by(config: Config, layout: Layout, device: torch.device) -> str:
     dtype, cp = getattr(torch, config.training.mixed_precision_param), layout.degrees["cp"]
     if masks_by_kernel(device, dtype, layout.model.head_dim, cp):
         return "FlashAttention, with no mask"
-    pairs = layout.sequences * layout.seq_len**2 // cp
+    pairs = layout.microbatch_size * layout.seq_len**2 // cp
     bias = (
         f", and a bias of {pairs * dtype.itemsize / 2**30:.2f} GiB for its kernel"
         if device.type == "cuda"

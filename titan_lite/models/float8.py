@@ -18,14 +18,14 @@ byte a number, or tokens that tensor parallelism gathers so.
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from titan_lite.config import ConfigError, Float8
+from titan_lite.models.fqns import is_filtered
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -125,56 +125,6 @@ def linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
         for fqn, module in model.named_modules()
         if isinstance(module, nn.Linear) and fqn.startswith("layers.")
     ]
-
-
-def is_filtered(fqn: str, filter_fqns: Sequence[str]) -> bool:
-    """Return True if a name is a part of `fqn`: "attention.wk" of "layers.3.attention.wk"."""
-    return any(f".{name}." in f".{fqn}." for name in filter_fqns)
-
-
-def check_sizes(float8: Float8, sizes: Mapping[str, Sequence[float]], tokens: int) -> None:
-    """Raise ConfigError for products with dimensions other than multiples of 16, or for a recipe
-    that has none.
-
-    sizes: of a rank's weight of each linear layer, by FQN; tokens: of a rank's microbatch.
-    """
-    if float8.all_gather and float8.recipe != "tensorwise":
-        wrong = (
-            "float8.all_gather = true: backward multiplies by the columns of a weight, and"
-            f' float8.recipe = "{float8.recipe}"'
-        )
-        raise ConfigError(
-            f'{wrong} has scales of its rows; use recipe = "tensorwise" or all_gather = false'
-        )
-    for name in float8.filter_fqns:
-        if not any(is_filtered(fqn, [name]) for fqn in sizes):
-            wrong = (
-                f'float8.filter_fqns: "{name}" is no part of the name of a linear layer in a block'
-            )
-            raise ConfigError(
-                f'{wrong}; use such as "attention.wk" or "layers.0" (embedding and output never are'
-                " in float8)"
-            )
-    left = [fqn for fqn in sizes if not is_filtered(fqn, float8.filter_fqns)]
-    if not left:
-        raise ConfigError(
-            "float8.enable = true: float8.filter_fqns leaves no layer to compute in float8; use"
-            " false"
-        )
-    need = f"and dimensions of float8 products are multiples of {DIM_MULTIPLE}"
-    if tokens % DIM_MULTIPLE:
-        wrong = f"float8.enable = true: a microbatch has {tokens} tokens on a rank, {need}"
-        raise ConfigError(f"{wrong}; use another training.seq_len or training.local_batch_size")
-    for fqn in left:
-        rows, columns = sizes[fqn]
-        if rows % DIM_MULTIPLE or columns % DIM_MULTIPLE:
-            wrong = (
-                f"float8.enable = true: {fqn}.weight is {rows:g} x {columns:g} on a rank, {need}"
-            )
-            raise ConfigError(
-                f'{wrong}; use float8.filter_fqns = ["{fqn.split(".", 2)[2]}"] or a lower'
-                " tensor_parallel_degree"
-            )
 
 
 # --- Products -------------------------------------------------------------------------------------

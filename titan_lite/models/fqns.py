@@ -5,8 +5,10 @@ parameters_within(model, ["layers.3", "output"])    # FQNs of the parameters of 
 """
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:  # titan_lite/models/shapes.py needs no torch
+    from torch import nn
 
 
 def block_of(fqn: str, last: str = "norm") -> str:
@@ -35,14 +37,21 @@ def lies_within(fqn: str, prefixes: Iterable[str]) -> bool:
     return any(f"{fqn}.".startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def parameters_within(model: nn.Module, prefixes: Iterable[str]) -> tuple[str, ...]:
+def is_filtered(fqn: str, filter_fqns: Iterable[str]) -> bool:
+    """Return True if a name is a part of `fqn`: "attention.wk" of "layers.3.attention.wk"."""
+    return any(f".{name}." in f".{fqn}." for name in filter_fqns)
+
+
+def parameters_within(model: "nn.Module", prefixes: Iterable[str]) -> tuple[str, ...]:
     """Return the FQNs of parameters within `prefixes`.
 
     Tied weights match by any of their names; their FQN is the first.
     """
-    prefixes, first, within = tuple(prefixes), dict[nn.Parameter, str](), dict[str, None]()
+    prefixes = tuple(prefixes)
+    first_name: dict[nn.Parameter, str] = {}
+    within: dict[str, None] = {}  # an ordered set
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        fqn = first.setdefault(parameter, name)
+        fqn = first_name.setdefault(parameter, name)
         if lies_within(name, prefixes):
             within[fqn] = None
     return tuple(within)

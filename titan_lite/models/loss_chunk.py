@@ -1,35 +1,27 @@
-"""Decide how many tokens' logits exist at a time in the loss.
+"""Choose how many tokens' logits exist at a time in the loss.
 
-Imports no torch, like distributed/layout.py, which asks.
+Needs no torch, since distributed/layout.py asks.
 
-loss_chunk(training, tokens=8192, vocabulary=128_256)        # 1024
+    automatic_chunk(tokens=8192, vocab_size=128_256)        # 1024
 """
 
-from titan_lite.config import ConfigError, Training
+import math
 
-# Bytes of logits, copies and gradients together, above which loss_chunk_tokens = 0 computes the
-# loss in chunks of tokens. LOGIT: theirs for a token and an entry of the vocabulary: logarithms of
-# probabilities, their gradient and that of logits, in float32. FEW_CHUNKS: the most that 0 chooses,
-# since each reads and writes the sum of the projection's gradient. MOST_CHUNKS bounds the graph, in
-# which every chunk has its nodes.
-LOGITS, LOGIT, MULTIPLE, FEW_CHUNKS, MOST_CHUNKS = 3 * 2**29, 12, 128, 8, 16
+MAX_LOGITS_BYTES = int(1.5 * 2**30)  # above this, the loss is computed in chunks of tokens
+BYTES_PER_LOGIT = 12  # log-probabilities, their gradient and that of the logits, in float32
+CHUNK_MULTIPLE = 128  # tokens
+MAX_AUTOMATIC_CHUNKS = 8  # each chunk reads and writes the gradient of the output projection
+MAX_CHUNKS = 16  # of training.loss_chunk_tokens: every chunk has its nodes in the graph
 
 
-def loss_chunk(training: Training, tokens: int, vocabulary: int) -> int:
-    """Return the tokens whose logits exist at a time, of `tokens` of a microbatch on a rank with
-    `vocabulary` entries; 0: all.
+def automatic_chunk(tokens: int, vocab_size: int) -> int:
+    """Return the tokens whose logits exist at a time; 0 if those of all `tokens` fit at once.
 
-    Raises ConfigError for a training.loss_chunk_tokens without effect, or with more than
-    MOST_CHUNKS chunks.
+    tokens: of a microbatch on a rank; vocab_size: the entries of the vocabulary that the rank has.
     """
-    chunk = training.loss_chunk_tokens
-    if chunk == 0:
-        fits = LOGITS // (LOGIT * vocabulary)
-        chosen = max(fits - fits % MULTIPLE, MULTIPLE, -(-tokens // FEW_CHUNKS))
-        return chosen if fits < tokens > chosen else 0
-    wrong = f"training.loss_chunk_tokens = {chunk:,}: a rank has {tokens:,} tokens of a microbatch"
-    if chunk >= tokens:
-        raise ConfigError(f"{wrong}, so this has no effect; use -1, or less than {tokens}")
-    if 0 < chunk < (least := -(-tokens // MOST_CHUNKS)):
-        raise ConfigError(f"{wrong}, which is more than {MOST_CHUNKS} chunks; use at least {least}")
-    return max(chunk, 0)
+    fitting = MAX_LOGITS_BYTES // (BYTES_PER_LOGIT * vocab_size)
+    if tokens <= fitting:
+        return 0
+    rounded = max(CHUNK_MULTIPLE, fitting // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
+    chunk = max(rounded, math.ceil(tokens / MAX_AUTOMATIC_CHUNKS))
+    return chunk if chunk < tokens else 0

@@ -1,16 +1,28 @@
-"""Shapes of Llama 3 models. Needs no torch, so that a recipe is checked quickly.
+"""Shapes of Llama 3 models: flavors, changed by keys of [model], and the shapes of their parameters.
 
-FLAVORS["8B"].dim        # 4096
+Needs no torch, so that a recipe is checked quickly.
+
+    FLAVORS["8B"].dim                                 # 4096
+    shape_of(Model(flavor="debug", n_layers=12))      # ModelConfig(dim=256, n_layers=12, ...)
+    shape_words(Model(flavor="debug", n_layers=12))   # "debug with n_layers = 12 (not 6)"
+    parameter_shapes(FLAVORS["8B"])["norm.weight"]    # (4096,)
 """
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+from titan_lite.config import ConfigError, Model
+from titan_lite.config.errors import shown
+from titan_lite.models.fqns import lies_within
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's scaling of the low rotary frequencies, for contexts longer than
-    `original_max_seq_len`.
-    """
+    """Llama 3.1's scaling of low rotary frequencies, for contexts beyond `original_max_seq_len`."""
 
     factor: float  # divisor of the low frequencies
     low_freq_factor: float = 1.0
@@ -53,3 +65,105 @@ FLAVORS = {
     "70B": ModelConfig(8192, 80, 64, 8, 28672, rope_scaling=RopeScaling(factor=8.0)),
     "405B": ModelConfig(16384, 126, 128, 8, 53248, rope_scaling=RopeScaling(factor=8.0)),
 }
+
+
+_REQUIRED_WITHOUT_FLAVOR = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")
+
+
+def shape_of(model: Model) -> ModelConfig:
+    """Return the shape of a recipe's model: its flavor, changed by keys of [model].
+
+    Raises ConfigError for an unknown flavor, or without a flavor for a missing key.
+    """
+    if model.flavor not in ("", *FLAVORS):
+        raise ConfigError(
+            f"model.flavor = {shown(model.flavor)}: use one of {', '.join(FLAVORS)}, or"
+            ' "" and give the shape by keys of [model]'
+        )
+    changes = _changes_to_flavor(model)
+    if model.flavor:
+        return dataclasses.replace(FLAVORS[model.flavor], **changes)
+    missing = [f"model.{name}" for name in _REQUIRED_WITHOUT_FLAVOR if name not in changes]
+    if missing:
+        raise ConfigError(
+            f'model.flavor = "" needs {", ".join(missing)}; set them, or use a flavor such as'
+            ' "debug"'
+        )
+    return ModelConfig(**{"n_kv_heads": model.n_heads, **changes})
+
+
+def shape_words(model: Model) -> str:
+    """Return the flavor's name and the values that differ from it."""
+    flavor = FLAVORS.get(model.flavor)
+    words = []
+    for name, value in _changes_to_flavor(model).items():
+        if flavor is None:
+            words.append(f"{name} = {_short(value)}")
+        elif getattr(flavor, name) != value:
+            words.append(f"{name} = {_short(value)} (not {_short(getattr(flavor, name))})")
+    name = model.flavor or "of its own"
+    return f"{name} with {', '.join(words)}" if words else name
+
+
+def _short(value: object) -> str:
+    return f"{value.factor:g}x" if isinstance(value, RopeScaling) else str(value)
+
+
+def _changes_to_flavor(model: Model) -> dict[str, Any]:
+    """Return the fields of ModelConfig that keys of [model] set."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(ModelConfig):
+        if field.name in ("tied_embeddings", "rope_scaling"):
+            continue
+        value = getattr(model, field.name)
+        if value:  # 0: as in the flavor
+            changes[field.name] = value
+    if model.tied_embeddings != "flavor":
+        changes["tied_embeddings"] = model.tied_embeddings == "yes"
+    if model.rope_scaling_factor == 1:
+        changes["rope_scaling"] = None
+    elif model.rope_scaling_factor:
+        of_flavor = FLAVORS[model.flavor].rope_scaling if model.flavor else None
+        scaling = of_flavor or RopeScaling(model.rope_scaling_factor)
+        changes["rope_scaling"] = dataclasses.replace(scaling, factor=model.rope_scaling_factor)
+    return changes
+
+
+def module_fqns(n_layers: int) -> list[str]:
+    """Return the modules that pipeline stages are made of, in the order of forward."""
+    return ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
+
+
+def parameter_shapes(config: ModelConfig, modules: Iterable[str] = ()) -> dict[str, Shape]:
+    """Return the shapes of the parameters by FQN, in the model's order; those within `modules`, or all.
+
+    They are those of models/llama3.Transformer, without torch. A tied weight has its first name,
+    and is within "output" too.
+    """
+    width = config.dim
+    kv_width = config.n_kv_heads * config.head_dim
+    of_block = {
+        "attention.wq": (config.n_heads * config.head_dim, width),
+        "attention.wk": (kv_width, width),
+        "attention.wv": (kv_width, width),
+        "attention.wo": (width, config.n_heads * config.head_dim),
+        "feed_forward.w1": (config.hidden_dim, width),
+        "feed_forward.w2": (width, config.hidden_dim),
+        "feed_forward.w3": (config.hidden_dim, width),
+        "attention_norm": (width,),
+        "ffn_norm": (width,),
+    }
+    table = (config.vocab_size, width)
+    shapes: dict[str, Shape] = {"tok_embeddings.weight": table}
+    for layer in range(config.n_layers):
+        for name, shape in of_block.items():
+            shapes[f"layers.{layer}.{name}.weight"] = shape
+    shapes["norm.weight"] = (width,)
+    if not config.tied_embeddings:
+        shapes["output.weight"] = table
+    modules = tuple(modules)
+    if not modules:
+        return shapes
+    if config.tied_embeddings and lies_within("output.weight", modules):
+        modules = (*modules, "tok_embeddings")
+    return {fqn: shape for fqn, shape in shapes.items() if lies_within(fqn, modules)}

@@ -11,10 +11,11 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from titan_lite import rules
 from titan_lite.config import SECTIONS, Config, ConfigError, load_config, to_toml
 from titan_lite.config.help import section_help
 from titan_lite.config.load import nearest_section
-from titan_lite.distributed.layout import make_layout
+from titan_lite.distributed.layout import Layout
 from titan_lite.logging import log_ranks
 from titan_lite.tools.cli import command
 
@@ -108,7 +109,9 @@ def check_world(config: Config, world_size: int) -> None:
         raise ConfigError(str(error)) from None
     from titan_lite.inputs import check_inputs  # needs packages that ./run_train.sh installs
 
-    check_inputs(config, make_layout(config, world_size))
+    layout = Layout.from_config(config, world_size)
+    rules.check(config, layout)
+    check_inputs(config, layout)
 
 
 @command

@@ -52,17 +52,17 @@ from titan_lite.config import (
     Profiling,
     load_config,
 )
-from titan_lite.distributed.degrees import AXES, DEGREES
-from titan_lite.distributed.layout import make_layout
+from titan_lite.distributed.layout import AXES, DEGREES, Layout
+from titan_lite.distributed.memory import choose_fsdp_communication
 from titan_lite.distributed.pipeline_schedule import TooFewLayers
 from titan_lite.distributed.process_group import device_memory
 from titan_lite.hooks import Hook
 from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.metrics.run_files import read_metrics
-from titan_lite.models.flavors import shape_of, shape_words
 from titan_lite.models.float8 import DIM_MULTIPLE
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
-from titan_lite.models.loss_chunk import loss_chunk
+from titan_lite.models.loss_chunk import automatic_chunk
+from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.sharding import chunk_size
 from titan_lite.tools.cli import Parser, at_least_one, command
 from titan_lite.trainer import Trainer
@@ -251,14 +251,11 @@ def _chunks_loss(config: Config) -> bool:
         parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
     )
     tokens = sequences * training.seq_len // parallelism.context_parallel_degree
-    return (
-        loss_chunk(
-            training,
-            tokens,
-            chunk_size(shape_of(config.model).vocab_size, parallelism.tensor_parallel_degree),
-        )
-        > 0
-    )
+    if training.loss_chunk_tokens != 0:
+        return training.loss_chunk_tokens > 0
+    vocab_size = shape_of(config.model).vocab_size
+    entries = chunk_size(vocab_size, parallelism.tensor_parallel_degree)
+    return automatic_chunk(tokens, entries) > 0
 
 
 def _compile_of_twin(stage: Compile, tokens: int) -> Compile:
@@ -528,7 +525,8 @@ def _enough_layers(config: Config, flavor: ModelConfig, processes: int) -> Model
     for layers in range(LAYERS, most := 4 * processes + 8):
         model = twin_model(flavor, layers)
         try:
-            check(config, make_layout(config, processes, model, memory=device_memory()))
+            layout = Layout.from_config(config, processes, model)
+            check(config, choose_fsdp_communication(config, layout, device_memory()))
             break
         except TooFewLayers:
             if layers == most - 1:

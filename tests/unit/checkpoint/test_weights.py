@@ -31,9 +31,9 @@ from titan_lite.checkpoint.weights import (
 )
 from titan_lite.config import ConfigError, Model
 from titan_lite.logging import logger
-from titan_lite.models.flavors import shape_of
 from titan_lite.models.huggingface import config_to_hf
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
+from titan_lite.models.shapes import shape_of
 from titan_lite.tools import convert
 from titan_lite.tools.convert import write_hf, write_step
 

@@ -24,7 +24,7 @@ from titan_lite.data.loader import build_loader
 from titan_lite.data.prepared import PreparedDocuments, check_prepared, read_prepared
 from titan_lite.data.streams import merge_states
 from titan_lite.data.tokenizer import load_tokenizer
-from titan_lite.distributed.layout import make_layout
+from titan_lite.distributed.layout import Layout
 from titan_lite.tools import prepare as command
 from titan_lite.tools.prepare import prepare
 
@@ -291,7 +291,7 @@ def test_each_source_of_a_mixture_becomes_a_folder(corpus, folder, tmp_path, cap
 
 
 def checked(config):
-    return check(config, make_layout(config, 1))
+    return check(config, Layout.from_config(config, 1))
 
 
 def test_what_is_wrong_is_found_before_anything_starts(folder, tmp_path):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_lite.config import ConfigError, Parallelism
-from titan_lite.distributed.degrees import AXES, check_tensor_parallel, resolve_degrees
+from titan_lite.distributed.layout import AXES, resolve_degrees
 from titan_lite.distributed.mesh import build_mesh
 
 
@@ -105,44 +105,6 @@ def test_degrees_that_do_not_fit_are_refused_with_key_value_and_a_way_out(
 ):
     with pytest.raises(ConfigError) as error:
         resolve_degrees(Parallelism(**settings), world_size)
-    for word in words:
-        assert word in str(error.value)
-
-
-LLAMA = dict(n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128_256, seq_len=8192)
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_tensor_parallel_degrees_that_fit(tp):
-    check_tensor_parallel(tp, **LLAMA)
-    check_tensor_parallel(
-        tp, **{**LLAMA, "vocab_size": 128_257, "hidden_dim": 14335}
-    )  # these need not be divisible
-
-
-@pytest.mark.parametrize(
-    ("tp", "model", "words"),
-    [
-        (3, {}, ["does not divide the 32 attention heads; use 1 or 2 or 4 or 8"]),
-        (16, {}, ["does not divide the 8 key/value heads; use 1 or 2 or 4 or 8"]),
-        (8, dict(seq_len=4), ["does not divide the 4 tokens of training.seq_len; use 1 or 2 or 4"]),
-        (2, dict(seq_len=4095), ["does not divide the 4095 tokens of training.seq_len; use 1"]),
-        (
-            8,
-            dict(vocab_size=9),
-            ["leaves a rank without any of the 9 tokens of the vocabulary", "a lower degree"],
-        ),
-        (
-            4,
-            dict(hidden_dim=5),
-            ["leaves a rank without any of the 5 hidden units", "a lower degree"],
-        ),
-    ],
-)
-def test_tensor_parallel_degrees_that_do_not(tp, model, words):
-    with pytest.raises(ConfigError) as error:
-        check_tensor_parallel(tp, **{**LLAMA, **model})
-    assert f"parallelism.tensor_parallel_degree = {tp} " in str(error.value)
     for word in words:
         assert word in str(error.value)
 

@@ -7,22 +7,17 @@ from torch.distributed.pipelining.schedules import _Action
 
 from titan_lite.config import Parallelism
 from titan_lite.distributed.pipeline_schedule import (
+    PipelineSchedule,
     bubble_fraction,
-    module_fqns,
     one_stage_order,
-    plan_pipeline,
 )
+from titan_lite.models.shapes import module_fqns
 
 
 def plan(n_layers=6, local_batch_size=8, **keys):
     parallelism = Parallelism(**{f"pipeline_parallel_{key}": value for key, value in keys.items()})
-    return plan_pipeline(
-        parallelism,
-        n_layers=n_layers,
-        tied=False,
-        local_batch_size=local_batch_size,
-        compiled=False,
-        checkpointed=False,
+    return PipelineSchedule.from_config(
+        parallelism, n_layers=n_layers, local_batch_size=local_batch_size
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.config import load_config
-from titan_lite.distributed.layout import make_layout
+from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import mesh_picture, short_names, start_lines
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -97,7 +97,7 @@ def said(*overrides, ranks=2):
     config = load_config(DEBUG, overrides)
     return start_lines(
         config,
-        make_layout(config, ranks),
+        Layout.from_config(config, ranks),
         device=torch.device("cpu"),
         priced=True,
     )

@@ -23,8 +23,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_lite import rules
 from titan_lite.config import Config, ConfigError, find_recipe, load_config
 from titan_lite.config.load import option
+from titan_lite.distributed.layout import Layout
 from titan_lite.tools.cli import Parser, at_least_one, command
 
 SEARCHED = 12  # plans of a search by default
@@ -174,11 +176,10 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
                 " file"
             )
         if not machine.is_cpu:
-            check_float8_results(changed)
+            rules.raise_mistakes(changed, rules.float8_has_results_on_gpus(changed))
         return lay_out(changed, world_size, machine.memory * 2**30)
 
     # imported here, since torch is slow to import, and a wrong recipe fails before
-    from titan_lite.distributed.layout_checks import check_float8_results
     from titan_lite.tools.plan.changes import best_changes, candidates, grid, plan_changes, table
     from titan_lite.tools.plan.picture import draw_plan, write_plan_trace
     from titan_lite.tools.plan.scale import check_scale, describe_scale
@@ -233,10 +234,13 @@ def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
 
     Raises ConfigError if it cannot run or be planned.
     """
-    from titan_lite.distributed.layout import make_layout
+    layout = Layout.from_config(config, world_size)
+    rules.check(config, layout)  # before torch is imported
+
+    from titan_lite.distributed.memory import choose_fsdp_communication
     from titan_lite.tools.plan.trace import PlannedLayout
 
-    layout = make_layout(config, world_size, memory=memory)
+    layout = choose_fsdp_communication(config, layout, memory)
     return PlannedLayout(**vars(layout), config=config)
 
 

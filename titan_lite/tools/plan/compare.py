@@ -11,7 +11,7 @@ from pathlib import Path
 from titan_lite.config import Config, ConfigError, flatten, load_config
 from titan_lite.cost.machine import GIB
 from titan_lite.metrics.run_files import RecordError, Window, read_rows, timed_windows
-from titan_lite.models.flavors import shape_words
+from titan_lite.models.shapes import shape_words
 from titan_lite.tools.plan.summary import Plan
 
 PLANNED_SECTIONS = (

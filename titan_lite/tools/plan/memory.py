@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from titan_lite.cost.machine import GIB, Machine
-from titan_lite.distributed.layout import SIZES, STORED, itemsizes
+from titan_lite.distributed.memory import ITEM_BYTES, STORED_BYTES, itemsizes, owner_bytes
 from titan_lite.distributed.pipeline_schedule import computations, order_of
 from titan_lite.distributed.step_gather import IN_FLIGHT
 from titan_lite.optim.state import AT_ONCE, OF_MATRIX, moment_bytes
@@ -174,7 +174,7 @@ class Replay:
         """Allocate what stays from before the first step, or from its start, to the end."""
         for number, stage in self.stages.items():
             for weight in stage.weights:
-                self.make("parameters", STORED * weight.held)
+                self.make("parameters", STORED_BYTES * weight.held)
             self.make("parameters", stage.buffers)
             for weight in stage.weights:
                 if any(weight.factors):  # an error, and Q
@@ -227,7 +227,7 @@ class Replay:
             under_way: list[tuple[Held, Held, list[Weight]]] = []
             # a weight that is not sharded, of the same dtype, is no copy
             kept = [
-                not _sharded([weight]) and self.itemsize(weight) == STORED
+                not _sharded([weight]) and self.itemsize(weight) == STORED_BYTES
                 for weight in stage.weights
             ]
             weights = [
@@ -322,7 +322,7 @@ class Replay:
         state: list[list[float]] = [
             [4, *moment_bytes(config.optimizer, *each)] for each in zip(own, matrices, strict=True)
         ]  # with a step count
-        state.append([self.layout.owner_bytes(config)])
+        state.append([owner_bytes(config, self.layout)])
         for nbytes in () if self.has_state else (nbytes for each in state for nbytes in each):
             self.make("optimizer state", nbytes)
         self.has_state = True
@@ -330,7 +330,9 @@ class Replay:
             whole = self.layout.degrees["tp"] * max(
                 weight.whole * weight.matrix for weight in self.weights
             )
-            self.end(self.make("working", AT_ONCE * SIZES[kind.dtype(config.optimizer)] * whole))
+            self.end(
+                self.make("working", AT_ONCE * ITEM_BYTES[kind.dtype(config.optimizer)] * whole)
+            )
         for held in (
             *self.shards,
             *(held for sums in self.gradients.values() for held in sums.values()),

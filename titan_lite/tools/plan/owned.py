@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_lite.cost.machine import Machine
-from titan_lite.distributed.layout import SIZES
+from titan_lite.distributed.memory import ITEM_BYTES
 from titan_lite.optim.state import OF_MATRIX, owned
 from titan_lite.tools.plan.trace import PlannedLayout
 
@@ -41,7 +41,7 @@ def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
     goes, returns = list[float](), list[float]()
     for bucket in owned(config, layout.shapes_of_rank, len(ranks)):
         computes.append(max(kind.cost(config, shape, device) for shape in bucket.values()) / speed)
-        nbytes = SIZES[kind.dtype(config)] * max(map(math.prod, bucket.values()))
+        nbytes = ITEM_BYTES[kind.dtype(config)] * max(map(math.prod, bucket.values()))
         for times, size, group in ((goes, nbytes, of_copy), (returns, copies * nbytes, ranks)):
             seconds, near, far = all_to_all(machine, size, group)
             times.append(seconds)

@@ -22,9 +22,8 @@ from typing import Any
 
 from titan_lite.config import ConfigError
 from titan_lite.cost.machine import GB
-from titan_lite.distributed.layout import STORED
-from titan_lite.distributed.layout_checks import error_bytes
-from titan_lite.models.flavors import shape_words
+from titan_lite.distributed.memory import STORED_BYTES, compression_error_bytes, owner_bytes
+from titan_lite.models.shapes import shape_words
 from titan_lite.optim.state import OF_MATRIX, share_of_matrices
 from titan_lite.tools.plan.owned import owned_matrices
 from titan_lite.tools.plan.simulate import DEVIATION, slowest_of
@@ -195,10 +194,10 @@ def scale_of(plan: Plan, ranks: int) -> Scale:
     world = layout.world_size
     optimizer = OF_MATRIX[config.optimizer.name]
     moments = 2 - (2 - optimizer.moments) * share_of_matrices(layout.shapes_of_rank)
-    sharded = STORED * (1 + moments) * layout.parameters_of_rank / shards(layout)
+    sharded = STORED_BYTES * (1 + moments) * layout.parameters_of_rank / shards(layout)
     # An owner's matrices and the error of each copy are saved once, and sharded tensors by one of
     # the copies.
-    once = layout.owner_bytes(config) + error_bytes(config, layout)
+    once = owner_bytes(config, layout) + compression_error_bytes(config, layout)
     held = sharded + once
     saved = sharded / layout.degrees["dp_replicate"] + once
     meeting = world * MEETING

@@ -19,10 +19,14 @@ from tqdm import tqdm
 from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.config.load import option
 from titan_lite.cost.machine import GIB, Machine
-from titan_lite.distributed.degrees import DEGREES
-from titan_lite.distributed.layout import STORED, itemsizes
-from titan_lite.distributed.layout_checks import error_bytes
-from titan_lite.models.flavors import shape_of
+from titan_lite.distributed.layout import DEGREES
+from titan_lite.distributed.memory import (
+    STORED_BYTES,
+    compression_error_bytes,
+    itemsizes,
+    owner_bytes,
+)
+from titan_lite.models.shapes import shape_of
 from titan_lite.optim.state import moment_bytes
 from titan_lite.tools.plan.changes import (
     CHECKPOINTING,
@@ -58,7 +62,7 @@ def search(
     sequences = config.training.global_batch_size
     if sequences == -1:
         try:
-            sequences = lay_out({}).rows
+            sequences = lay_out({}).sequences_per_step
         except ConfigError as error:
             raise ConfigError(
                 f"--search needs the tokens of a step; use --training.global_batch_size=N: {error}"
@@ -249,7 +253,7 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
     model, degrees, config = layout.model, layout.degrees, layout.config
     tp, pp, m = degrees["tp"], degrees["pp"], layout.pipeline.microbatches
     computed, summed = itemsizes(config.training)
-    tokens = layout.sequences * layout.seq_len // degrees["cp"]
+    tokens = layout.microbatch_size * layout.seq_len // degrees["cp"]
     table = model.vocab_size * model.dim / tp
     block = (
         2 * model.dim * model.head_dim * (model.n_heads + model.n_kv_heads)
@@ -313,7 +317,7 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
         if "output" in names:
             seconds += 6 * table * tokens / (peak * machine.matmul_efficiency)
         slowest, largest = max(slowest, seconds), max(largest, numbers)
-        kept = STORED * numbers / shards  # of weights, and of gradients
+        kept = STORED_BYTES * numbers / shards  # of weights, and of gradients
         state = kept + sum(
             moment_bytes(config.optimizer, numbers / shards, blocks * block / shards)
         )
@@ -324,7 +328,7 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
     step = layout.accumulation * slowest * (m + (pp - 1) / stages_a_rank)
     if once:
         step += largest / block * (gather + reduce)
-    return step, most + layout.owner_bytes(config) + 2 * error_bytes(
+    return step, most + owner_bytes(config, layout) + 2 * compression_error_bytes(
         config, layout
     ) + outside_of_tensors(layout)
 

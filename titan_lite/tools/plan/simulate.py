@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 from titan_lite.config import Config
 from titan_lite.cost.machine import Machine
-from titan_lite.distributed.layout import STORED, itemsizes
+from titan_lite.distributed.memory import STORED_BYTES, itemsizes
 from titan_lite.distributed.pipeline_schedule import Timetable, order_of, run_order
 from titan_lite.optim.state import OF_MATRIX, share_of_matrices
 from titan_lite.tools.plan.costs import Figures
@@ -139,7 +139,7 @@ def updated_bytes(config: Config, matrices: float = 0.0) -> float:
     The norm reads gradients, clipping reads and writes them; AdamW reads parameter, gradient and
     both moments, and writes all but the gradient.
     """
-    clipping, by_adamw = 3 * STORED, 7 * STORED
+    clipping, by_adamw = 3 * STORED_BYTES, 7 * STORED_BYTES
     kind = OF_MATRIX[config.optimizer.name]
     by_owners = kind.moved if kind.moments < 2 else by_adamw
     return clipping + (1 - matrices) * by_adamw + matrices * by_owners
@@ -168,4 +168,4 @@ def accumulate(layout: PlannedLayout, figures: Figures, machine: Machine) -> flo
     computed, summed = itemsizes(layout.config.training)
     if layout.gathers_once:
         return machine.memory_traffic(figures["whole"] * (computed + 2 * summed))
-    return machine.memory_traffic(3 * STORED * figures["held"])
+    return machine.memory_traffic(3 * STORED_BYTES * figures["held"])

@@ -23,8 +23,9 @@ from titan_lite.config import ConfigError
 from titan_lite.cost.machine import GIB, JOINT_SHARE, UNCERTAINTY, Machine
 from titan_lite.cost.timeline import Timeline
 from titan_lite.distributed.axes import WORDS as AXIS_WORDS
-from titan_lite.models.flavors import shape_words
+from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.llama3 import flops_per_token
+from titan_lite.models.shapes import shape_words
 from titan_lite.optim.state import OF_MATRIX
 from titan_lite.tools.plan.memory import Memory, memory_of
 from titan_lite.tools.plan.published import bias_of
@@ -208,13 +209,13 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
             f" {compiled}, activation checkpointing {config.activation_checkpoint.mode}"
         ),
         (
-            f"batch: {layout.rows:,} sequences of {layout.seq_len:,} tokens per step ="
+            f"batch: {layout.sequences_per_step:,} sequences of {layout.seq_len:,} tokens per step ="
             f" {layout.tokens:,} tokens, {layout.microbatches}"
-            f" microbatch{'es' * (layout.microbatches > 1)} of {layout.sequences} per rank"
+            f" microbatch{'es' * (layout.microbatches > 1)} of {layout.microbatch_size} per rank"
         ),
         *(
             [
-                f"planned for the end of the ramp: {layout.ramp_in_words}"
+                f"planned for the end of the ramp: {describe_ramp(layout)}"
                 " (training.global_batch_ramp)"
             ]
             if layout.ramp
@@ -343,7 +344,7 @@ def as_json(plan: Plan) -> str:
         "machine": plan.machine.name,
         "tokens_per_step": layout.tokens,
         "microbatches": layout.microbatches,
-        "ramp": layout.ramp_in_words,
+        "ramp": describe_ramp(layout),
         "step_seconds": each(lambda step: step.seconds),
         "tokens_per_second": each(plan.tokens_per_second),
         "model_flops": each(plan.model_flops),

@@ -190,7 +190,7 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
     degrees = tuple(degree for axis, degree in layout.degrees.items() if axis != "pp")
     return (
         layout.model,
-        layout.sequences,
+        layout.microbatch_size,
         layout.gathers_once,
         degrees,
         config.compile,
@@ -278,9 +278,9 @@ def trace_stage(
                 priced_as=loss_passes.priced_as,
             )
             logits = torch.zeros(
-                layout.sequences, tokens, len(shard.entries), dtype=dtype, requires_grad=True
+                layout.microbatch_size, tokens, len(shard.entries), dtype=dtype, requires_grad=True
             )
-            loss(logits, torch.zeros(layout.sequences, tokens, dtype=torch.long))
+            loss(logits, torch.zeros(layout.microbatch_size, tokens, dtype=torch.long))
     held = {
         "held": float(
             sum(local(parameter).numel() for parameter in plans)
@@ -372,9 +372,9 @@ def stage_inputs(layout: PlannedLayout, model: Transformer) -> tuple[Tensor, Ten
     """
     tokens, tp = len(model.positions), layout.degrees["tp"]
     dtype = getattr(torch, layout.config.training.mixed_precision_param)
-    ids = torch.zeros(layout.sequences, tokens, dtype=torch.long)
+    ids = torch.zeros(layout.microbatch_size, tokens, dtype=torch.long)
     return ids, torch.zeros(
-        layout.sequences, tokens // tp, layout.model.dim, dtype=dtype, requires_grad=True
+        layout.microbatch_size, tokens // tp, layout.model.dim, dtype=dtype, requires_grad=True
     )
 
 
@@ -387,7 +387,10 @@ def documents_for(layout: PlannedLayout, ids: Tensor, machine: Machine) -> dict[
     dtype = getattr(torch, layout.config.training.mixed_precision_param)
     kernel = not machine.is_cpu and not machine.name.startswith("MI")
     if kernel and layout.degrees["cp"] == 1 and fits_flash(dtype, layout.model.head_dim):
-        return {"doc_starts": ids, "doc_stats": torch.zeros(layout.sequences, 2, dtype=torch.long)}
+        return {
+            "doc_starts": ids,
+            "doc_stats": torch.zeros(layout.microbatch_size, 2, dtype=torch.long),
+        }
     return {"doc_starts": ids}
 
 

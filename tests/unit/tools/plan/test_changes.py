@@ -16,7 +16,7 @@ from titan_lite.config import (
 )
 from titan_lite.cost.machine import GIB
 from titan_lite.cost.profiles import load_machine
-from titan_lite.distributed.degrees import resolve_degrees
+from titan_lite.distributed.layout import resolve_degrees
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, Timetable
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.tools.plan import changes

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from titan_lite.config import Optimizer
 from titan_lite.cost.machine import GIB
+from titan_lite.distributed.memory import owner_bytes, steady_bytes
 from titan_lite.optim.state import AT_ONCE as WHOLES
 from titan_lite.optim.state import numbers_in
 from titan_lite.tools.plan import memory as module
@@ -115,8 +116,8 @@ def test_shampoos_state_is_that_of_the_owner_with_most():
         memory_of(mine, [small], CPU).rows["optimizer state"] == 4 * numbers + 4 * 2 * MIB + 2 * 512
     )  # AdamW's of one weight
     of_two = dataclasses.replace(mine, degrees=mine.degrees | dict(dp_shard=2))
-    assert 0.5 * 4 * numbers <= of_two.owner_bytes(mine.config) < 0.7 * 4 * numbers
-    assert mine.steady_bytes(mine.config) - 4 * numbers == pytest.approx(
+    assert 0.5 * 4 * numbers <= owner_bytes(mine.config, of_two) < 0.7 * 4 * numbers
+    assert steady_bytes(mine.config, mine) - 4 * numbers == pytest.approx(
         4 * (2 * numbers_in(mine.shapes_of_rank) + 2 * 256 * (2 * mine.model.vocab_size + 3))
     )
 

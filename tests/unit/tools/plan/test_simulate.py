@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from titan_lite.config import Config, Optimizer, Parallelism, Training
 from titan_lite.cost.machine import Link
 from titan_lite.cost.profiles import load_machine
-from titan_lite.distributed.pipeline_schedule import order_of, plan_pipeline, run_order
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule, order_of, run_order
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.tools.plan.owned import all_to_all, owned_matrices
 from titan_lite.tools.plan.simulate import simulate_step, updated_bytes
@@ -34,13 +34,8 @@ def layout(
         pipeline_parallel_first_stage_less_layers=0,
         pipeline_parallel_last_stage_less_layers=0,
     )
-    plan = plan_pipeline(
-        parallelism,
-        n_layers=n_layers,
-        tied=False,
-        local_batch_size=microbatches,
-        compiled=False,
-        checkpointed=False,
+    pipeline = PipelineSchedule.from_config(
+        parallelism, n_layers=n_layers, local_batch_size=microbatches
     )
     config = Config(
         parallelism=parallelism, training=Training(local_batch_size=microbatches, seq_len=64)
@@ -51,7 +46,7 @@ def layout(
         config=config,
         model=model,
         degrees=degrees,
-        pipeline=plan,
+        pipeline=pipeline,
         local_batch_size=microbatches,
         accumulation=accumulation,
         gathers_once=gathers_once,

@@ -20,7 +20,7 @@ from titan_lite.config import (
 )
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.axes import axis_along
-from titan_lite.distributed.layout import make_layout
+from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.models.llama3 import ModelConfig, flops_per_token
 from titan_lite.tools.plan import summary
@@ -65,10 +65,10 @@ def layout(accumulation=1, mode="none", chunk=-1, **parallelism):
         compile=Compile(enable=True),
     )
     training = config.training.replace(
-        global_batch_size=accumulation * make_layout(config, RANKS, MODEL).rows
+        global_batch_size=accumulation * Layout.from_config(config, RANKS, MODEL).sequences_per_step
     )
     config = config.replace(training=training)
-    return PlannedLayout(**vars(make_layout(config, RANKS, MODEL)), config=config)
+    return PlannedLayout(**vars(Layout.from_config(config, RANKS, MODEL)), config=config)
 
 
 FSDP, TP, RECOMPUTED, CHUNKED = (
@@ -347,7 +347,7 @@ def test_which_depths_lie_on_a_line(sections, depths):
 def test_every_key_that_changes_a_graph_has_traces_of_its_own():
     def traced(*options):
         config = load_config(DEBUG, options)
-        return traced_by(PlannedLayout(**vars(make_layout(config, 2)), config=config))
+        return traced_by(PlannedLayout(**vars(Layout.from_config(config, 2)), config=config))
 
     alike = [
         [],

@@ -13,13 +13,14 @@ from tiny import DEBUG, DEBUG_TOKENIZER
 from titan_lite.checkpoint.identity import run_identity
 from titan_lite.checkpoint.resume import compare
 from titan_lite.checkpoint.state import SavedState
-from titan_lite.config import KEYS, ConfigError, Model, load_config
+from titan_lite.config import KEYS, Config, ConfigError, Model, load_config
 from titan_lite.data.tokenizer import load_tokenizer
-from titan_lite.distributed.layout import make_layout
+from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import start_lines
-from titan_lite.models.flavors import shape_of, shape_words
 from titan_lite.models.huggingface import config_from_hf, config_to_hf
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling
+from titan_lite.models.shapes import shape_of, shape_words
+from titan_lite.rules import check
 from titan_lite.tools.verify import twin_model
 
 OWN = Model(flavor="", dim=96, n_layers=3, n_heads=6, hidden_dim=128, vocab_size=2048)
@@ -87,16 +88,20 @@ WRONG = [
     ),
     (
         dict(dim=260),
-        "model.dim = 260 is not a multiple of 2 x n_heads = 8 of the flavor",
+        "model.dim = 260 is not a multiple of 2 x model.n_heads = 8 of the flavor",
         dict(dim=256),
     ),
     (dict(dim=260), "use model.dim = 256 or 272", dict(dim=272)),
     (
         dict(n_heads=12),
-        "dim = 256 of the flavor is not a multiple of 2 x model.n_heads = 12",
+        "model.dim = 256 is not a multiple of 2 x model.n_heads = 12",
         dict(n_heads=12, dim=264),
     ),
-    (dict(n_heads=6), "model.n_heads = 6 is not a multiple of n_kv_heads = 4 of the flavor", None),
+    (
+        dict(n_heads=6),
+        "model.n_heads = 6 is not a multiple of model.n_kv_heads = 4 of the flavor",
+        None,
+    ),
     (
         dict(n_heads=64, dim=64),
         "model.dim = 64 is not a multiple of 2 x model.n_heads = 64",
@@ -104,30 +109,35 @@ WRONG = [
     ),
     (
         dict(n_kv_heads=3),
-        "n_heads = 8 of the flavor is not a multiple of model.n_kv_heads = 3",
+        "model.n_heads = 8 is not a multiple of model.n_kv_heads = 3",
         dict(n_kv_heads=1),
     ),
     (dict(n_kv_heads=3), "use model.n_kv_heads = 1 or 2 or 4 or 8", dict(n_kv_heads=8)),
     (
         dict(n_kv_heads=16),
-        "n_heads = 8 of the flavor is not a multiple of model.n_kv_heads = 16",
+        "model.n_heads = 8 is not a multiple of model.n_kv_heads = 16",
         dict(n_kv_heads=4),
     ),
 ]
 
 
+def check_shape(model):
+    config = Config().replace(model=model)
+    check(config, Layout.from_config(config, 1))
+
+
 @pytest.mark.parametrize(("keys", "words", "fixed"), WRONG)
 def test_what_is_no_model_is_told_with_the_key_that_was_written(keys, words, fixed):
     with pytest.raises(ConfigError) as error:
-        shape_of(Model(**keys))
+        check_shape(Model(**keys))
     assert words in str(error.value)
     if fixed is not None:
-        shape_of(Model(**fixed))
+        check_shape(Model(**fixed))
 
 
 def test_sizes_that_are_wrong_for_two_reasons_are_told_both():
     with pytest.raises(ConfigError) as error:
-        shape_of(Model(n_heads=6, dim=100))
+        check_shape(Model(n_heads=6, dim=100))
     assert len(error.value.args) == 2
 
 
@@ -163,12 +173,14 @@ def test_a_size_that_no_model_has_is_refused_before_one_is_built(option):
 def test_the_largest_sizes_that_are_admitted_are_laid_out():
     sizes = {"dim": 2**18, "n_heads": 4096, "hidden_dim": 2**20, "vocab_size": 2**22}
     config = load_config(DEBUG, [f"--model.{name}={value}" for name, value in sizes.items()])
-    assert make_layout(config, 1).parameters > 10**12
+    assert Layout.from_config(config, 1).parameters > 10**12
 
 
 def configured(*options):
     config = load_config(DEBUG, [*options, f"--model.tokenizer_path={DEBUG_TOKENIZER}"])
-    return config, make_layout(config, 2)
+    layout = Layout.from_config(config, 2)
+    check(config, layout)
+    return config, layout
 
 
 CHANGED = ["--model.n_layers=3", "--model.dim=128", "--model.tied_embeddings=yes"]
@@ -192,7 +204,7 @@ def test_a_layout_has_the_shape_and_the_start_says_it():
 def test_checks_of_a_layout_see_the_shape():
     with pytest.raises(
         ConfigError,
-        match=r'"layers.5" has no parameter in flavor debug with n_layers = 3 \(not 6\)',
+        match=r'"layers.5", which has no parameter in flavor debug with n_layers = 3 \(not 6\)',
     ):
         configured("--model.n_layers=3", "--parallelism.fsdp_keep_gathered=layers.5")
     with pytest.raises(

@@ -1,0 +1,191 @@
+"""Rules across keys and layout: what is refused, with which words, and that the way out works."""
+
+import dataclasses
+
+import pytest
+from tiny import DEBUG
+
+from titan_lite.config import Config, ConfigError, load_config
+from titan_lite.distributed.layout import Layout
+from titan_lite.models.shapes import FLAVORS
+from titan_lite.rules import RULES, Mistake, check, nearest_divisors, nearest_multiples
+
+
+def checked(*options, ranks=2):
+    config = load_config(DEBUG, options)
+    check(config, Layout.from_config(config, ranks))
+
+
+def test_all_mistakes_are_told_at_once_each_with_its_origin():
+    options = ["--model.n_heads=6", "--model.dim=100", "--training.loss_chunk_tokens=512"]
+    with pytest.raises(ConfigError) as error:
+        checked(*options)
+    assert len(error.value.args) == 3
+    assert all(message.startswith("command line: ") for message in error.value.args)
+
+
+def test_a_mistake_is_told_in_the_words_of_a_recipe():
+    mistake = Mistake("compile.components", ("model",), "compiles no loss", 'such as ["loss"]')
+    assert (
+        mistake.message(Config())
+        == 'default: compile.components = ["model"] compiles no loss; use such as ["loss"]'
+    )
+
+
+def test_rules_have_names_of_their_own():
+    assert len({rule.__name__ for rule in RULES}) == len(RULES) > 15
+
+
+def test_neighbours_of_a_wrong_number():
+    assert nearest_multiples(250, 4) == [248, 252]
+    assert nearest_multiples(1, 4) == [4]
+    assert nearest_divisors(128, 3) == [2, 4]
+    assert nearest_divisors(128, 129) == [128]
+
+
+MODEL = dataclasses.replace(
+    FLAVORS["8B"], n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128_256
+)
+
+
+def check_tensor_parallel(tp, seq_len=8192, **model):
+    config = Config().replace(
+        model=Config().model.replace(flavor="8B"),
+        parallelism=Config().parallelism.replace(tensor_parallel_degree=tp),
+        training=Config().training.replace(seq_len=seq_len),
+    )
+    check(config, Layout.from_config(config, tp, dataclasses.replace(MODEL, **model)))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_tensor_parallel_degrees_that_fit(tp):
+    check_tensor_parallel(tp)
+    check_tensor_parallel(tp, vocab_size=128_257, hidden_dim=14335)  # these are split unevenly
+
+
+@pytest.mark.parametrize(
+    ("tp", "model", "words"),
+    [
+        (3, {}, ["does not divide the 32 attention heads; use 1 or 2 or 4 or 8"]),
+        (16, {}, ["does not divide the 8 key/value heads; use 1 or 2 or 4 or 8"]),
+        (8, dict(seq_len=4), ["does not divide the 4 tokens of training.seq_len; use 1 or 2 or 4"]),
+        (2, dict(seq_len=4095), ["does not divide the 4095 tokens of training.seq_len; use 1"]),
+        (
+            8,
+            dict(vocab_size=9),
+            ["leaves a rank without any of the 9 tokens of the vocabulary", "a lower degree"],
+        ),
+        (
+            4,
+            dict(hidden_dim=5),
+            ["leaves a rank without any of the 5 hidden units", "a lower degree"],
+        ),
+    ],
+)
+def test_tensor_parallel_degrees_that_do_not(tp, model, words):
+    with pytest.raises(ConfigError) as error:
+        check_tensor_parallel(tp, **model)
+    assert f"parallelism.tensor_parallel_degree = {tp} " in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["--training.local_batch_size=1", "--training.seq_len=40"],
+            ["a microbatch has 40 tokens", "use another"],
+        ),
+        (
+            [
+                "--parallelism.context_parallel_degree=2",
+                "--training.local_batch_size=1",
+                "--training.seq_len=48",
+            ],
+            ["has 24 tokens", "multiples of 16"],
+        ),
+        (
+            ["--model.hidden_dim=680"],
+            ["layers.0.feed_forward.w1.weight is 680 x 256", '["feed_forward.w1"]'],
+        ),
+        (
+            ["--parallelism.tensor_parallel_degree=2", "--model.hidden_dim=688"],
+            ["w1.weight is 344 x 256", "lower tensor_parallel_degree"],
+        ),
+        (
+            ["--float8.filter_fqns=attention.wkv"],
+            ['"attention.wkv", which is no part', 'use such as "attention.wk"'],
+        ),
+        (
+            ["--float8.all_gather", "--float8.recipe=rowwise"],
+            ["float8.all_gather = true", "all_gather = false"],
+        ),
+        (
+            [
+                "--parallelism.enable_async_tensor_parallel",
+                "--parallelism.tensor_parallel_degree=2",
+                "--compile.enable",
+            ],
+            ["does not overlap", "use false"],
+        ),
+        (["--float8.filter_fqns=layers"], ["leaves no layer", "use false"]),
+    ],
+)
+def test_what_float8_products_cannot_have_is_refused(options, words):
+    with pytest.raises(ConfigError) as error:
+        checked("--float8.enable", *options)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_layers_that_stay_in_bfloat16_may_have_any_size():
+    checked("--float8.enable", "--model.hidden_dim=680", "--float8.filter_fqns=feed_forward")
+    checked("--model.hidden_dim=680", "--training.seq_len=40")
+
+
+@pytest.mark.parametrize(
+    ("chunk", "wrong"),
+    [
+        (
+            512,
+            (
+                "training.loss_chunk_tokens = 512 has no effect: a rank has 512 tokens of a"
+                " microbatch; use -1, or less than 512"
+            ),
+        ),
+        (
+            31,
+            (
+                "tokens = 31 cuts the 512 tokens of a microbatch into more than 16 chunks; use at"
+                " least 32"
+            ),
+        ),
+        (-2, r"loss_chunk_tokens = -2"),
+    ],
+)
+def test_a_chunk_of_the_loss_that_cannot_be_is_refused(chunk, wrong):
+    with pytest.raises(ConfigError, match=wrong):
+        checked(f"--training.loss_chunk_tokens={chunk}")
+
+
+@pytest.mark.parametrize(("chunks", "use"), [(3, "2 or 4"), (129, "128"), (100, "64 or 128")])
+def test_chunks_that_do_not_divide_the_tokens_of_a_rank_are_refused(chunks, use):
+    options = [
+        "--parallelism.tensor_parallel_degree=2",
+        f"--compile.tensor_parallel_chunks={chunks}",
+    ]
+    with pytest.raises(
+        ConfigError, match=rf"chunks = {chunks} does not divide the 128 tokens .*; use {use}$"
+    ):
+        checked("--compile.enable", *options)
+    checked(*options)  # an eager run cuts nothing, and its start says so
+
+
+def test_shampoo_that_would_never_have_roots_is_refused():
+    options = ["--optimizer.name=Shampoo", "--optimizer.start_preconditioning_step=5"]
+    checked(*options, "--training.steps=5")
+    with pytest.raises(
+        ConfigError, match=r"_step = 5 is after the last of training.steps = 4, .*use at most 4"
+    ):
+        checked(*options, "--training.steps=4")

@@ -1,0 +1,128 @@
+"""Price a layout: the bytes that a rank keeps, and those of gathering weights once a step.
+
+    steady_bytes(config, layout)                          # weights, gradients, optimizer state
+    gathered_once_bytes(config, layout)                   # beside them, with layout.gathers_once
+    layout = choose_fsdp_communication(config, layout, device_memory=80 * 2**30)
+
+What activations take, and when, is the planner's (tools/plan/memory.py).
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from titan_lite.config import Config, Float8, Training
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.powersgd import as_matrix
+from titan_lite.distributed.tensor_parallel import weight_dim
+from titan_lite.models.fqns import is_filtered
+from titan_lite.models.shapes import Shape
+from titan_lite.optim.state import (
+    Shapes,
+    is_matrix,
+    kept_by_owners,
+    moment_bytes,
+    numbers_in,
+    share_of_matrices,
+)
+from titan_lite.sharding import chunk_size
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+# Bytes of a stored weight, of its gradient and of each of its moments: float32.
+STORED_BYTES = 4
+# Share of a device's memory that fsdp_communication = "auto" may fill, without activations.
+MAX_FILLED = 0.6
+
+
+def itemsizes(training: Training) -> tuple[int, int]:
+    """Return the bytes per element of computation, and of sums of gradients."""
+    computed = ITEM_BYTES[training.mixed_precision_param]
+    summed = ITEM_BYTES[training.mixed_precision_reduce]
+    return computed, summed
+
+
+def steady_bytes(config: Config, layout: Layout) -> float:
+    """Return the bytes that a rank keeps on its device for the whole run.
+
+    Its shards of weights, gradients and moments, what it has as an owner of matrices, and twice the
+    errors of compressed gradients.
+    """
+    own = layout.parameters_of_rank / layout.fsdp_degree
+    in_matrices = own * share_of_matrices(layout.shapes_of_rank)
+    moments = sum(moment_bytes(config.optimizer, own, in_matrices))
+    weights_and_gradients = 2 * STORED_BYTES * own
+    errors = 2 * compression_error_bytes(config, layout)
+    return weights_and_gradients + moments + (owner_bytes(config, layout) + errors)
+
+
+def owner_bytes(config: Config, layout: Layout) -> float:
+    """Return the bytes of whole matrices on the owner with most (optim/matrix_owners.py)."""
+    ranks = layout.world_size // layout.degrees["pp"]
+    return max(kept_by_owners(config.optimizer, layout.shapes_of_rank, ranks))
+
+
+def gathered_once_bytes(config: Config, layout: Layout) -> float:
+    """Return the bytes that gathering once a step needs beside the steady ones.
+
+    Unsharded weights, the gradients of a backward, and their sums over microbatches.
+    """
+    computed, summed = itemsizes(config.training)
+    one_byte = numbers_in(gathered_in_float8(config.float8, layout.shapes_of_rank))
+    saved = (computed - 1) * one_byte / layout.degrees["tp"]
+    return (2 * computed + summed) * layout.parameters_of_rank - saved
+
+
+def choose_fsdp_communication(config: Config, layout: Layout, device_memory: float) -> Layout:
+    """Return the layout with fsdp_communication = "auto" decided for a device of so many bytes.
+
+    What is gathered once a step must leave room for activations; else once a microbatch.
+    """
+    if config.parallelism.fsdp_communication != "auto" or not layout.gathers_once:
+        return layout
+    if device_memory == math.inf:
+        return layout
+    needed = steady_bytes(config, layout) + gathered_once_bytes(config, layout)
+    return dataclasses.replace(layout, gathers_once=needed <= MAX_FILLED * device_memory)
+
+
+def gathered_in_float8(float8: Float8, shapes: Shapes) -> dict[str, Shape]:
+    """Return the parameters that are gathered as one byte an element."""
+    if not (float8.enable and float8.all_gather):
+        return {}
+    return {
+        fqn: shape
+        for fqn, shape in shapes.items()
+        if is_matrix(fqn) and not is_filtered(fqn, float8.filter_fqns)
+    }
+
+
+def compressed_sizes(config: Config, layout: Layout) -> dict[str, tuple[int, int]]:
+    """Return (elements of a rank's shard, elements of its PowerSGD factors) by FQN.
+
+    Without factors (0) the gradient travels between replicas as it is.
+    """
+    rank = config.parallelism.replicate_rank
+    sizes = {}
+    for fqn, shape in layout.shapes_of_rank.items():
+        shard = largest_shard(layout, fqn, shape)
+        matrix = as_matrix(shard[0], shard[1:], rank)
+        sizes[fqn] = (math.prod(shard), rank * sum(matrix) if matrix else 0)
+    return sizes
+
+
+def largest_shard(layout: Layout, fqn: str, shape: Sequence[int]) -> Shape:
+    """Return the shape of the largest part of a parameter that a rank has."""
+    split_dim = weight_dim(fqn.removesuffix(".weight"))
+    part = list(shape)
+    if split_dim is not None:
+        part[split_dim] = chunk_size(part[split_dim], layout.degrees["tp"])
+    part[0] = chunk_size(part[0], layout.fsdp_degree)
+    return tuple(part)
+
+
+def compression_error_bytes(config: Config, layout: Layout) -> int:
+    """Return the bytes of a rank's errors of compressed gradients; a step has them twice."""
+    if config.parallelism.replicate_compression == "none":
+        return 0
+    sizes = compressed_sizes(config, layout).values()
+    return STORED_BYTES * sum(elements for elements, factors in sizes if factors)

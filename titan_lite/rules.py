@@ -1,0 +1,602 @@
+"""Rules across keys of a recipe and its layout: the only place that says what cannot be together.
+
+    layout = Layout.from_config(config, world_size=8)
+    check(config, layout)          # raises one ConfigError with all mistakes
+
+A rule is a function that yields a Mistake for each key with a wrong value, and `@rule` adds it to
+those that `check` applies. Those of `@rule_with_torch` come last and import torch when their keys are
+used, so that most mistakes are told in a fraction of a second. What depends on the machine is in
+machine_rules.py. A field's own type and bounds are in config/sections.py.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from titan_lite.config import Config, ConfigError
+from titan_lite.config.errors import in_toml
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.pipeline_schedule import STAGES_PER_RANK, stages_per_rank
+from titan_lite.models.fqns import is_filtered
+from titan_lite.models.loss_chunk import MAX_CHUNKS
+from titan_lite.models.shapes import (
+    ModelConfig,
+    Shape,
+    module_fqns,
+    parameter_shapes,
+    shape_of,
+    shape_words,
+)
+from titan_lite.optim.state import is_matrix
+from titan_lite.sharding import chunk_range, chunk_size
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A key whose value cannot be."""
+
+    key: str  # "section.name"
+    value: object
+    why: str  # what is wrong with it: the words after "section.name = value"
+    instead: str  # what to use
+
+    def message(self, config: Config) -> str:
+        origin = config.origin(self.key)  # the file, or "command line"
+        return f"{origin}: {self.key} = {in_toml(self.value)} {self.why}; use {self.instead}"
+
+
+Rule = Callable[[Config, Layout], Iterator[Mistake]]
+RULES: list[Rule] = []
+RULES_WITH_TORCH: list[Rule] = []
+
+
+def rule(function: Rule) -> Rule:
+    RULES.append(function)
+    return function
+
+
+def rule_with_torch(function: Rule) -> Rule:
+    RULES_WITH_TORCH.append(function)
+    return function
+
+
+def check(config: Config, layout: Layout) -> None:
+    """Apply every rule. Raises one ConfigError with all mistakes.
+
+    Rules with torch are applied to what the others admit.
+    """
+    for rules in (RULES, RULES_WITH_TORCH):
+        mistakes = [mistake for rule in rules for mistake in rule(config, layout)]
+        raise_mistakes(config, mistakes)
+
+
+def raise_mistakes(config: Config, mistakes: Iterable[Mistake]) -> None:
+    """Raise one ConfigError with all mistakes, if there are any."""
+    messages = dict.fromkeys(mistake.message(config) for mistake in mistakes)  # each once
+    if messages:
+        raise ConfigError(*messages)
+
+
+def alternatives(values: Iterable[object]) -> str:
+    """Return "1, 2 or 4" as "1 or 2 or 4"."""
+    return " or ".join(str(value) for value in values)
+
+
+def nearest_multiples(value: int, factor: int) -> list[int]:
+    """Return the multiples of `factor` that are next to `value`."""
+    below = max(factor, value // factor * factor)
+    above = math.ceil(value / factor) * factor
+    return sorted({below, above})
+
+
+def nearest_divisors(number: int, value: int) -> list[int]:
+    """Return the divisors of `number` next to `value`, which is none and above 1."""
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    below = max(divisor for divisor in divisors if divisor < value)
+    above = [divisor for divisor in divisors if divisor > value]
+    return [below, *above[:1]]
+
+
+# The model's shape
+
+
+@rule
+def sequences_fit_the_rotary_tables(config: Config, layout: Layout) -> Iterator[Mistake]:
+    longest = shape_of(config.model).max_seq_len
+    if layout.seq_len > longest:
+        yield Mistake(
+            key="training.seq_len",
+            value=layout.seq_len,
+            why="is more than the model's max_seq_len",
+            instead=f"at most {longest}",
+        )
+
+
+@rule
+def query_heads_share_key_value_heads_evenly(config: Config, layout: Layout) -> Iterator[Mistake]:
+    model = layout.model
+    if model.n_heads % model.n_kv_heads:
+        divisors = [count for count in range(1, model.n_heads + 1) if model.n_heads % count == 0]
+        yield Mistake(
+            key="model.n_heads",
+            value=model.n_heads,
+            why=(
+                f"is not a multiple of model.n_kv_heads = {model.n_kv_heads}"
+                f"{_of_flavor(config, 'n_kv_heads')}, and key/value heads are shared evenly"
+            ),
+            instead=f"model.n_kv_heads = {alternatives(divisors)}",
+        )
+
+
+@rule
+def dimensions_of_a_head_rotate_in_pairs(config: Config, layout: Layout) -> Iterator[Mistake]:
+    model = layout.model
+    multiple = 2 * model.n_heads
+    if model.dim % multiple:
+        yield Mistake(
+            key="model.dim",
+            value=model.dim,
+            why=(
+                f"is not a multiple of 2 x model.n_heads = {model.n_heads}"
+                f"{_of_flavor(config, 'n_heads')}, and a head's dimensions rotate in pairs"
+            ),
+            instead=f"model.dim = {alternatives(nearest_multiples(model.dim, multiple))}",
+        )
+
+
+def _of_flavor(config: Config, name: str) -> str:
+    return "" if getattr(config.model, name) else " of the flavor"
+
+
+# Parallelism
+
+
+@rule
+def tensor_parallel_degree_divides(config: Config, layout: Layout) -> Iterator[Mistake]:
+    tp = layout.degrees["tp"]
+    model = layout.model
+    divided = {
+        "attention heads": model.n_heads,
+        "key/value heads": model.n_kv_heads,
+        "tokens of training.seq_len": layout.seq_len,
+    }
+    for what, count in divided.items():
+        if count % tp:
+            fitting = [
+                degree
+                for degree in range(1, model.n_kv_heads + 1)
+                if not any(number % degree for number in divided.values())
+            ]
+            yield Mistake(
+                key="parallelism.tensor_parallel_degree",
+                value=tp,
+                why=f"does not divide the {count} {what}",
+                instead=alternatives(fitting),
+            )
+
+
+@rule
+def every_tensor_parallel_rank_has_a_part(config: Config, layout: Layout) -> Iterator[Mistake]:
+    tp = layout.degrees["tp"]
+    # these are split unevenly where tp does not divide them
+    split = {
+        "hidden units": layout.model.hidden_dim,
+        "tokens of the vocabulary": layout.model.vocab_size,
+    }
+    for what, count in split.items():
+        if not chunk_range(count, tp, index=tp - 1):
+            yield Mistake(
+                key="parallelism.tensor_parallel_degree",
+                value=tp,
+                why=f"leaves a rank without any of the {count} {what}",
+                instead="a lower degree",
+            )
+
+
+@rule
+def context_parallel_ranks_have_two_chunks(config: Config, layout: Layout) -> Iterator[Mistake]:
+    cp = layout.degrees["cp"]
+    tp = layout.degrees["tp"]
+    multiple = 2 * cp * tp
+    if cp > 1 and layout.seq_len % multiple:
+        shared = f" that {tp} tensor-parallel ranks share" if tp > 1 else ""
+        yield Mistake(
+            key="parallelism.context_parallel_degree",
+            value=cp,
+            why=f"cannot cut training.seq_len = {layout.seq_len} into 2 x {cp} chunks{shared}",
+            instead=f"seq_len = {alternatives(nearest_multiples(layout.seq_len, multiple))}",
+        )
+
+
+@rule
+def tied_weights_are_in_one_stage(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if layout.degrees["pp"] > 1 and layout.model.tied_embeddings:
+        yield Mistake(
+            key="parallelism.pipeline_parallel_degree",
+            value=layout.degrees["pp"],
+            why=(
+                "needs an untied model: this flavor's embedding and output are one weight, which"
+                " the first and the last stage would both need"
+            ),
+            instead=(
+                "pipeline_parallel_degree = 1, an untied flavor such as 8B, or"
+                ' model.tied_embeddings = "no"'
+            ),
+        )
+
+
+@rule
+def schedule_has_its_stages_per_rank(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if layout.degrees["pp"] == 1:
+        return
+    name = config.parallelism.pipeline_parallel_schedule
+    usual = STAGES_PER_RANK[name]
+    per_rank = stages_per_rank(config.parallelism)
+    if name == "Interleaved1F1B" and per_rank < 2:
+        why = f'is not for pipeline_parallel_schedule = "{name}", which has {usual} or more'
+        instead = f'-1 or {usual}, or "1F1B"'
+    elif name != "Interleaved1F1B" and per_rank != usual:
+        other = "Interleaved1F1B" if per_rank > 1 else "1F1B"
+        why = f'is not for pipeline_parallel_schedule = "{name}", which has {usual}'
+        instead = f'-1 or {usual}, or "{other}"'
+    else:
+        return
+    yield Mistake("parallelism.pipeline_parallel_stages_per_rank", per_rank, why, instead)
+
+
+@rule
+def schedule_has_its_microbatches(config: Config, layout: Layout) -> Iterator[Mistake]:
+    degree = layout.degrees["pp"]
+    if degree == 1:
+        return
+    key = "parallelism.pipeline_parallel_schedule"
+    name = config.parallelism.pipeline_parallel_schedule
+    microbatches = layout.pipeline.microbatches
+    batch = (
+        f"training.local_batch_size / pipeline_parallel_microbatch_size = {microbatches}"
+        " microbatches"
+    )
+    if name == "1F1B" and microbatches < degree:
+        why = f"needs as many microbatches as stages, {degree}, but {batch}"
+        yield Mistake(key, name, why, f'{degree} of them, or "GPipe"')
+    rounds = max(1, microbatches // degree)
+    if name == "Interleaved1F1B" and microbatches % rounds:
+        why = f"with {degree} ranks goes in {rounds} rounds, which do not divide {batch}"
+        fitting = [microbatches // degree * degree, (microbatches // degree + 1) * degree]
+        yield Mistake(key, name, why, f"{alternatives(fitting)} of them")
+
+
+@rule
+def zero_bubble_cuts_a_backward_that_can_be_cut(
+    config: Config, layout: Layout
+) -> Iterator[Mistake]:
+    key = "parallelism.pipeline_parallel_schedule"
+    name = config.parallelism.pipeline_parallel_schedule
+    if layout.degrees["pp"] == 1 or name != "ZBVZeroBubble":
+        return
+    if config.compile.compiles("model") or config.compile.compiles("loss"):
+        why = "cuts backward in two, which a compiled graph cannot be (compile.enable = true)"
+        yield Mistake(key, name, why, 'compile.enable = false or "Interleaved1F1B"')
+    if config.activation_checkpoint.mode != "none":
+        why = (
+            "cuts backward in two, and each half would recompute every block, the second one once"
+            " for each weight"
+        )
+        yield Mistake(key, name, why, 'activation_checkpoint.mode = "none" or "Interleaved1F1B"')
+
+
+# FSDP, and gradients between replicas
+
+
+@rule
+def resharded_weights_are_gathered_again(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if layout.gathers_once and config.parallelism.fsdp_reshard_after_forward == "always":
+        yield Mistake(
+            key="parallelism.fsdp_reshard_after_forward",
+            value="always",
+            why=(
+                'has no effect with fsdp_communication = "step", which keeps weights gathered for a'
+                f" step of {layout.microbatches} microbatches"
+            ),
+            instead='fsdp_communication = "microbatch"',
+        )
+
+
+@rule
+def kept_modules_are_in_the_model(config: Config, layout: Layout) -> Iterator[Mistake]:
+    kept = config.parallelism.fsdp_keep_gathered
+    for name in _unknown_modules(kept, layout.model):
+        yield _no_parameters(config, layout, "parallelism.fsdp_keep_gathered", kept, name)
+
+
+def _unknown_modules(names: Sequence[str], model: ModelConfig) -> list[str]:
+    """Return the names of no module of a stage and of no parameters, over all pipeline stages."""
+    stage_modules = module_fqns(model.n_layers)
+    return [
+        name for name in names if name not in stage_modules and not parameter_shapes(model, [name])
+    ]
+
+
+def _no_parameters(
+    config: Config, layout: Layout, key: str, value: Sequence[str], name: str
+) -> Mistake:
+    return Mistake(
+        key=key,
+        value=value,
+        why=f'has "{name}", which has no parameter in flavor {shape_words(config.model)}',
+        instead=(
+            f"tok_embeddings, layers.0 to layers.{layout.model.n_layers - 1}, norm, output or"
+            " modules within them"
+        ),
+    )
+
+
+@rule
+def compression_has_replicas_and_steps(config: Config, layout: Layout) -> Iterator[Mistake]:
+    parallelism = config.parallelism
+    if parallelism.replicate_compression == "none":
+        return
+    if layout.degrees["dp_replicate"] == 1:
+        yield Mistake(
+            key="parallelism.replicate_compression",
+            value=parallelism.replicate_compression,
+            why="has no effect with data_parallel_replicate_degree = 1",
+            instead="2 or more",
+        )
+    steps = config.training.steps
+    if parallelism.replicate_uncompressed_steps >= steps:
+        yield Mistake(
+            key="parallelism.replicate_uncompressed_steps",
+            value=parallelism.replicate_uncompressed_steps,
+            why=f"is all of training.steps = {steps}, and nothing would be compressed",
+            instead='fewer, or replicate_compression = "none"',
+        )
+
+
+@rule_with_torch
+def compression_makes_gradients_smaller(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if config.parallelism.replicate_compression == "none":
+        return
+    from titan_lite.distributed.memory import compressed_sizes
+
+    if not any(factors for _, factors in compressed_sizes(config, layout).values()):
+        yield Mistake(
+            key="parallelism.replicate_rank",
+            value=config.parallelism.replicate_rank,
+            why=(
+                "is too large: the factors of every shard would have more than a quarter of its"
+                " numbers, so all would travel as they are"
+            ),
+            instead='a smaller rank, or replicate_compression = "none"',
+        )
+
+
+# Loss and optimizer
+
+
+@rule
+def loss_chunk_is_a_part_of_a_microbatch(config: Config, layout: Layout) -> Iterator[Mistake]:
+    chunk = config.training.loss_chunk_tokens
+    tokens = layout.tokens_per_microbatch
+    smallest = chunk_size(tokens, MAX_CHUNKS)
+    if chunk >= tokens:
+        why = f"has no effect: a rank has {tokens:,} tokens of a microbatch"
+        instead = f"-1, or less than {tokens}"
+    elif 0 < chunk < smallest:
+        why = f"cuts the {tokens:,} tokens of a microbatch into more than {MAX_CHUNKS} chunks"
+        instead = f"at least {smallest}"
+    else:
+        return
+    yield Mistake("training.loss_chunk_tokens", chunk, why, instead)
+
+
+@rule
+def only_adamw_is_compiled(config: Config, layout: Layout) -> Iterator[Mistake]:
+    name = config.optimizer.name
+    if name != "AdamW" and config.compile.compiles("optimizer"):
+        yield Mistake(
+            key="compile.components",
+            value=config.compile.components,
+            why=(
+                f'has the optimizer, and the update of optimizer.name = "{name}" is not compiled,'
+                " as most of it is products of large matrices"
+            ),
+            instead='compile.components = ["model", "loss"]',
+        )
+
+
+@rule
+def shampoo_has_roots_before_the_last_step(config: Config, layout: Layout) -> Iterator[Mistake]:
+    start = config.optimizer.start_preconditioning_step
+    steps = config.training.steps
+    if config.optimizer.name == "Shampoo" and start > steps:
+        yield Mistake(
+            key="optimizer.start_preconditioning_step",
+            value=start,
+            why=(
+                f'is after the last of training.steps = {steps}, and optimizer.name = "Shampoo"'
+                " would be AdamW alone"
+            ),
+            instead=f'at most {steps}, or name = "AdamW"',
+        )
+
+
+# Compilation
+
+
+@rule
+def chunks_divide_the_tokens(config: Config, layout: Layout) -> Iterator[Mistake]:
+    chunks = config.compile.tensor_parallel_chunks
+    tp = layout.degrees["tp"]
+    tokens = layout.seq_len // layout.degrees["cp"] // tp
+    if tp > 1 and config.compile.compiles("model") and tokens % chunks:
+        yield Mistake(
+            key="compile.tensor_parallel_chunks",
+            value=chunks,
+            why=(
+                f"does not divide the {tokens:,} tokens of a sequence that a tensor-parallel rank"
+                " has"
+            ),
+            instead=alternatives(nearest_divisors(tokens, chunks)),
+        )
+
+
+@rule
+def listed_buckets_merge_parameters(config: Config, layout: Layout) -> Iterator[Mistake]:
+    key = "compile.buckets"
+    buckets = config.compile.buckets
+    if not config.compile.compiles("model") or config.compile.bucketing != "listed":
+        return
+    names = [name for bucket in buckets for name in bucket.split()]
+    for name in _unknown_modules(names, layout.model):
+        yield _no_parameters(config, layout, key, buckets, name)
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield Mistake(
+                key, buckets, f'has "{name}" twice, but a parameter has one bucket', "it once"
+            )
+    sizes = [len(parameter_shapes(layout.model, bucket.split())) for bucket in buckets]
+    if max(sizes, default=0) < 2:
+        yield Mistake(
+            key=key,
+            value=buckets,
+            why="has no bucket with two parameters, so nothing would be merged",
+            instead='such as "layers.0 layers.1", or compile.bucketing = "none"',
+        )
+
+
+@rule
+def collectives_of_a_microbatch_are_bucketed(config: Config, layout: Layout) -> Iterator[Mistake]:
+    bucketing = config.compile.bucketing
+    if not config.compile.compiles("model") or bucketing in ("block", "none"):
+        return
+    if layout.gathers_once:
+        yield Mistake(
+            key="compile.bucketing",
+            value=bucketing,
+            why=(
+                'has nothing to bucket: parallelism.fsdp_communication = "step" gathers once for'
+                f" {layout.microbatches} microbatches"
+            ),
+            instead='fsdp_communication = "microbatch" or bucketing = "block"',
+        )
+
+
+# Float8
+
+
+@rule
+def float8_products_are_not_overlapped_by_inductor(
+    config: Config, layout: Layout
+) -> Iterator[Mistake]:
+    if config.float8.enable and config.parallelism.enable_async_tensor_parallel:
+        yield Mistake(
+            key="parallelism.enable_async_tensor_parallel",
+            value=True,
+            why="is not for float8: Inductor does not overlap collectives with its products",
+            instead="false, or float8.enable = false",
+        )
+
+
+@rule
+def weights_gathered_in_float8_have_one_scale(config: Config, layout: Layout) -> Iterator[Mistake]:
+    float8 = config.float8
+    if float8.enable and float8.all_gather and float8.recipe != "tensorwise":
+        yield Mistake(
+            key="float8.all_gather",
+            value=True,
+            why=(
+                "is for tensorwise scales: backward multiplies by the columns of a weight, and"
+                f' float8.recipe = "{float8.recipe}" has scales of its rows'
+            ),
+            instead='recipe = "tensorwise" or all_gather = false',
+        )
+
+
+@rule
+def float8_has_layers_to_compute(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if not config.float8.enable:
+        return
+    filters = config.float8.filter_fqns
+    layers = _linear_layers(layout.model)
+    for name in filters:
+        if not any(is_filtered(fqn, [name]) for fqn in layers):
+            yield Mistake(
+                key="float8.filter_fqns",
+                value=filters,
+                why=f'has "{name}", which is no part of the name of a linear layer in a block',
+                instead=(
+                    'such as "attention.wk" or "layers.0" (embedding and output never are in'
+                    " float8)"
+                ),
+            )
+    if all(is_filtered(fqn, filters) for fqn in layers):
+        why = "has nothing to do: float8.filter_fqns leaves no layer to compute in float8"
+        yield Mistake("float8.enable", True, why, "false")
+
+
+def _linear_layers(model: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of the weights of the blocks' linear layers, by the FQN of the layer."""
+    return {
+        fqn.removesuffix(".weight"): shape
+        for fqn, shape in parameter_shapes(model).items()
+        if is_matrix(fqn)
+    }
+
+
+@rule_with_torch
+def float8_products_have_multiples_of_16(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if not config.float8.enable:
+        return
+    from titan_lite.distributed.tensor_parallel import weight_dim
+    from titan_lite.models.float8 import DIM_MULTIPLE
+
+    key = "float8.enable"
+    needs = f"and dimensions of float8 products are multiples of {DIM_MULTIPLE}"
+    tokens = layout.tokens_per_microbatch
+    if tokens % DIM_MULTIPLE:
+        why = f"is impossible: a microbatch has {tokens} tokens on a rank, {needs}"
+        yield Mistake(key, True, why, "another training.seq_len or training.local_batch_size")
+    for fqn, shape in _linear_layers(layout.model).items():
+        if is_filtered(fqn, config.float8.filter_fqns):
+            continue
+        split_dim = weight_dim(fqn)
+        rows, columns = (
+            size / layout.degrees["tp"] if dim == split_dim else size
+            for dim, size in enumerate(shape)
+        )
+        if rows % DIM_MULTIPLE or columns % DIM_MULTIPLE:
+            name = fqn.split(".", 2)[2]  # in its block
+            yield Mistake(
+                key=key,
+                value=True,
+                why=f"is impossible: {fqn}.weight is {rows:g} x {columns:g} on a rank, {needs}",
+                instead=f'float8.filter_fqns = ["{name}"] or a lower tensor_parallel_degree',
+            )
+            return  # the same layer of other blocks is alike
+
+
+def float8_has_results_on_gpus(config: Config) -> Iterator[Mistake]:
+    """Yield a mistake for float8 products whose results no GPU has in the recipe's dtype.
+
+    CPUs have them, so this is no rule of every recipe: machine rules and the planner ask.
+    """
+    recipe = config.float8.recipe
+    dtype = config.training.mixed_precision_param
+    if config.float8.enable and recipe != "tensorwise" and dtype != "bfloat16":
+        why = "has results in bfloat16 alone on GPUs"
+        instead = 'training.mixed_precision_param = "bfloat16"'
+        yield Mistake("float8.recipe", recipe, why, instead)
+
+
+# Files
+
+
+@rule_with_torch
+def the_machine_has_a_profile(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if config.compile.machine:
+        from titan_lite.cost.profiles import load_machine
+
+        load_machine(config.compile.machine)  # raises ConfigError with what is wrong in the file
+    return iter(())
