@@ -1,23 +1,84 @@
-"""Write files and folders that are complete or absent, and manifests: JSON with the size and
-SHA-256 of each file of a folder.
+"""Write files that are complete or absent, and read files so that an error names the file.
 
-publish(unfinished, folder)                                 # a folder that was filled under another name
+    publish(unfinished, folder)                     # rename what was filled under another name
+    content = read_json(folder / "state.json")      # raises CorruptFileError
+    with fields_of("state.json"):                   # so do a missing key and a value of a wrong type
+        step = content["step"]
 
-write(folder, step=50, files={"__0_0.distcp": digest(folder / "__0_0.distcp"), ...})     # of a step, written last
-files = check_step(folder, step=50)         # raises CorruptFileError: a file is missing, cut short or foreign; reads no data
-check_bytes(folder, files)                  # raises CorruptFileError: a file was altered; reads all
+A manifest has size and SHA-256 of each file in the folder of a checkpoint's step, and is written
+last:
+
+    write(folder, step=50, files={"__0_0.distcp": digest(folder / "__0_0.distcp"), ...})
+    files = check_step(folder, step=50)     # names and sizes; raises CorruptFileError
+    check_bytes(folder, files)              # every byte; raises CorruptFileError
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from titan_lite.outside import CorruptFileError, fields_of, read_object
+from titan_lite.config.errors import ConfigError
 
 NAME = "manifest.json"
+BLOCK_BYTES = 4 * 2**20  # read at once to hash a file
+MAX_MESSAGE = 300  # characters of another library's error
+
+
+class FileDigest(TypedDict):
+    """What a manifest has of a file."""
+
+    size: int  # bytes
+    sha256: str
+
+
+class CorruptFileError(ConfigError):
+    """An error: a file or step is not as it was saved. The message begins with the file's name."""
+
+
+# Reading JSON
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that has an object. Raises CorruptFileError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CorruptFileError(f"{path.name} is missing") from None
+    except OSError as error:
+        raise CorruptFileError(f"{path.name}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{path.name} is not JSON: {short_message(error)}") from None
+    if not isinstance(content, dict):
+        raise CorruptFileError(f"{path.name} is not a JSON object")
+    return content
+
+
+@contextmanager
+def fields_of(name: str) -> Iterator[None]:
+    """Return a context that reads values of a file: one that is missing or of a wrong type raises
+    CorruptFileError. name: the file's.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except KeyError as error:
+        raise CorruptFileError(f"{name} has no {error}") from None
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CorruptFileError(f"{name} is not as it was written: {short_message(error)}") from None
+
+
+def short_message(error: BaseException) -> str:
+    """Return one short line for an error, which may quote a complete file."""
+    words = " ".join(str(error).split())
+    return words if len(words) < MAX_MESSAGE else f"{words[:200]} ... {words[-80:]}"
+
+
+# Writing
 
 
 def sync(path: Path) -> None:
@@ -39,93 +100,100 @@ def publish(unfinished: Path, path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a file, and wait until it is on disk."""
     path.write_text(text, encoding="utf-8")
     sync(path)
 
 
-def digest(path: Path, progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Return size in bytes and SHA-256 of a file. progress: called every 4 MiB. Raises OSError."""
+# Manifests
+
+
+def digest(path: Path, progress: Callable[[], None] = lambda: None) -> FileDigest:
+    """Return size and SHA-256 of a file. progress: called after each block. Raises OSError."""
     sha256 = hashlib.sha256()
     size = 0
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
+        while block := file.read(BLOCK_BYTES):
             sha256.update(block)
             size += len(block)
             progress()
     return {"sha256": sha256.hexdigest(), "size": size}
 
 
-def write(folder: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> None:
+def write(folder: Path, step: int, files: Mapping[str, FileDigest]) -> None:
+    """Write the manifest of a step."""
     content = {"step": step, "files": dict(sorted(files.items()))}
     write_text(folder / NAME, json.dumps(content, indent=1))  # no JSON without its last byte
 
 
-def read(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
-    """Return {name: {"sha256", "size"}} of the files of a step (None: of any step).
-
-    Raises CorruptFileError.
-    """
-    content = read_object(folder / NAME)
+def read(folder: Path, step: int | None) -> dict[str, FileDigest]:
+    """Return the files of a step by name. step: None for any. Raises CorruptFileError."""
+    content = read_json(folder / NAME)
     with fields_of(NAME):
-        files = {
+        files: dict[str, FileDigest] = {
             name: {"sha256": entry["sha256"], "size": int(entry["size"])}
             for name, entry in content["files"].items()
         }
-        saved = int(content["step"])
-    if step not in (None, saved):
-        raise CorruptFileError(f"{NAME} is of step {saved}")
+        saved_step = int(content["step"])
+    if step not in (None, saved_step):
+        raise CorruptFileError(f"{NAME} is of step {saved_step}")
     return files
 
 
 def check_step(
     folder: Path, step: int | None, share: int = 0, shares: int = 1
-) -> dict[str, dict[str, Any]]:
-    """Check the names and sizes of all files in the folder, and return the files as in `read`.
-
-    Raises CorruptFileError.
+) -> dict[str, FileDigest]:
+    """Check the names and sizes of all files in the folder, and return the files as `read` does.
 
     share, shares: check only every `shares`-th file from number `share` on; the first share also
-    has the names.
+    has the names. Raises CorruptFileError.
     """
     files = read(folder, step)
+    if share == 0:
+        _check_names(folder, files)
+    own = sorted(files)[share::shares]
+    check_sizes(folder, {name: files[name] for name in own})
+    return files
+
+
+def _check_names(folder: Path, files: Mapping[str, FileDigest]) -> None:
     try:
-        foreign = [] if share else sorted(set(os.listdir(folder)) - set(files) - {NAME})
+        foreign = sorted(set(os.listdir(folder)) - set(files) - {NAME})
     except OSError as error:
         raise CorruptFileError(f"{error.filename}: {error.strerror}") from None
     if foreign:
         raise CorruptFileError(f"{foreign[0]} is foreign: {NAME} does not list it")
-    check_sizes(folder, {name: files[name] for name in sorted(files)[share::shares]})
-    return files
 
 
-def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+def check_sizes(folder: Path, files: Mapping[str, FileDigest]) -> None:
     """Raise CorruptFileError for the first file that is missing or has another size."""
     for name, expected in files.items():
-        try:
+        with _reading(name):
             size = (folder / name).stat().st_size
-        except FileNotFoundError:
-            raise CorruptFileError(f"{name} is missing") from None
-        except OSError as error:
-            raise CorruptFileError(f"{name}: {error.strerror}") from None
         if size != expected["size"]:
             raise CorruptFileError(f"{name} has {size:,} bytes of {expected['size']:,}")
 
 
 def check_bytes(
-    folder: Path,
-    files: Mapping[str, Mapping[str, Any]],
-    progress: Callable[[], None] = lambda: None,
+    folder: Path, files: Mapping[str, FileDigest], progress: Callable[[], None] = lambda: None
 ) -> None:
     """Raise CorruptFileError for the first file whose bytes are not those written.
 
     progress: as in `digest`.
     """
     for name, expected in files.items():
-        try:
-            found = digest(folder / name, progress)
-        except FileNotFoundError:
-            raise CorruptFileError(f"{name} is missing") from None
-        except OSError as error:
-            raise CorruptFileError(f"{name}: {error.strerror}") from None
-        if found != expected:
+        with _reading(name):
+            present = digest(folder / name, progress)
+        if present != expected:
             raise CorruptFileError(f"{name} was altered: its SHA-256 is not the one in {NAME}")
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Return a context that reads a file: an OSError becomes a CorruptFileError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CorruptFileError(f"{name} is missing") from None
+    except OSError as error:
+        raise CorruptFileError(f"{name}: {error.strerror}") from None

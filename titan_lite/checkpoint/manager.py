@@ -60,7 +60,7 @@ from titan_lite.distributed.process_group import (
     reduce_numbers,
 )
 from titan_lite.logging import logger
-from titan_lite.outside import CorruptFileError
+from titan_lite.manifest import CorruptFileError, FileDigest
 
 GROUP = "checkpoint"  # name of the process group of saves, which has a time limit of its own
 # checked before there is a process group, which checks the other files
@@ -467,7 +467,7 @@ class Checkpointer:
         self._unfinished(step).mkdir()
 
     def _commit(
-        self, step: int, sections: set[str], state: RunState, files: dict[str, dict[str, Any]]
+        self, step: int, sections: set[str], state: RunState, files: dict[str, FileDigest]
     ) -> None:
         """Write state.json and the manifest of a step and give it its name, on the first rank.
 

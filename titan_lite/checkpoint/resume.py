@@ -23,7 +23,7 @@ from titan_lite.checkpoint.identity import RunIdentity
 from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.state import NAME, SavedState
 from titan_lite.config import Checkpoint, ConfigError
-from titan_lite.outside import fields_of
+from titan_lite.manifest import fields_of
 
 
 class Effect(Enum):

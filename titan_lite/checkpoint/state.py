@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from titan_lite import manifest
 from titan_lite.checkpoint.identity import RunIdentity
-from titan_lite.outside import CorruptFileError, fields_of, read_object
+from titan_lite.manifest import CorruptFileError, fields_of, read_json
 
 NAME = "state.json"
 
@@ -73,7 +73,7 @@ def write_state(folder: Path, step: int, tensors: Iterable[str], state: RunState
 
 def read_state(folder: Path) -> SavedState:
     """Return the state of the step in this folder. Raises CorruptFileError."""
-    content = read_object(folder / NAME)
+    content = read_json(folder / NAME)
     if not isinstance(content.get("step"), int):
         raise CorruptFileError(f"{NAME} has no step")
     with fields_of(NAME):

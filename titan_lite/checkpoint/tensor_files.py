@@ -41,7 +41,7 @@ from torch.futures import Future
 
 from titan_lite import manifest
 from titan_lite.checkpoint.names import section_of
-from titan_lite.outside import CorruptFileError, in_short
+from titan_lite.manifest import CorruptFileError, FileDigest, short_message
 
 NAME = ".metadata"
 
@@ -67,7 +67,7 @@ def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
 class HashedResult(WriteResult):
     """The place of a part of a tensor, and size and SHA-256 of its file."""
 
-    digest: dict[str, Any]
+    digest: FileDigest
 
 
 class StepWriter(FileSystemWriter):
@@ -84,7 +84,7 @@ class StepWriter(FileSystemWriter):
         self,
         folder: Path,
         begin: Callable[[int], None],
-        commit: Callable[[dict[str, dict[str, Any]]], None],
+        commit: Callable[[dict[str, FileDigest]], None],
         progress: Callable[[], None],
     ):
         super().__init__(folder)
@@ -353,9 +353,9 @@ def _alone() -> Iterator[None]:
 
 def _failure(failed: CheckpointException) -> str:
     """Return what failed in one process."""
-    return "; ".join(in_short(cause) for cause, _ in failed.failures.values())
+    return "; ".join(short_message(cause) for cause, _ in failed.failures.values())
 
 
 def _in_words(error: Exception) -> str:
     """Return an error that may have no text."""
-    return f"{type(error).__name__}: {in_short(error)}".removesuffix(": ")
+    return f"{type(error).__name__}: {short_message(error)}".removesuffix(": ")

@@ -31,10 +31,10 @@ from titan_lite.checkpoint.state import read_state
 from titan_lite.config import ConfigError
 from titan_lite.distributed.process_group import alike, first_word, gather_objects
 from titan_lite.logging import logger
+from titan_lite.manifest import CorruptFileError, fields_of, read_json, short_message
 from titan_lite.models.huggingface import config_from_hf, from_hf, hf_names
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.models.shape_files import config_from_fields
-from titan_lite.outside import CorruptFileError, fields_of, in_short, read_object
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 TOKENIZER_FILES = (  # in a Hugging Face folder
@@ -155,7 +155,7 @@ class HuggingFaceFolder:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        content = read_object(folder / "config.json")
+        content = read_json(folder / "config.json")
         try:
             self.config = config_from_hf(content)
         except ValueError as error:
@@ -172,7 +172,9 @@ class HuggingFaceFolder:
                             path,
                         )
             except (SafetensorError, OSError) as error:
-                raise CorruptFileError(f"{path.name} cannot be read: {in_short(error)}") from None
+                raise CorruptFileError(
+                    f"{path.name} cannot be read: {short_message(error)}"
+                ) from None
         check_size(self.config, len(stored))
         self.names = hf_names(self.config)
         _refuse(
@@ -200,7 +202,7 @@ class HuggingFaceFolder:
                 )
             return found
         with fields_of(index.name):
-            names = sorted(set(read_object(index)["weight_map"].values()))
+            names = sorted(set(read_json(index)["weight_map"].values()))
             files = [self.folder / name for name in names]
         _refuse(
             [
@@ -232,7 +234,7 @@ class HuggingFaceFolder:
             "generation_config.json",
         ):  # the second may have more tokens that end a text
             if (self.folder / name).is_file():
-                content = read_object(self.folder / name)
+                content = read_json(self.folder / name)
                 found |= {key: content[key] for key in found if content.get(key) is not None}
         return found
 

@@ -19,7 +19,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class PreparedInfo:
     source: dict[str, str]  # dataset, path and text_field of [data]
     parts: dict[str, PreparedPart]  # by folder
     bad: list[dict[str, str]]  # bad documents, as in bad_documents.jsonl
-    files: dict[str, dict[str, Any]]  # size and SHA-256 of every other file
+    files: dict[str, manifest.FileDigest]  # size and SHA-256 of every other file
 
     @classmethod
     def from_json(cls, text: str) -> "PreparedInfo":

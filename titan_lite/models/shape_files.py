@@ -5,8 +5,8 @@ config = config_from_fields(state.identity.model, "state.json: identity.model")
 
 from typing import Any
 
+from titan_lite.manifest import CorruptFileError, fields_of
 from titan_lite.models.shapes import ModelConfig, RopeScaling
-from titan_lite.outside import CorruptFileError, fields_of
 
 SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
 

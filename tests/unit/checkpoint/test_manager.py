@@ -28,7 +28,7 @@ from titan_lite.checkpoint.state import RunState
 from titan_lite.checkpoint.tensor_files import ProgressSavePlanner, StepWriter, read_metadata
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.logging import logger
-from titan_lite.outside import CorruptFileError, fields_of
+from titan_lite.manifest import CorruptFileError, fields_of
 
 ROOT = Path(__file__).parents[3]
 MODES = ("disabled", "async", "async_with_pinned_mem")

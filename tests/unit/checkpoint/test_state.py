@@ -6,7 +6,7 @@ import pytest
 
 from titan_lite.checkpoint.identity import RunIdentity
 from titan_lite.checkpoint.state import RunState, read_state, write_state
-from titan_lite.outside import CorruptFileError
+from titan_lite.manifest import CorruptFileError
 
 
 class Counter:
