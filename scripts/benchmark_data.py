@@ -1,19 +1,18 @@
 """Speed of the data: tokenizing, and reading prepared data, beside other libraries.
 
-See also benchmark_resume.py.
-
-    python scripts/benchmark_data.py                        # everything, on the standard library's text; a few minutes
+    python scripts/benchmark_data.py                  # all, on the standard library's text; minutes
     python scripts/benchmark_data.py tokenize --tokenizer Meta-Llama-3/original/tokenizer.model
     python scripts/benchmark_data.py read --tokens 100000000 --rounds 7
 
-tokenize   tokens/s of the Loader on text, one process, and `datasets.map` with the same tokenizer, as parts of tiktoken's own
-read       tokens/s of the Loader on a prepared corpus, and of other readers that pack the same corpus into the same windows
+tokenize   tokens/s of the Loader on text, one process, and of `datasets.map` with the same
+           tokenizer, relative to tiktoken alone
+read       tokens/s of the Loader on a prepared corpus, and of other readers of the same tokens
 
---cpu      tokenize in one process, by its processor time: what is left to say on a machine with much other work
+--cpu      tokenize in one process, by processor time: for a machine with other work
 
 Variants run in turn, and what is compared is of one round; the tables, in Markdown, have medians
 over rounds, and the best, in which other work on the machine is least. Tokens are those that come
-out of packing: sequences x seq_len.
+out of packing: sequences x seq_len. See also benchmark_resume.py.
 """
 
 import argparse
@@ -27,6 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,9 @@ import torch
 
 from titan_lite.config import Data
 from titan_lite.data.documents import build_source
-from titan_lite.data.loader import build_loader
+from titan_lite.data.loader import Loader, build_loader
 from titan_lite.data.prepared import BOTH_SPLITS
-from titan_lite.data.tokenizer import TiktokenTokenizer, load_tokenizer
+from titan_lite.data.tokenizer import TiktokenTokenizer, Tokenizer, load_tokenizer
 from titan_lite.tools.prepare import prepare, write_info, write_table
 
 ROOT = Path(__file__).parents[1]
@@ -46,13 +46,22 @@ DOCUMENTS_PER_PIECE = 300  # of a synthetic corpus: about 1 MiB of text
 Variant = Callable[[], float]  # runs once; tokens a second, or seconds
 
 
-def loader(data: Data, tokenizer: Any, options: argparse.Namespace) -> Any:
-    shape = dict(streams=options.batch, batch_size=options.batch, seq_len=options.seq_len)
-    return build_loader(data, tokenizer, split="train", dp_rank=0, dp_degree=1, seed=0, **shape)
+def loader(data: Data, tokenizer: Tokenizer, options: argparse.Namespace) -> Loader:
+    return build_loader(
+        data,
+        tokenizer,
+        split="train",
+        streams=options.batch,
+        batch_size=options.batch,
+        seq_len=options.seq_len,
+        dp_rank=0,
+        dp_degree=1,
+        seed=0,
+    )
 
 
 def tokens_per_second(batches: Iterator[Any], options: argparse.Namespace, tokens: int) -> float:
-    """After the first batch, with which processes and files have been opened."""
+    """Return the speed after the first batch, which opens processes and files."""
     next(batches)
     count = max(1, tokens // (options.batch * options.seq_len))
     started = options.clock()
@@ -75,7 +84,7 @@ def tokenize(options: argparse.Namespace, folder: Path) -> None:
     total = sum(len(tokenizer.encode(text)) for text in texts)
 
     def own() -> float:
-        """The library alone, a document at a time."""
+        """Return the speed of the library alone, a document at a time."""
         assert isinstance(tokenizer, TiktokenTokenizer)
         encode = tokenizer._encoding.encode_ordinary
         started = options.clock()
@@ -93,7 +102,7 @@ def tokenize(options: argparse.Namespace, folder: Path) -> None:
         return lambda: tokens_per_second(loader(data, tokenizer, options), options, total * 4 // 5)
 
     def mapped() -> float:
-        """As recipes for transformers do it: a table of ids, in Arrow."""
+        """Return the speed of a table of ids in Arrow, as recipes for transformers make it."""
         import datasets
 
         datasets.disable_progress_bars()
@@ -137,15 +146,16 @@ def tokenize(options: argparse.Namespace, folder: Path) -> None:
 
 
 class NoTokenizer:
-    """What a folder of random ids was made by."""
+    """Stands for the tokenizer of random ids."""
 
     vocab_size = 128_256
     sha256 = "0" * 64
 
 
 def synthetic(folder: Path, tokens: int, mean: int) -> Path:
-    """A prepared corpus of random ids, its documents as long as web pages are: log-normal, of this
-    mean.
+    """Write a prepared corpus of random ids, and return its folder.
+
+    mean: tokens of a document; their lengths are log-normal, as those of web pages are.
     """
     import datasets
 
@@ -181,9 +191,7 @@ def synthetic(folder: Path, tokens: int, mean: int) -> Path:
 
 
 def memory_mapped(path: Path) -> list[np.memmap]:
-    """The tokens of a prepared corpus alone, one document after the other, as other readers have
-    them.
-    """
+    """Return the tokens of a prepared corpus without its documents, as other readers have them."""
     import datasets
 
     table = datasets.load_from_disk(str(path / BOTH_SPLITS)).data
@@ -201,71 +209,71 @@ def memory_mapped(path: Path) -> list[np.memmap]:
 def read(options: argparse.Namespace, folder: Path) -> None:
     for mean in options.mean_document:
         path = synthetic(folder, options.tokens, mean)
-        shards = memory_mapped(path)
-        variants = {
-            "random windows of one np.memmap, as nanoGPT reads": lambda s=shards: windows(
-                s, options
-            )
-        }
-        for num_workers in (0, 1):
-            data = Data(
-                dataset="prepared",
-                path=str(path),
-                num_workers=num_workers,
-                validation_fraction=0.0,
-            )
-            variants[f"Loader, prepared, num_workers = {num_workers}"] = lambda d=data: (
-                tokens_per_second(loader(d, None, options), options, options.tokens)
-            )
-        variants["torch DataLoader, a map-style np.memmap of windows, one worker"] = (
-            lambda s=shards: mapped_windows(s, options)
-        )
-        if importlib.util.find_spec("litdata"):
-            variants["litdata StreamingDataset with TokensLoader, one worker"] = lit(
-                shards, folder / f"lit-{mean}", options
-            )
-        else:
-            print("litdata is not installed: left out", file=sys.stderr)
+        variants = readers(path, folder / f"lit-{mean}", options)
         title = (
             f"Reading {options.tokens:,} tokens in documents of {mean} on average, {options.batch}"
             f" x {options.seq_len} a batch"
         )
-        show(
-            title,
-            "million tokens/s",
-            {k: [v / 1e6 for v in vs] for k, vs in measured(variants, options.rounds).items()},
-            options,
+        millions = {
+            name: [speed / 1e6 for speed in speeds]
+            for name, speeds in measured(variants, options.rounds).items()
+        }
+        show(title, "million tokens/s", millions, options)
+
+
+def readers(path: Path, lit_folder: Path, options: argparse.Namespace) -> dict[str, Variant]:
+    """Return the ways to read the prepared corpus at `path`."""
+    shards = memory_mapped(path)
+    variants: dict[str, Variant] = {
+        "random windows of one np.memmap, as nanoGPT reads": lambda: windows(shards, options)
+    }
+    for num_workers in (0, 1):
+        data = Data(
+            dataset="prepared", path=str(path), num_workers=num_workers, validation_fraction=0.0
         )
+        variants[f"Loader, prepared, num_workers = {num_workers}"] = partial(
+            read_prepared, data, options
+        )
+    variants["torch DataLoader, a map-style np.memmap of windows, one worker"] = lambda: (
+        mapped_windows(shards, options)
+    )
+    if importlib.util.find_spec("litdata"):
+        name = "litdata StreamingDataset with TokensLoader, one worker"
+        variants[name] = lit(shards, lit_folder, options)
+    else:
+        print("litdata is not installed: left out", file=sys.stderr)
+    return variants
+
+
+def read_prepared(data: Data, options: argparse.Namespace) -> float:
+    tokenizer: Any = NoTokenizer()
+    return tokens_per_second(loader(data, tokenizer, options), options, options.tokens)
+
+
+def stacked(windows: list[np.ndarray]) -> torch.Tensor:
+    return torch.stack([torch.from_numpy(window.astype(np.int64)) for window in windows])
 
 
 def windows(shards: list[np.ndarray], options: argparse.Namespace) -> float:
-    """The least that any loader of windows does: copy, widen, part; documents and epochs are left
-    to chance.
-    """
-    rng, length = np.random.default_rng(0), options.seq_len
+    """Do the least that any loader does: copy, widen and part windows, with replacement."""
+    rng = np.random.default_rng(0)
+    length = options.seq_len
 
     def batches() -> Iterator[Any]:
         while True:
             shard = shards[rng.integers(len(shards))]
             starts = rng.integers(len(shard) - length - 1, size=options.batch)
-            yield (
-                torch.stack(
-                    [torch.from_numpy(shard[at : at + length].astype(np.int64)) for at in starts]
-                ),
-                torch.stack(
-                    [
-                        torch.from_numpy(shard[at + 1 : at + 1 + length].astype(np.int64))
-                        for at in starts
-                    ]
-                ),
-            )
+            inputs = [shard[start : start + length] for start in starts]
+            labels = [shard[start + 1 : start + 1 + length] for start in starts]
+            yield stacked(inputs), stacked(labels)
 
     return tokens_per_second(batches(), options, options.tokens)
 
 
 class _Windows(torch.utils.data.Dataset):
     def __init__(self, shards: list[np.ndarray], length: int):
-        self.shards, self.length = shards, length
+        self.shards = shards
+        self.length = length
         self.ends = np.cumsum([len(shard) // (length + 1) for shard in shards])
 
     def __len__(self) -> int:
@@ -273,15 +281,15 @@ class _Windows(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         shard = int(np.searchsorted(self.ends, index, side="right"))
-        at = (index - (int(self.ends[shard - 1]) if shard else 0)) * (self.length + 1)
-        window = torch.from_numpy(self.shards[shard][at : at + self.length + 1].astype(np.int64))
+        first = int(self.ends[shard - 1]) if shard else 0
+        start = (index - first) * (self.length + 1)
+        tokens = self.shards[shard][start : start + self.length + 1]
+        window = torch.from_numpy(tokens.astype(np.int64))
         return window[:-1], window[1:]
 
 
 def mapped_windows(shards: list[np.ndarray], options: argparse.Namespace) -> float:
-    """Windows cut once, without regard to documents, shuffled by torch's sampler, whose state is
-    not kept.
-    """
+    """Read windows that are cut once, shuffled by torch's sampler, whose state is not kept."""
     dataset = _Windows(shards, options.seq_len)
     batches = torch.utils.data.DataLoader(
         dataset, options.batch, shuffle=True, num_workers=1, prefetch_factor=4
@@ -298,7 +306,7 @@ def lit_documents(shard: str) -> Iterator[torch.Tensor]:
 
 
 def lit(corpus: list[np.memmap], target: Path, options: argparse.Namespace) -> Variant:
-    """Their chunks of tokens, made of the same documents; blocks of seq_len + 1, shuffled."""
+    """Return a reader of litdata's chunks of the same documents, in shuffled blocks."""
     import litdata
 
     loader = litdata.TokensLoader(block_size=options.seq_len + 1)
@@ -329,31 +337,32 @@ def lit(corpus: list[np.memmap], target: Path, options: argparse.Namespace) -> V
 
 
 def measured(variants: dict[str, Variant], rounds: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {name: [] for name in variants}
+    """Run the variants in turn, and return the values of each."""
+    values: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
         for name, run in variants.items():
-            found[name].append(run())
-            print(f"round {number + 1}, {name}: {found[name][-1]:,.3f}", file=sys.stderr)
-    return found
+            values[name].append(run())
+            print(f"round {number + 1}, {name}: {values[name][-1]:,.3f}", file=sys.stderr)
+    return values
 
 
-def show(title: str, unit: str, found: dict[str, list[float]], options: argparse.Namespace) -> None:
-    """Relative to the first variant: medians of what each round says, and the best of all rounds."""
-    first = next(iter(found.values()))
-    print(
-        f"\n{title}; {options.rounds} rounds\n\n| | {unit}, median | relative | best | relative"
-        " |\n|---|--:|--:|--:|--:|"
-    )
-    for name, values in found.items():
+def show(
+    title: str, unit: str, measured: dict[str, list[float]], options: argparse.Namespace
+) -> None:
+    """Print medians and the best, relative to the first variant, which ran in the same round."""
+    first = next(iter(measured.values()))
+    print(f"\n{title}; {options.rounds} rounds\n")
+    print(f"| | {unit}, median | relative | best | relative |")
+    print("|---|--:|--:|--:|--:|")
+    for name, values in measured.items():
         ratio = statistics.median(value / base for value, base in zip(values, first, strict=True))
-        shown = [
-            f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
-            for x in (statistics.median(values), max(values))
-        ]
-        print(
-            f"| {name} | {shown[0]} | {ratio:.2f} | {shown[1]} | {max(values) / max(first):.2f} |",
-            flush=True,
-        )
+        best_ratio = max(values) / max(first)
+        median = number(statistics.median(values))
+        print(f"| {name} | {median} | {ratio:.2f} | {number(max(values))} | {best_ratio:.2f} |")
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def main() -> None:

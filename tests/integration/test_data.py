@@ -17,7 +17,7 @@ pytest.importorskip("pyarrow")
 
 @pytest.fixture
 def options(tmp_path):
-    """A mix of the standard library and a file in which three documents are bad and one is short."""
+    """A mix of the standard library and a file with three bad documents and a short one."""
     lines = [
         json.dumps({"text": f"document {i}: " + "words and more words " * 5}) for i in range(60)
     ]

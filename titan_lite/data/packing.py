@@ -201,8 +201,8 @@ class SourceReader:
                 fix = "use a smaller value or other documents"
             example = f", such as {self.policy.last_bad}" if self.policy.last_bad else ""
             raise ConfigError(
-                f"source {self.number}: {self.skipped_in_a_row} consecutive documents, over two epochs, are"
-                f" {reason}{example}; {fix}"
+                f"source {self.number}: {self.skipped_in_a_row} consecutive documents, over two"
+                f" epochs, are {reason}{example}; {fix}"
             )
         self.skipped_in_a_row += 1
 

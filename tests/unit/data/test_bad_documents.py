@@ -1,4 +1,4 @@
-"""Counts of all ranks, each bad document once, in however many epochs, ranks and starts it is met."""
+"""Counts of all ranks; each bad document once, in any number of epochs, ranks and starts."""
 
 import json
 from types import SimpleNamespace

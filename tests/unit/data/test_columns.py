@@ -1,4 +1,4 @@
-"""Parquet and Arrow: every kind of text; a bad row is one bad document; damage is told in one line."""
+"""Parquet and Arrow: every kind of text; a bad row is one bad document; damage in one line."""
 
 import io
 import random

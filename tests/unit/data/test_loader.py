@@ -61,7 +61,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """19 documents in two files, some shorter than a window, some many windows long, all different."""
+    """19 different documents in two files, some shorter than a window, some many windows long."""
     folder = tmp_path_factory.mktemp("corpus")
     texts = [
         "".join(chr(33 + (i * 7 + j * (i + 1)) % 90) for j in range(length))
@@ -144,11 +144,11 @@ def test_every_token_is_in_one_window_in_order(data, tokenizer):
         if len(expected) == STREAMS and min(map(len, expected.values())) >= steps * (SEQ_LEN + 1):
             break
     assert loader.state_dict()["windows_taken"] == steps * STREAMS
-    for row in range(STREAMS):
-        assert streams[row] == expected[row][: steps * (SEQ_LEN + 1)]
-        [[ordinal, used]] = loader.state_dict()["positions"][str(row)]
-        assert ordinal % STREAMS == row or used == 0
-        assert used < len(expected[row])
+    for stream in range(STREAMS):
+        assert streams[stream] == expected[stream][: steps * (SEQ_LEN + 1)]
+        [[ordinal, used]] = loader.state_dict()["positions"][str(stream)]
+        assert ordinal % STREAMS == stream or used == 0
+        assert used < len(expected[stream])
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_any_number_of_processes_gives_the_same_batches_and_reads_each_document_
         assert many.state_dict() == plain.state_dict()
     assert len(multiprocessing.active_children()) == before + used
     assert (f"divided among {used}" in caplog.text) == (used < workers)
-    # from the middle of a step, where some rows are ahead of others, nobody piles up what nobody
+    # from the middle of a step, where some streams are ahead of others, nobody piles up what nobody
     # takes
     many.load_state_dict(plain.state_dict())
     for _ in range(40):
@@ -248,7 +248,7 @@ def test_resume_on_another_layout(data, tokenizer, before, after):
 
 def hashes(batch):
     """One for each sequence, in order."""
-    return [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in batch]
+    return [hashlib.sha256(sequence.numpy().tobytes()).hexdigest() for sequence in batch]
 
 
 def state_of(ranks):
@@ -347,7 +347,7 @@ class Listening:
         return self.tokenizer.encode_document(text)
 
 
-def test_ranks_tokenize_only_documents_of_their_rows_and_each_once(data, tokenizer):
+def test_ranks_tokenize_only_documents_of_their_streams_and_each_once(data, tokenizer):
     ears = [Listening(tokenizer) for _ in range(3)]
     ranks = [
         loaders(data, ears[0], 2, 4)[0],
@@ -515,8 +515,9 @@ def test_whatever_batches_become_each_window_is_taken_once_in_order(corpus, legs
 
 
 def test_processes_follow_batches_that_change_without_piling_up(corpus, tokenizer):
-    """On 2 ranks with 2 processes each, and on 3 that share streams: the windows of one process that
-    reads them one by one.
+    """The windows of one process that reads them one by one.
+
+    On 2 ranks with 2 processes each, and on 3 that share streams.
     """
     data = Data(
         dataset="local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=0
@@ -661,7 +662,8 @@ from titan_lite.config import Data
 from titan_lite.data.loader import build_loader
 from titan_lite.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer("assets/tokenizer/debug.model")
-loader = build_loader(Data(), tokenizer, split="train", streams=2, batch_size=2, seq_len=8, dp_rank=0, dp_degree=1, seed=0)
+shape = dict(streams=2, batch_size=2, seq_len=8, dp_rank=0, dp_degree=1)
+loader = build_loader(Data(), tokenizer, split="train", seed=0, **shape)
 next(loader)
 print(*[child.pid for child in multiprocessing.active_children()])
 """

@@ -38,11 +38,11 @@ def write(path, texts):
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def loaders(data, rows, dp_degree, batch_size, seq_len, state=None, seed=0):
+def loaders(data, num_streams, dp_degree, batch_size, seq_len, state=None, seed=0):
     result = []
     for rank in range(dp_degree):
         shape = dict(
-            streams=rows,
+            streams=num_streams,
             batch_size=batch_size,
             seq_len=seq_len,
             dp_rank=rank,
@@ -55,11 +55,11 @@ def loaders(data, rows, dp_degree, batch_size, seq_len, state=None, seed=0):
     return result
 
 
-def global_batch(ranks, rows, batch_size):
-    """(rows, seq_len + 1)"""
+def global_batch(ranks, num_streams, batch_size):
+    """(num_streams, seq_len + 1)"""
     shares = []
     for loader in ranks:
-        batches = [next(loader) for _ in range(rows // len(ranks) // batch_size)]
+        batches = [next(loader) for _ in range(num_streams // len(ranks) // batch_size)]
         shares.append(
             torch.cat([torch.cat([batch.input, batch.label[:, -1:]], dim=1) for batch in batches])
         )
@@ -89,28 +89,30 @@ def two(tmp_path_factory):
 def test_70_to_30_is_so_in_tokens_on_any_number_of_ranks_and_after_a_resume_on_another(
     two, seq_len
 ):
-    rows, state, seen = 8, None, Counter()
-    steps = 2**20 // (rows * (seq_len + 1)) // 4
-    alone, expected = loaders(two, rows, 1, 8, seq_len), []
+    num_streams = 8
+    state = None
+    seen = Counter()
+    steps = 2**20 // (num_streams * (seq_len + 1)) // 4
+    alone, expected = loaders(two, num_streams, 1, 8, seq_len), []
     for dp_degree, batch_size in ((1, 8), (2, 2), (4, 2), (1, 4)):
-        ranks = loaders(two, rows, dp_degree, batch_size, seq_len, state)
+        ranks = loaders(two, num_streams, dp_degree, batch_size, seq_len, state)
         for _ in range(steps):
-            batch = global_batch(ranks, rows, batch_size)
-            expected.append(torch.equal(batch, global_batch(alone, rows, 8)))
+            batch = global_batch(ranks, num_streams, batch_size)
+            expected.append(torch.equal(batch, global_batch(alone, num_streams, 8)))
             for window in batch.tolist():
                 kinds = Counter(window)
                 assert not (kinds[ord("a")] and kinds[ord("b")])  # a window is of one source
                 seen["a" if kinds[ord("a")] else "b"] += len(window)
         state = state_of(ranks)
     assert all(expected)
-    assert sum(seen.values()) >= 2**20 - rows * (seq_len + 1) * 4
+    assert sum(seen.values()) >= 2**20 - num_streams * (seq_len + 1) * 4
     assert abs(seen["a"] / sum(seen.values()) - 0.7) < 0.01
     assert abs(seen["b"] / sum(seen.values()) - 0.3) < 0.01
 
 
-@pytest.mark.parametrize(("dp_degree", "rows", "workers"), [(1, 8, 0), (2, 8, 2), (3, 8, 1)])
-def test_the_loader_tells_the_source_of_each_sequence(two, dp_degree, rows, workers):
-    ranks = loaders(two.replace(num_workers=workers), rows, dp_degree, 3, 31)
+@pytest.mark.parametrize(("dp_degree", "num_streams", "workers"), [(1, 8, 0), (2, 8, 2), (3, 8, 1)])
+def test_the_loader_tells_the_source_of_each_sequence(two, dp_degree, num_streams, workers):
+    ranks = loaders(two.replace(num_workers=workers), num_streams, dp_degree, 3, 31)
     found = []
     for loader in ranks:
         for _ in range(8):
@@ -127,17 +129,18 @@ def test_the_loader_tells_the_source_of_each_sequence(two, dp_degree, rows, work
 
 
 @pytest.mark.parametrize(("dp_degree", "batch_size"), [(1, 8), (2, 4), (4, 1)])
-def test_no_step_and_no_row_is_far_from_the_shares(two, dp_degree, batch_size):
-    rows, seq_len = 8, 63
-    ranks = loaders(two, rows, dp_degree, batch_size, seq_len)
+def test_no_step_and_no_stream_is_far_from_the_shares(two, dp_degree, batch_size):
+    num_streams = 8
+    seq_len = 63
+    ranks = loaders(two, num_streams, dp_degree, batch_size, seq_len)
     is_a = torch.stack(
-        [(global_batch(ranks, rows, batch_size) == ord("a")).any(dim=1) for _ in range(300)]
+        [(global_batch(ranks, num_streams, batch_size) == ord("a")).any(dim=1) for _ in range(300)]
     )
     assert (
         (is_a.float().sum(1) >= 4) & (is_a.float().sum(1) <= 7)
     ).all()  # of 8, where 5.6 are meant
     assert (is_a.float().mean(0) - 0.7).abs().max() < 0.05
-    assert (is_a.float().cumsum(0).sum(1) / rows / torch.arange(1, 301) - 0.7)[
+    assert (is_a.float().cumsum(0).sum(1) / num_streams / torch.arange(1, 301) - 0.7)[
         20:
     ].abs().max() < 0.01
 
@@ -206,8 +209,8 @@ def test_bad_and_short_documents_are_skipped_counted_and_listed(tmp_path, num_wo
     )
     ranks = loaders(data, 4, 2, 2, 15)
     tokens = torch.cat([global_batch(ranks, 4, 2) for _ in range(45)], dim=1)
-    texts = ["".join(map(chr, row)).replace("\0", "").split("\1") for row in tokens.tolist()]
-    read = Counter(text for row in texts for text in row[1:-1])
+    texts = ["".join(map(chr, stream)).replace("\0", "").split("\1") for stream in tokens.tolist()]
+    read = Counter(text for stream in texts for text in stream[1:-1])
     assert set(read) == {f"long enough {i}" for i in range(40) if i not in (3, 17, 30)}
     skipped = [loader.pop_skipped() for loader in ranks]
     bad = {
@@ -256,8 +259,8 @@ def test_a_dataset_that_yields_nothing_is_an_error_and_no_hang(tmp_path, content
         dataset="local", path=str(tmp_path), validation_fraction=0.0, num_workers=num_workers
     )
     data = data.replace(min_document_tokens=3, on_bad_document="skip")
-    for rows in (1, 8):
-        [loader] = loaders(data, rows, 1, 1, 15)
+    for num_streams in (1, 8):
+        [loader] = loaders(data, num_streams, 1, 1, 15)
         with pytest.raises(
             ConfigError,
             match=r"source 1: \d+ consecutive documents, .* are bad or shorter than .*tokens = 3",
@@ -287,7 +290,7 @@ texts = st.lists(
 )
 layouts = st.sampled_from(
     [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
-)  # ranks, microbatch, of 4 rows
+)  # ranks, microbatch, of 4 streams
 
 
 class Processes:
@@ -330,7 +333,7 @@ def in_one_process(monkeypatch):
     workers=st.sampled_from([0, 1, 2, 4]),
     seed=st.integers(0, 3),
 )
-def test_every_token_is_in_one_window_in_order(
+def test_every_token_is_in_one_window_in_order(  # noqa: PLR0913  hypothesis passes each by name
     in_one_process, tmp_path_factory, corpora, seq_len, legs, shuffle, buffer, least, workers, seed
 ):
     """Documents may be empty or short, in one source or several.
