@@ -50,6 +50,7 @@ from torch.distributed.fsdp import fully_shard
 from titan_lite.compile.compile import compile_function, compile_model
 from titan_lite.compile.report import CompileReport
 from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, Parallelism
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine
@@ -57,7 +58,7 @@ from titan_lite.distributed.layout import resolve_degrees
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, shard_of
-from titan_lite.distributed.stage_ranks import stage_peers
+from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 
@@ -137,10 +138,12 @@ def simple_fsdp(
             reordering=reordering,
         )
         machine = machine or find_machine("", device)
-        schedule = Schedule(
-            config, machine, backend == "inductor", peers=stage_peers(mesh), reports=reports
+        settings = PassSettings(
+            config, machine, fused=backend == "inductor", ranks=stage_ranks(mesh)
         )
-        compile_model(model, config, **resharding, schedule=schedule)
+        schedule = Schedule(settings)
+        reports = schedule.reports
+        compile_model(model, schedule, **resharding)
     materialize(model, device)
     return reports
 

@@ -67,6 +67,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titan_lite.compile.compile import CompileError, check_backend, compile_model
 from titan_lite.compile.report import CompileReport
 from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, ConfigError, Parallelism
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine
@@ -110,7 +111,7 @@ def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machi
     gc.collect()  # the graphs before
     mesh = build_mesh(resolve_degrees(Parallelism(), dist.get_world_size()), "cpu")
     stage = Compile(enable=True, backend="aot_eager", bucketing=mode)
-    schedule = Schedule(stage, machine, fused=True)
+    schedule = Schedule(PassSettings(stage, machine, fused=True))
     resharding: dict[str, Any] = dict(
         reshard_after_forward=True, keep_gathered=Parallelism().fsdp_keep_gathered
     )
@@ -120,7 +121,7 @@ def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machi
     apply_simple_fsdp(model, parameter_mesh(mesh), **dtypes, **resharding)
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize(model, torch.device("cpu"))
-        compile_model(model, stage, **resharding, schedule=schedule)
+        compile_model(model, schedule, **resharding)
         tokens = torch.zeros(batch_size, config.max_seq_len, dtype=torch.long)
         start = time.perf_counter()
         model(tokens)  # compiles backward as well

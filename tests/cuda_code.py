@@ -40,9 +40,10 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _triton
 from wrapper_code import Replay, triton_kernels
 
-from titan_lite.compile import compile as compiler_stage
-from titan_lite.compile.compile import FUSED_PRODUCTS
+from titan_lite.compile import backends
+from titan_lite.compile.backends import FUSED_PRODUCTS
 from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.settings import PassSettings
 from titan_lite.config import load_config
 from titan_lite.cost.collectives import aten, collectives, start_of
 from titan_lite.cost.profiles import load_machine
@@ -132,7 +133,7 @@ def capture(
     layout = PlannedLayout(**vars(Layout.from_config(config, world_size)), config=config)
     mesh = build_mesh(layout.degrees, "cpu")
     kind = kind_of_stage(layout.pipeline.modules[number])
-    schedule = Schedule(config.compile, load_machine("H100"), fused=True)
+    schedule = Schedule(PassSettings(config.compile, load_machine("H100"), fused=True))
     model = build_stage(layout, mesh, kind, blocks, schedule)
     graphs: dict[str, _Captured] = {}
     defaults = inductor_config.get_config_copy()
@@ -161,7 +162,7 @@ def capture(
 
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        mock.patch.object(compiler_stage, "compile_fx_inner", keep),
+        mock.patch.object(backends, "compile_fx_inner", keep),
     ):
         materialize_stage(layout, model)
         ids, between = stage_inputs(layout, model)

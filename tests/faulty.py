@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 
-from titan_lite.compile import compile as stage
+from titan_lite.compile import backends
 from titan_lite.hooks import Hook
 from titan_lite.resilience.exit_code import end_with
 from titan_lite.train import main
@@ -81,7 +81,7 @@ if __name__ == "__main__":
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     here = os.environ["RANK"] == str(FAULT["rank"]) and (first or FAULT.get("every"))
     if here and FAULT["at"] == "compile":  # in the middle of which nobody looks on
-        stage.min_cut_rematerialization_partition = before(
-            stage.min_cut_rematerialization_partition
+        backends.min_cut_rematerialization_partition = before(
+            backends.min_cut_rematerialization_partition
         )
     end_with(lambda: main(sys.argv[1:], hooks=[Fault()] if here else []))

@@ -9,8 +9,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from titan_lite.compile import report, schedule
-from titan_lite.compile.passes import bucket_plans as wrapping
+from titan_lite.compile import rank_agreement, report
+from titan_lite.compile.passes import choose_buckets
+from titan_lite.compile.passes.reordering import overlap_collectives
+from titan_lite.compile.settings import PassSettings
 from titan_lite.cost import op_cost
 from titan_lite.cost.collectives import (
     collective_bytes,
@@ -149,7 +151,12 @@ def priced(latency=0.0):
     )
 
 
-PARTS_THAT_ASK_FOR_RANKS = (op_cost, report, schedule, wrapping)
+PARTS_THAT_ASK_FOR_RANKS = (op_cost, report, rank_agreement, choose_buckets)
+
+
+def overlap(graph, machine=None):
+    """Run the pass on a graph of compiled kernels. Return how many collectives moved."""
+    return overlap_collectives(graph, PassSettings(machine=machine, fused=True))
 
 
 def left(graph):

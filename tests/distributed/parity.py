@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.settings import PassSettings
 from titan_lite.config import (
     ActivationCheckpoint,
     Compile,
@@ -20,7 +21,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_tokens
 from titan_lite.distributed.parallelize import parallelize
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
-from titan_lite.distributed.stage_ranks import stage_peers
+from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.models.llama3 import Transformer
 from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
@@ -101,8 +102,10 @@ def build(
     if compiled:
         torch._dynamo.reset()
         fused = compiled == "inductor"
-        schedule = Schedule(recipe.compile, machine, fused=fused, peers=stage_peers(mesh))
-        schedule.reports = [] if reports is None else reports
+        settings = PassSettings(recipe.compile, machine, fused=fused, ranks=stage_ranks(mesh))
+        schedule = Schedule(settings)
+        if reports is not None:
+            schedule.reports = reports
     model = parallelize(recipe, layout, mesh, schedule=schedule)
     model.materialize(torch.device("cpu"))
     model.init_weights(seed=0)

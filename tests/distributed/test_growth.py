@@ -23,7 +23,7 @@ from titan_lite.checkpoint.state import RunState
 from titan_lite.config import Checkpoint, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentsLog, SkippedDocuments
 from titan_lite.distributed.process_group import gather_objects
-from titan_lite.distributed.stage_ranks import StagePeers
+from titan_lite.distributed.stage_ranks import PipelineStageRanks
 from titan_lite.resilience.replica_check import ReplicaCheck
 from titan_lite.resilience.stop_signal import StopSignal
 from titan_lite.resilience.stragglers import Stragglers
@@ -123,10 +123,10 @@ def a_run(folder):
     with counting(parts["copies"]):
         ReplicaCheck(0, str).check(1, lambda: tensors)
     with counting(parts["schedule"]):
-        peers = StagePeers([*range(ranks)], None)
-        assert peers.alike("a schedule")
-        assert not peers.alike(f"that of rank {rank}")
-        assert peers.first(f"plan of rank {rank}") == "plan of rank 0"
+        stage = PipelineStageRanks([*range(ranks)], None)
+        assert stage.all_equal("a schedule")
+        assert not stage.all_equal(f"that of rank {rank}")
+        assert stage.broadcast(f"choice of rank {rank}") == "choice of rank 0"
     with counting(parts["stragglers"]):
         Stragglers(rank).log(1, step_time=1.0)
     with counting(parts["stop"]):

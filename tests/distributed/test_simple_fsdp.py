@@ -32,6 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_lite.compile.compile import compile_model
+from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile
 from titan_lite.distributed.buckets import Bucket
 from titan_lite.distributed.mesh import parameter_mesh
@@ -274,11 +276,9 @@ def uneven():
             )
             if compiled:
                 torch._dynamo.reset()
-                compile_model(
-                    model,
-                    Compile(enable=True, backend="aot_eager", bucketing="none"),
-                    reshard_after_forward=reshard,
-                )
+                config = Compile(enable=True, backend="aot_eager", bucketing="none")
+                schedule = Schedule(PassSettings(config))
+                compile_model(model, schedule, reshard_after_forward=reshard)
             model(inputs[rank]).backward()
             for fqn, parameter in exact.named_parameters():
                 sharded = dict(model.named_parameters())[fqn]

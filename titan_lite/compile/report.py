@@ -1,8 +1,10 @@
-"""Record what the compile stage did to a graph's collectives and their estimated times, as text and
-as JSON.
+"""Report what the passes did to a graph's collectives, and their estimated times, as text and as
+JSON.
 
-write_reports(reports, dump_folder)                    # compile.json
-for line in describe(reports): logger.info(line)        # forward: 57 all_gather -> 8, ...
+    for line in describe(reports): logger.info(line)
+    write_reports(reports, dump_folder)                    # compile.json
+
+    forward graph: 57 all_gather -> 8 (0.021 GiB); ...; bucket_by_block 49; ...
 """
 
 import dataclasses
@@ -40,20 +42,18 @@ class Collective:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """The effect of the passes on one graph."""
+    """The effect of the passes on one graph, and the time to compile it."""
 
     graph: str  # "forward", "backward", or "inference" (without gradients)
     before: dict[str, int]  # number of parameters' collectives before the passes, by kind
     after: tuple[Collective, ...]  # those that are left, in order
-    moved: int  # number of collectives that were moved
+    passes: dict[str, int]  # the number that each pass returned, in the order they ran
     schedule: str  # hash of all collectives in order
     timeline: Timeline | None = None  # None for an unknown machine
     pass_seconds: float = 0.0  # the part of compile_seconds in our passes
     compile_seconds: float = 0.0
     copied: int | None = None  # bytes copied into and out of buckets; None for Inductor's buckets
     cache: str = ""  # "hit" or "miss" of Inductor's cache, "" without it
-    deferred: int = 0  # number of products computed while a collective of activations is in flight
-    cut: int = 0  # number of collectives of activations in chunks
     pp_rank: int | None = None  # the pipeline rank that runs the graph
 
 
@@ -63,70 +63,76 @@ def count_collectives(graph: Graph) -> dict[str, int]:
 
 
 def list_collectives(graph: Graph, timeline: Timeline | None) -> tuple[Collective, ...]:
-    nodes = parameter_collectives(graph)
-    figures = (
-        [(span.seconds, span.under, span.exposed) for span in timeline.collectives()]
-        if timeline
-        else [()] * len(nodes)
-    )
+    """Return the parameters' collectives in order, with the times of `timeline`."""
+    collectives = [
+        Collective(kind_of(node), parameters_of(node), collective_bytes(node), len(ranks_of(node)))
+        for node in parameter_collectives(graph)
+    ]
+    if timeline is None:
+        return tuple(collectives)
     return tuple(
-        Collective(
-            kind_of(node), parameters_of(node), collective_bytes(node), len(ranks_of(node)), *times
+        dataclasses.replace(
+            collective, seconds=span.seconds, under=span.under, exposed=span.exposed
         )
-        for node, times in zip(nodes, figures, strict=True)
+        for collective, span in zip(collectives, timeline.collectives(), strict=True)
     )
 
 
 def copied_by_buckets(graph: Graph, fused: bool) -> int:
+    """Return the bytes copied into and out of buckets. fused: as in `node_seconds`."""
     return sum(bytes_copied(node, fused) for node in graph.nodes if "copies" in node.meta)
 
 
 def describe(reports: Sequence[CompileReport]) -> list[str]:
     """Return a line per graph."""
-    lines = []
-    for report in reports:
-        left = Counter(collective.kind for collective in report.after)
-        counts = [f"{count} {kind} -> {left[kind]}" for kind, count in report.before.items()]
-        gib = sum(collective.nbytes for collective in report.after) / 2**30
-        words = [f"{', '.join(counts)} ({gib:.3f} GiB)"]
-        if report.copied is not None:
-            words.append(f"{report.copied / 2**30:.3f} GiB copied into and out of buckets")
-        words.append(f"{report.moved} moved to overlap")
-        if (times := report.timeline) is not None:
-            words.append(
-                f"estimated {milliseconds(times.communication)} communication beside"
-                f" {milliseconds(times.compute)} computation, {milliseconds(times.exposed)} exposed"
-                f" (at least {milliseconds(times.bound)})"
-            )
-        words = (
-            [*words, f"schedule {report.schedule}"] if counts else ["no collectives of parameters"]
+    return [_describe(report) for report in reports]
+
+
+def _describe(report: CompileReport) -> str:
+    parts = _describe_collectives(report) if report.before else ["no collectives of parameters"]
+    passes = ", ".join(f"{name} {count}" for name, count in report.passes.items())
+    if passes:
+        parts.append(passes)
+    cache = f", cache {report.cache}" if report.cache else ""
+    parts.append(f"compiled in {report.compile_seconds:.1f} s{cache}")
+    rank = "" if report.pp_rank is None else f"pipeline rank {report.pp_rank}, "
+    return f"{rank}{report.graph} graph: {'; '.join(parts)}"
+
+
+def _describe_collectives(report: CompileReport) -> list[str]:
+    left = Counter(collective.kind for collective in report.after)
+    counts = [f"{count} {kind} -> {left[kind]}" for kind, count in report.before.items()]
+    gib = sum(collective.nbytes for collective in report.after) / 2**30
+    parts = [f"{', '.join(counts)} ({gib:.3f} GiB)"]
+    if report.copied is not None:
+        parts.append(f"{report.copied / 2**30:.3f} GiB copied into and out of buckets")
+    times = report.timeline
+    if times is not None:
+        parts.append(
+            f"estimated {milliseconds(times.communication)} communication beside"
+            f" {milliseconds(times.compute)} computation, {milliseconds(times.exposed)} exposed"
+            f" (at least {milliseconds(times.bound)})"
         )
-        if report.deferred or report.cut:
-            hiding = (
-                f"{report.deferred} products deferred, {report.cut} collectives cut into chunks"
-            )
-            words.append(f"tensor and context parallelism: {hiding}")
-        where = "" if report.pp_rank is None else f"pipeline rank {report.pp_rank}, "
-        cache = f", cache {report.cache}" if report.cache else ""
-        words.append(f"compiled in {report.compile_seconds:.1f} s{cache}")
-        lines.append(f"{where}{report.graph} graph: {'; '.join(words)}")
-    return lines
+    parts.append(f"schedule {report.schedule}")
+    return parts
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def rank_timelines(reports: Sequence[CompileReport]) -> dict[int, list[Timeline]]:
     """Return the timelines of forward and backward by pipeline rank, or none if nothing is
     estimated or communicated.
     """
-    found: dict[int, list[Timeline]] = {}
+    by_rank: dict[int, list[Timeline]] = {}
     for report in reports:
         if report.timeline is not None and report.graph != "inference":
-            found.setdefault(report.pp_rank or 0, []).append(report.timeline)
-    every = [timeline for timelines in found.values() for timeline in timelines]
-    return found if any(each.communication or each.waited for each in every) else {}
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+            by_rank.setdefault(report.pp_rank or 0, []).append(report.timeline)
+    for timelines in by_rank.values():
+        if any(timeline.communication or timeline.waited for timeline in timelines):
+            return by_rank
+    return {}
 
 
 def write_reports(reports: Sequence[CompileReport], folder: Path) -> None:
@@ -138,12 +144,14 @@ def write_reports(reports: Sequence[CompileReport], folder: Path) -> None:
     (folder / "compile.json").write_text(text, encoding="utf-8")
 
 
-def _as_object(report: CompileReport) -> dict:
-    found = dataclasses.asdict(dataclasses.replace(report, timeline=None))
-    if report.timeline is not None:
-        sums = vars(report.timeline).items()
-        found["timeline"] = {
-            name: value for name, value in sorted(sums) if name not in ("spans", "graph")
+def _as_object(report: CompileReport) -> dict[str, object]:
+    fields: dict[str, object] = dataclasses.asdict(dataclasses.replace(report, timeline=None))
+    timeline = report.timeline
+    if timeline is not None:
+        sums = {
+            name: value
+            for name, value in sorted(vars(timeline).items())
+            if name not in ("spans", "graph")
         }
-        found["timeline"]["waited"] = report.timeline.waited
-    return found
+        fields["timeline"] = {**sums, "waited": timeline.waited}
+    return fields

@@ -1,269 +1,204 @@
-"""Run the passes on a forward or backward graph: bucketing, then reordering.
+"""Run the passes on a forward or backward graph, and report what they did.
 
-Record a report of both.
+    settings = PassSettings(config.compile, machine=load_machine("H100"), fused=True)
+    schedule = Schedule(settings)
+    schedule.run(graph_module, "forward")          # in place; appends to schedule.reports
 
-    schedule = Schedule(config.compile, machine=load_machine("H100"), fused=True)
-    schedule(graph_module, "forward")          # in place; appends to schedule.reports
-
-Both backends run the passes on the same graphs. Ranks that communicate in different orders would
-hang, so `peers` compares schedules between ranks before a graph first runs.
+`choose_passes` is the list of passes. To add one, write `my_pass(graph, settings) -> int` in a file
+of passes/, and put it into the list. Both backends run the passes on the same graphs. Two more
+passes work elsewhere in the compiler (backends.py): resharding.py on the joint graph of forward and
+backward, and pin_order.py in Inductor, which keeps the order of this list's result.
 """
 
 import dataclasses
-import hashlib
-import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule
 
-from titan_lite.compile.passes import bucket_plans as wrapping
-from titan_lite.compile.passes import bucketing, reordering
-from titan_lite.compile.passes import defer_weight_grads as deferring
-from titan_lite.compile.passes import token_chunks as chunking
-from titan_lite.compile.passes.inductor_overlap import schedule_by_inductor
-from titan_lite.compile.rank_agreement import Peers, outside_of_tracing
+from titan_lite.compile.graph import merge_waits
+from titan_lite.compile.passes.bucketing import (
+    bucket_by_block,
+    bucket_by_names,
+    bucket_greedily,
+)
+from titan_lite.compile.passes.defer_weight_grads import (
+    defer_weight_grads,
+    order_activation_collectives,
+)
+from titan_lite.compile.passes.inductor_overlap import overlap_by_inductor
+from titan_lite.compile.passes.reordering import overlap_collectives
+from titan_lite.compile.passes.token_chunks import cut_token_chunks, mark_fused_collectives
+from titan_lite.compile.rank_agreement import check_same_order
 from titan_lite.compile.report import (
     CompileReport,
     copied_by_buckets,
     count_collectives,
     list_collectives,
 )
-from titan_lite.config import Compile, ConfigError
-from titan_lite.cost.collectives import (
-    KINDS,
-    activation_collectives,
-    collective_bytes,
-    group_of,
-    merge_waits,
-    parameter_collectives,
-    parameters_of,
-    ranks_of,
-    wait_of,
-)
-from titan_lite.cost.machine import Machine
+from titan_lite.compile.settings import PassSettings
+from titan_lite.config import ConfigError
+from titan_lite.cost.collectives import group_of, parameter_collectives, parameters_of
 from titan_lite.cost.timeline import lower_bound, simulate
 
+# Changes a graph in place. Returns the number of nodes changed, for the report.
+Pass = Callable[[Graph, PassSettings], int]
 
-@dataclass
+
+def choose_passes(settings: PassSettings) -> list[Pass]:
+    """Return the passes that the recipe selects, in the order in which they run on each graph.
+
+    The list depends on the recipe alone, so it is the same on every rank: passes communicate.
+    """
+    config = settings.config
+    passes: list[Pass] = []
+
+    # Collectives of activations (tensor and context parallelism)
+    if settings.async_tensor_parallel:
+        passes.append(mark_fused_collectives)
+    else:
+        if config.defer_weight_grads:
+            passes.append(defer_weight_grads)
+        if config.tensor_parallel_chunks > 1:
+            passes.append(cut_token_chunks)
+        passes.append(order_activation_collectives)
+
+    # Collectives of parameters (SimpleFSDP)
+    if config.bucketing == "block":
+        passes.append(bucket_by_block)
+    elif config.bucketing == "listed":
+        passes.append(bucket_by_names)
+    elif config.bucketing == "greedy":
+        passes.append(bucket_greedily)
+    elif config.bucketing == "auto":
+        passes.append(overlap_by_inductor)
+    if config.reordering and config.bucketing != "auto":  # which has reordered as well
+        passes.append(overlap_collectives)
+    return passes
+
+
 class Schedule:
-    """The passes of [compile], with the reports of the graphs that they ran on."""
+    """The passes of a recipe, and the reports of the graphs that they ran on."""
 
-    config: Compile
-    machine: Machine | None = None  # None if unknown; times are then not estimated
-    fused: bool = False  # as in `Machine.cost`
-    peers: Peers = field(default_factory=Peers)
-    dump: Path | None = None  # folder for graphs as text
-    async_tensor_parallel: bool = (
-        False  # Inductor fuses collectives of tensor parallelism with products
-    )
-    must_merge: bool = True  # raise if bucketing is enabled and merges nothing
-    reports: list[CompileReport] = field(default_factory=list)
-    priced_as: str = ""  # for graphs that are priced and not run: as in `compile_model`
+    def __init__(
+        self,
+        settings: PassSettings,
+        *,
+        dump_folder: Path | None = None,
+        priced_as: Literal["", "eager", "inductor"] = "",
+    ):
+        self.settings = settings
+        self.dump_folder = dump_folder  # for graphs as text, before and after each pass
+        # The mode whose graphs are priced and not run (by the planner): "inductor" decomposes
+        # operators as Inductor does, "eager" saves for backward what autograd saves. "": they run.
+        self.priced_as = priced_as
+        self.reports: list[CompileReport] = []
 
     @contextmanager
     def compiling(self, module: GraphModule, name: str) -> Iterator[None]:
         """Run the passes, then time the compilation of the graph within the context."""
-        started, hits = time.perf_counter(), _cache_hits()
-        self(module, name)
+        started = time.perf_counter()
+        hits_before, misses_before = inductor_cache_lookups()
+        self.run(module, name)
         yield
-        now = _cache_hits()
-        cache = (
-            "hit"
-            if now["fxgraph_cache_hit"] > hits["fxgraph_cache_hit"]
-            else "miss"
-            if now != hits
-            else ""
-        )
+        hits, misses = inductor_cache_lookups()
+        cache = ""
+        if hits > hits_before:
+            cache = "hit"
+        elif misses > misses_before:
+            cache = "miss"
         seconds = time.perf_counter() - started
         self.reports[-1] = dataclasses.replace(
             self.reports[-1], compile_seconds=seconds, cache=cache
         )
 
-    def __call__(self, module: GraphModule, name: str) -> None:
-        """Run the passes. Raises ConfigError if bucketing merges nothing or ranks differ."""
-        graph, started = module.graph, time.perf_counter()
+    def run(self, module: GraphModule, name: str) -> None:
+        """Run the passes on the graph `name`: "forward", "backward" or "inference".
+
+        Raises ConfigError if bucketing merges nothing, or if the order of collectives differs
+        between ranks.
+        """
+        started = time.perf_counter()
+        settings = self.settings
+        graph = module.graph
         merge_waits(graph)
-        hidden = self.hide_activations(graph)
+        self.dump(graph, f"{name}_0_traced")
         before = count_collectives(graph)
-        self.write(graph, name, "0_traced")
-        self.bucket(module, name)
-        self.write(graph, name, "1_bucketed")
-        moved = 0
-        if self.config.bucketing == "auto":  # has reordered as well
-            moved = sum(node.next is not wait_of(node) for node in parameter_collectives(graph))
-        elif self.config.reordering:
-            moved = reordering.overlap(graph, self.machine, fused=self.fused)
-            self.write(graph, name, "2_reordered")
+        mergeable = count_mergeable(graph)
+        changed: dict[str, int] = {}
+        for number, run_pass in enumerate(choose_passes(settings), 1):
+            pass_name = run_pass.__name__
+            changed[pass_name] = run_pass(graph, settings)
+            self.dump(graph, f"{name}_{number}_{pass_name}")
         module.recompile()
+        if settings.must_merge:
+            check_merged(graph, name, mergeable, settings.config.bucketing)
+
         timeline = None
-        if self.machine is not None:
-            bound = lower_bound(graph, self.machine, fused=self.fused)
-            timeline = simulate(graph, self.machine, name=name, fused=self.fused, bound=bound)
-        self.reports.append(
-            CompileReport(
-                name,
-                before,
-                list_collectives(graph, timeline),
-                moved,
-                self.agreed(schedules(graph), name),
-                timeline,
-                pass_seconds=time.perf_counter() - started,
-                **hidden,
-                copied=(
-                    None
-                    if self.config.bucketing == "auto"
-                    else copied_by_buckets(graph, self.fused)
-                ),
+        if settings.machine is not None:
+            bound = lower_bound(graph, settings.machine, fused=settings.fused)
+            timeline = simulate(
+                graph, settings.machine, name=name, fused=settings.fused, bound=bound
             )
+        copied = None
+        if settings.config.bucketing != "auto":
+            copied = copied_by_buckets(graph, settings.fused)
+        report = CompileReport(
+            graph=name,
+            before=before,
+            after=list_collectives(graph, timeline),
+            passes=changed,
+            schedule=check_same_order(graph, name, settings.ranks),
+            timeline=timeline,
+            pass_seconds=time.perf_counter() - started,
+            copied=copied,
         )
+        self.reports.append(report)
 
-    def hide_activations(self, graph: Graph) -> dict[str, Any]:
-        """Hide the collectives of tensor and context parallelism.
-
-        Return counts, by their names in CompileReport.
-        """
-        found, chunks, how = (
-            dict[str, Any](),
-            self.config.tensor_parallel_chunks,
-            dict(fused=self.fused),
-        )
-        if self.async_tensor_parallel:
-            chunking.mark_fused(graph)
-        elif activation_collectives(graph):
-            if self.config.defer_weight_grads:
-                products = self.first(deferring.choose_products(graph, self.machine, **how))
-                found["deferred"] = deferring.defer_weight_grads(graph, products)
-            if chunks > 1:
-                chosen = self.first(chunking.choose_collectives(graph, chunks, self.machine, **how))
-                found["cut"] = chunking.cut_into_chunks(graph, chunks, chosen)
-            deferring.start_behind(
-                graph, self.first(deferring.choose_order(graph, self.machine, **how))
-            )
-        return found
-
-    def first(self, mine: Any) -> Any:
-        """Return the first rank's value of `mine`, as JSON.
-
-        Parts of tensor-parallel ranks may differ in size, and so in cost.
-        """
-        with outside_of_tracing():
-            return json.loads(self.peers.first(json.dumps(mine)))
-
-    def bucket(self, module: GraphModule, name: str) -> None:
-        config, graph, merged = self.config, module.graph, 0
-        mergeable = Counter(
-            (node.target, group_of(node), node.meta["val"].dtype)
-            for node in parameter_collectives(graph)
-        )
-        if config.bucketing == "none" or not mergeable:
-            return
-        if config.bucketing == "block":
-            merged = bucketing.merge(graph, wrapping.by_block(graph))
-        elif config.bucketing == "listed":
-            merged = bucketing.merge(graph, wrapping.by_names(graph, config.buckets))
-        elif config.bucketing == "greedy":
-            plan = wrapping.greedy(graph, self.cost_model(), fused=self.fused)
-            merged = bucketing.merge(graph, self.of_first_rank(plan))
-        elif config.bucketing == "auto":
-            schedule_by_inductor(module, self.cost_model(), fused=self.fused)
-            merged = sum(mergeable.values()) - len(parameter_collectives(graph))
-        # The buckets of a plan may be in another pipeline stage.
-        if (
-            self.must_merge
-            and not merged
-            and config.bucketing != "listed"
-            and max(mergeable.values()) > 1
-        ):
-            why = (
-                ", since computation is too short to hide them"
-                if config.bucketing == "auto"
-                else ""
-            )
-            raise ConfigError(
-                f'compile.bucketing = "{config.bucketing}" merged none of the'
-                f' {sum(mergeable.values())} collectives of the {name} graph{why}; use "block" or'
-                ' "none"'
-            )
-
-    def cost_model(self) -> Machine:
-        if self.machine is None:
-            raise ConfigError(
-                f'compile.bucketing = "{self.config.bucketing}" needs a cost model; use'
-                ' compile.machine = "H100"'
-            )
-        return self.machine
-
-    def write(self, graph: Graph, name: str, what: str) -> None:
-        if self.dump is not None:
-            self.dump.mkdir(parents=True, exist_ok=True)
-            (self.dump / f"{len(self.reports)}_{name}_{what}.txt").write_text(
-                readable(graph), encoding="utf-8"
-            )
-
-    def of_first_rank(self, plan: wrapping.Buckets) -> wrapping.Buckets:
-        """Return the first rank's plan. Tensor-parallel ranks reduce norms together."""
-        names = wrapping.name_all(plan)
-        first = self.first({name: str(plan[node]) for node, name in names.items()})
-        return {node: first[name] for node, name in names.items()}
-
-    def agreed(self, mine: Mapping[str, str], name: str) -> str:
-        """Return a hash of `mine`, this rank's `schedules`.
-
-        Raises ConfigError if they differ from those of another rank.
-
-        Groups of an axis are at equal distances on all ranks, and usually do the same. If not, all
-        are compared by group.
-        """
-        found = _short_hash(json.dumps(list(mine.values())))
-        by_distances = [
-            ([rank - _ranks(group)[0] for rank in _ranks(group)], schedule)
-            for group, schedule in mine.items()
-        ]
-        with outside_of_tracing():
-            if self.peers.alike(json.dumps(by_distances)):
-                return found
-            everyone = {
-                rank: json.loads(word) for rank, word in self.peers.all(json.dumps(mine)).items()
-            }
-        for group in sorted({group for theirs in everyone.values() for group in theirs}):
-            by_rank = {
-                rank: everyone[rank].get(group) for rank in _ranks(group) if rank in everyone
-            }
-            first = min(by_rank, default=0)
-            different = [rank for rank, schedule in by_rank.items() if schedule != by_rank[first]]
-            if different:
-                raise ConfigError(
-                    f"ranks {', '.join(map(str, different))} would communicate in another order"
-                    f" than rank {first} among {group} in the {name} graph, and all would hang; use"
-                    " the same code and recipe on all nodes, with one compile.machine, or"
-                    ' bucketing = "block" and reordering = false in [compile]'
-                )
-        return found
+    def dump(self, graph: Graph, file_name: str) -> None:
+        """Write a graph as text, if the recipe wants it (compile.dump_graphs)."""
+        if self.dump_folder is not None:
+            self.dump_folder.mkdir(parents=True, exist_ok=True)
+            path = self.dump_folder / f"{len(self.reports)}_{file_name}.txt"
+            path.write_text(readable(graph), encoding="utf-8")
 
 
-def _ranks(group: str) -> list[int]:
-    return [*map(int, group.split(", "))]
+def count_mergeable(graph: Graph) -> Counter[tuple]:
+    """Return the number of the parameters' collectives of each kind, group and dtype, which buckets
+    may merge.
+    """
+    return Counter(
+        (node.target, group_of(node), node.meta["val"].dtype)
+        for node in parameter_collectives(graph)
+    )
 
 
-def schedules(graph: Graph) -> dict[str, str]:
-    """Return a hash by group of ranks, of its collectives in order with their bytes and parameters."""
-    lines: dict[str, list[str]] = {}
-    for node in graph.nodes:
-        if node.target in KINDS:
-            line = f"{node.target} {collective_bytes(node)} {' '.join(parameters_of(node))}"
-            lines.setdefault(", ".join(map(str, ranks_of(node))), []).append(line)
-    return {group: _short_hash("\n".join(each)) for group, each in lines.items()}
+def check_merged(graph: Graph, name: str, mergeable: Counter[tuple], bucketing: str) -> None:
+    """Raise ConfigError if there were collectives to merge and bucketing has merged none.
+
+    mergeable: `count_mergeable` before the passes. The recipe's own buckets ("listed") may be in
+    another pipeline stage.
+    """
+    if bucketing in ("none", "listed") or max(mergeable.values(), default=0) < 2:
+        return
+    if len(parameter_collectives(graph)) < mergeable.total():
+        return
+    why = ", since computation is too short to hide them" if bucketing == "auto" else ""
+    raise ConfigError(
+        f'compile.bucketing = "{bucketing}" merged none of the {mergeable.total()} collectives of'
+        f' the {name} graph{why}; use "block" or "none"'
+    )
 
 
-def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def inductor_cache_lookups() -> tuple[int, int]:
+    """Return the (hits, misses) of Inductor's cache of graphs in this process so far."""
+    counts = counters["inductor"]
+    return counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"]
 
 
 def readable(graph: Graph) -> str:
@@ -271,18 +206,11 @@ def readable(graph: Graph) -> str:
     lines = []
     for node in graph.nodes:
         value = node.meta.get("val")
-        shape = (
-            f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-            if hasattr(value, "dtype")
-            else ""
-        )
-        fqns = f"   # {', '.join(parameters_of(node))}" if parameters_of(node) else ""
-        what = "" if node.op == "placeholder" else f" = {node.target}{node.args}"
-        lines.append(f"{node.name}: {shape}{what}{fqns}")
+        shape = ""
+        if hasattr(value, "dtype"):
+            shape = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        call = "" if node.op == "placeholder" else f" = {node.target}{node.args}"
+        fqns = ", ".join(parameters_of(node))
+        comment = f"   # {fqns}" if fqns else ""
+        lines.append(f"{node.name}: {shape}{call}{comment}")
     return "\n".join(lines) + "\n"
-
-
-def _cache_hits() -> Counter:
-    return Counter(
-        {name: counters["inductor"][name] for name in ("fxgraph_cache_hit", "fxgraph_cache_miss")}
-    )

@@ -1,10 +1,12 @@
-"""Find the collectives of an FX graph, with their parameters, waits, sizes and ranks.
+"""Ask an FX graph about its collectives: their parameters, waits, sizes and ranks.
 
-for node in parameter_collectives(graph): print(kind_of(node), parameters_of(node),
-collective_bytes(node))
+    for node in parameter_collectives(graph):
+        print(kind_of(node), parameters_of(node), collective_bytes(node), ranks_of(node))
+
+Edits of a graph are in compile/graph.py.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -96,8 +98,10 @@ def activation_collectives(graph: Graph) -> list[Node]:
 
 
 def collective_bytes(node: Node) -> int:
-    """Return the unsharded bytes: the output of an all-gather, the input of others."""
-    return nbytes_of(node) if is_all_gather(node) else sum(map(nbytes_of, node.all_input_nodes))
+    """Return a collective's unsharded bytes: the output of an all-gather, the input of others."""
+    if is_all_gather(node):
+        return nbytes_of(node)
+    return sum(nbytes_of(source) for source in node.all_input_nodes)
 
 
 def group_of(node: Node) -> str:
@@ -118,17 +122,6 @@ def waits_of(node: Node) -> list[Node]:
 def wait_of(node: Node) -> Node:
     """Return the first wait for a collective."""
     return waits_of(node)[0]
-
-
-def merge_waits(graph: Graph) -> None:
-    """Keep one wait per collective, in place.
-
-    torch 2.14 merges equal all-gathers, but not their waits.
-    """
-    for node in [node for node in graph.nodes if node.target in KINDS]:
-        for again in waits_of(node)[1:]:
-            again.replace_all_uses_with(wait_of(node))
-            graph.erase_node(again)
 
 
 def start_of(wait: Node) -> Node:
@@ -186,21 +179,3 @@ def descendants(*starts: Node) -> set[Node]:
                 found.add(user)
                 open_nodes.append(user)
     return found
-
-
-def move_before(
-    place: Node, nodes: Iterable[Node], keep: Callable[[], bool] = lambda: True
-) -> bool:
-    """Move those of `nodes` behind `place` before it. Undo this unless `keep` then returns True.
-
-    Return whether nodes moved.
-    """
-    behind = sorted(node for node in nodes if node > place)
-    following = [node.next for node in behind]
-    for node in behind:
-        place.prepend(node)
-    if keep():
-        return bool(behind)
-    for node, back in zip(reversed(behind), reversed(following), strict=True):
-        back.prepend(node)
-    return False

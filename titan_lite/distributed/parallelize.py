@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_lite.compile.compile import compile_function, compile_model
 from titan_lite.compile.report import CompileReport
 from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Config, Parallelism
 from titan_lite.cost.machine import Machine
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
@@ -38,7 +39,7 @@ from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.pipeline import Pipeline, SingleStage, keep_modules
 from titan_lite.distributed.process_group import gather_objects
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, refresh_scales, shard_of
-from titan_lite.distributed.stage_ranks import stage_peers
+from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.distributed.step_gather import gathered_for_step
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel, axis_of
 from titan_lite.models.attention import doc_starts, doc_stats, masks_by_kernel
@@ -220,14 +221,14 @@ def build_loss(config: Config, layout: Layout, mesh: DeviceMesh) -> Loss:
 
 def build_schedule(config: Config, mesh: DeviceMesh, machine: Machine | None) -> Schedule:
     """Return the passes that the recipe selects, which run on each graph."""
-    return Schedule(
+    settings = PassSettings(
         config.compile,
         machine,
         fused=config.compile.backend == "inductor",
-        peers=stage_peers(mesh),
-        dump=graph_folder(config, mesh),
+        ranks=stage_ranks(mesh),
         async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
     )
+    return Schedule(settings, dump_folder=graph_folder(config, mesh))
 
 
 def graph_folder(config: Config, mesh: DeviceMesh) -> Path | None:
@@ -257,13 +258,11 @@ def compile_stages(
         overlaps = config.parallelism.enable_async_tensor_parallel and len(stage.layers) > 0
         compile_model(
             stage,
-            config.compile,
+            schedule,
             reshard_after_forward=reshard,
             keep_gathered=keep_gathered,
             memory_budget=budget,
             async_tensor_parallel=mesh.get_group("tp").group_name if overlaps else "",
-            schedule=schedule,
-            priced_as=schedule.priced_as,
         )
 
 

@@ -1,40 +1,44 @@
-"""The ranks of a pipeline stage, which run the same graphs and compare them."""
+"""The ranks of a pipeline stage, which run the same graphs and agree on them.
+
+    ranks = stage_ranks(mesh)
+    ranks.all_equal("the same text on every rank")      # True
+
+compile/rank_agreement.py says on what.
+"""
 
 import functools
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite.compile.rank_agreement import Peers
 from titan_lite.distributed.process_group import alike, first_word, gather_objects
 
 
-class StagePeers(Peers):
-    """The ranks of a pipeline stage, by global rank. group: None for all ranks."""
+class PipelineStageRanks:
+    """The ranks of a pipeline stage, as compile's StageRanks."""
 
     def __init__(self, ranks: list[int], group: dist.ProcessGroup | None):
-        self.ranks, self.group = ranks, group
+        self.ranks = ranks  # global
+        self.group = group  # None: all ranks
 
-    def alike(self, word: str) -> bool:
-        return alike(word, self.group)
+    def all_equal(self, text: str) -> bool:
+        return alike(text, self.group)
 
-    def first(self, word: str) -> str:
-        return first_word(word, self.group)
+    def broadcast(self, text: str) -> str:
+        return first_word(text, self.group)
 
-    def all(self, word: str) -> dict[int, str]:
-        return dict(zip(self.ranks, gather_objects(word, self.group), strict=True))
+    def all_gather(self, text: str) -> dict[int, str]:
+        return dict(zip(self.ranks, gather_objects(text, self.group), strict=True))
 
 
 @functools.cache
-def stage_peers(mesh: DeviceMesh) -> StagePeers:
-    """The ranks of this rank's pipeline stage.
+def stage_ranks(mesh: DeviceMesh) -> PipelineStageRanks:
+    """Return the ranks of this rank's pipeline stage.
 
     It may make process groups, which all ranks do together.
     """
     stage = mesh.mesh.select(0, mesh["pp"].get_local_rank()).flatten()
-    group = None
-    if mesh["pp"].size() > 1:
-        group = DeviceMesh(mesh.device_type, mesh.mesh.flatten(1), mesh_dim_names=("pp", "stage"))[
-            "stage"
-        ].get_group()
-    return StagePeers(stage.tolist(), group)
+    if mesh["pp"].size() == 1:
+        return PipelineStageRanks(stage.tolist(), None)
+    by_stage = DeviceMesh(mesh.device_type, mesh.mesh.flatten(1), mesh_dim_names=("pp", "stage"))
+    return PipelineStageRanks(stage.tolist(), by_stage.get_group("stage"))

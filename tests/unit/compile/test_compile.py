@@ -3,15 +3,17 @@ which cannot be compiled.
 """
 
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config
 
+from titan_lite.compile import backends
 from titan_lite.compile import compile as stage
 from titan_lite.compile.compile import CompileError, compile_function, compile_model
+from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, ConfigError
 from titan_lite.models.llama3 import ModelConfig, Transformer
 from titan_lite.models.loss import IGNORE_INDEX, cross_entropy_sum
@@ -21,17 +23,16 @@ CONFIG = ModelConfig(
 )
 
 
+def aot_eager():
+    return Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
+
+
 def trained(budget):
     """(bytes saved for backward besides parameters, loss, gradients)"""
     torch._dynamo.reset()
     model = Transformer(CONFIG)
     model.init_weights(0)
-    compile_model(
-        model,
-        Compile(enable=True, backend="aot_eager"),
-        reshard_after_forward=False,
-        memory_budget=budget,
-    )
+    compile_model(model, aot_eager(), reshard_after_forward=False, memory_budget=budget)
     own = {parameter.data_ptr() for parameter in model.parameters()} | {
         buffer.data_ptr() for buffer in model.buffers()
     }
@@ -88,13 +89,9 @@ def test_two_models_of_one_code_have_static_shapes_each():
     for length in (16, 8):
         model = Transformer(CONFIG)
         model.init_weights(0)
-        schedule = SimpleNamespace(compiling=compiling)
-        compile_model(
-            model,
-            Compile(enable=True, backend="aot_eager"),
-            reshard_after_forward=False,
-            schedule=schedule,
-        )
+        schedule = aot_eager()
+        schedule.compiling = compiling
+        compile_model(model, schedule, reshard_after_forward=False)
         model(torch.zeros(2, length, dtype=torch.long)).sum().backward()
     assert sizes == {int}
 
@@ -145,7 +142,7 @@ def failing(name, graph, wanted):
 @pytest.mark.parametrize("wanted", ["forward", "backward"])
 def test_a_pass_that_fails_on_the_model_is_told_with_the_keys_to_change(wanted, monkeypatch):
     monkeypatch.setattr(
-        stage.Schedule,
+        Schedule,
         "compiling",
         lambda schedule, graph, name: failing(name, graph, wanted) or nullcontext(),
     )
@@ -163,7 +160,7 @@ def test_a_pass_that_knows_the_key_speaks_for_itself(monkeypatch):
     def refuse(schedule, graph, name):
         raise ConfigError("compile.bucketing = x: z; use y")
 
-    monkeypatch.setattr(stage.Schedule, "__call__", refuse)
+    monkeypatch.setattr(Schedule, "run", refuse)
     with pytest.raises(CompileError, match=r"^compile.bucketing = x: z; use y$"):
         trained(1.0)
 
@@ -172,7 +169,7 @@ def test_what_inductor_cannot_compile_aot_eager_may(monkeypatch):
     def broken(graph, inputs, **options):
         raise RuntimeError("no kernel for this")
 
-    monkeypatch.setattr(stage, "compile_fx_inner", broken)
+    monkeypatch.setattr(backends, "compile_fx_inner", broken)
     torch._dynamo.reset()
     compiled = compile_function(
         torch.square, Compile(enable=True, components=("model", "loss", "optimizer")), "optimizer"
@@ -224,7 +221,7 @@ def test_inductor_moves_no_collective_after_the_passes(monkeypatch):
         found.append(inductor_config.aten_distributed_optimizations.enable_simple_overlap)
         return make_boxed_func(graph.forward)
 
-    monkeypatch.setattr(stage, "compile_fx_inner", compile_none)
+    monkeypatch.setattr(backends, "compile_fx_inner", compile_none)
     torch._dynamo.reset()
     config = Compile(enable=True, components=("loss",))
     compile_function(torch.square, config, "loss")(torch.ones(3))

@@ -9,33 +9,38 @@ from titan_lite.cost.timeline import Timeline
 BOTH = Collective(
     "all_gather", ("layers.0.a.weight", "layers.0.b.weight"), 2**30, 8, 0.004, 0.001, 0.003
 )
+PASSES = {"bucket_by_block": 1, "overlap_collectives": 0}
 TIMELINE = Timeline("forward", (), 0.014, 0.011, 0.004, 0.003, 0.002, 5 * 2**30)
 FORWARD = CompileReport(
-    "forward", {"all_gather": 2}, (BOTH,), 1, "abc", TIMELINE, compile_seconds=12.34, cache="miss"
+    "forward",
+    {"all_gather": 2},
+    (BOTH,),
+    PASSES,
+    "abc",
+    TIMELINE,
+    compile_seconds=12.34,
+    cache="miss",
 )
-BACKWARD = CompileReport("backward", {"all_gather": 1}, (BOTH,), 0, "def", compile_seconds=2.0)
+BACKWARD = CompileReport("backward", {"all_gather": 1}, (BOTH,), {}, "def", compile_seconds=2.0)
 
 
 def test_a_line_a_graph():
     assert describe([FORWARD, BACKWARD]) == [
         (
-            "forward graph: 2 all_gather -> 1 (1.000 GiB); 1 moved to overlap; estimated 4 ms"
+            "forward graph: 2 all_gather -> 1 (1.000 GiB); estimated 4 ms"
             " communication beside 11 ms computation, 3 ms exposed (at least 2 ms); schedule abc;"
-            " compiled in 12.3 s, cache miss"
+            " bucket_by_block 1, overlap_collectives 0; compiled in 12.3 s, cache miss"
         ),
-        (
-            "backward graph: 1 all_gather -> 1 (1.000 GiB); 0 moved to overlap; schedule def;"
-            " compiled in 2.0 s"
-        ),
+        ("backward graph: 1 all_gather -> 1 (1.000 GiB); schedule def; compiled in 2.0 s"),
     ]
     assert (
-        "(1.000 GiB); 0.500 GiB copied into and out of buckets; 1 moved"
+        "(1.000 GiB); 0.500 GiB copied into and out of buckets; estimated"
         in describe([replace(FORWARD, copied=2**29)])[0]
     )
     assert describe([replace(BACKWARD, pp_rank=1)])[0].startswith(
         "pipeline rank 1, backward graph: 1 all_gather -> 1"
     )
-    assert describe([CompileReport("forward", {}, (), 0, "abc")]) == [
+    assert describe([CompileReport("forward", {}, (), {}, "abc")]) == [
         "forward graph: no collectives of parameters; compiled in 0.0 s",
     ]
 

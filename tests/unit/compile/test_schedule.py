@@ -7,8 +7,9 @@ import torch
 from handmade_graphs import Hand, aten, left, places, priced
 from torch.fx import GraphModule
 
-from titan_lite.compile.rank_agreement import Peers
-from titan_lite.compile.schedule import Schedule, readable, schedules
+from titan_lite.compile.rank_agreement import OneRank, hash_by_group
+from titan_lite.compile.schedule import Schedule, choose_passes, readable
+from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, ConfigError
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -25,27 +26,22 @@ def layers(count=2, name="layers.{}.{}.weight", seconds=0.0):
     return GraphModule(torch.nn.Module(), hand.output(x))
 
 
-def scheduled(graph_module, machine=None, **options):
-    schedule = Schedule(
-        Compile(**{key: value for key, value in options.items() if key in KEYS}), machine
-    )
-    schedule.peers, schedule.dump = options.get("peers", schedule.peers), options.get("dump")
-    schedule(graph_module, "forward")
+def scheduled(graph_module, machine=None, ranks=None, dump_folder=None, **options):
+    """options: of [compile]."""
+    settings = PassSettings(Compile(**options), machine, ranks=ranks or OneRank())
+    schedule = Schedule(settings, dump_folder=dump_folder)
+    schedule.run(graph_module, "forward")
     return schedule.reports[0]
 
 
-class Told(Peers):
-    """Peers with these strings, made of the own one: {rank: string}."""
+class OtherRanks(OneRank):
+    """Ranks with texts made of the own one: {rank: text}."""
 
-    def __init__(self, told):
-        self.all = told
+    def __init__(self, texts):
+        self.all_gather = texts
 
-    def alike(self, word):
-        ranks = self.all(word).values()
-        return len({word, *ranks}) == 1
-
-
-KEYS = ("bucketing", "reordering", "buckets")
+    def all_equal(self, text):
+        return len({text, *self.all_gather(text).values()}) == 1
 
 
 @pytest.mark.parametrize(
@@ -65,14 +61,14 @@ def test_each_way_to_bucket(options, after, copied):
     assert sorted(fqn for bucket in report.after for fqn in bucket.fqns) == [
         f"layers.{n}.{p}.weight" for n in (0, 1) for p in "ab"
     ]
-    assert report.moved == after - 1
+    assert report.passes["overlap_collectives"] == after - 1
     assert report.copied == copied * (4 + 8) * 4  # a shard and the whole, in float32
 
 
 def test_without_reordering_everything_stays_where_it_is_needed():
     graph_module = layers()
-    report = scheduled(graph_module, bucketing="none", reordering=False)
-    assert report.moved == 0
+    report = scheduled(graph_module, bucketing="none", reordering=False, defer_weight_grads=False)
+    assert report.passes == {"order_activation_collectives": 0}
     order = places(graph_module.graph)
     assert [word.startswith("wait") for word in order] == [False, True] * 4
 
@@ -115,9 +111,9 @@ def test_ranks_that_would_hang_are_named():
             r" graph"
         ),
     ):
-        scheduled(layers(), bucketing="block", peers=Told(exchange))
+        scheduled(layers(), bucketing="block", ranks=OtherRanks(exchange))
     assert scheduled(
-        layers(), bucketing="block", peers=Told(lambda mine: {0: mine, 1: mine})
+        layers(), bucketing="block", ranks=OtherRanks(lambda mine: {0: mine, 1: mine})
     ).schedule
 
 
@@ -128,13 +124,13 @@ def test_a_rank_without_what_its_group_does_is_named():
     with pytest.raises(
         ConfigError, match=r"ranks 1 would communicate in another order than rank 0"
     ):
-        scheduled(layers(), bucketing="block", peers=Told(exchange))
+        scheduled(layers(), bucketing="block", ranks=OtherRanks(exchange))
 
 
 def test_strings_of_all_ranks_are_asked_for_only_where_they_differ():
-    peers = Peers()
-    peers.all = lambda word: pytest.fail("asked")
-    assert scheduled(layers(), bucketing="block", peers=peers).schedule
+    ranks = OneRank()
+    ranks.all_gather = lambda text: pytest.fail("asked")
+    assert scheduled(layers(), bucketing="block", ranks=ranks).schedule
 
 
 def test_other_groups_may_do_other_things():
@@ -142,36 +138,61 @@ def test_other_groups_may_do_other_things():
     assert scheduled(
         layers(),
         bucketing="block",
-        peers=Told(lambda mine: {2: mine.replace("0, 1", "2, 3").replace('": "', '": "f')}),
+        ranks=OtherRanks(lambda mine: {2: mine.replace("0, 1", "2, 3").replace('": "', '": "f')}),
     )
 
 
 def test_the_hash_is_of_what_travels_and_in_which_order():
     hashes = [
-        schedules(layers().graph),
-        schedules(layers(3).graph),
-        schedules(layers(name="blocks.{}.{}.weight").graph),
+        hash_by_group(layers().graph),
+        hash_by_group(layers(3).graph),
+        hash_by_group(layers(name="blocks.{}.{}.weight").graph),
     ]
     assert len({str(each) for each in hashes}) == 3
-    assert schedules(layers().graph) == hashes[0]
+    assert hash_by_group(layers().graph) == hashes[0]
     graph_module = layers()
     scheduled(graph_module, bucketing="none")  # started early, and in the same order
-    assert schedules(graph_module.graph) == hashes[0]
+    assert hash_by_group(graph_module.graph) == hashes[0]
     scheduled(graph_module, bucketing="block")
-    assert schedules(graph_module.graph) not in hashes
+    assert hash_by_group(graph_module.graph) not in hashes
 
 
 def test_graphs_are_written_before_and_after_each_pass(tmp_path):
-    scheduled(layers(), bucketing="block", dump=tmp_path / "graphs")
+    scheduled(layers(), bucketing="block", dump_folder=tmp_path / "graphs")
     files = sorted(path.name for path in (tmp_path / "graphs").iterdir())
     assert files == [
         "0_forward_0_traced.txt",
-        "0_forward_1_bucketed.txt",
-        "0_forward_2_reordered.txt",
+        "0_forward_1_defer_weight_grads.txt",
+        "0_forward_2_order_activation_collectives.txt",
+        "0_forward_3_bucket_by_block.txt",
+        "0_forward_4_overlap_collectives.txt",
     ]
     texts = [(tmp_path / "graphs" / file).read_text() for file in files]
-    assert [text.count("all_gather_into_tensor.default(") for text in texts] == [4, 2, 2]
-    assert "# layers.1.a.weight, layers.1.b.weight" in texts[1]
+    assert [text.count("all_gather_into_tensor.default(") for text in texts] == [4, 4, 4, 2, 2]
+    assert "# layers.1.a.weight, layers.1.b.weight" in texts[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["defer", "order", "bucket_by_block", "overlap_collectives"]),
+        (dict(bucketing="none", reordering=False, defer_weight_grads=False), ["order"]),
+        (
+            dict(bucketing="listed", tensor_parallel_chunks=2),
+            ["defer", "cut", "order", "bucket_by_names", "overlap_collectives"],
+        ),
+        (dict(bucketing="greedy"), ["defer", "order", "bucket_greedily", "overlap_collectives"]),
+        (dict(bucketing="auto"), ["defer", "order", "overlap_by_inductor"]),
+    ],
+)
+def test_the_recipe_selects_the_passes_and_their_order(options, expected):
+    passes = choose_passes(PassSettings(Compile(**options)))
+    assert len(passes) == len(expected)
+    for function, name in zip(passes, expected, strict=True):
+        assert function.__name__.startswith(name)
+    fused = choose_passes(PassSettings(Compile(**options), async_tensor_parallel=True))
+    assert fused[0].__name__ == "mark_fused_collectives"
+    assert not {"defer_weight_grads", "cut_token_chunks"} & {each.__name__ for each in fused}
 
 
 def test_a_graph_is_readable():

@@ -11,15 +11,16 @@ from handmade_graphs import (
     Hand,
     aten,
     collectives,
+    overlap,
     places,
     priced,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titan_lite.compile.passes.bucket_plans import by_block, greedy
-from titan_lite.compile.passes.bucketing import merge
-from titan_lite.compile.passes.reordering import overlap, wait_for_reductions_late
+from titan_lite.compile.passes.bucketing import merge_buckets
+from titan_lite.compile.passes.choose_buckets import by_block, greedy
+from titan_lite.compile.passes.reordering import wait_for_reductions_late
 from titan_lite.cost import timeline as timelines
 from titan_lite.cost.collectives import parameters_of
 from titan_lite.cost.nccl import CHANNELS
@@ -116,7 +117,7 @@ def test_a_bucket_holds_computation_up_once():
         for name, shard in {name: hand.input(1) for name in "ab"}.items()
     )
     graph = hand.output(hand.compute("f", 5.0, a, b))
-    merge(graph, by_block(graph))
+    merge_buckets(graph, by_block(graph))
     timeline = simulate(graph, priced(latency=10.0))
     assert [(span.name, span.seconds, span.exposed) for span in timeline.collectives()] == [
         ("all_gather layers.0.a and 1 more", 10.0 + 16.0, 10.0 + 16.0)
@@ -198,7 +199,7 @@ def test_no_schedule_exposes_less_than_the_bound(nodes, latency, merged):
             results.append(hand.all_reduce(reduced, name) if kind == "reduce twice" else reduced)
     graph = hand.output(x, *results)
     if merged:
-        merge(graph, greedy(graph, machine))
+        merge_buckets(graph, greedy(graph, machine))
     bound = lower_bound(graph, machine)
     assert bound <= simulate(graph, machine).exposed + 1e-9
     for prices in (None, machine):

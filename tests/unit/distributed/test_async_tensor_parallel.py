@@ -16,7 +16,7 @@ from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch.distributed import _symmetric_memory
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_lite.compile.compile import expect_fused_products
+from titan_lite.compile.backends import expect_fused_products
 from titan_lite.config import ConfigError
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp

@@ -46,9 +46,9 @@ def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_pat
     )  # which is waited for at once
     timeline = Timeline("forward", (), 0.4, 0.3, 0.2, 0.1, 0.0, 0)
     reports = [
-        CompileReport("forward", {}, (), 0, "", timeline),
-        CompileReport("inference", {}, (), 0, "", timeline),
-        CompileReport("forward", {}, (), 0, "", replace(timeline, spans=(exchange,)), pp_rank=1),
+        CompileReport("forward", {}, (), {}, "", timeline),
+        CompileReport("inference", {}, (), {}, "", timeline),
+        CompileReport("forward", {}, (), {}, "", replace(timeline, spans=(exchange,)), pp_rank=1),
     ]
     done = RunEnd(
         stopped=False,
@@ -103,7 +103,9 @@ def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_pat
         '{"step": 1, "tps": 5.0, "data_wait": 0.0, "memory_gib": 0.1}\n'
     )
     alone = [
-        CompileReport("forward", {}, (), 0, "", Timeline("forward", (), 0.4, 0.4, 0.0, 0.0, 0.0, 0))
+        CompileReport(
+            "forward", {}, (), {}, "", Timeline("forward", (), 0.4, 0.4, 0.0, 0.0, 0.0, 0)
+        )
     ]
     assert end_lines(tmp_path, replace(stopped, reports=alone)) == told
     (tmp_path / "metrics.jsonl").write_text("")
@@ -119,7 +121,9 @@ def test_the_end_of_a_run_whose_folder_is_gone_is_told_without_figures(tmp_path)
 
 def test_reports_that_cannot_be_written_cost_a_warning_and_not_the_run(tmp_path, caplog):
     reports = [
-        CompileReport("forward", {}, (), 0, "", Timeline("forward", (), 0.4, 0.3, 0.2, 0.1, 0.0, 0))
+        CompileReport(
+            "forward", {}, (), {}, "", Timeline("forward", (), 0.4, 0.3, 0.2, 0.1, 0.0, 0)
+        )
     ]
     log_compile_reports(reports, tmp_path / "gone")
     path = tmp_path / "gone/compile.json"

@@ -18,7 +18,7 @@ FORWARD = Timeline("forward", (GATHER, PRODUCT, EXCHANGE), 13.0, 5.0, 8.0, 8.0, 
 
 
 def report(graph, **fields):
-    return CompileReport(graph, {}, (), 0, "abc", replace(FORWARD, graph=graph), **fields)
+    return CompileReport(graph, {}, (), {}, "abc", replace(FORWARD, graph=graph), **fields)
 
 
 def test_a_trace_has_every_pipeline_rank_and_a_lane_for_every_axis(tmp_path):
@@ -80,12 +80,12 @@ def test_nothing_is_drawn_where_nothing_communicates(tmp_path):
                 "forward",
                 {},
                 (),
-                0,
+                {},
                 "abc",
                 Timeline("forward", (PRODUCT,), 5.0, 5.0, 0.0, 0.0, 0.0, 0),
             )
         ],
         tmp_path,
     )
-    write_timelines([CompileReport("forward", {}, (), 0, "abc")], tmp_path)
+    write_timelines([CompileReport("forward", {}, (), {}, "abc")], tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_lite.compile.compile import compile_model
 from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile
 from titan_lite.cost.timeline import peak_bytes
 from titan_lite.models.loss import IGNORE_INDEX, Loss, VocabularyShard
@@ -132,14 +133,9 @@ def test_a_graph_has_an_eighth_of_the_bytes_of_logits(dtype):
     for chunk in (0, 1024):
         torch._dynamo.reset()
         stage = LastStage(chunk)
-        recorded = Recorded(Compile())
+        recorded = Recorded(PassSettings(Compile(enable=True, backend="aot_eager")))
         recorded.peaks = peaks[chunk] = {}
-        compile_model(
-            stage,
-            Compile(enable=True, backend="aot_eager"),
-            reshard_after_forward=False,
-            schedule=recorded,
-        )
+        compile_model(stage, recorded, reshard_after_forward=False)
         with FakeTensorMode(allow_non_fake_inputs=True):
             hidden = torch.zeros(1, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
             weight = torch.zeros(VOCABULARY, WIDTH, dtype=dtype, requires_grad=True)

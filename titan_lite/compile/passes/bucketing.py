@@ -1,25 +1,34 @@
 """Merge the collectives of several parameters into buckets, in a forward or backward graph.
 
-    merge(graph, by_block(graph))            # in place; wrapping.py chooses the buckets
+    bucket_by_block(graph, settings)                 # a pass
+    merge_buckets(graph, by_block(graph))            # what it does, in place
 
-    before   w1 = wait(all_gather(s1)); y = x @ w1; w2 = wait(all_gather(s2)); z = y @ w2
-    after    b = wait(all_gather(cat(s1, s2))); w1 = b[:, :n1]; w2 = b[:, n1:]; y = x @ w1; z = y @ w2
+    before   w1 = wait(all_gather(s1)); y = x @ w1
+             w2 = wait(all_gather(s2)); z = y @ w2
+    after    b = wait(all_gather(cat(s1, s2))); w1 = b[:, :n1]; w2 = b[:, n1:]
+             y = x @ w1; z = y @ w2
 
 Every collective has a latency, and a block of Llama has nine parameters (SimpleFSDP, arXiv
 2411.00284, section 4.1). Results stay bitwise equal: an all-gather only moves values, and a
-reduction adds the same values for each element.
+reduction adds the same values for each element. choose_buckets.py chooses the buckets.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch._dynamo.utils import detect_fake_mode
 from torch.fx import Graph, Node
 
+from titan_lite.compile.graph import add_call, move_before
+from titan_lite.compile.passes.choose_buckets import (
+    by_block,
+    by_names,
+    greedy,
+    name_collectives,
+)
+from titan_lite.compile.rank_agreement import first_ranks_choice
+from titan_lite.compile.settings import PassSettings
 from titan_lite.cost.collectives import (
     aten,
     collectives,
@@ -28,20 +37,49 @@ from titan_lite.cost.collectives import (
     group_size,
     is_all_gather,
     kind_of,
-    move_before,
+    parameter_collectives,
     parameters_of,
     preparation,
 )
 
 
-def merge(graph: Graph, plan: Mapping[Node, Hashable]) -> int:
-    """Merge the collectives of each bucket of `plan` that have the same kind, group, dtype and
-    reduction, in place.
+def bucket_by_block(graph: Graph, settings: PassSettings) -> int:
+    """Give each transformer block a bucket. Return the number of collectives saved."""
+    if not parameter_collectives(graph):
+        return 0
+    return merge_buckets(graph, by_block(graph))
 
-    Returns the number of collectives saved.
+
+def bucket_by_names(graph: Graph, settings: PassSettings) -> int:
+    """Make the recipe's buckets (compile.buckets). Return the number of collectives saved."""
+    if not parameter_collectives(graph):
+        return 0
+    return merge_buckets(graph, by_names(graph, settings.config.buckets))
+
+
+def bucket_greedily(graph: Graph, settings: PassSettings) -> int:
+    """Make buckets that hide under the computation before them. Return the number of collectives
+    saved.
+
+    The first rank chooses, since tensor-parallel ranks reduce norms together.
+    """
+    if not parameter_collectives(graph):
+        return 0
+    chosen = greedy(graph, settings.required_machine(), fused=settings.fused)
+    names = name_collectives(chosen)
+    own = {name: str(chosen[node]) for node, name in names.items()}
+    first = first_ranks_choice(own, settings.ranks)
+    return merge_buckets(graph, {node: first[name] for node, name in names.items()})
+
+
+def merge_buckets(graph: Graph, buckets: Mapping[Node, Hashable]) -> int:
+    """Merge the collectives of each bucket that have the same kind, group, dtype and reduction, in
+    place. Return the number of collectives saved.
+
+    buckets: the bucket of each collective.
     """
     members: dict[tuple, list[Node]] = defaultdict(list)
-    for node, bucket in plan.items():
+    for node, bucket in buckets.items():
         reduction = None if is_all_gather(node) else node.args[1]
         members[bucket, node.target, group_of(node), node.meta["val"].dtype, reduction].append(node)
     for nodes in members.values():
@@ -55,104 +93,85 @@ def merge(graph: Graph, plan: Mapping[Node, Hashable]) -> int:
                 graph.erase_node(node)
     graph.eliminate_dead_code()
     graph.lint()
-    return len(plan) - len(members)
+    return len(buckets) - len(members)
 
 
 def _merge_all_gathers(graph: Graph, nodes: list[Node]) -> None:
-    """Merge all-gathers at the place of the first one, and move the preparation of the others
-    before it.
-    """
+    """Insert the bucket's all-gather where the first one is, behind what prepares all shards."""
     ranks = group_size(nodes[0])
     shards = [node.all_input_nodes[0] for node in nodes]
     first = nodes[0]
-    move_before(first, {leading for node in nodes for leading in preparation(node) or ()})
+    move_before(first, {prepares for node in nodes for prepares in preparation(node) or ()})
     with graph.inserting_before(first):
-        flat = add_call(graph, aten.cat.default, [_flat(graph, shard) for shard in shards])
-        flat.meta["copies"] = True
-        gathered = add_call(graph, first.target, flat, *first.args[1:], bucket=nodes)
-        rows = add_call(
-            graph,
-            aten.view.default,
-            add_call(graph, collectives.wait_tensor.default, gathered),
-            [ranks, -1],
-        )
+        bucket = add_call(graph, aten.cat.default, [_flat(graph, shard) for shard in shards])
+        bucket.meta["copies"] = True
+        gathered = add_call(graph, first.target, bucket, *first.args[1:])
+        gathered.meta["bucket"] = _fqns(nodes)
+        waited = add_call(graph, collectives.wait_tensor.default, gathered)
+        by_rank = add_call(graph, aten.view.default, waited, [ranks, -1])
         start = 0
         for node, shard in zip(nodes, shards, strict=True):
-            numel = shard.meta["val"].numel()
-            columns = add_call(graph, aten.slice.Tensor, rows, 1, start, start + numel)
+            end = start + shard.meta["val"].numel()
+            columns = add_call(graph, aten.slice.Tensor, by_rank, 1, start, end)
             weight = add_call(
                 graph, aten.clone.default, columns, memory_format=torch.contiguous_format
             )
             weight.meta["copies"] = True
-            _replace_wait(
-                node, add_call(graph, aten.view.default, weight, list(node.meta["val"].shape))
-            )
-            start += numel
+            result = add_call(graph, aten.view.default, weight, list(node.meta["val"].shape))
+            _replace_wait(node, result)
+            start = end
 
 
 def _merge_reductions(graph: Graph, nodes: list[Node]) -> None:
-    """Merge reductions at the place of the last one.
+    """Insert the bucket's reduction where the last one is.
 
-    Its results are views, and their users move behind it.
+    Its results are views of the bucket, and their users move behind it.
     """
-    last, gradients = nodes[-1], [node.all_input_nodes[0] for node in nodes]
+    last = nodes[-1]
+    gradients = [node.all_input_nodes[0] for node in nodes]
     with graph.inserting_before(last):
         if kind_of(last) == "all_reduce":
-            bucket = add_call(
-                graph, aten.cat.default, [_flat(graph, gradient) for gradient in gradients]
-            )
-        else:  # one row per rank
-            rows = [
-                add_call(graph, aten.reshape.default, gradient, [group_size(last), -1])
+            parts = [_flat(graph, gradient) for gradient in gradients]
+            bucket = add_call(graph, aten.cat.default, parts)
+        else:  # a reduce-scatter: a row for each rank
+            ranks = group_size(last)
+            parts = [
+                add_call(graph, aten.reshape.default, gradient, [ranks, -1])
                 for gradient in gradients
             ]
-            bucket = add_call(graph, aten.cat.default, rows, 1)
+            bucket = add_call(graph, aten.cat.default, parts, 1)
         bucket.meta["copies"] = True
-        reduced = add_call(graph, last.target, bucket, *last.args[1:], bucket=nodes)
-        flat, start = _flat(graph, add_call(graph, collectives.wait_tensor.default, reduced)), 0
+        reduced = add_call(graph, last.target, bucket, *last.args[1:])
+        reduced.meta["bucket"] = _fqns(nodes)
+        flat = _flat(graph, add_call(graph, collectives.wait_tensor.default, reduced))
+        start = 0
         for node in nodes:
-            numel = node.meta["val"].numel()
-            part = add_call(graph, aten.slice.Tensor, flat, 0, start, start + numel)
-            _replace_wait(
-                node,
-                add_call(graph, aten.view.default, part, list(node.meta["val"].shape)),
-                after=last,
-            )
-            start += numel
+            end = start + node.meta["val"].numel()
+            part = add_call(graph, aten.slice.Tensor, flat, 0, start, end)
+            result = add_call(graph, aten.view.default, part, list(node.meta["val"].shape))
+            _move_users_behind(node, last)
+            _replace_wait(node, result)
+            start = end
 
 
-def _replace_wait(node: Node, part: Node, after: Node | None = None) -> None:
-    """Replace uses of node's wait by `part`. after: move users that precede this node behind it."""
+def _fqns(nodes: Sequence[Node]) -> list[str]:
+    """Return the parameters of the collectives that a bucket replaces (see `parameters_of`)."""
+    return [fqn for node in nodes for fqn in parameters_of(node)]
+
+
+def _move_users_behind(node: Node, last: Node) -> None:
+    """Move what depends on the result of `node` and precedes `last` behind `last`."""
     (wait,) = node.users
-    if after is not None:
-        for late in sorted((user for user in descendants(wait) if user < after), reverse=True):
-            after.append(late)
-    wait.replace_all_uses_with(part)
-    part.graph.erase_node(wait)  # keeps `node`, since others may still be inserted before it
+    for user in sorted((user for user in descendants(wait) if user < last), reverse=True):
+        last.append(user)
+
+
+def _replace_wait(node: Node, result: Node) -> None:
+    """Replace the wait for `node` by `result`. Keep `node`: others are inserted before it."""
+    (wait,) = node.users
+    wait.replace_all_uses_with(result)
+    wait.graph.erase_node(wait)
 
 
 def _flat(graph: Graph, node: Node) -> Node:
     return add_call(graph, aten.reshape.default, node, [math.prod(node.meta["val"].shape)])
-
-
-def add_call(
-    graph: Graph, target: Any, *args: Any, bucket: Sequence[Node] = (), **kwargs: Any
-) -> Node:
-    """Insert a call with its fake result. bucket: the collectives that it replaces."""
-    node = graph.call_function(target, args, kwargs)
-    if bucket:
-        node.meta["bucket"] = [fqn for member in bucket for fqn in parameters_of(member)]
-
-    def value(argument: Any) -> Any:
-        if isinstance(argument, Node):
-            return argument.meta["val"]
-        return [value(each) for each in argument] if isinstance(argument, list) else argument
-
-    values = [value(argument) for argument in args]
-    mode = detect_fake_mode([each for each in values if isinstance(each, Tensor)])
-    if mode is None:  # a graph of real or meta tensors, built by hand
-        node.meta["val"] = target(*values, **kwargs)
-    else:
-        with mode:
-            node.meta["val"] = target(*values, **kwargs)
-    return node

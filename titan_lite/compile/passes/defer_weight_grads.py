@@ -1,5 +1,5 @@
-"""Hide the collectives of activations: while one is in flight, compute products that no such
-collective waits for.
+"""Hide the collectives of activations: while one is in flight, compute gradients of weights, which
+no such collective waits for.
 
     before   dw = x.T @ dy; a = reduce_scatter(dy @ w); dx = wait(a)
     after    a = reduce_scatter(dy @ w); dw = x.T @ dy; dx = wait(a)
@@ -8,31 +8,62 @@ In backward, tensor and context parallelism communicate on the path from block t
 gradient of a weight is not on that path. (Zero bubble pipelines, arXiv 2401.10241, fill the waits
 between stages by the same division.) Numbers do not change. In forward every product is on the
 path, so nothing moves.
+
+The costs of tensor-parallel ranks may differ, so the first rank chooses. Choices are numbers of
+nodes of one kind, counted in graph order. Positions among all nodes would not do: a rank with fewer
+rows pads them.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch.fx import Graph, Node
 
+from titan_lite.compile.rank_agreement import first_ranks_choice
+from titan_lite.compile.settings import PassSettings
 from titan_lite.cost.collectives import activation_collectives, descendants, group_of, wait_of
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.op_cost import MATMULS, node_seconds
-from titan_lite.cost.timeline import simulate
+from titan_lite.cost.timeline import Span, simulate
 
-Numbered = list[tuple[int, int]]  # numbers of nodes of one kind each, counted in graph order
-# products that may be deferred, the last ones: a deferred product keeps its factors alive. A block
+# Products that may be deferred, the last ones: a deferred product keeps its factors alive. A block
 # has 7 weights.
-RECENT = 8
+MAX_DEFERRED = 8
+
+Pairs = Sequence[Sequence[int]]  # (number of a node to move, number of a collective)
+
+
+def defer_weight_grads(graph: Graph, settings: PassSettings) -> int:
+    """Defer products behind the start of collectives of activations, in place. Return how many."""
+    if not activation_collectives(graph):
+        return 0
+    own = choose_products(graph, settings.machine, fused=settings.fused)
+    chosen = first_ranks_choice(own, settings.ranks)
+    defer_products(graph, chosen)
+    return len(chosen)
+
+
+def order_activation_collectives(graph: Graph, settings: PassSettings) -> int:
+    """Start collectives of activations in the order in which they are waited for, where this is
+    faster, in place. Return how many moved.
+
+    before   a = reduce_scatter(x); b = all_gather(y); use(wait(b)); use(wait(a))
+    after    b = all_gather(y); a = reduce_scatter(x); use(wait(b)); use(wait(a))
+
+    In the first order, b queues behind a, and its wait takes as long as both.
+    """
+    if not activation_collectives(graph):
+        return 0
+    own = choose_order(graph, settings.machine, fused=settings.fused)
+    chosen = first_ranks_choice(own, settings.ranks)
+    start_behind(graph, chosen)
+    return len(chosen)
 
 
 def choose_products(
     graph: Graph, machine: Machine | None = None, *, fused: bool = True
-) -> Numbered:
-    """Return (number of a product, number of the collective to hide).
-
-    All ranks must use those of one. Places of nodes are no such numbers: a rank with fewer rows
-    pads them.
+) -> list[tuple[int, int]]:
+    """Return (number of a product, number of the collective of activations to hide).
 
     A collective gets the shortest product that is as long as itself; if there is none, the longest
     one, and others for the rest. Without a machine it gets the last product.
@@ -42,77 +73,91 @@ def choose_products(
         return node_seconds(node, machine, fused) if machine else 1.0
 
     activations = activation_collectives(graph)
-    starts = {wait_of(node): node for node in activations}
+    started_by = {wait_of(node): node for node in activations}
     path = _ancestors(activations)
-    numbers = {
-        node: number for each in (_products(graph), activations) for number, node in enumerate(each)
-    }
-    ready: deque[Node] = deque(maxlen=RECENT)
+    product_number = {node: number for number, node in enumerate(_products(graph))}
+    collective_number = {node: number for number, node in enumerate(activations)}
+    ready: deque[Node] = deque(maxlen=MAX_DEFERRED)  # the latest first
     chosen = []
     for node in graph.nodes:
         if node.target in MATMULS and node not in path:
             ready.appendleft(node)
-        elif node in starts:
-            left = seconds(starts[node])
-            while ready and left > 0:
-                product = min(
-                    ready, key=lambda each: (seconds(each) < left, abs(seconds(each) - left))
-                )
-                chosen.append((numbers[product], numbers[starts[node]]))
+        elif node in started_by:
+            collective = started_by[node]
+            exposed = seconds(collective)
+            while ready and exposed > 0:
+                product = _best_fit(ready, seconds, exposed)
+                chosen.append((product_number[product], collective_number[collective]))
                 ready.remove(product)
-                left -= seconds(product)
+                exposed -= seconds(product)
     return chosen
 
 
-def choose_order(graph: Graph, machine: Machine | None, *, fused: bool = True) -> Numbered:
-    """Return pairs (number of a collective, number of a later one of its group that is waited for
-    earlier and queues behind it).
+def _best_fit(products: Iterable[Node], seconds: Callable[[Node], float], wanted: float) -> Node:
+    """Return the shortest product that takes `wanted` seconds or more, or else the longest."""
+    return min(products, key=lambda node: (seconds(node) < wanted, abs(seconds(node) - wanted)))
+
+
+def defer_products(graph: Graph, chosen: Pairs) -> None:
+    """Move the chosen products, with what depends on them, before the waits for their collectives,
+    in place.
+    """
+    products = _products(graph)
+    activations = activation_collectives(graph)
+    for product, collective in chosen:
+        wait = wait_of(activations[collective])
+        for node in sorted(node for node in descendants(products[product]) if node < wait):
+            wait.prepend(node)
+    graph.lint()
+
+
+def choose_order(
+    graph: Graph, machine: Machine | None, *, fused: bool = True
+) -> list[tuple[int, int]]:
+    """Return pairs (number of a collective of activations, number of a later one of its group that
+    is waited for earlier, and that would queue behind it).
 
     The first one should start behind the other. Empty if the graph would not be faster, as
     estimated.
     """
     if machine is None:
         return []
-    found, chosen, before = (
-        activation_collectives(graph),
-        dict[int, int](),
-        simulate(graph, machine, fused=fused),
-    )
+    activations = activation_collectives(graph)
+    before = simulate(graph, machine, fused=fused)
     spans = [span for span in before.spans if span.group and span.lane == "compute"]
-    for number, (node, span) in enumerate(zip(found, spans, strict=True)):
-        busy = span.start + span.seconds
-        for other, later in enumerate(found[number + 1 :], number + 1):
-            if group_of(later) == group_of(node):
-                if spans[other].start > busy:
-                    break
-                busy = spans[other].start + spans[other].seconds
-                if wait_of(later) < wait_of(node):
-                    chosen[number] = other
-    pairs, places = [*chosen.items()], [found[number].prev for number in chosen]
-    start_behind(graph, pairs)
+    chosen = _overtaking(activations, spans)
+
+    # Try it, and move the nodes back.
+    predecessors = [activations[number].prev for number, _ in chosen]
+    start_behind(graph, chosen)
     after = simulate(graph, machine, fused=fused)
-    for number, place in zip(chosen, places, strict=True):
-        place.append(found[number])
-    return pairs if after.seconds < before.seconds else []
+    for (number, _), predecessor in zip(chosen, predecessors, strict=True):
+        predecessor.append(activations[number])
+    return chosen if after.seconds < before.seconds else []
 
 
-def start_behind(graph: Graph, chosen: Numbered) -> None:
-    """Start collectives behind others, in place."""
-    found = activation_collectives(graph)
-    for number, other in reversed(chosen):  # so that those behind the same one keep their order
-        found[other].append(found[number])
+def _overtaking(activations: Sequence[Node], spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """Return the pairs of `choose_order`. spans: of the collectives, in the same order."""
+    overtaken_by: dict[int, int] = {}
+    for number, (node, span) in enumerate(zip(activations, spans, strict=True)):
+        queue_end = span.start + span.seconds
+        for later in range(number + 1, len(activations)):
+            if group_of(activations[later]) != group_of(node):
+                continue
+            if spans[later].start > queue_end:
+                break
+            queue_end = spans[later].start + spans[later].seconds
+            if wait_of(activations[later]) < wait_of(node):
+                overtaken_by[number] = later
+    return list(overtaken_by.items())
+
+
+def start_behind(graph: Graph, chosen: Pairs) -> None:
+    """Start the first collective of each pair behind the second, in place."""
+    activations = activation_collectives(graph)
+    for number, later in reversed(chosen):  # those behind the same one keep their order
+        activations[later].append(activations[number])
     graph.lint()
-
-
-def defer_weight_grads(graph: Graph, chosen: Numbered) -> int:
-    """Move the chosen products, with what depends on them, in place. Return how many moved."""
-    products, activations = _products(graph), activation_collectives(graph)
-    for product, collective in chosen:
-        wait = wait_of(activations[collective])
-        for each in sorted(later for later in descendants(products[product]) if later < wait):
-            wait.prepend(each)
-    graph.lint()
-    return len(chosen)
 
 
 def _products(graph: Graph) -> list[Node]:
@@ -121,10 +166,11 @@ def _products(graph: Graph) -> list[Node]:
 
 def _ancestors(nodes: Sequence[Node]) -> set[Node]:
     """Return `nodes` and all nodes that they depend on."""
-    found, open_nodes = set(nodes), list(nodes)
+    ancestors = set(nodes)
+    open_nodes = list(nodes)
     while open_nodes:
         for source in open_nodes.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
+            if source not in ancestors:
+                ancestors.add(source)
                 open_nodes.append(source)
-    return found
+    return ancestors

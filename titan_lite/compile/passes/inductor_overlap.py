@@ -1,46 +1,49 @@
-"""Run Inductor's overlap scheduler on our cost model.
+"""Let Inductor's overlap scheduler reorder and bucket collectives, by our cost model.
 
-It reorders collectives and buckets those that stay hidden.
+    before   w1 = wait(all_gather(s1)); w2 = wait(all_gather(s2))
+             y = x @ w1; z = y @ w2
+    after    w1 = wait(all_gather(s1)); a2 = all_gather(s2)
+             y = x @ w1; w2 = wait(a2); z = y @ w2
 
-    schedule_by_inductor(graph_module, load_machine("H100"), fused=True)      # in place
-
-Differences between torch 2.11 and 2.13 are handled in this file alone.
+It buckets those that stay hidden. Nothing pins the order, so no later pass may change it. What
+differs between torch 2.11 and 2.13 is handled here and in torch_patches.py.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-from torch._inductor import utils as inductor_utils
 from torch._inductor.fx_passes import overlap_scheduling
-from torch.fx import GraphModule, Node
-from torch.utils import _runtime_estimation
+from torch.fx import Graph, Node
 
-from titan_lite.compile.replacing import replaced
-from titan_lite.cost.collectives import KINDS, kind_of, ranks_of
-from titan_lite.cost.machine import Machine
+from titan_lite.compile.settings import PassSettings
+from titan_lite.compile.torch_patches import rooflines_replaced
+from titan_lite.cost.collectives import (
+    KINDS,
+    kind_of,
+    parameter_collectives,
+    ranks_of,
+    wait_of,
+)
 from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.timeline import shards_of
 
 
-def schedule_by_inductor(module: GraphModule, machine: Machine, *, fused: bool) -> None:
-    """Reorder and bucket collectives in place.
-
-    Nothing pins the order, so no later pass may change it.
+def overlap_by_inductor(graph: Graph, settings: PassSettings) -> int:
+    """Reorder and bucket collectives, in place. Return the number of parameters' collectives that
+    computation then overlaps.
     """
-    shard_work = shards_of(module.graph)
+    if not parameter_collectives(graph):
+        return 0
+    machine = settings.required_machine()
+    shard_work = shards_of(graph)
 
     def estimate(node: Node, nbytes: int | None = None) -> float:
         """Return milliseconds. nbytes: the size of a collective, by default its own."""
-        if (
-            node in shard_work
-        ):  # shards differ in size between ranks, and all ranks must decide the same
+        if node in shard_work:  # differs in size between ranks, and all ranks must decide the same
             return 0.0
         if nbytes is not None and node.target in KINDS:
             return 1e3 * machine.collective(kind_of(node), nbytes, ranks_of(node))
-        return 1e3 * node_seconds(node, machine, fused)
+        return 1e3 * node_seconds(node, machine, settings.fused)
 
     options: dict[str, Any] = {
         "collective_bucketing": True,
@@ -54,36 +57,11 @@ def schedule_by_inductor(module: GraphModule, machine: Machine, *, fused: bool) 
         "pre_bucketing_fsdp_collectives": False,
     }
     known = inspect.signature(overlap_scheduling.schedule_overlap_bucketing).parameters
-    with _patched_rooflines(machine, estimate):
+    module = graph.owning_module
+    assert module is not None
+    with rooflines_replaced(machine, estimate):
         overlap_scheduling.schedule_overlap_bucketing(
             module, **{key: value for key, value in options.items() if key in known}
         )
-
-
-@contextmanager
-def _patched_rooflines(machine: Machine, estimate: Callable[[Node], float]) -> Iterator[None]:
-    """Replace torch's rooflines, to query no GPU.
-
-    torch computes them even with custom estimates.
-    """
-
-    def memory_bandwidth() -> float:
-        return machine.memory_bandwidth
-
-    def device_tflops(dtype: torch.dtype) -> float:
-        return machine.flops(dtype) / 1e12
-
-    def cost(node: Node, *_: Any) -> tuple[float, None]:
-        return estimate(node), None
-
-    with ExitStack() as stack:
-        for module in (inductor_utils, _runtime_estimation):
-            stack.enter_context(replaced(module, "get_gpu_dram_gbps", memory_bandwidth))
-            stack.enter_context(replaced(module, "get_device_tflops", device_tflops))
-        # torch 2.11 also benchmarks nodes that have custom estimates
-        if hasattr(overlap_scheduling, "estimate_runtime_analytical"):
-            stack.enter_context(
-                replaced(overlap_scheduling, "estimate_runtime_analytical", estimate)
-            )
-            stack.enter_context(replaced(overlap_scheduling, "benchmark_node_with_cache_key", cost))
-        yield
+    assert module.graph is graph
+    return sum(node.next is not wait_of(node) for node in parameter_collectives(graph))

@@ -1,7 +1,10 @@
-"""Overlap collectives with computation: start them earlier, and wait for them later.
+"""Overlap the collectives of parameters with computation: start them earlier, and wait for them
+later.
 
-    before   w1 = wait(all_gather(s1)); y = f(x, w1); w2 = wait(all_gather(s2)); z = f(y, w2)
-    after    a1 = all_gather(s1); a2 = all_gather(s2); w1 = wait(a1); y = f(x, w1); w2 = wait(a2); z = f(y, w2)
+    before   w1 = wait(all_gather(s1)); y = f(x, w1)
+             w2 = wait(all_gather(s2)); z = f(y, w2)
+    after    a1 = all_gather(s1); a2 = all_gather(s2)
+             w1 = wait(a1); y = f(x, w1); w2 = wait(a2); z = f(y, w2)
 
 The all-gather of a bucket starts before the wait for the bucket in use. The wait for a reduction
 comes before the next one starts (SimpleFSDP, arXiv 2411.00284, section 4.2). Two buckets of
@@ -9,6 +12,8 @@ unsharded weights are then alive at once, and one bucket of gradients beside the
 The costs of a machine refine both rules: an all-gather with too little time starts earlier, if this
 does not raise peak memory, and a reduction is waited for once it should be done. The order depends
 on the graph and the costs alone, so it is the same on every rank.
+
+fused, here: as in `node_seconds`.
 """
 
 import bisect
@@ -18,13 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch.fx import Graph, Node
 
+from titan_lite.compile.graph import move_before
+from titan_lite.compile.settings import PassSettings
 from titan_lite.cost.collectives import (
     collective_bytes,
     collectives,
     descendants,
     is_all_gather,
     kind_of,
-    move_before,
     parameter_all_gathers,
     parameter_collectives,
     parameters_of,
@@ -38,77 +44,49 @@ from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.timeline import computed_before, peak_bytes, shards_of
 
 
-def overlap(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> int:
-    """Move the parameters' collectives and their waits, in place. Return how many moved.
-
-    fused: as in `Machine.cost`.
-    """
-    moved = start_gathers_early(graph, machine, fused=fused) + wait_for_reductions_late(
-        graph, machine, fused=fused
-    )
+def overlap_collectives(graph: Graph, settings: PassSettings) -> int:
+    """Move the parameters' collectives and their waits, in place. Return how many moved."""
+    moved = start_gathers_early(graph, settings.machine, fused=settings.fused)
+    moved += wait_for_reductions_late(graph, settings.machine, fused=settings.fused)
     graph.lint()
     return moved
+
+
+# All-gathers
 
 
 def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> int:
     """Move each all-gather, with its preparation, before the wait for the previous one.
 
-    Return how many moved.
-
-    With a machine, start it earlier if it would otherwise be late, as estimated.
+    Return how many moved. With a machine, start it earlier if it would otherwise be late, as
+    estimated.
     """
     gathers = [node for node in parameter_all_gathers(graph) if parameters_of(node)]
-    targets = (
-        {} if machine is None else _latest_starts(graph, gathers, machine, fused)
-    )  # before anything moves
-    moved = {
-        following
-        for current, following in itertools.pairwise(gathers)
-        if move_gather_before(following, wait_of(current))
-    }
-    without = shards_of(graph)
-    limit = peak_bytes(graph, without) if targets else 0
-    last: Node | None = None  # all-gathers keep their order: what is read first is gathered first
-    for gather, place in targets.items():
-        if last is not None and place <= last < gather:
-            place = last.next
-        if move_gather_before(gather, place, lambda: peak_bytes(graph, without) <= limit):
-            moved.add(gather)
-        last = gather
+    latest_starts: dict[Node, Node] = {}
+    if machine is not None:  # before anything moves
+        latest_starts = _latest_starts(graph, gathers, machine, fused)
+
+    moved = set()
+    for current, following in itertools.pairwise(gathers):
+        if move_gather_before(following, wait_of(current)):
+            moved.add(following)
+    moved |= _start_in_time(graph, latest_starts)
     if machine is not None and gathers:
         _prepare_during_first(gathers, machine, fused)
     return len(moved)
 
 
-def _prepare_during_first(gathers: Sequence[Node], machine: Machine, fused: bool) -> None:
-    """Cast and bucket the shards of later all-gathers during the first one, when there is nothing
-    else to compute.
-    """
-    graph = gathers[0].graph
-    wait = wait_of(gathers[0])
-    between = [node for node in graph.nodes if gathers[0] < node < wait]
-    idle = node_seconds(gathers[0], machine) - sum(
-        node_seconds(node, machine, fused) for node in between if not parameters_of(node)
-    )
-    limit = peak_bytes(graph)
-    for gather in gathers[1:]:
-        leading = sorted(node for node in preparation(gather) or () if node > wait)
-        idle -= sum(node_seconds(node, machine, fused) for node in leading)
-        if idle < 0:
-            return
-        if leading and not move_before(wait, leading, lambda: peak_bytes(graph) <= limit):
-            return
+def move_gather_before(
+    gather: Node, target: Node, accepted: Callable[[], bool] = lambda: True
+) -> bool:
+    """Move an all-gather, with its preparation, before `target`.
 
-
-def move_gather_before(gather: Node, place: Node, keep: Callable[[], bool] = lambda: True) -> bool:
-    """Move an all-gather, with its preparation, before `place`.
-
-    keep and result: as in `move_before`.
+    accepted and result: as in `move_before`.
     """
     leading = preparation(gather) or []
-    while place in leading:
-        place = place.next
-    return gather > place and move_before(place, (*leading, gather), keep)
+    while target in leading:
+        target = target.next
+    return gather > target and move_before(target, (*leading, gather), accepted)
 
 
 def _latest_starts(
@@ -120,31 +98,70 @@ def _latest_starts(
     reduction would delay it, it starts before the reduction.
     """
     before = computed_before(graph, machine, fused)
-    reductions = [
-        (before[node], node_seconds(node, machine), node)
+    reduction_seconds = {
+        node: node_seconds(node, machine)
         for node in parameter_collectives(graph)
         if not is_all_gather(node)
-    ]
+    }
     computing = [node for node in graph.nodes if node.op != "placeholder"]
-    starts, result, following = (
-        [before[node] for node in computing],
-        dict[Node, Node](),
-        float("inf"),
-    )
+    starts = [before[node] for node in computing]
+    targets: dict[Node, Node] = {}
+    next_start = float("inf")
     for gather in reversed(gathers):
-        end = min(before[wait_of(gather)], following)
+        end = min(before[wait_of(gather)], next_start)
         start = end - node_seconds(gather, machine)
-        delaying = [
-            reduction
-            for reduction in reductions
-            if reduction[0] <= start < reduction[0] + reduction[1]
-        ]
-        place = computing[max(0, bisect.bisect_right(starts, start) - 1)]
-        if delaying:
-            start, _, place = delaying[0]
-        following = start
-        result[gather] = place
-    return dict(reversed(result.items()))
+        target = computing[max(0, bisect.bisect_right(starts, start) - 1)]
+        for reduction, seconds in reduction_seconds.items():
+            if before[reduction] <= start < before[reduction] + seconds:
+                start = before[reduction]
+                target = reduction
+                break
+        next_start = start
+        targets[gather] = target
+    return dict(reversed(targets.items()))
+
+
+def _start_in_time(graph: Graph, latest_starts: dict[Node, Node]) -> set[Node]:
+    """Move each all-gather before its target in `latest_starts`, unless this raises peak memory.
+
+    Return those that moved. All-gathers keep their order: what is read first is gathered first.
+    """
+    if not latest_starts:
+        return set()
+    shard_work = shards_of(graph)
+    limit = peak_bytes(graph, shard_work)
+    moved = set()
+    previous: Node | None = None
+    for gather, target in latest_starts.items():
+        if previous is not None and target <= previous < gather:
+            target = previous.next
+        if move_gather_before(gather, target, lambda: peak_bytes(graph, shard_work) <= limit):
+            moved.add(gather)
+        previous = gather
+    return moved
+
+
+def _prepare_during_first(gathers: Sequence[Node], machine: Machine, fused: bool) -> None:
+    """Cast and bucket the shards of later all-gathers during the first one, when there is nothing
+    else to compute, unless this raises peak memory.
+    """
+    graph = gathers[0].graph
+    wait = wait_of(gathers[0])
+    meanwhile = [node for node in graph.nodes if gathers[0] < node < wait]
+    idle = node_seconds(gathers[0], machine) - sum(
+        node_seconds(node, machine, fused) for node in meanwhile if not parameters_of(node)
+    )
+    limit = peak_bytes(graph)
+    for gather in gathers[1:]:
+        leading = sorted(node for node in preparation(gather) or () if node > wait)
+        idle -= sum(node_seconds(node, machine, fused) for node in leading)
+        if idle < 0:
+            return
+        if leading and not move_before(wait, leading, lambda: peak_bytes(graph) <= limit):
+            return
+
+
+# Reductions
 
 
 def wait_for_reductions_late(
@@ -157,58 +174,67 @@ def wait_for_reductions_late(
     the largest are in flight. This is off if results are reduced again (norm weights over
     tensor-parallel ranks), since the costs of these ranks may differ.
     """
-    reducing = [node for node in parameter_collectives(graph) if not is_all_gather(node)]
-    if any(
-        parameters_of(later)
-        for node in reducing
-        for later in descendants(node)
-        if later is not node
-    ):
+    all_reductions = [node for node in parameter_collectives(graph) if not is_all_gather(node)]
+    if any(_is_reduced_again(node) for node in all_reductions):
         machine = None
     moved = 0
     for kind in ("reduce_scatter", "all_reduce"):
-        reductions = [node for node in reducing if kind_of(node) == kind]
-        for current, following in _waiting_places(graph, reductions, machine, fused):
-            late = sorted(node for node in descendants(*waits_of(current)) if node < following)
-            if late and following not in descendants(current):
+        reductions = [node for node in all_reductions if kind_of(node) == kind]
+        if machine is None or not reductions:
+            targets = _before_the_next(graph, reductions)
+        else:
+            targets = _when_done(graph, reductions, machine, fused)
+        for reduction, target in targets:
+            late = sorted(node for node in descendants(*waits_of(reduction)) if node < target)
+            if late and target not in descendants(reduction):
                 for node in late:
-                    following.prepend(node)
+                    target.prepend(node)
                 moved += 1
     return moved
 
 
-def _waiting_places(
-    graph: Graph, reductions: Sequence[Node], machine: Machine | None, fused: bool
-) -> Iterator[tuple[Node, Node]]:
-    """Yield each reduction and the node before which to wait for it, in an order that keeps moves
-    valid.
-    """
+def _is_reduced_again(reduction: Node) -> bool:
+    return any(parameters_of(node) for node in descendants(reduction) if node is not reduction)
+
+
+def _before_the_next(graph: Graph, reductions: Sequence[Node]) -> Iterator[tuple[Node, Node]]:
+    """Yield each reduction and the next one, before which to wait for it."""
     output = next(iter(reversed(graph.nodes)))
-    if machine is None or not reductions:
-        yield from zip(reductions, [*reductions[1:], output], strict=False)
-        return
-    mine, limit = set(reductions), 2 * max(map(collective_bytes, reductions))
-    computed, stalled, busy_until = computed_before(graph, machine, fused), 0.0, 0.0
-    arrival: dict[Node, float] = {}
+    yield from itertools.pairwise([*reductions, output])
+
+
+def _when_done(
+    graph: Graph, reductions: Sequence[Node], machine: Machine, fused: bool
+) -> Iterator[tuple[Node, Node]]:
+    """Yield each reduction and the one before which to wait for it: the first that starts when it
+    should be done, or when too many bytes are in flight. In an order that keeps moves valid.
+    """
+    own = set(reductions)
+    limit = 2 * max(map(collective_bytes, reductions))
+    computed = computed_before(graph, machine, fused)
+    waited = 0.0  # seconds in which computation waited so far
+    busy_until = 0.0  # when the collectives started so far are done
+    done: dict[Node, float] = {}  # when each collective of parameters is done
     in_flight: deque[Node] = deque()
     for node in list(graph.nodes):
-        now = computed[node] + stalled
-        if node in mine:
-            while in_flight and (
-                arrival[in_flight[0]] <= now
-                or sum(map(collective_bytes, in_flight)) + collective_bytes(node) > limit
-            ):
-                stalled += max(0.0, arrival[in_flight[0]] - now)
-                now = computed[node] + stalled
+        now = computed[node] + waited
+        if node in own:
+            while in_flight:
+                oldest = in_flight[0]
+                nbytes = sum(map(collective_bytes, in_flight)) + collective_bytes(node)
+                if done[oldest] > now and nbytes <= limit:
+                    break
+                waited += max(0.0, done[oldest] - now)
+                now = computed[node] + waited
                 yield in_flight.popleft(), node
             in_flight.append(node)
         if parameters_of(node):
-            busy_until = arrival[node] = max(now, busy_until) + node_seconds(node, machine)
-        elif (
-            node.target is collectives.wait_tensor.default
-            and start_of(node) in arrival
-            and start_of(node) not in mine
-        ):
-            stalled += max(0.0, arrival[start_of(node)] - now)
+            busy_until = max(now, busy_until) + node_seconds(node, machine)
+            done[node] = busy_until
+        elif node.target is collectives.wait_tensor.default:
+            start = start_of(node)
+            if start in done and start not in own:
+                waited += max(0.0, done[start] - now)
+    output = next(iter(reversed(graph.nodes)))
     for reduction in in_flight:
         yield reduction, output

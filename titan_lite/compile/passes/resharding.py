@@ -1,12 +1,16 @@
 """Reshard after forward, in the joint graph: backward gathers weights again, instead of keeping
 them from forward.
 
-    before   forward: w = wait(all_gather(shard)); y = x @ w.T; saves w      backward: dx = dy @ w
-    after    forward: w = wait(all_gather(shard)); y = x @ w.T; saves shard  backward: w = wait(all_gather(shard)); dx = dy @ w
+    before   forward     w = wait(all_gather(shard)); y = x @ w.T; saves w
+             backward    dx = dy @ w
+    after    forward     w = wait(all_gather(shard)); y = x @ w.T; saves shard
+             backward    w = wait(all_gather(shard)); dx = dy @ w
 
-The min-cut partitioner keeps every gathered weight by default, because it takes collectives for
-expensive. Tags overrule it (SimpleFSDP, arXiv 2411.00284, section on memory). The weights that
-forward uses last are kept, as in eager mode, since backward needs them first.
+This runs on the joint graph of forward and backward, before the partitioner cuts it in two; the
+passes of schedule.py run on each part. The min-cut partitioner keeps every gathered weight by
+default, because it takes collectives for expensive. Tags overrule it (SimpleFSDP, arXiv 2411.00284,
+section on memory). The weights that forward uses last are kept, as in eager mode, since backward
+needs them first.
 """
 
 from collections.abc import Collection, Sequence
@@ -39,10 +43,10 @@ VIEWS = frozenset(
 )
 
 
-def read_again(graph: Graph, keep_gathered: Collection[str] | None) -> None:
-    """Tag what backward reads again.
+def reshard_after_forward(graph: Graph, keep_gathered: Collection[str] | None) -> None:
+    """Tag what backward gathers or waits for again, in a joint graph.
 
-    keep_gathered: as in recompute_parameter_all_gathers, or None to leave all gathered.
+    keep_gathered: FQNs of parameters to leave gathered until backward, or None for all.
     """
     recompute_waits_for_inputs(graph)
     if keep_gathered is not None:
@@ -55,13 +59,12 @@ def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str]
 
     keep_gathered: FQNs of parameters to leave gathered. Returns the number of tagged all-gathers.
     """
-    again = 0
+    tagged = 0
     for gather, preparation in parameter_all_gathers(graph).items():
-        if not set(keep_gathered).isdisjoint(parameters_of(gather)):
-            continue
-        again += 1
-        _recompute([gather], preparation)
-    return again
+        if set(keep_gathered).isdisjoint(parameters_of(gather)):
+            _recompute([gather], preparation)
+            tagged += 1
+    return tagged
 
 
 def recompute_waits_for_inputs(graph: Graph) -> int:
@@ -72,20 +75,21 @@ def recompute_waits_for_inputs(graph: Graph) -> int:
     result again in backward.
     """
     waits = [
-        node
-        for each in graph.find_nodes(op="placeholder")
-        for node in each.users
-        if node.target is collectives.wait_tensor.default
+        user
+        for placeholder in graph.find_nodes(op="placeholder")
+        for user in placeholder.users
+        if user.target is collectives.wait_tensor.default
     ]
     _recompute(waits)
     return len(waits)
 
 
 def _recompute(nodes: Sequence[Node], preparation: Sequence[Node] = ()) -> None:
-    """Tag `nodes`, what prepares them and their views."""
-    tagged = [*nodes, *preparation]
-    for node in tagged:  # grows in the loop
+    """Tag `nodes`, what prepares them, and the views of their results."""
+    open_nodes = [*nodes, *preparation]
+    while open_nodes:
+        node = open_nodes.pop()
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = REGION
         if node not in preparation:
-            tagged += [user for user in node.users if user.target in VIEWS]
+            open_nodes += [user for user in node.users if user.target in VIEWS]

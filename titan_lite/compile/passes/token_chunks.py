@@ -5,23 +5,27 @@ travels while another is computed.
     after    a0 = all_gather(x[0]); a1 = all_gather(x[1]); y = cat(wait(a0) @ w, wait(a1) @ w)
 
     before   z = wait(reduce_scatter(x @ w))
-    after    r0 = reduce_scatter(x[0] @ w); r1 = reduce_scatter(x[1] @ w); z = cat(wait(r0), wait(r1))
+    after    r0 = reduce_scatter(x[0] @ w); r1 = reduce_scatter(x[1] @ w)
+             z = cat(wait(r0), wait(r1))
 
 Plain collectives, as in arXiv 2302.05442 (section 2.2) and unlike asynchronous tensor parallelism,
-which needs symmetric memory: Inductor does that, and `mark_fused` finds what it will fuse. Of the
-products that read gathered tokens, only the first is cut; it hides all chunks but the first. A
-product of fewer rows may round differently.
+which needs symmetric memory: Inductor does that, and `mark_fused_collectives` finds what it will
+fuse. Of the products that read gathered tokens, only the first is cut; it hides all chunks but the
+first. A product of fewer rows may round differently.
 """
 
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch._inductor.inductor_prims import force_stride_order
 from torch.fx import Graph, Node
 
-from titan_lite.compile.passes.bucketing import add_call
+from titan_lite.compile.graph import add_call
+from titan_lite.compile.rank_agreement import first_ranks_choice
+from titan_lite.compile.settings import PassSettings
 from titan_lite.cost.collectives import (
     activation_collectives,
     aten,
@@ -47,15 +51,44 @@ VIEWS = (
 )
 
 
-class _Site(NamedTuple):
-    """A collective of tokens and its product.
+def cut_token_chunks(graph: Graph, settings: PassSettings) -> int:
+    """Cut collectives and products, in place. Return the number of collectives cut.
 
-    whole: the tokens of all ranks, (B, T, C), gathered or to be reduced.
+    The first rank chooses, since the costs of tensor-parallel ranks may differ.
     """
+    if not activation_collectives(graph):
+        return 0
+    chunks = settings.config.tensor_parallel_chunks
+    own = choose_collectives(graph, chunks, settings.machine, fused=settings.fused)
+    return cut_into_chunks(graph, chunks, first_ranks_choice(own, settings.ranks))
 
-    collective: Node
-    whole: Node
-    product: Node
+
+def mark_fused_collectives(graph: Graph, settings: PassSettings) -> int:
+    """Mark the collectives of activations that Inductor fuses with products (asynchronous tensor
+    parallelism, arXiv 2410.06511, section 3.4), so that `node_seconds` prices them so. Return their
+    number.
+
+    Each product of gathered tokens is fused, unless its other factor depends on them. Products of
+    which a sum is reduced are not.
+    """
+    marked = 0
+    for node in activation_collectives(graph):
+        site = _site_of(node)
+        if site is None:
+            continue
+        products = [site.product]
+        if is_all_gather(node):
+            late = descendants(site.whole)
+            products = [
+                product for product in _products_of(site.whole) if product.args[1] not in late
+            ]
+        if not products:
+            continue
+        node.meta["fused_with"] = tuple(products)
+        for product in products:
+            product.meta["parts"] = group_size(node)
+        marked += 1
+    return marked
 
 
 def choose_collectives(
@@ -71,70 +104,45 @@ def choose_collectives(
     chosen = []
     for number, node in enumerate(activation_collectives(graph)):
         site = _site_of(node)
-        if (
-            site is None
-            or not _divides(site.product, chunks)
-            or site.whole.meta["val"].shape[1] % (chunks * group_size(node))
-        ):
+        if site is None or not _divides(site, chunks):
             continue
-        if machine is not None:
-            known, made = set(graph.nodes), _add_chunks(graph, site, chunks)
-            before, after = made.seconds(machine, fused, costs[node])
-            _erase(graph, *(new for new in reversed(graph.nodes) if new not in known))
-            if after >= before:
-                continue
-        chosen.append(number)
+        if machine is None or _is_faster(graph, site, chunks, machine, fused, costs[node]):
+            chosen.append(number)
     return chosen
 
 
 def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[int]) -> int:
     """Cut the chosen collectives and their products, in place. Return how many were cut."""
-    found = activation_collectives(graph)
-    number_cut = 0
+    activations = activation_collectives(graph)
+    cut = 0
     for number in chosen:
-        site = _site_of(found[number])
+        site = _site_of(activations[number])
         if site is None:  # its product has been cut for another collective
             continue
         _replace(graph, site, _add_chunks(graph, site, chunks))
-        number_cut += 1
+        cut += 1
     graph.eliminate_dead_code()
     graph.lint()
-    return number_cut
+    return cut
 
 
-def mark_fused(graph: Graph) -> int:
-    """Mark the collectives of activations that Inductor fuses with products (asynchronous tensor
-    parallelism, arXiv 2410.06511, section 3.4), so that `Machine.cost` prices them so. Return their
-    number.
+# Find a collective and its product
 
-    Each product of gathered tokens is fused, unless its other factor depends on them. Products of
-    which a sum is reduced are not.
-    """
-    marked = 0
-    for node in activation_collectives(graph):
-        if (site := _site_of(node)) is None:
-            continue
-        products = [site.product]
-        if is_all_gather(node):
-            late = descendants(site.whole)
-            products = [each for each in _products_of(site.whole) if each.args[1] not in late]
-        if not products:
-            continue
-        node.meta["fused_with"] = tuple(products)
-        for product in products:
-            product.meta["parts"] = group_size(node)
-        marked += 1
-    return marked
+
+class _Site(NamedTuple):
+    """A collective of tokens and its product."""
+
+    collective: Node
+    whole: Node  # the tokens of all ranks, (B, T, C), gathered or to be reduced
+    product: Node
 
 
 def _site_of(node: Node) -> _Site | None:
-    return (
-        _gathered(node)
-        if is_all_gather(node)
-        else _reduced(node)
-        if kind_of(node) == "reduce_scatter"
-        else None
-    )
+    if is_all_gather(node):
+        return _gathered(node)
+    if kind_of(node) == "reduce_scatter":
+        return _reduced(node)
+    return None
 
 
 def _gathered(node: Node) -> _Site | None:
@@ -144,14 +152,13 @@ def _gathered(node: Node) -> _Site | None:
     split, *others = wait_of(node).users
     if others or len(node.users) > 1 or split.target is not aten.split.Tensor:
         return None
-    joined = {user for part in split.users for user in part.users}
-    whole = joined.pop()
-    if (
-        joined
-        or whole.target is not aten.cat.default
-        or whole.args[1:] != (1,)
-        or not _is_in_order(whole, split)
-    ):
+    users = {user for part in split.users for user in part.users}
+    if len(users) != 1:
+        return None
+    whole = users.pop()
+    if whole.target is not aten.cat.default or whole.args[1:] != (1,):
+        return None
+    if not _is_in_order(whole, split):
         return None
     products = sorted(_products_of(whole))
     return _Site(node, whole, products[0]) if products else None
@@ -174,13 +181,12 @@ def _reduced(node: Node) -> _Site | None:
     if joined.target is not aten.cat.default or joined.args[1:] not in ((), (0,)):
         return None
     split = joined.all_input_nodes[0].all_input_nodes[0]
-    if (
-        split.target is not aten.split.Tensor
-        or split.args[2:] != (1,)
-        or not _is_in_order(joined, split)
-    ):
+    if split.target is not aten.split.Tensor or split.args[2:] != (1,):
         return None
-    whole = product = split.all_input_nodes[0]
+    if not _is_in_order(joined, split):
+        return None
+    whole = split.all_input_nodes[0]
+    product = whole
     while product.target in VIEWS and len(product.users) == 1:
         product = product.all_input_nodes[0]
     if product.target not in PRODUCTS or len(product.users) > 1 or len(wait_of(node).users) == 0:
@@ -188,155 +194,151 @@ def _reduced(node: Node) -> _Site | None:
     return _Site(node, whole, product)
 
 
-def _divides(product: Node, chunks: int) -> bool:
-    """Return False for a float8 product that has a scale for each row, or whose chunks have rows
-    that it cannot have. Its second factor is a transposed one.
-    """
-    if product.target is aten.mm.default:
-        return True
-    if cast(Node, product.args[1]).target not in (aten.permute.default, aten.t.default):
-        return False
-    rows, scale = (cast(Node, product.args[place]).meta["val"] for place in (0, 2))
-    return scale.numel() == 1 and rows.shape[0] % (chunks * FLOAT8_ROWS) == 0
-
-
 def _is_in_order(joined: Node, split: Node) -> bool:
     """Return whether `joined` has all parts of `split` in their order."""
     parts: Any = joined.args[0]
     return [(part.target, part.args) for part in parts] == [
-        (operator.getitem, (split, place)) for place in range(len(parts))
+        (operator.getitem, (split, index)) for index in range(len(parts))
     ]
 
 
-class _Chunks(NamedTuple):
-    """The nodes of a site in chunks, which nothing uses yet.
+def _divides(site: _Site, chunks: int) -> bool:
+    """Return whether the tokens can be cut into equal chunks that the product can have as rows.
 
-    whole: None if the collective comes last.
+    A float8 product cannot be cut if it has a scale for each row. Its second factor is a transposed
+    one.
     """
+    if site.whole.meta["val"].shape[1] % (chunks * group_size(site.collective)):
+        return False
+    if site.product.target is aten.mm.default:
+        return True
+    left, right, scale = (cast(Node, argument) for argument in site.product.args[:3])
+    if right.target not in (aten.permute.default, aten.t.default):
+        return False
+    rows = left.meta["val"].shape[0]
+    return scale.meta["val"].numel() == 1 and rows % (chunks * FLOAT8_ROWS) == 0
+
+
+# Make the chunks
+
+
+@dataclass
+class _Chunks:
+    """The nodes of a site in chunks, which nothing uses yet."""
 
     site: _Site
     starts: list[Node]  # collectives
     products: list[Node]
-    copies: list[Node]  # of chunks before a collective or a product
-    whole: Node | None  # replaces the tokens of all ranks
+    copies: list[Node]  # of chunks, made contiguous before a collective or a product
+    whole: Node | None  # replaces the tokens of all ranks; None if the collective comes last
     result: Node  # replaces the product, or what is waited for
-
-    def seconds(self, machine: Machine, fused: bool, left: float) -> tuple[float, float]:
-        """Return the seconds before and after. left: those of the collective that nothing hides."""
-
-        def cost(*nodes: Node) -> float:
-            return sum(node_seconds(node, machine, fused) for node in nodes)
-
-        node, _, product = self.site
-        computed = sent = 0.0  # ends of computation and communication
-        if self.whole is not None:
-            computed = cost(*self.copies)
-            for start, part in zip(self.starts, self.products, strict=True):
-                sent += cost(start)
-                computed = max(computed, sent) + cost(part)
-            return left + cost(product), computed + cost(*self.result.all_input_nodes)
-        for copy, part, start in zip(self.copies, self.products, self.starts, strict=True):
-            computed += cost(copy, part)
-            sent = max(sent, computed) + cost(start)
-        return cost(product, *node.all_input_nodes) + left, sent + cost(self.result)
 
 
 def _add_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
     """Add the nodes of a site in chunks."""
-    node, whole, product = site
-    gathers, ranks = is_all_gather(node), group_size(node)
-    batch, tokens = whole.meta["val"].shape[:2]
-    size = tokens // ranks // chunks
-    left, right = cast(tuple[Node, Node], product.args[:2])
-    x, dtype = (node.args[0] if gathers else left), left.meta["val"].dtype
-    starts, waits, products, copies = list[Node](), list[Node](), list[Node](), list[Node]()
+    if is_all_gather(site.collective):
+        return _add_gathered_chunks(graph, site, chunks)
+    return _add_reduced_chunks(graph, site, chunks)
 
-    def contiguous(part: Node) -> Node:
-        copies.append(
-            add_call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
-        )
-        return copies[-1]
 
-    def multiply(rows: Node) -> None:
-        flat = add_call(graph, aten.view.default, rows, [ranks * batch * size, -1])
-        if rows.meta["val"].dtype != dtype:  # float8, gathered as bytes
-            flat = add_call(graph, aten.view.dtype, flat, dtype)
-        factor = right if base is None else add_call(graph, aten.permute.default, base, [1, 0])
-        products.append(
-            add_call(
-                graph,
-                product.target,
-                flat,
-                factor,
-                *product.args[2:],
-                **cast(dict[str, Any], product.kwargs),
-            )
-        )
+def _add_gathered_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
+    """Add gathers of chunks, where the gather is, and products of them, where the product is."""
+    node = site.collective
+    shard = cast(Node, node.args[0])
+    size = _chunk_tokens(site, chunks)
+    factor = _reusable_factor(graph, site.product)
+    copies = []
+    starts = []
+    with graph.inserting_before(node):
+        for chunk in range(chunks):
+            tokens = add_call(graph, aten.slice.Tensor, shard, 1, chunk * size, (chunk + 1) * size)
+            copies.append(_contiguous(graph, tokens))
+            starts.append(add_call(graph, node.target, copies[-1], *node.args[1:]))
+    waits = []
+    products = []
+    with graph.inserting_before(site.product):
+        for start in starts:
+            waits.append(add_call(graph, collectives.wait_tensor.default, start))
+            products.append(_multiply(graph, site, waits[-1], factor, size))
+        whole = _join_chunks(graph, site, waits, site.whole, size)
+        result = _join_chunks(graph, site, products, site.product, size)
+    return _Chunks(site, starts, products, copies, whole, result)
 
-    base = None
-    if product.target is aten._scaled_mm.default:
-        # Inductor would store a transposed factor that several products read by rows, which float8
-        # products cannot read.
-        with graph.inserting_before(product):
-            base = add_call(
-                graph, force_stride_order, right.all_input_nodes[0], right.meta["val"].t().stride()
-            )
-            base.meta["is_view"] = True
-    if gathers:
-        with graph.inserting_before(node):
-            for chunk in range(chunks):
-                own = contiguous(
-                    add_call(graph, aten.slice.Tensor, x, 1, chunk * size, (chunk + 1) * size)
-                )
-                starts.append(add_call(graph, node.target, own, *node.args[1:]))
-        with graph.inserting_before(product):
-            for start in starts:
-                waits.append(add_call(graph, collectives.wait_tensor.default, start))
-                multiply(waits[-1])
-            joined, result = (
-                _join(graph, parts, (ranks, batch, size), to)
-                for parts, to in ((waits, whole), (products, product))
-            )
-        return _Chunks(site, starts, products, copies, joined, result)
-    with graph.inserting_before(product):
-        by_chunk = add_call(graph, aten.reshape.default, x, [batch, ranks, chunks, size, -1])
+
+def _add_reduced_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
+    """Add products of chunks and their reductions where the product is, waits where the wait is."""
+    node = site.collective
+    ranks = group_size(node)
+    left = cast(Node, site.product.args[0])
+    batch = site.whole.meta["val"].shape[0]
+    size = _chunk_tokens(site, chunks)
+    factor = _reusable_factor(graph, site.product)
+    copies = []
+    products = []
+    starts = []
+    with graph.inserting_before(site.product):
+        by_chunk = add_call(graph, aten.reshape.default, left, [batch, ranks, chunks, size, -1])
         for chunk in range(chunks):
             rows = add_call(graph, aten.select.int, by_chunk, 2, chunk)
-            multiply(contiguous(add_call(graph, aten.permute.default, rows, [1, 0, 2, 3])))
+            by_rank = add_call(graph, aten.permute.default, rows, [1, 0, 2, 3])
+            copies.append(_contiguous(graph, by_rank))
+            products.append(_multiply(graph, site, copies[-1], factor, size))
             part = add_call(graph, aten.view.default, products[-1], [ranks * batch, size, -1])
             starts.append(add_call(graph, node.target, part, *node.args[1:]))
     with graph.inserting_before(wait_of(node)):
         waits = [add_call(graph, collectives.wait_tensor.default, start) for start in starts]
-        return _Chunks(
-            site, starts, products, copies, None, add_call(graph, aten.cat.default, waits, 1)
-        )
+        result = add_call(graph, aten.cat.default, waits, 1)
+    return _Chunks(site, starts, products, copies, None, result)
 
 
-def _replace(graph: Graph, site: _Site, chunks: _Chunks) -> None:
-    """Replace a site by its chunks."""
-    node, whole, product = site
-    if chunks.whole is None:
-        wait, joined = wait_of(node), node.all_input_nodes[0]
-        wait.replace_all_uses_with(chunks.result)
-        _erase(graph, wait)
-        node.replace_all_uses_with(
-            chunks.result
-        )  # selective checkpointing saves it from before the wait
-        _erase(graph, node, joined, *_parts(joined))
-        return
-    for late in sorted(later for later in descendants(whole) if later < product):
-        product.prepend(late)
-    whole.replace_all_uses_with(chunks.whole)
-    product.replace_all_uses_with(chunks.result)
-    _erase(graph, product, whole, *_parts(whole), wait_of(node), node)
+def _chunk_tokens(site: _Site, chunks: int) -> int:
+    """Return the tokens of a chunk on one rank."""
+    return site.whole.meta["val"].shape[1] // group_size(site.collective) // chunks
 
 
-def _join(graph: Graph, parts: Sequence[Node], layout: tuple[int, int, int], like: Node) -> Node:
+def _contiguous(graph: Graph, part: Node) -> Node:
+    return add_call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
+
+
+def _reusable_factor(graph: Graph, product: Node) -> Node | None:
+    """Return the untransposed second factor of a float8 product, None for other products.
+
+    Inductor would store a transposed factor that several products read by rows, which float8
+    products cannot read. So each product of a chunk transposes this one for itself.
+    """
+    if product.target is not aten._scaled_mm.default:
+        return None
+    right = cast(Node, product.args[1])
+    strides = right.meta["val"].t().stride()
+    with graph.inserting_before(product):
+        factor = add_call(graph, force_stride_order, right.all_input_nodes[0], strides)
+    factor.meta["is_view"] = True
+    return factor
+
+
+def _multiply(graph: Graph, site: _Site, rows: Node, factor: Node | None, size: int) -> Node:
+    """Add the product of a chunk, of `size` tokens of each sequence on each rank."""
+    product = site.product
+    left, right = cast(tuple[Node, Node], product.args[:2])
+    batch = site.whole.meta["val"].shape[0]
+    flat = add_call(
+        graph, aten.view.default, rows, [group_size(site.collective) * batch * size, -1]
+    )
+    dtype = left.meta["val"].dtype
+    if rows.meta["val"].dtype != dtype:  # float8, gathered as bytes
+        flat = add_call(graph, aten.view.dtype, flat, dtype)
+    if factor is not None:
+        right = add_call(graph, aten.permute.default, factor, [1, 0])
+    return add_call(graph, product.target, flat, right, *product.args[2:], **product.kwargs)
+
+
+def _join_chunks(graph: Graph, site: _Site, parts: Sequence[Node], like: Node, size: int) -> Node:
     """Join the chunks of all ranks along the sequence, in the shape of `like`.
 
-    layout: ranks, sequences, tokens of a chunk.
+    size: tokens of a chunk on one rank.
     """
-    ranks, batch, size = layout
+    ranks = group_size(site.collective)
+    batch = site.whole.meta["val"].shape[0]
     by_rank = [
         add_call(graph, aten.view.default, part, [ranks, batch, 1, size, -1]) for part in parts
     ]
@@ -345,8 +347,27 @@ def _join(graph: Graph, parts: Sequence[Node], layout: tuple[int, int, int], lik
     return add_call(graph, aten.view.default, joined, list(like.meta["val"].shape))
 
 
-def _parts(joined: Node) -> list[Node]:
-    """Return the parts that a cat joins and the split that they come from."""
+def _replace(graph: Graph, site: _Site, chunks: _Chunks) -> None:
+    """Replace a site by its chunks."""
+    node, whole, product = site
+    if chunks.whole is None:
+        wait = wait_of(node)
+        joined = node.all_input_nodes[0]
+        wait.replace_all_uses_with(chunks.result)
+        graph.erase_node(wait)
+        # selective checkpointing saves it from before the wait
+        node.replace_all_uses_with(chunks.result)
+        _erase(graph, node, joined, *_split_and_parts(joined))
+        return
+    for late in sorted(node for node in descendants(whole) if node < product):
+        product.prepend(late)
+    whole.replace_all_uses_with(chunks.whole)
+    product.replace_all_uses_with(chunks.result)
+    _erase(graph, product, whole, *_split_and_parts(whole), wait_of(node), node)
+
+
+def _split_and_parts(joined: Node) -> list[Node]:
+    """Return the parts that a cat joins and the split that they come from, users first."""
     parts = joined.all_input_nodes
     return [*parts, *parts[0].all_input_nodes]
 
@@ -354,3 +375,52 @@ def _parts(joined: Node) -> list[Node]:
 def _erase(graph: Graph, *nodes: Node) -> None:
     for node in nodes:
         graph.erase_node(node)
+
+
+# Estimate whether chunks are faster
+
+
+def _is_faster(
+    graph: Graph, site: _Site, chunks: int, machine: Machine, fused: bool, exposed: float
+) -> bool:
+    """Return whether a site takes less time in chunks. exposed: seconds of the collective that
+    nothing hides. The chunks are added to price them, and erased again.
+    """
+    known = set(graph.nodes)
+    added = _add_chunks(graph, site, chunks)
+    before = exposed + _seconds_of_product(site, machine, fused)
+    after = _seconds_in_chunks(added, machine, fused)
+    _erase(graph, *(node for node in reversed(graph.nodes) if node not in known))
+    return after < before
+
+
+def _seconds_of_product(site: _Site, machine: Machine, fused: bool) -> float:
+    """Return the seconds of the product, and of the copy that puts ranks first for a reduction."""
+    seconds = node_seconds(site.product, machine, fused)
+    if is_all_gather(site.collective):
+        return seconds
+    return seconds + sum(
+        node_seconds(node, machine, fused) for node in site.collective.all_input_nodes
+    )
+
+
+def _seconds_in_chunks(chunks: _Chunks, machine: Machine, fused: bool) -> float:
+    """Return the seconds of a site in chunks: each collective queues behind the one before, and
+    travels while another chunk is computed.
+    """
+
+    def cost(*nodes: Node) -> float:
+        return sum(node_seconds(node, machine, fused) for node in nodes)
+
+    computed = 0.0  # end of what has been computed
+    sent = 0.0  # end of what has been sent
+    if chunks.whole is not None:
+        computed = cost(*chunks.copies)
+        for start, product in zip(chunks.starts, chunks.products, strict=True):
+            sent += cost(start)
+            computed = max(computed, sent) + cost(product)
+        return computed + cost(*chunks.result.all_input_nodes)
+    for copy, product, start in zip(chunks.copies, chunks.products, chunks.starts, strict=True):
+        computed += cost(copy, product)
+        sent = max(sent, computed) + cost(start)
+    return sent + cost(chunks.result)

@@ -22,9 +22,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import forkserver
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
 from titan_lite.compile.compile import compile_model
-from titan_lite.compile.passes.bucket_plans import by_block
-from titan_lite.compile.passes.bucketing import merge
+from titan_lite.compile.graph import merge_waits
+from titan_lite.compile.passes.bucketing import merge_buckets
+from titan_lite.compile.passes.choose_buckets import by_block
 from titan_lite.compile.passes.reordering import move_gather_before, wait_for_reductions_late
 from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, Config, Parallelism
 from titan_lite.cost.collectives import (
-    merge_waits,
     parameter_all_gathers,
     parameters_of,
     wait_of,
@@ -248,14 +249,19 @@ def trace_stage(
     machines = [
         machine.with_attention_kernel(config.training.attention_kernel) for machine in machines
     ]
-    passes = _Priced.of("model", config.compile, machines, axes)
-    passes.async_tensor_parallel = config.parallelism.enable_async_tensor_parallel
-    passes.gathers_once = layout.gathers_once
+    passes = PricedSchedule(
+        "model",
+        config.compile,
+        machines,
+        axes,
+        async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
+        gathers_once=layout.gathers_once,
+    )
     traced = config.compile.replace(backend="aot_eager")
     as_traced = dataclasses.replace(layout, config=config.replace(compile=traced))
     model = build_stage(as_traced, mesh, kind, n_layers, passes)
     plans = model_of(model).plans
-    loss_passes = _Priced.of("loss", config.compile, machines, axes)
+    loss_passes = PricedSchedule("loss", config.compile, machines, axes)
     dtype = getattr(torch, config.training.mixed_precision_param)
     tokens, tp = len(model.positions), axis_of(mesh["tp"])
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -270,13 +276,7 @@ def trace_stage(
         if "output" in kind and not layout.loss_chunk:
             shard = VocabularyShard(layout.model.vocab_size, tp.rank, tp.degree, tp.group)
             loss = _Loss(Loss(shard).of_logits)
-            compile_model(
-                loss,
-                without_passes(traced),
-                reshard_after_forward=False,
-                schedule=loss_passes,
-                priced_as=loss_passes.priced_as,
-            )
+            compile_model(loss, loss_passes, reshard_after_forward=False)
             logits = torch.zeros(
                 layout.microbatch_size, tokens, len(shard.entries), dtype=dtype, requires_grad=True
             )
@@ -421,58 +421,59 @@ def without_passes(compile: Compile) -> Compile:
     )
 
 
-@dataclass
-class _Priced(Schedule):
+class PricedSchedule(Schedule):
     """Run the passes, or reorder as eager mode does, and compute the figures of each graph."""
 
-    machines: Sequence[Machine] = ()
-    axes: Axes = field(default_factory=dict)
-    keeps_inputs: bool = False  # as in last_uses
-    gathers_once: bool = False  # gradients leave the backward at once
-    graphs: dict[str, tuple[list[Figures], Timeline]] = field(
-        default_factory=dict
-    )  # on each machine; on the first one
-    scheduled: dict[str, ScheduledGraph] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, component: str, compile: Compile, machines: Sequence[Machine], axes: Axes
-    ) -> "_Priced":
-        how = (
-            "eager"
-            if not compile.compiles(component)
-            else "inductor"
-            if compile.backend == "inductor"
-            else ""
-        )
-        passes = without_passes(compile) if how == "eager" or component == "loss" else compile
-        fused = how == "inductor"
-        # The caller of a graph of aot_eager keeps its inputs until it returns, and so does an eager
-        # autograd.Function.
-        keeps = not how or (how == "eager" and component == "loss")
-        return cls(
-            passes,
+    def __init__(
+        self,
+        component: str,  # "model" or "loss"
+        config: Compile,
+        machines: Sequence[Machine],
+        axes: Axes,
+        *,
+        async_tensor_parallel: bool = False,
+        gathers_once: bool = False,  # gradients leave the backward at once
+    ):
+        priced_as = mode_of(component, config)
+        if priced_as == "eager" or component == "loss":
+            config = without_passes(config)
+        settings = PassSettings(
+            config.replace(backend="aot_eager"),  # which only traces
             machines[0],
-            fused,
+            fused=priced_as == "inductor",
+            async_tensor_parallel=async_tensor_parallel,
             must_merge=False,
-            machines=machines,
-            axes=axes,
-            priced_as=how,
-            keeps_inputs=keeps,
         )
+        super().__init__(settings, priced_as=priced_as)
+        self.machines = machines
+        self.axes = axes
+        self.gradients_leave_at_once = priced_as == "eager" or gathers_once
+        # The caller of a graph of aot_eager keeps its inputs until it returns, and so does an eager
+        # autograd.Function (as in last_uses).
+        self.keeps_inputs = priced_as == "" or (priced_as == "eager" and component == "loss")
+        # by name of the graph: figures on each machine, and the timeline on the first one
+        self.graphs: dict[str, tuple[list[Figures], Timeline]] = {}
+        self.scheduled: dict[str, ScheduledGraph] = {}
 
-    def __call__(self, module: GraphModule, name: str) -> None:
+    def run(self, module: GraphModule, name: str) -> None:
+        fused = self.settings.fused
         if self.priced_as == "eager":
             as_in_eager_mode(module.graph)
-        super().__call__(module, name)
-        at_once = self.priced_as == "eager" or self.gathers_once
-        self.scheduled[name] = ScheduledGraph(module.graph, self.fused, self.keeps_inputs, at_once)
-        each = [
-            figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines
-        ]
+        super().run(module, name)
+        self.scheduled[name] = ScheduledGraph(
+            module.graph, fused, self.keeps_inputs, self.gradients_leave_at_once
+        )
+        figures = [figures_of(module.graph, machine, fused, self.axes) for machine in self.machines]
         timeline = self.reports[-1].timeline
         assert timeline is not None
-        self.graphs[name] = each, by_axis(timeline, self.axes)
+        self.graphs[name] = figures, by_axis(timeline, self.axes)
+
+
+def mode_of(component: str, config: Compile) -> Literal["", "eager", "inductor"]:
+    """Return what runs a component: Schedule.priced_as."""
+    if not config.compiles(component):
+        return "eager"
+    return "inductor" if config.backend == "inductor" else ""
 
 
 def as_in_eager_mode(graph: Graph) -> None:
@@ -481,7 +482,7 @@ def as_in_eager_mode(graph: Graph) -> None:
     collective of a reduction is waited for when the next of its kind starts.
     """
     merge_waits(graph)
-    merge(graph, by_block(graph))
+    merge_buckets(graph, by_block(graph))
     place = next(node for node in graph.nodes if node.op != "placeholder")
     for gather in [node for node in parameter_all_gathers(graph) if parameters_of(node)]:
         move_gather_before(gather, place)

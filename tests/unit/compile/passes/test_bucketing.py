@@ -14,12 +14,12 @@ from handmade_graphs import (
     collectives_of,
     count,
     left,
+    overlap,
 )
 
-from titan_lite.compile.passes.bucket_plans import by_block, by_names
-from titan_lite.compile.passes.bucketing import merge
+from titan_lite.compile.passes.bucketing import merge_buckets
+from titan_lite.compile.passes.choose_buckets import by_block, by_names
 from titan_lite.compile.passes.reordering import (
-    overlap,
     start_gathers_early,
     wait_for_reductions_late,
 )
@@ -29,7 +29,7 @@ from titan_lite.tools.plan.trace import as_in_eager_mode
 
 
 def bucket_by_block(graph):
-    return merge(graph, by_block(graph))
+    return merge_buckets(graph, by_block(graph))
 
 
 def unchanged(hand, change):
@@ -170,7 +170,7 @@ def test_a_recipe_names_its_buckets():
     assert (
         unchanged(
             hand,
-            lambda graph: merge(
+            lambda graph: merge_buckets(
                 graph, by_names(graph, ["tok_embeddings layers.0", "layers.1.b norm"])
             ),
         )

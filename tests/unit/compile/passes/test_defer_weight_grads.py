@@ -7,12 +7,12 @@ import torch
 from handmade_graphs import GATHER, Hand, aten, collectives, priced
 
 from titan_lite.compile.passes.defer_weight_grads import (
-    RECENT,
+    MAX_DEFERRED,
     choose_order,
-    choose_products,
     defer_weight_grads,
     start_behind,
 )
+from titan_lite.compile.settings import PassSettings
 from titan_lite.cost.timeline import lower_bound, simulate
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -50,7 +50,7 @@ def backward(blocks, exchanged=4.0, weight=(1.0, 5.0), reduces=True):
 
 
 def deferred(graph, machine=None):
-    return defer_weight_grads(graph, choose_products(graph, machine))
+    return defer_weight_grads(graph, PassSettings(machine=machine, fused=True))
 
 
 def words(graph):
@@ -99,11 +99,11 @@ def test_products_that_are_too_short_are_used_together():
 def test_a_product_on_the_path_and_an_old_one_stay():
     hand = Hand()
     old, x = hand.input(2, 2), hand.input(2, 2)
-    results = [product(hand, f"old{number}", 9.0, old, old) for number in range(RECENT + 3)]
+    results = [product(hand, f"old{number}", 9.0, old, old) for number in range(MAX_DEFERRED + 3)]
     x = exchange(hand, product(hand, "path", 9.0, x, x), 100.0)
     graph = hand.output(exchange(hand, product(hand, "next", 9.0, x, x), 100.0), *results)
-    assert deferred(graph, priced()) == RECENT
-    assert words(graph)[:6] == ["old0", "old1", "old2", "path", "start", f"old{RECENT + 2}"]
+    assert deferred(graph, priced()) == MAX_DEFERRED
+    assert words(graph)[:6] == ["old0", "old1", "old2", "path", "start", f"old{MAX_DEFERRED + 2}"]
     assert words(graph)[-4:] == ["wait", "next", "start", "wait"]
 
 

@@ -9,8 +9,11 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_lite.compile.compile import _Pass
-from titan_lite.compile.passes.resharding import read_again, recompute_parameter_all_gathers
+from titan_lite.compile.backends import CachedPass
+from titan_lite.compile.passes.resharding import (
+    recompute_parameter_all_gathers,
+    reshard_after_forward,
+)
 from titan_lite.cost.collectives import collectives, is_all_gather
 
 aten = torch.ops.aten
@@ -85,7 +88,7 @@ def test_waits_for_inputs_and_their_views_are_tagged_whatever_is_kept():
     transposed = call(graph, "transposed", aten.t.default, wait)
     graph.output(call(graph, "product", aten.mm.default, x, transposed))
     for keep in (None, (), ("weight",)):
-        read_again(graph, keep)
+        reshard_after_forward(graph, keep)
         assert {node for node in graph.nodes if node.meta.pop("recompute", None)} == {
             wait,
             transposed,
@@ -123,11 +126,11 @@ def test_inductors_cache_tells_apart_what_is_kept():
         dict(keep_gathered=("norm.weight",)),
         dict(keep_gathered=("output.weight",)),
     ]
-    passes = [_Pass(recompute_parameter_all_gathers, **keep) for keep in keeps]
+    passes = [CachedPass(recompute_parameter_all_gathers, **keep) for keep in keeps]
     assert len({each.uuid() for each in passes}) == 4
     assert (
         passes[2].uuid()
-        == _Pass(recompute_parameter_all_gathers, keep_gathered=("norm.weight",)).uuid()
+        == CachedPass(recompute_parameter_all_gathers, keep_gathered=("norm.weight",)).uuid()
     )
 
 

@@ -20,7 +20,12 @@ from handmade_graphs import (
 from torch._inductor.lowering import lowerings
 
 from titan_lite.compile.passes import token_chunks
-from titan_lite.compile.passes.token_chunks import choose_collectives, cut_into_chunks, mark_fused
+from titan_lite.compile.passes.token_chunks import (
+    choose_collectives,
+    cut_into_chunks,
+    mark_fused_collectives,
+)
+from titan_lite.compile.settings import PassSettings
 from titan_lite.cost import timeline
 from titan_lite.cost.collectives import nbytes_of
 from titan_lite.cost.op_cost import node_seconds
@@ -208,7 +213,7 @@ def test_other_collectives_stay_whole():
 )
 def test_collectives_that_inductor_fuses_are_marked_with_all_their_products(make, kind, products):
     _, graph = make()
-    assert mark_fused(graph) == 1
+    assert mark_fused_collectives(graph, PassSettings()) == 1
     (node,) = [node for node in graph.nodes if node.target is kind]
     found = [node for node in graph.nodes if node.target is aten.mm.default]
     assert node.meta["fused_with"] == tuple(found)
@@ -229,7 +234,12 @@ def test_a_sum_of_products_and_a_product_with_tokens_on_the_right_are_not_fused(
     )
     joined = hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)])
     reduced = hand.call(REDUCE, joined, "sum", RANKS, "tp")
-    assert mark_fused(hand.output(right, hand.call(collectives.wait_tensor.default, reduced))) == 0
+    assert (
+        mark_fused_collectives(
+            hand.output(right, hand.call(collectives.wait_tensor.default, reduced)), PassSettings()
+        )
+        == 0
+    )
 
 
 def test_a_product_of_gathered_tokens_by_themselves_is_not_fused():
@@ -237,7 +247,7 @@ def test_a_product_of_gathered_tokens_by_themselves_is_not_fused():
     _, whole = gathered(hand, hand.input(1, T // RANKS, C))
     rows = hand.call(aten.view.default, whole, [T, C])
     graph = hand.output(hand.call(aten.mm.default, rows, hand.call(aten.t.default, rows)))
-    assert mark_fused(graph) == 0
+    assert mark_fused_collectives(graph, PassSettings()) == 0
     assert not any("fused_with" in node.meta or "parts" in node.meta for node in graph.nodes)
 
 
@@ -245,7 +255,7 @@ def test_a_product_of_gathered_tokens_by_themselves_is_not_fused():
 def test_a_fused_collective_costs_what_its_products_do_not_hide(make, kind):
     machine = PROFILES["H100"]
     _, graph = make()
-    mark_fused(graph)
+    mark_fused_collectives(graph, PassSettings())
     for node in graph.nodes:
         node.meta.pop("seconds", None)
     (node,) = [node for node in graph.nodes if node.target is kind]

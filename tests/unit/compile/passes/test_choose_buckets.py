@@ -6,8 +6,8 @@ A gather takes a second a byte.
 import pytest
 from handmade_graphs import Hand, left, priced
 
-from titan_lite.compile.passes.bucket_plans import by_block, greedy
-from titan_lite.compile.passes.bucketing import merge
+from titan_lite.compile.passes.bucketing import merge_buckets
+from titan_lite.compile.passes.choose_buckets import by_block, greedy
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
@@ -37,7 +37,7 @@ def backward(*parameters, gather=False):
 
 
 def buckets(graph, latency=0.0):
-    merge(graph, greedy(graph, priced(latency)))
+    merge_buckets(graph, greedy(graph, priced(latency)))
     return [" ".join(fqns) for _, fqns, _ in left(graph)]
 
 
@@ -102,7 +102,7 @@ def test_gradients_are_grouped_from_the_last_one_backwards(computes, expected):
 @pytest.mark.parametrize(("computes", "expected"), [(24.0, ["a", "b c"]), (23.9, ["a", "b", "c"])])
 def test_what_is_reduced_meanwhile_leaves_less_time_to_gather(computes, expected):
     graph = backward((A, 8, computes), (B, 8, 1.0), (C, 8, 1.0), gather=True)
-    merge(graph, greedy(graph, priced()))
+    merge_buckets(graph, greedy(graph, priced()))
     assert [
         " ".join(fqns) for kind, fqns, _ in left(graph) if kind == "all_gather"
     ] == in_one_block(expected)
@@ -114,7 +114,7 @@ def test_what_is_reduced_over_copies_goes_along():
         made = hand.compute(name, computes, hand.input(2))
         results.append(hand.all_reduce(hand.reduce(made, name), name))
     graph = hand.output(*results)
-    merge(graph, greedy(graph, priced()))
+    merge_buckets(graph, greedy(graph, priced()))
     assert left(graph) == [
         ("reduce_scatter", (A, B), 16),
         ("all_reduce", (A, B), 8),
@@ -134,5 +134,5 @@ def test_both_parts_of_a_tied_gradient_are_reduced_for_themselves():
         graph = backward(
             ("tok_embeddings.weight", 8, 1.0), ("a", 8, 1.0), ("tok_embeddings.weight", 8, 1.0)
         )
-        assert merge(graph, plan(graph)) == 0
+        assert merge_buckets(graph, plan(graph)) == 0
         assert len(left(graph)) == 3

@@ -1,0 +1,72 @@
+"""Edit an FX graph in place, as passes need it: insert calls, move nodes, merge waits.
+
+    with graph.inserting_before(node):
+        bucket = add_call(graph, aten.cat.default, [shard_1, shard_2])
+    move_before(node, preparation(bucket))
+
+Questions about a graph are in cost/collectives.py.
+"""
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+from torch._dynamo.utils import detect_fake_mode
+from torch.fx import Graph, Node
+from torch.fx.node import Argument, Target
+
+from titan_lite.cost.collectives import KINDS, wait_of, waits_of
+
+
+def add_call(graph: Graph, target: Target, *args: Argument, **kwargs: Argument) -> Node:
+    """Insert a call of the operator `target`, with its fake result in meta["val"]."""
+    assert not isinstance(target, str)  # the name of a method
+    node = graph.call_function(target, args, kwargs)
+    values = [_fake_value(argument) for argument in args]
+    mode = detect_fake_mode([value for value in values if isinstance(value, Tensor)])
+    if mode is None:  # a graph of real or meta tensors, built by hand
+        node.meta["val"] = target(*values, **kwargs)
+    else:
+        with mode:
+            node.meta["val"] = target(*values, **kwargs)
+    return node
+
+
+def _fake_value(argument: object) -> object:
+    """Return an argument of an operator with each node replaced by its fake result."""
+    if isinstance(argument, Node):
+        return argument.meta["val"]
+    if isinstance(argument, list):
+        return [_fake_value(element) for element in argument]
+    return argument
+
+
+def move_before(
+    target: Node, nodes: Iterable[Node], accepted: Callable[[], bool] = lambda: True
+) -> bool:
+    """Move those of `nodes` that are behind `target` before it, in their order.
+
+    Undo this if `accepted`, called with the nodes moved, returns False. Return whether nodes moved.
+    """
+    behind = sorted(node for node in nodes if node > target)
+    following = [node.next for node in behind]
+    for node in behind:
+        target.prepend(node)
+    if accepted():
+        return bool(behind)
+    for node, successor in zip(reversed(behind), reversed(following), strict=True):
+        successor.prepend(node)
+    return False
+
+
+def merge_waits(graph: Graph) -> int:
+    """Keep one wait per collective. Return the number of waits erased.
+
+    torch 2.14 merges equal all-gathers, but not their waits.
+    """
+    erased = 0
+    for node in [node for node in graph.nodes if node.target in KINDS]:
+        for duplicate in waits_of(node)[1:]:
+            duplicate.replace_all_uses_with(wait_of(node))
+            graph.erase_node(duplicate)
+            erased += 1
+    return erased
