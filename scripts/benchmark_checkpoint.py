@@ -95,7 +95,7 @@ def rank_main(
             start = time.perf_counter()
             checkpointer.save(number, tensors, RunState())
             blocked, steps = time.perf_counter() - start, 0
-            while checkpointer.saving is not None:
+            while checkpointer.background_save is not None:
                 step()
                 checkpointer.poll()
                 steps += 1

@@ -1,14 +1,14 @@
-"""Lock a checkpoint folder, so that only one run writes there, and detect that the folder was
-removed.
+"""Lock a checkpoint folder, so that only one run writes there, and detect its removal.
 
 lock = FolderLock(folder, 'checkpoint.folder = "checkpoint"')
-lock.take()                  # raises ConfigError if another run has it
+lock.acquire()               # raises ConfigError if another run has it
 lock.is_held()               # False once the lock file is gone or replaced
 """
 
 import errno
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 
@@ -16,6 +16,13 @@ from titan_lite.config import ConfigError
 from titan_lite.logging import logger
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system without locks
+
+
+class FileIdentity(NamedTuple):
+    """A file, whatever its path is. Its number stays in use while a process has it open."""
+
+    device: int
+    inode: int
 
 
 class FolderLock:
@@ -29,10 +36,10 @@ class FolderLock:
         self.key = key
         self.path = folder / "lock"
         self.file_lock: FileLock | None = None  # of this process, once it has the lock
-        self.identity: tuple[int, int] | None = None  # device and number of the locked file
+        self.locked_file: FileIdentity | None = None
 
-    def take(self) -> bool:
-        """Take the lock; return False if the file system has no locks.
+    def acquire(self) -> bool:
+        """Acquire the lock; return False if the file system has no locks.
 
         Raises ConfigError if another run has it.
         """
@@ -41,9 +48,9 @@ class FolderLock:
             self.folder.mkdir(parents=True, exist_ok=True)
             file_lock.acquire()
         except Timeout:
-            fix = "end that run, or use another job.dump_folder"
             raise ConfigError(
-                f"{self.key}: {self.folder} is in use by another run; {fix}"
+                f"{self.key}: {self.folder} is in use by another run; end that run, or use another"
+                " job.dump_folder"
             ) from None
         except OSError as error:
             if error.errno in NO_LOCKS:
@@ -52,30 +59,25 @@ class FolderLock:
                     " is not detected"
                 )
                 return False
-            fix = (
-                "use a job.dump_folder or checkpoint.folder that can be written, or"
-                " checkpoint.enable = false"
-            )
             raise ConfigError(
-                f"{self.key}: {error.filename or self.folder}: {error.strerror}; {fix}"
+                f"{self.key}: {error.filename or self.folder}: {error.strerror}; use a"
+                " job.dump_folder or checkpoint.folder that can be written, or checkpoint.enable ="
+                " false"
             ) from None
         self.file_lock = file_lock
-        self.identity = self._identity()
+        self.locked_file = self._identity()
         return True
 
     def is_held(self) -> bool:
         """Return False if the lock file of this process is gone or replaced; True also if this
         process has no lock.
         """
-        return self.identity is None or self._identity() == self.identity
+        return self.locked_file is None or self._identity() == self.locked_file
 
-    def _identity(self) -> tuple[int, int] | None:
-        """Return device and number of the file at the path.
-
-        Its number stays in use while this process has it open.
-        """
+    def _identity(self) -> FileIdentity | None:
+        """Return the file that is at the path now."""
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError:
             return None
-        return found.st_dev, found.st_ino
+        return FileIdentity(status.st_dev, status.st_ino)

@@ -63,9 +63,10 @@ from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError, FileDigest
 
 GROUP = "checkpoint"  # name of the process group of saves, which has a time limit of its own
-# checked before there is a process group, which checks the other files
-SMALL = (tensor_files.NAME, saved_state.NAME)
-LIMIT = datetime.timedelta(hours=1)  # for one phase of a save, while training goes on
+SAVE_TIMEOUT = datetime.timedelta(hours=1)  # of a collective of a save, while training goes on
+# Files whose content is checked before there is a process group, which checks the other files
+SMALL_FILES = (tensor_files.NAME, saved_state.NAME)
+NEWEST = -1  # checkpoint.load_step
 
 
 class CheckpointError(RuntimeError):
@@ -83,8 +84,8 @@ class SharedConfigError(ConfigError):
 class Checkpointer:
     """The steps in one folder. Methods are collectives unless they say otherwise.
 
-    progress: called from time to time while files are written, read and hashed, which may take longer
-    than the limit of a phase.
+    progress: called from time to time while files are written, read and hashed, which may take
+    longer than the limit of a phase (resilience/watchdog.py).
     """
 
     def __init__(
@@ -94,19 +95,19 @@ class Checkpointer:
         self.progress = progress
         self.folder = dump_folder / config.folder
         self.key = f'checkpoint.folder = "{config.folder}"'  # the beginning of errors
-        self.group: dist.ProcessGroup | None = None
-        self.saving: Future | None = None  # a save in the background
+        self.folder_lock = FolderLock(self.folder, self.key)
+        self.newest_saved = 0  # the last step on disk; 0: none
+        self.last_attempted = 0  # the last step whose save has begun
+        self.background_save: Future | None = None
         self.stager: AsyncStager | None = None  # has the copies that are reused for every save
-        self.newest = 0  # the last step on disk; 0: none
-        self.tried = 0  # the last step that was attempted
-        self.locked = FolderLock(self.folder, self.key)
+        self._group: dist.ProcessGroup | None = None
 
     def lock(self) -> None:
         """Lock the folder until this process ends. For rank 0.
 
         Raises ConfigError if another run has it.
         """
-        if self.locked.take():
+        if self.folder_lock.acquire():
             self._remove_leftovers()
 
     def lock_on_first(self) -> None:
@@ -118,9 +119,9 @@ class Checkpointer:
         if dist.get_rank() == 0:
             try:
                 self.lock()
-            except ConfigError as taken:
-                error = str(taken)
-        self._agree(error)
+            except ConfigError as in_use:
+                error = str(in_use)
+        self._raise_on_all(error)
 
     # What there is to load
 
@@ -133,16 +134,16 @@ class Checkpointer:
     def present(self) -> list[int]:
         """Return the steps that have a folder, complete or not, oldest first.
 
-        Raises ConfigError.
+        For one rank or all. Raises ConfigError.
         """
         try:
             names = os.listdir(self.folder)
         except FileNotFoundError:
             return []
         except OSError as error:  # must not start a new run
-            fix = "use a folder that can be read"
             raise ConfigError(
-                f"{self.key}: {self.folder} cannot be read: {error.strerror}; {fix}"
+                f"{self.key}: {self.folder} cannot be read: {error.strerror}; use a folder that can"
+                " be read"
             ) from None
         return sorted(
             int(name.removeprefix("step-"))
@@ -157,115 +158,162 @@ class Checkpointer:
         """
         return [step for step in self.present() if not self.fault(step)]
 
-    def fault(self, step: int, *, share: bool = False) -> str:
+    def fault(self, step: int) -> str:
         """Return why a step cannot be loaded, or "" if nothing is wrong. For one rank or all.
 
-        Checks the names and sizes of its files and the content of the small ones. share: checks
-        only this rank's share of the files, but every byte of it, so that the results of all ranks
-        are needed.
+        Checks the names and sizes of its files and the content of the small ones.
         """
         path = self.path_of(step)
         try:
-            rank, ranks = (dist.get_rank(), dist.get_world_size()) if share else (0, 1)
-            files = manifest.check_step(path, step, rank, ranks)
-            names = sorted(files)[rank::ranks] if share else sorted(files.keys() & SMALL)
-            manifest.check_bytes(path, {name: files[name] for name in names}, self.progress)
-            if saved_state.read_state(path).step != step:
-                raise CorruptFileError(f"{saved_state.NAME} is of another step")
-            if share and dist.get_rank() == 0:
+            files = manifest.check_step(path, step)
+            small = {name: files[name] for name in sorted(files.keys() & SMALL_FILES)}
+            manifest.check_bytes(path, small, self.progress)
+            self._check_state(step)
+        except CorruptFileError as error:
+            return str(error)
+        return ""
+
+    def _fault_in_share(self, step: int) -> str:
+        """Return a fault in this rank's share of a step's files, of which it reads every byte.
+
+        The results of all ranks are needed.
+        """
+        path = self.path_of(step)
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        try:
+            files = manifest.check_step(path, step, rank, world_size)
+            share = {name: files[name] for name in sorted(files)[rank::world_size]}
+            manifest.check_bytes(path, share, self.progress)
+            self._check_state(step)
+            if rank == 0:
                 tensor_files.read_metadata(path)
         except CorruptFileError as error:
             return str(error)
         return ""
 
-    def step_to_load(self, damaged: Mapping[int, str] | None = None) -> int | None:
-        """Return the step to start from, without fault and not `damaged`, or None for a new run.
+    def _check_state(self, step: int) -> None:
+        if saved_state.read_state(self.path_of(step)).step != step:
+            raise CorruptFileError(f"{saved_state.NAME} is of another step")
 
-        Needs no process group. Raises ConfigError.
+    def step_to_load(self, damaged: Mapping[int, str] | None = None) -> int | None:
+        """Return the step to start from, or None for a new run.
+
+        damaged: steps that are known to be, and why. Needs no process group. Raises ConfigError.
         """
         if not self.config.enable:
             return None
-        wanted, present, faults = self.config.load_step, self.present(), dict(damaged or {})
+        faults = dict(damaged or {})
+        if self.config.load_step == NEWEST:
+            return self._newest_step(faults)
+        return self._chosen_step(self.config.load_step, faults)
+
+    def _newest_step(self, faults: dict[int, str]) -> int | None:
+        """Return the newest step without fault."""
+        present = self.present()
         for step in reversed(present):
-            if step not in faults and (fault := self.fault(step)):
+            if step not in faults:
+                fault = self.fault(step)
+                if not fault:
+                    return step
                 faults[step] = fault
-            if wanted == -1 and step not in faults:
-                return step
-        whole = [step for step in present if step not in faults]
-        have = f"it has {', '.join(map(str, whole))}" if whole else "it has none"
-        if wanted == -1 and present:
-            each = "; ".join(f"step-{step}: {fault}" for step, fault in faults.items())
-            fix = "to start a new run, move them away or use another job.dump_folder"
-            raise ConfigError(f"{self.key}: all steps in {self.folder} are damaged ({each}); {fix}")
-        if wanted == -1 and self.config.must_resume:
+        if present:
+            reasons = "; ".join(f"step-{step}: {fault}" for step, fault in faults.items())
+            raise ConfigError(
+                f"{self.key}: all steps in {self.folder} are damaged ({reasons}); to start a new"
+                " run, move them away or use another job.dump_folder"
+            )
+        if self.config.must_resume:
             raise ConfigError(
                 f"checkpoint.must_resume = true: there is no step in {self.folder}; use false to"
                 " start a new run"
             )
-        if wanted == -1:
-            return None
-        if wanted not in whole:
-            why = (
-                f"the step is damaged: {faults[wanted]}"
-                if wanted in faults
-                else f"there is no such step in {self.folder}"
-            )
+        return None
+
+    def _chosen_step(self, step: int, faults: dict[int, str]) -> int:
+        """Return the step that checkpoint.load_step names, which must be the newest one.
+
+        If the same command was started before, return the newest step, which it has saved itself.
+        """
+        present = self.present()
+        for other in reversed(present):
+            if other not in faults and (fault := self.fault(other)):
+                faults[other] = fault
+        intact = [other for other in present if other not in faults]
+        if step not in intact:
+            why = f"there is no such step in {self.folder}"
+            if step in faults:
+                why = f"the step is damaged: {faults[step]}"
+            steps = ", ".join(str(other) for other in intact) or "none"
             raise ConfigError(
-                f"checkpoint.load_step = {wanted}: {why}; {have}; use -1 for the newest"
+                f"checkpoint.load_step = {step}: {why}; it has {steps}; use -1 for the newest"
             )
-        if wanted != whole[-1]:
-            recipe = self.read_state(whole[-1]).identity.recipe
-            if recipe.get("checkpoint", {}).get("load_step") == wanted:
-                return whole[-1]  # the same command was started again, and has newer steps
-            raise ConfigError(
-                f"checkpoint.load_step = {wanted}: {self.folder} has newer steps, up to"
-                f" {whole[-1]}, which this run would save again; move them away, or copy"
-                f" step-{wanted} into the checkpoint folder of another job.dump_folder"
-            )
-        return wanted
+        newest = intact[-1]
+        if step == newest:
+            return step
+        recipe = self.read_state(newest).identity.recipe
+        if recipe.get("checkpoint", {}).get("load_step") == step:
+            return newest
+        raise ConfigError(
+            f"checkpoint.load_step = {step}: {self.folder} has newer steps, up to {newest}, which"
+            f" this run would save again; move them away, or copy step-{step} into the checkpoint"
+            " folder of another job.dump_folder"
+        )
 
     def verified_step(self) -> int | None:
         """Return `step_to_load` after a check of every byte.
 
-        CorruptFileError newer steps are renamed, and the reason is logged.
-
-        Raises ConfigError.
+        Newer steps that are damaged are renamed, and the reason is logged. Raises ConfigError.
         """
         damaged: dict[int, str] = {}
         while True:
-            seen, present, error = None, [], ""
-            try:
-                present = self.present()
-                # The first rank decides: the look of every rank at every file would be ranks x
-                # files calls to the file system.
-                seen = max(present, default=None) if dist.get_rank() else self.step_to_load(damaged)
-            except ConfigError as wrong:
-                error = str(wrong)
-            self._agree(error)
-            step = json.loads(
-                first_word("" if dist.get_rank() else json.dumps(seen), self._processes())
-            )
-            seen = step if step in present else seen
-            if not alike(str(seen), self._processes()):
-                all_seen = gather_objects(seen, self._processes())
-                different = [
-                    rank for rank, found in enumerate(all_seen) if found != all_seen[rank - 1]
-                ]
-                each = ", ".join(f"rank {rank}: {all_seen[rank] or 'none'}" for rank in different)
-                fix = "use a job.dump_folder on a file system that all nodes share"
-                raise ConfigError(
-                    f"checkpoint.folder: ranks see different newest steps in {self.folder}"
-                    f" ({each}); {fix}"
-                )
+            step = self._agreed_step(damaged)
             if step is None:
                 return None
-            fault = first_word(self.fault(step, share=True), self._processes())
+            fault = first_word(self._fault_in_share(step), self._processes())
             if not fault:
-                self._set_aside(step, damaged)
+                self._set_aside_newer(step, damaged)
                 return step
             damaged[step] = fault
 
-    def _set_aside(self, step: int, damaged: Mapping[int, str]) -> None:
+    def _agreed_step(self, damaged: Mapping[int, str]) -> int | None:
+        """Return `step_to_load` of the first rank, if all ranks see it. Raises ConfigError.
+
+        The first rank decides: the look of every rank at every file would be ranks x files calls to
+        the file system.
+        """
+        newest: int | None = None  # that this rank sees
+        present: list[int] = []
+        error = ""
+        try:
+            present = self.present()
+            if dist.get_rank() == 0:
+                newest = self.step_to_load(damaged)
+            else:
+                newest = max(present, default=None)
+        except ConfigError as wrong:
+            error = str(wrong)
+        self._raise_on_all(error)
+
+        choice = json.dumps(newest) if dist.get_rank() == 0 else ""
+        step = json.loads(first_word(choice, self._processes()))
+        if step in present:
+            newest = step
+        if not alike(str(newest), self._processes()):
+            by_rank = gather_objects(newest, self._processes())
+            different = [
+                f"rank {rank}: {seen or 'none'}"
+                for rank, seen in enumerate(by_rank)
+                if seen != by_rank[rank - 1]
+            ]
+            raise ConfigError(
+                f"checkpoint.folder: ranks see different newest steps in {self.folder}"
+                f" ({', '.join(different)}); use a job.dump_folder on a file system that all nodes"
+                " share"
+            )
+        return step
+
+    def _set_aside_newer(self, step: int, damaged: Mapping[int, str]) -> None:
         """Rename steps newer than `step`, since the run will save them again, and log what is wrong
         with older ones.
         """
@@ -274,22 +322,26 @@ class Checkpointer:
             fault = damaged.get(other) or self.fault(other)
             if other < step and fault:
                 logger.warning(f"step-{other} could not be loaded, either: {fault}")
-            if other <= step:
-                continue
-            names = (
-                f"invalid-step-{other}{suffix}"
-                for suffix in ("", *(f"-{n}" for n in range(2, 1000)))
-            )
-            aside = next(self.folder / name for name in names if not (self.folder / name).exists())
-            logger.warning(f"step-{other} is not loaded: {fault}; set aside as {aside.name}")
-            try:
-                self.path_of(other).rename(aside)
-            except OSError as wrong:
-                error = (
-                    f"{self.key}: {self.path_of(other)} cannot be renamed: {wrong.strerror}; move"
-                    " it away"
-                )
-        self._agree(error)
+            if other > step:
+                path = self._unused_path(f"invalid-step-{other}")
+                logger.warning(f"step-{other} is not loaded: {fault}; set aside as {path.name}")
+                try:
+                    self.path_of(other).rename(path)
+                except OSError as wrong:
+                    error = (
+                        f"{self.key}: {self.path_of(other)} cannot be renamed: {wrong.strerror};"
+                        " move it away"
+                    )
+        self._raise_on_all(error)
+
+    def _unused_path(self, name: str) -> Path:
+        """Return the path of this name in the folder; if it exists, of name-2, name-3 and so on."""
+        path = self.folder / name
+        number = 2
+        while path.exists():
+            path = self.folder / f"{name}-{number}"
+            number += 1
+        return path
 
     def read_state(self, step: int) -> SavedState:
         """Return what a step has beside its tensors. For one rank or all. Raises ConfigError."""
@@ -308,8 +360,8 @@ class Checkpointer:
             tensor_files.load(path, tensors, self.progress)
         except CorruptFileError as damage:
             error = f"{path} cannot be loaded: {damage}"
-        self._agree(error)
-        self.newest = step
+        self._raise_on_all(error)
+        self.newest_saved = step
         logger.info(f"resumed from {path}")
 
     # Saving
@@ -326,8 +378,7 @@ class Checkpointer:
         failed and checkpoint.on_failure = "stop".
         """
         self.wait()
-        self.tried = step
-        group = self._processes()
+        self.last_attempted = step
         if last and self.config.last_save_model_only:
             tensors = {fqn: value for fqn, value in tensors.items() if section_of(fqn) == "model"}
         sections = {
@@ -344,16 +395,21 @@ class Checkpointer:
         planner = tensor_files.ProgressSavePlanner(self.progress)
         state_dict = tensor_files.by_section(tensors)
         if self.config.async_mode == "disabled":
-            with self._ending(step):
-                dcp.save(state_dict, storage_writer=writer, planner=planner, process_group=group)
+            with self._end_of_save(step):
+                dcp.save(
+                    state_dict,
+                    storage_writer=writer,
+                    planner=planner,
+                    process_group=self._processes(),
+                )
             return
         # The thread is no daemon: if the run ends with an error, the process still waits until the
         # step is saved.
-        self.saving = dcp.async_save(  # type: ignore[assignment] # a Future, as staging is not async
+        self.background_save = dcp.async_save(  # type: ignore[assignment] # a Future, as staging is not async
             state_dict,
             storage_writer=writer,
             planner=planner,
-            process_group=group,
+            process_group=self._processes(),
             async_stager=self._stager() or writer,
         )
 
@@ -387,23 +443,23 @@ class Checkpointer:
         return self.stager
 
     def poll(self) -> None:
-        """Check at the end of a step whether a background save has ended on all ranks.
-
-        Raises like `save`.
-        """
-        if self.saving is not None and not reduce_numbers(int(not self.saving.done()))[0]:
+        """End a background save that has ended on all ranks. Raises like `save`."""
+        if self.background_save is None:
+            return
+        (running,) = reduce_numbers(int(not self.background_save.done()))
+        if not running:
             self.wait()
 
     def wait(self) -> None:
         """Wait until no save is running. Raises like `save`."""
-        saving = self.saving
-        self.saving = None
-        if saving is not None:
-            with self._ending(self.tried):
-                saving.result()
+        save = self.background_save
+        self.background_save = None
+        if save is not None:
+            with self._end_of_save(self.last_attempted):
+                save.result()
 
     @contextmanager
-    def _ending(self, step: int) -> Iterator[None]:
+    def _end_of_save(self, step: int) -> Iterator[None]:
         """Return a context in which the save of a step ends, on all ranks alike.
 
         Raises like `save`.
@@ -422,21 +478,19 @@ class Checkpointer:
             if stops:
                 raise failure from error
         else:
-            self.newest = step
+            self.newest_saved = step
 
     def before_exit(self, step: int) -> str:
         """Return the part of a sentence about saving this step before the run exits, or "" if it is
-        saved.
+        saved. For one rank or all.
         """
         if not self.config.enable:
             return "checkpoint.enable = false, so nothing is saved; "
-        if step == self.newest:
+        if step == self.newest_saved:
             return ""
-        return (
-            "saving, then "
-            if step != self.tried or self.saving
-            else f"the newest step on disk is {self.newest}; "
-        )
+        if step != self.last_attempted or self.background_save is not None:
+            return "saving, then "
+        return f"the newest step on disk is {self.newest_saved}; "
 
     def describe_newest(self) -> str:
         """Return the step that a restarted run resumes from, in words. Waits for a running save."""
@@ -444,15 +498,13 @@ class Checkpointer:
             return "checkpoint.enable = false, so there is no step to resume from"
         with suppress(CheckpointError):
             self.wait()
-        where = (
-            f"resumes from {self.path_of(self.newest)}"
-            if self.newest
-            else "begins again, as there is no step"
-        )
-        return f"started again, by hand or by the launcher, the run {where}"
+        restart = "begins again, as there is no step"
+        if self.newest_saved:
+            restart = f"resumes from {self.path_of(self.newest_saved)}"
+        return f"started again, by hand or by the launcher, the run {restart}"
 
-    def _begin(self, step: int, needed: int) -> None:
-        """Make the folder of a step, on the first rank. needed: bytes. Raises CheckpointError."""
+    def _begin(self, step: int, needed_bytes: int) -> None:
+        """Make the folder of a step, on the first rank. Raises CheckpointError."""
         self._check_lock()
         path = self.path_of(step)
         if os.path.lexists(path):
@@ -460,9 +512,9 @@ class Checkpointer:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         free = shutil.disk_usage(self.folder).free
-        if free < needed:
+        if free < needed_bytes:
             raise CheckpointError(
-                f"it needs {needed / 2**30:.3f} GiB, and {free / 2**30:.3f} GiB are free"
+                f"it needs {needed_bytes / 2**30:.3f} GiB, and {free / 2**30:.3f} GiB are free"
             )
         self._unfinished(step).mkdir()
 
@@ -471,14 +523,12 @@ class Checkpointer:
     ) -> None:
         """Write state.json and the manifest of a step and give it its name, on the first rank.
 
-        Raises CheckpointError.
-
-        files: {name: size and SHA-256} of the files with tensors.
+        sections: of its tensors. files: those with tensors. Raises CheckpointError.
         """
         self._check_lock()
         unfinished = self._unfinished(step)
         saved_state.write_state(unfinished, step, sections, state)
-        small = {name: manifest.digest(unfinished / name) for name in SMALL}
+        small = {name: manifest.digest(unfinished / name) for name in SMALL_FILES}
         manifest.write(unfinished, step, {**files, **small})
         try:
             manifest.check_step(unfinished, step)
@@ -494,21 +544,21 @@ class Checkpointer:
         self._retain()
 
     def _check_lock(self) -> None:
-        if not self.locked.is_held():
+        if not self.folder_lock.is_held():
             raise CheckpointError("the folder or its lock was removed during the run")
 
     def _retain(self) -> None:
         """Delete all but the newest keep_latest_k complete steps; a step is renamed before it is
         deleted.
         """
+        if not self.config.keep_latest_k:
+            return
         try:
-            for old in (
-                self.steps()[: -self.config.keep_latest_k] if self.config.keep_latest_k else ()
-            ):
-                doomed = self.folder / f"deleting-step-{old}"
-                self.path_of(old).rename(doomed)
+            for step in self.steps()[: -self.config.keep_latest_k]:
+                renamed = self.folder / f"deleting-step-{step}"
+                self.path_of(step).rename(renamed)
                 manifest.sync(self.folder)
-                shutil.rmtree(doomed)
+                shutil.rmtree(renamed)
         except OSError as error:
             logger.warning(f"an old step was not deleted: {error}")
 
@@ -524,14 +574,15 @@ class Checkpointer:
     # Communication, also in the background
 
     def _processes(self) -> dist.ProcessGroup:
-        if self.group is None:
-            self.group = new_gloo_group(LIMIT, GROUP)
-        return self.group
+        if self._group is None:
+            self._group = new_gloo_group(SAVE_TIMEOUT, GROUP)
+        return self._group
 
-    def _agree(self, error: str) -> None:
+    def _raise_on_all(self, error: str) -> None:
         """Raise SharedConfigError on all ranks if one has an error."""
-        if error := first_word(error, self._processes()):
-            raise SharedConfigError(error)
+        shared = first_word(error, self._processes())
+        if shared:
+            raise SharedConfigError(shared)
 
 
 def _reason(error: BaseException) -> str:

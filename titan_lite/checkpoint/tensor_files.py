@@ -1,19 +1,19 @@
 """Write and read the tensors of a step with torch.distributed.checkpoint (DCP).
 
-    dcp.save(by_section(values), storage_writer=StepWriter(folder, begin, commit, progress), planner=SavePlanner(progress))
-    load(folder, tensors, progress)                          # in place, on any layout, without communication
+    dcp.save(by_section(values), storage_writer=StepWriter(...), planner=ProgressSavePlanner(progress))
+    load(folder, tensors, progress)                      # in place, on any layout, without communication
 
 A folder has the layout of torchtitan's checkpoints, with our FQNs:
 
     layers.0.attention.wq.weight                                a parameter
     optimizer.state.layers.0.attention.wq.weight.exp_avg        state of the optimizer
     optimizer.param_groups.layers.0.attention.wq.weight.lr      its settings, which a resume takes from the recipe instead
-    between.layers.0.attention.wq.weight.error                  state of the compression of gradients between copies
+    between.layers.0.attention.wq.weight.error                  state of gradient compression (distributed/powersgd.py)
     train_state.step, train_state.ntokens_seen
 
 Values that are no tensors are pickles. They are written for other programs, and never read here.
-DCP's `.metadata` is a pickle,
-too: it is read by an unpickler that knows only the classes that DCP writes there.
+DCP's `.metadata` is a pickle, too: it is read by an unpickler that knows only the classes that DCP
+writes there.
 """
 
 import pickle
@@ -65,7 +65,7 @@ def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HashedResult(WriteResult):
-    """The place of a part of a tensor, and size and SHA-256 of its file."""
+    """Where a part of a tensor is written, and the digest of that file."""
 
     digest: FileDigest
 
@@ -75,9 +75,9 @@ class StepWriter(FileSystemWriter):
     step.
 
     begin: called on the first rank with the bytes of all tensors, before anything is written; it
-    makes the folder.
-    commit: called on the first rank with {file: its digest} when all files are on disk. An error of
-    either is one of `dcp.save` on all ranks. progress: called from time to time while a file is hashed.
+    makes the folder. commit: called on the first rank with the digest of each file, when all are on
+    disk. An error of either is one of `dcp.save` on all ranks. progress: called from time to time
+    while a file is hashed.
     """
 
     def __init__(
@@ -108,28 +108,25 @@ class StepWriter(FileSystemWriter):
         try:
             results = super().write_data(plan, planner).wait()
         except Exception as error:
-            raise _cause(error) from None
+            raise _os_error_of(error) from None
         names = {result.storage_data.relative_path for result in results}
         digests = {name: manifest.digest(self.folder / name, self.progress) for name in names}
-        written.set_result(
-            [
-                HashedResult(
-                    result.index,
-                    result.size_in_bytes,
-                    result.storage_data,
-                    digests[result.storage_data.relative_path],
-                )
-                for result in results
-            ]
-        )
+        hashed: list[WriteResult] = []
+        for result in results:
+            digest = digests[result.storage_data.relative_path]
+            hashed.append(
+                HashedResult(result.index, result.size_in_bytes, result.storage_data, digest)
+            )
+        written.set_result(hashed)
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         digests = {}
-        for result in (result for of_rank in results for result in of_rank):
-            assert isinstance(result, HashedResult)
-            digests[result.storage_data.relative_path] = result.digest
+        for results_of_rank in results:
+            for result in results_of_rank:
+                assert isinstance(result, HashedResult)
+                digests[result.storage_data.relative_path] = result.digest
         self.commit(digests)
 
 
@@ -140,9 +137,10 @@ def _bytes_of(item: WriteItem) -> int:
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
-def _cause(error: Exception) -> BaseException:
-    """Return the OSError that led to an error: on a full disk, torch then raises another one about
-    its archive.
+def _os_error_of(error: Exception) -> BaseException:
+    """Return the OSError that led to an error, or the error itself.
+
+    On a full disk, torch raises another one, about its archive, after it.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
@@ -162,7 +160,7 @@ class ProgressSavePlanner(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-class _OneByOne(DefaultSavePlanner):
+class _LazySavePlanner(DefaultSavePlanner):
     """A planner for tensors that are read only when they are written."""
 
     def __init__(self, read: Callable[[str], Tensor]):
@@ -184,16 +182,18 @@ def write_one_by_one(
     # With a GPU, too, a tensor is read only when the one before it is written.
     writer = FileSystemWriter(folder, single_file_per_rank=False, per_thread_copy_ahead=0)
     try:
-        with _alone():
-            dcp.save(dict(planned), storage_writer=writer, planner=_OneByOne(read), no_dist=True)
+        with _single_process():
+            dcp.save(
+                dict(planned), storage_writer=writer, planner=_LazySavePlanner(read), no_dist=True
+            )
     except CheckpointException as failed:
-        raise OSError(_failure(failed)) from None
+        raise OSError(_describe_failure(failed)) from None
 
 
 # Reading
 
 
-_ADMITTED = {
+_METADATA_CLASSES = {  # by module
     "torch": {"Size", "float16", "bfloat16", "float32", "float64", "int32", "int64", "bool"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -220,7 +220,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return PurePosixPath
         if (module, name) == ("builtins", "getattr"):
             return _member  # as Python up to 3.11.3 pickles a member of an enumeration
-        if name not in _ADMITTED.get(module, ()):
+        if name not in _METADATA_CLASSES.get(module, ()):
             raise CorruptFileError(
                 f"{NAME} asks for {module}.{name}, which DCP does not write there"
             )
@@ -233,7 +233,10 @@ def _member(kind: Any, name: str) -> Any:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return names, shapes and places of all tensors in a folder. Raises CorruptFileError."""
+    """Return names and shapes of all tensors in a folder, and where in its files they are.
+
+    Raises CorruptFileError.
+    """
     try:
         with (folder / NAME).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
@@ -242,7 +245,7 @@ def read_metadata(folder: Path) -> Metadata:
     except FileNotFoundError:
         raise CorruptFileError(f"{NAME} is missing") from None
     except Exception as error:  # arbitrary bytes may raise anything
-        raise CorruptFileError(f"{NAME} cannot be read: {_in_words(error)}") from None
+        raise CorruptFileError(f"{NAME} cannot be read: {_describe_error(error)}") from None
     if not isinstance(metadata, Metadata):
         raise CorruptFileError(f"{NAME} cannot be read: it is a {type(metadata).__name__}")
     return metadata
@@ -267,7 +270,7 @@ class _NamedFiles(FileSystem):
                 yield stream
         except Exception as error:
             raise CorruptFileError(
-                f"{Path(path).name} cannot be read: {_in_words(error)}"
+                f"{Path(path).name} cannot be read: {_describe_error(error)}"
             ) from None
 
 
@@ -303,15 +306,13 @@ def load(
 ) -> None:
     """Fill tensors and DTensors in place, without communication.
 
-    Raises CorruptFileError if they are not in the folder.
-
-    metadata: those of the folder, if they were read before.
+    metadata: those of the folder, if they were read before. Raises CorruptFileError if the tensors
+    are not in the folder.
     """
     metadata = metadata or read_metadata(folder)
-    if misfit := _misfit(metadata, tensors):
-        raise CorruptFileError(misfit)
+    _check_contains(metadata, tensors)
     try:
-        with _alone():
+        with _single_process():
             dcp.load(
                 dict(tensors),
                 storage_reader=_Reader(folder, metadata),
@@ -319,43 +320,44 @@ def load(
                 no_dist=True,
             )
     except CheckpointException as failed:
-        raise CorruptFileError(_failure(failed)) from None
+        raise CorruptFileError(_describe_failure(failed)) from None
 
 
-def _misfit(metadata: Metadata, tensors: Mapping[str, Tensor]) -> str:
-    """Return why these tensors cannot be filled from a folder with these metadata, or "" if they
-    can.
-    """
+def _check_contains(metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+    """Raise CorruptFileError if a folder with these metadata does not have the tensors."""
     stored = metadata.state_dict_metadata
-    missing = [name for name in tensors if not isinstance(stored.get(name), TensorStorageMetadata)]
-    if missing and not any(section_of(name) == "optimizer" for name in stored):
-        return (
+    missing = []
+    for name, tensor in tensors.items():
+        entry = stored.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            missing.append(name)
+        elif entry.size != tensor.shape:
+            raise CorruptFileError(
+                f"{name} is {list(entry.size)} in it, and {list(tensor.shape)} in this run"
+            )
+    if not missing:
+        return
+    if not any(section_of(name) == "optimizer" for name in stored):
+        raise CorruptFileError(
             "it has only the model (checkpoint.last_save_model_only = true), and no optimizer state"
         )
-    if missing:
-        return f"it has no {missing[0]}" + (
-            f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
-        )
-    for name, tensor in tensors.items():
-        size = stored[name].size  # type: ignore[union-attr]
-        if size != tensor.shape:
-            return f"{name} is {list(size)} in it, and {list(tensor.shape)} in this run"
-    return ""
+    others = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
+    raise CorruptFileError(f"it has no {missing[0]}{others}")
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _single_process() -> Iterator[None]:
     """Return a context for DCP in one process (no_dist), without its warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
-def _failure(failed: CheckpointException) -> str:
+def _describe_failure(failed: CheckpointException) -> str:
     """Return what failed in one process."""
     return "; ".join(short_message(cause) for cause, _ in failed.failures.values())
 
 
-def _in_words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Return an error that may have no text."""
     return f"{type(error).__name__}: {short_message(error)}".removesuffix(": ")

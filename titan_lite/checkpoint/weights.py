@@ -1,21 +1,20 @@
 """Read a model's weights from a step of titan_lite, a checkpoint of torchtitan, or a Hugging Face
 folder.
 
-    weights = open_weights("outputs/debug_model")            # the newest step of a run; or a folder of any kind
-    weights.config                                           # the model's shape
-    weights.read("layers.3.attention.wq.weight")             # one unsharded tensor, by our name and in our layout
-    load(weights, dict(model.named_parameters()), shard_of)  # into a model on any layout
+    weights = open_weights("outputs/debug_model")     # the newest step of a run; or a folder of any kind
+    weights.config                                    # the model's shape
+    weights.read("layers.3.attention.wq.weight")      # one unsharded tensor, by our name, in our layout
+    load(weights, dict(model.named_parameters()), shard_of)       # into a model on any layout
 
 Opening reads only names and shapes, and reports everything that does not fit at once.
 """
 
 import dataclasses
-import itertools
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,9 @@ from titan_lite.models.huggingface import config_from_hf, from_hf, hf_names
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.models.shape_files import config_from_fields
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
+NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+MAX_FAULTS = 40  # shown of a folder that does not fit
 TOKENIZER_FILES = (  # in a Hugging Face folder
     "tokenizer.json",
     "tokenizer.model",
@@ -47,6 +48,14 @@ TOKENIZER_FILES = (  # in a Hugging Face folder
 )
 
 
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    file: Path
+    shape: torch.Size
+    dtype: str  # a key of DTYPES, if it can be read
+
+
 class _DcpFolder:
     """The model's weights in a checkpoint of torch.distributed.checkpoint."""
 
@@ -54,15 +63,18 @@ class _DcpFolder:
     config: ModelConfig
     metadata: Metadata
     names: dict[str, str]  # of parameters in the folder, by FQN
+    shapes: dict[str, torch.Size]  # by FQN
+    dtypes: dict[str, torch.dtype]  # by FQN
 
-    def _check_shapes(self, stored: Mapping[str, TensorStorageMetadata]) -> None:
+    def _set_shapes(self, stored: Mapping[str, TensorStorageMetadata]) -> None:
         """Set shapes and dtypes.
 
-        Raises CorruptFileError if these tensors, by their names in the folder, are not the model's.
+        stored: the tensors in the folder, by their names there. Raises CorruptFileError if they are
+        not the model's.
         """
         self.shapes = shapes(self.config)
         expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
-        _refuse(misfits(expected, {name: tensor.size for name, tensor in stored.items()}))
+        _raise_faults(misfits(expected, {name: tensor.size for name, tensor in stored.items()}))
         self.dtypes = {fqn: stored[name].properties.dtype for fqn, name in self.names.items()}
 
     def read(self, fqn: str) -> Tensor:
@@ -101,16 +113,16 @@ class CheckpointFolder(_DcpFolder):
         stored = tensor_files.parameters(self.metadata)
         check_size(self.config, len(stored))
         self.names = {fqn: fqn for fqn in shapes(self.config)}
-        self._check_shapes(stored)
+        self._set_shapes(stored)
         # Only a converted step has them; those of a run are in its tokenizer.
-        self.special_tokens = self.state.parts.get("special_tokens") or {
-            "bos_token_id": None,
-            "eos_token_id": None,
-        }
+        self.special_tokens = self.state.parts.get("special_tokens") or dict(NO_SPECIAL_TOKENS)
 
-    def check_bytes(self, part: int = 0, of: int = 1) -> None:
-        """Compare every `of`-th file, from `part` on, with its SHA-256. Raises CorruptFileError."""
-        names = sorted(self.files)[part::of]
+    def check_bytes(self, share: int = 0, shares: int = 1) -> None:
+        """Compare every `shares`-th file, from number `share` on, with its SHA-256.
+
+        Raises CorruptFileError.
+        """
+        names = sorted(self.files)[share::shares]
         manifest.check_bytes(self.folder, {name: self.files[name] for name in names})
 
     def tokenizer_files(self) -> list[Path]:
@@ -139,8 +151,8 @@ class TorchtitanFolder(_DcpFolder):
         if config.tied_embeddings and "output.weight" in ours:  # torchtitan stores them twice
             del stored[ours["output.weight"]]
         self.names = {fqn: ours.get(fqn, to_torchtitan(fqn)) for fqn in shapes(config)}
-        self._check_shapes(stored)
-        self.special_tokens = {"bos_token_id": None, "eos_token_id": None}
+        self._set_shapes(stored)
+        self.special_tokens = dict(NO_SPECIAL_TOKENS)
 
     def tokenizer_files(self) -> list[Path]:
         return []
@@ -155,92 +167,90 @@ class HuggingFaceFolder:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        content = read_json(folder / "config.json")
         try:
-            self.config = config_from_hf(content)
+            self.config = config_from_hf(read_json(folder / "config.json"))
         except ValueError as error:
             raise CorruptFileError(f"config.json: {error}") from None
-        self.file_of: dict[str, Path] = {}
-        stored: dict[str, tuple[torch.Size, str]] = {}
+        self.stored = self._read_headers()
+        check_size(self.config, len(self.stored))
+        _raise_faults(
+            f"{name} has dtype {tensor.dtype}"
+            for name, tensor in self.stored.items()
+            if tensor.dtype not in DTYPES
+        )
+        self._drop_copies()
+        self.names = hf_names(self.config)  # in the folder, by FQN
+        self.shapes = shapes(self.config)
+        expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
+        _raise_faults(misfits(expected, {name: one.shape for name, one in self.stored.items()}))
+        self.dtypes = {fqn: DTYPES[self.stored[name].dtype] for fqn, name in self.names.items()}
+        self.special_tokens = self._special_tokens()
+
+    def _read_headers(self) -> dict[str, StoredTensor]:
+        """Return the tensors of all files, by their names there."""
+        stored: dict[str, StoredTensor] = {}
         for path in self._files():
             try:
                 with safe_open(path, "pt") as file:
                     for name in file.keys():  # noqa: SIM118 - not a dictionary
-                        part = file.get_slice(name)
-                        stored[name], self.file_of[name] = (
-                            (torch.Size(part.get_shape()), part.get_dtype()),
-                            path,
-                        )
+                        header = file.get_slice(name)
+                        shape = torch.Size(header.get_shape())
+                        stored[name] = StoredTensor(path, shape, header.get_dtype())
             except (SafetensorError, OSError) as error:
                 raise CorruptFileError(
                     f"{path.name} cannot be read: {short_message(error)}"
                 ) from None
-        check_size(self.config, len(stored))
-        self.names = hf_names(self.config)
-        _refuse(
-            [
-                f"{name} has dtype {dtype}"
-                for name, (_, dtype) in stored.items()
-                if dtype not in DTYPES
-            ]
-        )
-        self._drop_copies(stored)
-        self.shapes = shapes(self.config)
-        expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
-        _refuse(misfits(expected, {name: shape for name, (shape, _) in stored.items()}))
-        self.dtypes = {fqn: DTYPES[stored[name][1]] for fqn, name in self.names.items()}
-        self.special_tokens = self._special_tokens()
+        return stored
 
     def _files(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"
-        if not index.exists():
-            found = sorted(self.folder.glob("*.safetensors"))
-            if not found:
-                raise CorruptFileError(
-                    "there is no .safetensors file; use save_pretrained of transformers to"
-                    " write one"
-                )
-            return found
-        with fields_of(index.name):
-            names = sorted(set(read_json(index)["weight_map"].values()))
-            files = [self.folder / name for name in names]
-        _refuse(
-            [
+        if index.exists():
+            with fields_of(index.name):
+                names = sorted(set(read_json(index)["weight_map"].values()))
+                files = [self.folder / name for name in names]
+            _raise_faults(
                 f"{path.name} is missing, which {index.name} lists"
                 for path in files
                 if not path.is_file()
-            ]
-        )
+            )
+            return files
+        files = sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            raise CorruptFileError(
+                "there is no .safetensors file; use save_pretrained of transformers to write one"
+            )
         return files
 
-    def _drop_copies(self, stored: dict[str, tuple[torch.Size, str]]) -> None:
-        """Remove what some folders have beside parameters: computed frequencies, and a second copy
+    def _drop_copies(self) -> None:
+        """Forget what some folders have beside parameters: computed frequencies, and a second copy
         of tied weights.
         """
-        for name in [name for name in stored if name.endswith("rotary_emb.inv_freq")]:
-            del stored[name]
-        embedding, output = "model.embed_tokens.weight", "lm_head.weight"
-        if self.config.tied_embeddings and {embedding, output} <= stored.keys():
+        for name in list(self.stored):
+            if name.endswith("rotary_emb.inv_freq"):
+                del self.stored[name]
+        embedding = "model.embed_tokens.weight"
+        output = "lm_head.weight"
+        if self.config.tied_embeddings and {embedding, output} <= self.stored.keys():
             if not _equal(self._open(embedding), self._open(output)):
                 raise CorruptFileError(
                     f"config.json has tie_word_embeddings = true, but {output} is not {embedding}"
                 )
-            del stored[output]
+            del self.stored[output]
 
     def _special_tokens(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-        for name in (
-            "config.json",
-            "generation_config.json",
-        ):  # the second may have more tokens that end a text
+        tokens = dict(NO_SPECIAL_TOKENS)
+        # The second file may have more tokens that end a text.
+        for name in ("config.json", "generation_config.json"):
             if (self.folder / name).is_file():
                 content = read_json(self.folder / name)
-                found |= {key: content[key] for key in found if content.get(key) is not None}
-        return found
+                for key in tokens:
+                    if content.get(key) is not None:
+                        tokens[key] = content[key]
+        return tokens
 
     def _open(self, name: str) -> Tensor:
         """Return a tensor mapped from its file: bytes are read on use, and freed with the tensor."""
-        with safe_open(self.file_of[name], "pt") as file:
+        with safe_open(self.stored[name].file, "pt") as file:
             return file.get_tensor(name)
 
     def read(self, fqn: str) -> Tensor:
@@ -251,6 +261,7 @@ class HuggingFaceFolder:
 
 
 Weights = CheckpointFolder | TorchtitanFolder | HuggingFaceFolder
+# parameter -> (this rank's part of it, the offset of that part in it)
 ShardOf = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
 
 
@@ -265,14 +276,13 @@ def open_weights(
     step.
 
     key: the recipe's key, which errors name. every_byte: compare all bytes of a step with its
-    manifest, not only sizes.
-    model: the shape to read a checkpoint of torchtitan with. Raises ConfigError with all names and
-    shapes that do not fit.
+    manifest, not only sizes. model: the shape to read a checkpoint of torchtitan with. Raises
+    ConfigError with all names and shapes that do not fit.
     """
     folder = Path(path)
-    wrong = f'{key} = "{path}"' if key else f"{path}"
+    subject = f'{key} = "{path}"' if key else f"{path}"
     try:
-        if any((folder / name).is_file() for name in (manifest.NAME, tensor_files.NAME)):
+        if _has_any(folder, manifest.NAME, tensor_files.NAME):
             return _open_checkpoint(folder, every_byte, model)
         if (folder / "config.json").is_file():
             return HuggingFaceFolder(folder)
@@ -283,14 +293,16 @@ def open_weights(
             except CorruptFileError as damage:
                 logger.warning(f"{step} is skipped: {damage}")
     except ConfigError as error:
-        raise ConfigError(f"{wrong}: {error}") from None
+        raise ConfigError(f"{subject}: {error}") from None
     except OSError as error:
-        raise ConfigError(f"{wrong}: {error.filename}: {error.strerror}") from None
+        raise ConfigError(f"{subject}: {error.filename}: {error.strerror}") from None
     if steps:
-        raise ConfigError(f"{wrong}: all of its {len(steps)} steps are damaged; use another folder")
+        raise ConfigError(
+            f"{subject}: all of its {len(steps)} steps are damaged; use another folder"
+        )
     what = "has no weights" if folder.is_dir() else "is not a folder"
     raise ConfigError(
-        f"{wrong} {what}; use a step (such as outputs/NAME/checkpoint/step-100), a run's folder, a"
+        f"{subject} {what}; use a step (such as outputs/NAME/checkpoint/step-100), a run's folder, a"
         " checkpoint of torchtitan, or a Hugging Face folder (config.json and *.safetensors)"
     )
 
@@ -300,8 +312,8 @@ def _open_checkpoint(folder: Path, every_byte: bool, model: ModelConfig | None) 
 
     Raises ConfigError, and CorruptFileError for a broken one.
     """
-    ours = any((folder / name).is_file() for name in (manifest.NAME, STATE))
-    if ours or not (folder / tensor_files.NAME).is_file():
+    is_own = _has_any(folder, manifest.NAME, STATE)
+    if is_own or not _has_any(folder, tensor_files.NAME):
         return CheckpointFolder(folder, every_byte=every_byte)
     if model is None:
         raise ConfigError(
@@ -311,10 +323,14 @@ def _open_checkpoint(folder: Path, every_byte: bool, model: ModelConfig | None) 
     return TorchtitanFolder(folder, model)
 
 
+def _has_any(folder: Path, *names: str) -> bool:
+    return any((folder / name).is_file() for name in names)
+
+
 def _steps_in(folder: Path) -> list[Path]:
     """Return the steps in a run's folder, or in a folder of steps, newest first."""
-    found = (*folder.glob("step-*"), *folder.glob("*/step-*"))
-    steps = [path for path in found if re.fullmatch(r"step-\d+", path.name)]
+    paths = (*folder.glob("step-*"), *folder.glob("*/step-*"))
+    steps = [path for path in paths if re.fullmatch(r"step-\d+", path.name)]
     return sorted(steps, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
@@ -327,21 +343,22 @@ def load_initial(
     """
     if not path:
         return
-    wrong = f'checkpoint.initial_load_path = "{path}"'
+    key = "checkpoint.initial_load_path"
     started = time.perf_counter()
+    weights = open_weights(path, key, model=model)
     fault = ""
-    weights = open_weights(path, "checkpoint.initial_load_path", model=model)
     if isinstance(weights, CheckpointFolder):
         try:
             weights.check_bytes(dist.get_rank(), dist.get_world_size())
         except CorruptFileError as damage:
-            fault = str(damage)
-    if fault := first_word(fault and f"{weights.folder}: {fault}"):
-        raise ConfigError(f"{wrong}: {fault}")
+            fault = f"{weights.folder}: {damage}"
+    shared_fault = first_word(fault)
+    if shared_fault:
+        raise ConfigError(f'{key} = "{path}": {shared_fault}')
     if not alike(str(weights.folder)):  # that run may still save steps
         folders = " and ".join(dict.fromkeys(gather_objects(str(weights.folder))))
         raise ConfigError(
-            f"{wrong}: ranks see different newest steps in it, {folders}; use one of them"
+            f'{key} = "{path}": ranks see different newest steps in it, {folders}; use one of them'
         )
     load(weights, parameters, shard_of)
     dtypes = {str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()}
@@ -357,67 +374,73 @@ def load(
 ) -> None:
     """Fill the parameters in place, by name. Each rank reads its part, without communication.
 
-    Raises ConfigError.
-
-    shard_of: parameter -> (this rank's part, its offset in the parameter); default: the full
-    parameter.
+    shard_of: None if the parameters are not sharded. Raises ConfigError.
     """
     if not isinstance(weights, HuggingFaceFolder):
         weights.read_into(parameters)
         return
     for fqn, parameter in parameters.items():
-        local, offset = (
-            (parameter, (0,) * parameter.dim()) if shard_of is None else shard_of(parameter)
+        if shard_of is None:
+            parameter.copy_(weights.read(fqn))
+            continue
+        shard, offset = shard_of(parameter)
+        index = tuple(
+            slice(start, start + size) for start, size in zip(offset, shard.shape, strict=True)
         )
-        part = tuple(
-            slice(start, start + size) for start, size in zip(offset, local.shape, strict=True)
-        )
-        local.copy_(weights.read(fqn)[part])
+        shard.copy_(weights.read(fqn)[index])
 
 
-def check_fit(weights: Weights, flavor: ModelConfig, key: str) -> None:
-    """Raise ConfigError if the shapes are not those of the flavor; log differences that only change
-    the computation.
+def check_fit(weights: Weights, model: ModelConfig, key: str) -> None:
+    """Raise ConfigError if the shapes are not those of the recipe's model; log differences that
+    only change the computation.
     """
-    theirs, ours = dataclasses.asdict(weights.config), dataclasses.asdict(flavor)
-    differing = [
-        f"{name} is {theirs[name]} there, {ours[name]} here"
-        for name in ours
-        if theirs[name] != ours[name]
-    ]
-    logged = [line for line in differing if line.startswith(("rope_", "norm_eps"))]
-    refused = [
-        line for line in differing if line not in logged and not line.startswith("max_seq_len")
-    ]
+    theirs = dataclasses.asdict(weights.config)
+    ours = dataclasses.asdict(model)
+    refused = []
+    logged = []
+    for name in ours:
+        if theirs[name] == ours[name] or name == "max_seq_len":
+            continue
+        line = f"{name} is {theirs[name]} there, {ours[name]} here"
+        if name.startswith("rope_") or name == "norm_eps":
+            logged.append(line)
+        else:
+            refused.append((name, line))
     if refused:
-        fitting = [name for name, other in FLAVORS.items() if shapes(other) == weights.shapes]
-        keys = [line.partition(" ")[0] for line in refused]
-        yes_no = {"tied_embeddings": '"yes"' if weights.config.tied_embeddings else '"no"'}
-        fix = ", ".join(f"model.{name} = {yes_no.get(name, theirs[name])}" for name in keys)
-        fix = f'model.flavor = "{fitting[0]}"' if fitting else fix
-        raise ConfigError(
-            f'{key} = "{weights.folder}" has another model: {"; ".join(refused)}; use {fix}'
-        )
+        lines = "; ".join(line for _, line in refused)
+        fix = _fitting_keys(weights, [name for name, _ in refused])
+        raise ConfigError(f'{key} = "{weights.folder}" has another model: {lines}; use {fix}')
     if logged:
         logger.info(
             f"{key}: these weights were trained for another computation: {'; '.join(logged)}"
         )
 
 
+def _fitting_keys(weights: Weights, names: Sequence[str]) -> str:
+    """Return keys of [model] with which a recipe has these weights' shape. names: the keys that
+    differ.
+    """
+    for flavor, config in FLAVORS.items():
+        if shapes(config) == weights.shapes:
+            return f'model.flavor = "{flavor}"'
+    values = dataclasses.asdict(weights.config)
+    values["tied_embeddings"] = '"yes"' if weights.config.tied_embeddings else '"no"'
+    return ", ".join(f"model.{name} = {values[name]}" for name in names)
+
+
 def tokenizer_files(path: str | Path) -> list[Path]:
     """Return a tokenizer's file, or the first one that transformers finds in a folder, then the
-    files beside it; [] if none.
+    files beside it; [] if there is none.
     """
     path = Path(path)
     if path.is_file():
         beside = path.with_name("tokenizer_config.json")
-        return (
-            [path, beside]
-            if path.suffix == ".json" and beside.is_file() and beside != path
-            else [path]
-        )
-    found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
-    return found if found and found[0].name in TOKENIZER_FILES[:2] else []
+        if path.suffix == ".json" and beside.is_file() and beside != path:
+            return [path, beside]
+        return [path]
+    files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+    has_tokenizer = bool(files) and files[0].name in TOKENIZER_FILES[:2]
+    return files if has_tokenizer else []
 
 
 def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256: str) -> None:
@@ -440,17 +463,28 @@ def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256:
 
 
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Return {our name: shape} of every parameter, in the model's order."""
+    """Return the shape of every parameter by FQN, in the model's order."""
     with torch.device("meta"):
         model = Transformer(dataclasses.replace(config, n_layers=1, max_seq_len=1))
-    found: dict[str, torch.Size] = {}
-    for of_layer, some in itertools.groupby(
-        model.named_parameters(), lambda each: each[0].startswith("layers.0.")
-    ):
-        own = [(fqn.removeprefix("layers.0."), parameter.shape) for fqn, parameter in some]
-        for prefix in (f"layers.{i}." for i in range(config.n_layers)) if of_layer else ("",):
-            found |= {f"{prefix}{name}": shape for name, shape in own}
-    return found
+    all_shapes: dict[str, torch.Size] = {}
+    layer_shapes: dict[str, torch.Size] = {}  # by name in a layer
+    for fqn, parameter in model.named_parameters():
+        if fqn.startswith("layers.0."):
+            layer_shapes[fqn.removeprefix("layers.0.")] = parameter.shape
+            continue
+        if layer_shapes:  # the first parameter after those of the layer
+            all_shapes |= _shapes_of_layers(layer_shapes, config.n_layers)
+            layer_shapes = {}
+        all_shapes[fqn] = parameter.shape
+    return all_shapes
+
+
+def _shapes_of_layers(layer_shapes: Mapping[str, torch.Size], layers: int) -> dict[str, torch.Size]:
+    return {
+        f"layers.{layer}.{name}": shape
+        for layer in range(layers)
+        for name, shape in layer_shapes.items()
+    }
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -473,25 +507,26 @@ def check_size(config: ModelConfig, tensors: int) -> None:
         )
 
 
-def misfits(expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> list[str]:
+def misfits(expected: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> list[str]:
     """Return a line for every name that is missing or unexpected, or has another shape."""
-    return [
-        *(f"{name} is missing" for name in expected if name not in found),
-        *(f"{name} is unexpected" for name in found if name not in expected),
-        *(
-            f"{name} is {list(found[name])}, where {list(shape)} is expected"
-            for name, shape in expected.items()
-            if name in found and found[name] != shape
-        ),
+    missing = [f"{name} is missing" for name in expected if name not in stored]
+    unexpected = [f"{name} is unexpected" for name in stored if name not in expected]
+    other_shape = [
+        f"{name} is {list(stored[name])}, where {list(shape)} is expected"
+        for name, shape in expected.items()
+        if name in stored and stored[name] != shape
     ]
+    return [*missing, *unexpected, *other_shape]
 
 
-def _refuse(lines: list[str]) -> None:
+def _raise_faults(faults: Iterable[str]) -> None:
     """Raise CorruptFileError with the faults, if there are any."""
-    if lines:
-        more = [f"and {len(lines) - 40} more"] if len(lines) > 40 else []
-        raise CorruptFileError(
-            lines[0]
-            if len(lines) == 1
-            else "\n  ".join((f"{len(lines)} things do not fit:", *lines[:40], *more))
-        )
+    faults = list(faults)
+    if not faults:
+        return
+    if len(faults) == 1:
+        raise CorruptFileError(faults[0])
+    lines = [f"{len(faults)} things do not fit:", *faults[:MAX_FAULTS]]
+    if len(faults) > MAX_FAULTS:
+        lines.append(f"and {len(faults) - MAX_FAULTS} more")
+    raise CorruptFileError("\n  ".join(lines))

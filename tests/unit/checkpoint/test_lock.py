@@ -20,7 +20,7 @@ from pathlib import Path
 from titan_lite.checkpoint.lock import FolderLock
 
 lock = FolderLock(Path(sys.argv[1]), "key")
-lock.take()
+lock.acquire()
 if os.fork() == 0:  # a worker, as of a data loader
     print("taken", flush=True)
 time.sleep(60)
@@ -50,7 +50,7 @@ def is_free(folder):
 def test_the_second_run_in_a_folder_is_refused_in_one_line(tmp_path):
     lock = FolderLock(tmp_path, 'checkpoint.folder = "checkpoint"')
     with another_run(tmp_path), pytest.raises(ConfigError) as refused:
-        lock.take()
+        lock.acquire()
     assert (
         str(refused.value)
         == f'checkpoint.folder = "checkpoint": {tmp_path} is in use by another run; end that run,'
@@ -62,13 +62,13 @@ def test_a_killed_run_leaves_the_lock_free_although_a_worker_of_it_lives(tmp_pat
     with another_run(tmp_path) as process:
         process.kill()
         process.wait()
-        assert FolderLock(tmp_path, "key").take()
+        assert FolderLock(tmp_path, "key").acquire()
 
 
 @pytest.mark.parametrize("gone", ["lock", "checkpoint", "out"])
 def test_a_removed_folder_is_noticed_and_nothing_is_made_there(gone, tmp_path):
     lock = FolderLock(tmp_path / "out/checkpoint", "key")
-    assert lock.take()
+    assert lock.acquire()
     assert lock.is_held()
     assert not is_free(lock.folder)
     path = next(path for path in (lock.path, *lock.path.parents) if path.name == gone)
@@ -92,5 +92,5 @@ def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monke
 
     monkeypatch.setattr(module, "FileLock", NoLocks)
     lock = FolderLock(tmp_path, "key")
-    assert not lock.take()
+    assert not lock.acquire()
     assert lock.is_held()

@@ -137,10 +137,10 @@ def test_what_the_optimizer_does_meanwhile_is_not_in_a_step(mode, tmp_path, monk
     for tensor in live.values():
         tensor.zero_()
     steps_of.poll()
-    assert steps_of.saving is not None
+    assert steps_of.background_save is not None
     begin.set()
     steps_of.wait()
-    assert steps_of.saving is None
+    assert steps_of.background_save is None
     assert_step(steps_of, 1)
 
 
@@ -207,7 +207,7 @@ PHASES = {
 
 def save_and_poll(steps_of):
     steps_of.save(2, tensors(2), RunState())
-    while not steps_of.saving.done():
+    while not steps_of.background_save.done():
         time.sleep(0.01)
     steps_of.poll()  # at the next step's end
 
@@ -238,10 +238,10 @@ def test_a_save_that_fails_leaves_the_one_before_and_by_recipe_stops_or_goes_on(
             line.startswith("NOTHING WAS SAVED: step 2") and line.endswith('"continue")')
             for line in log
         )
-        assert (goes_on.tried, goes_on.newest) == (2, 0)
+        assert (goes_on.last_attempted, goes_on.newest_saved) == (2, 0)
     assert_step(steps_of, 1)
     steps_of = save(tmp_path, 3)
-    assert steps_of.verified_step() == steps_of.newest == 3
+    assert steps_of.verified_step() == steps_of.newest_saved == 3
 
 
 @pytest.mark.parametrize("then", ["next save", "end of the run"])
@@ -534,7 +534,7 @@ def two_ranks(folder, mode):
     told = ""
     try:
         steps_of.save(2, live, RunState())
-        while steps_of.saving is not None:
+        while steps_of.background_save is not None:
             steps_of.poll()  # one raises where all do
     except CheckpointError as error:
         told = str(error)
@@ -587,16 +587,16 @@ def test_ranks_agree_on_what_failed_and_on_what_is_whole(mode, tmp_path):
 )
 def test_a_run_that_stops_says_what_becomes_of_its_step(newest, tried, enable, words, tmp_path):
     checkpointer = checkpoint.Checkpointer(Checkpoint(enable=enable), tmp_path)
-    checkpointer.newest, checkpointer.tried = newest, tried
+    checkpointer.newest_saved, checkpointer.last_attempted = newest, tried
     assert checkpointer.before_exit(7) == words
 
 
 def test_nothing_is_saved_in_a_folder_that_was_removed_or_is_another_runs(tmp_path):
     steps_of = of(tmp_path)
     steps_of.lock()
-    steps_of.locked.path.unlink()
+    steps_of.folder_lock.path.unlink()
     (tmp_path / "checkpoint/other").touch()
-    (tmp_path / "checkpoint/other").rename(steps_of.locked.path)
+    (tmp_path / "checkpoint/other").rename(steps_of.folder_lock.path)
     with pytest.raises(CheckpointError, match="the folder or its lock was removed during the run"):
         steps_of.save(1, tensors(1), RunState())
     assert names(tmp_path) == ["lock"]
