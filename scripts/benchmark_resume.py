@@ -1,9 +1,8 @@
-"""Measure the time to the first document of a resumed run, 90% into an epoch: of local files,
-prepared data and the stdlib.
+"""Measure the time to the first document of a resumed run, 90% into an epoch.
 
     python scripts/benchmark_resume.py --megabytes 200
 
-Beside it: reading all documents before that one again, with this project's reader, and with
+Of local files, prepared data and the standard library. Beside it: reading all documents before that one again, with this project's reader, and with
 `datasets` streaming and a shuffle buffer (where it reads the format with no further package). One
 process, no tokenizer; the best of --rounds. Prepared are as many documents as there are in the
 files, and half a million of 100 tokens.
@@ -33,7 +32,8 @@ def write_corpus(folder: Path, format: str, texts: list[str]) -> None:
     from pyarrow import parquet
 
     for number in range(FILES):
-        some, path = texts[number::FILES], folder / f"{number}.{format}"
+        some = texts[number::FILES]
+        path = folder / f"{number}.{format}"
         if format == "txt":
             for index, text in enumerate(some):
                 (folder / f"{number}-{index}.txt").write_text(text, encoding="utf-8")
@@ -75,10 +75,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     source = build_source(Data(validation_fraction=0.0), split="train", seed=0)
-    texts, size = [], 0
+    texts = []
+    size = 0
     for ordinal, text in source.documents(0, lambda ordinal: True):
-        for at in range(0, len(text), 4000):
-            texts.append(f"{ordinal} {text[at : at + 4000]}")
+        for start in range(0, len(text), 4000):
+            texts.append(f"{ordinal} {text[start : start + 4000]}")
             size += len(texts[-1])
         if size > arguments.megabytes * 1e6:
             break
@@ -116,10 +117,10 @@ def main() -> None:
     )
 
 
-def show(name: str, data: Data, place: int, rounds: int) -> None:
-    """A line: the best of the rounds until the document at that place of the first epoch."""
+def show(name: str, data: Data, position: int, rounds: int) -> None:
+    """Print a line with the best seconds until the document at a position of the first epoch."""
     documents = build_source(data, split="train", seed=0).documents(0, lambda ordinal: True)
-    ordinal = next(itertools.islice(documents, place, None))[0]
+    ordinal = next(itertools.islice(documents, position, None))[0]
 
     def begin(start: int) -> None:
         next(
@@ -130,7 +131,7 @@ def show(name: str, data: Data, place: int, rounds: int) -> None:
 
     ways = {"going on": lambda: begin(ordinal), "from the beginning": lambda: begin(0)}
     if data.dataset == "local" and name not in ("txt", "jsonl.zst"):
-        ways["datasets"] = lambda: through_datasets(Path(data.path), name, place)
+        ways["datasets"] = lambda: through_datasets(Path(data.path), name, position)
     took = {way: min(seconds(run) for _ in range(rounds)) for way, run in ways.items()}
     print(
         f"{name:26} {took['going on']:9.2f} {took['from the beginning']:19.2f}"

@@ -26,7 +26,6 @@ from titan_lite.data.packing import WindowPacker
 from titan_lite.data.processes import LoaderError
 from titan_lite.data.streams import LoaderState, RankStreams, StreamPosition, merge_states
 from titan_lite.data.tokenizer import load_tokenizer
-from titan_lite.models.attention import doc_starts, doc_stats
 
 ROOT = Path(__file__).parents[3]
 STREAMS = 8
@@ -683,12 +682,6 @@ def test_a_program_ends_with_its_loader_open_and_takes_it_along():
     [worker] = map(int, run.stdout.split())
     with pytest.raises(ProcessLookupError):
         os.kill(worker, 0)
-
-
-def test_a_document_begins_where_its_first_token_is():
-    tokens = torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 5], [5] * 7])
-    assert doc_starts(tokens, bos_id=9).tolist() == [[0, 1, 1, 1, 4, 5, 5], [0] * 7, [0] * 7]
-    assert doc_stats(tokens, bos_id=9).tolist() == [[4, 3], [1, 7], [1, 7]]
 
 
 def test_a_program_that_is_killed_takes_its_loader_along(tmp_path):

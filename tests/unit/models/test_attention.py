@@ -128,6 +128,12 @@ def test_what_context_parallelism_calls_on_a_gpu(kernel, monkeypatch):
 # Within documents
 
 
+def test_a_document_begins_where_its_first_token_is():
+    tokens = torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 5], [5] * 7])
+    assert doc_starts(tokens, bos_id=9).tolist() == [[0, 1, 1, 1, 4, 5, 5], [0] * 7, [0] * 7]
+    assert doc_stats(tokens, bos_id=9).tolist() == [[4, 3], [1, 7], [1, 7]]
+
+
 def test_where_documents_end():
     tokens = rows_of_documents()
     begins, counts = doc_starts(tokens, BOS), doc_stats(tokens, BOS)
