@@ -37,7 +37,7 @@ class BadDocument(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells this document from others."""
+        """Key by which the documents of a run are compared."""
         return self.file, self.location
 
     def to_dict(self) -> dict[str, str]:

@@ -50,7 +50,7 @@ class Window(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What a loader process hands over at a time."""
+    """Windows that a loader process hands over together."""
 
     windows: list[Window]
     skipped: SkippedDocuments  # since the last time
@@ -76,7 +76,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Packing:
-    """What is packed, and how: the same on all ranks."""
+    """Documents to pack, and the way from them to windows: the same on all ranks."""
 
     data: Data
     sources: list[Source]

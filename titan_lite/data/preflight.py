@@ -24,7 +24,7 @@ LOSS_TOLERANCE = 0.1
 
 
 class BatchSummary(NamedTuple):
-    """What a rank tells the others of its first batch."""
+    """A rank's first batch in numbers, which ranks compare."""
 
     dp_rank: int
     digest: int  # hash of its tokens

@@ -33,7 +33,7 @@ class LoaderError(RuntimeError):
 
 
 class PackingProcesses(Iterator[Packed]):
-    """What `num_workers` processes pack, taken from them in turn; 0: packed in this process."""
+    """Windows that `num_workers` processes pack, in turn; 0: that are packed in this process."""
 
     def __init__(self, packer: WindowPacker, num_workers: int, prefetch: int):
         """prefetch: items that each process packs ahead. Raises LoaderError."""

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 
 class StreamPosition(NamedTuple):
-    """Where a stream stands in one source: its current document, and how much of it is used."""
+    """Position of a stream in one source: its current document, and how much of it is used."""
 
     document: int  # ordinal in the source (documents.py)
     tokens_used: int = 0
