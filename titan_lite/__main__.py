@@ -1,59 +1,88 @@
 """The command `titan-lite`: the programs of titan_lite by name.
 
-A recipe is a file, or the name of a shipped one.
+    titan-lite train debug_model --training.steps 20
+    python -m titan_lite plan llama3_405b          # the same without an installation
 
-titan-lite train debug_model --training.steps 20
-titan-lite plan llama3_405b              # the same as: python -m titan_lite plan llama3_405b
+A recipe is a file, or the name of a shipped one.
 """
 
-import runpy
+import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
+from titan_lite import launch
 from titan_lite.config import SHIPPED, ConfigError
 from titan_lite.config.errors import did_you_mean
+from titan_lite.processes import signal_when_parent_dies
+from titan_lite.resilience import exit_code
 from titan_lite.tools.cli import command
 
-PROGRAMS = {  # name: (module, purpose)
-    "train": ("launch", "train a recipe on this machine's GPUs, or on CPU processes"),
-    "recipe": ("tools.recipe", "check a recipe, or print it resolved"),
-    "plan": ("tools.plan", "predict memory, traffic and time of a recipe, without a GPU"),
-    "verify": ("tools.verify", "compare a recipe's layout with one process, on CPUs"),
-    "prepare": ("tools.prepare", "tokenize documents once, for many runs"),
-    "report": ("tools.report", "make a page of one run, or of several"),
-    "convert": ("tools.convert", "convert weights from and to Hugging Face's format"),
-    "generate": ("tools.generate", "continue a text with a run's weights"),
+# Programs beside `train`. Each is the function `main` of a module, which is imported when it is
+# called: some import torch.
+TOOLS = {
+    "recipe": "titan_lite.tools.recipe",
+    "plan": "titan_lite.tools.plan.command",
+    "verify": "titan_lite.tools.verify",
+    "prepare": "titan_lite.tools.prepare",
+    "report": "titan_lite.tools.report.page",
+    "convert": "titan_lite.tools.convert",
+    "generate": "titan_lite.tools.generate",
 }
+USAGE = """\
+usage: titan-lite PROGRAM [ARGUMENT ...]      --help after a program's name prints its arguments
+
+  train     train a recipe on this machine's GPUs, or on CPU processes
+  recipe    check a recipe, or print it resolved
+  plan      predict memory, traffic and time of a recipe, without a GPU
+  verify    compare a recipe's layout with one process, on CPUs
+  prepare   tokenize documents once, for many runs
+  report    make a page of one run, or of several
+  convert   convert weights from and to Hugging Face's format
+  generate  continue a text with a run's weights
+"""
 
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    """Run a program with the arguments after its name."""
+    """Run a program with the arguments after its name, and return its exit code."""
     if not arguments or arguments[0] in ("--help", "-h"):
-        print(
-            "usage: titan-lite PROGRAM [ARGUMENT ...]      --help after a program's name prints its"
-            " arguments\n"
-        )
-        print(*(f"  {name:10}{purpose}" for name, (_, purpose) in PROGRAMS.items()), sep="\n")
-        print(
-            f"\nshipped recipes: {', '.join(sorted(path.stem for path in SHIPPED.glob('*.toml')))}"
-        )
+        shipped = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.toml")))
+        print(f"{USAGE}\nshipped recipes: {shipped}")
         return 0 if arguments else 2
     name = arguments[0]
-    if name not in PROGRAMS:
-        known = f"; use one of {', '.join(PROGRAMS)}"
-        raise ConfigError(
-            f"titan-lite {name}: no such program{did_you_mean(name, PROGRAMS, otherwise=known)}"
-        )
-    sys.argv = ["titan-lite", *arguments[1:]]
-    runpy.run_module(
-        f"titan_lite.{PROGRAMS[name][0]}", run_name="__main__", alter_sys=True
-    )  # as python -m
-    return 0
+    if name == "train":
+        exit_code.end_with(lambda: launch.main(arguments[1:]))
+    if name not in TOOLS:
+        programs = ["train", *TOOLS]
+        hint = did_you_mean(name, programs, otherwise=f"; use one of {', '.join(programs)}")
+        raise ConfigError(f"titan-lite {name}: no such program{hint}")
+    own_process()
+    return importlib.import_module(TOOLS[name]).main(arguments[1:])
+
+
+def own_process() -> None:
+    """Make SIGTERM the same as Ctrl-C, and end processes that this one forks with it.
+
+    A tool then removes what is unfinished, and shows what it has.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.register_at_fork(after_in_child=_end_with_tool)
+
+
+def _end_with_tool() -> None:
+    """Run in a process that a tool has forked, such as one of `datasets`, which would wait for ever.
+
+    Ctrl-C reaches all processes of a terminal; the tool alone handles it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal_when_parent_dies(signal.SIGKILL)
 
 
 def run() -> None:
-    """Entry point of the installed command."""
+    """Run the installed command."""
     sys.exit(main(sys.argv[1:]))
 
 

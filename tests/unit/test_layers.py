@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "titan_lite"
 # The lowest layer first. A name is a folder or a module; the longest name that fits a module
 # counts.
 LAYERS = (
-    ("config", "logging", "manifest", "environment", "__init__"),
+    ("config", "logging", "manifest", "environment", "processes", "__init__"),
     ("sharding", "dtensor"),  # which part of a tensor a rank holds
     ("models",),
     ("cost",),
@@ -37,7 +37,7 @@ LAYERS = (
     ),
     ("launch", "tools", "__main__"),
 )
-WITHOUT_TORCH = ("config", "logging", "manifest", "environment", "sharding")
+WITHOUT_TORCH = ("config", "logging", "manifest", "environment", "processes", "sharding")
 SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or plain values
     "config",
     "distributed.layout",

@@ -14,7 +14,6 @@ which sends it to the rank's process group, does not end a loader. The kernel se
 launcher dies, since ranks without a launcher would keep the folder's lock and never restart.
 """
 
-import ctypes
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ import threading
 from contextlib import suppress
 from types import FrameType
 
+from titan_lite.processes import signal_when_parent_dies
 from titan_lite.resilience.exit_code import STOPPED
 
 ALWAYS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -29,7 +29,6 @@ HANGUP_IS_IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as unde
 STOPPING = ALWAYS if HANGUP_IS_IGNORED else (*ALWAYS, signal.SIGHUP)
 LAUNCHER = "TITAN_LITE_LAUNCHER"  # in the environment of ranks: the process of launch.py
 LAUNCHER_DEATH = "the death of its launcher"
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 _first_signal = ""  # name of the first signal received
 _is_starting = False  # a signal ends the process
@@ -97,7 +96,7 @@ def _watch_launcher() -> int:
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return 0
     launcher = int(os.environ.get(LAUNCHER) or os.getppid())
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal_when_parent_dies(signal.SIGTERM)
     if os.getppid() != launcher:  # it has died before
         os.kill(os.getpid(), signal.SIGTERM)
     return launcher

@@ -1,19 +1,18 @@
-"""Common parts of command-line programs: help, one line for an error, exit codes. Imports no torch.
+"""Common parts of command-line programs: help, one line for an error, exit codes.
 
-@command
-def main(arguments: Sequence[str]) -> None:
-    options = Parser(__doc__).parse_args(arguments)
-    ...
+    @command
+    def main(arguments: Sequence[str]) -> None:
+        options = Parser(__doc__).parse_args(arguments)
+        ...
+
+Imports no torch.
 """
 
 import argparse
 import difflib
 import functools
-import multiprocessing
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -21,17 +20,15 @@ from titan_lite.config import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help is the module's docstring and the options.
-
-    Without arguments it prints the help, with exit code 2.
-
-    needs_arguments: False if the program itself reports missing arguments.
-    """
+    """A parser whose help is the module's docstring and the options."""
 
     def __init__(self, doc: str | None, *, needs_arguments: bool = True):
-        raw = argparse.RawDescriptionHelpFormatter
+        """needs_arguments: without arguments, print the help and exit with code 2."""
         super().__init__(
-            usage=argparse.SUPPRESS, description=doc, formatter_class=raw, allow_abbrev=False
+            usage=argparse.SUPPRESS,
+            description=doc,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         self.needs_arguments = needs_arguments
 
@@ -44,25 +41,21 @@ class Parser(argparse.ArgumentParser):
     def parse_with_overrides(
         self, arguments: Sequence[str]
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Return the options, and those that change a key of options.recipe, as in --section.key
-        value. Raises ConfigError.
+        """Return the options, and the arguments that override keys of options.recipe.
+
+        An override is as in training: --section.key value. Raises ConfigError for an option that
+        was probably meant to be one of this program's, and for an override before the recipe.
         """
         options, overrides = self.parse_known_args(list(arguments))
-        for word in (
-            argument.partition("=")[0] for argument in overrides if argument.startswith("--")
-        ):
-            if near := difflib.get_close_matches(
-                word, self._option_string_actions, n=1, cutoff=0.8
-            ):
-                raise ConfigError(f"unknown option {word}; did you mean {near[0]}?")
-        if (
-            overrides
-            and options.recipe
-            and arguments.index(options.recipe) > arguments.index(overrides[0])
-        ):
-            raise ConfigError(
-                f"{overrides[0]} stands before the recipe; use RECIPE {overrides[0]} ..."
-            )
+        for argument in overrides:
+            name = argument.partition("=")[0]
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.8)
+            if name.startswith("--") and near:
+                raise ConfigError(f"unknown option {name}; did you mean {near[0]}?")
+        if overrides and options.recipe:
+            first = overrides[0]
+            if arguments.index(options.recipe) > arguments.index(first):
+                raise ConfigError(f"{first} stands before the recipe; use RECIPE {first} ...")
         return options, overrides
 
     def print_help(self, file: Any = None) -> None:
@@ -74,19 +67,21 @@ class Parser(argparse.ArgumentParser):
 
 def at_least_one(text: str) -> int:
     """Return an option's value as an integer, as `type` of add_argument."""
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        order = "" if text[:1].isdigit() else "; a recipe stands before the options"
-        raise argparse.ArgumentTypeError(f"{text}: use an integer at least 1, such as 8{order}")
-    return int(text)
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    message = f"{text}: use an integer at least 1, such as 8"
+    if not text[:1].isdigit():
+        message += "; a recipe stands before the options"
+    raise argparse.ArgumentTypeError(message)
 
 
 def command(
     main: Callable[[Sequence[str]], int | None], *, gone: int = 0
 ) -> Callable[[Sequence[str]], int]:
-    """Wrap `main` to return an exit code: its own (None: 0), 2 after a ConfigError, 130 after
-    Ctrl-C, with a line on stderr.
+    """Wrap `main` to return an exit code, with a line on stderr for what went wrong.
 
-    gone: the exit code if the reader of its output, such as head, has closed the pipe.
+    The code is that of `main` (None: 0), 2 after a ConfigError, 130 after Ctrl-C, and `gone` if the
+    reader of the output, such as head, has closed the pipe.
     """
 
     @functools.wraps(main)
@@ -99,10 +94,12 @@ def command(
             print(f"error: {error}", file=sys.stderr)
             return 2
         except UnicodeEncodeError as error:
-            wrong = (
-                f"standard output is {error.encoding}, which has no {error.object[error.start]!a}"
+            character = error.object[error.start]
+            print(
+                f"error: standard output is {error.encoding}, which has no {character!a};"
+                " use PYTHONIOENCODING=utf-8",
+                file=sys.stderr,
             )
-            print(f"error: {wrong}; use PYTHONIOENCODING=utf-8", file=sys.stderr)
             return 2
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -112,20 +109,3 @@ def command(
             return 130
 
     return run
-
-
-def end_with_parent() -> None:
-    """Run in a worker of a program's pool: ignore Ctrl-C and SIGTERM, which the program handles,
-    and end with the program.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end() -> None:
-        """Wait for the parent itself, since siblings keep the pipe to it open."""
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end, daemon=True).start()

@@ -14,7 +14,6 @@ import dataclasses
 import json
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -285,7 +284,3 @@ def main(arguments: Sequence[str]) -> None:
         if not files:
             logger.warning("no tokenizer was copied; use --tokenizer PATH to copy one")
     logger.info(f"written to {options.target}")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

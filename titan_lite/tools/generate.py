@@ -293,7 +293,3 @@ def main(arguments: Sequence[str]) -> None:
         else "stopped by --max-new-tokens"
     )
     print(f"{len(drawn)} tokens, {len(drawn) / seconds:.1f} a second, {end}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -17,11 +17,8 @@ unfinished-FOLDER. Meanwhile it needs room for the text, too; nothing is written
 `datasets`.
 """
 
-import ctypes
-import os
 import re
 import shutil
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -55,7 +52,6 @@ from titan_lite.tools.cli import Parser, command
 if TYPE_CHECKING:
     from datasets import Dataset
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 DOCUMENTS_AT_ONCE = 100  # that a process tokenizes
 
 
@@ -368,18 +364,3 @@ def _prepare(options: Namespace, others: Sequence[str]) -> None:
         print(f"dataset = {in_toml('prepared')}")
         print(f"path = {in_toml(str(path.absolute()))}")
         print(f"weight = {in_toml(source.weight)}")
-
-
-def _end_with_parent() -> None:
-    """Leave Ctrl-C to the parent, and have the kernel end this process when the parent is killed.
-
-    Processes of datasets would wait for ever. Linux alone can do it.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    os.register_at_fork(after_in_child=_end_with_parent)
-    sys.exit(main(sys.argv[1:]))

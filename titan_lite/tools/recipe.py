@@ -7,7 +7,6 @@ Exit code 0: the recipe can be read; 2: something in it or on the command line i
 """
 
 import re
-import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -127,7 +126,3 @@ def main(arguments: Sequence[str]) -> int:
     if "--print-config" in arguments:
         print(to_toml(config, origins=True))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

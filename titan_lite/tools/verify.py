@@ -25,7 +25,6 @@ import math
 import os
 import re
 import socket
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -560,7 +559,3 @@ def main(arguments: Sequence[str]) -> int:
             else [layout_of(config) if name == "recipe" else parse_layout(name)]
         )
     return 0 if verify(config, layouts, steps=options.steps) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

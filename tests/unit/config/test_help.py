@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from titan_lite import launch as start
-from titan_lite.__main__ import PROGRAMS
+from titan_lite.__main__ import TOOLS, USAGE
 from titan_lite.config import KEYS, SECTIONS, flatten, load_config, to_toml
 from titan_lite.config.help import accepted
 from titan_lite.tools.recipe import HELP, help_text, main
@@ -93,16 +93,19 @@ def test_help_on_a_section_that_there_is_not(capsys):
 
 
 def test_the_command_has_every_program_and_help_names_them():
-    is_run = '__name__ == "__main__"'
-    programs = [path for path in (ROOT / "titan_lite").rglob("*.py") if is_run in path.read_text()]
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts[1:]) for path in programs}
-    folders = {
-        ".".join(path.parent.relative_to(ROOT / "titan_lite").parts)
-        for path in (ROOT / "titan_lite").rglob("*/__main__.py")
-    }
-    modules = {module for module, _ in PROGRAMS.values()}
-    assert modules == (names | folders) - {"__main__", "train"}  # launch has both
-    assert [name for name in PROGRAMS if not re.search(rf"\b{name} ", HELP)] == []
+    files = [
+        path
+        for path in (ROOT / "titan_lite/tools").rglob("*.py")
+        if re.search(r"\n@.*command.*\ndef main", path.read_text())
+    ]
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
+    assert set(TOOLS.values()) == modules
+    for name in ("train", *TOOLS):
+        assert re.search(rf"\b{name} ", HELP)
+        assert re.search(rf"^  {name} +[a-z]", USAGE, re.MULTILINE)
+
+
+def test_help_names_the_variables():
     assert [name for name in start.VARIABLES if name not in HELP] == ["OMP_NUM_THREADS"]
 
 

@@ -348,7 +348,8 @@ def test_who_has_heard_enough_may_go(folder):
     arguments = [
         sys.executable,
         "-m",
-        "titan_lite.tools.generate",
+        "titan_lite",
+        "generate",
         str(folder),
         "--prompt",
         "a" * 100,

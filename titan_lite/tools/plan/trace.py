@@ -69,7 +69,7 @@ from titan_lite.models.attention import fits_flash
 from titan_lite.models.llama3 import Transformer
 from titan_lite.models.loss import Loss, VocabularyShard
 from titan_lite.optim.state import is_matrix
-from titan_lite.tools.cli import end_with_parent
+from titan_lite.processes import end_with_parent
 from titan_lite.tools.plan.costs import Figures, copies_figures, figures_of, round_figures
 from titan_lite.tools.plan.tape import GRAPHS, ScheduledGraph, Tensors, Weight, lives_of
 

@@ -173,7 +173,8 @@ def test_a_search_that_is_stopped_shows_what_it_has_and_leaves_nothing_behind(na
     keys = [f"--{key}" for key in ("training.global_batch_size=16", "training.seq_len=64")]
     command = python(
         "-m",
-        "titan_lite.tools.plan",
+        "titan_lite",
+        "plan",
         RECIPES / "debug_model.toml",
         "--world-size",
         4,
