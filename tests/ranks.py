@@ -40,7 +40,7 @@ PRELOADED = [
 PRELOADED += [
     "titan_lite.train",
     "titan_lite.trainer",
-    "titan_lite.tools.verify",
+    "titan_lite.tools.verify.command",
     "matplotlib.pyplot",
     "pytest",
     "ranks",

@@ -24,7 +24,7 @@ from titan_lite.tools.cli import command
 TOOLS = {
     "recipe": "titan_lite.tools.recipe",
     "plan": "titan_lite.tools.plan.command",
-    "verify": "titan_lite.tools.verify",
+    "verify": "titan_lite.tools.verify.command",
     "prepare": "titan_lite.tools.prepare",
     "report": "titan_lite.tools.report.page",
     "convert": "titan_lite.tools.convert",
@@ -44,7 +44,7 @@ usage: titan-lite PROGRAM [ARGUMENT ...]      --help after a program's name prin
 """
 
 
-@command
+@command()
 def main(arguments: Sequence[str]) -> int:
     """Run a program with the arguments after its name, and return its exit code."""
     if not arguments or arguments[0] in ("--help", "-h"):

@@ -17,7 +17,9 @@ from titan_lite.compile.passes import token_chunks as chunking
 from titan_lite.config import load_config
 from titan_lite.distributed.step_gather import gathered_for_step
 from titan_lite.models.llama3 import FLAVORS
-from titan_lite.tools.verify import compare, parse_layout, reference, run, twin, twin_model
+from titan_lite.tools.verify.compare import compare
+from titan_lite.tools.verify.observe import run
+from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model
 
 STEPS = 3
 NOTHING: list[str] = []

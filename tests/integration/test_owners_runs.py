@@ -14,7 +14,9 @@ from titan_lite.check import check
 from titan_lite.config import ConfigError, load_config
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.llama3 import FLAVORS
-from titan_lite.tools.verify import compare, parse_layout, reference, run, twin, twin_model
+from titan_lite.tools.verify.compare import compare
+from titan_lite.tools.verify.observe import run
+from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model
 from titan_lite.trainer import Trainer
 
 TINY = [

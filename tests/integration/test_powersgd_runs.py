@@ -19,7 +19,7 @@ from titan_lite.distributed import powersgd
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.memory import compressed_sizes
 from titan_lite.rules import check
-from titan_lite.tools.verify import parse_layout, twin
+from titan_lite.tools.verify.twin import parse_layout, twin
 
 TINY = ["--model.dim=64", "--model.n_layers=2", "--model.hidden_dim=90"]
 RANK = 4

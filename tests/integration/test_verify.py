@@ -9,8 +9,17 @@ from tiny import DEBUG, RECIPES
 
 from titan_lite.config import load_config
 from titan_lite.distributed.buckets import Bucket
-from titan_lite.tools import verify
-from titan_lite.tools.verify import every_layout, layout_of, name_of, parse_layout, twin
+from titan_lite.tools.verify import command as program
+from titan_lite.tools.verify.compare import compare
+from titan_lite.tools.verify.observe import Observed
+from titan_lite.tools.verify.twin import (
+    every_layout,
+    layout_of,
+    name_of,
+    parse_layout,
+    reference,
+    twin,
+)
 
 
 def command(*arguments):
@@ -66,7 +75,7 @@ def one_rank_fails(trainer):
 
 def verified(prepare, *options, layout="dp_shard=2"):
     config = load_config(DEBUG, options)
-    return verify.verify(config, [parse_layout(layout)], steps=1, prepare=prepare)
+    return program.verify(config, [parse_layout(layout)], steps=1, prepare=prepare)
 
 
 def test_a_gradient_that_is_not_reduced_is_named(capfd):
@@ -115,13 +124,13 @@ def test_a_layout_that_fails_says_why_and_does_not_agree(capfd):
 
 def test_the_exit_code_is_that_of_the_verdict(monkeypatch):
     for agree, code in ((True, 0), (False, 1)):
-        monkeypatch.setattr(verify, "verify", lambda *arguments, agree=agree, **options: agree)
-        assert verify.main([str(DEBUG)]) == code
+        monkeypatch.setattr(program, "verify", lambda *arguments, agree=agree, **options: agree)
+        assert program.main([str(DEBUG)]) == code
 
 
 def exit_code(arguments):
     try:
-        return verify.main(arguments)
+        return program.main(arguments)
     except SystemExit as stop:  # as argparse ends a program
         return stop.code
 
@@ -198,7 +207,7 @@ def test_a_twin_computes_its_loss_in_chunks_if_its_recipe_does(recipe, layout, c
     config = load_config(RECIPES / f"{recipe}.toml")
     small = twin(config, parse_layout(layout), steps=1)
     assert small.training.loss_chunk_tokens == chunk
-    assert verify.reference(small).training.loss_chunk_tokens == -1
+    assert reference(small).training.loss_chunk_tokens == -1
 
 
 def test_a_microbatch_of_a_twin_has_the_tokens_that_products_in_float8_need():
@@ -263,26 +272,26 @@ def test_all_layouts_are_all_that_eight_processes_can_have():
 
 
 def test_a_comparison_sees_what_is_not_finite_and_what_is_missing():
-    one = verify.Observed(
+    one = Observed(
         {(0, 1): (2.0, 1.0)},
         {1: 2.0},
         {"w": torch.ones(3)},
         {"a": torch.ones(3), "b": torch.ones(3)},
     )
-    assert verify.compare(one, one).agrees
-    nan = verify.Observed(
+    assert compare(one, one).agrees
+    nan = Observed(
         {(0, 1): (2.0, 1.0)}, {1: 2.0}, {"w": torch.full((3,), torch.nan)}, one.activations
     )
-    assert not verify.compare(nan, one).agrees
-    assert not verify.compare(
-        verify.Observed({(0, 1): (torch.nan, 1.0)}, {1: 2.0}, one.gradients, one.activations), one
+    assert not compare(nan, one).agrees
+    assert not compare(
+        Observed({(0, 1): (torch.nan, 1.0)}, {1: 2.0}, one.gradients, one.activations), one
     ).agrees
-    other_rank = verify.Observed(
+    other_rank = Observed(
         {**one.losses, (1, 1): (-1.0, 1.0)}, one.validation, one.gradients, one.activations
     )
-    assert verify.compare(other_rank, one).loss > 1
-    missing = verify.Observed(one.losses, one.validation, one.gradients, {"a": torch.ones(3)})
-    assert verify.compare(missing, one).module == "b"
+    assert compare(other_rank, one).loss > 1
+    missing = Observed(one.losses, one.validation, one.gradients, {"a": torch.ones(3)})
+    assert compare(missing, one).module == "b"
 
 
 @pytest.mark.slow

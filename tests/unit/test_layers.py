@@ -175,8 +175,8 @@ LAYOUT = {
     "distributed/memory.py",
     "config/batch_sizes.py",
     "config/rules.py",
-    "tools/verify.py",
-}  # rules: an early check; verify: makes other recipes
+    "tools/verify/twin.py",
+}  # rules: an early check; twin: makes other recipes
 
 
 def derived_again(package):

@@ -1,6 +1,6 @@
 """Common parts of command-line programs: help, one line for an error, exit codes.
 
-    @command
+    @command()
     def main(arguments: Sequence[str]) -> None:
         options = Parser(__doc__).parse_args(arguments)
         ...
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from titan_lite.config import ConfigError
+
+Program = Callable[[Sequence[str]], int]  # arguments -> exit code
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,37 +77,38 @@ def at_least_one(text: str) -> int:
     raise argparse.ArgumentTypeError(message)
 
 
-def command(
-    main: Callable[[Sequence[str]], int | None], *, gone: int = 0
-) -> Callable[[Sequence[str]], int]:
-    """Wrap `main` to return an exit code, with a line on stderr for what went wrong.
+def command(*, gone: int = 0) -> Callable[[Callable[[Sequence[str]], int | None]], Program]:
+    """Return a decorator of `main` that tells what went wrong in a line, and returns an exit code.
 
     The code is that of `main` (None: 0), 2 after a ConfigError, 130 after Ctrl-C, and `gone` if the
     reader of the output, such as head, has closed the pipe.
     """
 
-    @functools.wraps(main)
-    def run(arguments: Sequence[str]) -> int:
-        try:
-            code = main(arguments) or 0
-            sys.stdout.flush()
-            return code
-        except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        except UnicodeEncodeError as error:
-            character = error.object[error.start]
-            print(
-                f"error: standard output is {error.encoding}, which has no {character!a};"
-                " use PYTHONIOENCODING=utf-8",
-                file=sys.stderr,
-            )
-            return 2
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return gone
-        except KeyboardInterrupt as stopped:
-            print(*stopped.args, file=sys.stderr)
-            return 130
+    def decorate(main: Callable[[Sequence[str]], int | None]) -> Program:
+        @functools.wraps(main)
+        def run(arguments: Sequence[str]) -> int:
+            try:
+                code = main(arguments) or 0
+                sys.stdout.flush()
+                return code
+            except ConfigError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+            except UnicodeEncodeError as error:
+                character = error.object[error.start]
+                print(
+                    f"error: standard output is {error.encoding}, which has no {character!a};"
+                    " use PYTHONIOENCODING=utf-8",
+                    file=sys.stderr,
+                )
+                return 2
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return gone
+            except KeyboardInterrupt as stopped:
+                print(*stopped.args, file=sys.stderr)
+                return 130
 
-    return run
+        return run
+
+    return decorate

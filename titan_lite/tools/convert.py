@@ -220,7 +220,7 @@ def _whole(folder: Path, needed: int) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-@command
+@command()
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__)
     add = parser.add_argument

@@ -201,7 +201,7 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-@command
+@command()
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__)
     add, which = parser.add_argument, "(default %(default)s)"

@@ -306,7 +306,7 @@ def _summary(info: PreparedInfo) -> str:
     return "; ".join(words)
 
 
-@command
+@command()
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__)
     parser.add_argument(

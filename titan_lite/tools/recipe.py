@@ -113,7 +113,7 @@ def check_world(config: Config, world_size: int) -> None:
     check_inputs(config, layout)
 
 
-@command
+@command()
 def main(arguments: Sequence[str]) -> int:
     """Check a recipe, print it resolved, or print the help."""
     if not arguments or "--help" in arguments or "-h" in arguments:

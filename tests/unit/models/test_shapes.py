@@ -21,7 +21,7 @@ from titan_lite.models.huggingface import config_from_hf, config_to_hf
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling
 from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.rules import check
-from titan_lite.tools.verify import twin_model
+from titan_lite.tools.verify.twin import twin_model
 
 OWN = Model(flavor="", dim=96, n_layers=3, n_heads=6, hidden_dim=128, vocab_size=2048)
 

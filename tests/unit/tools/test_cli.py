@@ -10,7 +10,7 @@ def raising(error):
     def main(arguments):
         raise error
 
-    return command(main, gone=7)
+    return command(gone=7)(main)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_reader_that_has_gone_is_no_error(capfd):
 
 @pytest.mark.parametrize(("given", "code"), [(None, 0), (0, 0), (1, 1)])
 def test_the_exit_code_is_that_of_the_function(given, code):
-    assert command(lambda arguments: given)([]) == code
+    assert command()(lambda arguments: given)([]) == code
 
 
 def test_help_is_the_docstring_and_the_options(capsys):

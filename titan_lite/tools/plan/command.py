@@ -32,7 +32,7 @@ from titan_lite.tools.cli import Parser, at_least_one, command
 SEARCHED = 12  # plans of a search by default
 
 
-@command
+@command()
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__, needs_arguments=False)
     add, either = parser.add_argument, parser.add_mutually_exclusive_group().add_argument

@@ -399,7 +399,7 @@ def _text(text: Any) -> str:
     return html.escape(str(text))
 
 
-@command
+@command()
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__)
     parser.add_argument(

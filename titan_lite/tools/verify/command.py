@@ -1,0 +1,213 @@
+"""Verify that a parallel layout computes the same as one process: train a small twin of a recipe on
+CPU processes, and compare.
+
+    titan-lite verify RECIPE [--layouts LAYOUT ...] [--steps N] [--section.key value ...]
+
+    LAYOUT: recipe (default), all, or degrees such as dp_shard=2,tp=2
+
+The *twin* of a recipe keeps what decides whether a layout is correct: kinds of parallelism,
+schedule, activation checkpointing, compiler passes, communication, tied weights, RoPE scaling. It
+shrinks the rest: the model to the debug flavor, degrees to 2 or a little more, the batch to a few
+short sequences; layers are split evenly, and graphs run as traced, without Inductor. The twin is
+trained in float32, with float8 products if the recipe has them, on the standard library's text. The
+same model is trained with the same seed and data in one eager process without checkpointing. The
+comparison covers the losses of all steps and of validation, every gradient of the first step, and
+the output of every module in its forward.
+
+Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line.
+"""
+
+import os
+from collections.abc import Sequence
+
+import torch.multiprocessing as mp
+
+from titan_lite.check import check
+from titan_lite.config import Compile, Config, ConfigError, load_config
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.memory import choose_fsdp_communication
+from titan_lite.distributed.pipeline_schedule import TooFewLayers
+from titan_lite.distributed.process_group import device_memory
+from titan_lite.models.llama3 import FLAVORS, ModelConfig
+from titan_lite.models.shapes import shape_of, shape_words
+from titan_lite.tools.cli import Parser, at_least_one, command
+from titan_lite.tools.verify.compare import FLOAT8, FLOAT32, Comparison, compare
+from titan_lite.tools.verify.observe import Observed, Prepare, run
+from titan_lite.tools.verify.twin import (
+    MIN_LAYERS,
+    SEQ_LEN,
+    SEQUENCES,
+    Degrees,
+    every_layout,
+    layout_of,
+    name_of,
+    parse_layout,
+    processes_of,
+    reference,
+    twin,
+    twin_model,
+    without_float8,
+)
+
+
+@command(gone=1)  # 0 would say that all layouts agree
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "recipe", help="a TOML file; options of the form --section.key value change it"
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        default=["recipe"],
+        metavar="LAYOUT",
+        help="what to verify (default: recipe)",
+    )
+    parser.add_argument(
+        "--steps", type=at_least_one, default=5, metavar="N", help="steps of each run (default: 5)"
+    )
+    options, overrides = parser.parse_with_overrides(arguments)
+    config = load_config(options.recipe, overrides)
+    layouts: list[Degrees] = []
+    for name in options.layouts:
+        if name == "all":
+            layouts += every_layout()
+        elif name == "recipe":
+            layouts.append(layout_of(config))
+        else:
+            layouts.append(parse_layout(name))
+    return 0 if verify(config, layouts, steps=options.steps) else 1
+
+
+def verify(
+    config: Config, layouts: Sequence[Degrees], *, steps: int = 5, prepare: Prepare | None = None
+) -> bool:
+    """Print a line for each layout, and return whether all agree.
+
+    prepare: as for `run`. Raises ConfigError if the only layout is impossible.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA is initialized
+    verification = Verification(config, layouts, steps, prepare)
+    verification.print_head()
+    verdicts = [verification.verify(layout) for layout in layouts]
+    return all(verdicts)
+
+
+class Verification:
+    """The verification of a recipe: a table with a row for each layout."""
+
+    def __init__(
+        self,
+        config: Config,
+        layouts: Sequence[Degrees],
+        steps: int,
+        prepare: Prepare | None = None,
+    ):
+        self.config = config
+        self.flavor = shape_of(config.model)
+        self.layouts = layouts
+        self.steps = steps
+        self.prepare = prepare
+        self.tolerances = FLOAT8 if config.float8.enable else FLOAT32
+        # by what decides the batches and the model of a twin: (layers, sequences of a step)
+        self.references: dict[tuple[int, int], Observed] = {}
+        self.width = max(len(name) for name in ("layout", *map(name_of, layouts)))  # first column
+
+    def print_head(self) -> None:
+        float8 = self.config.float8
+        kind = f"float8 {float8.recipe} beside float32" if float8.enable else "float32"
+        print(
+            f"twin of {shape_words(self.config.model)}:"
+            f" {twin_model(self.flavor, 1).n_layers} layers or more, dim {FLAVORS['debug'].dim},"
+            f" {kind}, {SEQUENCES} sequences of {SEQ_LEN} tokens a step, {self.steps} steps;"
+            " expected: one eager process"
+        )
+        print(
+            f"tolerances, relative: loss {self.tolerances.loss:g}, gradient"
+            f" {self.tolerances.gradient:g}, activations {self.tolerances.activation:g}"
+        )
+        compression = self.config.parallelism.replicate_compression
+        if compression != "none":
+            print(
+                f'not in the twin: parallelism.replicate_compression = "{compression}", which'
+                " approximates"
+            )
+        print(
+            f"{'layout':<{self.width}}  processes  loss     gradient  {'of':<31} "
+            f" {'first to diverge':<24}  verdict"
+        )
+
+    def verify(self, layout: Degrees) -> bool:
+        """Print the row of a layout, and return False if it differs or fails.
+
+        Raises ConfigError if it is impossible and the only one.
+        """
+        small = twin(self.config, layout, self.steps)
+        try:
+            model = with_enough_layers(small, self.flavor, processes_of(layout))
+        except ConfigError as error:
+            if len(self.layouts) == 1:
+                raise
+            self._print_row(layout, f"not possible: {error}")
+            return True
+        expected = self._reference(small, model)
+        try:
+            result = compare(run(small, model, prepare=self.prepare), expected, self.tolerances)
+            module = result.module or "-"
+            if not result.agrees and small.compile.enable:
+                module = self._first_to_diverge_in_eager_mode(small, model, expected)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            self._print_row(layout, f"FAILS\n{error}")
+            return False
+        verdict = "agrees" if result.agrees else "DIFFERS"
+        self._print_row(layout, f"{differences(result):<50}  {module:<24}  {verdict}")
+        return result.agrees
+
+    def _reference(self, small: Config, model: ModelConfig) -> Observed:
+        """Return what one eager process computes from the twin's batches."""
+        key = (model.n_layers, small.training.global_batch_size)
+        if key not in self.references:
+            alone = reference(small)
+            self.references[key] = run(alone, model)
+            if small.float8.enable:
+                self._print_rounding(alone, model, self.references[key])
+        return self.references[key]
+
+    def _first_to_diverge_in_eager_mode(
+        self, small: Config, model: ModelConfig, expected: Observed
+    ) -> str:
+        """Return a module's FQN. A compiled run does not have the outputs of modules."""
+        eager = run(small.replace(compile=Compile()), model, prepare=self.prepare)
+        return compare(eager, expected, self.tolerances).module or "none in eager mode"
+
+    def _print_row(self, layout: Degrees, text: str) -> None:
+        name = f"{name_of(layout):<{self.width}}  {processes_of(layout):>9}"
+        print(f"{name}  {text}", flush=True)
+
+    def _print_rounding(self, alone: Config, model: ModelConfig, rounded: Observed) -> None:
+        """Print how far a run in float8 is from the same without, in bfloat16 and in float32."""
+        for dtype in ("bfloat16", "float32"):
+            result = compare(rounded, run(without_float8(alone, dtype), model))
+            name = f"float8 beside {dtype}"
+            print(f"{name:<{self.width + 11}}  {differences(result)}", flush=True)
+
+
+def differences(result: Comparison) -> str:
+    """Return the columns of the loss, the gradient, and the parameter that it is of."""
+    return f"{result.loss:.1e}  {result.gradient:.1e}   {result.parameter}"
+
+
+def with_enough_layers(config: Config, flavor: ModelConfig, processes: int) -> ModelConfig:
+    """Return the twin's model with the fewest layers for its stages.
+
+    Raises ConfigError if the layout has another mistake.
+    """
+    for layers in range(MIN_LAYERS, 4 * processes + 8):
+        model = twin_model(flavor, layers)
+        try:
+            layout = Layout.from_config(config, processes, model)
+            check(config, choose_fsdp_communication(config, layout, device_memory()))
+            return model
+        except TooFewLayers as error:
+            too_few = error
+    raise too_few

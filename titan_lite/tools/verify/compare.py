@@ -1,0 +1,98 @@
+"""Compare what two runs computed: losses, gradients, and the outputs of modules.
+
+result = compare(run(small, model), run(reference(small), model))
+result.agrees, result.parameter, result.module
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from titan_lite.tools.verify.observe import Observed
+
+TINY = 1e-30  # a divisor is at least this
+
+
+class Tolerances(NamedTuple):
+    """Largest relative differences of two runs that agree."""
+
+    loss: float  # over all steps, since rounding grows with training
+    gradient: float  # norm of the difference relative to the norm, for each parameter
+    activation: float  # of a module's sum of squares
+
+
+FLOAT32 = Tolerances(loss=1e-4, gradient=1e-4, activation=1e-4)
+# A scale depends on the tokens of a rank, so layouts round otherwise, and float8 has 2 or 3 bits of
+# mantissa.
+FLOAT8 = Tolerances(loss=1e-3, gradient=0.25, activation=0.02)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Largest differences between two runs."""
+
+    loss: float  # relative
+    gradient: float  # relative, of `parameter`
+    parameter: str
+    module: str  # the first that diverges, or ""
+    agrees: bool
+
+
+def compare(found: Observed, expected: Observed, within: Tolerances = FLOAT32) -> Comparison:
+    """Return the largest differences of `found`, and whether they are within the tolerances."""
+    loss = max(_loss_differences(found, expected))
+    gradients = {
+        fqn: _gradient_difference(found.gradients[fqn], gradient)
+        for fqn, gradient in expected.gradients.items()
+    }
+    parameter = max(gradients, key=lambda fqn: gradients[fqn])
+    module = _first_that_diverges(found, expected, within.activation)
+    agrees = loss <= within.loss and gradients[parameter] <= within.gradient and not module
+    return Comparison(loss, gradients[parameter], parameter, module, agrees)
+
+
+def _loss_differences(found: Observed, expected: Observed) -> Iterator[float]:
+    """Yield those of losses and gradient norms on every rank, and of validation losses."""
+    ranks = {rank for rank, _ in found.losses}  # not only those of the last pipeline stage
+    for (_, step), values in expected.losses.items():
+        for rank in ranks:
+            for mine, value in zip(found.losses[rank, step], values, strict=True):
+                yield _relative(abs(mine - value), abs(value))
+    for step, loss in expected.validation.items():
+        yield _relative(abs(found.validation[step] - loss), abs(loss))
+
+
+def _gradient_difference(found: Tensor, expected: Tensor) -> float:
+    return _relative(float((found - expected).norm()), float(expected.norm()))
+
+
+def _relative(difference: float, size: float) -> float:
+    """Return the quotient; infinity if it is not a number."""
+    quotient = difference / max(size, TINY)
+    return quotient if math.isfinite(quotient) else math.inf
+
+
+def _first_that_diverges(found: Observed, expected: Observed, tolerance: float) -> str:
+    """Return the first module, in the order of the reference's forward, that diverges, or ""."""
+    if not found.activations:  # a compiled run has none
+        return ""
+    for fqn, sums in expected.activations.items():
+        if fqn == "output" and fqn not in found.activations:
+            continue  # the loss is computed without all logits
+        if fqn not in found.activations or _diverges(found.activations[fqn], sums, tolerance):
+            return fqn
+    return ""
+
+
+def _diverges(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Return True if two outputs, as in Observed.activations, differ."""
+    found_count, found_sum, found_squares = found.tolist()
+    count, total, squares = expected.tolist()
+    difference = max(
+        abs(found_sum - total) / math.sqrt(count * squares + TINY),
+        abs(found_squares - squares) / (squares + TINY),
+    )
+    return found_count != count or not difference <= tolerance  # nan is no agreement

@@ -1,0 +1,166 @@
+"""Train a small recipe in new CPU processes, and return what it computed.
+
+observed = run(twin(config, layout, steps=5), model)
+observed.gradients["layers.0.attention.wq.weight"]       # of the first step, unsharded
+"""
+
+import logging
+import math
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from titan_lite.config import Config
+from titan_lite.distributed.layout import AXES, DEGREES
+from titan_lite.hooks import Hook
+from titan_lite.metrics.deferred import StepMetrics
+from titan_lite.metrics.run_files import read_metrics
+from titan_lite.models.llama3 import ModelConfig
+from titan_lite.trainer import Trainer
+
+Prepare = Callable[[Trainer], None]
+
+
+@dataclass
+class Observed:
+    """What a run computed."""
+
+    # (rank, step): (loss, gradient norm)
+    losses: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)  # step: loss
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step, by FQN
+    # Outputs in the first step's forward, by the module's FQN: (number of elements, sum, sum of
+    # squares), in float64
+    activations: dict[str, Tensor] = field(default_factory=dict)
+
+    def add_activation(self, fqn: str, sums: Tensor) -> None:
+        """Add the sums of another part of a module's output: another microbatch or rank."""
+        before = self.activations.get(fqn, torch.zeros(3, dtype=torch.float64))
+        self.activations[fqn] = before + sums
+
+
+def run(config: Config, model: ModelConfig, *, prepare: Prepare | None = None) -> Observed:
+    """Train `config` in new CPU processes, and return what they computed.
+
+    prepare: called in each with its Trainer, before training. Raises ProcessRaisedException or
+    ProcessExitedException of torch.multiprocessing if one of them fails.
+    """
+    processes = math.prod(getattr(config.parallelism, key) for key in DEGREES.values())
+    with tempfile.TemporaryDirectory() as folder:
+        config = config.replace(job=config.job.replace(dump_folder=folder))
+        arguments = (processes, free_port(), config, model, prepare)
+        mp.start_processes(_train, arguments, processes, start_method="spawn")
+        result = Observed()
+        for rank in range(processes):
+            _add_rank(result, torch.load(_file(folder, rank), weights_only=False))
+        for step, metrics in read_metrics(Path(folder) / "metrics.jsonl").items():
+            if "validation_loss" in metrics:
+                result.validation[step] = metrics["validation_loss"]
+        return result
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _add_rank(result: Observed, part: Observed) -> None:
+    result.losses.update(part.losses)
+    result.gradients.update(part.gradients)
+    for fqn, sums in part.activations.items():
+        result.add_activation(fqn, sums)
+
+
+def _file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank-{rank}.pt"
+
+
+def _train(
+    rank: int,
+    processes: int,
+    port: int,
+    config: Config,
+    model: ModelConfig,
+    prepare: Prepare | None,
+) -> None:
+    """Run in each process: train, and write what was observed."""
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(processes)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(port)
+    os.environ["NO_COLOR"] = "1"
+    # a warning about gathering a full gradient over two axes, which only this program does
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    recorder = Recorder(prepare)
+    Trainer(config, model=model, hooks=[recorder]).train()
+    torch.save(recorder.observed, _file(config.job.dump_folder, rank))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+class Recorder(Hook):
+    """Record the losses of every step, and the gradients and module outputs of the first."""
+
+    def __init__(self, prepare: Prepare | None):
+        self.prepare = prepare
+        self.observed = Observed()
+        self.handles: list[RemovableHandle] = []  # of the hooks that see module outputs
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        # A twin's sequences are shorter than documents; for training.mask_documents each full stop
+        # begins a document.
+        trainer.bos_id = trainer.tokenizer.encode(".")[0]
+        if self.prepare is not None:
+            self.prepare(trainer)
+
+    def on_metrics(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        self.observed.losses[trainer.rank, metrics.step] = metrics.loss, metrics.grad_norm
+
+    def on_step_start(self, trainer: Trainer) -> None:
+        if trainer.step != 1 or trainer.config.compile.compiles("model"):
+            return
+        without_output = {"", "layers"}
+        if trainer.layout.loss_chunk:
+            without_output.add("output")  # it returns the loss
+        for stage in trainer.model.stages:
+            for fqn, module in stage.named_modules():
+                if fqn not in without_output:
+                    handle = module.register_forward_hook(self._summing(fqn))
+                    self.handles.append(handle)
+
+    def _summing(self, fqn: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        """Return a forward hook that sums the output of the module `fqn`."""
+
+        def add_output(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return  # recomputed by activation checkpointing, within backward
+            numbers = output.detach().double()
+            count = torch.tensor(float(numbers.numel()))
+            sums = torch.stack((count, numbers.sum(), numbers.square().sum()))
+            self.observed.add_activation(fqn, sums)
+
+        return add_output
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        if trainer.step != 1:
+            return
+        for handle in self.handles:
+            handle.remove()
+        is_first_of_stage = all(
+            trainer.mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"
+        )
+        for fqn, parameter in trainer.parameters.items():
+            gradient = parameter.grad.full_tensor().clone()  # type: ignore[union-attr]
+            if is_first_of_stage:
+                self.observed.gradients[fqn] = gradient

@@ -1,0 +1,255 @@
+"""Make the twin of a recipe: a small recipe whose layout is right if the large one's is.
+
+    layout = layout_of(config)               # {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 2}
+    small = twin(config, layout, steps=5)
+    model = twin_model(shape_of(config.model), stages=1)
+    alone = reference(small)                 # the same batches in one eager process
+
+A twin keeps what decides whether a layout is correct: kinds of parallelism, schedule, activation
+checkpointing, compiler passes, communication, tied weights, RoPE scaling. It shrinks the rest: the
+model to the debug flavor, degrees to 2 or a little more, the batch to a few short sequences; layers
+are split evenly, and graphs run as traced, without Inductor.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+
+from titan_lite.config import (
+    SHIPPED,
+    ActivationCheckpoint,
+    Checkpoint,
+    Compile,
+    Config,
+    ConfigError,
+    Data,
+    Float8,
+    Metrics,
+    Parallelism,
+    Profiling,
+    Training,
+)
+from titan_lite.distributed.layout import AXES, DEGREES
+from titan_lite.models.float8 import DIM_MULTIPLE
+from titan_lite.models.llama3 import FLAVORS, ModelConfig
+from titan_lite.models.loss_chunk import automatic_chunk
+from titan_lite.models.shapes import shape_of
+from titan_lite.sharding import chunk_size
+
+Degrees = dict[str, int]  # by axis
+
+TOKENIZER = SHIPPED.parent / "assets/tokenizer/debug.model"
+MAX_PROCESSES = 8
+MIN_LAYERS = 4  # more if the stages need them
+SEQUENCES = 16  # of a step, on every layout
+SEQ_LEN = 32  # tokens
+DEGREE_OF_ANY = 4  # dp_shard of a recipe for any number of GPUs
+
+
+# --- Layouts --------------------------------------------------------------------------------------
+
+
+def layout_of(config: Config) -> Degrees:
+    """Return the degrees of a recipe's twin.
+
+    They are 2 for each kind of parallelism in the recipe. Data and context parallelism are doubled
+    as long as the recipe has more and MAX_PROCESSES are enough, that which is the furthest from the
+    recipe first.
+    """
+    wanted = {axis: getattr(config.parallelism, key) for axis, key in DEGREES.items()}
+    if wanted["dp_shard"] == -1:
+        wanted["dp_shard"] = DEGREE_OF_ANY
+    layout = {axis: min(2, degree) for axis, degree in wanted.items()}
+    growing = [axis for axis in AXES if axis not in ("pp", "tp")]
+    while True:
+        axis = max(growing, key=lambda axis: wanted[axis] / layout[axis])
+        larger = layout | {axis: 2 * layout[axis]}
+        if larger[axis] > wanted[axis] or processes_of(larger) > MAX_PROCESSES:
+            return layout
+        layout = larger
+
+
+def every_layout() -> list[Degrees]:
+    """Return all combinations of degrees 1 and 2 for 2 to MAX_PROCESSES processes, small ones first."""
+    choices = itertools.product((1, 2), repeat=len(AXES))
+    layouts = [dict(zip(AXES, degrees, strict=True)) for degrees in choices]
+    possible = [layout for layout in layouts if 1 < processes_of(layout) <= MAX_PROCESSES]
+    return sorted(possible, key=processes_of)
+
+
+def parse_layout(text: str) -> Degrees:
+    """Parse "dp_shard=2,tp=2" into the degrees of all axes. Raises ConfigError."""
+    layout = dict.fromkeys(AXES, 1)
+    for part in text.split(","):
+        axis, _, degree = part.partition("=")
+        if axis not in AXES or not (degree.isascii() and degree.isdigit() and int(degree) > 0):
+            raise ConfigError(
+                f"--layouts {text}: '{part}' is not a degree; use recipe, all, or degrees of "
+                f"{', '.join(AXES)} such as dp_shard=2,tp=2"
+            )
+        layout[axis] = int(degree)
+    return layout
+
+
+def name_of(layout: Degrees) -> str:
+    """Return the layout in the form that `parse_layout` reads."""
+    degrees = [f"{axis}={degree}" for axis, degree in layout.items() if degree > 1]
+    return ",".join(degrees) or "one process"
+
+
+def processes_of(layout: Degrees) -> int:
+    return math.prod(layout.values())
+
+
+# --- Twins ----------------------------------------------------------------------------------------
+
+
+def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
+    """Return the debug flavor with what `flavor` has beside sizes, and layers for `stages` stages."""
+    return dataclasses.replace(
+        FLAVORS["debug"],
+        n_layers=max(MIN_LAYERS, stages),
+        tied_embeddings=flavor.tied_embeddings,
+        rope_scaling=flavor.rope_scaling,
+        rope_theta=flavor.rope_theta,
+    )
+
+
+def twin(config: Config, layout: Degrees, steps: int) -> Config:
+    """Return a small version of `config` on `layout`."""
+    return config.replace(
+        model=config.model.replace(tokenizer_path=str(TOKENIZER)),
+        training=_training(config, layout, steps),
+        optimizer=config.optimizer.replace(ns_dtype="float32", start_preconditioning_step=1),
+        lr_scheduler=config.lr_scheduler.replace(warmup_steps=0, total_steps=-1),
+        parallelism=_parallelism(config, layout),
+        float8=config.float8.replace(filter_fqns=_fqns(config.float8.filter_fqns)),
+        compile=_compile(config.compile, SEQ_LEN // layout["cp"] // layout["tp"]),
+        checkpoint=Checkpoint(),
+        data=Data(num_workers=0),
+        validation=config.validation.replace(enable=True, freq=steps, steps=1),
+        metrics=Metrics(log_freq=1, enable_tensorboard=False),
+        profiling=Profiling(),
+    )
+
+
+def reference(config: Config) -> Config:
+    """Return the reference of a twin: its batches in one eager process, the loss of all logits."""
+    return config.replace(
+        training=config.training.replace(loss_chunk_tokens=-1),
+        parallelism=Parallelism(data_parallel_shard_degree=1),
+        activation_checkpoint=ActivationCheckpoint(),
+        compile=Compile(),
+    )
+
+
+def without_float8(config: Config, dtype: str) -> Config:
+    """Return the recipe with weights and products in `dtype`."""
+    training = config.training.replace(mixed_precision_param=dtype)
+    return config.replace(float8=Float8(), training=training)
+
+
+def _training(config: Config, layout: Degrees, steps: int) -> Training:
+    dp = layout["dp_replicate"] * layout["dp_shard"]
+    local = _local_batch_size(config, layout)
+    sequences = local if layout["pp"] == 1 else _microbatch_size(config, layout)
+    tokens = sequences * SEQ_LEN // layout["cp"]
+    return config.training.replace(
+        local_batch_size=local,
+        global_batch_size=math.ceil(SEQUENCES / (local * dp)) * local * dp,
+        global_batch_ramp=(),
+        seq_len=SEQ_LEN,
+        steps=steps,
+        # three chunks, the last one smaller
+        loss_chunk_tokens=tokens * 2 // 5 if _chunks_loss(config) else -1,
+        compare_copies_freq=1,
+        mixed_precision_param="float32",
+        mixed_precision_reduce="float32",
+        attention_kernel="auto",
+    )
+
+
+def _local_batch_size(config: Config, layout: Degrees) -> int:
+    """Return the sequences of a data-parallel rank's batch; a step has two if the recipe's does."""
+    dp = layout["dp_replicate"] * layout["dp_shard"]
+    recipe_dp = dp
+    if config.parallelism.data_parallel_shard_degree != -1:
+        recipe_dp = (
+            config.parallelism.data_parallel_replicate_degree
+            * config.parallelism.data_parallel_shard_degree
+        )
+    accumulates = config.training.global_batch_size > config.training.local_batch_size * recipe_dp
+    batches = 2 if accumulates else 1
+    return max(1, SEQUENCES // (dp * batches))
+
+
+def _microbatch_size(config: Config, layout: Degrees) -> int:
+    """Return the sequences that go through a pipeline at a time."""
+    needed = 1
+    if config.float8.enable:  # products in float8 need so many tokens
+        needed = max(1, DIM_MULTIPLE * layout["cp"] // SEQ_LEN)
+    many = _local_batch_size(config, layout) >= 4 * layout["pp"]
+    return max(needed, 2 if many else 1)
+
+
+def _parallelism(config: Config, layout: Degrees) -> Parallelism:
+    given = config.parallelism
+    degrees = {DEGREES[axis]: degree for axis, degree in layout.items()}
+    parallelism = given.replace(
+        **degrees,
+        fsdp_keep_gathered=_fqns(given.fsdp_keep_gathered),
+        replicate_compression="none",  # it approximates
+        enable_async_tensor_parallel=False,
+        pipeline_parallel_split_points=(),
+    )
+    if config.compile.compiles("model") and config.compile.bucketing not in ("none", "block"):
+        # with "step" there is nothing to bucket
+        parallelism = parallelism.replace(fsdp_communication="microbatch")
+    if layout["pp"] == 1:
+        default = Parallelism()
+        pipeline = [key for key in Parallelism.model_fields if key.startswith("pipeline_parallel_")]
+        return parallelism.replace(**{key: getattr(default, key) for key in pipeline})
+    if given.pipeline_parallel_degree == 1:
+        parallelism = parallelism.replace(
+            pipeline_parallel_first_stage_less_layers=0, pipeline_parallel_last_stage_less_layers=0
+        )
+    return parallelism.replace(pipeline_parallel_microbatch_size=_microbatch_size(config, layout))
+
+
+def _compile(stage: Compile, tokens: int) -> Compile:
+    """Return [compile] with the same passes and the twin's names.
+
+    tokens: of a sequence on a tensor-parallel rank, which chunks have to divide.
+    """
+    chunks = stage.tensor_parallel_chunks
+    return stage.replace(
+        backend="aot_eager",
+        buckets=tuple(" ".join(map(_fqn, bucket.split())) for bucket in stage.buckets),
+        tensor_parallel_chunks=2 if tokens % chunks else chunks,
+    )
+
+
+def _chunks_loss(config: Config) -> bool:
+    """Return True if a run of the recipe computes its loss in chunks of tokens."""
+    if config.training.loss_chunk_tokens != 0:
+        return config.training.loss_chunk_tokens > 0
+    parallelism = config.parallelism
+    sequences = config.training.local_batch_size
+    if parallelism.pipeline_parallel_degree > 1:
+        sequences = parallelism.pipeline_parallel_microbatch_size
+    tokens = sequences * config.training.seq_len // parallelism.context_parallel_degree
+    vocab_size = shape_of(config.model).vocab_size
+    entries = chunk_size(vocab_size, parallelism.tensor_parallel_degree)
+    return automatic_chunk(tokens, entries) > 0
+
+
+def _fqns(fqns: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(_fqn, fqns)))  # each once
+
+
+def _fqn(fqn: str) -> str:
+    """Return an FQN of the twin; a layer that it does not have becomes its last one."""
+    return re.sub(
+        r"(?<=^layers\.)\d+", lambda number: str(min(int(number[0]), MIN_LAYERS - 1)), fqn
+    )
