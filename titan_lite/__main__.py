@@ -72,7 +72,7 @@ def own_process() -> None:
 
 
 def _end_with_tool() -> None:
-    """Run in a process that a tool has forked, such as one of `datasets`, which would wait for ever.
+    """Run in a process that a tool has forked: `datasets` has such, which would wait for ever.
 
     Ctrl-C reaches all processes of a terminal; the tool alone handles it.
     """

@@ -33,7 +33,7 @@ from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError, fields_of, read_json, short_message
 from titan_lite.models.huggingface import config_from_hf, from_hf, hf_names
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
-from titan_lite.models.shape_files import config_from_fields
+from titan_lite.models.shapes import config_from_fields
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
 NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}

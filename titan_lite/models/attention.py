@@ -105,11 +105,11 @@ def check_kernel(kernel: str) -> None:
 
 
 def use_kernel(kernel: str) -> None:
-    """Set the kernel of all attention in this process, after `check_kernel`.
+    """Set the kernel of attention in this process, after `check_kernel`; "auto": torch's choice.
 
-    "auto" leaves the choice to torch. Raises ConfigError for a kernel that cannot be loaded. torch registers newer FlashAttention under the operators of FlashAttention 2, so that calls of
+    torch registers newer FlashAttention under the operators of FlashAttention 2, so that calls of
     these by name use it. From the H100 on, torch prefers cuDNN, so cuDNN is disabled for
-    FlashAttention.
+    FlashAttention. Raises ConfigError for a kernel that cannot be loaded.
     """
     if kernel == "auto":
         return
@@ -197,7 +197,7 @@ def _(
 @torch.library.custom_op(
     "titan_lite::flash_attention_within_documents_backward", mutates_args=(), device_types="cuda"
 )
-def _within_documents_backward(
+def _within_documents_backward(  # noqa: PLR0913 - what its forward takes and returns
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -361,8 +361,8 @@ def _attend_backward(
 def _register_gradient(forward: Any, backward: Any) -> None:
     """Make `backward` the gradient of `forward`.
 
-    forward: (query, key, value, *others) -> (out, lse). backward: (grad, query, key, value, out, lse,
-    *others) -> gradients of query, key and value.
+    forward: (query, key, value, *others) -> (out, lse). backward: (grad, query, key, value, out,
+    lse, *others) -> gradients of query, key and value.
     """
 
     def save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -1,16 +1,16 @@
 """Compute linear layers in float8: the product of forward, and of both gradients in backward.
 
-    apply_float8(model, "tensorwise", filter_fqns=("attention.wk",))   # in place: replaces the class of nn.Linear
-    y = layer(x)                                   # torch._scaled_mm; y and all gradients: x.dtype
+    apply_float8(model, "tensorwise", filter_fqns=("attention.wk",))   # in place
+    y = layer(x)            # torch._scaled_mm; y and all gradients have the dtype of x
 
 A tensor is cast when it is used: scaled so that its largest magnitude is the largest number of
 float8, and rounded (arXiv 2209.05433). Master weights, gradients and the optimizer keep their
 dtypes. The recipes are those of torchao (its float8 README):
 
-    recipe                scale of                         dtypes                            gradient of the weight
-    tensorwise            a tensor                         e4m3, gradients e5m2              float8
-    rowwise               a row of each factor             e4m3; scales are powers of two    float8
-    rowwise_with_gw_hp    a row of each factor             e4m3; scales are powers of two    dtype of x
+    recipe              scale of      dtypes                          gradient of the weight
+    tensorwise          a tensor      e4m3, gradients e5m2            float8
+    rowwise             a row         e4m3; scales: powers of two     float8
+    rowwise_with_gw_hp  a row         e4m3; scales: powers of two     dtype of x
 
 A factor may also be given in float8 already, as `Scaled`: a weight that SimpleFSDP gathers with one
 byte a number, or tokens that tensor parallelism gathers so.
@@ -110,7 +110,7 @@ class Float8Linear(nn.Linear):
 
 
 def apply_float8(model: nn.Module, recipe: str, filter_fqns: Sequence[str] = ()) -> None:
-    """Compute the linear layers of blocks in float8, but those that `filter_fqns` name, in place."""
+    """Compute the linear layers of blocks in float8, in place, but those of `filter_fqns`."""
     multiply_in_float32_on_cpus()
     for fqn, module in linear_layers(model):
         if not is_filtered(fqn, filter_fqns):
@@ -152,7 +152,7 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # the fields of two Scaled are apart, since autograd sees tensors at the top alone
+    def forward(  # noqa: PLR0913 - autograd sees no tensors within the two Scaled
         ctx: Any,
         x: Tensor,
         x_scale: Tensor | None,
@@ -271,7 +271,7 @@ def multiply_in_float32_on_cpus() -> torch.library.Library:
     passes on a CPU are those of a GPU.
     """
 
-    def multiply(
+    def multiply(  # noqa: PLR0913 - the operator's arguments
         a: Tensor,
         b: Tensor,
         scale_a: Tensor,

@@ -1,6 +1,6 @@
 """Convert names, weights and config.json to and from Hugging Face's LlamaForCausalLM.
 
-    names = hf_names(config)              # {"layers.0.attention.wq.weight": "model.layers.0.self_attn.q_proj.weight", ...}
+    hf_names(config)["norm.weight"]       # "model.norm.weight"
     theirs = to_hf(fqn, weight, config)   # the same tensor, but for wq and wk
     config = config_from_hf(config_json)  # and back: config_to_hf
 
@@ -46,25 +46,19 @@ _FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, 
 
 
 def hf_names(config: ModelConfig) -> dict[str, str]:
-    """Return {name in titan_lite: name in transformers} of every parameter, in the model's order."""
+    """Return {our name: name in transformers} of every parameter, in the model's order."""
     modules = {"tok_embeddings": "model.embed_tokens"}
     for i in range(config.n_layers):
-        modules |= {
-            f"layers.{i}.{ours}": f"model.layers.{i}.{theirs}"
-            for ours, theirs in _IN_A_LAYER.items()
-        }
-    modules |= (
-        {"norm": "model.norm"}
-        if config.tied_embeddings
-        else {"norm": "model.norm", "output": "lm_head"}
-    )
+        for ours, theirs in _IN_A_LAYER.items():
+            modules[f"layers.{i}.{ours}"] = f"model.layers.{i}.{theirs}"
+    modules["norm"] = "model.norm"
+    if not config.tied_embeddings:
+        modules["output"] = "lm_head"
     return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in modules.items()}
 
 
 def to_hf(fqn: str, weight: Tensor, config: ModelConfig) -> Tensor:
-    """Return parameter `fqn` (rows, columns) in Hugging Face's layout: itself, or for wq and wk a
-    permuted copy.
-    """
+    """Return parameter `fqn` in Hugging Face's layout: itself, or for wq and wk a permuted copy."""
     heads = _rotary_heads(fqn, config)
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2) if heads else weight
 
@@ -76,7 +70,7 @@ def from_hf(fqn: str, weight: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _rotary_heads(fqn: str, config: ModelConfig) -> int:
-    """Return the number of heads with rotary pairs in a parameter's rows; 0 for all but wq and wk."""
+    """Return the number of heads whose rotary pairs are rows; 0 for all but wq and wk."""
     if fqn.endswith(".wq.weight"):
         return config.n_heads
     return config.n_kv_heads if fqn.endswith(".wk.weight") else 0
@@ -84,7 +78,11 @@ def _rotary_heads(fqn: str, config: ModelConfig) -> int:
 
 def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the model's part of a config.json, in the keys that transformers 4 and 5 both read."""
-    scaling = config.rope_scaling
+    scaling: dict[str, Any] | None = None
+    if config.rope_scaling is not None:
+        scaling = {"rope_type": "llama3"}
+        for ours, theirs in _SCALING.items():
+            scaling[theirs] = getattr(config.rope_scaling, ours)
     return {
         "architectures": ["LlamaForCausalLM"],
         **_FIXED,
@@ -92,13 +90,7 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": (
-            scaling
-            and {
-                "rope_type": "llama3",
-                **{theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()},
-            }
-        ),
+        "rope_scaling": scaling,
         "tie_word_embeddings": config.tied_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
@@ -115,46 +107,55 @@ def config_from_hf(json: Mapping[str, Any]) -> ModelConfig:
         "rms_norm_eps": 1e-6,
         **json,
     }
-    wrong = [
+    mistakes = [
         f"{key} = {json[key]!r:.60}: expected {value!r}"
         for key, value in _FIXED.items()
         if json.get(key, value) != value
     ]
-    wrong += _not_sizes(given, _SIZES.values())
-    wrong += _not_numbers(given, ["rms_norm_eps"])
-    rope: dict[str, Any] = {"rope_theta": json.get("rope_theta", 10_000.0), "rope_type": "default"}
-    # transformers 5 writes rope_parameters, where 4 had rope_scaling beside rope_theta
-    for key in ("rope_scaling", "rope_parameters"):
-        said = json.get(key) or {}
-        if not isinstance(said, dict):
-            wrong.append(f"{key} = {said!r:.60}: expected an object or null")
-            continue
-        if "type" in said:  # its earlier name
-            rope["rope_type"] = said["type"]
-        rope.update(said)
-    wrong += _not_numbers(rope, ["rope_theta"])
-    if rope["rope_type"] not in ("default", "llama3"):
-        wrong.append(f"rope_type = {rope['rope_type']!r:.60}: expected 'default' or 'llama3'")
-    scales = rope["rope_type"] == "llama3"
-    if scales:
-        wrong += [f"rope_scaling: {line}" for line in _not_numbers(rope, _SCALING.values())]
+    mistakes += _not_sizes(given, _SIZES.values())
+    mistakes += _not_numbers(given, ["rms_norm_eps"])
+    rope, rope_mistakes = _rope_of(json)
+    mistakes += rope_mistakes
     if json.get("quantization_config"):
-        wrong.append("quantization_config: quantized weights cannot be read")
-    if wrong:
-        raise ValueError("; ".join(wrong))
+        mistakes.append("quantization_config: quantized weights cannot be read")
+    if mistakes:
+        raise ValueError("; ".join(mistakes))
     head_dim = json["hidden_size"] // json["num_attention_heads"]
     if json.get("head_dim") not in (None, head_dim):
         raise ValueError(
             f"head_dim = {json['head_dim']!r:.60}: expected hidden_size / num_attention_heads"
         )
-    scaling = {ours: rope[theirs] for ours, theirs in _SCALING.items()} if scales else None
+    scaling = None
+    if rope["rope_type"] == "llama3":
+        scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in _SCALING.items()})
     return ModelConfig(
         **{ours: given[theirs] for ours, theirs in _SIZES.items()},
         tied_embeddings=bool(json.get("tie_word_embeddings", False)),
         rope_theta=float(rope["rope_theta"]),
-        rope_scaling=RopeScaling(**scaling) if scaling else None,
+        rope_scaling=scaling,
         norm_eps=given["rms_norm_eps"],
     )
+
+
+def _rope_of(json: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the rotary settings, and a line for each that is not supported."""
+    rope: dict[str, Any] = {"rope_theta": json.get("rope_theta", 10_000.0), "rope_type": "default"}
+    mistakes = []
+    # transformers 5 writes rope_parameters, where 4 had rope_scaling beside rope_theta
+    for key in ("rope_scaling", "rope_parameters"):
+        settings = json.get(key) or {}
+        if not isinstance(settings, dict):
+            mistakes.append(f"{key} = {settings!r:.60}: expected an object or null")
+            continue
+        if "type" in settings:  # its earlier name
+            rope["rope_type"] = settings["type"]
+        rope.update(settings)
+    mistakes += _not_numbers(rope, ["rope_theta"])
+    if rope["rope_type"] not in ("default", "llama3"):
+        mistakes.append(f"rope_type = {rope['rope_type']!r:.60}: expected 'default' or 'llama3'")
+    elif rope["rope_type"] == "llama3":
+        mistakes += [f"rope_scaling: {line}" for line in _not_numbers(rope, _SCALING.values())]
+    return rope, mistakes
 
 
 def _not_sizes(given: Mapping[str, Any], keys: Iterable[str]) -> list[str]:

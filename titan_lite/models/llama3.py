@@ -29,7 +29,7 @@ Mask = Tensor | Documents | None  # of `attention_mask`, or what a kernel takes 
 def rope_tables(
     config: ModelConfig, positions: Sequence[int], device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of every position and frequency: (len(positions), D / 2), float32."""
+    """Return cosines and sines by position and frequency: (len(positions), D / 2), float32."""
     exponents = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling

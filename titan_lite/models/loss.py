@@ -6,8 +6,8 @@
     model.output.loss_sum = loss.of_hidden                     # chunk > 0: it returns their loss
     loss.of_output(model(tokens, labels=labels), labels)
 
-A sum divided by the tokens of all ranks is the same on every layout. With `chunk`, the projection to
-the vocabulary is part of the loss, which is computed for that many tokens at a time: neither the
+A sum divided by the tokens of all ranks is the same on every layout. With `chunk`, the projection
+to the vocabulary is part of the loss, which is computed for that many tokens at a time: neither the
 logits of all tokens nor their gradient exist. It is the same loss but for rounding.
 """
 
@@ -260,7 +260,7 @@ def _compute_chunks(
 
 
 def _log_probabilities(logits: Tensor, vocabulary: VocabularyShard) -> Tensor:
-    """Return the logarithms of the probabilities of this rank's entries, (t, v) -> (t, v), float32."""
+    """Return the log-probabilities of this rank's entries: (t, v) -> (t, v), float32."""
     log_p = F.log_softmax(logits, -1, dtype=torch.float32)  # as if this rank had all entries
     if vocabulary.degree == 1:
         return log_p

@@ -1,4 +1,4 @@
-"""Shapes of Llama 3 models: flavors, changed by keys of [model], and the shapes of their parameters.
+"""Shapes of Llama 3 models: flavors, changed by keys of [model], and shapes of their parameters.
 
 Needs no torch, so that a recipe is checked quickly.
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from titan_lite.config import ConfigError, Model
 from titan_lite.config.errors import shown
+from titan_lite.manifest import CorruptFileError, fields_of
 from titan_lite.models.fqns import lies_within
 
 Shape = tuple[int, ...]
@@ -68,6 +69,7 @@ FLAVORS = {
 
 
 _REQUIRED_WITHOUT_FLAVOR = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")
+_SIZES = (*_REQUIRED_WITHOUT_FLAVOR, "n_kv_heads")
 
 
 def shape_of(model: Model) -> ModelConfig:
@@ -129,13 +131,28 @@ def _changes_to_flavor(model: Model) -> dict[str, Any]:
     return changes
 
 
+def config_from_fields(fields: Any, name: str) -> ModelConfig:  # noqa: ANN401 - of a JSON file
+    """Return the ModelConfig that `dataclasses.asdict` wrote; fields with defaults may be missing.
+
+    name: of the file and the field in it, for errors. Raises CorruptFileError.
+    """
+    with fields_of(name):
+        scaling = fields.get("rope_scaling")
+        config = ModelConfig(**{**fields, "rope_scaling": scaling and RopeScaling(**scaling)})
+    for field in _SIZES:
+        size = getattr(config, field)
+        if type(size) is not int or size < 1:
+            raise CorruptFileError(f"{name}.{field} = {size!r}: expected a whole number above 0")
+    return config
+
+
 def module_fqns(n_layers: int) -> list[str]:
     """Return the modules that pipeline stages are made of, in the order of forward."""
     return ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
 
 
 def parameter_shapes(config: ModelConfig, modules: Iterable[str] = ()) -> dict[str, Shape]:
-    """Return the shapes of the parameters by FQN, in the model's order; those within `modules`, or all.
+    """Return the shapes of the parameters by FQN, in the model's order; within `modules`, or all.
 
     They are those of models/llama3.Transformer, without torch. A tied weight has its first name,
     and is within "output" too.

@@ -1,6 +1,6 @@
 """Make the twin of a recipe: a small recipe whose layout is right if the large one's is.
 
-    layout = layout_of(config)               # {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 2}
+    layout = layout_of(config)               # {"pp": 1, ..., "dp_shard": 4, "cp": 1, "tp": 2}
     small = twin(config, layout, steps=5)
     model = twin_model(shape_of(config.model), stages=1)
     alone = reference(small)                 # the same batches in one eager process
@@ -71,7 +71,7 @@ def layout_of(config: Config) -> Degrees:
 
 
 def every_layout() -> list[Degrees]:
-    """Return all combinations of degrees 1 and 2 for 2 to MAX_PROCESSES processes, small ones first."""
+    """Return all combinations of degrees 1 and 2 for 2 to MAX_PROCESSES processes."""
     choices = itertools.product((1, 2), repeat=len(AXES))
     layouts = [dict(zip(AXES, degrees, strict=True)) for degrees in choices]
     possible = [layout for layout in layouts if 1 < processes_of(layout) <= MAX_PROCESSES]
@@ -106,7 +106,7 @@ def processes_of(layout: Degrees) -> int:
 
 
 def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
-    """Return the debug flavor with what `flavor` has beside sizes, and layers for `stages` stages."""
+    """Return the debug flavor with what `flavor` has beside sizes, and layers for its stages."""
     return dataclasses.replace(
         FLAVORS["debug"],
         n_layers=max(MIN_LAYERS, stages),
