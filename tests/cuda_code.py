@@ -1,7 +1,7 @@
 """Inductor's code for a GPU, of a stage of a recipe's layout, written on a machine that has none.
 
-    graphs = lower_stage("llama3_8b.toml", 8, ["--compile.bucketing=greedy"])       # {"forward": Lowered, "backward": Lowered}
-    graphs["backward"].replay.order == graphs["backward"].asked
+    graphs = lower_stage("llama3_8b.toml", 8, ["--compile.bucketing=greedy"])
+    graphs["backward"].replay.order == graphs["backward"].asked     # "forward" and "inference", too
 
 A stage is traced as the trainer builds it, on fake CPU tensors in a fake process group. Each graph
 that the passes leave is copied onto fake CUDA tensors and goes through the real compile_fx_inner,
@@ -87,16 +87,15 @@ H100 = SimpleNamespace(
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """asked: the order of the graph that the passes left, as in Replay.order; fused: once Inductor
-    has put collectives of tensor parallelism and products into one operator, where the recipe says
-    so.
-    """
+    """The code of a graph, and the order that it should have."""
 
-    asked: list[tuple[str, str]]
+    asked: list[tuple[str, str]]  # order of the graph that the passes left, as in Replay.order
+    # the same, once Inductor has put collectives of tensor parallelism and products into one
+    # operator, where the recipe says so
     fused: list[tuple[str, str]]
-    source: str
-    kernels: dict[str, list[str]]
-    nbytes: dict[str, int]
+    source: str  # the module that Inductor writes
+    kernels: dict[str, list[str]]  # as in Replay
+    nbytes: dict[str, int]  # as in Replay
 
     @functools.cached_property
     def replay(self) -> Replay:
@@ -140,19 +139,14 @@ def capture(
 
     def keep(module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """In place of compile_fx_inner."""
-        name = (
-            "backward"
-            if options.get("is_backward")
-            else "inference"
-            if options.get("is_inference")
-            else "forward"
-        )
         settings = {
             key: value
             for key, value in inductor_config.get_config_copy().items()
             if value != defaults[key]
         }
-        graphs[name] = _Captured(module, events(module.graph), options, settings)
+        graphs[backends.graph_name(options)] = _Captured(
+            module, events(module.graph), options, settings
+        )
         (results,) = next(iter(reversed(module.graph.nodes))).args
         return make_boxed_func(
             lambda *_: [

@@ -2,10 +2,10 @@
 its buffers.
 
     replay = Replay(source, kernels, nbytes)
-    replay.order           # [("start", "all_gather_into_tensor"), ("product", "mm_2"), ("wait", "all_gather_into_tensor"), ...]
-    replay.faults          # ["an input of all_gather_into_tensor is written in flight: line 312: triton_poi_fused_3.run(...)"]
-    replay.launches        # the same with all other kernels: ("triton", "triton_poi_fused_add_3"), ("operator", "buf17")
-    replay.peak            # most bytes alive at once
+    replay.order        # [("start", "all_gather"), ("product", "mm"), ("wait", "all_gather"), ...]
+    replay.faults       # ["an input of all_gather is written in flight: line 312: ..."]
+    replay.launches     # as order, with all other kernels: ("triton", "triton_poi_fused_add_3")
+    replay.peak         # most bytes alive at once
 
 The statements of `call` are followed one by one. Names share a storage where one is a view of the
 other or takes its place; a storage is free when its last name is deleted. Between a collective's
@@ -52,19 +52,17 @@ class Replay:
     def __init__(
         self, source: str, kernels: Mapping[str, Sequence[str]], nbytes: Mapping[str, int]
     ):
-        self.kernels, self.nbytes = (
-            {buffer: iter(names) for buffer, names in kernels.items()},
-            nbytes,
-        )
+        self.kernels = {buffer: iter(names) for buffer, names in kernels.items()}
+        self.nbytes = nbytes
         self.launches: list[tuple[str, str]] = []
         self.faults: list[str] = []
-        self.storages: dict[
-            str, int
-        ] = {}  # by name; several names of one are views, or take each other's place
+        # by name; several names of one are views, or take each other's place
+        self.storages: dict[str, int] = {}
         self.sizes: list[int] = []  # of each storage, in bytes
         self.allocated: list[int] = []  # those that the code allocates, and no operator
         self.flights: dict[str, Flight] = {}
-        self.alive = self.peak = 0
+        self.alive = 0  # bytes
+        self.peak = 0  # bytes
         module = ast.parse(source)
         self.writes = dict(_pointers_written(module))
         (call,) = (
@@ -82,7 +80,7 @@ class Replay:
     def block(self) -> list[tuple[str, str]]:
         """The launches of one block: from the first attention to the second."""
         first, second, *_ = (
-            place for place, (kind, _) in enumerate(self.launches) if kind == "attention"
+            index for index, (kind, _) in enumerate(self.launches) if kind == "attention"
         )
         return self.launches[first:second]
 
@@ -94,25 +92,33 @@ class Replay:
                 case ast.Delete(targets=targets):
                     for target in targets:
                         self._free(ast.unparse(target), statement)
-                case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
-                    for name in names:
-                        self._make(ast.unparse(name))
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Name(id=same)):
-                    self.storages[name] = self.storages[same]
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript() as part):
-                    self._make(name)  # one of several results of an operator
-                    if flight := self.flights.get(ast.unparse(part)):
-                        self.flights[ast.unparse(part)] = replace(
-                            flight, outputs=frozenset({self.storages[name]})
-                        )
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
-                    self._call(call, name)
+                case ast.Assign(targets=[target], value=value):
+                    self._assign(target, value, statement)
                 case ast.Expr(value=ast.Call() as call):
                     self._call(call)
                 case ast.Return():
                     pass
                 case _:
                     raise ValueError(f"not understood: {_line(statement)}")
+
+    def _assign(self, target: ast.expr, value: ast.expr, statement: ast.stmt) -> None:
+        match target, value:
+            case ast.Tuple(elts=names), ast.Name(id="args"):
+                for name in names:
+                    self._make(ast.unparse(name))
+            case ast.Name(id=name), ast.Name(id=same):
+                self.storages[name] = self.storages[same]
+            case ast.Name(id=name), ast.Subscript() as part:
+                self._make(name)  # one of several results of an operator
+                flight = self.flights.get(ast.unparse(part))
+                if flight is not None:
+                    self.flights[ast.unparse(part)] = replace(
+                        flight, outputs=frozenset({self.storages[name]})
+                    )
+            case ast.Name(id=name), ast.Call() as call:
+                self._call(call, name)
+            case _:
+                raise ValueError(f"not understood: {_line(statement)}")
 
     def _call(self, call: ast.Call, result: str = "") -> None:
         function = ast.unparse(call.func)
@@ -150,9 +156,8 @@ class Replay:
             self._communicate(
                 function.removeprefix(COLLECTIVES).removesuffix(".default"), call, result
             )
-        elif (
-            function.startswith("torch.ops.") or function.partition("[")[0] in self.storages
-        ):  # buf3[...].view(...).sum(...)
+        elif function.startswith("torch.ops.") or function.partition("[")[0] in self.storages:
+            # or a method: buf3[...].view(...).sum(...)
             words = {
                 "scaled_dot_product": "attention",
                 "flash_attention": "attention",
@@ -169,16 +174,15 @@ class Replay:
         reads = self._read(call.args[0])
         if operator == "wait_tensor":
             key = next((key for key, flight in self.flights.items() if reads <= flight.outputs), "")
-            flight = (
-                self.flights.pop(key)
-                if key
-                else Flight(ast.unparse(call.args[0]), frozenset(), frozenset())
-            )
+            if key:
+                flight = self.flights.pop(key)
+            else:  # of an input of the graph
+                flight = Flight(ast.unparse(call.args[0]), frozenset(), frozenset())
             self._launch("wait", flight.name, call)
             return
-        out = [keyword.value for keyword in call.keywords if keyword.arg == "out"] or call.args[
-            :1
-        ] * operator.endswith("_")
+        out = [keyword.value for keyword in call.keywords if keyword.arg == "out"]
+        if not out and operator.endswith("_"):  # in place
+            out = call.args[:1]
         name = self._kernel(*(self._names(call.args[0]) if out else [result]))
         self._launch("start", name, call, reads, self._read(*out))
         if not out:
@@ -225,7 +229,9 @@ class Replay:
         return next(self.kernels.get(buffer, iter(())), buffer)
 
     def _read(self, *expressions: ast.expr) -> frozenset[int]:
-        return frozenset(self.storages[name] for each in expressions for name in self._names(each))
+        return frozenset(
+            self.storages[name] for expression in expressions for name in self._names(expression)
+        )
 
     def _names(self, expression: ast.expr) -> list[str]:
         return [
@@ -256,8 +262,8 @@ def _pointers_written(module: ast.Module) -> Iterator[tuple[str, set[int]]]:
             name,
             {
                 number
-                for number, each in enumerate(names)
-                if each.startswith(("out_ptr", "in_out_ptr"))
+                for number, argument in enumerate(names)
+                if argument.startswith(("out_ptr", "in_out_ptr"))
             },
         )
 

@@ -7,7 +7,7 @@ joint graph -> resharding.py -> partitioner -> forward, backward -> `compiling`:
 -> Inductor (pin_order.py keeps the order) or, with aot_eager, the graph as it is
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -114,12 +114,7 @@ def inductor_backend(
 
     def compile_graph(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:  # noqa: ANN401 torch's
         """Run the passes here, since graphs from Inductor's cache skip its own hooks for passes."""
-        name = "forward"
-        if options.get("is_backward"):
-            name = "backward"
-        elif options.get("is_inference"):
-            name = "inference"
-        with compiling(graph, name), meshes_in_cache_keys():
+        with compiling(graph, graph_name(options)), meshes_in_cache_keys():
             pin_order.record_order(graph.graph)
             return compile_fx_inner(graph, inputs, **options)
 
@@ -128,6 +123,13 @@ def inductor_backend(
             return compile_fx(graph, inputs, inner_compile=compile_graph, config_patches=settings)
 
     return compile_both
+
+
+def graph_name(options: Mapping[str, object]) -> str:
+    """Return "forward", "backward" or "inference", from the options of compile_fx_inner."""
+    if options.get("is_backward"):
+        return "backward"
+    return "inference" if options.get("is_inference") else "forward"
 
 
 def inductor_settings(reshard: CachedPass | None, async_tensor_parallel: str) -> dict[str, object]:

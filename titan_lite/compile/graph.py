@@ -41,7 +41,7 @@ def _fake_value(argument: object) -> object:
 
 
 def move_before(
-    target: Node, nodes: Iterable[Node], accepted: Callable[[], bool] = lambda: True
+    target: Node, nodes: Iterable[Node], accepted: Callable[[], bool] | None = None
 ) -> bool:
     """Move those of `nodes` that are behind `target` before it, in their order.
 
@@ -51,7 +51,7 @@ def move_before(
     following = [node.next for node in behind]
     for node in behind:
         target.prepend(node)
-    if accepted():
+    if accepted is None or accepted():
         return bool(behind)
     for node, successor in zip(reversed(behind), reversed(following), strict=True):
         successor.prepend(node)

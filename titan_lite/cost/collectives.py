@@ -15,11 +15,10 @@ from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph, Node
 
-all_gather_single = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # renamed in torch 2.13
-collectives = torch.ops._c10d_functional
 aten = torch.ops.aten
+collectives = torch.ops._c10d_functional
+# renamed in torch 2.13
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Operators on shards before an all-gather: copying from host memory, casting, padding, copying into
 # a bucket.
 PREPARATION = frozenset(
@@ -72,9 +71,7 @@ def is_all_gather(node: Node) -> bool:
 
 
 def parameters_of(node: Node) -> tuple[str, ...]:
-    """Return the FQNs of a collective's parameters: one from SimpleFSDP, several in a bucket, none
-    for other nodes.
-    """
+    """Return the FQNs of a collective's parameters: one, several in a bucket, none for others."""
     if node.target not in KINDS:
         return ()
     if "bucket" in node.meta:
@@ -147,35 +144,39 @@ def group_size(node: Node) -> int:
 
 
 def parameter_all_gathers(graph: Graph) -> dict[Node, list[Node]]:
-    """Return the all-gathers of SimpleFSDP's parameters, each with the nodes that prepare its
-    shard.
-    """
-    found = {node: preparation(node) for node in graph.nodes if is_all_gather(node)}
-    return {gather: nodes for gather, nodes in found.items() if nodes is not None}
+    """Return the all-gathers of SimpleFSDP's parameters, each with what prepares its shard."""
+    prepared_by = {}
+    for node in graph.nodes:
+        nodes = preparation(node) if is_all_gather(node) else None
+        if nodes is not None:
+            prepared_by[node] = nodes
+    return prepared_by
 
 
 def preparation(gather: Node) -> list[Node] | None:
     """Return the nodes between graph inputs and `gather`, or None if one is not in PREPARATION and
     no parameter is gathered.
     """
-    found, open_nodes = list[Node](), list(gather.all_input_nodes)
+    nodes: list[Node] = []
+    open_nodes = list(gather.all_input_nodes)
     while open_nodes:
         node = open_nodes.pop()
-        if node.op == "placeholder" or node in found:
+        if node.op == "placeholder" or node in nodes:
             continue
         if node.target not in PREPARATION:
             return None
-        found.append(node)
+        nodes.append(node)
         open_nodes += node.all_input_nodes
-    return found
+    return nodes
 
 
 def descendants(*starts: Node) -> set[Node]:
     """Return `starts` and all nodes that depend on them, except the graph's output."""
-    found, open_nodes = set(starts), list(starts)
+    dependent = set(starts)
+    open_nodes = list(starts)
     while open_nodes:
         for user in open_nodes.pop().users:
-            if user.op != "output" and user not in found:
-                found.add(user)
+            if user.op != "output" and user not in dependent:
+                dependent.add(user)
                 open_nodes.append(user)
-    return found
+    return dependent

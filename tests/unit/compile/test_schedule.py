@@ -134,7 +134,7 @@ def test_strings_of_all_ranks_are_asked_for_only_where_they_differ():
 
 
 def test_other_groups_may_do_other_things():
-    """Ranks of another tensor-parallel rank have other sizes, and other ranks to gather them from."""
+    """Another tensor-parallel rank has other sizes, and other ranks to gather them from."""
     assert scheduled(
         layers(),
         bucketing="block",

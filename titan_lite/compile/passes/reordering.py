@@ -77,7 +77,7 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
 
 
 def move_gather_before(
-    gather: Node, target: Node, accepted: Callable[[], bool] = lambda: True
+    gather: Node, target: Node, accepted: Callable[[], bool] | None = None
 ) -> bool:
     """Move an all-gather, with its preparation, before `target`.
 

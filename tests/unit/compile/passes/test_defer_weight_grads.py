@@ -34,7 +34,7 @@ def exchange(hand, x, seconds):
 
 
 def backward(blocks, exchanged=4.0, weight=(1.0, 5.0), reduces=True):
-    """Blocks with a product on the path, and two gradients of weights before the path communicates."""
+    """Blocks with a product on the path, and two gradients of weights before it communicates."""
     hand, results = Hand(), []
     x = hand.input(2, 2)
     for block in range(blocks):
