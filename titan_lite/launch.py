@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from titan_lite import rules
 from titan_lite.config import SHIPPED, ConfigError, load_config
 from titan_lite.environment import usable_cores
 from titan_lite.resilience import exit_code
@@ -75,6 +76,7 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     """Return torchrun's arguments, and set the environment of its processes. Raises ConfigError."""
     path, *keys = arguments
     config = load_config(path, keys)
+    rules.check_keys(config)
     nodes, rendezvous = check_variables()
     if nodes != "1":  # otherwise every node waits for it, with many warnings
         check_host(os.environ["RDZV_ENDPOINT"])

@@ -1,21 +1,31 @@
 """Rules across keys of a recipe and its layout: the only place that says what cannot be together.
 
+    check_keys(config)             # rules that need no number of ranks
     layout = Layout.from_config(config, world_size=8)
-    check(config, layout)          # raises one ConfigError with all mistakes
+    check(config, layout)          # all of them; raises one ConfigError with all mistakes
 
-A rule is a function that yields a Mistake for each key with a wrong value, and `@rule` adds it to
-those that `check` applies. Those of `@rule_with_torch` come last and import torch when their keys are
-used, so that most mistakes are told in a fraction of a second. What depends on the machine is in
-machine_rules.py. A field's own type and bounds are in config/sections.py.
+A rule is a function that yields a Mistake for each key with a wrong value. A decorator adds it to
+those that are applied: `@rule_of_keys` needs the recipe alone, `@rule` the layout too.
+`@rule_with_torch` imports torch where its keys are used, so these come last, and most mistakes are
+told in a fraction of a second. What depends on the machine is in machine_rules.py. A field's own
+type and bounds are in config/sections.py.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from titan_lite.config import Config, ConfigError
-from titan_lite.config.errors import in_toml
+from titan_lite.config import (
+    KEYS,
+    Config,
+    ConfigError,
+    Corpus,
+    batch_ramp,
+    gradient_accumulation_steps,
+)
+from titan_lite.config.errors import in_toml, shown
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.pipeline_schedule import STAGES_PER_RANK, stages_per_rank
 from titan_lite.models.fqns import is_filtered
@@ -31,6 +41,9 @@ from titan_lite.models.shapes import (
 from titan_lite.optim.state import is_matrix
 from titan_lite.sharding import chunk_range, chunk_size
 
+if TYPE_CHECKING:
+    from titan_lite.data.tokenizer import Tokenizer
+
 
 @dataclass(frozen=True)
 class Mistake:
@@ -42,13 +55,20 @@ class Mistake:
     instead: str  # what to use
 
     def message(self, config: Config) -> str:
-        origin = config.origin(self.key)  # the file, or "command line"
-        return f"{origin}: {self.key} = {in_toml(self.value)} {self.why}; use {self.instead}"
+        origin = config.origin(self.key.partition("[")[0])  # the file, or "command line"
+        return f"{origin}: {self.key} = {shown(self.value)} {self.why}; use {self.instead}"
 
 
+RuleOfKeys = Callable[[Config], Iterator[Mistake]]
 Rule = Callable[[Config, Layout], Iterator[Mistake]]
+RULES_OF_KEYS: list[RuleOfKeys] = []
 RULES: list[Rule] = []
 RULES_WITH_TORCH: list[Rule] = []
+
+
+def rule_of_keys(function: RuleOfKeys) -> RuleOfKeys:
+    RULES_OF_KEYS.append(function)
+    return function
 
 
 def rule(function: Rule) -> Rule:
@@ -61,14 +81,25 @@ def rule_with_torch(function: Rule) -> Rule:
     return function
 
 
+def check_keys(config: Config) -> None:
+    """Apply the rules that need no number of ranks. Raises one ConfigError with all mistakes."""
+    raise_mistakes(config, _mistakes_in_keys(config))
+
+
 def check(config: Config, layout: Layout) -> None:
     """Apply every rule. Raises one ConfigError with all mistakes.
 
     Rules with torch are applied to what the others admit.
     """
-    for rules in (RULES, RULES_WITH_TORCH):
-        mistakes = [mistake for rule in rules for mistake in rule(config, layout)]
-        raise_mistakes(config, mistakes)
+    of_layout = [mistake for rule in RULES for mistake in rule(config, layout)]
+    raise_mistakes(config, [*_mistakes_in_keys(config), *of_layout])
+    raise_mistakes(
+        config, [mistake for rule in RULES_WITH_TORCH for mistake in rule(config, layout)]
+    )
+
+
+def _mistakes_in_keys(config: Config) -> list[Mistake]:
+    return [mistake for rule in RULES_OF_KEYS for mistake in rule(config)]
 
 
 def raise_mistakes(config: Config, mistakes: Iterable[Mistake]) -> None:
@@ -96,6 +127,224 @@ def nearest_divisors(number: int, value: int) -> list[int]:
     below = max(divisor for divisor in divisors if divisor < value)
     above = [divisor for divisor in divisors if divisor > value]
     return [below, *above[:1]]
+
+
+# Keys alone
+
+
+@rule_of_keys
+def a_step_is_loaded_from_checkpoints(config: Config) -> Iterator[Mistake]:
+    checkpoint = config.checkpoint
+    if checkpoint.enable:
+        return
+    why = "loads nothing from checkpoints that are off"
+    if checkpoint.load_step != -1:
+        yield Mistake("checkpoint.load_step", checkpoint.load_step, why, "checkpoint.enable = true")
+    if checkpoint.must_resume:
+        yield Mistake("checkpoint.must_resume", True, why, "checkpoint.enable = true")
+
+
+@rule_of_keys
+def async_tensor_parallelism_is_done_by_inductor(config: Config) -> Iterator[Mistake]:
+    key = "parallelism.enable_async_tensor_parallel"
+    if not config.parallelism.enable_async_tensor_parallel:
+        return
+    if config.parallelism.tensor_parallel_degree == 1:
+        yield Mistake(key, True, "has no collective to overlap", "tensor_parallel_degree = 2")
+    if not config.compile.compiles("model"):
+        why = "is done by the compiler, and the model is not compiled"
+        instead = 'compile.enable = true and compile.components = ["model", "loss"]'
+        yield Mistake(key, True, why, instead)
+    elif config.compile.backend != "inductor":
+        yield Mistake(key, True, "is done by Inductor", 'compile.backend = "inductor"')
+
+
+@rule_of_keys
+def lr_schedule_is_as_long_as_the_run(config: Config) -> Iterator[Mistake]:
+    schedule = config.lr_scheduler
+    steps = config.training.steps
+    if schedule.total_steps == -1:
+        return
+    if schedule.total_steps < schedule.warmup_steps:
+        yield Mistake(
+            key="lr_scheduler.warmup_steps",
+            value=schedule.warmup_steps,
+            why=f"is longer than lr_scheduler.total_steps = {schedule.total_steps}",
+            instead=f"warmup_steps = {max(1, schedule.total_steps // 10)}",
+        )
+    if schedule.total_steps < steps:
+        yield Mistake(
+            key="lr_scheduler.total_steps",
+            value=schedule.total_steps,
+            why=f"ends before training.steps = {steps}",
+            instead="-1 or at least that many",
+        )
+
+
+@rule_of_keys
+def there_is_a_tokenizer(config: Config) -> Iterator[Mistake]:
+    path = config.model.tokenizer_path
+    if not path:
+        instead = 'a tokenizer file, such as "../assets/tokenizer/debug.model"'
+        yield Mistake("model.tokenizer_path", path, "names no file", instead)
+
+
+@rule_of_keys
+def there_is_something_to_compile(config: Config) -> Iterator[Mistake]:
+    compile = config.compile
+    if not compile.enable:
+        return
+    if not compile.components:
+        yield Mistake(
+            key="compile.components",
+            value=compile.components,
+            why="leaves nothing to compile, but compile.enable = true",
+            instead='components = ["model", "loss"], or compile.enable = false',
+        )
+    if compile.bucketing == "listed" and not compile.buckets:
+        yield Mistake(
+            key="compile.bucketing",
+            value=compile.bucketing,
+            why="needs compile.buckets",
+            instead=(
+                'buckets = ["tok_embeddings", "layers.0 layers.1"], or bucketing = "block", which'
+                " needs none"
+            ),
+        )
+    if compile.bucketing == "auto" and not compile.reordering:
+        yield Mistake(
+            key="compile.reordering",
+            value=compile.reordering,
+            why='is not for compile.bucketing = "auto", which orders what it buckets',
+            instead='reordering = true or bucketing = "block"',
+        )
+
+
+@rule_of_keys
+def activation_checkpointing_has_an_option(config: Config) -> Iterator[Mistake]:
+    option = config.activation_checkpoint.selective_ac_option
+    is_number = option.isascii() and option.isdigit() and int(option) > 0
+    if option not in ("op", "op/2") and not is_number:
+        yield Mistake(
+            key="activation_checkpoint.selective_ac_option",
+            value=option,
+            why="is no option",
+            instead='"op", "op/2", or a number of blocks in quotes, such as "2"',
+        )
+
+
+@rule_of_keys
+def memory_budget_is_for_the_compiler(config: Config) -> Iterator[Mistake]:
+    mode = config.activation_checkpoint.mode
+    if mode == "memory_budget" and not config.compile.compiles("model"):
+        yield Mistake(
+            key="activation_checkpoint.mode",
+            value=mode,
+            why="lets the compiler choose, and the model is not compiled",
+            instead=(
+                'compile.enable = true with "model" in compile.components, or mode = "selective"'
+            ),
+        )
+
+
+@rule_of_keys
+def gathered_weights_are_kept_or_freed(config: Config) -> Iterator[Mistake]:
+    key = "parallelism.fsdp_keep_gathered"
+    kept = config.parallelism.fsdp_keep_gathered
+    # the default is in every saved recipe, and is no request
+    is_request = kept not in ((), KEYS[key].default)
+    if is_request and config.parallelism.fsdp_reshard_after_forward == "always":
+        yield Mistake(
+            key=key,
+            value=kept,
+            why='is not for parallelism.fsdp_reshard_after_forward = "always", which keeps none',
+            instead='"default" to keep these, or fsdp_keep_gathered = []',
+        )
+
+
+@rule_of_keys
+def batches_are_whole(config: Config) -> Iterator[Mistake]:
+    """Tell a wrong batch before the number of ranks is known, where the recipe has all degrees."""
+    batch_ramp(config.training.global_batch_ramp)  # raises ConfigError
+    parallelism = config.parallelism
+    if parallelism.data_parallel_shard_degree != -1:
+        dp_degree = (
+            parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
+        )
+        gradient_accumulation_steps(config.training, dp_degree)  # raises ConfigError
+    return iter(())
+
+
+# Documents
+
+
+@rule_of_keys
+def sources_stand_alone(config: Config) -> Iterator[Mistake]:
+    data = config.data
+    if not data.sources:
+        return
+    origin = config.origin("data.sources")
+    for name, field in Corpus.model_fields.items():
+        value = getattr(data, name)
+        if value != field.default:
+            yield Mistake(
+                key=f"data.{name}",
+                value=value,
+                why=f"is beside data.sources ({origin}), which replace it",
+                instead=(
+                    "it within these, or sources = []; if an extended recipe has it, use"
+                    f" {name} = {in_toml(field.default)}"
+                ),
+            )
+
+
+@rule_of_keys
+def sources_differ(config: Config) -> Iterator[Mistake]:
+    first: dict[Corpus, int] = {}  # number of the first source with these documents
+    for number, source in enumerate(config.data.sources, start=1):
+        same = first.setdefault(source.replace(weight=1.0), number)
+        if same != number:
+            yield Mistake(
+                key=f"data.sources[{number}].dataset",
+                value=source.dataset,
+                why=f"has the same documents as data.sources[{same}], which would be read twice",
+                instead="one of them with the sum of both weights",
+            )
+
+
+@rule_of_keys
+def documents_can_be_found(config: Config) -> Iterator[Mistake]:
+    examples = {"local": "corpus/*.jsonl", "prepared": "prepared/books"}
+    for _, source in config.data.mixture():
+        dataset = source.key("dataset")
+        has_path = source.dataset in examples
+        if has_path and not source.path:
+            why = f"needs {source.key('path')}"
+            instead = f'one such as path = "{examples[source.dataset]}"'
+            yield Mistake(dataset, source.dataset, why, instead)
+        if source.path and not has_path:
+            why = f'is not read for {dataset} = "{source.dataset}"'
+            instead = f'{dataset} = "local" or "prepared", or remove path'
+            yield Mistake(source.key("path"), source.path, why, instead)
+        for name in ("subset", "split"):
+            value = getattr(source, name)
+            if value != Corpus.model_fields[name].default and "/" not in source.dataset:
+                why = f'is only for datasets of the hub (dataset = "{source.dataset}")'
+                instead = 'one such as dataset = "HuggingFaceFW/fineweb", or remove it'
+                yield Mistake(source.key(name), value, why, instead)
+
+
+@rule_of_keys
+def validation_has_documents(config: Config) -> Iterator[Mistake]:
+    if not config.validation.enable or config.data.validation_fraction > 0:
+        return
+    if any(source.dataset != "c4" for _, source in config.data.mixture()):
+        yield Mistake(
+            key="validation.enable",
+            value=True,
+            why="needs held-out documents",
+            instead="data.validation_fraction = 0.05, or validation.enable = false",
+        )
 
 
 # The model's shape
@@ -594,9 +843,45 @@ def float8_has_results_on_gpus(config: Config) -> Iterator[Mistake]:
 
 
 @rule_with_torch
-def the_machine_has_a_profile(config: Config, layout: Layout) -> Iterator[Mistake]:
+def machine_has_a_profile(config: Config, layout: Layout) -> Iterator[Mistake]:
     if config.compile.machine:
         from titan_lite.cost.profiles import load_machine
 
         load_machine(config.compile.machine)  # raises ConfigError with what is wrong in the file
     return iter(())
+
+
+def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
+    """Check that the tokenizer fits the model and that documents can be read. Return the tokenizer.
+
+    Needs no torch, so that one process can check before a run. Raises ConfigError.
+    """
+    # imported here, since packages that only ./run_train.sh installs come with it
+    from titan_lite.data.documents import check_data
+    from titan_lite.data.prepared import check_prepared
+    from titan_lite.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    raise_mistakes(config, _vocabulary_is_too_small(config, layout, tokenizer))
+    check_data(config.data)
+    for _, source in config.data.mixture():
+        if source.dataset == "prepared":
+            check_prepared(source, tokenizer.sha256, tokenizer.vocab_size)
+    return tokenizer
+
+
+def _vocabulary_is_too_small(
+    config: Config, layout: Layout, tokenizer: "Tokenizer"
+) -> Iterator[Mistake]:
+    size = layout.model.vocab_size
+    if tokenizer.vocab_size > size:
+        model = "model.vocab_size" if config.model.vocab_size else f"flavor {config.model.flavor}"
+        yield Mistake(
+            key="model.tokenizer_path",
+            value=config.model.tokenizer_path,
+            why=f"has {tokenizer.vocab_size} tokens, but {model} has room for {size}",
+            instead=(
+                "that flavor's tokenizer, a flavor with room, or model.vocab_size ="
+                f" {tokenizer.vocab_size}"
+            ),
+        )

@@ -32,6 +32,7 @@ def main(arguments: list[str], hooks: Sequence[Any] = ()) -> int:
         if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
             return recipe.main(arguments) if number("RANK", 0) == 0 else 0
         config = load_config(arguments[0], arguments[1:])
+        rules.check_keys(config)
         code = train(config, hooks)
     except ConfigError as error:
         code = print_error(error, exit_code.WRONG_INPUT)

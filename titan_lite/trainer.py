@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite.check import check, check_agreement
 from titan_lite.checkpoint.identity import RunIdentity, git_revision, run_identity
 from titan_lite.checkpoint.manager import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
@@ -53,6 +52,7 @@ from titan_lite.distributed.process_group import device_memory, init_device, ini
 from titan_lite.distributed.simple_fsdp import shard_of
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger
+from titan_lite.machine_rules import check_agreement, check_machine
 from titan_lite.metrics.deferred import DeferredMetrics, StepMetrics
 from titan_lite.metrics.per_source import PerSource
 from titan_lite.metrics.profiler import set_flight_recorder
@@ -154,7 +154,7 @@ class Trainer:
         self.dump_folder = Path(config.job.dump_folder)
         layout = Layout.from_config(config, self.world_size, model)
         self.layout = choose_fsdp_communication(config, layout, device_memory())
-        self.tokenizer = check(config, self.layout)
+        self.tokenizer = check_machine(config, self.layout)
         self.hooks = [*build_hooks(config), *hooks]
         self.progress = Progress(validation_due=config.validation.enable)
 

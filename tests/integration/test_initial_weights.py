@@ -11,12 +11,12 @@ from commands import train
 from safetensors.torch import load_file
 from tiny import DEBUG, DEBUG_TOKENIZER, SMALL, every, steps
 
-from titan_lite.check import check
 from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config import ConfigError, load_config
 from titan_lite.data.loader import build_loader
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
+from titan_lite.machine_rules import check_machine
 from titan_lite.metrics.writer import read_metrics
 from titan_lite.models.huggingface import config_to_hf
 from titan_lite.models.llama3 import FLAVORS
@@ -221,6 +221,6 @@ def test_weights_that_do_not_fit_are_told_before_anything_starts(folder, tmp_pat
         ["--job.dump_folder", str(tmp_path / "run"), f"--checkpoint.initial_load_path={copy}"],
     )
     with pytest.raises(ConfigError, match=words) as error:
-        check(recipe, Layout.from_config(recipe, 2))
+        check_machine(recipe, Layout.from_config(recipe, 2))
     assert str(error.value).startswith(f'checkpoint.initial_load_path = "{copy}"')
     assert not (tmp_path / "run").exists()

@@ -10,9 +10,9 @@ from ranks import run_ranks
 from resumed import copy_at_step_2, losses, same, trained
 from tiny import DEBUG, DEBUG_TOKENIZER, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, steps
 
-from titan_lite.check import check
 from titan_lite.config import ConfigError, load_config
 from titan_lite.distributed.layout import Layout
+from titan_lite.machine_rules import check_machine
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run
@@ -138,7 +138,7 @@ def test_another_optimizer_is_refused_and_begins_with_the_model_alone_if_asked(w
         [*SMALL, *TINY, "--job.dump_folder", str(at_step_2), "--training.global_batch_size=8"],
     )
     with pytest.raises(ConfigError) as refused:
-        check(config, Layout.from_config(config, 2))
+        check_machine(config, Layout.from_config(config, 2))
     assert f'the optimizer starts anew: optimizer.name = "AdamW", was "{whole[2]}"' in str(
         refused.value
     )

@@ -343,7 +343,7 @@ WRONG_FOR_THIS_RUN = [
     ),
     (
         ["--profiling.enable_memory_snapshot"],
-        r"profiling.enable_memory_snapshot = true: snapshots are of CUDA memory",
+        r"profiling.enable_memory_snapshot = true takes snapshots of CUDA memory",
     ),
     (
         [

@@ -26,8 +26,7 @@ LAYERS = (
     ("checkpoint", "data", "metrics", "resilience"),
     (
         "rules",
-        "check",
-        "inputs",
+        "machine_rules",
         "validation",
         "hooks",
         "trainer",
@@ -44,8 +43,7 @@ SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or pl
     "distributed.memory",
     "distributed.parallelize",
     "rules",
-    "check",
-    "inputs",
+    "machine_rules",
     "checkpoint.identity",
     "metrics.start_lines",
     "hooks",
@@ -173,8 +171,8 @@ def test_an_import_that_leads_downward_is_not(module, source, tmp_path):
 LAYOUT = {
     "distributed/layout.py",
     "distributed/memory.py",
+    "rules.py",
     "config/batch_sizes.py",
-    "config/rules.py",
     "tools/verify/twin.py",
 }  # rules: an early check; twin: makes other recipes
 
@@ -233,7 +231,7 @@ def test_a_value_derived_again_is_found(source, tmp_path):
 def is_rule(node):
     """True for a function that a decorator such as @rule adds to a list."""
     names = {ast.unparse(decorator) for decorator in node.decorator_list}
-    return bool(names & {"rule", "rule_with_torch", "rule_of_machine"})
+    return bool(names & {"rule", "rule_of_keys", "rule_with_torch", "rule_of_machine"})
 
 
 def without_use(package):

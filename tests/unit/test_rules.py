@@ -50,7 +50,7 @@ MODEL = dataclasses.replace(
 
 def check_tensor_parallel(tp, seq_len=8192, **model):
     config = Config().replace(
-        model=Config().model.replace(flavor="8B"),
+        model=Config().model.replace(flavor="8B", tokenizer_path="t.model"),
         parallelism=Config().parallelism.replace(tensor_parallel_degree=tp),
         training=Config().training.replace(seq_len=seq_len),
     )

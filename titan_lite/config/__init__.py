@@ -1,6 +1,6 @@
 """Recipes: the keys that there are, and how a file and the command line become a checked Config.
 
-sections.py has the keys, load.py reads them, rules.py has what cannot be together, help.py prints
+sections.py has the keys, load.py reads them, help.py prints
 them. Imports no torch.
 """
 

@@ -22,7 +22,6 @@ from typing import Any, TypedDict
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from titan_lite.config import rules
 from titan_lite.config.errors import ConfigError, did_you_mean, in_toml, one_line, shown
 from titan_lite.config.help import accepted
 from titan_lite.config.sections import (
@@ -59,7 +58,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     recipe: path of a TOML file, or the name of a shipped one, such as llama3_8b. overrides:
     `--section.key value`, `--section.key=value`, for a list `--section.key a,b` or `--section.key a
     b`, and for booleans `--section.key` and `--section.no-key`. Raises ConfigError with all
-    mistakes in single keys, or if there are none, with all impossible combinations.
+    mistakes in single keys. What cannot be together is in rules.py of the package.
     """
     path = find_recipe(Path(recipe))
     tables, origins = read_recipe(path)
@@ -74,7 +73,6 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not config.job.dump_folder:
         config = config.replace(job=config.job.replace(dump_folder=f"outputs/{path.stem}"))
     config.set_origins({key: origins[key] for key in KEYS if key in origins})
-    rules.check(config)
     return config
 
 
@@ -380,7 +378,7 @@ def _messages(error: ValidationError, tables: Tables, origins: Origins) -> list[
         value = functools.reduce(operator.getitem, path, tables)  # type: ignore[arg-type]
         section, name = path[0], path[-1]
         origin = origins.get(".".join(map(str, path[:2])), origins[str(section)])
-        written = f"[{section}] {name}" if len(path) == 2 else _dotted(path)
+        written = _dotted(path)
         if part["type"] == "extra_forbidden":
             message = _unknown(table, path, value)
         elif part["type"] == "model_type" and len(path) == 1:

@@ -47,6 +47,7 @@ from titan_lite.data.stdlib import Stdlib
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.environment import usable_cores
 from titan_lite.logging import init_logging
+from titan_lite.rules import check_keys
 from titan_lite.tools.cli import Parser, command
 
 if TYPE_CHECKING:
@@ -348,6 +349,7 @@ def _prepare(options: Namespace, others: Sequence[str]) -> None:
     if options.workers < 0:
         raise ConfigError(f"--workers {options.workers}: expected 0 or more")
     config = load_config(others[0], others[2:])
+    check_keys(config)
     folder = Path(others[1])
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     if not config.data.sources:

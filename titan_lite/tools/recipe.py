@@ -106,11 +106,9 @@ def check_world(config: Config, world_size: int) -> None:
         log_ranks(world_size)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    from titan_lite.inputs import check_inputs  # needs packages that ./run_train.sh installs
-
     layout = Layout.from_config(config, world_size)
     rules.check(config, layout)
-    check_inputs(config, layout)
+    rules.check_inputs(config, layout)
 
 
 @command()
@@ -121,6 +119,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else 2
     world_size, arguments = _world_size(arguments)
     config = load_config(arguments[0], [word for word in arguments[1:] if word != "--print-config"])
+    rules.check_keys(config)
     if world_size:
         check_world(config, world_size)
     if "--print-config" in arguments:

@@ -154,7 +154,7 @@ def test_exit_code_2_and_a_line_for_each_mistake(tmp_path):
     assert (result.returncode, result.stdout) == (2, "")
     first, *rest = result.stderr.splitlines()
     assert first == "error: several things are wrong:"
-    assert [line.partition("] ")[2].partition(":")[0] for line in rest] == ["steps = 0", "lr = 0"]
+    assert [line.split(": ")[1] for line in rest] == ["training.steps = 0", "optimizer.lr = 0"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import datasets
 import pytest
 import torch
 
-from titan_lite.check import check
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.data.documents import build_source, fingerprint
 from titan_lite.data.loader import build_loader
@@ -25,6 +24,7 @@ from titan_lite.data.prepared import PreparedDocuments, check_prepared, read_pre
 from titan_lite.data.streams import merge_states
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
+from titan_lite.machine_rules import check_machine
 from titan_lite.tools import prepare as command
 from titan_lite.tools.prepare import prepare
 
@@ -291,7 +291,7 @@ def test_each_source_of_a_mixture_becomes_a_folder(corpus, folder, tmp_path, cap
 
 
 def checked(config):
-    return check(config, Layout.from_config(config, 1))
+    return check_machine(config, Layout.from_config(config, 1))
 
 
 def test_what_is_wrong_is_found_before_anything_starts(folder, tmp_path):

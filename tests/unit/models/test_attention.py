@@ -15,10 +15,11 @@ from tiny import DEBUG
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_lite.check import check_machine
 from titan_lite.config import ConfigError, load_config
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.context_parallel import attend_to_the_past
+from titan_lite.distributed.layout import Layout
+from titan_lite.machine_rules import mistakes_here
 from titan_lite.models.attention import (
     KERNEL_PACKAGES,
     attend_in_two_parts,
@@ -297,14 +298,10 @@ def test_a_kernel_that_cannot_be_had_is_refused(monkeypatch):
         check_kernel("cudnn")
 
 
-def test_a_kernel_that_sums_in_any_order_is_refused_where_a_run_is_to_be_repeated(monkeypatch):
-    monkeypatch.setattr("titan_lite.check.check_kernel", lambda kernel: None)
+def test_a_kernel_that_sums_in_any_order_is_refused_where_a_run_is_to_be_repeated():
     config = load_config(DEBUG, ["--training.attention_kernel=cudnn", "--debug.deterministic"])
-    with pytest.raises(
-        ConfigError,
-        match=r'debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order',
-    ):
-        check_machine(config)
+    (mistake,) = mistakes_here(config, Layout.from_config(config, 1))
+    assert 'attention_kernel = "cudnn" sums gradients in any order' in mistake.message(config)
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ WRONG = [
 
 
 def check_shape(model):
-    config = Config().replace(model=model)
+    config = Config().replace(model=model.replace(tokenizer_path="t.model"))
     check(config, Layout.from_config(config, 1))
 
 

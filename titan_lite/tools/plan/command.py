@@ -145,6 +145,7 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
 
 def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
     config = load_config(options.recipe, overrides)
+    rules.check_keys(config)
     if options.compare:
         from titan_lite.tools.plan.compare import (
             after_ramp,

@@ -22,14 +22,15 @@ from collections.abc import Sequence
 
 import torch.multiprocessing as mp
 
-from titan_lite.check import check
 from titan_lite.config import Compile, Config, ConfigError, load_config
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.memory import choose_fsdp_communication
 from titan_lite.distributed.pipeline_schedule import TooFewLayers
 from titan_lite.distributed.process_group import device_memory
+from titan_lite.machine_rules import check_machine
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.models.shapes import shape_of, shape_words
+from titan_lite.rules import check_keys
 from titan_lite.tools.cli import Parser, at_least_one, command
 from titan_lite.tools.verify.compare import FLOAT8, FLOAT32, Comparison, compare
 from titan_lite.tools.verify.observe import Observed, Prepare, run
@@ -68,6 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     options, overrides = parser.parse_with_overrides(arguments)
     config = load_config(options.recipe, overrides)
+    check_keys(config)
     layouts: list[Degrees] = []
     for name in options.layouts:
         if name == "all":
@@ -206,7 +208,7 @@ def with_enough_layers(config: Config, flavor: ModelConfig, processes: int) -> M
         model = twin_model(flavor, layers)
         try:
             layout = Layout.from_config(config, processes, model)
-            check(config, choose_fsdp_communication(config, layout, device_memory()))
+            check_machine(config, choose_fsdp_communication(config, layout, device_memory()))
             return model
         except TooFewLayers as error:
             too_few = error

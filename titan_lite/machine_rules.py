@@ -1,0 +1,244 @@
+"""Rules of this machine, its data and its checkpoints: the second list, applied with torch.
+
+    tokenizer = check_machine(config, layout)      # before a process group is made
+
+They have the form of those of rules.py, which come first.
+"""
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from titan_lite import rules
+from titan_lite.checkpoint.identity import run_identity
+from titan_lite.checkpoint.manager import Checkpointer
+from titan_lite.checkpoint.resume import compare
+from titan_lite.checkpoint.weights import check_fit, open_weights
+from titan_lite.compile.compile import check_backend
+from titan_lite.config import Config, ConfigError
+from titan_lite.cost.profiles import PROFILES, profile_of
+from titan_lite.data.tokenizer import Tokenizer
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.memory import (
+    compression_error_bytes,
+    gathered_once_bytes,
+    steady_bytes,
+)
+from titan_lite.distributed.process_group import alike, device_memory, host_memory
+from titan_lite.logging import logger
+from titan_lite.models.attention import check_kernel
+from titan_lite.models.shapes import shape_words
+from titan_lite.rules import Mistake, Rule
+
+RULES_OF_MACHINE: list[Rule] = []
+
+
+def rule_of_machine(function: Rule) -> Rule:
+    RULES_OF_MACHINE.append(function)
+    return function
+
+
+def check_machine(config: Config, layout: Layout) -> Tokenizer:
+    """Check a recipe against all rules and what is here. Return its tokenizer.
+
+    Raises ConfigError.
+    """
+    rules.check(config, layout)
+    tokenizer = rules.check_inputs(config, layout)
+    check_kernel(config.training.attention_kernel)
+    rules.raise_mistakes(config, mistakes_here(config, layout))
+    check_memory(config, layout, device_memory(), host_memory())
+    check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
+    if os.environ.get("RANK", "0") == "0":  # all ranks would open ranks x files
+        check_checkpoints(config, layout, tokenizer)
+    return tokenizer
+
+
+def mistakes_here(config: Config, layout: Layout) -> list[Mistake]:
+    return [mistake for rule in RULES_OF_MACHINE for mistake in rule(config, layout)]
+
+
+def check_checkpoints(config: Config, layout: Layout, tokenizer: Tokenizer) -> None:
+    """Check that the step or the weights that a run begins with fit it. Raises ConfigError."""
+    checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
+    step = checkpointer.step_to_load()
+    if step is not None:
+        changes = compare(checkpointer.read_state(step), run_identity(config, layout, tokenizer))
+        changes.refuse_unless_accepted(config.checkpoint)
+    key = "checkpoint.initial_load_path"
+    path = config.checkpoint.initial_load_path
+    if path and step is None:
+        check_fit(open_weights(path, key, model=layout.model), layout.model, key)
+    elif path:
+        logger.info(f'{key} = "{path}" has no effect: the run goes on from its own step {step}')
+
+
+# GPUs and packages
+
+
+@rule_of_machine
+def async_tensor_parallelism_has_gpus(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if config.parallelism.enable_async_tensor_parallel and not torch.cuda.is_available():
+        yield Mistake(
+            key="parallelism.enable_async_tensor_parallel",
+            value=True,
+            why="writes to the GPU memory of other ranks, and there is no GPU here",
+            instead="enable_async_tensor_parallel = false",
+        )
+
+
+@rule_of_machine
+def memory_snapshots_have_gpus(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
+        yield Mistake(
+            key="profiling.enable_memory_snapshot",
+            value=True,
+            why="takes snapshots of CUDA memory, and there is none here",
+            instead="enable_memory_snapshot = false",
+        )
+
+
+@rule_of_machine
+def deterministic_runs_have_a_deterministic_kernel(
+    config: Config, layout: Layout
+) -> Iterator[Mistake]:
+    if config.debug.deterministic and config.training.attention_kernel == "cudnn":
+        yield Mistake(
+            key="training.attention_kernel",
+            value="cudnn",
+            why="sums gradients in any order, but debug.deterministic = true",
+            instead='"FA2"',
+        )
+
+
+@rule_of_machine
+def float8_has_a_gpu_with_float8_products(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if not config.float8.enable or not torch.cuda.is_available():
+        return
+    name = torch.cuda.get_device_name()
+    recipe = config.float8.recipe
+    if torch.version.hip:
+        why = f"needs an NVIDIA GPU, and here is {name}"
+        yield Mistake("float8.enable", True, why, "false")
+        return
+    if torch.cuda.get_device_capability() < (8, 9):
+        why = f"needs compute capability 8.9 or newer, such as H100, and here is {name}"
+        yield Mistake("float8.enable", True, why, "false")
+    elif recipe != "tensorwise" and torch.cuda.get_device_capability() < (9, 0):
+        why = f"needs compute capability 9.0 or newer, and here is {name}"
+        yield Mistake("float8.recipe", recipe, why, '"tensorwise"')
+    yield from rules.float8_has_results_on_gpus(config)
+
+
+@rule_of_machine
+def collectives_of_this_gpu_are_priced(config: Config, layout: Layout) -> Iterator[Mistake]:
+    compile = config.compile
+    estimates = compile.compiles("model") and compile.bucketing in ("greedy", "auto")
+    if not estimates or compile.machine or not torch.cuda.is_available():
+        return
+    name = torch.cuda.get_device_name()
+    if profile_of(name) is None:
+        yield Mistake(
+            key="compile.bucketing",
+            value=compile.bucketing,
+            why=f'prices collectives, and "{name}" is not known',
+            instead=(
+                f'compile.machine = {", ".join(PROFILES)} or a .toml file, or bucketing = "block"'
+            ),
+        )
+
+
+@rule_of_machine
+def wandb_is_installed(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if config.metrics.enable_wandb and not is_installed("wandb"):
+        yield Mistake(
+            key="metrics.enable_wandb",
+            value=True,
+            why="needs wandb, which is not installed here",
+            instead="it after pip install wandb, or enable_wandb = false",
+        )
+
+
+def is_installed(module: str) -> bool:
+    """Return True if a module can be imported.
+
+    A folder without sources, such as wandb's output, cannot.
+    """
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
+
+
+@rule_of_machine
+def dump_folder_can_be_written(config: Config, layout: Layout) -> Iterator[Mistake]:
+    folder = Path(config.job.dump_folder).resolve()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        why = f"cannot be made: {existing} is no folder"
+    elif not os.access(existing, os.W_OK):
+        why = f"cannot be made: {existing} may not be written"
+    else:
+        return
+    instead = "a folder that can be created and written"
+    yield Mistake("job.dump_folder", config.job.dump_folder, why, instead)
+
+
+# Memory
+
+
+def check_memory(
+    config: Config, layout: Layout, device_bytes: float, host_bytes: float = math.inf
+) -> None:
+    """Raise ConfigError if what a rank keeps alone exceeds its memory.
+
+    device_bytes: of its GPU, infinite without one; host_bytes: of the host's memory per rank.
+    """
+    rules.raise_mistakes(config, _does_not_fit(config, layout, device_bytes, host_bytes))
+
+
+def _does_not_fit(
+    config: Config, layout: Layout, device_bytes: float, host_bytes: float
+) -> Iterator[Mistake]:
+    limit = device_bytes if device_bytes < math.inf else host_bytes
+    steady = steady_bytes(config, layout)
+    once = steady + gathered_once_bytes(config, layout)
+    if steady > limit:
+        errors = ""
+        if compression_error_bytes(config, layout):
+            errors = ", their errors (parallelism.replicate_compression)"
+        shards = math.ceil(layout.degrees["dp_shard"] * steady / limit)
+        yield Mistake(
+            key="parallelism.data_parallel_shard_degree",
+            value=layout.degrees["dp_shard"],
+            why=(
+                f"shards too little: {shape_words(config.model)} on {layout.world_size} ranks:"
+                f" weights, gradients{errors} and optimizer state need"
+                f" {steady / 2**30:.0f} GiB a rank, and a rank has {limit / 2**30:.0f}"
+            ),
+            instead=f"parallelism.data_parallel_shard_degree = {shards} or more",
+        )
+    elif layout.gathers_once and once > device_bytes:
+        yield Mistake(
+            key="parallelism.fsdp_communication",
+            value="step",
+            why=(
+                f"needs {once / 2**30:.0f} GiB a rank before any activation, and a rank has"
+                f" {device_bytes / 2**30:.0f}"
+            ),
+            instead='"microbatch" or "auto"',
+        )
+
+
+def check_agreement(layout: Layout) -> None:
+    """Raise ConfigError if GPUs of different memory would gather weights at different times.
+
+    Needs a process group.
+    """
+    if not alike(str(layout.gathers_once)):
+        raise ConfigError(
+            'parallelism.fsdp_communication = "auto": GPUs of different memory would disagree; use'
+            ' "step" or "microbatch"'
+        )
