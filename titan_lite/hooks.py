@@ -31,7 +31,7 @@ from titan_lite.metrics.profiler import build_profiler
 from titan_lite.metrics.start_lines import start_lines
 from titan_lite.metrics.writer import draw_loss
 from titan_lite.resilience.replica_check import ReplicaCheck
-from titan_lite.resilience.restarts import Restarts, again
+from titan_lite.resilience.restarts import Restarts, restart_command
 
 if TYPE_CHECKING:
     from titan_lite.trainer import Trainer
@@ -116,7 +116,7 @@ class LogRun(Hook):
             reports=trainer.model.compile_reports,
             bad_documents=trainer.bad_documents.summary(),
             tensorboard=trainer.config.metrics.enable_tensorboard,
-            command=again(),
+            command=restart_command(),
         )
         first, *others = end_lines(trainer.dump_folder, end)
         logger.info(first, extra={} if trainer.is_stopped else {"event": "done"})
@@ -177,15 +177,16 @@ class CompareReplicas(Hook):
         self.freq = freq
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self.check = ReplicaCheck(self.freq, trainer.checkpointer.describe_newest)
+        self.check = ReplicaCheck(trainer.checkpointer.describe_newest)
         if not trainer.is_finished:
-            self.check.check(trainer.step, trainer.tensors)
+            self.check.check(trainer.step, trainer.tensors())
 
     def on_step_end(self, trainer: Trainer) -> None:
-        self.check.check_if_due(trainer.step, trainer.tensors)
+        if self.freq and trainer.step % self.freq == 0:
+            self.check.check(trainer.step, trainer.tensors())
 
     def on_save(self, trainer: Trainer) -> None:
-        self.check.check(trainer.step, trainer.tensors)
+        self.check.check(trainer.step, trainer.tensors())
 
 
 class RecordRestarts(Hook):
@@ -195,7 +196,7 @@ class RecordRestarts(Hook):
         self.restarts = Restarts(dump_folder)
 
     def on_step_start(self, trainer: Trainer) -> None:
-        self.restarts.begin(trainer.step)
+        self.restarts.record_step(trainer.step)
 
 
 class Profile(Hook):

@@ -249,7 +249,7 @@ def launch(options: Sequence[str], *, may_restart: bool) -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_LIMIT))  # torch >= 2.12
-    exit_code.expect()
+    exit_code.name_record()
     if sys.platform == "linux":
         args = (may_restart,)
         threading.Thread(target=leave_other_nodes, args=args, name="nodes", daemon=True).start()
@@ -259,7 +259,7 @@ def launch(options: Sequence[str], *, may_restart: bool) -> int:
         run.main(["--signals-to-handle", handled, *options])
     except (SignalException, ChildFailedError, RendezvousError, DistError) as raised:
         error = raised
-    recorded = exit_code.taken()
+    recorded = exit_code.take_record()
     if error is None:
         return recorded if recorded in exit_code.ENDINGS else exit_code.TRAINED
     if isinstance(error, SignalException):  # where nothing is recorded, no rank had come to a step
@@ -313,7 +313,7 @@ def leave_other_nodes(may_restart: bool) -> NoReturn:
         write_line(
             f"error: the ranks here have failed, and the other nodes are not reached for {limit} s"
         )
-    os._exit(exit_code.taken() or exit_code.FAILED)
+    os._exit(exit_code.take_record() or exit_code.FAILED)
 
 
 def ranks_run() -> bool:

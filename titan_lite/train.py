@@ -36,7 +36,7 @@ def main(arguments: list[str], hooks: Sequence[Any] = ()) -> int:
         code = train(config, hooks)
     except ConfigError as error:
         code = print_error(error, exit_code.WRONG_INPUT)
-    return exit_code.exit_of_rank(code)
+    return exit_code.record_and_translate(code)
 
 
 def train(config: Config, hooks: Sequence[Any] = ()) -> int:

@@ -465,7 +465,7 @@ class Trainer:
         Raises TrainingError after too many skipped steps in a row.
         """
         for metrics in self.deferred.arrived(wait=wait):
-            self.skipped_steps.note(
+            self.skipped_steps.record(
                 metrics.step, metrics.loss, metrics.grad_norm, metrics.skip, metrics.loss_limit
             )
             self.progress.tokens_seen += int(metrics.tokens)

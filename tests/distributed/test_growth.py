@@ -121,7 +121,7 @@ def a_run(folder):
         if hasattr(tensor, "mesh")
     )
     with counting(parts["copies"]):
-        ReplicaCheck(0, str).check(1, lambda: tensors)
+        ReplicaCheck(str).check(1, tensors)
     with counting(parts["schedule"]):
         stage = PipelineStageRanks([*range(ranks)], None)
         assert stage.all_equal("a schedule")

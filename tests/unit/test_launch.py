@@ -43,7 +43,7 @@ def main():
     if exit_code.has_ended():
         signals.write_line("nothing to do")
         return 0
-    return exit_code.exit_of_rank(train(int(os.environ["RANK"]), sys.argv[1], float(sys.argv[2])))
+    return exit_code.record_and_translate(train(int(os.environ["RANK"]), sys.argv[1], float(sys.argv[2])))
 
 exit_code.end_with(main)
 """

@@ -10,11 +10,11 @@ code than 0, and exits with 1.
 launch.py names a file to the ranks of its node. They record the code there before they exit, and
 launch.py exits with it:
 
-    expect()                      # in launch.py
+    name_record()                 # in launch.py
     if has_ended(): return 0      # in a restarted rank: the attempt before has ended the run
-    record(FAILED)                # once there is something to lose: a rank that is killed records nothing
+    record(FAILED)                # once there is something to lose: a killed rank records nothing
     record(STOPPED)               # how the run ends
-    taken()                       # in launch.py
+    take_record()                 # in launch.py
 """
 
 import atexit
@@ -36,13 +36,13 @@ ENDINGS = (WRONG_INPUT, REPEATED, STOPPED)  # after these another attempt would 
 VARIABLE = "TITAN_LITE_EXIT_CODE"  # in the environment of ranks: the file
 
 
-def expect() -> None:
-    """Name a file to the processes that this one starts."""
+def name_record() -> None:
+    """Name a file for the record to the processes that this one starts."""
     name = f"titan_lite-{os.getpid()}-{secrets.token_hex(8)}"
     os.environ[VARIABLE] = str(Path(tempfile.gettempdir(), name))
 
 
-def taken() -> int | None:
+def take_record() -> int | None:
     """Return the code that ranks have recorded, None if there is none, and delete the file."""
     code = recorded()
     Path(os.environ[VARIABLE]).unlink(missing_ok=True)
@@ -61,10 +61,10 @@ def record(code: int) -> None:
 
 def is_first_to_record(code: int) -> bool:
     """Record the code if no rank of this node has recorded one, and return True then: this rank
-    tells why the run ends.
+    prints why the run ends.
 
     Another could not: torchrun ends all ranks as soon as the first one has exited. Without a
-    record, each rank under torchrun tells it, and else the first one of the node.
+    record, each rank under torchrun prints it, and else the first one of the node.
     """
     path = os.environ.get(VARIABLE)
     if not path:
@@ -94,13 +94,14 @@ def has_ended() -> bool:
     return code in ENDINGS
 
 
-def exit_of_rank(code: int) -> int:
-    """Record the code of a rank, and return the one to exit with: torchrun would restart a run that
-    stops with another than 0.
+def record_and_translate(code: int) -> int:
+    """Record the code of a rank, and return the one to exit with.
+
+    torchrun would restart a run that stops with another code than 0.
     """
     record(code)
-    torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    return TRAINED if torchrun and code == STOPPED else code
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    return TRAINED if under_torchrun and code == STOPPED else code
 
 
 def end_with(main: Callable[[], int]) -> NoReturn:

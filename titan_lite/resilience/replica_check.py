@@ -1,16 +1,15 @@
 """Find copies of parameters and optimizer state that are not bitwise equal, and values that are not
 finite.
 
-    copies = ReplicaCheck(config.training.compare_copies_freq, describe_saved)
-    copies.check(step, state_tensors)           # a collective; raises TrainingError on all ranks
-    copies.check_if_due(step, state_tensors)    # the same, every compare_copies_freq steps
+    replica_check = ReplicaCheck(describe_saved)
+    replica_check.check(step, state_tensors)     # a collective; raises TrainingError on all ranks
 
 Copies stay equal by construction: ranks start from the same bits, a collective gives all ranks of
 its group the same sum, and the update is the same function of both. After a faulty device, a
 flipped bit or a wrong collective, the run would train a mixture of different copies, and a
 checkpoint would take each tensor from one rank or another.
 
-Every rank computes a checksum of its part of every tensor on the device. One all-reduce for each
+Every rank computes a checksum of its shard of every tensor on the device. One all-reduce for each
 mesh axis with copies gives the minimum and the maximum over ranks that should agree, 16 bytes per
 tensor; then one flag is copied to the host. Ranks exchange more only if something is wrong.
 """
@@ -18,110 +17,129 @@ tensor; then one flag is copied to the host. Ranks exchange more only if somethi
 import functools
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_lite.distributed.process_group import gather_objects
 from titan_lite.dtensor import local
 from titan_lite.resilience import TrainingError
 
-CHUNK = {
-    "cpu": 2**16,
-    "cuda": 2**22,
-}  # elements whose bits are summed at once: 8 bytes each fit a cache, or need few kernels
-NAMED = 1000  # most tensors in one rank's findings
+# Elements whose bits are summed at once: 8 bytes each fit a cache, or need few kernels
+CHUNK = {"cpu": 2**16, "cuda": 2**22}
+MAX_FINDINGS = 1000  # tensors in the findings of one rank
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-Place = tuple[str, tuple[int, ...]]  # (name of a tensor, the part of it that a rank has)
 
 
-class Wrong(NamedTuple):
-    """The findings of one rank."""
+class TensorShard(NamedTuple):
+    """What copies have in common: a tensor, and the part of it that a rank has."""
+
+    name: str
+    # mesh coordinates along the axes that shard the tensor, -1 along the others; (): a plain tensor
+    coordinates: tuple[int, ...]
+
+
+class Findings(NamedTuple):
+    """What one rank has found."""
 
     host: str
-    differing: dict[Place, int]  # checksums of parts that differ between ranks
+    differing: dict[TensorShard, int]  # checksums of shards that differ between ranks
     not_finite: list[str]  # names of tensors
 
 
 class ReplicaCheck:
-    """Compare copies every `freq` steps (0: never).
+    """A comparison of copies.
 
     describe_saved: returns the step to resume from, in words.
     """
 
-    def __init__(self, freq: int, describe_saved: Callable[[], str]):
-        self.freq, self.describe_saved = freq, describe_saved
+    def __init__(self, describe_saved: Callable[[], str]):
+        self.describe_saved = describe_saved
 
-    def check_if_due(self, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        if self.freq and step % self.freq == 0:
-            self.check(step, tensors)
-
-    def check(self, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+    def check(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Compare all copies. Raises the same TrainingError on all ranks.
 
-        tensors: returns {"FQN": DTensor, "optimizer.state.FQN.step": a plain tensor, equal on all
-        ranks, ...}.
+        tensors: {"FQN": DTensor, "optimizer.state.FQN.step": a plain tensor, equal on all ranks,
+        ...}.
         """
-        found = find(tensors())
-        if found is not None:
+        findings = compare_copies(tensors)
+        if findings is not None:
             raise TrainingError(
-                f"step {step}: {describe(found)}; so nothing was saved at this step;"
+                f"step {step}: {describe(findings)}; so nothing was saved at this step;"
                 f" {self.describe_saved()}",
                 everywhere=True,
             )
 
 
-def find(tensors: Mapping[str, Tensor]) -> list[Wrong] | None:
+def compare_copies(tensors: Mapping[str, Tensor]) -> list[Findings] | None:
     """Return the findings of all ranks, by rank, or None if nothing is wrong. A collective."""
-    examined = [examine(tensor) for tensor in tensors.values()]
-    sums, finite = (
-        torch.stack([each for each, _ in examined]),
-        torch.stack([each for _, each in examined]),
-    )
-    differ = torch.zeros_like(finite)
-    mesh = next(
-        (tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)), None
-    )
+    checksums, finite = _examine_all(tensors.values())
+    differing = torch.zeros_like(finite)  # by tensor
+    mesh = _mesh_of(tensors.values())
     for axis in range(mesh.ndim) if mesh is not None else ():
         copied = [
-            number for number, tensor in enumerate(tensors.values()) if _is_copied(tensor, axis)
+            index for index, tensor in enumerate(tensors.values()) if _is_copied(tensor, axis)
         ]
         if mesh is None or mesh.size(axis) == 1 or not copied:
             continue
-        places = torch.tensor(copied, device=sums.device)
-        extremes = torch.cat((sums[places], ~sums[places]))  # max(~x) is ~min(x), without overflow
+        indices = torch.tensor(copied, device=checksums.device)
+        own = checksums[indices]
+        extremes = torch.cat((own, ~own))  # max(~x) is ~min(x), without overflow
         dist.all_reduce(extremes, dist.ReduceOp.MAX, mesh.get_group(axis))
-        most, least = extremes.chunk(2)
-        differ[places] |= most != ~least
-    wrong = (differ | ~finite).any().int()
-    dist.all_reduce(wrong, dist.ReduceOp.MAX)
-    if not wrong:
+        largest, inverted_smallest = extremes.chunk(2)
+        differing[indices] |= largest != ~inverted_smallest
+
+    is_wrong = (differing | ~finite).any().int()
+    dist.all_reduce(is_wrong, dist.ReduceOp.MAX)
+    if not is_wrong:
         return None
-    marks = zip(tensors.items(), sums.tolist(), differ.tolist(), finite.tolist(), strict=True)
-    marked = [
-        (name, tensor, value, is_other, is_finite)
-        for (name, tensor), value, is_other, is_finite in marks
-    ]
-    mine = Wrong(
-        socket.gethostname(),
-        dict(
-            [
-                ((name, _part(tensor)), value)
-                for name, tensor, value, is_other, _ in marked
-                if is_other
-            ][:NAMED]
-        ),
-        [name for name, _, _, _, is_finite in marked if not is_finite][:NAMED],
+    return gather_objects(_own_findings(tensors, checksums, differing, finite))
+
+
+def _examine_all(tensors: Collection[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return (checksums, int64; whether all elements are finite) by tensor."""
+    checksums = []
+    finite = []
+    for tensor in tensors:
+        checksum, is_finite = examine(tensor)
+        checksums.append(checksum)
+        finite.append(is_finite)
+    return torch.stack(checksums), torch.stack(finite)
+
+
+def _mesh_of(tensors: Iterable[Tensor]) -> DeviceMesh | None:
+    """Return the mesh of the DTensors, which is the same for all."""
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            return tensor.device_mesh
+    return None
+
+
+def _own_findings(
+    tensors: Mapping[str, Tensor], checksums: Tensor, differing: Tensor, finite: Tensor
+) -> Findings:
+    """Return the findings of this rank. checksums, differing, finite: by tensor."""
+    names = list(tensors)
+    differing_indices = differing.nonzero().flatten().tolist()[:MAX_FINDINGS]
+    not_finite_indices = (~finite).nonzero().flatten().tolist()[:MAX_FINDINGS]
+    return Findings(
+        host=socket.gethostname(),
+        differing={
+            TensorShard(names[index], _coordinates(tensors[names[index]])): int(checksums[index])
+            for index in differing_indices
+        },
+        not_finite=[names[index] for index in not_finite_indices],
     )
-    return gather_objects(mine)
 
 
 def examine(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (checksum, int64; True if all elements are finite) of this rank's part, as scalars on
+    """Return (checksum, int64; True if all elements are finite) of this rank's shard, as scalars on
     its mesh's device.
 
     With less than 2^31 elements of up to 32 bits, the checksum changes if one element changes or if
@@ -130,16 +148,18 @@ def examine(tensor: Tensor) -> tuple[Tensor, Tensor]:
     multiplication by the difference of two weights. The upper half spreads the weights, so that
     several changes do not cancel.
     """
-    numbers = local(tensor).detach().reshape(-1)
-    device = numbers.device
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    finite = torch.ones((), dtype=torch.bool, device=device)
+    elements = local(tensor).detach().reshape(-1)
+    device = elements.device
+    checksum = torch.zeros((), dtype=torch.int64, device=device)
+    is_finite = torch.ones((), dtype=torch.bool, device=device)
     weights = _weights(device)
-    for place, part in enumerate(numbers.split(len(weights))):
-        bits = part.view(INTEGERS[part.itemsize])
-        total += (bits * weights[: len(bits)]).sum() + 2 * len(weights) * place * bits.sum()
-        finite &= part.isfinite().all()
-    return total, finite
+    for index, chunk in enumerate(elements.split(len(weights))):
+        bits = chunk.view(INTEGERS[chunk.itemsize])
+        # the weights of this chunk are those of the first one, and this much more
+        offset = 2 * len(weights) * index
+        checksum += (bits * weights[: len(bits)]).sum() + offset * bits.sum()
+        is_finite &= chunk.isfinite().all()
+    return checksum, is_finite
 
 
 @functools.cache
@@ -156,92 +176,129 @@ def _is_copied(tensor: Tensor, axis: int) -> bool:
     return not isinstance(tensor, DTensor) or tensor.placements[axis].is_replicate()
 
 
-def _part(tensor: Tensor) -> tuple[int, ...]:
-    """Return this rank's mesh coordinates along the axes that shard the tensor, and -1 along the
-    others.
-    """
+def _coordinates(tensor: Tensor) -> tuple[int, ...]:
+    """Return the coordinates of this rank's shard, as in TensorShard."""
     if not isinstance(tensor, DTensor):
         return ()
     coordinates = tensor.device_mesh.get_coordinate() or ()
     return tuple(
-        -1 if _is_copied(tensor, axis) else int(place) for axis, place in enumerate(coordinates)
+        -1 if _is_copied(tensor, axis) else int(coordinate)
+        for axis, coordinate in enumerate(coordinates)
     )
 
 
-def describe(found: Collection[Wrong]) -> str:
+# The verdict
+
+
+@dataclass
+class Verdict:
+    """Which ranks have wrong copies."""
+
+    blamed: set[int] = field(default_factory=set)  # differ from a majority of copies
+    candidates: set[int] = field(default_factory=set)  # one of them is wrong, without a majority
+    undecided: dict[TensorShard, list[int]] = field(default_factory=dict)  # its ranks, by shard
+
+    @property
+    def suspects(self) -> set[int]:
+        return self.blamed | self.candidates
+
+
+def describe(findings: Sequence[Findings]) -> str:
     """Describe the findings of all ranks: ranks whose copies differ, values that are not finite,
     and the hardware to suspect.
     """
-    hosts = [each.host for each in found]
-    holders: dict[Place, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    hosts = [of_rank.host for of_rank in findings]
+    holders = _ranks_by_checksum(findings)
     not_finite: dict[str, list[int]] = defaultdict(list)
-    for rank, each in enumerate(found):
-        for place, value in each.differing.items():
-            holders[place][value].append(rank)
-        for name in each.not_finite:
+    for rank, of_rank in enumerate(findings):
+        for name in of_rank.not_finite:
             not_finite[name].append(rank)
+    not_finite_ranks = {rank for ranks in not_finite.values() for rank in ranks}
+    verdict = _judge(holders, not_finite_ranks)
 
-    # A majority is right. Without a majority, blame the rank that is wrong elsewhere.
-    outvoted, parted = set[int](), dict[Place, list[int]]()
-    for place, by_value in holders.items():
-        ranks = sorted(rank for some in by_value.values() for rank in some)
-        majority = next((some for some in by_value.values() if 2 * len(some) > len(ranks)), None)
-        if majority is None:
-            parted[place] = ranks
-        else:
-            outvoted.update(set(ranks).difference(majority))
-    known = outvoted.union(*not_finite.values())
-    blamed, candidates = set(outvoted), set[int]()
-    for ranks in parted.values():
-        guilty = known.intersection(ranks)
-        if guilty and len(guilty) < len(ranks):
-            blamed |= guilty
-        else:
-            candidates.update(ranks)
-
-    parts = []
-    if blamed:
-        names = _names(
-            place
-            for place, by_value in holders.items()
-            if blamed & {r for some in by_value.values() for r in some}
+    clauses = []
+    if verdict.blamed:
+        names = [
+            shard.name for shard, groups in holders.items() if verdict.blamed & _all_ranks(groups)
+        ]
+        verb = "differs" if len(verdict.blamed) == 1 else "differ"
+        clauses.append(
+            f"{_name_ranks(verdict.blamed, hosts)} {verb} from the other copies of"
+            f" {_name_tensors(names)}"
         )
-        parts.append(
-            f"{_ranks(blamed, hosts)} differ{'s' * (len(blamed) == 1)} from the other copies of"
-            f" {names}"
-        )
-    if candidates:
-        names = _names(place for place, ranks in parted.items() if candidates.intersection(ranks))
-        parts.append(
-            f"{_ranks(candidates, hosts)} have different copies of {names}, and which is right is"
-            " unknown"
+    if verdict.candidates:
+        names = [
+            shard.name
+            for shard, ranks in verdict.undecided.items()
+            if verdict.candidates.intersection(ranks)
+        ]
+        clauses.append(
+            f"{_name_ranks(verdict.candidates, hosts)} have different copies of"
+            f" {_name_tensors(names)}, and which is right is unknown"
         )
     if not_finite:
-        verb, where = (
-            "are" if len(not_finite) > 1 else "is",
-            {rank for some in not_finite.values() for rank in some},
-        )
-        parts.append(
-            f"{_names((name, ()) for name in not_finite)} {verb} not finite on"
-            f" {_ranks(where, hosts)}"
+        verb = "is" if len(not_finite) == 1 else "are"
+        clauses.append(
+            f"{_name_tensors(not_finite)} {verb} not finite on"
+            f" {_name_ranks(not_finite_ranks, hosts)}"
         )
     if holders:
-        parts.append(
-            f"if it happens again, suspect the hardware of {_ranks(blamed | candidates, hosts)},"
+        clauses.append(
+            f"if it happens again, suspect the hardware of {_name_ranks(verdict.suspects, hosts)},"
             " and exclude that node"
         )
-    return "; ".join(parts)
+    return "; ".join(clauses)
 
 
-def _names(places: Iterable[Place]) -> str:
-    """Return [("optimizer.state.norm.weight.step", ...), ...] as "norm.weight.step and 2 others"."""
-    names = [*dict.fromkeys(name.removeprefix("optimizer.state.") for name, _ in places)]
-    others = len(names) - 1
-    return names[0] + (f" and {others} other{'s' * (others > 1)}" if others else "")
+def _ranks_by_checksum(findings: Sequence[Findings]) -> dict[TensorShard, dict[int, list[int]]]:
+    """Return for each shard that differs, {checksum: ranks that have it}."""
+    holders: dict[TensorShard, dict[int, list[int]]] = {}
+    for rank, of_rank in enumerate(findings):
+        for shard, checksum in of_rank.differing.items():
+            holders.setdefault(shard, {}).setdefault(checksum, []).append(rank)
+    return holders
 
 
-def _ranks(ranks: Collection[int], hosts: list[str]) -> str:
+def _all_ranks(groups: Mapping[int, list[int]]) -> set[int]:
+    return {rank for ranks in groups.values() for rank in ranks}
+
+
+def _judge(holders: Mapping[TensorShard, Mapping[int, list[int]]], not_finite: set[int]) -> Verdict:
+    """Return which ranks are wrong. holders: ranks by shard and checksum. not_finite: ranks.
+
+    A majority is right. Without a majority, blame the rank that is wrong elsewhere.
+    """
+    verdict = Verdict()
+    for shard, groups in holders.items():
+        ranks = _all_ranks(groups)
+        majorities = [same for same in groups.values() if 2 * len(same) > len(ranks)]
+        if majorities:
+            verdict.blamed |= ranks.difference(majorities[0])
+        else:
+            verdict.undecided[shard] = sorted(ranks)
+
+    wrong_elsewhere = verdict.blamed | not_finite
+    for ranks_of_shard in verdict.undecided.values():
+        guilty = wrong_elsewhere.intersection(ranks_of_shard)
+        if guilty and len(guilty) < len(ranks_of_shard):
+            verdict.blamed |= guilty
+        else:
+            verdict.candidates.update(ranks_of_shard)
+    return verdict
+
+
+def _name_tensors(names: Iterable[str]) -> str:
+    """Return ["optimizer.state.norm.weight.step", ...] as "norm.weight.step and 2 others"."""
+    first, *others = dict.fromkeys(name.removeprefix("optimizer.state.") for name in names)
+    if not others:
+        return first
+    noun = "other" if len(others) == 1 else "others"
+    return f"{first} and {len(others)} {noun}"
+
+
+def _name_ranks(ranks: Collection[int], hosts: Sequence[str]) -> str:
     """Return {0, 1} as "ranks 0 (node-a) and 1 (node-b)"."""
-    each = [f"{rank} ({hosts[rank]})" for rank in sorted(ranks)]
-    words = " and ".join(filter(None, (", ".join(each[:-1]), each[-1])))
-    return f"rank{'s' * (len(each) > 1)} {words}"
+    *firsts, last = [f"{rank} ({hosts[rank]})" for rank in sorted(ranks)]
+    if not firsts:
+        return f"rank {last}"
+    return f"ranks {', '.join(firsts)} and {last}"

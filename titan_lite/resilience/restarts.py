@@ -1,13 +1,12 @@
-"""Stop restarts by torchrun if two attempts ended in the same step; the steps are in
-`restarts.json` in the dump folder.
+"""Stop restarts by torchrun once two attempts ended in the same step.
 
     restarts = Restarts(dump_folder)
-    restarts.check()          # raises RepeatedFault if the last two attempts that began a step ended in the same one
-    restarts.begin(13)        # at the start of every step
+    restarts.check()              # raises RepeatedFault if the last two attempts ended in the same step
+    restarts.record_step(13)      # at the start of every step
 
-The file has the last step that each attempt began, such as {"0": 13, "1": 13}, and so survives a
-killed process. The first rank writes it if torchrun may restart (`--max-restarts`). The first
-attempt deletes an old file.
+The file `restarts.json` in the dump folder has the last step that each attempt began, such as
+{"0": 13, "1": 13}, and so survives a killed process. The first rank writes it if torchrun may
+restart (`--max-restarts`). The first attempt deletes an old file.
 """
 
 import json
@@ -21,9 +20,7 @@ from titan_lite.logging import logger
 
 
 class RepeatedFault(RuntimeError):
-    """An error: two attempts ended in the same step, which the message names, so that another one
-    would, too.
-    """
+    """An error: two attempts ended in the same step, so that another one would, too."""
 
 
 class Restarts:
@@ -32,9 +29,9 @@ class Restarts:
     def __init__(self, dump_folder: Path):
         self.path = dump_folder / "restarts.json"
         self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        self.most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-        self.writes = self.most > 0 and os.environ.get("RANK", "0") == "0"
-        self.steps: dict[str, int] = {}
+        self.max_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        self.writes = self.max_restarts > 0 and os.environ.get("RANK", "0") == "0"
+        self.steps: dict[str, int] = {}  # the last step that an attempt began, by its number
         if self.attempt > 0:
             with suppress(OSError, ValueError):  # no attempt has begun a step
                 self.steps = json.loads(self.path.read_text())
@@ -42,45 +39,44 @@ class Restarts:
     def check(self) -> None:
         """Log how the attempt before ended.
 
-        Raises RepeatedFault if the last two ended in the same step.
-
         Call it on all ranks before a process group is made: all read the record before rank 0
-        writes it.
+        writes it. Raises RepeatedFault if the last two attempts ended in the same step.
         """
         if self.attempt == 0:
             with suppress(OSError):  # no such file or folder
                 self.path.unlink()
             return
         last = self.steps.get(str(self.attempt - 1))
-        place = "before its first step" if last is None else f"in step {last}"
+        when = "before its first step" if last is None else f"in step {last}"
         logger.info(
-            f"restart {self.attempt} of {self.most}: the attempt before ended {place}",
+            f"restart {self.attempt} of {self.max_restarts}: the attempt before ended {when}",
             extra={"event": "restart", "step": last or 0},
         )
         # An attempt that did not begin a step says nothing about the fault.
-        earlier = [self.steps.get(str(attempt)) for attempt in range(self.attempt)]
-        begun = [step for step in earlier if step is not None]
+        last_steps = [self.steps.get(str(attempt)) for attempt in range(self.attempt)]
+        begun = [step for step in last_steps if step is not None]
         if len(begun) > 1 and begun[-1] == begun[-2]:
             raise RepeatedFault(
                 f"step {begun[-1]} failed twice in a row, the second time after a restart, so there"
                 " is no further one; the cause is above"
             )
 
-    def begin(self, step: int) -> None:
+    def record_step(self, step: int) -> None:
         """Record that a step begins."""
         if not self.writes:
             return
         self.steps[str(self.attempt)] = step
-        new = self.path.with_name("restarts.json.new")
+        new_path = self.path.with_name("restarts.json.new")
         with suppress(OSError):  # the run goes on with a full disk
-            new.write_text(json.dumps(self.steps) + "\n")
-            new.replace(self.path)
+            new_path.write_text(json.dumps(self.steps) + "\n")
+            new_path.replace(self.path)
 
 
-def again() -> str:
+def restart_command() -> str:
     """Return the command that started this process or its launcher."""
-    if command := os.environ.get("TITAN_LITE_COMMAND"):
-        return command  # set by ./run_train.sh
+    command = os.environ.get("TITAN_LITE_COMMAND")  # set by ./run_train.sh
+    if command:
+        return command
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join(sys.orig_argv)
     world_size = int(os.environ["WORLD_SIZE"])

@@ -13,7 +13,7 @@ from titan_lite.resilience.exit_code import ENDINGS, FAILED, REPEATED, STOPPED, 
 @pytest.fixture
 def expected(monkeypatch):
     monkeypatch.setenv(exit_code.VARIABLE, "")
-    exit_code.expect()
+    exit_code.name_record()
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_how_the_run_ended_is_recorded_and_decides_whether_a_restart_goes_on(cod
     if last == FAILED:
         assert exit_code.recorded() is None  # of the next attempt
     else:
-        assert exit_code.taken() == last
+        assert exit_code.take_record() == last
     assert not os.path.exists(os.environ[exit_code.VARIABLE])
 
 
@@ -57,10 +57,10 @@ def test_without_a_record_each_rank_under_torchrun_tells_and_else_the_first(monk
 def test_under_torchrun_alone_a_stop_exits_with_0_and_nothing_is_recorded(monkeypatch):
     monkeypatch.delenv(exit_code.VARIABLE, raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert exit_code.exit_of_rank(STOPPED) == STOPPED
+    assert exit_code.record_and_translate(STOPPED) == STOPPED
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    assert exit_code.exit_of_rank(STOPPED) == TRAINED
-    assert exit_code.exit_of_rank(WRONG_INPUT) == WRONG_INPUT
+    assert exit_code.record_and_translate(STOPPED) == TRAINED
+    assert exit_code.record_and_translate(WRONG_INPUT) == WRONG_INPUT
     assert exit_code.recorded() is None
     assert not exit_code.has_ended()
 

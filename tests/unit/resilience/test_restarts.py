@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from titan_lite.resilience.restarts import RepeatedFault, Restarts, again
+from titan_lite.resilience.restarts import RepeatedFault, Restarts, restart_command
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def attempt(tmp_path, monkeypatch):
         Restarts(tmp_path).check()
         trainer = Restarts(tmp_path)
         for step in steps:
-            trainer.begin(step)
+            trainer.record_step(step)
 
     return begin
 
@@ -95,4 +95,4 @@ def test_the_command_that_goes_on(variables, command, monkeypatch):
     monkeypatch.setattr(
         sys, "orig_argv", ["python", "-u", "-m", "titan_lite.train", "a recipe.toml"]
     )
-    assert again() == command
+    assert restart_command() == command

@@ -23,7 +23,7 @@ class Guard(SkippedSteps):
 
     def skips(self, step, loss, grad_norm):
         skip, limit = self.decide(torch.tensor(loss), torch.tensor(grad_norm))
-        self.note(step, loss, grad_norm, skip.item(), limit.item())
+        self.record(step, loss, grad_norm, skip.item(), limit.item())
         return bool(skip)
 
 
