@@ -16,10 +16,11 @@ from ranks import run_ranks
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, SMALL, every, steps
 
 from titan_lite.config import load_config
-from titan_lite.metrics.run_files import read_metrics, read_run
+from titan_lite.metrics.run_files import read_metrics
 from titan_lite.optim import adamw
 from titan_lite.resilience import TrainingError
 from titan_lite.tools.report.page import main
+from titan_lite.tools.report.run_record import read_run
 from titan_lite.trainer import Trainer
 
 OPTIONS = [*SMALL, "--training.seq_len=64", *steps(6, schedule=12), *every(3, validated=3)]

@@ -7,20 +7,18 @@ Computation has a lane, and each mesh axis with communication has one. tools/pla
 plans with the same functions.
 """
 
-import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_lite.compile.report import CompileReport, rank_timelines
 from titan_lite.cost.timeline import Span, Timeline
 from titan_lite.distributed.axes import WORDS
 
-TraceSpan = tuple[
-    int, str, str, float, float, dict[str, Any]
-]  # lane, category, name, start and length in seconds, arguments
+PANEL_WIDTH = 14  # inches
+LANE_HEIGHT = 0.5
 COLORS = {
     "computation": "tab:blue",
     "communication under computation": "tab:orange",
@@ -28,37 +26,62 @@ COLORS = {
 }
 
 
+class TraceSpan(NamedTuple):
+    """A bar of a Chrome trace."""
+
+    lane: int
+    category: str
+    name: str
+    start: float  # seconds
+    seconds: float
+    arguments: dict[str, Any]
+
+
+class TraceProcess(NamedTuple):
+    """A process of a Chrome trace, such as a pipeline rank. A lane is a thread of the trace."""
+
+    title: str
+    lanes: Sequence[str]
+    spans: Iterable[TraceSpan]
+
+
 def write_timelines(reports: Sequence[CompileReport], folder: Path) -> None:
     """Write timeline.png and timeline.json, with a panel or a process for each pipeline rank;
     nothing without timelines.
     """
-    ranks = rank_timelines(reports)
-    if not ranks:
+    timelines_by_rank = rank_timelines(reports)
+    if not timelines_by_rank:
         return
 
     from matplotlib.figure import Figure
 
-    lanes = lanes_of([timeline for timelines in ranks.values() for timeline in timelines])
-    titles = [f"pipeline rank {rank}" for rank in ranks] if len(ranks) > 1 else ["every rank"]
-    figure = Figure(figsize=(14, 1 + len(ranks) * (0.8 + 0.5 * len(lanes))), layout="constrained")
-    panels = figure.subplots(len(ranks), squeeze=False, sharex=True)[:, 0]
-    for panel, title, timelines in zip(panels, titles, ranks.values(), strict=True):
+    lanes = lanes_of([timeline for some in timelines_by_rank.values() for timeline in some])
+    titles = ["every rank"]
+    if len(timelines_by_rank) > 1:
+        titles = [f"pipeline rank {rank}" for rank in timelines_by_rank]
+
+    height = 1 + len(titles) * (0.8 + LANE_HEIGHT * len(lanes))
+    figure = Figure(figsize=(PANEL_WIDTH, height), layout="constrained")
+    panels = figure.subplots(len(titles), squeeze=False, sharex=True)[:, 0]
+    for panel, title, timelines in zip(panels, titles, timelines_by_rank.values(), strict=True):
         captions = [
             f"{timeline.graph}: {1e3 * timeline.waited:.3g} ms exposed" for timeline in timelines
         ]
         draw_graphs(panel, timelines, lanes, captions)
         panel.set_title(title, loc="left")
         panel.label_outer()
-    panels[0].set_xlim(
-        0,
-        1e3 * max(sum(timeline.seconds for timeline in timelines) for timelines in ranks.values()),
+    longest = max(
+        sum(timeline.seconds for timeline in timelines) for timelines in timelines_by_rank.values()
     )
+    panels[0].set_xlim(0, 1e3 * longest)
     add_legend(panels[0], COLORS)
     figure.savefig(folder / "timeline.png", dpi=120)
-    spans = (graph_spans(timelines, lanes) for timelines in ranks.values())
-    write_trace(
-        folder / "timeline.json", *zip(titles, itertools.repeat(lanes), spans, strict=False)
-    )
+
+    processes = [
+        TraceProcess(title, lanes, graph_spans(timelines, lanes))
+        for title, timelines in zip(titles, timelines_by_rank.values(), strict=True)
+    ]
+    write_trace(folder / "timeline.json", processes)
 
 
 def lane_of(span: Span) -> str:
@@ -76,16 +99,17 @@ def draw_graphs(
     axes: Any, timelines: Sequence[Timeline], lanes: Sequence[str], captions: Sequence[str]
 ) -> None:
     """Draw one graph after another over milliseconds, each with its caption, in COLORS."""
-    computing, hidden, waiting = COLORS.values()
+    computation, hidden, exposed = COLORS.values()
     bars: dict[tuple[float, str], list[tuple[float, float]]] = defaultdict(list)
-    for (timeline, offset), caption in zip(_one_after_another(timelines), captions, strict=True):
+    for (timeline, offset), caption in zip(_with_offsets(timelines), captions, strict=True):
         for span in timeline.spans:
             lane = lanes.index(lane_of(span))
-            height, start = len(lanes) - 0.9 - lane, 1e3 * (offset + span.start)
-            bars[height, hidden if lane else computing].append((start, 1e3 * span.seconds))
-            bars[height, waiting].append(
-                (start + 1e3 * (span.seconds - span.exposed), 1e3 * span.exposed)
-            )
+            height = len(lanes) - 0.9 - lane
+            start = 1e3 * (offset + span.start)
+            length = 1e3 * span.seconds
+            exposed_length = 1e3 * span.exposed
+            bars[height, hidden if lane else computation].append((start, length))
+            bars[height, exposed].append((start + length - exposed_length, exposed_length))
         middle = 1e3 * (offset + timeline.seconds / 2)
         axes.text(middle, len(lanes), caption, ha="center", va="bottom")
         axes.axvline(1e3 * (offset + timeline.seconds), color="black", linewidth=0.8)
@@ -123,53 +147,49 @@ def add_legend(axes: Any, colors: Mapping[str, str]) -> None:
 
 def graph_spans(timelines: Sequence[Timeline], lanes: Sequence[str]) -> Iterator[TraceSpan]:
     """Yield the spans of one graph after another."""
-    for timeline, offset in _one_after_another(timelines):
+    for timeline, offset in _with_offsets(timelines):
         for span in timeline.spans:
-            args = {"graph": timeline.graph, "exposed_us": 1e6 * span.exposed}
-            yield (
-                lanes.index(lane_of(span)),
-                timeline.graph,
-                span.name,
-                offset + span.start,
-                span.seconds,
-                args,
+            yield TraceSpan(
+                lane=lanes.index(lane_of(span)),
+                category=timeline.graph,
+                name=span.name,
+                start=offset + span.start,
+                seconds=span.seconds,
+                arguments={"graph": timeline.graph, "exposed_us": 1e6 * span.exposed},
             )
 
 
-def write_trace(path: Path, *processes: tuple[str, Sequence[str], Iterable[TraceSpan]]) -> None:
-    """Write a Chrome trace, in microseconds.
-
-    processes: (title, names of its lanes, spans); a lane is a thread of the trace.
-    """
+def write_trace(path: Path, processes: Iterable[TraceProcess]) -> None:
+    """Write a Chrome trace, in microseconds."""
     events: list[dict[str, Any]] = []
-    for pid, (title, lanes, spans) in enumerate(processes):
-        events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": title}})
-        for tid, lane in enumerate(lanes):
+    for pid, process in enumerate(processes):
+        events.append(
+            {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process.title}}
+        )
+        for tid, lane in enumerate(process.lanes):
             events.append(
                 {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": lane}}
             )
-        for tid, category, name, start, seconds, args in spans:
-            times = {"ts": 1e6 * start, "dur": 1e6 * seconds}
+        for span in process.spans:
             events.append(
                 {
-                    "name": name,
-                    "cat": category,
+                    "name": span.name,
+                    "cat": span.category,
                     "ph": "X",
                     "pid": pid,
-                    "tid": tid,
-                    **times,
-                    "args": args,
+                    "tid": span.lane,
+                    "ts": 1e6 * span.start,
+                    "dur": 1e6 * span.seconds,
+                    "args": span.arguments,
                 }
             )
-    path.write_text(
-        json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n", encoding="utf-8"
-    )
+    trace = {"displayTimeUnit": "ms", "traceEvents": events}
+    path.write_text(json.dumps(trace) + "\n", encoding="utf-8")
 
 
-def _one_after_another(timelines: Sequence[Timeline]) -> Iterator[tuple[Timeline, float]]:
-    """Yield (timeline, seconds before it)."""
-    return zip(
-        timelines,
-        itertools.accumulate((timeline.seconds for timeline in timelines), initial=0.0),
-        strict=False,
-    )
+def _with_offsets(timelines: Sequence[Timeline]) -> Iterator[tuple[Timeline, float]]:
+    """Yield (timeline, seconds of those before it)."""
+    offset = 0.0
+    for timeline in timelines:
+        yield timeline, offset
+        offset += timeline.seconds

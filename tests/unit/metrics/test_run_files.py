@@ -1,4 +1,4 @@
-"""Readers of metrics.jsonl and events.jsonl; those of a whole run stand in report/test_page.py."""
+"""Readers of metrics.jsonl and events.jsonl; that of a whole run is tested in report/test_page.py."""
 
 import json
 

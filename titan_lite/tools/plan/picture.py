@@ -14,6 +14,7 @@ from pathlib import Path
 from titan_lite.cost.timeline import Timeline
 from titan_lite.metrics.timelines import (
     COLORS,
+    TraceProcess,
     TraceSpan,
     add_legend,
     draw_bars,
@@ -124,7 +125,7 @@ def write_plan_trace(plan: Plan, path: Path) -> None:
     """
     title, timelines, lanes = deepest(plan)
     ranks = [f"pipeline rank {rank}" for rank in range(plan.layout.degrees["pp"])]
-    step: list[TraceSpan] = [(*span, {}) for span in step_spans(plan)]
-    write_trace(
-        path, ("the step (nominal)", ranks, step), (title, lanes, graph_spans(timelines, lanes))
+    step = TraceProcess(
+        "the step (nominal)", ranks, [TraceSpan(*span, {}) for span in step_spans(plan)]
     )
+    write_trace(path, [step, TraceProcess(title, lanes, graph_spans(timelines, lanes))])

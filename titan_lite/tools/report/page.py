@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.config import KEYS, ConfigError
-from titan_lite.metrics.run_files import RecordError, RunRecord, read_run
+from titan_lite.metrics.run_files import RecordError
 from titan_lite.tools.cli import Parser, command
+from titan_lite.tools.report.run_record import RunRecord, read_run
 
 MOST_ROWS = 4000  # rows drawn for a run; of more rows, windows keep their extremes
 EXTREMES = ("loss", "grad_norm", "tps", "step_time", "memory_gib", "data_wait")

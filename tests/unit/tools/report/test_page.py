@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from titan_lite.config import load_config, to_toml
-from titan_lite.metrics.run_files import RecordError, read_run
+from titan_lite.metrics.run_files import RecordError
 from titan_lite.tools.report import page as report
 from titan_lite.tools.report.page import drawn, exposed_share, main, name_runs, page, thin
+from titan_lite.tools.report.run_record import read_run
 
 ROOT = Path(__file__).parents[4]
 EVIL = "</script><script>alert('x')</script><img src=x onerror=alert(1)> {{data}} & \u2028"

@@ -1,0 +1,198 @@
+"""Read all that a run has written to its folder. Imports no torch.
+
+run = read_run(folder, "a name")          # raises RecordError for a damaged file
+run.rows[-1]["loss"], run.recipe["training.steps"]
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_lite.config.load import read_toml
+from titan_lite.metrics.run_files import RecordError, read_events, read_rows
+
+MICROSECONDS = 1e3  # in a millisecond; the unit of a trace
+SAME_TIME = 1e-6  # milliseconds; a shorter gap between computations is none
+
+
+@dataclass
+class RunRecord:
+    """A run, as its folder has it."""
+
+    folder: Path
+    name: str
+    rows: list[dict[str, float]]  # of metrics.jsonl by step, with "tokens" and "hours" so far
+    events: list[dict[str, Any]]  # of events.jsonl, and the resumes
+    # {"training.steps": 1000, ...}; empty without config.toml
+    recipe: dict[str, Any] = field(default_factory=dict)
+    compile_reports: list[dict[str, Any]] = field(default_factory=list)  # compile.json
+    timelines: list[dict[str, Any]] = field(default_factory=list)  # as `_timelines` returns them
+    notes: list[str] = field(default_factory=list)  # on lines that were skipped
+
+    def column(self, name: str) -> list[float]:
+        return [row[name] for row in self.rows if row.get(name) is not None]
+
+
+def read_run(folder: Path, name: str) -> RunRecord:
+    """Read a run's folder. Raises RecordError, and ConfigError for a damaged config.toml."""
+    path = _metrics_file(folder)
+    rows, resumes, notes = read_rows(path)
+    if not rows:
+        raise RecordError(f"{path} has no step yet; a run writes one every metrics.log_freq steps")
+    events, more_notes = read_events(folder / "events.jsonl")
+    run = RunRecord(
+        folder=folder,
+        name=name,
+        rows=rows,
+        events=_with_resumes(events, resumes),
+        recipe=_read_recipe(folder / "config.toml"),
+        notes=notes + more_notes,
+    )
+    run.compile_reports = _read_json(folder / "compile.json", default=[])
+    with _damage(folder / "compile.json"):
+        for report in run.compile_reports:
+            _check_compile_report(report)
+    trace = _read_json(folder / "timeline.json", default={})
+    with _damage(folder / "timeline.json"):
+        run.timelines = _timelines(trace)
+    return run
+
+
+def _metrics_file(folder: Path) -> Path:
+    """Return metrics.jsonl of a run's folder. Raises RecordError if there is none."""
+    if not folder.is_dir():
+        raise RecordError(
+            f"{folder}: no such folder; use a run's job.dump_folder, such as outputs/debug_model"
+        )
+    path = folder / "metrics.jsonl"
+    if path.is_file():
+        return path
+    runs = sorted(str(inner.parent) for inner in folder.glob("*/metrics.jsonl"))
+    hint = "use a run's job.dump_folder"
+    if runs:
+        hint = f"use one of its runs: {', '.join(runs)}"
+    raise RecordError(f"{folder} has no metrics.jsonl; {hint}")
+
+
+def _with_resumes(
+    events: list[dict[str, Any]], resumes: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the events, with what metrics.jsonl says of resumes.
+
+    A start writes an event, and a resume once there are metrics; so the last ones belong together.
+    Resumes without a start come first: without events.jsonl there are only resumes.
+    """
+    starts = [event for event in events if event["event"] == "start"]
+    for event, resume in zip(reversed(starts), reversed(resumes), strict=False):
+        event.update(resume)
+        if lost := event.get("lost"):
+            lost["step"] = max(lost["step"], resume["reached"])
+    without_start = resumes[: max(0, len(resumes) - len(starts))]
+    return [*without_start, *events]
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    """Return {"section.key": value} of a run's config.toml; empty if there is none."""
+    if not path.is_file():
+        return {}
+    recipe = {
+        f"{section}.{key}": value
+        for section, keys in read_toml(path).items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+    }
+    try:
+        json.dumps(recipe, default=str)
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or nested deeply
+        raise RecordError(f"{path}: not a run's recipe: {error}") from None
+    return recipe
+
+
+def _check_compile_report(report: Mapping[str, Any]) -> None:
+    """Raise KeyError for an entry of compile.json without what the page shows, and TypeError for
+    another type.
+    """
+    missing = [key for key in ("graph", "before", "after") if key not in report]
+    if report.get("timeline") is not None:
+        times = ("communication", "exposed", "seconds")
+        missing += [key for key in times if key not in report["timeline"]]
+    if missing:
+        raise KeyError(missing[0])
+
+
+def _read_json(path: Path, default: Any) -> Any:
+    """Return the content of a file, or `default`, which is of its type, if there is none.
+
+    Raises RecordError.
+    """
+    if not path.is_file():
+        return default
+    with _damage(path):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if type(content) is not type(default):
+            raise TypeError(f"it is a {type(content).__name__}")
+        return content
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Return a context that reads what a file has.
+
+    Raises RecordError if it is not what a run writes.
+    """
+    try:
+        yield
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise RecordError(
+            f"{path}: not as a run writes it ({reason:.200}); remove the file to make the page"
+            " without it"
+        ) from None
+
+
+def _timelines(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a timeline for each process (pipeline rank) of a Chrome trace: title, lanes, graphs,
+    and spans [number of the lane, start, length, exposed, name] in milliseconds. Computation
+    without gaps is one span.
+    """
+    timelines: dict[int, dict[str, Any]] = {}  # by process
+    bars = []
+    for event in trace.get("traceEvents", ()):
+        process = event.get("pid", 0)
+        timeline = timelines.setdefault(
+            process, {"title": "", "lanes": [], "graphs": [], "spans": []}
+        )
+        if event.get("ph") == "X":
+            bars.append((event["ts"], timeline, event))
+        elif event.get("ph") == "M" and event["name"] == "process_name":
+            timeline["title"] = event["args"]["name"]
+        elif event.get("ph") == "M" and event["name"] == "thread_name":
+            timeline["lanes"].append(event["args"]["name"])
+    for _, timeline, event in sorted(bars, key=lambda bar: bar[0]):
+        _add_bar(timeline, event)
+    return [timelines[process] for process in sorted(timelines) if timelines[process]["spans"]]
+
+
+def _add_bar(timeline: dict[str, Any], event: Mapping[str, Any]) -> None:
+    """Add a bar of a Chrome trace to a timeline. Bars come in the order of their starts."""
+    start = event["ts"] / MICROSECONDS
+    length = event["dur"] / MICROSECONDS
+    graphs, spans = timeline["graphs"], timeline["spans"]
+    if not graphs or graphs[-1]["name"] != event["cat"]:
+        graphs.append({"name": event["cat"], "start": start, "end": start})
+    graphs[-1]["end"] = max(graphs[-1]["end"], start + length)
+
+    lane = event["tid"]
+    if lane != 0:
+        exposed = event["args"]["exposed_us"] / MICROSECONDS
+        spans.append([lane, start, length, exposed, event["name"]])
+        return
+    name = f"{event['cat']}: computation"
+    before = next((span for span in reversed(spans) if span[0] == 0), None)
+    if before and before[4] == name and start - before[1] - before[2] < SAME_TIME:
+        before[2] = start + length - before[1]
+    else:
+        spans.append([0, start, length, 0, name])
