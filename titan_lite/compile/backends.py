@@ -1,10 +1,12 @@
 """Make the backends of torch.compile: trace forward and backward, run the passes on both, compile.
 
-backend = inductor_backend(schedule.compiling)
-model.compile(backend=backend, fullgraph=True)
+    backend = inductor_backend(schedule.compiling)
+    model.compile(backend=backend, fullgraph=True)
 
-joint graph -> resharding.py -> partitioner -> forward, backward -> `compiling`: the passes
--> Inductor (pin_order.py keeps the order) or, with aot_eager, the graph as it is
+    joint graph -> resharding.py -> partitioner -> forward, backward -> `compiling`: the passes
+    -> Inductor (pin_order.py keeps the order) or, with aot_eager, the graph as it is
+
+compile.py chooses the backend.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +91,9 @@ def aot_eager_backend(
 
 
 def save_as_autograd(graph: Graph) -> None:
-    """Let forward save all activations but those within checkpointed blocks, and compute nothing of
+    """Let forward save what autograd saves.
+
+    These are all activations but those within checkpointed blocks. Forward computes nothing of
     backward.
     """
     in_forward = [node for node in graph.nodes if node.meta.get("partitioner_tag") == "is_forward"]

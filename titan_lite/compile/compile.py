@@ -89,8 +89,10 @@ def compile_model(
 
 
 def compile_function(function: Callable[P, R], config: Compile, component: str) -> Callable[P, R]:
-    """Return `function`, compiled to a graph per shape of its tensors or lists of them if the
-    recipe compiles `component`. No passes run: each collective is waited for at once.
+    """Return `function`, compiled if the recipe compiles `component`.
+
+    It has a graph per shape of its tensors or lists of them. No passes run: each collective is
+    waited for at once.
     """
     if not config.compiles(component):
         return function

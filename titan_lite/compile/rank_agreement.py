@@ -98,8 +98,9 @@ def check_same_order(graph: Graph, name: str, ranks: StageRanks) -> str:
 
 
 def hash_by_group(graph: Graph) -> dict[str, str]:
-    """Return a hash of the collectives of each process group: operators, bytes and parameters, in
-    order. A group is named by its ranks, as "0, 1".
+    """Return a hash of the collectives of each process group, which is named by its ranks: "0, 1".
+
+    It is of operators, bytes and parameters, in order.
     """
     lines: dict[str, list[str]] = {}
     for node in graph.nodes:

@@ -1,10 +1,12 @@
-"""Report what the passes did to a graph's collectives, and their estimated times, as text and as
-JSON.
+"""Report what the passes did to a graph's collectives, and the times estimated.
 
-    for line in describe(reports): logger.info(line)
-    write_reports(reports, dump_folder)                    # compile.json
+    for line in describe(reports):
+        logger.info(line)
+    write_reports(reports, dump_folder)
 
-    forward graph: 57 all_gather -> 8 (0.021 GiB); ...; bucket_by_block 49; ...
+    forward graph: 57 all_gather -> 8 (0.021 GiB); ...; bucket_by_block 49, ...
+
+A run's compile.json is made of these reports.
 """
 
 import dataclasses
@@ -122,8 +124,9 @@ def milliseconds(seconds: float) -> str:
 
 
 def rank_timelines(reports: Sequence[CompileReport]) -> dict[int, list[Timeline]]:
-    """Return the timelines of forward and backward by pipeline rank, or none if nothing is
-    estimated or communicated.
+    """Return the timelines of forward and backward by pipeline rank.
+
+    Return none if nothing is estimated or communicated.
     """
     by_rank: dict[int, list[Timeline]] = {}
     for report in reports:

@@ -169,9 +169,7 @@ class Schedule:
 
 
 def count_mergeable(graph: Graph) -> Counter[tuple]:
-    """Return the number of the parameters' collectives of each kind, group and dtype, which buckets
-    may merge.
-    """
+    """Count the parameters' collectives by what buckets may merge: kind, group and dtype."""
     return Counter(
         (node.target, group_of(node), node.meta["val"].dtype)
         for node in parameter_collectives(graph)

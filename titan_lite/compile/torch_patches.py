@@ -55,11 +55,11 @@ def meshes_in_cache_keys() -> Iterator[None]:
 
 @contextmanager
 def no_random_state_saved() -> Iterator[None]:
-    """Return a context in which the partitioner saves no random-number state for operators that it
-    recomputes.
+    """Return a context in which the partitioner saves no random-number state.
 
-    Attention operators count as random because of dropout, which Llama does not use. torch 2.13
-    confuses saved states with the meshes of DTensors, which it saves as well:
+    It would for operators that it recomputes. Attention operators count as random because of
+    dropout, which Llama does not use. torch 2.13 confuses saved states with the meshes of DTensors,
+    which it saves as well:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/partitioners.py#L190
     """
 

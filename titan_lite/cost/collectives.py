@@ -154,8 +154,9 @@ def parameter_all_gathers(graph: Graph) -> dict[Node, list[Node]]:
 
 
 def preparation(gather: Node) -> list[Node] | None:
-    """Return the nodes between graph inputs and `gather`, or None if one is not in PREPARATION and
-    no parameter is gathered.
+    """Return the nodes between graph inputs and `gather`.
+
+    None if one is not in PREPARATION: then no parameter is gathered.
     """
     nodes: list[Node] = []
     open_nodes = list(gather.all_input_nodes)

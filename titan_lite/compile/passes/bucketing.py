@@ -58,8 +58,7 @@ def bucket_by_names(graph: Graph, settings: PassSettings) -> int:
 
 
 def bucket_greedily(graph: Graph, settings: PassSettings) -> int:
-    """Make buckets that hide under the computation before them. Return the number of collectives
-    saved.
+    """Make buckets that computation before them hides. Return the number of collectives saved.
 
     The first rank chooses, since tensor-parallel ranks reduce norms together.
     """
@@ -73,8 +72,9 @@ def bucket_greedily(graph: Graph, settings: PassSettings) -> int:
 
 
 def merge_buckets(graph: Graph, buckets: Mapping[Node, Hashable]) -> int:
-    """Merge the collectives of each bucket that have the same kind, group, dtype and reduction, in
-    place. Return the number of collectives saved.
+    """Merge the collectives of each bucket, in place. Return the number of collectives saved.
+
+    Those of a bucket are merged that have the same kind, group, dtype and reduction.
 
     buckets: the bucket of each collective.
     """

@@ -36,8 +36,9 @@ Buckets = dict[Node, Hashable]  # the bucket of each collective of parameters
 
 
 def by_block(graph: Graph) -> Buckets:
-    """Return one bucket per block, with the last norm in the last block; embedding and output have
-    buckets of their own.
+    """Return one bucket per block.
+
+    The last norm is in the last block; embedding and output have buckets of their own.
     """
     last = last_block(fqn for node in parameter_collectives(graph) for fqn in parameters_of(node))
     return _by_fqn(graph, lambda fqn: block_of(fqn, last))
@@ -104,8 +105,7 @@ class _BucketItem:
 
 
 def greedy(graph: Graph, machine: Machine, *, fused: bool = True) -> Buckets:
-    """Return buckets that grow in the order of reads, while they hide under the computation of the
-    previous bucket.
+    """Return buckets that grow in the order of reads, while computation hides them.
 
     The next parameter joins if the bucket is then gathered within the computation of the previous
     bucket, less the reductions in it, and if both buckets have no more bytes than two consecutive
@@ -227,8 +227,9 @@ def _grow(items: Sequence[_BucketItem], machine: Machine) -> list[list[_BucketIt
 
 
 def _split_large(bucket: list[_BucketItem], machine: Machine) -> list[list[_BucketItem]]:
-    """Split off a weight larger than the rest of its bucket, if copying it out takes longer than
-    the latency saved.
+    """Split off a weight that is larger than the rest of its bucket, if that is faster.
+
+    It is if copying the weight out takes longer than the latency saved.
     """
     large = [item for item in bucket if 2 * item.nbytes > _nbytes(bucket)]  # at most one
     others = [item for item in bucket if item not in large]

@@ -1,13 +1,12 @@
-"""Hide the collectives of activations: while one is in flight, compute gradients of weights, which
-no such collective waits for.
+"""Hide the collectives of activations: compute gradients of weights while one is in flight.
 
     before   dw = x.T @ dy; a = reduce_scatter(dy @ w); dx = wait(a)
     after    a = reduce_scatter(dy @ w); dw = x.T @ dy; dx = wait(a)
 
 In backward, tensor and context parallelism communicate on the path from block to block, and a
-gradient of a weight is not on that path. (Zero bubble pipelines, arXiv 2401.10241, fill the waits
-between stages by the same division.) Numbers do not change. In forward every product is on the
-path, so nothing moves.
+gradient of a weight is not on that path: no such collective waits for it. (Zero bubble pipelines,
+arXiv 2401.10241, fill the waits between stages by the same division.) Numbers do not change. In
+forward every product is on the path, so nothing moves.
 
 The costs of tensor-parallel ranks may differ, so the first rank chooses. Choices are numbers of
 nodes of one kind, counted in graph order. Positions among all nodes would not do: a rank with fewer
@@ -44,8 +43,9 @@ def defer_weight_grads(graph: Graph, settings: PassSettings) -> int:
 
 
 def order_activation_collectives(graph: Graph, settings: PassSettings) -> int:
-    """Start collectives of activations in the order in which they are waited for, where this is
-    faster, in place. Return how many moved.
+    """Start collectives of activations in the order of their waits, in place, if this is faster.
+
+    Return how many moved.
 
     before   a = reduce_scatter(x); b = all_gather(y); use(wait(b)); use(wait(a))
     after    b = all_gather(y); a = reduce_scatter(x); use(wait(b)); use(wait(a))
@@ -99,9 +99,7 @@ def _best_fit(products: Iterable[Node], seconds: Callable[[Node], float], wanted
 
 
 def defer_products(graph: Graph, chosen: Pairs) -> None:
-    """Move the chosen products, with what depends on them, before the waits for their collectives,
-    in place.
-    """
+    """Move the chosen products, with what depends on them, before the waits they fill."""
     products = _products(graph)
     activations = activation_collectives(graph)
     for product, collective in chosen:
@@ -114,10 +112,10 @@ def defer_products(graph: Graph, chosen: Pairs) -> None:
 def choose_order(
     graph: Graph, machine: Machine | None, *, fused: bool = True
 ) -> list[tuple[int, int]]:
-    """Return pairs (number of a collective of activations, number of a later one of its group that
-    is waited for earlier, and that would queue behind it).
+    """Return pairs of collectives of activations: the first should start behind the second.
 
-    The first one should start behind the other. Empty if the graph would not be faster, as
+    The second is a later one of the same group that is waited for earlier, and that would queue
+    behind the first. Empty if the graph would not be faster, as
     estimated.
     """
     if machine is None:

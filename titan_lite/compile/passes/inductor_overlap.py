@@ -29,9 +29,7 @@ from titan_lite.cost.timeline import shards_of
 
 
 def overlap_by_inductor(graph: Graph, settings: PassSettings) -> int:
-    """Reorder and bucket collectives, in place. Return the number of parameters' collectives that
-    computation then overlaps.
-    """
+    """Reorder and bucket collectives, in place. Return how many are then overlapped."""
     if not parameter_collectives(graph):
         return 0
     machine = settings.required_machine()

@@ -1,5 +1,4 @@
-"""Pin the order of collectives, waits, matrix products and attention in Inductor's code to that of
-the graph.
+"""Pin the order of collectives, waits, products and attention in Inductor's code to the graph's.
 
     config_patches = {"_pre_fusion_custom_pass": PinnedOrder(), "reorder_for_locality": False}
 
@@ -46,8 +45,9 @@ def pin_order(nodes: Sequence[BaseSchedulerNode]) -> int:
 
 
 def is_pinned(node: BaseSchedulerNode) -> bool:
-    """Return whether `node` is a call (collective, wait, matrix product, attention), and not one of
-    its several results.
+    """Return whether `node` is a call: collective, wait, matrix product, attention.
+
+    One of the several results of a call is none.
     """
     return (node.is_extern() or node.is_template()) and not isinstance(node.node, ir.MultiOutput)
 

@@ -1,5 +1,4 @@
-"""Overlap the collectives of parameters with computation: start them earlier, and wait for them
-later.
+"""Overlap the collectives of parameters with computation: start earlier, and wait later.
 
     before   w1 = wait(all_gather(s1)); y = f(x, w1)
              w2 = wait(all_gather(s2)); z = f(y, w2)
@@ -142,8 +141,9 @@ def _start_in_time(graph: Graph, latest_starts: dict[Node, Node]) -> set[Node]:
 
 
 def _prepare_during_first(gathers: Sequence[Node], machine: Machine, fused: bool) -> None:
-    """Cast and bucket the shards of later all-gathers during the first one, when there is nothing
-    else to compute, unless this raises peak memory.
+    """Cast and bucket the shards of later all-gathers during the first one.
+
+    There is nothing else to compute. Stop where this would raise peak memory or take longer.
     """
     graph = gathers[0].graph
     wait = wait_of(gathers[0])
@@ -167,8 +167,9 @@ def _prepare_during_first(gathers: Sequence[Node], machine: Machine, fused: bool
 def wait_for_reductions_late(
     graph: Graph, machine: Machine | None = None, *, fused: bool = True
 ) -> int:
-    """Move the wait for each reduction, with its users, to the next reduction of its kind, or to
-    the end. Return how many moved.
+    """Move the wait for each reduction to the next reduction of its kind, or to the end.
+
+    Its users move along. Return how many moved.
 
     With a machine, wait once the reduction should be done, or before more than twice the bytes of
     the largest are in flight. This is off if results are reduced again (norm weights over
@@ -206,8 +207,10 @@ def _before_the_next(graph: Graph, reductions: Sequence[Node]) -> Iterator[tuple
 def _when_done(
     graph: Graph, reductions: Sequence[Node], machine: Machine, fused: bool
 ) -> Iterator[tuple[Node, Node]]:
-    """Yield each reduction and the one before which to wait for it: the first that starts when it
-    should be done, or when too many bytes are in flight. In an order that keeps moves valid.
+    """Yield each reduction and the one before which to wait for it.
+
+    This is the first that starts when it should be done, or when too many bytes are in flight.
+    The order of the pairs keeps moves valid.
     """
     own = set(reductions)
     limit = 2 * max(map(collective_bytes, reductions))

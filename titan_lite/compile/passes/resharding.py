@@ -1,5 +1,4 @@
-"""Reshard after forward, in the joint graph: backward gathers weights again, instead of keeping
-them from forward.
+"""Reshard after forward, in the joint graph: backward gathers weights again.
 
     before   forward     w = wait(all_gather(shard)); y = x @ w.T; saves w
              backward    dx = dy @ w
@@ -54,8 +53,9 @@ def reshard_after_forward(graph: Graph, keep_gathered: Collection[str] | None) -
 
 
 def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str] = ()) -> int:
-    """Tag every parameter's all-gather, its preparation, its wait and its views, so that the
-    partitioner recomputes them.
+    """Tag every parameter's all-gather, so that the partitioner recomputes it.
+
+    Tag its preparation, its wait and its views as well.
 
     keep_gathered: FQNs of parameters to leave gathered. Returns the number of tagged all-gathers.
     """
@@ -68,11 +68,10 @@ def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str]
 
 
 def recompute_waits_for_inputs(graph: Graph) -> int:
-    """Tag the waits for inputs of the graph (distributed/arriving.py) in the same way, and return
-    their number.
+    """Tag the waits for inputs of the graph in the same way, and return their number.
 
-    A wait returns its input, which the compiler does not know: it would use the memory of a saved
-    result again in backward.
+    They are those of distributed/arriving.py. A wait returns its input, which the compiler does not
+    know: it would use the memory of a saved result again in backward.
     """
     waits = [
         user

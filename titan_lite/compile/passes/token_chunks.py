@@ -1,5 +1,4 @@
-"""Cut collectives of tensor parallelism and their matrix products into chunks of tokens: one
-travels while another is computed.
+"""Cut collectives of tensor parallelism and their matrix products into chunks of tokens.
 
     before   y = wait(all_gather(x)) @ w
     after    a0 = all_gather(x[0]); a1 = all_gather(x[1]); y = cat(wait(a0) @ w, wait(a1) @ w)
@@ -8,10 +7,10 @@ travels while another is computed.
     after    r0 = reduce_scatter(x[0] @ w); r1 = reduce_scatter(x[1] @ w)
              z = cat(wait(r0), wait(r1))
 
-Plain collectives, as in arXiv 2302.05442 (section 2.2) and unlike asynchronous tensor parallelism,
-which needs symmetric memory: Inductor does that, and `mark_fused_collectives` finds what it will
-fuse. Of the products that read gathered tokens, only the first is cut; it hides all chunks but the
-first. A product of fewer rows may round differently.
+One chunk travels while another is computed. Plain collectives, as in arXiv 2302.05442 (section 2.2)
+and unlike asynchronous tensor parallelism, which needs symmetric memory: Inductor does that, and
+`mark_fused_collectives` finds what it will fuse. Of the products that read gathered tokens, only
+the first is cut; it hides all chunks but the first. A product of fewer rows may round differently.
 """
 
 import operator
@@ -64,12 +63,11 @@ def cut_token_chunks(graph: Graph, settings: PassSettings) -> int:
 
 
 def mark_fused_collectives(graph: Graph, settings: PassSettings) -> int:
-    """Mark the collectives of activations that Inductor fuses with products (asynchronous tensor
-    parallelism, arXiv 2410.06511, section 3.4), so that `node_seconds` prices them so. Return their
-    number.
+    """Mark the collectives that Inductor fuses with products. Return their number.
 
-    Each product of gathered tokens is fused, unless its other factor depends on them. Products of
-    which a sum is reduced are not.
+    `node_seconds` then prices them so (asynchronous tensor parallelism, arXiv 2410.06511, section
+    3.4). Each product of gathered tokens is fused, unless its other factor depends on them.
+    Products of which a sum is reduced are not.
     """
     marked = 0
     for node in activation_collectives(graph):
@@ -94,11 +92,11 @@ def mark_fused_collectives(graph: Graph, settings: PassSettings) -> int:
 def choose_collectives(
     graph: Graph, chunks: int, machine: Machine | None = None, *, fused: bool = True
 ) -> list[int]:
-    """Return the numbers, among collectives of activations, of those to cut: directly before or
-    behind a product.
+    """Return the collectives to cut, by their numbers among those of activations.
 
-    With a machine, only those that are then faster, as estimated. A collective that is hidden
-    already gains nothing. All ranks must use those of one.
+    They stand directly before or behind a product. With a machine, only those that are then faster,
+    as estimated. A collective that is hidden already gains nothing. All ranks must use those of
+    one.
     """
     costs = costs_of(graph, machine, fused) if machine else {}
     chosen = []
@@ -146,8 +144,9 @@ def _site_of(node: Node) -> _Site | None:
 
 
 def _gathered(node: Node) -> _Site | None:
-    """Return the first product of the tokens that `node` gathers, if they are split by rank and
-    joined along the sequence.
+    """Return the first product of the tokens that `node` gathers.
+
+    None if they are not split by rank and joined along the sequence.
     """
     split, *others = wait_of(node).users
     if others or len(node.users) > 1 or split.target is not aten.split.Tensor:
@@ -174,8 +173,9 @@ def _products_of(tokens: Node) -> Iterator[Node]:
 
 
 def _reduced(node: Node) -> _Site | None:
-    """Return the product whose result `node` reduces, if it is split along the sequence and joined
-    by rank.
+    """Return the product whose result `node` reduces.
+
+    None if it is not split along the sequence and joined by rank.
     """
     joined = node.all_input_nodes[0]
     if joined.target is not aten.cat.default or joined.args[1:] not in ((), (0,)):
@@ -383,8 +383,10 @@ def _erase(graph: Graph, *nodes: Node) -> None:
 def _is_faster(
     graph: Graph, site: _Site, chunks: int, machine: Machine, fused: bool, exposed: float
 ) -> bool:
-    """Return whether a site takes less time in chunks. exposed: seconds of the collective that
-    nothing hides. The chunks are added to price them, and erased again.
+    """Return whether a site takes less time in chunks.
+
+    exposed: seconds of the collective that nothing hides. The chunks are added to price them, and
+    erased again.
     """
     known = set(graph.nodes)
     added = _add_chunks(graph, site, chunks)
@@ -405,8 +407,9 @@ def _seconds_of_product(site: _Site, machine: Machine, fused: bool) -> float:
 
 
 def _seconds_in_chunks(chunks: _Chunks, machine: Machine, fused: bool) -> float:
-    """Return the seconds of a site in chunks: each collective queues behind the one before, and
-    travels while another chunk is computed.
+    """Return the seconds of a site in chunks.
+
+    Each collective queues behind the one before, and travels while another chunk is computed.
     """
 
     def cost(*nodes: Node) -> float:
