@@ -119,9 +119,12 @@ class PiecewiseSource:
         self, start: int, wanted: Callable[[int], bool]
     ) -> Iterator[tuple[int, Document]]:
         first_epoch, offset = divmod(start, EPOCH_STRIDE)
-        yield from self._rest_of_epoch(first_epoch, offset, wanted)
-        for epoch in itertools.count(first_epoch + 1):
-            yield from self._rest_of_epoch(epoch, 0, wanted)
+        first = self._rest_of_epoch(first_epoch, offset, wanted)
+        others = (
+            self._rest_of_epoch(epoch, 0, wanted) for epoch in itertools.count(first_epoch + 1)
+        )
+        # chained, since a generator around these would be resumed for each document
+        return itertools.chain(first, itertools.chain.from_iterable(others))
 
     def _rest_of_epoch(
         self, epoch: int, offset: int, wanted: Callable[[int], bool]
@@ -157,13 +160,16 @@ class PiecewiseSource:
             raise ConfigError(f"{first_bad}; no other document can be read; use other documents")
 
     def _raw_documents(self, epoch: int, first_group: int) -> Iterator[tuple[int, RawDocument]]:
-        """Yield (ordinal, raw document) of both splits, from a group of an epoch on."""
-        for number, pieces in enumerate(self._groups(epoch)):
-            if number < first_group:
-                continue
-            base = epoch * EPOCH_STRIDE + number * GROUP_STRIDE
-            documents = self._of_group(pieces, seed=f"{self.seed} {epoch} {number}")
-            yield from enumerate(documents, start=base)
+        """Return (ordinal, raw document) of both splits, from a group of an epoch on."""
+        groups = self._groups(epoch)
+        numbered = (
+            enumerate(
+                self._of_group(groups[number], seed=f"{self.seed} {epoch} {number}"),
+                start=epoch * EPOCH_STRIDE + number * GROUP_STRIDE,
+            )
+            for number in range(first_group, len(groups))
+        )
+        return itertools.chain.from_iterable(numbered)
 
     def _groups(self, epoch: int) -> list[list[Piece]]:
         """Return the pieces of an epoch in their order, in groups that fit the shuffle buffer."""
@@ -199,8 +205,9 @@ class PiecewiseSource:
         """Return as many documents as are shuffled at once; none at the end."""
         buffer = []
         size = 0
-        for piece, position, raw in documents:
-            buffer.append((piece, position, raw))
+        for document in documents:
+            buffer.append(document)
+            _, position, raw = document
             size += self.corpus.size(position, raw)
             if size >= self.shuffle_bytes or len(buffer) == self.data.shuffle_buffer:
                 break
