@@ -372,7 +372,7 @@ class Trainer:
         # Sums over all ranks, so that every rank decides the same
         loss, stop_requests = self.sum_over_ranks(loss, self.stop.received)
         skip, loss_limit = self.skipped_steps.decide(loss, grad_norm)
-        self.grad_compression.settle(skip)
+        self.grad_compression.commit(skip)
         self.lr = self.config.optimizer.lr * lr_factor(
             self.step, self.config.lr_scheduler, self.config.total_steps
         )
@@ -498,7 +498,7 @@ class Trainer:
         tensors: dict[str, Tensor] = dict(self.parameters)
         for name, tensor in optimizer_state(self.optimizer, self.parameters).items():
             tensors[f"optimizer.state.{name}"] = tensor
-        for name, tensor in self.grad_compression.state().items():
+        for name, tensor in self.grad_compression.state_tensors().items():
             tensors[f"between.{name}"] = tensor
         return {name: tensor.detach() for name, tensor in tensors.items()}
 

@@ -28,7 +28,7 @@ from titan_lite.resilience.replica_check import find
 
 F32 = torch.float32
 ANY_SIZE = functools.partial(
-    mock.patch.object, powersgd, "SHARE", math.inf
+    mock.patch.object, powersgd, "MAX_FACTOR_SHARE", math.inf
 )  # compress what would not pay
 
 
@@ -114,7 +114,7 @@ def beside_numpy():
         torch.testing.assert_close(
             gradients(model), {fqn: both[0][fqn] + both[1][fqn] for fqn in both[0]}
         )
-        sums.settle(no)
+        sums.commit(no)
         assert not any(error.any() for error in sums.errors.values())
         shapes = {"stacked": (4, 15), "matrix": (12, 20)}
         q = {fqn: sums.qs[fqn].double().numpy().copy() for fqn in shapes}
@@ -135,7 +135,7 @@ def beside_numpy():
                     found[fqn].numpy().reshape(shape), p @ q[fqn].T, atol=2e-4
                 )
             before = {fqn: (sums.errors[fqn].clone(), sums.qs[fqn].clone()) for fqn in shapes}
-            sums.settle(no)
+            sums.commit(no)
             assert not any(torch.equal(sums.errors[fqn], before[fqn][0]) for fqn in shapes)
             for fqn, shape in shapes.items():
                 own = errors[fqn][dist.get_rank()]
@@ -163,7 +163,7 @@ def at_full_rank():
                 atol=1e-4,
                 rtol=0,
             )
-            sums.settle(torch.zeros(()))
+            sums.commit(torch.zeros(()))
             assert all(error.abs().max() < 1e-4 for error in sums.errors.values())
 
 
@@ -176,29 +176,31 @@ def skipped():
         model, sums = between(rank=2)
         put(model, 2)
         sums.reduce(2)
-        sums.settle(torch.zeros(()))
-        before = {name: tensor.to_local().clone() for name, tensor in sums.state().items()}
+        sums.commit(torch.zeros(()))
+        before = {name: tensor.to_local().clone() for name, tensor in sums.state_tensors().items()}
         put(model, 3)
         if dist.get_rank() == 0:
             model._parameters["matrix"].grad.to_local()[0, 0] = math.nan
         sums.reduce(3)
         assert gradients(model)["matrix"].isnan().any()  # on both copies, which both skip
-        sums.settle(torch.ones(()))
+        sums.commit(torch.ones(()))
         assert all(
-            torch.equal(tensor.to_local(), before[name]) for name, tensor in sums.state().items()
+            torch.equal(tensor.to_local(), before[name])
+            for name, tensor in sums.state_tensors().items()
         )
         put(model, 4)
         model._parameters["stacked"].grad.to_local().zero_()
         sums.errors["stacked"].zero_()
         sums.reduce(4)
-        sums.settle(torch.zeros(()))
-        assert all(tensor.to_local().isfinite().all() for tensor in sums.state().values())
+        sums.commit(torch.zeros(()))
+        assert all(tensor.to_local().isfinite().all() for tensor in sums.state_tensors().values())
         assert sums.qs["stacked"].any(0).all()  # a gradient of zeros does not end the compression
-        assert find(sums.state()) is None  # errors are not compared between copies
+        assert find(sums.state_tensors()) is None  # errors are not compared between copies
         sums.qs["matrix"][0, 0] += dist.get_rank()
-        assert find(sums.state())  # and Q is
+        assert find(sums.state_tensors())  # and Q is
         return {
-            name: (tensor.shape, tensor.to_local().shape) for name, tensor in sums.state().items()
+            name: (tensor.shape, tensor.to_local().shape)
+            for name, tensor in sums.state_tensors().items()
         }
 
 
@@ -220,8 +222,8 @@ def uneven():
                     parameter, torch.randn_like(parameter.detach().to_local())
                 )
             sums.reduce(step)
-            sums.settle(torch.zeros(()))
-        assert find(sums.state()) is None
+            sums.commit(torch.zeros(()))
+        assert find(sums.state_tensors()) is None
         return gradients(model)
 
 
@@ -260,8 +262,10 @@ def three_steps(layout, once, compiled):
                 assert set(sent[1]) == set(sums.errors)
                 assert len(sent) == 3
             found.append(gradients(model))
-            found[-1] |= {name: part.to_local().clone() for name, part in sums.state().items()}
-            sums.settle(torch.tensor(float(number == 2)))
+            found[-1] |= {
+                name: part.to_local().clone() for name, part in sums.state_tensors().items()
+            }
+            sums.commit(torch.tensor(float(number == 2)))
             model.zero_grad()
         return found
 

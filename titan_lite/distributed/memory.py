@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from titan_lite.config import Config, Float8, Training
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.powersgd import as_matrix
+from titan_lite.distributed.powersgd import compressed_shape
 from titan_lite.distributed.tensor_parallel import weight_dim
 from titan_lite.models.fqns import is_filtered
 from titan_lite.models.shapes import Shape
@@ -105,7 +105,7 @@ def compressed_sizes(config: Config, layout: Layout) -> dict[str, tuple[int, int
     sizes = {}
     for fqn, shape in layout.shapes_of_rank.items():
         shard = largest_shard(layout, fqn, shape)
-        matrix = as_matrix(shard[0], shard[1:], rank)
+        matrix = compressed_shape(shard[0], shard[1:], rank)
         sizes[fqn] = (math.prod(shard), rank * sum(matrix) if matrix else 0)
     return sizes
 

@@ -1,10 +1,10 @@
 """Sum gradients over copies of the model as two thin factors, once a step (PowerSGD, arXiv
 1905.13727).
 
-    between = PowerSGD(stages, config.parallelism, seed)
-    between.reduce(step)            # after the last backward: parameter.grad becomes the sum over copies
-    between.settle(skip)            # keep the errors of this step, unless it is skipped
-    between.state()                 # {"layers.0.attention.wq.weight.error": DTensor, ".q": DTensor, ...}
+    grad_compression = PowerSGD(model.stages, config.parallelism, seed)
+    grad_compression.reduce(step)       # after the last backward: sum parameter.grad over copies
+    grad_compression.commit(skip)       # end of the step: keep its errors, unless it is skipped
+    grad_compression.state_tensors()    # {"output.weight.error": DTensor, "output.weight.q": ...}
 
 Problem. Copies (mesh axis dp_replicate) are joined by the slowest links, and sum every gradient
 over them.
@@ -42,33 +42,37 @@ from titan_lite.distributed.simple_fsdp import model_of
 from titan_lite.dtensor import local
 from titan_lite.models.fqns import block_of, last_block
 
-# most of a shard's numbers that its factors may have; with more, the shard travels uncompressed
-SHARE = 0.25
+# largest share of a shard's numbers that its factors may have; with more, it travels uncompressed
+MAX_FACTOR_SHARE = 0.25
 # times that a shard's numbers are read or written: M, three products with it, and the choice after
 # a skipped step
-PASSES = 14
+SHARD_PASSES = 14
 TINY = 1e-30  # keeps a zero column zero
 
 
-def as_matrix(rows: int, row_shape: Sequence[int], rank: int) -> tuple[int, int] | None:
+def compressed_shape(rows: int, row_shape: Sequence[int], rank: int) -> tuple[int, int] | None:
     """Return the (rows, columns) of a shard that travels as factors of `rank` columns, or None for
     one that does not.
     """
     if not row_shape:
         return None
     columns = torch.Size(row_shape).numel()
-    return (rows, columns) if rank * (rows + columns) <= SHARE * rows * columns else None
+    pays = rank * (rows + columns) <= MAX_FACTOR_SHARE * rows * columns
+    return (rows, columns) if pays else None
 
 
-def factors_of(plan: ShardSpec, parallelism: Parallelism) -> tuple[int, int] | None:
+def factor_sizes(spec: ShardSpec, parallelism: Parallelism) -> tuple[int, int] | None:
     """Return the numbers of P and Q of a parameter's largest shard, on which all ranks agree, or
     None if it travels as it is.
     """
     if parallelism.replicate_compression == "none":
         return None
     rank = parallelism.replicate_rank
-    matrix = as_matrix(plan.chunk, plan.row_shape, rank)
-    return None if matrix is None else (rank * matrix[0], rank * matrix[1])
+    shape = compressed_shape(spec.chunk, spec.row_shape, rank)
+    if shape is None:
+        return None
+    rows, columns = shape
+    return rank * rows, rank * columns
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -81,157 +85,173 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     before and becomes zero (Kahan's rule: Parlett, The Symmetric Eigenvalue Problem, section 6.9).
     Products are elementwise, since those of matrices may be in TF32.
     """
-    done = torch.zeros_like(matrices)
-    for number, column in enumerate(matrices.unbind(-1)):
-        before = done[..., :number]
+    result = torch.zeros_like(matrices)
+    for index, column in enumerate(matrices.unbind(-1)):
+        before = result[..., :index]
         for _ in range(2):
             last = torch.linalg.vector_norm(column, dim=-1, keepdim=True)
             column = column - (before * (before * column[..., None]).sum(-2, keepdim=True)).sum(-1)
-        size = torch.linalg.vector_norm(column, dim=-1, keepdim=True)
-        done[..., number] = torch.where(size > last / 2, column / size.clamp(min=TINY), 0.0)
-    return done
+        norm = torch.linalg.vector_norm(column, dim=-1, keepdim=True)
+        result[..., index] = torch.where(norm > last / 2, column / norm.clamp(min=TINY), 0.0)
+    return result
 
 
-def orthogonalize_each(matrices: Sequence[Tensor]) -> list[Tensor]:
+def orthogonalize_all(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return each matrix, (n, r), with orthonormal columns.
 
     Those of one shape go together, in as many kernels as one of them.
     """
-    alike: dict[torch.Size, list[int]] = defaultdict(list)
-    for number, matrix in enumerate(matrices):
-        alike[matrix.shape].append(number)
+    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+    for index, matrix in enumerate(matrices):
+        by_shape[matrix.shape].append(index)
     result = list(matrices)
-    for numbers in alike.values():
-        stacked = orthogonalize(torch.stack([matrices[number] for number in numbers]))
-        for number, matrix in zip(numbers, stacked, strict=True):
-            result[number] = matrix
+    for indices in by_shape.values():
+        stacked = orthogonalize(torch.stack([matrices[index] for index in indices]))
+        for index, matrix in zip(indices, stacked, strict=True):
+            result[index] = matrix
     return result
 
 
-def start(q: Tensor, rows: int, key: str) -> Tensor:
+def fill_first_q(q: Tensor, rows: int, key: str) -> Tensor:
     """Fill Q, (m, r), at random, the same for the same `key`.
 
     Columns that a shard of so few `rows` cannot use are zero.
     """
-    made = torch.randn(q.shape, generator=torch.Generator().manual_seed(zlib.crc32(key.encode())))
-    made[:, min(rows, len(q)) :] = 0
-    return q.copy_(made)
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    values = torch.randn(q.shape, generator=generator)
+    values[:, min(rows, len(q)) :] = 0
+    return q.copy_(values)
 
 
-class Part(NamedTuple):
-    """A parameter whose gradient is summed."""
+class ShardedParameter(NamedTuple):
+    """A parameter whose gradient is summed over copies."""
 
     fqn: str
     parameter: nn.Parameter
-    plan: ShardSpec
+    spec: ShardSpec
 
     def gradient(self) -> Tensor:
-        """Return this rank's rows of the gradient, to be changed in place."""
+        """Return this rank's shard of the gradient, to be changed in place."""
         assert self.parameter.grad is not None
-        rows = local(self.parameter.grad)
-        return rows.wait() if isinstance(rows, AsyncCollectiveTensor) else rows
+        shard = local(self.parameter.grad)
+        return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
 
 
 class PowerSGD:
     """The sums of gradients over copies, with the state of the compression.
 
-    All of it is empty without compression.
+    Without compression it has no parameters, and its methods do nothing.
 
     seed: of the first Q. The first replicate_uncompressed_steps steps sum gradients as they are.
     """
 
     def __init__(self, stages: Sequence[nn.Module], parallelism: Parallelism, seed: int):
         self.uncompressed_steps = parallelism.replicate_uncompressed_steps
-        self.blocks: dict[str, list[Part]] = defaultdict(list)
+        self.blocks: dict[str, list[ShardedParameter]] = defaultdict(list)  # in the order of reads
         self.errors: dict[str, Tensor] = {}  # float32, of the shape of this rank's shard, by FQN
-        self.qs: dict[str, Tensor] = {}  # float32, (m, r)
-        self.pending: dict[str, tuple[Tensor, Tensor]] = {}  # (error, Q) after this step
+        self.qs: dict[str, Tensor] = {}  # float32, (m, r), by FQN
+        self.uncommitted: dict[str, tuple[Tensor, Tensor]] = {}  # (error, Q) after this step
         if parallelism.replicate_compression == "none":
             return
-        for model in map(model_of, stages):
-            last = last_block(plan.fqn for plan in model.plans.values())
-            for parameter, plan in model.plans.items():
-                self.blocks[block_of(plan.fqn, last)].append(Part(plan.fqn, parameter, plan))
-                factors = factors_of(plan, parallelism)
-                if factors is None:
-                    continue
-                shard = local(parameter.detach())
-                self.errors[plan.fqn] = torch.zeros_like(shard, dtype=torch.float32)
-                rank = parallelism.replicate_rank
-                q = torch.empty(factors[1] // rank, rank, device=shard.device)
-                self.qs[plan.fqn] = start(q, plan.own_rows, f"{seed} {plan.fqn}")
+        for stage in stages:
+            specs = model_of(stage).plans
+            last = last_block(spec.fqn for spec in specs.values())
+            for parameter, spec in specs.items():
+                sharded = ShardedParameter(spec.fqn, parameter, spec)
+                self.blocks[block_of(spec.fqn, last)].append(sharded)
+                self._make_state(sharded, parallelism, seed)
+
+    def _make_state(self, sharded: ShardedParameter, parallelism: Parallelism, seed: int) -> None:
+        """Make the error and the first Q of a parameter, if its gradient is compressed."""
+        fqn, parameter, spec = sharded
+        sizes = factor_sizes(spec, parallelism)
+        if sizes is None:
+            return
+        shard = local(parameter.detach())
+        self.errors[fqn] = torch.zeros_like(shard, dtype=torch.float32)
+        rank = parallelism.replicate_rank
+        q = torch.empty(sizes[1] // rank, rank, device=shard.device)
+        self.qs[fqn] = fill_first_q(q, spec.own_rows, f"{seed} {fqn}")
 
     @torch.no_grad()
     def reduce(self, step: int) -> None:
         """Replace each gradient by its sum over copies. step: the first one is 1."""
-        if step <= self.uncompressed_steps:
-            for block in self.blocks.values():  # all at once would take a copy of all gradients
-                self._sum([part for part in block if part.parameter.grad is not None])
-            return
-        parts = [part for block in self.blocks.values() for part in block]
-        parts = [part for part in parts if part.parameter.grad is not None]
-        self._sum([part for part in parts if part.fqn not in self.qs])
-        self._sum_factors([part for part in parts if part.fqn in self.qs])
-
-    def _sum(self, parts: Sequence[Part]) -> None:
-        """Sum gradients as they are, in reduce_dtype."""
-        gradients = [part.gradient() for part in parts]
-        sent = [
-            gradient.to(part.plan.reduce_dtype)
-            for part, gradient in zip(parts, gradients, strict=True)
+        blocks = [
+            [sharded for sharded in block if sharded.parameter.grad is not None]
+            for block in self.blocks.values()
         ]
-        for gradient, total in zip(gradients, _sum_over_copies(sent, parts), strict=True):
+        if step <= self.uncompressed_steps:
+            for block in blocks:  # all at once would take a copy of all gradients
+                self._sum(block)
+            return
+        parameters = [sharded for block in blocks for sharded in block]
+        self._sum([sharded for sharded in parameters if sharded.fqn not in self.qs])
+        self._sum_factors([sharded for sharded in parameters if sharded.fqn in self.qs])
+
+    def _sum(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Sum gradients as they are, in reduce_dtype."""
+        gradients = [sharded.gradient() for sharded in parameters]
+        sent = [
+            gradient.to(sharded.spec.reduce_dtype)
+            for sharded, gradient in zip(parameters, gradients, strict=True)
+        ]
+        sums = _sum_over_copies(sent, parameters)
+        for gradient, total in zip(gradients, sums, strict=True):
             gradient.copy_(total)
 
-    def _sum_factors(self, parts: Sequence[Part]) -> None:
+    def _sum_factors(self, parameters: Sequence[ShardedParameter]) -> None:
         """Sum gradients as factors, and keep what these leave out as this copy's errors."""
-        gradients = [part.gradient() for part in parts]
-        old_qs = [self.qs[part.fqn] for part in parts]
+        gradients = [sharded.gradient() for sharded in parameters]
+        old_qs = [self.qs[sharded.fqn] for sharded in parameters]
         matrices = []  # M
-        for part, gradient, q in zip(parts, gradients, old_qs, strict=True):
-            corrected = self.errors[part.fqn] + gradient
+        for sharded, gradient, q in zip(parameters, gradients, old_qs, strict=True):
+            corrected = self.errors[sharded.fqn] + gradient
             matrices.append(corrected.view(len(gradient), len(q)))
 
         own_ps = [matrix @ q for matrix, q in zip(matrices, old_qs, strict=True)]
-        ps = orthogonalize_each(_sum_over_copies(own_ps, parts))
+        ps = orthogonalize_all(_sum_over_copies(own_ps, parameters))
         own_qs = [matrix.T @ p for matrix, p in zip(matrices, ps, strict=True)]
-        qs = _sum_over_copies(own_qs, parts)
+        qs = _sum_over_copies(own_qs, parameters)
 
-        for number, part in enumerate(parts):
-            p, q, gradient = ps[number], qs[number], gradients[number]
-            error = matrices[number].addmm_(p, own_qs[number].T, alpha=-1)
+        for index, sharded in enumerate(parameters):
+            p = ps[index]
+            q = qs[index]
+            gradient = gradients[index]
+            error = matrices[index].addmm_(p, own_qs[index].T, alpha=-1)
             gradient.copy_((p @ q.T).view_as(gradient))
             norm = torch.linalg.vector_norm(q, dim=0)
             # a zero column would stay zero: it begins the next step as it began this one
-            next_q = torch.where(norm > 0, q / norm.clamp(min=TINY), old_qs[number])
-            self.pending[part.fqn] = error.view_as(gradient), next_q
+            next_q = torch.where(norm > 0, q / norm.clamp(min=TINY), old_qs[index])
+            self.uncommitted[sharded.fqn] = error.view_as(gradient), next_q
 
-    def settle(self, skip: Tensor) -> None:
-        """Keep the errors and Qs of this step.
+    def commit(self, skip: Tensor) -> None:
+        """End a step: keep its errors and Qs.
 
-        skip: a scalar on the device, not read on the host: 1 to change nothing.
+        skip: a scalar on the device, not read on the host; if it is 1, those before the step stay.
         """
-        stays = skip.bool()
-        while self.pending:
-            fqn, (error, q) = self.pending.popitem()
-            self.errors[fqn] = torch.where(stays, self.errors[fqn], error)
-            self.qs[fqn] = torch.where(stays, self.qs[fqn], q)
+        skipped = skip.bool()
+        while self.uncommitted:
+            fqn, (error, q) = self.uncommitted.popitem()
+            self.errors[fqn] = torch.where(skipped, self.errors[fqn], error)
+            self.qs[fqn] = torch.where(skipped, self.qs[fqn], q)
 
-    def state(self) -> dict[str, Tensor]:
-        """Return {"FQN.error": with a dimension for the copy before those of the parameter,
-        "FQN.q": with dimensions for the rank along dp_shard and tp before (m, r)}, DTensors of the
-        live tensors.
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return the live state, which a checkpoint is loaded into, as DTensors.
+
+        "FQN.error" has a dimension for the copy before those of the parameter, "FQN.q" dimensions
+        for the rank along dp_shard and tp before (m, r).
         """
-        found: dict[str, Tensor] = {}
-        for part in [part for block in self.blocks.values() for part in block]:
-            if part.fqn not in self.qs:
+        tensors: dict[str, Tensor] = {}
+        for sharded in [sharded for block in self.blocks.values() for sharded in block]:
+            fqn = sharded.fqn
+            if fqn not in self.qs:
                 continue
-            parameter = part.parameter.detach()
+            parameter = sharded.parameter.detach()
             assert isinstance(parameter, DTensor)
             mesh = parameter.device_mesh
             shape = torch.Size((mesh.size(0), *parameter.shape))
-            found[f"{part.fqn}.error"] = DTensor.from_local(
-                self.errors[part.fqn][None],
+            tensors[f"{fqn}.error"] = DTensor.from_local(
+                self.errors[fqn][None],
                 mesh,
                 (Shard(0), *map(_one_further, parameter.placements[1:])),
                 run_check=False,
@@ -239,23 +259,25 @@ class PowerSGD:
                 stride=torch.empty(shape, device="meta").stride(),
             )
             by_rank = (Replicate(), Shard(0), Shard(1))
-            found[f"{part.fqn}.q"] = DTensor.from_local(
-                self.qs[part.fqn][None, None], mesh, by_rank, run_check=False
-            )
-        return found
+            q = self.qs[fqn][None, None]
+            tensors[f"{fqn}.q"] = DTensor.from_local(q, mesh, by_rank, run_check=False)
+        return tensors
 
 
-def _sum_over_copies(tensors: Sequence[Tensor], parts: Sequence[Part]) -> list[Tensor]:
+def _sum_over_copies(
+    tensors: Sequence[Tensor], parameters: Sequence[ShardedParameter]
+) -> list[Tensor]:
     """Return the sum of each tensor over copies, by one all-reduce; the watchdog can name the
     parameters.
     """
     if not tensors:
         return []
-    parameter = parts[0].parameter
+    parameter = parameters[0].parameter
     assert isinstance(parameter, DTensor)
     group = parameter.device_mesh.get_group("dp_replicate")
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    started_last.append((time.time_ns(), group.group_name, " ".join(part.fqn for part in parts)))
+    fqns = " ".join(sharded.fqn for sharded in parameters)
+    started_last.append((time.time_ns(), group.group_name, fqns))
     dist.all_reduce(flat, group=group)
     sums = flat.split([tensor.numel() for tensor in tensors])
     return [total.view(tensor.shape) for total, tensor in zip(sums, tensors, strict=True)]

@@ -25,7 +25,7 @@ from titan_lite.cost.op_cost import flops_of
 from titan_lite.cost.timeline import simulate
 from titan_lite.distributed.axes import Axes, axis_along, ranks_in
 from titan_lite.distributed.buckets import Plans, gather_buckets, reduce_buckets
-from titan_lite.distributed.powersgd import PASSES, factors_of
+from titan_lite.distributed.powersgd import SHARD_PASSES, factor_sizes
 from titan_lite.models.fqns import block_of, last_block
 
 Figures = dict[str, float]
@@ -169,7 +169,7 @@ def copies_figures(plans: Plans, machine: Machine, axes: Axes, parallelism: Para
     whole = ps = qs = 0.0  # bytes
     for plan in plans.values():
         numbers = plan.chunk * math.prod(plan.row_shape)
-        factors = factors_of(plan, parallelism)
+        factors = factor_sizes(plan, parallelism)
         if factors is None:
             whole += numbers * plan.reduce_dtype.itemsize
             continue
@@ -178,7 +178,8 @@ def copies_figures(plans: Plans, machine: Machine, axes: Axes, parallelism: Para
         operations = 8.0 * parallelism.replicate_rank * numbers
         figures["matmul"] += operations
         figures["compute"] += max(
-            machine.memory_traffic(4 * PASSES * numbers), operations / machine.flops(torch.float32)
+            machine.memory_traffic(4 * SHARD_PASSES * numbers),
+            operations / machine.flops(torch.float32),
         )
     for nbytes in (ps, qs, whole):
         if nbytes:

@@ -60,7 +60,7 @@ from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import parallelize
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
-from titan_lite.distributed.powersgd import factors_of
+from titan_lite.distributed.powersgd import factor_sizes
 from titan_lite.distributed.simple_fsdp import model_of
 from titan_lite.distributed.step_gather import hold
 from titan_lite.distributed.tensor_parallel import axis_of
@@ -334,7 +334,7 @@ def weights_of(plans: Plans, parallelism: Parallelism) -> list[Weight]:
             float8=plan.float8,
             matrix=is_matrix(plan.fqn),
         )
-        kind |= dict(factors=factors_of(plan, parallelism) or (0, 0))
+        kind |= dict(factors=factor_sizes(plan, parallelism) or (0, 0))
         found.append(Weight(local(parameter).numel(), whole, block, *buckets, **kind))
     return found
 
