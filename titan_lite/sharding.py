@@ -8,7 +8,7 @@ Needs no torch: the layout of a run is computed without it.
 
 
 def chunk_size(size: int, parts: int) -> int:
-    """Return the length of the longest chunk when `size` is cut as torch.chunk and DTensor cut it."""
+    """Return the length of the longest chunk of `size`, cut as torch.chunk and DTensor do."""
     return (size + parts - 1) // parts
 
 

@@ -61,16 +61,9 @@ from titan_lite.metrics.writer import MetricsWriter, peak_memory_gib
 from titan_lite.models.attention import use_kernel
 from titan_lite.models.llama3 import ModelConfig, flops_per_token
 from titan_lite.models.loss import counted
-from titan_lite.optim.adamw import AdamW
-from titan_lite.optim.build import (
-    build_optimizer,
-    optimizer_settings,
-    optimizer_state,
-    set_learning_rate,
-)
+from titan_lite.optim.build import NamedOptimizer, build_optimizer
 from titan_lite.optim.clipping import clip_grad_norm_
 from titan_lite.optim.lr_scheduler import lr_factor
-from titan_lite.optim.matrices import Matrices
 from titan_lite.resilience import exit_code, signals
 from titan_lite.resilience.skipped_steps import SkippedSteps
 from titan_lite.resilience.stop_signal import StopSignal
@@ -121,7 +114,7 @@ class Trainer:
     model: ParallelModel
     parameters: dict[str, nn.Parameter]  # by FQN
     grad_compression: PowerSGD  # between copies of the model
-    optimizer: AdamW | Matrices
+    optimizer: NamedOptimizer
 
     loader: Loader
     validation_loader: Loader | None
@@ -376,7 +369,7 @@ class Trainer:
         self.lr = self.config.optimizer.lr * lr_factor(
             self.step, self.config.lr_scheduler, self.config.total_steps
         )
-        set_learning_rate(self.optimizer, self.lr)
+        self.optimizer.set_lr(self.lr)
         self.optimizer.step(skip)
         self.model.refresh_float8_scales()
         self.optimizer.zero_grad()
@@ -496,7 +489,7 @@ class Trainer:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint, by their names there."""
         tensors: dict[str, Tensor] = dict(self.parameters)
-        for name, tensor in optimizer_state(self.optimizer, self.parameters).items():
+        for name, tensor in self.optimizer.state_tensors().items():
             tensors[f"optimizer.state.{name}"] = tensor
         for name, tensor in self.grad_compression.state_tensors().items():
             tensors[f"between.{name}"] = tensor
@@ -508,7 +501,7 @@ class Trainer:
             "train_state.step": self.step,
             "train_state.ntokens_seen": self.progress.tokens_seen,
         }
-        for name, value in optimizer_settings(self.optimizer, self.parameters).items():
+        for name, value in self.optimizer.settings().items():
             values[f"optimizer.param_groups.{name}"] = value
         return values
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from titan_lite.compile.compile import compile_function
 from titan_lite.config import Compile, Optimizer
 from titan_lite.models.loss import Loss, VocabularyShard
-from titan_lite.optim.build import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.optim.build import build_optimizer
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
@@ -89,9 +89,9 @@ def updated(backend):
             for parameter in parameters.values():
                 gradient = torch.randn(parameter.shape, generator=generator)
                 parameter.grad = distribute_tensor(gradient, mesh, parameter.placements)
-            set_learning_rate(optimizer, 0.02 / step)
+            optimizer.set_lr(0.02 / step)
             optimizer.step()
-        tensors = {**parameters, **optimizer_state(optimizer, parameters)}
+        tensors = {**parameters, **optimizer.state_tensors()}
         results.append(
             {n: t.detach().to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
         )

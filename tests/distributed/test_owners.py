@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from titan_lite.config import Optimizer
 from titan_lite.distributed.simple_fsdp import as_shard_of, shard_of
 from titan_lite.models.llama3 import Transformer
-from titan_lite.optim.build import build_optimizer, optimizer_state, set_learning_rate
-from titan_lite.optim.state import OF_MATRIX, is_matrix
+from titan_lite.optim.build import build_optimizer
+from titan_lite.optim.state import costs_of, is_matrix
 
 MUON, SHAMPOO = (
     Optimizer(name="Muon", ns_dtype="float32"),
@@ -36,9 +36,10 @@ def updated(model, config):
 
     def counting(number, whole):
         computed.append(number)
-        return update_of(number, whole)
+        return whole_update(number, whole)
 
-    update_of, optimizer.update_of = optimizer.update_of, counting
+    _, of_matrices = optimizer.optimizers
+    whole_update, of_matrices.whole_update = of_matrices.whole_update, counting
     for step in range(1, 11):
         for parameter in parameters.values():
             gradient = torch.randn(parameter.shape, generator=generator)
@@ -50,9 +51,9 @@ def updated(model, config):
                 )
                 gradient = as_shard_of(parameter, gradient[own].contiguous())
             parameter.grad = gradient
-        set_learning_rate(optimizer, 0.02 / step)
+        optimizer.set_lr(0.02 / step)
         optimizer.step(torch.tensor(float(step == 3)))  # the third is skipped
-    tensors = {**parameters, **optimizer_state(optimizer, parameters)}
+    tensors = {**parameters, **optimizer.state_tensors()}
     return {name: whole(tensor).detach() for name, tensor in tensors.items()}, computed
 
 
@@ -101,7 +102,7 @@ def check(ranks, expected, every, matrices, optimizer, tolerance):
                 torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)
             else:
                 assert (tensor - expected[name]).norm() <= tolerance * expected[name].norm(), name
-    kept = {f"{fqn}.{name}" for fqn in matrices for name in OF_MATRIX[optimizer.name].on_owner}
+    kept = {f"{fqn}.{name}" for fqn in matrices for name in costs_of(optimizer).owner_tensors}
     # one rank has it
     assert sorted(name for found, _ in ranks for name in kept & found.keys()) == sorted(kept)
     assert all(found.keys() - kept == expected.keys() - kept for found, _ in ranks)

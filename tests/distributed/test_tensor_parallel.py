@@ -160,7 +160,7 @@ def bytes_held(layout):
     optimizer.step()
     held, blocks, whole = 0, 0, 0
     for fqn, parameter in model.named_parameters():
-        state = [value for value in optimizer.state[parameter].values() if value.dim()]
+        state = [value for value in optimizer.state_of(parameter).values() if value.dim()]
         tensors = [parameter.detach(), parameter.grad, *state]
         local = sum(tensor.to_local().untyped_storage().nbytes() for tensor in tensors)
         held += local

@@ -19,8 +19,8 @@ from titan_lite.models.fqns import is_filtered
 from titan_lite.models.shapes import Shape
 from titan_lite.optim.state import (
     Shapes,
+    bytes_by_owner,
     is_matrix,
-    kept_by_owners,
     moment_bytes,
     numbers_in,
     share_of_matrices,
@@ -58,7 +58,7 @@ def steady_bytes(config: Config, layout: Layout) -> float:
 def owner_bytes(config: Config, layout: Layout) -> float:
     """Return the bytes of whole matrices on the owner with most (optim/matrix_owners.py)."""
     ranks = layout.world_size // layout.degrees["pp"]
-    return max(kept_by_owners(config.optimizer, layout.shapes_of_rank, ranks))
+    return max(bytes_by_owner(config.optimizer, layout.shapes_of_rank, ranks))
 
 
 def gathered_once_bytes(config: Config, layout: Layout) -> float:

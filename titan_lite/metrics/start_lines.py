@@ -3,7 +3,6 @@
 for line in start_lines(config, layout, device, priced=True): logger.info(line)
 """
 
-import functools
 import itertools
 import math
 import os
@@ -25,7 +24,7 @@ from titan_lite.distributed.memory import (
 from titan_lite.distributed.pipeline_schedule import bubble_fraction, order_of
 from titan_lite.models.attention import fits_flash, masks_by_kernel
 from titan_lite.models.shapes import shape_words
-from titan_lite.optim.state import OF_MATRIX, by_owner, owned
+from titan_lite.optim.state import costs_of, owner_buckets, sum_by_owner
 
 ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = (
     4,
@@ -119,7 +118,7 @@ def start_lines(
             f"documents: attention stays within them, by {_documents_by(config, layout, device)}"
             " (training.mask_documents)"
         )
-    if OF_MATRIX[config.optimizer.name].moments < 2:
+    if costs_of(config.optimizer).has_owners:
         lines.append(_owners_of(config, layout))
     if parallelism.replicate_compression != "none":
         lines.append(_between_copies(config, layout))
@@ -182,9 +181,9 @@ def describe_ramp(layout: Layout) -> str:
 
 
 def _owners_of(config: Config, layout: Layout) -> str:
-    ranks, kind = layout.world_size // layout.degrees["pp"], OF_MATRIX[config.optimizer.name]
-    buckets = owned(config.optimizer, layout.shapes_of_rank, ranks)
-    loads = by_owner(buckets, ranks, functools.partial(kind.cost, config.optimizer))
+    ranks = layout.world_size // layout.degrees["pp"]
+    buckets = owner_buckets(config.optimizer, layout.shapes_of_rank, ranks)
+    loads = sum_by_owner(buckets, ranks, costs_of(config.optimizer).owner_flops)
     shared = (
         f", shared by {ranks} ranks, of which the busiest computes"
         f" {max(loads) * ranks / sum(loads):.2f} times the mean"

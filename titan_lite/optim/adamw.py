@@ -1,7 +1,7 @@
 """AdamW over sharded parameters: torch's fused kernel, or an update that the compiler fuses.
 
-optimizer = AdamW(groups, compile=None, lr=3e-4, fused=True)
-optimizer.step(skip)                    # skip: a scalar on the device; if it is 1, nothing changes
+optimizer = AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=1e-8)
+optimizer.step(skip)                # skip: a scalar on the device; if it is 1, nothing changes
 """
 
 from collections.abc import Callable, Mapping
@@ -25,11 +25,14 @@ class AdamW(torch.optim.AdamW):
 
     def __init__(
         self,
-        groups: list[dict],
-        compile: Callable[[Callable], Callable] | None,
-        **settings: Any,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        compile: Callable[[Callable], Callable] | None = None,
     ):
-        super().__init__(groups, **settings)
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
         self.compiled_update = None if compile is None else compile(_update)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -51,43 +54,65 @@ class AdamW(torch.optim.AdamW):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
-            states = [self.state_of(parameter) for parameter in parameters]
-            steps = [state["step"] for state in states]
-            shards = [local(parameter) for parameter in parameters]
-            gradients = [_waited(local(parameter.grad)) for parameter in parameters]
-            means = [local(state["exp_avg"]) for state in states]
-            squares = [local(state["exp_avg_sq"]) for state in states]
+            shards = self._shards_of(parameters)
             if self.compiled_update is None:
-                beta1, beta2 = group["betas"]
-                adamw(
-                    shards,
-                    gradients,
-                    means,
-                    squares,
-                    max_exp_avg_sqs=[],
-                    state_steps=steps,
-                    lr=group["lr"],
-                    beta1=beta1,
-                    beta2=beta2,
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    amsgrad=group["amsgrad"],
-                    maximize=group["maximize"],
-                    fused=True,
-                    found_inf=skip,
-                )
+                _fused_update(shards, group, skip)
                 continue
-            skipped = torch.zeros_like(steps[0]) if skip is None else skip
-            torch._foreach_add_(steps, 1 - skipped)
-            factors = _factors(steps[0], skipped, group)
-            self.compiled_update(shards, gradients, means, squares, factors)
+            skipped = torch.zeros_like(shards.steps[0]) if skip is None else skip
+            torch._foreach_add_(shards.steps, 1 - skipped)
+            factors = _factors(shards.steps[0], skipped, group)
+            self.compiled_update(
+                shards.parameters, shards.gradients, shards.exp_avgs, shards.exp_avg_sqs, factors
+            )
+
+    def _shards_of(self, parameters: list[nn.Parameter]) -> "_Shards":
+        states = [self.state_of(parameter) for parameter in parameters]
+        return _Shards(
+            parameters=[local(parameter) for parameter in parameters],
+            gradients=[_waited(local(parameter.grad)) for parameter in parameters],  # type: ignore[arg-type]
+            exp_avgs=[local(state["exp_avg"]) for state in states],
+            exp_avg_sqs=[local(state["exp_avg_sq"]) for state in states],
+            steps=[state["step"] for state in states],
+        )
+
+
+class _Shards(NamedTuple):
+    """This rank's shards of the parameters of a group, and of their state."""
+
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]  # scalars
 
 
 def _waited(gradient: Tensor) -> Tensor:
-    """Return the tensor itself of one that is being reduced (distributed/prefetch.py), which a
-    compiler cannot trace.
+    """Return the plain tensor of a gradient that is still being reduced (distributed/prefetch.py):
+    a compiler cannot trace the waiting one.
     """
     return gradient.wait() if isinstance(gradient, AsyncCollectiveTensor) else gradient
+
+
+def _fused_update(shards: _Shards, group: Mapping[str, Any], skip: Tensor | None) -> None:
+    """Do one step with torch's fused kernel, which also counts it."""
+    beta1, beta2 = group["betas"]
+    adamw(
+        shards.parameters,
+        shards.gradients,
+        shards.exp_avgs,
+        shards.exp_avg_sqs,
+        max_exp_avg_sqs=[],
+        state_steps=shards.steps,
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+        fused=True,
+        found_inf=skip,
+    )
 
 
 class _Factors(NamedTuple):

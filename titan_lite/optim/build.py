@@ -1,26 +1,94 @@
-"""Build the optimizer of a recipe, and name its state by FQN.
+"""Build the optimizer of a recipe.
 
-named = dict(model.named_parameters())
-optimizer = build_optimizer(config.optimizer, named)                          # fused: one kernel
-optimizer = build_optimizer(config.optimizer, named, compile=torch.compile)   # compiled
-optimizer_state(optimizer, named)       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
-optimizer_settings(optimizer, named)    # {"layers.0.attention.wq.weight.lr": 3e-4, ...}
+optimizer = build_optimizer(config.optimizer, model.parameters)                     # fused
+optimizer = build_optimizer(config.optimizer, model.parameters, compile=compile)    # compiled
+optimizer.set_lr(3e-4)
+optimizer.step(skip)            # skip: a scalar on the device; if it is 1, nothing changes
+optimizer.zero_grad()
+optimizer.state_tensors()       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from titan_lite.config import Optimizer
 from titan_lite.optim.adamw import AdamW
-from titan_lite.optim.matrices import Matrices
-from titan_lite.optim.muon import Muon
-from titan_lite.optim.shampoo import Shampoo
-from titan_lite.optim.state import is_matrix
+from titan_lite.optim.matrices import MatrixOptimizer
+from titan_lite.optim.state import costs_of, is_matrix
 
-OF_MATRICES = {"Muon": Muon, "Shampoo": Shampoo}  # by optimizer.name
+
+class NamedOptimizer:
+    """One or two optimizers, of which each updates some of the parameters; state is named by FQN.
+
+    parameters: by FQN.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizers: Sequence[AdamW | MatrixOptimizer],
+    ):
+        self.parameters = dict(parameters)
+        self.optimizers = list(optimizers)
+        self.optimizer_of: dict[nn.Parameter, AdamW | MatrixOptimizer] = {
+            parameter: optimizer
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers, as torch.optim has them."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the next steps."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def step(self, skip: Tensor | None = None) -> None:
+        """Update parameters.
+
+        skip: a float32 scalar on their device; if it is 1, nothing changes. Only Shampoo reads it
+        on the host.
+        """
+        for optimizer in self.optimizers:
+            optimizer.step(skip)
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return the live state of a parameter, by its names in the optimizer's file."""
+        return self.optimizer_of[parameter].state_of(parameter)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return the live state as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}.
+
+        State that the first step would create is created here, so that a checkpoint can be loaded
+        into it. Of a matrix of Muon or Shampoo, some of it only its owner has.
+        """
+        return {
+            f"{fqn}.{name}": tensor
+            for fqn, parameter in self.parameters.items()
+            for name, tensor in self.state_of(parameter).items()
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of each parameter's group: {"FQN.lr": ..., "FQN.betas": ..., ...}."""
+        fqns = {parameter: fqn for fqn, parameter in self.parameters.items()}
+        return {
+            f"{fqns[parameter]}.{key}": value
+            for group in self.param_groups
+            for parameter in group["params"]
+            for key, value in group.items()
+            if key != "params"
+        }
 
 
 def build_optimizer(
@@ -28,57 +96,33 @@ def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     *,
     compile: Callable[[Callable], Callable] | None = None,
-) -> AdamW | Matrices:
-    """Return AdamW, fused (one kernel for all parameters) or with an update compiled by `compile`;
-    its state is the same. Or return an optimizer of matrices, which is not compiled, with such an
-    AdamW for embedding, output and norms.
+) -> NamedOptimizer:
+    """Return AdamW, or an optimizer of the matrices within blocks with AdamW for the others.
 
-    parameters: by FQN. Norm weights do not decay.
+    parameters: by FQN. compile: compiles AdamW's update, which else is one fused kernel for all
+    parameters; its state is the same. Norm weights do not decay.
     """
-    matrices = {
-        fqn: parameter
-        for fqn, parameter in parameters.items()
-        if config.name in OF_MATRICES and is_matrix(fqn)
-    }
-    by_decay: dict[float, list[nn.Parameter]] = {config.weight_decay: [], 0.0: []}
-    for parameter in (parameter for fqn, parameter in parameters.items() if fqn not in matrices):
-        by_decay[config.weight_decay if parameter.dim() > 1 else 0.0].append(parameter)
-    groups: list[dict] = [
-        {"params": found, "weight_decay": decay} for decay, found in by_decay.items() if found
+    matrix_optimizer_class = costs_of(config).optimizer_class()
+    matrices: dict[str, nn.Parameter] = {}
+    if matrix_optimizer_class is not None:
+        matrices = {fqn: weight for fqn, weight in parameters.items() if is_matrix(fqn)}
+
+    decayed: list[nn.Parameter] = []
+    not_decayed: list[nn.Parameter] = []
+    for fqn, parameter in parameters.items():
+        if fqn not in matrices:
+            (decayed if parameter.dim() > 1 else not_decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": not_decayed, "weight_decay": 0.0},
     ]
-    betas = (config.beta1, config.beta2)
-    adamw = AdamW(groups, compile, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-    return OF_MATRICES[config.name](matrices, adamw, config) if matrices else adamw
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
-def optimizer_state(
-    optimizer: AdamW | Matrices, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, Tensor]:
-    """Return the state as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live
-    tensors. The state of a matrix of Muon or Shampoo has the names in their files; some of it only
-    its owner has.
-
-    State that the first step would create is created here, so that a checkpoint can be loaded into
-    it.
-    """
-    states = ((fqn, optimizer.state_of(parameter)) for fqn, parameter in parameters.items())
-    return {f"{fqn}.{name}": value for fqn, state in states for name, value in state.items()}
-
-
-def optimizer_settings(
-    optimizer: AdamW | Matrices, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, Any]:
-    """Return the settings of each parameter's group as {"FQN.lr": ..., "FQN.betas": ..., ...}."""
-    fqns = {parameter: fqn for fqn, parameter in parameters.items()}
-    return {
-        f"{fqns[parameter]}.{key}": value
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for key, value in group.items()
-        if key != "params"
-    }
+    adamw = AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        compile=compile,
+    )
+    if matrix_optimizer_class is None or not matrices:
+        return NamedOptimizer(parameters, [adamw])
+    return NamedOptimizer(parameters, [adamw, matrix_optimizer_class(matrices, config)])

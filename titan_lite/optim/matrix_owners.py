@@ -1,21 +1,27 @@
 """Matrices that are sharded over ranks, each with one owner, which computes on the whole of it.
 
     owners = MatrixOwners(parameters, costs, torch.bfloat16)
-    for number, part in owners.updates(part_of, compute):      # part: this rank's part of compute(number, whole matrix)
-        ...
-    if number in owners.own:
-        state = owners.kept_here(torch.zeros(5))               # for a checkpoint: no other rank has it
+    for index, part in owners.updates(local_part, compute):
+        ...                     # part: this rank's part of compute(index, whole matrix)
+    if index in owners.own:     # for a checkpoint: no other rank has this tensor
+        state = owners.on_this_rank(torch.zeros(5))
 
 All ranks of a pipeline stage, along dp_replicate, dp_shard and tp, share its matrices (`share_out`,
 state.py), and no rank computes what another does. In a bucket every rank owns at most one matrix.
 One all-to-all carries the parts of the bucket's matrices to their owners, and another one carries
-the parts of the results back. Meanwhile owners compute another bucket. An owner gets its matrix
-from its own copy of the model (dp_replicate), and sends the result to all copies.
+the parts of the results back. Meanwhile owners compute another bucket:
+
+    all-to-alls     to owners of bucket 0 | of bucket 1 | results of 0, of bucket 2 | ...
+    owners                                | compute 0   | compute 1                 | ...
+
+An owner gets its matrix from its own copy of the model (dp_replicate), and sends the result to all
+copies. This is how Distributed Shampoo (arXiv 2309.06497, section 4) spreads its work.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,15 +34,30 @@ from titan_lite.optim.state import share_out
 from titan_lite.sharding import chunk_range
 
 Part = tuple[slice, slice]  # rows and columns of a matrix
+Bucket = dict[int, int]  # {owner: index of its matrix}
 
 
-class Travel(NamedTuple):
-    """An all-to-all under way."""
+@dataclass(frozen=True)
+class RankParts:
+    """How a matrix is cut and copied over the ranks of its mesh."""
+
+    parts: list[Part]  # by rank
+    copies: list[int]  # by rank: ranks with the same number have all parts together
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """An all-to-all that has been started."""
 
     work: dist.Work
-    arriving: Tensor  # flat
+    received: Tensor  # flat, in the order of ranks
     sizes: list[int]  # elements from each rank
-    leaving: Tensor  # kept until it has been sent
+    sent: Tensor  # kept until it has been sent
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return what each rank has sent, flat."""
+        self.work.wait()
+        return self.received.split(self.sizes)
 
 
 class MatrixOwners:
@@ -48,141 +69,145 @@ class MatrixOwners:
     """
 
     def __init__(self, matrices: Sequence[Tensor], costs: Iterable[float], dtype: torch.dtype):
-        self.shapes, self.dtype, self.device = (
-            [matrix.shape for matrix in matrices],
-            dtype,
-            matrices[0].device,
-        )
-        self.group: dist.ProcessGroup | None = None
-        self.rank, ranks = 0, 1
-        self.parts: list[list[Part]] = []  # of each matrix, by rank
-        self.copies: list[
-            list[int]
-        ] = []  # of each matrix, by rank: ranks with the same number have all parts together
-        if isinstance(matrices[0], DTensor) and matrices[0].device_mesh.size() > 1:
-            mesh = matrices[0].device_mesh
-            self.group, ranks = _group_of(mesh), mesh.size()
-            self.rank = dist.get_rank(self.group)
-            found: dict = {}
-            for matrix in matrices:
-                assert isinstance(matrix, DTensor)
-                key = matrix.shape, matrix.placements
-                if key not in found:
-                    found[key] = [
-                        *zip(*(_part(matrix, place) for place in _places(mesh)), strict=True)
-                    ]
-                parts, copies = found[key]
-                assert _sizes(parts[self.rank]) == tuple(local(matrix).shape), (
-                    "parts are not those of simple_fsdp.py"
-                )
-                self.parts.append(parts)
-                self.copies.append(copies)
-        self.buckets = share_out(costs, ranks)
+        first = matrices[0]
+        self.shapes = [matrix.shape for matrix in matrices]
+        self.dtype = dtype
+        self.device = first.device
+        self.group: dist.ProcessGroup | None = None  # None: one process has all
+        self.rank = 0
+        self.ranks = 1
+        self.rank_parts: list[RankParts] = []  # of each matrix
+        self.own_mesh: DeviceMesh | None = None  # of this rank alone
+        if isinstance(first, DTensor):
+            self.own_mesh = _mesh_of_one(first.device_mesh)
+            if first.device_mesh.size() > 1:
+                self.group = _group_of(first.device_mesh)
+                self.rank = dist.get_rank(self.group)
+                self.ranks = first.device_mesh.size()
+                self.rank_parts = self._rank_parts_of(matrices)
+        self.buckets: list[Bucket] = share_out(costs, self.ranks)
+        # indices of this rank's matrices
         self.own = {bucket[self.rank] for bucket in self.buckets if self.rank in bucket}
-        self.here = _mesh_of_one(matrices[0]) if isinstance(matrices[0], DTensor) else None
 
-    def kept_here(self, tensor: Tensor) -> Tensor:
+    def _rank_parts_of(self, matrices: Sequence[Tensor]) -> list[RankParts]:
+        """Return the RankParts of each matrix; those of matrices that are cut alike are one."""
+        made: dict[tuple, RankParts] = {}
+        result = []
+        for matrix in matrices:
+            assert isinstance(matrix, DTensor)
+            key = (matrix.shape, matrix.placements)
+            if key not in made:
+                made[key] = _rank_parts(matrix)
+            assert _sizes(made[key].parts[self.rank]) == tuple(local(matrix).shape), (
+                "parts are not those of simple_fsdp.py"
+            )
+            result.append(made[key])
+        return result
+
+    def on_this_rank(self, tensor: Tensor) -> Tensor:
         """Return a tensor of this rank as a DTensor on a mesh of one rank: this rank has all of it,
         and no rank has a copy.
         """
-        if self.here is None:
+        if self.own_mesh is None:
             return tensor
-        return DTensor.from_local(tensor, self.here, [Shard(0)] * self.here.ndim, run_check=False)
+        placements = [Shard(0)] * self.own_mesh.ndim
+        return DTensor.from_local(tensor, self.own_mesh, placements, run_check=False)
 
     def updates(
-        self, part_of: Callable[[int], Tensor], compute: Callable[[int, Tensor], Tensor]
+        self, local_part: Callable[[int], Tensor], compute: Callable[[int, Tensor], Tensor]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (number, this rank's part of the result) for every matrix, bucket by bucket.
+        """Yield (index, this rank's part of the result) for every matrix, bucket by bucket.
 
-        part_of: number -> this rank's part, in the dtype; called once a matrix. compute: number,
+        local_part: index -> this rank's part, in the dtype; called once a matrix. compute: index,
         whole matrix -> result of the same shape and dtype, called by its owner alone.
         """
         if self.group is None:
             for bucket in self.buckets:
-                yield from (
-                    (number, compute(number, part_of(number))) for number in bucket.values()
-                )
+                for index in bucket.values():
+                    yield index, compute(index, local_part(index))
             return
-        going, returning = self._send(self.buckets[0], part_of), None
+
+        to_owners = self._send_parts(self.buckets[0], local_part)
+        previous: tuple[Bucket, AllToAll] | None = None  # whose results are under way
         for bucket, following in zip(self.buckets, [*self.buckets[1:], None], strict=True):
-            number = bucket.get(self.rank)
-            whole = self._whole(number, going)
+            own = bucket.get(self.rank)
+            whole = self._receive_whole(own, to_owners)
             if following is not None:
-                going = self._send(following, part_of)
-            result = None if number is None or whole is None else compute(number, whole)
-            if returning is not None:
-                yield from self._own_parts(*returning)
-            returning = bucket, self._send_back(bucket, result)
-        if returning is not None:
-            yield from self._own_parts(*returning)
+                to_owners = self._send_parts(following, local_part)
+            result = None
+            if own is not None and whole is not None:
+                result = compute(own, whole)
+            if previous is not None:
+                yield from self._receive_results(*previous)
+            previous = bucket, self._send_results(bucket, result)
+        if previous is not None:
+            yield from self._receive_results(*previous)
 
-    def _sends(self, number: int, rank: int, owner: int) -> bool:
-        return self.copies[number][rank] == self.copies[number][owner]
+    def _is_sent(self, index: int, rank: int, owner: int) -> bool:
+        """Return True if a rank sends its part of a matrix to its owner: one of the same copy."""
+        copies = self.rank_parts[index].copies
+        return copies[rank] == copies[owner]
 
-    def _send(self, bucket: dict[int, int], part_of: Callable[[int], Tensor]) -> Travel:
+    def _send_parts(self, bucket: Bucket, local_part: Callable[[int], Tensor]) -> AllToAll:
         """Send this rank's parts to the owners of a bucket."""
-        parts, mine = (
-            {owner: part_of(number) for owner, number in bucket.items()},
-            bucket.get(self.rank),
-        )
-        leaving = {
-            owner: part
-            for owner, part in parts.items()
-            if self._sends(bucket[owner], self.rank, owner)
-        }
-        sizes = [0] * len(self.parts[0])
-        if mine is not None:
-            of_ranks = enumerate(self.parts[mine])
-            sizes = [
-                self._sends(mine, rank, self.rank) * math.prod(_sizes(part))
-                for rank, part in of_ranks
-            ]
-        return self._all_to_all(leaving, sizes)
+        sent = {}
+        for owner, index in bucket.items():
+            part = local_part(index)  # also if it is not sent: it moves the state on
+            if self._is_sent(index, self.rank, owner):
+                sent[owner] = part
+        received = [0] * self.ranks
+        own = bucket.get(self.rank)
+        if own is not None:
+            for rank, rank_part in enumerate(self.rank_parts[own].parts):
+                if self._is_sent(own, rank, self.rank):
+                    received[rank] = math.prod(_sizes(rank_part))
+        return self._all_to_all(sent, received)
 
-    def _whole(self, number: int | None, travel: Travel) -> Tensor | None:
+    def _receive_whole(self, index: int | None, to_owners: AllToAll) -> Tensor | None:
         """Return this rank's matrix, once all its parts are there; None: it owns none in this
         bucket.
         """
-        travel.work.wait()
-        if number is None:
+        received = to_owners.wait()
+        if index is None:
             return None
-        whole = torch.empty(self.shapes[number], dtype=self.dtype, device=self.device)
-        for part, elements in zip(
-            self.parts[number], travel.arriving.split(travel.sizes), strict=True
-        ):
+        whole = torch.empty(self.shapes[index], dtype=self.dtype, device=self.device)
+        for part, elements in zip(self.rank_parts[index].parts, received, strict=True):
             if elements.numel():
                 whole[part] = elements.view(_sizes(part))
         return whole
 
-    def _send_back(self, bucket: dict[int, int], result: Tensor | None) -> Travel:
+    def _send_results(self, bucket: Bucket, result: Tensor | None) -> AllToAll:
         """Send all ranks their parts of this rank's result."""
-        leaving = {}
+        sent = {}
         if result is not None:
-            leaving = {
-                rank: result[part] for rank, part in enumerate(self.parts[bucket[self.rank]])
-            }
-        sizes = [0] * len(self.parts[0])
-        for owner, number in bucket.items():
-            sizes[owner] = math.prod(_sizes(self.parts[number][self.rank]))
-        return self._all_to_all(leaving, sizes)
+            parts = self.rank_parts[bucket[self.rank]].parts
+            sent = {rank: result[part] for rank, part in enumerate(parts)}
+        received = [0] * self.ranks
+        for owner, index in bucket.items():
+            received[owner] = math.prod(self._own_sizes(index))
+        return self._all_to_all(sent, received)
 
-    def _own_parts(self, bucket: dict[int, int], travel: Travel) -> Iterator[tuple[int, Tensor]]:
-        travel.work.wait()
-        arrived = travel.arriving.split(travel.sizes)
-        for owner, number in bucket.items():
-            yield number, arrived[owner].view(_sizes(self.parts[number][self.rank]))
+    def _receive_results(self, bucket: Bucket, results: AllToAll) -> Iterator[tuple[int, Tensor]]:
+        received = results.wait()
+        for owner, index in bucket.items():
+            yield index, received[owner].view(self._own_sizes(index))
 
-    def _all_to_all(self, leaving: dict[int, Tensor], sizes: list[int]) -> Travel:
-        """Start to send a tensor to each rank in `leaving`, and to receive so many elements from
-        every rank.
+    def _own_sizes(self, index: int) -> tuple[int, int]:
+        """Return the rows and columns of this rank's part of a matrix."""
+        return _sizes(self.rank_parts[index].parts[self.rank])
+
+    def _all_to_all(self, sent: dict[int, Tensor], received: list[int]) -> AllToAll:
+        """Start to send a tensor to each rank in `sent`, and to receive so many elements from every
+        rank.
         """
-        order = sorted(leaving)
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
-        flat = torch.cat([empty, *(leaving[rank].reshape(-1) for rank in order)])
-        arriving = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
-        sent = [leaving[rank].numel() if rank in leaving else 0 for rank in range(len(sizes))]
-        work = dist.all_to_all_single(arriving, flat, sizes, sent, group=self.group, async_op=True)
-        return Travel(work, arriving, sizes, flat)
+        flat = torch.cat([empty, *(sent[rank].reshape(-1) for rank in sorted(sent))])
+        sizes = [sent[rank].numel() if rank in sent else 0 for rank in range(self.ranks)]
+        output = torch.empty(sum(received), dtype=self.dtype, device=self.device)
+        work = dist.all_to_all_single(
+            output, flat, received, sizes, group=self.group, async_op=True
+        )
+        return AllToAll(work, output, received, flat)
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -192,42 +217,46 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    return dist.new_group(
-        ranks, use_local_synchronization=True
-    )  # other pipeline stages make their own
+    # other pipeline stages make their own
+    return dist.new_group(ranks, use_local_synchronization=True)
 
 
-def _mesh_of_one(matrix: DTensor) -> DeviceMesh:
-    """Return a mesh of this rank alone, with the axes of a matrix's mesh. It never communicates."""
-    mesh = matrix.device_mesh
-    return DeviceMesh(
-        mesh.device_type, torch.full([1] * mesh.ndim, dist.get_rank()), _init_backend=False
-    )
+def _mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of this rank alone, with the axes of `mesh`. It never communicates."""
+    rank = torch.full([1] * mesh.ndim, dist.get_rank())
+    return DeviceMesh(mesh.device_type, rank, _init_backend=False)
 
 
-def _places(mesh: DeviceMesh) -> list[tuple[int, ...]]:
-    """Return the place along every axis of each rank of a mesh, in its order."""
-    return [
-        tuple(place)
-        for place in torch.cartesian_prod(*(torch.arange(size) for size in mesh.shape)).tolist()
-    ]
+def _rank_parts(matrix: DTensor) -> RankParts:
+    """Return the part and the copy of each rank of a matrix's mesh."""
+    coordinates = itertools.product(*map(range, matrix.device_mesh.shape))
+    parts = []
+    copies = []
+    for coordinate in coordinates:
+        part, copy = _part_at(matrix, coordinate)
+        parts.append(part)
+        copies.append(copy)
+    return RankParts(parts, copies)
 
 
-def _part(matrix: DTensor, place: Sequence[int]) -> tuple[Part, int]:
-    """Return the part of the rank at this place, cut along tp first and then along dp_shard
-    (simple_fsdp.py), and its copy.
+def _part_at(matrix: DTensor, coordinate: Sequence[int]) -> tuple[Part, int]:
+    """Return the part of the rank at this coordinate of the mesh, and its copy.
+
+    A matrix is cut along tp first and then along dp_shard (simple_fsdp.py).
     """
-    begins, ends, copy = [0, 0], [*matrix.shape], 0
+    own = [range(size) for size in matrix.shape]
+    copy = 0
     for axis in reversed(range(matrix.device_mesh.ndim)):
-        placement, degree = matrix.placements[axis], matrix.device_mesh.size(axis)
+        placement = matrix.placements[axis]
+        degree = matrix.device_mesh.size(axis)
         if placement.is_replicate():
-            copy = copy * degree + place[axis]
+            copy = copy * degree + coordinate[axis]
             continue
         dim = placement.dim  # type: ignore[attr-defined]
-        chunk = chunk_range(ends[dim] - begins[dim], degree, place[axis])
-        ends[dim] = begins[dim] + chunk.stop
-        begins[dim] += chunk.start
-    return (slice(begins[0], ends[0]), slice(begins[1], ends[1])), copy
+        chunk = chunk_range(len(own[dim]), degree, coordinate[axis])
+        own[dim] = own[dim][chunk.start : chunk.stop]
+    rows, columns = own
+    return (slice(rows.start, rows.stop), slice(columns.start, columns.stop)), copy
 
 
 def _sizes(part: Part) -> tuple[int, int]:

@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 
 from titan_lite.dtensor import local
-from titan_lite.optim.matrices import Matrices
+from titan_lite.optim.matrices import MatrixOptimizer
 
-COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # of the quintic polynomial: steepest at zero, so small singular values grow fastest
-EPS = 1e-7
+# of the quintic polynomial: steepest at zero, so small singular values grow fastest
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPS = 1e-7  # of the norm of a matrix: that of zeros
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
@@ -38,15 +35,17 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     return x.T if tall else x
 
 
-class Muon(Matrices):
-    """The momentum, and the iteration."""
+class Muon(MatrixOptimizer):
+    """The momentum, sharded, and the iteration, which the owner computes."""
 
-    def zeros_of(self, number: int) -> dict[str, Tensor]:
-        return dict(momentum_buffer=torch.zeros_like(self.matrices[number].detach()))
+    def initial_state(self, index: int) -> dict[str, Tensor]:
+        return {"momentum_buffer": torch.zeros_like(self.matrices[index].detach())}
 
-    def part_of(self, number: int) -> Tensor:
-        """Return this rank's part of the direction, and move the momentum on."""
-        matrix, momentum = self.matrices[number], self.config.momentum
+    def local_part(self, index: int) -> Tensor:
+        """Return this rank's part of the direction, and update the momentum."""
+        matrix = self.matrices[index]
+        assert matrix.grad is not None
+        momentum = self.config.momentum
         buffer = local(self.state[matrix]["momentum_buffer"])
         gradient = local(matrix.grad)
         mean = buffer.lerp(gradient, 1 - momentum)
@@ -54,8 +53,8 @@ class Muon(Matrices):
         self.store(buffer, mean)
         return direction.to(self.owners.dtype)
 
-    def update_of(self, number: int, whole: Tensor) -> Tensor:
+    def whole_update(self, index: int, whole: Tensor) -> Tensor:
         return orthogonalize(whole, self.config.ns_steps)
 
-    def scale_of(self, number: int) -> float:
-        return 0.2 * math.sqrt(max(self.shapes[number]))
+    def update_scale(self, index: int) -> float:
+        return 0.2 * math.sqrt(max(self.shapes[index]))

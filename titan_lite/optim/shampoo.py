@@ -3,15 +3,15 @@
 
 With the gradient G of a block of at most `max_preconditioner_dim` rows and columns, in each step
 
-    M = beta1 M + (1 - beta1) G               V = beta2 V + (1 - beta2) G * G         of the whole matrix
-    L = beta2 L + (1 - beta2) G G^T           R = beta2 R + (1 - beta2) G^T G         of each block
-    A = M' / (sqrt(V') + eps)                                                         AdamW's direction, M' and V' corrected
-    S = (L + e l)^-1/4 M (R + e r)^-1/4                                               l and r: the largest eigenvalues
-    W = W - lr (weight_decay W + S |A| / |S|)                                         norms of the whole matrix (grafting)
+    M = beta1 M + (1 - beta1) G               V = beta2 V + (1 - beta2) G * G     whole matrix
+    L = beta2 L + (1 - beta2) G G^T           R = beta2 R + (1 - beta2) G^T G     each block
+    A = M' / (sqrt(V') + eps)                 AdamW's direction, M' and V' corrected
+    S = (L + e l)^-1/4 M (R + e r)^-1/4       l and r: the largest eigenvalues
+    W = W - lr (weight_decay W + S |A| / |S|) norms of the whole matrix (grafting)
 
 e is `preconditioner_eps`, a part of the largest eigenvalue (arXiv 2002.09018), so that it fits
-gradients of any size. A factor of
-all M does not change S |A| / |S|, so M needs no correction. L and R have it, as roots of different steps meet in one matrix.
+gradients of any size. A factor of all M does not change S |A| / |S|, so M needs no correction. L
+and R have it, as roots of different steps meet in one matrix.
 
 Step `start_preconditioning_step` computes all roots; before it, A is the direction. Then each root
 has its turn every `precondition_frequency` steps: a step computes the roots of a part of the
@@ -28,11 +28,9 @@ from torch import Tensor, nn
 
 from titan_lite.config import Optimizer
 from titan_lite.dtensor import local
-from titan_lite.optim.adamw import AdamW
-from titan_lite.optim.matrices import Matrices
-from titan_lite.optim.state import OF_MATRIX, blocks_of, factor_numbers, sides_of, turns_of
+from titan_lite.optim.matrices import MatrixOptimizer
+from titan_lite.optim.state import blocks_of, factor_numbers, sides_of, turns_of
 
-NAMES = OF_MATRIX["Shampoo"].on_owner
 TINY = 1e-30  # of an eigenvalue or a norm: that of zeros
 
 
@@ -48,87 +46,108 @@ def inverse_fourth_root(factor: Tensor, eps: float) -> Tensor:
     return (vectors * damped.pow(-0.25) @ vectors.T).to(factor.dtype)
 
 
-class Shampoo(Matrices):
+class Shampoo(MatrixOptimizer):
     """Moments, factors and roots, all in float32 and on the owner alone.
 
     exp_avg, exp_avg_sq: as the matrix. factor_matrices, inv_factor_matrices: flat; of each block,
     row by row of blocks, L and then R, or their roots.
     """
 
-    count = 0  # steps that were not skipped, with the present one
-
-    def __init__(self, matrices: Mapping[str, nn.Parameter], adamw: AdamW, config: Optimizer):
-        super().__init__(matrices, adamw, config)
+    def __init__(self, matrices: Mapping[str, nn.Parameter], config: Optimizer):
+        super().__init__(matrices, config)
         self.turns = turns_of(config, dict(zip(matrices, self.shapes, strict=True)))
+        self.count = 0  # steps that were not skipped, with the present one
 
-    def zeros_of(self, number: int) -> dict[str, Tensor]:
-        if number not in self.owners.own:
+    def initial_state(self, index: int) -> dict[str, Tensor]:
+        if index not in self.owners.own:
             return {}
-        shape = self.shapes[number]
-        flat = (factor_numbers(shape, self.config.max_preconditioner_dim),)
-        sizes = zip(NAMES, (shape, shape, flat, flat), strict=True)
+        shape = self.shapes[index]
+        factors = (factor_numbers(shape, self.config.max_preconditioner_dim),)
         return {
-            name: self.owners.kept_here(torch.zeros(size, device=self.owners.device))
-            for name, size in sizes
+            "exp_avg": self._owned_zeros(shape),
+            "exp_avg_sq": self._owned_zeros(shape),
+            "factor_matrices": self._owned_zeros(factors),
+            "inv_factor_matrices": self._owned_zeros(factors),
         }
 
+    def _owned_zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return self.owners.on_this_rank(torch.zeros(shape, device=self.owners.device))
+
+    @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]
-        """Update parameters.
+        """Update the matrices.
 
-        skip: as in `Matrices`, but the host reads it, and the count of steps, and so waits for the
-        device.
-
-        The count decides which roots are computed, and a device cannot leave out the others by
-        itself.
+        The host reads `skip` and the count of steps, and so waits for the device: the count decides
+        which roots are computed, and a device cannot leave out the others by itself.
         """
-        if skip is None or not skip.item():
-            self.count = 1 + int(self.state_of(self.matrices[0])["step"].item())
-            super().step()
+        if skip is not None and skip.item():
+            return
+        self.count = 1 + int(self.state_of(self.matrices[0])["step"].item())
+        super().step()
 
-    def part_of(self, number: int) -> Tensor:
-        return local(self.matrices[number].grad)
+    def local_part(self, index: int) -> Tensor:
+        gradient = self.matrices[index].grad
+        assert gradient is not None
+        return local(gradient)
 
-    def update_of(self, number: int, whole: Tensor) -> Tensor:
-        """Return the direction of a step from the whole gradient, and move the state on."""
-        config, age = self.config, self.count - self.config.start_preconditioning_step
-        first, second, *flat = (local(self.state[self.matrices[number]][name]) for name in NAMES)
-        factors, roots = (self._squares(number, each) for each in flat)
-        blocks = blocks_of(self.shapes[number], config.max_preconditioner_dim)
-        first.lerp_(whole, 1 - config.beta1)
-        second.mul_(config.beta2).addcmul_(whole, whole, value=1 - config.beta2)
-        for part, left, right in zip(blocks, factors[::2], factors[1::2], strict=True):
-            block = whole[part]
-            left.lerp_(block @ block.T, 1 - config.beta2)
-            right.lerp_(block.T @ block, 1 - config.beta2)
-        corrections = [1 - beta**self.count for beta in (config.beta1, config.beta2)]
-        grafted = (
-            second.sqrt()
-            .div_(math.sqrt(corrections[1]))
-            .add_(config.eps)
-            .reciprocal_()
-            .mul_(first)
-            .div_(corrections[0])
-        )
+    def whole_update(self, index: int, whole: Tensor) -> Tensor:
+        """Return the direction of a step from the whole gradient, and update the state."""
+        state = self.state[self.matrices[index]]
+        factors = self._as_squares(index, local(state["factor_matrices"]))
+        roots = self._as_squares(index, local(state["inv_factor_matrices"]))
+        self._update_statistics(index, whole, factors)
+
+        grafted = self._adamw_direction(index)
+        age = self.count - self.config.start_preconditioning_step
         if age < 0:
             return grafted
-        for turn, factor, root in zip(self.turns[number], factors, roots, strict=True):
-            if age == 0 or age % config.precondition_frequency == turn:
-                root.copy_(inverse_fourth_root(factor / corrections[1], config.preconditioner_eps))
+
+        beta2_correction = 1 - self.config.beta2**self.count
+        for turn, factor, root in zip(self.turns[index], factors, roots, strict=True):
+            if age == 0 or age % self.config.precondition_frequency == turn:
+                corrected = factor / beta2_correction
+                root.copy_(inverse_fourth_root(corrected, self.config.preconditioner_eps))
+
+        exp_avg = local(state["exp_avg"])
         direction = torch.empty_like(whole)
-        for part, left, right in zip(blocks, roots[::2], roots[1::2], strict=True):
-            direction[part] = left @ first[part] @ right
+        for block, left, right in zip(self._blocks(index), roots[::2], roots[1::2], strict=True):
+            direction[block] = left @ exp_avg[block] @ right
         return direction.mul_(_norm(grafted) / _norm(direction).clamp(min=TINY))
 
-    def _squares(self, number: int, flat: Tensor) -> list[Tensor]:
+    def _update_statistics(self, index: int, gradient: Tensor, factors: list[Tensor]) -> None:
+        """Add a gradient to the moments and to the factors L and R of each block."""
+        beta1 = self.config.beta1
+        beta2 = self.config.beta2
+        state = self.state[self.matrices[index]]
+        local(state["exp_avg"]).lerp_(gradient, 1 - beta1)
+        exp_avg_sq = local(state["exp_avg_sq"])
+        exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        for block, left, right in zip(
+            self._blocks(index), factors[::2], factors[1::2], strict=True
+        ):
+            part = gradient[block]
+            left.lerp_(part @ part.T, 1 - beta2)
+            right.lerp_(part.T @ part, 1 - beta2)
+
+    def _adamw_direction(self, index: int) -> Tensor:
+        """Return A, the direction of AdamW."""
+        state = self.state[self.matrices[index]]
+        beta1_correction = 1 - self.config.beta1**self.count
+        beta2_correction = 1 - self.config.beta2**self.count
+        denominator = local(state["exp_avg_sq"]).sqrt().div_(math.sqrt(beta2_correction))
+        inverse = denominator.add_(self.config.eps).reciprocal_()
+        return inverse.mul_(local(state["exp_avg"])).div_(beta1_correction)
+
+    def _blocks(self, index: int) -> list[tuple[slice, slice]]:
+        return blocks_of(self.shapes[index], self.config.max_preconditioner_dim)
+
+    def _as_squares(self, index: int, flat: Tensor) -> list[Tensor]:
         """Return flat factors or roots as views: L and then R of each block."""
-        sides = sides_of(self.shapes[number], self.config.max_preconditioner_dim)
-        return [
-            part.view(side, side)
-            for part, side in zip(flat.split([side**2 for side in sides]), sides, strict=True)
-        ]
+        sides = sides_of(self.shapes[index], self.config.max_preconditioner_dim)
+        parts = flat.split([side**2 for side in sides])
+        return [part.view(side, side) for part, side in zip(parts, sides, strict=True)]
 
 
 def _norm(matrix: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(
-        matrix, dtype=torch.float64
-    ).float()  # in float64 for a CPU, as in clipping.py
+    # in float64 for a CPU, as in clipping.py
+    return torch.linalg.vector_norm(matrix, dtype=torch.float64).float()

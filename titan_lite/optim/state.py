@@ -1,10 +1,11 @@
-"""Describe what an optimizer keeps of each parameter, and share matrices out to owners.
+"""What each optimizer keeps and computes for a matrix, and which rank owns which matrix.
 
-Plain numbers, for run and planner alike.
+    is_matrix("layers.0.attention.wq.weight")       # True: Muon and Shampoo update it as a whole
+    costs = costs_of(config.optimizer)              # MuonCosts, for optimizer.name = "Muon"
+    costs.owner_flops((4096, 4096))                 # operations of its owner in a step
+    share_out([3.0, 1.0, 2.0], ranks=2)             # [{0: 0, 1: 2}, {1: 1}]: buckets {owner: index}
 
-is_matrix("layers.0.attention.wq.weight")               # True: Muon and Shampoo update it as a whole
-OF_MATRIX["Muon"].cost(config, (4096, 4096))            # floating-point operations of its owner in a step
-share_out(costs, ranks=8)                               # [{0: 4, 1: 5, ...}, ...]: buckets of {owner: number of its matrix}
+A run and the planner take the same numbers from here. Importing this file imports no torch.
 """
 
 import heapq
@@ -12,20 +13,27 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from titan_lite.config import Optimizer
+
+if TYPE_CHECKING:
+    from titan_lite.optim.matrices import MatrixOptimizer
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # of parameters, by FQN
 
+FLOAT32_BYTES = 4
 # whole matrices in memory at an owner: those that it computes with, and those that two all-to-alls
 # send and receive
-AT_ONCE = 8
+WHOLE_MATRICES = 8
 # Operations of float32 products, divided by n^3, in the time of an eigendecomposition in float64.
 # On a CPU they are 26 to 47 for n from 1024 to 256. The figure of a GPU, where most of the time is
 # waiting for memory and launches, is a guess.
 EIGENDECOMPOSITION = {"cpu": 30.0, "cuda": 1000.0}
+
+
+# Parameters
 
 
 def is_matrix(fqn: str) -> bool:
@@ -36,15 +44,190 @@ def is_matrix(fqn: str) -> bool:
     return fqn.startswith("layers.") and "norm" not in fqn
 
 
+def matrices_in(shapes: Shapes) -> list[Shape]:
+    """Return the shapes of the matrices within blocks, in the order of their names."""
+    return [shape for fqn, shape in shapes.items() if is_matrix(fqn)]
+
+
 def numbers_in(shapes: Shapes) -> int:
+    """Return the number of elements of all parameters."""
     return sum(map(math.prod, shapes.values()))
 
 
 def share_of_matrices(shapes: Shapes) -> float:
     """Return the share of these parameters that are in matrices within blocks."""
-    return numbers_in({fqn: shape for fqn, shape in shapes.items() if is_matrix(fqn)}) / numbers_in(
-        shapes
-    )
+    return sum(map(math.prod, matrices_in(shapes))) / numbers_in(shapes)
+
+
+# What an optimizer costs
+
+
+class MatrixCosts:
+    """What AdamW keeps of a matrix within a block, and what its update costs.
+
+    A subclass has the figures of another optimizer; other parameters are AdamW's with any of them.
+    Sizes are those of whole matrices.
+    """
+
+    moments = 2  # tensors of its shape that are sharded as it is
+    owner_tensors: tuple[str, ...] = ()  # names of the tensors that only its owner has
+    # bytes that are read and written for each element beside products, on its rank and its owner;
+    # 0: those of AdamW
+    update_bytes = 0.0
+
+    def __init__(self, config: Optimizer):
+        self.config = config
+
+    def optimizer_class(self) -> "type[MatrixOptimizer] | None":
+        """Return the class that updates matrices. Imports torch. None: AdamW has all parameters."""
+        return None
+
+    @property
+    def has_owners(self) -> bool:
+        """True if each matrix is updated as a whole, by one rank."""
+        return self.moments < 2
+
+    @property
+    def owner_dtype(self) -> str:
+        """The dtype in which matrices travel and are multiplied."""
+        return "float32"
+
+    def owner_bytes(self, shape: Shape) -> float:
+        """Return the bytes of `owner_tensors`."""
+        return 0.0
+
+    def product_flops(self, shape: Shape) -> float:
+        """Return the operations of the owner's products in a step."""
+        return 0.0
+
+    def eigendecomposition_cubes(self, shape: Shape) -> float:
+        """Return the sum of n^3 of the owner's eigendecompositions, on average over steps."""
+        return 0.0
+
+    def owner_flops(self, shape: Shape, device: str = "cuda") -> float:
+        """Return the time of an owner in a step, in operations of products; averaged over steps."""
+        cubes = self.eigendecomposition_cubes(shape)
+        return self.product_flops(shape) + EIGENDECOMPOSITION[device] * cubes
+
+
+class MuonCosts(MatrixCosts):
+    moments = 1
+    update_bytes = 92.0
+
+    def optimizer_class(self) -> "type[MatrixOptimizer]":
+        from titan_lite.optim.muon import Muon
+
+        return Muon
+
+    @property
+    def owner_dtype(self) -> str:
+        return self.config.ns_dtype
+
+    def product_flops(self, shape: Shape) -> float:
+        return newton_schulz_flops(shape, self.config.ns_steps)
+
+
+class ShampooCosts(MatrixCosts):
+    moments = 0
+    owner_tensors = ("exp_avg", "exp_avg_sq", "factor_matrices", "inv_factor_matrices")
+    update_bytes = 190.0
+
+    def optimizer_class(self) -> "type[MatrixOptimizer]":
+        from titan_lite.optim.shampoo import Shampoo
+
+        return Shampoo
+
+    def owner_bytes(self, shape: Shape) -> float:
+        factors = factor_numbers(shape, self.config.max_preconditioner_dim)
+        return FLOAT32_BYTES * 2.0 * (math.prod(shape) + factors)
+
+    def product_flops(self, shape: Shape) -> float:
+        """Return the operations of two products for factors, and of two with their roots."""
+        most = self.config.max_preconditioner_dim
+        return 4.0 * math.prod(shape) * sum(min(most, size) for size in shape)
+
+    def eigendecomposition_cubes(self, shape: Shape) -> float:
+        cubes = factor_numbers(shape, self.config.max_preconditioner_dim, power=3)
+        return cubes / self.config.precondition_frequency
+
+
+COSTS: dict[str, type[MatrixCosts]] = {  # by optimizer.name
+    "AdamW": MatrixCosts,
+    "Muon": MuonCosts,
+    "Shampoo": ShampooCosts,
+}
+
+
+def costs_of(config: Optimizer) -> MatrixCosts:
+    """Return what the optimizer of a recipe keeps and computes for a matrix."""
+    return COSTS[config.name](config)
+
+
+def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> list[float]:
+    """Return the bytes of each of two sharded moments, exp_avg and exp_avg_sq.
+
+    own: parameters of this rank; matrices: those of them within matrices of blocks. Step counts are
+    left out, and what owners have.
+    """
+    moments = costs_of(optimizer).moments
+    first = own if moments >= 1 else own - matrices
+    second = own if moments >= 2 else own - matrices
+    return [FLOAT32_BYTES * first, FLOAT32_BYTES * second]
+
+
+# Owners
+
+
+def share_out(costs: Iterable[float], ranks: int) -> list[dict[int, int]]:
+    """Return buckets of matrices, each as {owner: index of its matrix}, with at most one matrix for
+    each of `ranks`.
+
+    The costliest matrix goes first, always to the rank with least so far (Graham, SIAM J. Appl.
+    Math. 17 (1969)). So costs within a bucket are alike. The answer depends on nothing but the
+    costs: every rank has the same.
+    """
+    costs = list(costs)
+    loads = [(0.0, rank) for rank in range(ranks)]
+    counts = [0] * ranks  # matrices of each rank
+    buckets: list[dict[int, int]] = []
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + costs[index], rank))
+        if counts[rank] == len(buckets):
+            buckets.append({})
+        buckets[counts[rank]][rank] = index
+        counts[rank] += 1
+    return buckets
+
+
+def owner_buckets(config: Optimizer, shapes: Shapes, ranks: int) -> list[dict[int, Shape]]:
+    """Return buckets of {owner: shape of its matrix}; none for an optimizer without owners."""
+    costs = costs_of(config)
+    if not costs.has_owners:
+        return []
+    matrices = matrices_in(shapes)
+    buckets = share_out([costs.owner_flops(shape) for shape in matrices], ranks)
+    return [{owner: matrices[index] for owner, index in bucket.items()} for bucket in buckets]
+
+
+def sum_by_owner(
+    buckets: Iterable[Mapping[int, Shape]], ranks: int, cost: Callable[[Shape], float]
+) -> list[float]:
+    """Return the sum of a cost over the matrices of each rank."""
+    sums = [0.0] * ranks
+    for bucket in buckets:
+        for owner, shape in bucket.items():
+            sums[owner] += cost(shape)
+    return sums
+
+
+def bytes_by_owner(config: Optimizer, shapes: Shapes, ranks: int) -> list[float]:
+    """Return the bytes that each rank keeps as an owner."""
+    buckets = owner_buckets(config, shapes, ranks)
+    return sum_by_owner(buckets, ranks, costs_of(config).owner_bytes)
+
+
+# Muon
 
 
 def newton_schulz_flops(shape: Shape, steps: int = 1) -> float:
@@ -53,6 +236,9 @@ def newton_schulz_flops(shape: Shape, steps: int = 1) -> float:
     """
     short, long = sorted(shape)
     return steps * (4.0 * short * short * long + 2.0 * short**3)
+
+
+# Shampoo
 
 
 def blocks_of(shape: Shape, most: int) -> list[tuple[slice, slice]]:
@@ -84,152 +270,30 @@ def turns_of(config: Optimizer, shapes: Shapes) -> list[list[int]]:
     Shampoo's factors is computed.
 
     A matrix's roots are spread over the period, so that sums of n^3 are alike. Matrices of one
-    shape, or its transpose, begin at different steps, by their places in the model: an owner of
+    shape, or its transpose, begin at different steps, by their positions in the model: an owner of
     several has alike work in each step, and with other owners each root is computed in the same
     steps.
     """
-    period, found, alike = (
-        config.precondition_frequency,
-        list[list[int]](),
-        defaultdict[tuple, list[str]](list),
-    )
+    period = config.precondition_frequency
     keys = {fqn: (int(fqn.split(".")[1]), *sorted(shape)) for fqn, shape in shapes.items()}
+    same_key: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for fqn, key in keys.items():
-        alike[key].append(fqn)
+        same_key[key].append(fqn)
+
+    turns = []
     for fqn, shape in shapes.items():
-        names, sides = alike[keys[fqn]], sides_of(shape, config.max_preconditioner_dim)
-        place, steps = keys[fqn][0] * len(names) + names.index(fqn), min(period, len(sides))
-        step_of = {
-            number: step
-            for each in share_out([side**3 for side in sides], steps)
-            for step, number in each.items()
-        }
-        begin = place + place // period  # every second or tenth matrix begins at all steps, too
-        found.append(
-            [(begin + step_of[number] * period // steps) % period for number in range(len(sides))]
+        names = same_key[keys[fqn]]
+        layer = keys[fqn][0]
+        position = layer * len(names) + names.index(fqn)
+        start = position + position // period  # every second or tenth begins at all steps, too
+
+        sides = sides_of(shape, config.max_preconditioner_dim)
+        steps = min(period, len(sides))
+        step_of = {}  # by index of the factor
+        for bucket in share_out([side**3 for side in sides], steps):
+            for step, index in bucket.items():
+                step_of[index] = step
+        turns.append(
+            [(start + step_of[index] * period // steps) % period for index in range(len(sides))]
         )
-    return found
-
-
-def _shampoo_flops(config: Optimizer, shape: Shape) -> float:
-    """Return the operations of two products for factors, and of two with their roots."""
-    return 4.0 * math.prod(shape) * sum(min(config.max_preconditioner_dim, size) for size in shape)
-
-
-class OfMatrix(NamedTuple):
-    """Figures of an optimizer for a matrix within a block, some of them from its section and the
-    matrix's shape.
-
-    Of other parameters, there are AdamW's two moments.
-    """
-
-    moments: int  # tensors of its shape that are sharded as it is
-    # bytes that are read and written for each element beside products, on its rank and its owner
-    moved: float = 0.0
-    on_owner: tuple[str, ...] = ()  # tensors that only its owner has
-    kept: Callable[[Optimizer, Shape], float] = lambda config, shape: (
-        0.0
-    )  # elements of them, in float32
-    flops: Callable[[Optimizer, Shape], float] = lambda config, shape: (
-        0.0
-    )  # of the owner's products; 0: it has no owner
-    cubes: Callable[[Optimizer, Shape], float] = lambda config, shape: (
-        0.0
-    )  # sum of n^3 of its eigendecompositions, a step
-    dtype: Callable[[Optimizer], str] = lambda config: (
-        "float32"
-    )  # of travelling matrices, and of products
-
-    def cost(self, config: Optimizer, shape: Shape, device: str = "cuda") -> float:
-        """Return the time of an owner in a step, in floating-point operations of products, on
-        average over steps.
-        """
-        return self.flops(config, shape) + EIGENDECOMPOSITION[device] * self.cubes(config, shape)
-
-
-OF_MATRIX = {  # by optimizer.name
-    "AdamW": OfMatrix(2),
-    "Muon": OfMatrix(
-        1,
-        moved=92,
-        flops=lambda config, shape: newton_schulz_flops(shape, config.ns_steps),
-        dtype=lambda config: config.ns_dtype,
-    ),
-    "Shampoo": OfMatrix(
-        0,
-        moved=190,
-        on_owner=("exp_avg", "exp_avg_sq", "factor_matrices", "inv_factor_matrices"),
-        kept=lambda config, shape: (
-            2.0 * (math.prod(shape) + factor_numbers(shape, config.max_preconditioner_dim))
-        ),
-        flops=_shampoo_flops,
-        cubes=lambda config, shape: (
-            factor_numbers(shape, config.max_preconditioner_dim, 3) / config.precondition_frequency
-        ),
-    ),
-}
-
-
-def matrices_in(shapes: Shapes) -> list[Shape]:
-    """Return the shapes of the matrices within blocks, in the order of their names."""
-    return [shape for fqn, shape in shapes.items() if is_matrix(fqn)]
-
-
-def owned(config: Optimizer, shapes: Shapes, ranks: int) -> list[dict[int, Shape]]:
-    """Return buckets of {owner: shape of its matrix}; none for an optimizer without owners."""
-    kind = OF_MATRIX[config.name]
-    if kind.moments == 2:
-        return []
-    matrices = matrices_in(shapes)
-    shared = share_out([kind.cost(config, shape) for shape in matrices], ranks)
-    return [{owner: matrices[number] for owner, number in bucket.items()} for bucket in shared]
-
-
-def by_owner(
-    buckets: Iterable[Mapping[int, Shape]], ranks: int, figure: Callable[[Shape], float]
-) -> list[float]:
-    """Return the sum of a figure over the matrices of each rank."""
-    sums = [0.0] * ranks
-    for owner, shape in itertools.chain.from_iterable(bucket.items() for bucket in buckets):
-        sums[owner] += figure(shape)
-    return sums
-
-
-def kept_by_owners(config: Optimizer, shapes: Shapes, ranks: int) -> list[float]:
-    """Return the bytes that each rank keeps as an owner."""
-    return by_owner(
-        owned(config, shapes, ranks),
-        ranks,
-        lambda shape: 4 * OF_MATRIX[config.name].kept(config, shape),
-    )
-
-
-def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> list[float]:
-    """Return the bytes of each tensor of moments of `own` parameters, `matrices` of which are in
-    matrices within blocks.
-
-    Step counts are left out, and what owners have.
-    """
-    moments = OF_MATRIX[optimizer.name].moments
-    return [4 * (own - matrices * (moments < place)) for place in (1, 2)]
-
-
-def share_out(costs: Iterable[float], ranks: int) -> list[dict[int, int]]:
-    """Return buckets of matrices, each as {owner: number of its matrix}, with at most one matrix
-    for each of `ranks`.
-
-    The costliest matrix goes first, always to the rank with least so far (Graham, SIAM J. Appl.
-    Math. 17 (1969)). So costs within a bucket are alike. The answer depends on nothing but the
-    costs: every rank has the same.
-    """
-    costs = list(costs)
-    loads, counts = [(0.0, rank) for rank in range(ranks)], [0] * ranks
-    buckets: list[dict[int, int]] = []
-    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
-        load, rank = loads[0]
-        heapq.heapreplace(loads, (load + costs[number], rank))
-        if counts[rank] == len(buckets):
-            buckets.append({})
-        buckets[counts[rank]][rank] = number
-        counts[rank] += 1
-    return buckets
+    return turns

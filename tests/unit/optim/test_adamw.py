@@ -11,7 +11,7 @@ import torch
 from titan_lite.compile.compile import compile_function
 from titan_lite.config import Compile, Optimizer
 from titan_lite.models.llama3 import ModelConfig, Transformer
-from titan_lite.optim.build import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.optim.build import build_optimizer
 from titan_lite.optim.clipping import clip_grad_norm_
 
 CONFIG = Optimizer(lr=0.02, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.5)
@@ -42,10 +42,16 @@ def set_gradients(model, step):
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
+def set_lr(optimizer, lr):
+    """Set the learning rate of an optimizer of ours or of torch's."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
 def take_steps(model, optimizer, steps):
     for step in steps:
         set_gradients(model, step)
-        set_learning_rate(optimizer, CONFIG.lr * step / 4)
+        set_lr(optimizer, CONFIG.lr * step / 4)
         optimizer.step()
 
 
@@ -75,7 +81,7 @@ def test_settings_reach_every_group():
             1e-6,
             True,
         )
-    set_learning_rate(optimizer, 0.125)
+    optimizer.set_lr(0.125)
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
 
 
@@ -97,7 +103,7 @@ def test_steps_are_those_of_the_plain_algorithm():
         take_steps(model, optimizer, [step])
         set_gradients(oracle, step)
         for each in theirs:
-            set_learning_rate(each, CONFIG.lr * step / 4)
+            set_lr(each, CONFIG.lr * step / 4)
             each.step()
     for (name, ours), expected in zip(model.named_parameters(), oracle.parameters(), strict=True):
         torch.testing.assert_close(
@@ -148,15 +154,12 @@ def test_a_compiled_update_is_that_of_the_fused_kernel_and_compiled_once(backend
     for step in range(1, 11):
         for each, its in ((model, optimizer), (oracle, fused)):
             set_gradients(each, step)
-            set_learning_rate(its, CONFIG.lr * step / 4)
+            its.set_lr(CONFIG.lr * step / 4)
             its.step()
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(set(graphs)) == 1  # one a group, in the first step
 
-    ours, theirs = (
-        optimizer_state(its, dict(each.named_parameters()))
-        for each, its in ((model, optimizer), (oracle, fused))
-    )
+    ours, theirs = (its.state_tensors() for its in (optimizer, fused))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         exact = backend == "aot_eager" or name.endswith(".step")
@@ -178,8 +181,8 @@ def test_a_compiled_update_goes_on_from_the_state_of_the_fused_kernel():
     take_steps(model, fused, [1, 2, 3])
     resumed.load_state_dict(model.state_dict())
     new = build_optimizer(CONFIG, dict(resumed.named_parameters()), compile=compiling("aot_eager"))
-    saved = optimizer_state(fused, dict(model.named_parameters()))
-    for name, tensor in optimizer_state(new, dict(resumed.named_parameters())).items():
+    saved = fused.state_tensors()
+    for name, tensor in new.state_tensors().items():
         assert tensor.dtype == saved[name].dtype
         tensor.copy_(saved[name])
     take_steps(model, fused, [4, 5])
@@ -247,7 +250,7 @@ def test_one_bad_number_shows_in_the_norm_and_stays_in_the_gradients(bad):
 def test_state_is_named_after_parameters_and_is_the_live_one(tied):
     model = build_model(tied)
     optimizer = build_optimizer(CONFIG, dict(model.named_parameters()))
-    state = optimizer_state(optimizer, dict(model.named_parameters()))
+    state = optimizer.state_tensors()
     names = [name for name, _ in model.named_parameters()]
     assert ("output.weight" in names) is not tied
     assert state.keys() == {
@@ -262,7 +265,7 @@ def test_state_is_named_after_parameters_and_is_the_live_one(tied):
         )
         assert state[f"{name}.exp_avg"].all()
         assert (state[f"{name}.exp_avg_sq"] > 0).all()
-    again = optimizer_state(optimizer, dict(model.named_parameters()))
+    again = optimizer.state_tensors()
     assert all(again[name] is tensor for name, tensor in state.items())
 
 
@@ -271,13 +274,10 @@ def test_asking_for_the_state_before_the_first_step_changes_nothing():
     optimizers = [
         build_optimizer(CONFIG, dict(each.named_parameters())) for each in (model, untouched)
     ]
-    optimizer_state(optimizers[0], dict(model.named_parameters()))
+    optimizers[0].state_tensors()
     for each, optimizer in zip((model, untouched), optimizers, strict=True):
         take_steps(each, optimizer, [1, 2])
-    states = [
-        optimizer_state(optimizer, dict(each.named_parameters()))
-        for optimizer, each in zip(optimizers, (model, untouched), strict=True)
-    ]
+    states = [optimizer.state_tensors() for optimizer in optimizers]
     for name, tensor in states[0].items():
         assert tensor.dtype == states[1][name].dtype
         assert torch.equal(tensor, states[1][name]), name
@@ -289,13 +289,10 @@ def test_steps_after_loading_are_those_without_interruption():
     model, resumed = build_model(), build_model()
     optimizer = build_optimizer(CONFIG, dict(model.named_parameters()))
     take_steps(model, optimizer, [1, 2, 3])
-    saved = {
-        name: tensor.clone()
-        for name, tensor in optimizer_state(optimizer, dict(model.named_parameters())).items()
-    }
+    saved = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
     resumed.load_state_dict(model.state_dict())
     new = build_optimizer(CONFIG, dict(resumed.named_parameters()))
-    for name, tensor in optimizer_state(new, dict(resumed.named_parameters())).items():
+    for name, tensor in new.state_tensors().items():
         tensor.copy_(saved[name])
     take_steps(model, optimizer, [4, 5])
     take_steps(resumed, new, [4, 5])
@@ -325,8 +322,5 @@ def test_a_step_that_is_skipped_on_the_device_changes_nothing(compile):
             theirs.step()
         for mine, other in zip(names[0].values(), names[1].values(), strict=True):
             assert torch.equal(mine, other)
-        states = [
-            optimizer_state(its, its_names)
-            for its, its_names in zip((ours, theirs), names, strict=True)
-        ]
+        states = [its.state_tensors() for its in (ours, theirs)]
         assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())

@@ -9,7 +9,7 @@ from tiny import UNTIED
 
 from titan_lite.config import Optimizer
 from titan_lite.models.llama3 import FLAVORS, Transformer
-from titan_lite.optim.build import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.optim.build import build_optimizer
 from titan_lite.optim.muon import COEFFICIENTS, orthogonalize
 from titan_lite.optim.state import is_matrix, newton_schulz_flops, share_out
 
@@ -32,7 +32,7 @@ def set_gradients(parameters, step, scale=1.0):
 def take_steps(parameters, optimizer, steps=range(1, 6)):
     for step in steps:
         set_gradients(parameters, step)
-        set_learning_rate(optimizer, 0.02 / step)
+        optimizer.set_lr(0.02 / step)
         optimizer.step()
 
 
@@ -47,8 +47,8 @@ def test_steps_are_those_of_torchs_muon_to_the_bit_and_of_adamw(nesterov):
     copies = {fqn: matrix.detach().clone() for fqn, matrix in matrices.items()}
     for step in range(1, 6):
         set_gradients(expected, step)
-        set_learning_rate(oracle, 0.02 / step)
-        set_learning_rate(adamw, 0.02 / step)
+        oracle.param_groups[0]["lr"] = 0.02 / step
+        adamw.set_lr(0.02 / step)
         oracle.step()
         for matrix in matrices.values():
             matrix.grad = None
@@ -60,17 +60,17 @@ def test_steps_are_those_of_torchs_muon_to_the_bit_and_of_adamw(nesterov):
 
 def test_one_learning_rate_serves_both_and_norms_do_not_decay():
     parameters, optimizer = build()
-    set_learning_rate(optimizer, 0.125)
+    optimizer.set_lr(0.125)
     assert [group["lr"] for group in optimizer.param_groups] == [0.125] * 3
     names = {parameter: fqn for fqn, parameter in parameters.items()}
     found = [
         sorted(names[parameter] for parameter in group["params"])
         for group in optimizer.param_groups
     ]
-    assert found[0] == sorted(fqn for fqn in parameters if is_matrix(fqn))
-    assert found[1] == ["output.weight", "tok_embeddings.weight"]
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5, 0.0]
-    assert all(parameters[fqn].dim() == 2 for fqn in found[0])
+    assert found[2] == sorted(fqn for fqn in parameters if is_matrix(fqn))
+    assert found[0] == ["output.weight", "tok_embeddings.weight"]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0, 0.5]
+    assert all(parameters[fqn].dim() == 2 for fqn in found[2])
     set_gradients(parameters, 1)
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in parameters.values())
@@ -95,12 +95,11 @@ def test_a_skipped_step_changes_nothing():
     parameters, optimizer = build()
     take_steps(parameters, optimizer, [1, 2])
     before = {
-        name: tensor.clone()
-        for name, tensor in (parameters | optimizer_state(optimizer, parameters)).items()
+        name: tensor.clone() for name, tensor in (parameters | optimizer.state_tensors()).items()
     }
     set_gradients(parameters, 3, scale=float("nan"))
     optimizer.step(torch.ones(()))
-    after = parameters | optimizer_state(optimizer, parameters)
+    after = parameters | optimizer.state_tensors()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     set_gradients(parameters, 3)
     optimizer.step(torch.zeros(()))
@@ -110,14 +109,14 @@ def test_a_skipped_step_changes_nothing():
 def test_the_state_by_name_is_there_before_the_first_step_and_goes_on_where_it_was():
     parameters, optimizer = build()
     other, resumed = build()
-    state = optimizer_state(resumed, other)
+    state = resumed.state_tensors()
     expected = {
         f"{fqn}.{name}" for fqn in parameters for name in ("step", *MOMENTS[is_matrix(fqn)])
     }
     assert state.keys() == expected
     take_steps(parameters, optimizer, [1, 2])
     with torch.no_grad():
-        for name, tensor in (parameters | optimizer_state(optimizer, parameters)).items():
+        for name, tensor in (parameters | optimizer.state_tensors()).items():
             (other | state)[name].copy_(tensor)
     take_steps(parameters, optimizer, [3, 4])
     take_steps(other, resumed, [3, 4])

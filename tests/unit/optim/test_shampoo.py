@@ -14,11 +14,11 @@ from titan_lite.config import Optimizer
 from titan_lite.models.llama3 import Transformer
 from titan_lite.models.shapes import FLAVORS
 from titan_lite.optim import shampoo
-from titan_lite.optim.build import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.optim.build import build_optimizer
 from titan_lite.optim.shampoo import inverse_fourth_root
 from titan_lite.optim.state import (
-    OF_MATRIX,
     blocks_of,
+    costs_of,
     is_matrix,
     share_out,
     sides_of,
@@ -41,7 +41,7 @@ def build(config=SHAMPOO):
 def take_steps(parameters, optimizer, steps=range(1, 6)):
     for step in steps:
         set_gradients(parameters, step)
-        set_learning_rate(optimizer, 0.02 / step)
+        optimizer.set_lr(0.02 / step)
         optimizer.step()
 
 
@@ -107,9 +107,9 @@ def test_steps_are_those_of_the_equations(shape, eps):
     )
     for step, gradient in enumerate(gradients, 1):
         weight.grad, norm.grad = gradient.clone(), torch.ones(3)
-        set_learning_rate(optimizer, 0.02 / step)
+        optimizer.set_lr(0.02 / step)
         optimizer.step()
-    (turns,) = optimizer.turns
+    (turns,) = optimizer.optimizers[1].turns
     assert set(turns) == {0, 1}
     expected = equations(
         start.double().numpy(), [gradient.double().numpy() for gradient in gradients], config, turns
@@ -164,12 +164,11 @@ def test_a_skipped_step_changes_nothing():
     parameters, optimizer = build()
     take_steps(parameters, optimizer, [1, 2])
     before = {
-        name: tensor.clone()
-        for name, tensor in (parameters | optimizer_state(optimizer, parameters)).items()
+        name: tensor.clone() for name, tensor in (parameters | optimizer.state_tensors()).items()
     }
     set_gradients(parameters, 3, scale=float("nan"))
     optimizer.step(torch.ones(()))
-    after = parameters | optimizer_state(optimizer, parameters)
+    after = parameters | optimizer.state_tensors()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     for step in (3, 4):
         set_gradients(parameters, step)
@@ -181,8 +180,8 @@ def test_a_skipped_step_changes_nothing():
 def test_the_state_is_there_before_the_first_step_and_goes_on_where_it_was(saved):
     parameters, optimizer = build()
     other, resumed = build()
-    state = optimizer_state(resumed, other)
-    names = {True: OF_MATRIX["Shampoo"].on_owner, False: ("exp_avg", "exp_avg_sq")}
+    state = resumed.state_tensors()
+    names = {True: costs_of(SHAMPOO).owner_tensors, False: ("exp_avg", "exp_avg_sq")}
     assert state.keys() == {
         f"{fqn}.{name}" for fqn in parameters for name in ("step", *names[is_matrix(fqn)])
     }
@@ -190,10 +189,10 @@ def test_the_state_is_there_before_the_first_step_and_goes_on_where_it_was(saved
         fqn: tuple(parameter.shape) for fqn, parameter in parameters.items() if is_matrix(fqn)
     }
     kept = sum(state[f"{fqn}.{name}"].numel() for fqn in shapes for name in names[True])
-    assert kept == sum(OF_MATRIX["Shampoo"].kept(SHAMPOO, shape) for shape in shapes.values())
+    assert 4 * kept == sum(costs_of(SHAMPOO).owner_bytes(shape) for shape in shapes.values())
     take_steps(parameters, optimizer, range(1, saved + 1))
     with torch.no_grad():
-        for name, tensor in (parameters | optimizer_state(optimizer, parameters)).items():
+        for name, tensor in (parameters | optimizer.state_tensors()).items():
             (other | state)[name].copy_(tensor)
     take_steps(parameters, optimizer, range(saved + 1, 7))
     take_steps(other, resumed, range(saved + 1, 7))
@@ -209,7 +208,7 @@ def computed_roots(parameters, optimizer, step):
 def test_every_root_has_one_turn_in_a_period_after_the_step_that_computes_them_all():
     parameters, optimizer = build(SHAMPOO.replace(precondition_frequency=5))
     each = [computed_roots(parameters, optimizer, step) for step in range(1, 13)]
-    every = sorted(side for shape in optimizer.shapes for side in sides_of(shape, 16))
+    every = sorted(side for shape in optimizer.optimizers[1].shapes for side in sides_of(shape, 16))
     assert (each[0], each[1]) == ([], every)
     for period in (each[2:7], each[7:12]):
         assert sorted(side for step in period for side in step) == every
@@ -239,7 +238,7 @@ def test_owners_have_alike_roots_in_every_step(flavor, ranks, most):
     }
     work, turns = np.zeros((ranks, config.precondition_frequency)), turns_of(config, shapes)
     for bucket in share_out(
-        [OF_MATRIX["Shampoo"].cost(config, shape) for shape in shapes.values()], ranks
+        [costs_of(config).owner_flops(shape) for shape in shapes.values()], ranks
     ):
         for owner, number in bucket.items():
             sides = sides_of([*shapes.values()][number], config.max_preconditioner_dim)

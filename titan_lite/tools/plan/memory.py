@@ -18,7 +18,7 @@ from titan_lite.cost.machine import GIB, Machine
 from titan_lite.distributed.memory import ITEM_BYTES, STORED_BYTES, itemsizes, owner_bytes
 from titan_lite.distributed.pipeline_schedule import computations, order_of
 from titan_lite.distributed.step_gather import IN_FLIGHT
-from titan_lite.optim.state import AT_ONCE, OF_MATRIX, moment_bytes
+from titan_lite.optim.state import WHOLE_MATRICES, costs_of, moment_bytes
 from titan_lite.tools.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
 from titan_lite.tools.plan.tape import GRAPHS, Stage, Weight, buckets_of
 from titan_lite.tools.plan.trace import PlannedLayout
@@ -315,10 +315,8 @@ class Replay:
             self.layout.config,
             [weight.held for weight in self.weights],
         )
-        kind, matrices = (
-            OF_MATRIX[config.optimizer.name],
-            [weight.held * weight.matrix for weight in self.weights],
-        )
+        costs = costs_of(config.optimizer)
+        matrices = [weight.held * weight.matrix for weight in self.weights]
         state: list[list[float]] = [
             [4, *moment_bytes(config.optimizer, *each)] for each in zip(own, matrices, strict=True)
         ]  # with a step count
@@ -326,13 +324,11 @@ class Replay:
         for nbytes in () if self.has_state else (nbytes for each in state for nbytes in each):
             self.make("optimizer state", nbytes)
         self.has_state = True
-        if kind.moments < 2:
+        if costs.has_owners:
             whole = self.layout.degrees["tp"] * max(
                 weight.whole * weight.matrix for weight in self.weights
             )
-            self.end(
-                self.make("working", AT_ONCE * ITEM_BYTES[kind.dtype(config.optimizer)] * whole)
-            )
+            self.end(self.make("working", WHOLE_MATRICES * ITEM_BYTES[costs.owner_dtype] * whole))
         for held in (
             *self.shards,
             *(held for sums in self.gradients.values() for held in sums.values()),

@@ -13,7 +13,7 @@ import torch
 
 from titan_lite.cost.machine import Machine
 from titan_lite.distributed.memory import ITEM_BYTES
-from titan_lite.optim.state import OF_MATRIX, owned
+from titan_lite.optim.state import costs_of, owner_buckets
 from titan_lite.tools.plan.trace import PlannedLayout
 
 
@@ -30,18 +30,18 @@ class Owned:
 def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
     """Return the figures of the optimizer's owners; all zero for an optimizer without any."""
     config = layout.config.optimizer
-    kind = OF_MATRIX[config.name]
-    if kind.moments == 2:
+    costs = costs_of(config)
+    if not costs.has_owners:
         return Owned()
     ranks, copies = range(layout.world_size // layout.degrees["pp"]), layout.degrees["dp_replicate"]
     of_copy = ranks[: len(ranks) // copies]
-    speed = machine.flops(getattr(torch, kind.dtype(config))) * machine.matmul_efficiency
+    speed = machine.flops(getattr(torch, costs.owner_dtype)) * machine.matmul_efficiency
     device = "cuda" if machine.multiprocessors else "cpu"
     computes, sent, across = list[float](), 0.0, 0.0
     goes, returns = list[float](), list[float]()
-    for bucket in owned(config, layout.shapes_of_rank, len(ranks)):
-        computes.append(max(kind.cost(config, shape, device) for shape in bucket.values()) / speed)
-        nbytes = ITEM_BYTES[kind.dtype(config)] * max(map(math.prod, bucket.values()))
+    for bucket in owner_buckets(config, layout.shapes_of_rank, len(ranks)):
+        computes.append(max(costs.owner_flops(shape, device) for shape in bucket.values()) / speed)
+        nbytes = ITEM_BYTES[costs.owner_dtype] * max(map(math.prod, bucket.values()))
         for times, size, group in ((goes, nbytes, of_copy), (returns, copies * nbytes, ranks)):
             seconds, near, far = all_to_all(machine, size, group)
             times.append(seconds)

@@ -24,7 +24,7 @@ from titan_lite.config import ConfigError
 from titan_lite.cost.machine import GB
 from titan_lite.distributed.memory import STORED_BYTES, compression_error_bytes, owner_bytes
 from titan_lite.models.shapes import shape_words
-from titan_lite.optim.state import OF_MATRIX, share_of_matrices
+from titan_lite.optim.state import costs_of, share_of_matrices
 from titan_lite.tools.plan.owned import owned_matrices
 from titan_lite.tools.plan.simulate import DEVIATION, slowest_of
 from titan_lite.tools.plan.summary import Plan, rounded
@@ -192,7 +192,7 @@ def scale_of(plan: Plan, ranks: int) -> Scale:
     layout = at_scale(plan.layout, ranks)
     config = plan.layout.config
     world = layout.world_size
-    optimizer = OF_MATRIX[config.optimizer.name]
+    optimizer = costs_of(config.optimizer)
     moments = 2 - (2 - optimizer.moments) * share_of_matrices(layout.shapes_of_rank)
     sharded = STORED_BYTES * (1 + moments) * layout.parameters_of_rank / shards(layout)
     # An owner's matrices and the error of each copy are saved once, and sharded tensors by one of

@@ -17,7 +17,7 @@ from titan_lite.config import Config
 from titan_lite.cost.machine import Machine
 from titan_lite.distributed.memory import STORED_BYTES, itemsizes
 from titan_lite.distributed.pipeline_schedule import Timetable, order_of, run_order
-from titan_lite.optim.state import OF_MATRIX, share_of_matrices
+from titan_lite.optim.state import costs_of, share_of_matrices
 from titan_lite.tools.plan.costs import Figures
 from titan_lite.tools.plan.owned import owned_matrices
 from titan_lite.tools.plan.trace import PlannedLayout
@@ -140,8 +140,8 @@ def updated_bytes(config: Config, matrices: float = 0.0) -> float:
     both moments, and writes all but the gradient.
     """
     clipping, by_adamw = 3 * STORED_BYTES, 7 * STORED_BYTES
-    kind = OF_MATRIX[config.optimizer.name]
-    by_owners = kind.moved if kind.moments < 2 else by_adamw
+    costs = costs_of(config.optimizer)
+    by_owners = costs.update_bytes if costs.has_owners else by_adamw
     return clipping + (1 - matrices) * by_adamw + matrices * by_owners
 
 

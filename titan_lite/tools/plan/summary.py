@@ -26,7 +26,7 @@ from titan_lite.distributed.axes import WORDS as AXIS_WORDS
 from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.llama3 import flops_per_token
 from titan_lite.models.shapes import shape_words
-from titan_lite.optim.state import OF_MATRIX
+from titan_lite.optim.state import costs_of
 from titan_lite.tools.plan.memory import Memory, memory_of
 from titan_lite.tools.plan.published import bias_of
 from titan_lite.tools.plan.simulate import StepTimes, simulate_step
@@ -269,7 +269,7 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     )
     uncertain += ", clock at the power limit" if machine.power else ""
     optimizer = plan.layout.config.optimizer
-    guessed = machine.multiprocessors and OF_MATRIX[optimizer.name].cubes(optimizer, (1, 1))
+    guessed = machine.multiprocessors and costs_of(optimizer).eigendecomposition_cubes((1, 1))
     uncertain += ", eigendecompositions by a guess without a range" if guessed else ""
     traced = " and ".join(
         map(str, sorted({depth for depths in plan.depths.values() for depth in depths}))

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from titan_lite.config import Optimizer
 from titan_lite.cost.machine import GIB
 from titan_lite.distributed.memory import owner_bytes, steady_bytes
-from titan_lite.optim.state import AT_ONCE as WHOLES
+from titan_lite.optim.state import WHOLE_MATRICES as WHOLES
 from titan_lite.optim.state import numbers_in
 from titan_lite.tools.plan import memory as module
 from titan_lite.tools.plan.allocator import MIB, CachingAllocator
