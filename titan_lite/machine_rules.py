@@ -22,13 +22,14 @@ from titan_lite.compile.compile import check_backend
 from titan_lite.config import Config, ConfigError
 from titan_lite.cost.profiles import PROFILES, profile_of
 from titan_lite.data.tokenizer import Tokenizer
+from titan_lite.distributed.device import device_memory, host_memory
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.memory import (
     compression_error_bytes,
     gathered_once_bytes,
     steady_bytes,
 )
-from titan_lite.distributed.process_group import alike, device_memory, host_memory
+from titan_lite.distributed.process_group import all_equal
 from titan_lite.logging import logger
 from titan_lite.models.attention import check_kernel
 from titan_lite.models.shapes import shape_words
@@ -237,7 +238,7 @@ def check_agreement(layout: Layout) -> None:
 
     Needs a process group.
     """
-    if not alike(str(layout.gathers_once)):
+    if not all_equal(str(layout.gathers_once)):
         raise ConfigError(
             'parallelism.fsdp_communication = "auto": GPUs of different memory would disagree; use'
             ' "step" or "microbatch"'

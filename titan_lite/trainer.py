@@ -32,6 +32,7 @@ from titan_lite.data.bad_documents import BadDocumentsLog
 from titan_lite.data.loader import Batch, Loader, build_loader
 from titan_lite.data.processes import LoaderError
 from titan_lite.data.tokenizer import Tokenizer
+from titan_lite.distributed.device import device_memory, init_device
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.memory import choose_fsdp_communication
 from titan_lite.distributed.mesh import (
@@ -48,7 +49,7 @@ from titan_lite.distributed.parallelize import (
 )
 from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.powersgd import PowerSGD
-from titan_lite.distributed.process_group import device_memory, init_device, init_process_group
+from titan_lite.distributed.process_group import init_process_group
 from titan_lite.distributed.simple_fsdp import shard_of
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger

@@ -22,7 +22,7 @@ from titan_lite.checkpoint.manager import Checkpointer
 from titan_lite.checkpoint.state import RunState
 from titan_lite.config import Checkpoint, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentsLog, SkippedDocuments
-from titan_lite.distributed.process_group import gather_objects
+from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.distributed.stage_ranks import PipelineStageRanks
 from titan_lite.resilience.replica_check import ReplicaCheck
 from titan_lite.resilience.stop_signal import StopSignal
@@ -185,7 +185,7 @@ def test_a_rank_opens_no_connection_to_every_other_one(runs):
 def an_exchange_of_objects():
     counts = Counter()
     with counting(counts):
-        gather_objects("x" * 100)
+        all_gather_objects("x" * 100)
     return counts
 
 

@@ -8,11 +8,11 @@ import sys
 import pytest
 from ranks import run_ranks
 
-from titan_lite.distributed.process_group import gather_objects
+from titan_lite.distributed.process_group import all_gather_objects
 
 
 def process_and_modules():
-    return os.getpid(), gather_objects(os.getpid()), "torch._inductor.compile_fx" in sys.modules
+    return os.getpid(), all_gather_objects(os.getpid()), "torch._inductor.compile_fx" in sys.modules
 
 
 def test_a_rank_is_a_new_process_that_has_imported_torch():
@@ -26,7 +26,7 @@ def test_a_rank_is_a_new_process_that_has_imported_torch():
 def fail_on_rank_1(how):
     if os.environ["RANK"] == "1":
         how("out of luck")
-    gather_objects(None)
+    all_gather_objects(None)
 
 
 def fail(message):

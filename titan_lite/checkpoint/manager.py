@@ -51,13 +51,13 @@ from titan_lite.checkpoint.state import RunState, SavedState
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.data.streams import merge_states
 from titan_lite.distributed.process_group import (
-    alike,
-    first_word,
-    gather_objects,
-    gather_on_first,
-    is_communication,
+    all_equal,
+    all_gather_objects,
+    first_nonempty,
+    gather_to_rank_0,
+    is_communication_error,
+    max_over_ranks,
     new_gloo_group,
-    reduce_numbers,
 )
 from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError, FileDigest
@@ -270,7 +270,7 @@ class Checkpointer:
             step = self._agreed_step(damaged)
             if step is None:
                 return None
-            fault = first_word(self._fault_in_share(step), self._processes())
+            fault = first_nonempty(self._fault_in_share(step), self._processes())
             if not fault:
                 self._set_aside_newer(step, damaged)
                 return step
@@ -296,11 +296,11 @@ class Checkpointer:
         self._raise_on_all(error)
 
         choice = json.dumps(newest) if dist.get_rank() == 0 else ""
-        step = json.loads(first_word(choice, self._processes()))
+        step = json.loads(first_nonempty(choice, self._processes()))
         if step in present:
             newest = step
-        if not alike(str(newest), self._processes()):
-            by_rank = gather_objects(newest, self._processes())
+        if not all_equal(str(newest), self._processes()):
+            by_rank = all_gather_objects(newest, self._processes())
             different = [
                 f"rank {rank}: {seen or 'none'}"
                 for rank, seen in enumerate(by_rank)
@@ -415,7 +415,7 @@ class Checkpointer:
 
     def _with_merged_loaders(self, state: RunState) -> RunState:
         """Return the state with the positions of all ranks in the data, on the first rank."""
-        of_ranks = gather_on_first(state.parts.get("loader"), self._processes())
+        of_ranks = gather_to_rank_0(state.parts.get("loader"), self._processes())
         loaders = [loader for loader in of_ranks if loader is not None]
         if not loaders:
             return state
@@ -446,7 +446,7 @@ class Checkpointer:
         """End a background save that has ended on all ranks. Raises like `save`."""
         if self.background_save is None:
             return
-        (running,) = reduce_numbers(int(not self.background_save.done()))
+        (running,) = max_over_ranks(int(not self.background_save.done()))
         if not running:
             self.wait()
 
@@ -470,7 +470,7 @@ class Checkpointer:
             failure = CheckpointError(
                 f"step {step} was not saved in {self.folder}: {_reason(error)}"
             )
-            stops = self.config.on_failure == "stop" or is_communication(error)
+            stops = self.config.on_failure == "stop" or is_communication_error(error)
             if dist.get_rank() == 0:
                 then = "" if stops else '; the run goes on (checkpoint.on_failure = "continue")'
                 logger.warning(f"NOTHING WAS SAVED: {failure}{then}")
@@ -580,7 +580,7 @@ class Checkpointer:
 
     def _raise_on_all(self, error: str) -> None:
         """Raise SharedConfigError on all ranks if one has an error."""
-        shared = first_word(error, self._processes())
+        shared = first_nonempty(error, self._processes())
         if shared:
             raise SharedConfigError(shared)
 

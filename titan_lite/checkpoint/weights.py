@@ -28,7 +28,7 @@ from titan_lite.checkpoint.names import from_torchtitan, to_torchtitan
 from titan_lite.checkpoint.state import NAME as STATE
 from titan_lite.checkpoint.state import read_state
 from titan_lite.config import ConfigError
-from titan_lite.distributed.process_group import alike, first_word, gather_objects
+from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
 from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError, fields_of, read_json, short_message
 from titan_lite.models.huggingface import config_from_hf, from_hf, hf_names
@@ -352,11 +352,11 @@ def load_initial(
             weights.check_bytes(dist.get_rank(), dist.get_world_size())
         except CorruptFileError as damage:
             fault = f"{weights.folder}: {damage}"
-    shared_fault = first_word(fault)
+    shared_fault = first_nonempty(fault)
     if shared_fault:
         raise ConfigError(f'{key} = "{path}": {shared_fault}')
-    if not alike(str(weights.folder)):  # that run may still save steps
-        folders = " and ".join(dict.fromkeys(gather_objects(str(weights.folder))))
+    if not all_equal(str(weights.folder)):  # that run may still save steps
+        folders = " and ".join(dict.fromkeys(all_gather_objects(str(weights.folder))))
         raise ConfigError(
             f'{key} = "{path}": ranks see different newest steps in it, {folders}; use one of them'
         )

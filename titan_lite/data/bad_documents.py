@@ -119,7 +119,11 @@ class BadDocumentsLog:
         # here, since prepare's processes need the policy but not torch
         import torch.distributed as dist
 
-        from titan_lite.distributed.process_group import gather_on_first, reduce_numbers
+        from titan_lite.distributed.process_group import (
+            gather_to_rank_0,
+            max_over_ranks,
+            sum_over_ranks,
+        )
 
         skips_bad = self.data.on_bad_document == "skip"
         skips_short = self.data.min_document_tokens > 0
@@ -127,12 +131,12 @@ class BadDocumentsLog:
             return {}
         short = sum(some.short for some in skipped) if self.counts_short else 0
         bad = [document for some in skipped for document in some.bad]
-        short_everywhere, bad_everywhere = reduce_numbers(short, len(bad), total=True)
+        short_everywhere, bad_everywhere = sum_over_ranks(short, len(bad))
         self.short += short_everywhere
         if bad_everywhere:
             # the first rank has those of all ranks, the others none
-            self._list([document for of_rank in gather_on_first(bad) for document in of_rank])
-        (self.bad,) = reduce_numbers(0 if dist.get_rank() else len(self.policy.known))
+            self._list([document for of_rank in gather_to_rank_0(bad) for document in of_rank])
+        (self.bad,) = max_over_ranks(0 if dist.get_rank() else len(self.policy.known))
         self.policy.check(self.bad, f"listed in {self.path}")
         counts: dict[str, float] = {}
         if skips_bad:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from titan_lite.config import ConfigError
 from titan_lite.data.loader import Batch
 from titan_lite.data.tokenizer import Tokenizer
-from titan_lite.distributed.process_group import gather_numbers, hash_of
+from titan_lite.distributed.process_group import all_gather_ints, hash64
 from titan_lite.logging import logger
 
 SAMPLE_CHARACTERS = 200  # of the first sequence in the log
@@ -36,9 +36,9 @@ def check_first_batch(batch: Batch, tokenizer: Tokenizer, vocab_size: int, dp_ra
 
     Raises ConfigError on all ranks if the batch of any rank is wrong.
     """
-    digest = hash_of(batch.input.numpy().tobytes() + batch.label.numpy().tobytes())
+    digest = hash64(batch.input.numpy().tobytes() + batch.label.numpy().tobytes())
     largest_token = int(max(batch.input.max(), batch.label.max()))
-    gathered = gather_numbers(*BatchSummary(dp_rank, digest, largest_token))
+    gathered = all_gather_ints(*BatchSummary(dp_rank, digest, largest_token))
     check_batches([BatchSummary(*numbers) for numbers in gathered], vocab_size)
     if dist.get_rank() == 0:
         text = tokenizer.decode(batch.input[0, : 2 * SAMPLE_CHARACTERS].tolist())

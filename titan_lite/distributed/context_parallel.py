@@ -1,21 +1,22 @@
 """Context parallelism: a rank has some tokens of every sequence, and attends to gathered keys and
 values.
 
-    positions = own_positions(seq_len, rank, degree)         # of this rank's tokens, for input, labels and RoPE
-    apply_context_parallel(model, mesh["cp"], attend_to_the_past)
+    positions = own_positions(seq_len, rank, degree)    # of this rank's tokens: input, labels, RoPE
+    apply_context_parallel(model, mesh["cp"], causal_attention)
 
 As in Llama 3 (arXiv 2407.21783, section 3.3.2), keys and values are all-gathered along the
 sequence, and their gradients are reduce-scattered; GQA makes both small. Both are nodes of the
-graph. With n ranks a sequence has 2n chunks. Rank r has chunks r and 2n - 1 - r, so that all ranks
-do the same work under a causal mask:
+graph. With n ranks a sequence has 2n chunks. Rank r has chunks r and 2n - 1 - r, its head and its
+tail, so that all ranks do the same work under a causal mask:
 
-    chunks of one sequence, n = 2     [0 | 1 | 2 | 3]        rank 0: 0 and 3 (1 + 4 chunks attended to), rank 1: 1 and 2 (2 + 3)
+    chunks of one sequence, n = 2     [0 | 1 | 2 | 3]
+    rank 0                             0           3     1 + 4 chunks attended to
+    rank 1                                 1   2         2 + 3
 """
 
 import fnmatch
-import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,19 +26,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_lite.distributed.tensor_parallel import Axis, axis_of, gather_tokens
 from titan_lite.models.attention import attend_in_two_parts, fits_flash
 
-ATTENTION = "layers.*.attention"  # modules with a method `attend`
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # as `attend_to_the_past`
+ATTENTION = "layers.*.attention"  # FQNs of modules with a method `attend`
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # as `causal_attention`
 
 
 def own_positions(seq_len: int, rank: int, degree: int) -> list[int]:
     """Return the positions within a sequence of the tokens of rank `rank`, in its order."""
+    if degree == 1:
+        return [*range(seq_len)]
     chunk = seq_len // (2 * degree)
-    head, tail = rank * chunk, (2 * degree - 1 - rank) * chunk
-    return (
-        [*range(head, head + chunk), *range(tail, tail + chunk)]
-        if degree > 1
-        else [*range(seq_len)]
-    )
+    head = rank * chunk
+    tail = (2 * degree - 1 - rank) * chunk
+    return [*range(head, head + chunk), *range(tail, tail + chunk)]
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, attend: Attend) -> None:
@@ -47,47 +47,46 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, attend: Attend) -
     """
     if mesh.size() == 1:
         return
+    attention = ContextParallelAttention(axis_of(mesh), attend)
     for fqn, module in model.named_modules():
         if fnmatch.fnmatchcase(fqn, ATTENTION):
-            module.__dict__.update(_cp=axis_of(mesh), _attend_to_the_past=attend)
-            cls: Any = type(module)
-            module.__class__ = _parallel_class(cls)
+            module.attend = attention  # in place of the method
 
 
-@functools.cache  # as in simple_fsdp.py
-def _parallel_class(cls: Any) -> Any:
-    return type(cls.__name__, (cls,), {"attend": _attend, "__module__": cls.__module__})
+@dataclass(frozen=True)
+class ContextParallelAttention:
+    """Attention from this rank's queries to the keys and values of all ranks."""
+
+    axis: Axis
+    attend: Attend
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend from own q (B, t, H, D) to k and v (B, t, K, D) of all ranks -> (B, t, H, D).
+
+        mask: (B, 1, t, T).
+        """
+        gathered = gather_tokens(torch.cat((k, v), dim=2), self.axis)
+        k, v = in_position_order(gathered, self.axis.degree).chunk(2, dim=2)
+        head, tail = q.chunk(2, dim=1)
+        head_mask, tail_mask = (None, None) if mask is None else mask.chunk(2, dim=2)
+        chunk = head.shape[1]
+        # positions up to the end of the head and of the tail
+        head_end = (self.axis.rank + 1) * chunk
+        tail_end = (2 * self.axis.degree - self.axis.rank) * chunk
+        of_head = self.attend(head, k[:, :head_end], v[:, :head_end], head_mask)
+        of_tail = self.attend(tail, k[:, :tail_end], v[:, :tail_end], tail_mask)
+        return torch.cat((of_head, of_tail), dim=1)
 
 
-def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attend from own q (B, t, H, D) to k and v (B, t, K, D) of all ranks -> (B, t, H, D).
-
-    mask: (B, 1, t, T).
-    """
-    axis: Axis = module._cp  # type: ignore[assignment]
-    attend: Attend = module._attend_to_the_past  # type: ignore[assignment]
-    k, v = in_order(gather_tokens(torch.cat((k, v), dim=2), axis), axis.degree).chunk(2, dim=2)
-    head, tail = q.chunk(2, dim=1)
-    chunk = head.shape[1]
-    before_head, before_tail = (axis.rank + 1) * chunk, (2 * axis.degree - axis.rank) * chunk
-    heads, tails = (None, None) if mask is None else mask.chunk(2, dim=2)
-    return torch.cat(
-        (
-            attend(head, k[:, :before_head], v[:, :before_head], heads),
-            attend(tail, k[:, :before_tail], v[:, :before_tail], tails),
-        ),
-        dim=1,
-    )
-
-
-def in_order(gathered: Tensor, degree: int) -> Tensor:
+def in_position_order(gathered: Tensor, degree: int) -> Tensor:
     """Reorder gathered tokens (B, T, ...) from rank order to position order."""
     by_rank = gathered.unflatten(1, (degree, 2, -1))  # rank, head or tail, token
-    heads, tails = by_rank[:, :, 0].flatten(1, 2), by_rank[:, :, 1].flip(1).flatten(1, 2)
+    heads = by_rank[:, :, 0].flatten(1, 2)
+    tails = by_rank[:, :, 1].flip(1).flatten(1, 2)
     return torch.cat((heads, tails), dim=1)
 
 
-def attend_to_the_past(
+def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kernel: str = "auto"
 ) -> Tensor:
     """Attend causally from q (B, t, H, D), the last t of S positions, to k and v (B, S, K, D) ->
@@ -97,25 +96,28 @@ def attend_to_the_past(
     FlashAttention in the version that attention.use_kernel has set. Without a kernel that fits:
     F.scaled_dot_product_attention.
     """
-    tokens, past = q.shape[1], k.shape[1]
     fits = mask is None and q.is_cuda and fits_flash(q.dtype, q.shape[-1])
     if fits and kernel == "cudnn":
         return attend_in_two_parts(q, k, v)
     flash = fits and torch.backends.cuda.is_flash_attention_available()
-    if mask is not None or (
-        q.is_cuda and not flash
-    ):  # no CUDA kernel takes a mask and grouped heads
-        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+    # no CUDA kernel takes a mask and grouped heads
+    if mask is not None or (q.is_cuda and not flash):
+        heads_per_group = q.shape[2] // k.shape[2]
+        k = k.repeat_interleave(heads_per_group, dim=2)
+        v = v.repeat_interleave(heads_per_group, dim=2)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if flash:
         # Its causal mask is aligned to the lower right corner. F.scaled_dot_product_attention needs
         # a full mask for that, or torch.nn.attention.bias.causal_lower_right, which breaks the
         # graph.
-        out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-    else:
-        if mask is None:
-            mask = torch.ones(tokens, past, dtype=torch.bool, device=q.device).tril(past - tokens)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask[..., :past], enable_gqa=k.shape[1] < q.shape[1]
-        )
+        out = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p=0.0, is_causal=True
+        )[0]
+        return out.transpose(1, 2)
+    tokens, past = q.shape[2], k.shape[2]
+    if mask is None:
+        mask = torch.ones(tokens, past, dtype=torch.bool, device=q.device).tril(past - tokens)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask[..., :past], enable_gqa=k.shape[1] < q.shape[1]
+    )
     return out.transpose(1, 2)

@@ -30,14 +30,14 @@ from titan_lite.distributed.axes import axes_of, by_axis
 from titan_lite.distributed.context_parallel import (
     Attend,
     apply_context_parallel,
-    attend_to_the_past,
+    causal_attention,
     own_positions,
 )
 from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.pipeline import Pipeline, SingleStage, keep_modules
-from titan_lite.distributed.process_group import gather_objects
+from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, refresh_scales, shard_of
 from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.distributed.step_gather import gathered_for_step
@@ -157,7 +157,7 @@ def parallelize(
     loss = build_loss(config, layout, mesh)
     positions = own_positions(layout.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
     if attend is None:
-        attend = functools.partial(attend_to_the_past, kernel=config.training.attention_kernel)
+        attend = functools.partial(causal_attention, kernel=config.training.attention_kernel)
     reshard, keep_gathered = resharding(config.parallelism)
     shard_mesh = parameter_mesh(mesh)
 
@@ -297,5 +297,5 @@ def gather_reports(reports: Sequence[CompileReport], mesh: DeviceMesh) -> list[C
     if mesh["pp"].size() == 1:
         return named
     own = [replace(report, pp_rank=mesh["pp"].get_local_rank()) for report in named]
-    by_rank = gather_objects(own, mesh.get_group("pp"))
+    by_rank = all_gather_objects(own, mesh.get_group("pp"))
     return [report for theirs in by_rank for report in theirs]

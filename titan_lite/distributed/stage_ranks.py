@@ -11,7 +11,7 @@ import functools
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite.distributed.process_group import alike, first_word, gather_objects
+from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
 
 
 class PipelineStageRanks:
@@ -22,13 +22,13 @@ class PipelineStageRanks:
         self.group = group  # None: all ranks
 
     def all_equal(self, text: str) -> bool:
-        return alike(text, self.group)
+        return all_equal(text, self.group)
 
     def broadcast(self, text: str) -> str:
-        return first_word(text, self.group)
+        return first_nonempty(text, self.group)
 
     def all_gather(self, text: str) -> dict[int, str]:
-        return dict(zip(self.ranks, gather_objects(text, self.group), strict=True))
+        return dict(zip(self.ranks, all_gather_objects(text, self.group), strict=True))
 
 
 @functools.cache

@@ -1,12 +1,15 @@
-"""Tensor parallelism, with sequence parallelism between blocks, as a plan from FQN to style.
+"""Tensor parallelism, with sequence parallelism between blocks, as a table from FQN to style.
 
-    apply_tensor_parallel(model, mesh["tp"])      # before SimpleFSDP, which then shards each rank's part
+    apply_tensor_parallel(model, mesh["tp"])    # before SimpleFSDP, which shards each rank's part
 
 A rank has some heads and some hidden units of every block (arXiv 1909.08053), and between blocks
 some tokens of every sequence (arXiv 2205.05198). With t = T / tp, for attention (the feed-forward
 network is analogous):
 
-    x (B, t, C) -> all-gather -> (B, T, C) -> wq, wk, wv: own heads -> wo: own columns -> reduce-scatter -> (B, t, C)
+    x (B, t, C)
+      -> all-gather -> (B, T, C)
+      -> wq, wk, wv: own heads -> attention -> wo: own columns
+      -> reduce-scatter -> (B, t, C)
 
 Embedding and output have a rank's rows of the vocabulary. The loss is computed from their logits
 (`models/loss.py`), and no rank ever has the logits of the full vocabulary. Modules compute on plain
@@ -35,16 +38,17 @@ from titan_lite.sharding import chunk_size
 class Style:
     """Parallel style of a module."""
 
-    weight: int | None = (
-        None  # dimension in which its weight is split; None: replicated, or no weight
-    )
+    # dimension in which its weight is split; None: replicated, or no weight
+    weight: int | None = None
     gathers: bool = False  # all-gather the tokens of its input
     scatters: bool = False  # reduce-scatter the tokens of its output
     vocabulary: bool = False  # look up this rank's rows of an embedding table
     float8: bool = False  # gather tokens, and gradients of tokens, in float8
 
 
-COLUMN, ROW = Style(weight=0), Style(weight=1, scatters=True)  # of the product x @ weight.T
+# of the product x @ weight.T
+COLUMN = Style(weight=0)
+ROW = Style(weight=1, scatters=True)
 STYLES: dict[str, Style] = {
     "tok_embeddings": Style(weight=0, scatters=True, vocabulary=True),
     "layers.*.attention_norm": Style(),
@@ -93,41 +97,38 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, compiled: bool 
     if mesh.size() == 1:
         return
     axis = axis_of(mesh)
-    done: dict[nn.Parameter, nn.Parameter] = {}
+    split: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are split once
     for fqn, module in model.named_modules():
         style = _style_of(fqn)
-        parameters = {
-            name: parameter
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        }
-        if style is None:
-            if parameters:
-                raise ValueError(
-                    f"{fqn}.{next(iter(parameters))}: the tensor-parallel plan has no style for"
-                    f" {fqn}"
-                )
-            continue
-        for name, parameter in parameters.items():
-            if parameter not in done:
-                done[parameter] = _split(parameter, mesh, style.weight)
-            module._parameters[name] = done[parameter]
-        if style.gathers or style.scatters:
-            children = [
-                child
-                for name, child in module.named_children()
-                if _style_of(f"{fqn}.{name}") == COLUMN
-            ]
-            readers = (
-                [module] * compiled if style == ROW else children
-            )  # of the tokens, or of the gradients, that are gathered
-            if readers and all(
-                isinstance(each, Float8Linear) and each.recipe == "tensorwise" for each in readers
-            ):
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if style is None:
+                raise ValueError(f"{fqn}.{name}: the tensor-parallel plan has no style for {fqn}")
+            if parameter not in split:
+                split[parameter] = _split(parameter, mesh, style.weight)
+            module._parameters[name] = split[parameter]
+        if style is not None and (style.gathers or style.scatters):
+            if _in_float8(fqn, module, style, compiled):
                 style = replace(style, float8=True)
             module.__dict__["_tp"] = axis
             cls: Any = type(module)
             module.__class__ = _parallel_class(cls, style)
+
+
+def _in_float8(fqn: str, module: nn.Module, style: Style, compiled: bool) -> bool:
+    """Return True if all products of the tokens that `module` gathers, or of the gradients that it
+    gathers in backward, are in float8 with one scale for a tensor.
+    """
+    if style == ROW:
+        products = [module] if compiled else []
+    else:
+        products = [
+            child for name, child in module.named_children() if _style_of(f"{fqn}.{name}") == COLUMN
+        ]
+    return bool(products) and all(
+        isinstance(product, Float8Linear) and product.recipe == "tensorwise" for product in products
+    )
 
 
 def weight_dim(fqn: str) -> int | None:
@@ -139,12 +140,14 @@ def weight_dim(fqn: str) -> int | None:
 
 
 def _style_of(fqn: str) -> Style | None:
-    return next(
-        (style for pattern, style in STYLES.items() if fnmatch.fnmatchcase(fqn, pattern)), None
-    )
+    for pattern, style in STYLES.items():
+        if fnmatch.fnmatchcase(fqn, pattern):
+            return style
+    return None
 
 
 def _split(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
+    """Return a parameter as a DTensor, split over `mesh` in dimension `dim` or replicated."""
     placements: list[Placement] = [Replicate() if dim is None else Shard(dim)]
     local = parameter.detach()
     if dim is not None:
@@ -158,22 +161,22 @@ def _split(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Par
 
 # as in simple_fsdp.py: one class for all modules replaced alike; it must not close over a mesh
 @functools.cache
-def _parallel_class(cls: Any, style: Style) -> Any:
-    def forward(self: nn.Module, x: Any, *others: Any) -> Tensor:
+def _parallel_class(cls: type[nn.Module], style: Style) -> type[nn.Module]:
+    """Return a subclass of `cls` that gathers the tokens of its input, or scatters its output's."""
+
+    def forward(self: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
         axis: Axis = self._tp  # type: ignore[assignment]
         if style.scatters and style.float8:
-            return cls.forward(
-                self,
-                x,
-                (
-                    functools.partial(_reduce_scatter, axis=axis),
-                    functools.partial(_gather_gradient, axis=axis),
-                ),
-            )
-        if style.gathers:
-            x = gather_float8_tokens(x, axis) if style.float8 else gather_tokens(x, axis)
+            # collectives are within the product, whose backward multiplies the gathered gradient
+            reduce_scatter = functools.partial(_reduce_scatter, axis=axis)
+            gather_gradient = functools.partial(_gather_gradient, axis=axis)
+            return cls.forward(self, x, (reduce_scatter, gather_gradient))
         if style.vocabulary:
             x = _look_up(x, self.weight, self.num_embeddings, axis)  # type: ignore[arg-type]
+        elif style.gathers and style.float8:
+            x = cls.forward(self, gather_float8_tokens(x, axis), *others)
+        elif style.gathers:
+            x = cls.forward(self, gather_tokens(x, axis), *others)
         else:
             x = cls.forward(self, x, *others)
         return scatter_tokens(x, axis) if style.scatters else x
@@ -191,7 +194,7 @@ def _look_up(tokens: Tensor, weight: Tensor, vocabulary: int, axis: Axis) -> Ten
 
 
 def own_tokens(tokens: Tensor, rows: int, vocabulary: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return (numbers of tokens in this rank's `rows` of the vocabulary, 0 for others; True for
+    """Return (indices of tokens in this rank's `rows` of the vocabulary, 0 for others; True for
     those inside).
     """
     own = tokens - axis.rank * chunk_size(vocabulary, axis.degree)
@@ -244,7 +247,8 @@ class _Tokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, move: Callable, move_back: Callable) -> Tensor:
-        ctx.axis, ctx.move_back = axis, move_back
+        ctx.axis = axis
+        ctx.move_back = move_back
         return move(x, axis)
 
     @staticmethod

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titan_lite.distributed.process_group import gather_objects
+from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.dtensor import local
 from titan_lite.resilience import TrainingError
 
@@ -99,7 +99,7 @@ def compare_copies(tensors: Mapping[str, Tensor]) -> list[Findings] | None:
     dist.all_reduce(is_wrong, dist.ReduceOp.MAX)
     if not is_wrong:
         return None
-    return gather_objects(_own_findings(tensors, checksums, differing, finite))
+    return all_gather_objects(_own_findings(tensors, checksums, differing, finite))
 
 
 def _examine_all(tensors: Collection[Tensor]) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from titan_lite.distributed.process_group import first_word, reduce_numbers
+from titan_lite.distributed.process_group import first_nonempty, sum_over_ranks
 from titan_lite.logging import logger
 from titan_lite.resilience import signals
 
@@ -53,8 +53,8 @@ class StopSignal:
         name = signals.received()
         rank = dist.get_rank()
         verb = "noticed" if name == signals.LAUNCHER_DEATH else "received"
-        origin = first_word(f"{name} {verb} by rank {rank}" if name else "")
-        (receivers,) = reduce_numbers(1 if name else 0, total=True)
+        origin = first_nonempty(f"{name} {verb} by rank {rank}" if name else "")
+        (receivers,) = sum_over_ranks(1 if name else 0)
         if rank != 0:
             return
         others = ""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from titan_lite.distributed.process_group import gather_on_first
+from titan_lite.distributed.process_group import gather_to_rank_0
 from titan_lite.logging import logger
 
 NOTICEABLE = 0.05  # share of a step that the slowest rank takes longer than the median
@@ -38,7 +38,7 @@ class Stragglers:
 
     def log(self, step: int, step_time: float) -> None:
         """Log a slow rank on the first rank. A collective. step_time: seconds of a step."""
-        by_rank = gather_on_first(self.seconds / max(self.steps, 1))
+        by_rank = gather_to_rank_0(self.seconds / max(self.steps, 1))
         self.seconds = 0.0
         self.steps = 0
         if self.rank == 0 and (slow := describe_slowest(by_rank, step_time)):

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from titan_lite.config import Comm
-from titan_lite.distributed.process_group import is_communication
+from titan_lite.distributed.process_group import is_communication_error
 from titan_lite.logging import logger
 from titan_lite.resilience import TrainingError
 from titan_lite.resilience.hang_report import (
@@ -178,7 +178,7 @@ class Watchdog:
         store = self.store
         if store is None:
             return None
-        if not is_communication(error):
+        if not is_communication_error(error):
             failure = f"rank {self.rank} failed: {type(error).__name__}: {_first_line(error)}"
             _call_within(
                 GRACE_AFTER_LOST_CONNECTION, lambda: store.compare_set("cause", "", failure)

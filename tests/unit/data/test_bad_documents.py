@@ -34,19 +34,14 @@ def others(monkeypatch):
     told = []
 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(ranks, "gather_on_first", lambda own: [own, *(bad for _, bad in told)])
+    monkeypatch.setattr(ranks, "gather_to_rank_0", lambda own: [own, *(bad for _, bad in told)])
 
-    def reduce_numbers(*own, total=False):
-        return (
-            [
-                sum(each)
-                for each in zip(own, *((short, len(bad)) for short, bad in told), strict=True)
-            ]
-            if total
-            else own
-        )
+    def sum_over_ranks(*own):
+        of_others = ((short, len(bad)) for short, bad in told)
+        return [sum(numbers) for numbers in zip(own, *of_others, strict=True)]
 
-    monkeypatch.setattr(ranks, "reduce_numbers", reduce_numbers)
+    monkeypatch.setattr(ranks, "sum_over_ranks", sum_over_ranks)
+    monkeypatch.setattr(ranks, "max_over_ranks", lambda *own: own)
     return told
 
 

@@ -55,7 +55,7 @@ def other_rank(monkeypatch):
     told = []
 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(preflight, "gather_numbers", lambda *own: [own, *told])
+    monkeypatch.setattr(preflight, "all_gather_ints", lambda *own: [own, *told])
     return told.append
 
 

@@ -6,7 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_lite.distributed.context_parallel import attend_to_the_past, in_order, own_positions
+from titan_lite.distributed.context_parallel import (
+    causal_attention,
+    in_position_order,
+    own_positions,
+)
 from titan_lite.models.llama3 import ModelConfig, Transformer
 
 
@@ -29,7 +33,7 @@ def test_what_ranks_give_is_put_in_order(degree):
     )
     gathered = by_rank.view(1, 16, 1, 1).expand(3, 16, 2, 5)
     assert torch.equal(
-        in_order(gathered, degree), torch.arange(16).view(1, 16, 1, 1).expand(3, 16, 2, 5)
+        in_position_order(gathered, degree), torch.arange(16).view(1, 16, 1, 1).expand(3, 16, 2, 5)
     )
 
 
@@ -41,7 +45,7 @@ def test_the_last_queries_attend_as_in_the_whole(queries):
     whole = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
     )
-    found = attend_to_the_past(q[:, -queries:], k, v)
+    found = causal_attention(q[:, -queries:], k, v)
     torch.testing.assert_close(found, whole.transpose(1, 2)[:, -queries:])
 
 
@@ -64,7 +68,7 @@ def test_flash_attention_on_a_gpu_ends_its_mask_at_the_lower_right():
         [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
         for device, dtype in (("cuda", torch.bfloat16), ("cpu", None))
     ]
-    found, expected = (attend_to_the_past(*inputs) for inputs in leaves)
+    found, expected = (causal_attention(*inputs) for inputs in leaves)
     torch.testing.assert_close(found.cpu().float(), expected, atol=2e-2, rtol=2e-2)
     for out in (found, expected):
         out.square().sum().backward()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_lite.config import ConfigError, load_config
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
-from titan_lite.distributed.context_parallel import attend_to_the_past
+from titan_lite.distributed.context_parallel import causal_attention
 from titan_lite.distributed.layout import Layout
 from titan_lite.machine_rules import mistakes_here
 from titan_lite.models.attention import (
@@ -115,7 +115,7 @@ def test_what_context_parallelism_calls_on_a_gpu(kernel, monkeypatch):
             torch.empty(2, tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
             for tokens, heads in ((8, 4), (32, 2))
         )
-        attend_to_the_past(q, k, k, kernel=kernel)
+        causal_attention(q, k, k, kernel=kernel)
     ours, flash = (
         "titan_lite.flash_attention_in_two_parts.default",
         "aten._scaled_dot_product_flash_attention.default",

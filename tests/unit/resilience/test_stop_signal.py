@@ -21,11 +21,9 @@ def ranks(monkeypatch):
             stop_signal.dist, "all_reduce", lambda tensor: tensor.fill_(sum(map(bool, names)))
         )
         monkeypatch.setattr(
-            stop_signal, "first_word", lambda own: own or f"{names[1]} received by rank 1"
+            stop_signal, "first_nonempty", lambda own: own or f"{names[1]} received by rank 1"
         )
-        monkeypatch.setattr(
-            stop_signal, "reduce_numbers", lambda own, total: [own + bool(names[1])]
-        )
+        monkeypatch.setattr(stop_signal, "sum_over_ranks", lambda own: [own + bool(names[1])])
 
     return received
 

@@ -31,7 +31,7 @@ def test_the_sentence_has_the_slowest_rank_beside_the_median():
 
 
 def test_an_interval_begins_anew_after_each_line(caplog, monkeypatch):
-    monkeypatch.setattr("titan_lite.resilience.stragglers.gather_on_first", lambda own: [0.0, own])
+    monkeypatch.setattr("titan_lite.resilience.stragglers.gather_to_rank_0", lambda own: [0.0, own])
     caplog.set_level(logging.WARNING, logger="titan_lite")
     stragglers = Stragglers(rank=0)
     stragglers.seconds = 3.0

@@ -89,7 +89,7 @@ def test_a_record_tells_where_the_thread_is_that_trains(monkeypatch):
         raise_here()
     except ValueError as error:
         one.store = SimpleNamespace(check=lambda keys: False)
-        monkeypatch.setattr(watchdog, "is_communication", lambda error: True)
+        monkeypatch.setattr(watchdog, "is_communication_error", lambda error: True)
         monkeypatch.setattr(watchdog, "GRACE_AFTER_LOST_CONNECTION", 0.0)
         monkeypatch.setattr(one, "_end", lambda why, grace: None)
         one._share(error)

@@ -54,7 +54,7 @@ from titan_lite.cost.machine import Machine
 from titan_lite.cost.timeline import Timeline
 from titan_lite.distributed.axes import Axes, axes_of, by_axis
 from titan_lite.distributed.buckets import Plans, gather_buckets, reduce_buckets
-from titan_lite.distributed.context_parallel import attend_to_the_past
+from titan_lite.distributed.context_parallel import causal_attention
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh
@@ -401,7 +401,7 @@ def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
     on all devices.
     """
     if mask is not None:
-        return attend_to_the_past(q, k, v, mask)
+        return causal_attention(q, k, v, mask)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 

@@ -23,10 +23,10 @@ from collections.abc import Sequence
 import torch.multiprocessing as mp
 
 from titan_lite.config import Compile, Config, ConfigError, load_config
+from titan_lite.distributed.device import device_memory
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.memory import choose_fsdp_communication
 from titan_lite.distributed.pipeline_schedule import TooFewLayers
-from titan_lite.distributed.process_group import device_memory
 from titan_lite.machine_rules import check_machine
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.models.shapes import shape_of, shape_words
