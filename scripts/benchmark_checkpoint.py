@@ -1,7 +1,7 @@
 """Measure the cost of a save: seconds in which the training loop is blocked, sync and async, for a
 model and AdamW in fp32.
 
-    python scripts/benchmark_checkpoint.py              # two layers of 1B's shapes: 0.38B parameters, 4.3 GiB a step
+    python scripts/benchmark_checkpoint.py      # two layers of 1B: 0.38B parameters, 4.3 GiB a step
     python scripts/benchmark_checkpoint.py --flavor debug --layers 6 --folder /dev/shm
 
 Two processes (--world-size) hold shards on CPU, or on a GPU each where there are enough, and
@@ -11,7 +11,8 @@ table has medians of
 
     blocked      seconds in `save` itself
     whole after  seconds until the step has its name
-    lost         seconds that `save` and the steps beside it took more than as many steps alone: what a save costs training
+    lost         seconds that `save` and the steps beside it took more than as many steps alone:
+                 what a save costs training
 """
 
 import argparse
@@ -57,7 +58,7 @@ def build_tensors(flavor: str, layers: int, device: torch.device) -> dict[str, D
     return tensors
 
 
-def rank_main(
+def rank_main(  # noqa: PLR0913  arguments of a process
     pipe: Connection,
     rank: int,
     world_size: int,
@@ -67,7 +68,7 @@ def rank_main(
     folder: str,
     saves: int,
 ) -> None:
-    """Sends the bytes of a step, then of each save (mode, blocked, whole after, lost), in seconds."""
+    """Send the bytes of a step, then of each save (mode, seconds blocked, whole after, lost)."""
     logger.setLevel(logging.ERROR)
     device = join_world(rank, world_size, store)
     tensors = build_tensors(flavor, layers, device)

@@ -2,7 +2,7 @@
 
     publish(unfinished, folder)                     # rename what was filled under another name
     content = read_json(folder / "state.json")      # raises CorruptFileError
-    with fields_of("state.json"):                   # so do a missing key and a value of a wrong type
+    with fields_of("state.json"):                   # so do a missing key and one of a wrong type
         step = content["step"]
 
 A manifest has size and SHA-256 of each file in the folder of a checkpoint's step, and is written

@@ -1,6 +1,6 @@
 """Kills a rank inside a save, again and again, and resumes; prints a line for each kill.
 
-    python kill_in_save.py FOLDER COUNT PHASE-MODE ...           # such as 10 data-async rename-disabled
+    python kill_in_save.py FOLDER COUNT PHASE-MODE ...      # such as 10 data-async rename-disabled
 
 Two processes save steps 1 and 2, keeping two; one of them kills itself (SIGKILL) at a point within
 the save of step 3, the other has a second to find out. Two others then begin, as torchrun would

@@ -1,8 +1,10 @@
 """Lock a checkpoint folder, so that only one run writes there, and detect its removal.
 
-lock = FolderLock(folder, 'checkpoint.folder = "checkpoint"')
-lock.acquire()               # raises ConfigError if another run has it
-lock.is_held()               # False once the lock file is gone or replaced
+    lock = FolderLock(folder, 'checkpoint.folder = "checkpoint"')
+    lock.acquire()               # raises ConfigError if another run has it
+    lock.is_held()               # False once the lock file is gone or replaced
+
+The operating system frees the lock when the process ends, however it ends.
 """
 
 import errno

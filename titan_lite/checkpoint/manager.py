@@ -6,13 +6,20 @@ to the same folder, and training stops while a step is written.
 Solution. A step is complete or absent: it is written under another name, and renamed when all of it
 is on disk.
 
-    checkpoint/step-50/              .metadata, *.distcp      parameters and optimizer state by FQN, resharded on load
-                                     state.json               step, tokens, position in the data
-                                     manifest.json            size and SHA-256 of each of these, written last
-    checkpoint/unfinished-step-60/   being written
-    checkpoint/deleting-step-20/     older than the newest checkpoint.keep_latest_k
-    checkpoint/invalid-step-40/      damaged, and renamed, since the run will save this step again
-    checkpoint/lock                  held by the run that writes here
+    checkpoint/
+        lock                     held by the run that writes here
+        step-50/                 a step:
+            .metadata, *.distcp      parameters and optimizer state by FQN, resharded on load
+            state.json               identity of the run, progress, position in the data
+            manifest.json            size and SHA-256 of each of these, written last
+        unfinished-step-60/      being written
+        deleting-step-20/        older than the newest checkpoint.keep_latest_k
+        invalid-step-40/         damaged, and renamed, since the run will save this step again
+
+    checkpointer.save(50, tensors, RunState(identity, parts))
+    step = checkpointer.verified_step()
+    checkpointer.load(step, tensors)                 # in place, on any layout
+    saved = checkpointer.read_state(step)
 
 Each rank writes and hashes a file. DCP's first rank writes the rest and renames the folder, so that
 an error there is one of the save on all ranks. With checkpoint.async_mode the loop waits only for a

@@ -1,15 +1,20 @@
 """Names of what a checkpoint has: of sections, and of parameters in torchtitan's checkpoints.
 
-    section_of("optimizer.state.norm.weight.step")              # "optimizer"
-    to_torchtitan("layers.0.attention.wq.weight")               # "layers.0.attention.qkv_linear.wq.weight"
-    from_torchtitan("lm_head.weight")                           # "output.weight"
+    section_of("optimizer.state.norm.weight.step")      # "optimizer"
+    to_torchtitan("layers.0.attention.wq.weight")       # "layers.0.attention.qkv_linear.wq.weight"
+    from_torchtitan("lm_head.weight")                   # "output.weight"
 
 torchtitan's Llama 3 (0.3.0) has the same parameters in the same layout, rotary pairs included, so
 that names are all that differs.
 """
 
-# first words of names that are no parameters; the last two are in torchtitan's checkpoints alone
-SECTIONS = ("optimizer", "between", "train_state", "lr_scheduler", "dataloader")
+SECTIONS = (  # first words of names that are no parameters
+    "optimizer",
+    "between",  # gradient compression between copies (distributed/powersgd.py)
+    "train_state",
+    "lr_scheduler",  # in torchtitan's checkpoints alone
+    "dataloader",  # in torchtitan's checkpoints alone
+)
 TORCHTITAN = {  # our module: torchtitan's
     "attention.wq": "attention.qkv_linear.wq",
     "attention.wk": "attention.qkv_linear.wk",
@@ -36,7 +41,7 @@ def from_torchtitan(name: str) -> str:
 
 
 def _renamed(fqn: str, modules: dict[str, str]) -> str:
-    """Return a parameter's name, such as "layers.0.attention.wq.weight", with its module renamed."""
+    """Return a parameter's name, such as "layers.0.attention.wq.weight", with another module."""
     module, _, parameter = fqn.rpartition(".")
     layer = ""
     if module.startswith("layers."):

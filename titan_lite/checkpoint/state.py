@@ -1,18 +1,22 @@
 """Read and write a step's state.json: everything that is saved beside its tensors.
 
-parts = {"progress": progress.state_dict(), "loader": loader.state_dict()}
-write_state(folder, 50, ["model", "optimizer"], RunState(identity, parts))
+    parts = {"progress": progress.state_dict(), "loader": loader.state_dict()}
+    write_state(folder, 50, ["model", "optimizer"], RunState(identity, parts))
 
-saved = read_state(folder)                                  # raises CorruptFileError
-saved.identity.model, saved.tensors                         # {"dim": 256, ...}, ("model", "optimizer")
-saved.load_into({"progress": progress, "loader": loader})
+    saved = read_state(folder)                      # raises CorruptFileError
+    saved.identity.model, saved.tensors             # {"dim": 256, ...}, ("model", "optimizer")
+    saved.load_into({"progress": progress, "loader": loader})
 
-{
- "step": 50,
- "tensors": ["model", "optimizer"],
- "identity": {"recipe": {...}, "model": {...}, "tokenizer": "82e9...", "world_size": 8, ...},
- "parts": {"progress": {...}, "skipped_steps": {...}, "per_source": {...}, "loader": {...}}
-}
+The file has, with the state of each part under its own name:
+
+    {
+     "step": 50,
+     "tensors": ["model", "optimizer"],
+     "identity": {"recipe": {...}, "model": {...}, "tokenizer": "82e9...", "world_size": 8, ...},
+     "parts": {"progress": {...}, "skipped_steps": {...}, "per_source": {...}, "loader": {...}}
+    }
+
+A step that `convert` wrote has only the model, and no part of a run.
 """
 
 import dataclasses

@@ -1,14 +1,15 @@
 """Write and read the tensors of a step with torch.distributed.checkpoint (DCP).
 
-    dcp.save(by_section(values), storage_writer=StepWriter(...), planner=ProgressSavePlanner(progress))
-    load(folder, tensors, progress)                      # in place, on any layout, without communication
+    writer = StepWriter(folder, begin, commit, progress)
+    dcp.save(by_section(values), storage_writer=writer, planner=ProgressSavePlanner(progress))
+    load(folder, tensors, progress)          # in place, on any layout, without communication
 
 A folder has the layout of torchtitan's checkpoints, with our FQNs:
 
-    layers.0.attention.wq.weight                                a parameter
-    optimizer.state.layers.0.attention.wq.weight.exp_avg        state of the optimizer
-    optimizer.param_groups.layers.0.attention.wq.weight.lr      its settings, which a resume takes from the recipe instead
-    between.layers.0.attention.wq.weight.error                  state of gradient compression (distributed/powersgd.py)
+    layers.0.attention.wq.weight                            a parameter
+    optimizer.state.layers.0.attention.wq.weight.exp_avg    state of the optimizer
+    optimizer.param_groups.layers.0.attention.wq.weight.lr  its settings; a resume has the recipe's
+    between.layers.0.attention.wq.weight.error              state of gradient compression
     train_state.step, train_state.ntokens_seen
 
 Values that are no tensors are pickles. They are written for other programs, and never read here.

@@ -1,10 +1,10 @@
 """Read a model's weights from a step of titan_lite, a checkpoint of torchtitan, or a Hugging Face
 folder.
 
-    weights = open_weights("outputs/debug_model")     # the newest step of a run; or a folder of any kind
+    weights = open_weights("outputs/debug_model")     # a run's newest step, or any folder
     weights.config                                    # the model's shape
-    weights.read("layers.3.attention.wq.weight")      # one unsharded tensor, by our name, in our layout
-    load(weights, dict(model.named_parameters()), shard_of)       # into a model on any layout
+    weights.read("layers.3.attention.wq.weight")      # an unsharded tensor, our name and layout
+    load(weights, dict(model.named_parameters()), shard_of)     # into a model on any layout
 
 Opening reads only names and shapes, and reports everything that does not fit at once.
 """
@@ -249,7 +249,7 @@ class HuggingFaceFolder:
         return tokens
 
     def _open(self, name: str) -> Tensor:
-        """Return a tensor mapped from its file: bytes are read on use, and freed with the tensor."""
+        """Return a tensor mapped from its file: bytes are read on use, freed with the tensor."""
         with safe_open(self.stored[name].file, "pt") as file:
             return file.get_tensor(name)
 
@@ -302,8 +302,8 @@ def open_weights(
         )
     what = "has no weights" if folder.is_dir() else "is not a folder"
     raise ConfigError(
-        f"{subject} {what}; use a step (such as outputs/NAME/checkpoint/step-100), a run's folder, a"
-        " checkpoint of torchtitan, or a Hugging Face folder (config.json and *.safetensors)"
+        f"{subject} {what}; use a step (such as outputs/NAME/checkpoint/step-100), a run's folder,"
+        " a checkpoint of torchtitan, or a Hugging Face folder (config.json and *.safetensors)"
     )
 
 

@@ -11,11 +11,14 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan_lite.compile.report import CompileReport, rank_timelines
 from titan_lite.cost.timeline import Span, Timeline
 from titan_lite.distributed.axes import WORDS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PANEL_WIDTH = 14  # inches
 LANE_HEIGHT = 0.5
@@ -96,7 +99,7 @@ def lanes_of(timelines: Iterable[Timeline]) -> list[str]:
 
 
 def draw_graphs(
-    axes: Any, timelines: Sequence[Timeline], lanes: Sequence[str], captions: Sequence[str]
+    axes: "Axes", timelines: Sequence[Timeline], lanes: Sequence[str], captions: Sequence[str]
 ) -> None:
     """Draw one graph after another over milliseconds, each with its caption, in COLORS."""
     computation, hidden, exposed = COLORS.values()
@@ -124,7 +127,9 @@ def draw_graphs(
 
 
 def draw_bars(
-    axes: Any, bars: Mapping[tuple[float, str], Sequence[tuple[float, float]]], edge: str = "none"
+    axes: "Axes",
+    bars: Mapping[tuple[float, str], Sequence[tuple[float, float]]],
+    edge: str = "none",
 ) -> None:
     """Draw bars {(height, color): [(start, length), ...]}; a later one covers those before it."""
     for (height, color), spans in bars.items():
@@ -137,7 +142,7 @@ def draw_bars(
         )
 
 
-def add_legend(axes: Any, colors: Mapping[str, str]) -> None:
+def add_legend(axes: "Axes", colors: Mapping[str, str]) -> None:
     """Add a legend of {meaning: color}."""
     from matplotlib.patches import Patch
 

@@ -1,7 +1,7 @@
 """Stop restarts by torchrun once two attempts ended in the same step.
 
     restarts = Restarts(dump_folder)
-    restarts.check()              # raises RepeatedFault if the last two attempts ended in the same step
+    restarts.check()              # raises RepeatedFault if two attempts ended in the same step
     restarts.record_step(13)      # at the start of every step
 
 The file `restarts.json` in the dump folder has the last step that each attempt began, such as

@@ -1,7 +1,7 @@
 """Listen for the signals that stop a run: it ends its step, saves, and exits with a code that says
 to start it again (exit_code.py).
 
-    listen()                  # at the start: a signal ends the process at once, as there is nothing to save
+    listen()                  # at the start, with nothing to save, a signal ends the process
     end_start()               # from now on a signal is only recorded
     if received(): ...        # which ranks exchange at the end of a step (stop_signal.py)
 

@@ -2,9 +2,9 @@
 of the steps before.
 
     skipped_steps = SkippedSteps(config.training, config.optimizer.lr, device)
-    skip, loss_limit = skipped_steps.decide(loss, grad_norm)    # tensors, which the host does not read
+    skip, loss_limit = skipped_steps.decide(loss, grad_norm)       # tensors: nothing waits
     optimizer.step(skip)
-    skipped_steps.record(step, loss, grad_norm, skip, loss_limit)    # numbers, once they are on the host
+    skipped_steps.record(step, loss, grad_norm, skip, loss_limit)  # numbers, later
 """
 
 import math
@@ -60,7 +60,7 @@ class SkippedSteps:
         return (~accept).float(), limit
 
     def limit(self) -> Tensor:
-        """Return the highest loss that is not a spike: a scalar, infinite until the window is full."""
+        """Return the highest loss that is no spike: a scalar, infinite until the window is full."""
         if not self.training.spike_window:
             return torch.full((), math.inf, device=self.window.device)
         limit = self.window.mean() + self.training.spike_sigmas * self.window.std(correction=0)

@@ -1,7 +1,7 @@
 """Agree on all ranks that a run stops, after any of them has received a signal (signals.py).
 
     stop = StopSignal(device, describe_stop)
-    stop.received                     # by this rank; every step sums it over ranks, together with its loss
+    stop.received                     # by this rank; every step sums it over ranks, as its loss
     stop.update(requests)             # one step later, with that sum
     if stop.poll(): ...               # elsewhere: a collective of its own
     stop.requested                    # the same on all ranks

@@ -1,8 +1,8 @@
 """Name the rank that the others wait for at the start of their steps.
 
     stragglers = Stragglers(rank)
-    with stragglers.preparing(): ...          # what a rank does alone before the first collective of a step
-    stragglers.log(step, step_time)           # a collective, at each log interval
+    with stragglers.preparing(): ...      # before the first collective of a step
+    stragglers.log(step, step_time)       # a collective, at each log interval
 
 All ranks take the same time for a step, since each waits for the others in its collectives. What
 differs is the part before the first one: data, garbage collection and the copy to the device. A

@@ -1,12 +1,12 @@
 """End a run that hangs, on all ranks, with a verdict that names the rank that the others wait for.
 
     watchdog = Watchdog(config.comm, rank=0, world_size=4)
-    watchdog.start_phase("start", "init_timeout_seconds")    # a key of [comm]: seconds without progress that are a hang
+    watchdog.start_phase("start", "init_timeout_seconds")    # a key of [comm]
     watchdog.start_phase("step 1", "train_timeout_seconds")
     with watchdog.phase("save", "init_timeout_seconds"): ...
-    watchdog.progress()                                      # collectives and compiling are progress, too
-    watchdog.disable()                                       # no limit
-    with watchdog.share_errors(CheckpointError): ...         # an error that ends this rank is sent to the others
+    watchdog.progress()                                  # so are collectives and compiling
+    watchdog.disable()                                   # no limit
+    with watchdog.share_errors(CheckpointError): ...     # what ends this rank is sent to others
 
 A rank that hangs calls all others through the store of the process group. Each rank writes a record
 there: where its Python code is, and its flight recorder's entries. The first one collects the
@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -56,6 +56,7 @@ STORE_LIFETIME = 1.0
 CHECK_INTERVAL = 0.25  # seconds between looks for progress
 CALL_INTERVAL = 1.0  # seconds between looks for a call of another rank
 NO_LIMIT = float("inf")
+T = TypeVar("T")
 
 # torch 2.14 made it public
 _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -396,9 +397,9 @@ def _wait_for(store: dist.Store, key: str, seconds: float) -> str:
     return store.get(key).decode()
 
 
-def _call_within(seconds: float, function: Callable[[], Any]) -> Any:
+def _call_within(seconds: float, function: Callable[[], T]) -> T | None:
     """Return the result of a function, or None if it fails or takes longer."""
-    results: list[Any] = []
+    results: list[T] = []
 
     def run() -> None:
         with contextlib.suppress(dist.DistError):

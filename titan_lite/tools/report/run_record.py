@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from titan_lite.config.load import read_toml
 from titan_lite.metrics.run_files import RecordError, read_events, read_rows
 
 MICROSECONDS = 1e3  # in a millisecond; the unit of a trace
+T = TypeVar("T")
 SAME_TIME = 1e-6  # milliseconds; a shorter gap between computations is none
 
 
@@ -55,7 +56,7 @@ def read_run(folder: Path, name: str) -> RunRecord:
     with _damage(folder / "compile.json"):
         for report in run.compile_reports:
             _check_compile_report(report)
-    trace = _read_json(folder / "timeline.json", default={})
+    trace: dict[str, Any] = _read_json(folder / "timeline.json", default={})
     with _damage(folder / "timeline.json"):
         run.timelines = _timelines(trace)
     return run
@@ -123,7 +124,7 @@ def _check_compile_report(report: Mapping[str, Any]) -> None:
         raise KeyError(missing[0])
 
 
-def _read_json(path: Path, default: Any) -> Any:
+def _read_json(path: Path, default: T) -> T:
     """Return the content of a file, or `default`, which is of its type, if there is none.
 
     Raises RecordError.
