@@ -108,13 +108,13 @@ def save_as_autograd(graph: Graph) -> None:
 
 
 def inductor_backend(
-    compiling: Compiling, reshard: CachedPass | None = None, async_tensor_parallel: str = ""
+    compiling: Compiling, reshard: CachedPass | None = None, async_tensor_parallel_group: str = ""
 ) -> Backend:
     """Return a backend that makes kernels, and keeps the order of the passes.
 
-    reshard: the pass on the joint graph. async_tensor_parallel: a group, as in `compile_model`.
+    reshard: the pass on the joint graph. async_tensor_parallel_group: as in `compile_model`.
     """
-    settings = inductor_settings(reshard, async_tensor_parallel)
+    settings = inductor_settings(reshard, async_tensor_parallel_group)
 
     def compile_graph(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:  # noqa: ANN401 torch's
         """Run the passes here, since graphs from Inductor's cache skip its own hooks for passes."""
@@ -136,7 +136,9 @@ def graph_name(options: Mapping[str, object]) -> str:
     return "inference" if options.get("is_inference") else "forward"
 
 
-def inductor_settings(reshard: CachedPass | None, async_tensor_parallel: str) -> dict[str, object]:
+def inductor_settings(
+    reshard: CachedPass | None, async_tensor_parallel_group: str
+) -> dict[str, object]:
     """Return the settings of Inductor for one compilation."""
     settings: dict[str, object] = {
         "_pre_fusion_custom_pass": pin_order.PinnedOrder(),
@@ -150,8 +152,8 @@ def inductor_settings(reshard: CachedPass | None, async_tensor_parallel: str) ->
         settings["aten_distributed_optimizations.enable_simple_overlap"] = False
     if reshard is not None:
         settings["joint_custom_post_pass"] = reshard
-    if async_tensor_parallel:
-        enable_symm_mem_for_group(async_tensor_parallel)  # type: ignore[arg-type]
+    if async_tensor_parallel_group:
+        enable_symm_mem_for_group(async_tensor_parallel_group)  # type: ignore[arg-type]
         settings["_micro_pipeline_tp"] = True
         settings["post_grad_custom_post_pass"] = CachedPass(check_fused_products)
     return settings

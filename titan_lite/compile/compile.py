@@ -56,7 +56,7 @@ def compile_model(
     reshard_after_forward: bool,
     keep_gathered: Sequence[str] = (),
     memory_budget: float = 1.0,
-    async_tensor_parallel: str = "",
+    async_tensor_parallel_group: str = "",
 ) -> None:
     """Compile `model` as one graph, in place. FQNs do not change.
 
@@ -66,7 +66,7 @@ def compile_model(
     reshard_after_forward, keep_gathered: as in `apply_simple_fsdp` (distributed/simple_fsdp.py).
     memory_budget: share of the activations saved at 1.0 that may be saved; the partitioner
     recomputes the cheapest per byte.
-    async_tensor_parallel: group in which Inductor splits collectives to overlap them with
+    async_tensor_parallel_group: in which Inductor splits collectives to overlap them with
     neighbouring matrix products (arXiv 2410.06511, section 3.4). Raises CompileError if there are
     no such products.
     """
@@ -74,7 +74,7 @@ def compile_model(
     kept = parameters_within(model, keep_gathered) if reshard_after_forward else None  # None: all
     reshard = CachedPass(reshard_graph, keep_gathered=kept)
     if config.backend == "inductor":
-        backend = inductor_backend(schedule.compiling, reshard, async_tensor_parallel)
+        backend = inductor_backend(schedule.compiling, reshard, async_tensor_parallel_group)
     else:
         backend = aot_eager_backend(schedule.compiling, reshard, schedule.priced_as)
 

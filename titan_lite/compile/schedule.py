@@ -44,7 +44,7 @@ from titan_lite.compile.report import (
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import ConfigError
 from titan_lite.cost.collectives import group_of, parameter_collectives, parameters_of
-from titan_lite.cost.timeline import lower_bound, simulate
+from titan_lite.cost.timeline import Timeline, lower_bound, simulate
 
 # Changes a graph in place. Returns the number of nodes changed, for the report.
 Pass = Callable[[Graph, PassSettings], int]
@@ -139,12 +139,7 @@ class Schedule:
         if settings.must_merge:
             check_merged(graph, name, mergeable, settings.config.bucketing)
 
-        timeline = None
-        if settings.machine is not None:
-            bound = lower_bound(graph, settings.machine, fused=settings.fused)
-            timeline = simulate(
-                graph, settings.machine, name=name, fused=settings.fused, bound=bound
-            )
+        timeline = estimate(graph, name, settings)
         copied = None
         if settings.config.bucketing != "auto":
             copied = copied_by_buckets(graph, settings.fused)
@@ -166,6 +161,15 @@ class Schedule:
             self.dump_folder.mkdir(parents=True, exist_ok=True)
             path = self.dump_folder / f"{len(self.reports)}_{file_name}.txt"
             path.write_text(readable(graph), encoding="utf-8")
+
+
+def estimate(graph: Graph, name: str, settings: PassSettings) -> Timeline | None:
+    """Return the simulated graph, or None for an unknown machine."""
+    machine = settings.machine
+    if machine is None:
+        return None
+    bound = lower_bound(graph, machine, fused=settings.fused)
+    return simulate(graph, machine, name=name, fused=settings.fused, bound=bound)
 
 
 def count_mergeable(graph: Graph) -> Counter[tuple]:

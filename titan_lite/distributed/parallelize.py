@@ -262,7 +262,7 @@ def compile_stages(
             reshard_after_forward=reshard,
             keep_gathered=keep_gathered,
             memory_budget=budget,
-            async_tensor_parallel=mesh.get_group("tp").group_name if overlaps else "",
+            async_tensor_parallel_group=mesh.get_group("tp").group_name if overlaps else "",
         )
 
 

@@ -1,13 +1,10 @@
-"""The passes in their order: what is merged, what is refused, what ranks agree on, and what is
-written down.
-"""
+"""The passes in their order: what is merged, what is refused, and what is written down."""
 
 import pytest
 import torch
 from handmade_graphs import Hand, aten, left, places, priced
 from torch.fx import GraphModule
 
-from titan_lite.compile.rank_agreement import OneRank, hash_by_group
 from titan_lite.compile.schedule import Schedule, choose_passes, readable
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, ConfigError
@@ -26,22 +23,11 @@ def layers(count=2, name="layers.{}.{}.weight", seconds=0.0):
     return GraphModule(torch.nn.Module(), hand.output(x))
 
 
-def scheduled(graph_module, machine=None, ranks=None, dump_folder=None, **options):
+def scheduled(graph_module, machine=None, dump_folder=None, **options):
     """options: of [compile]."""
-    settings = PassSettings(Compile(**options), machine, ranks=ranks or OneRank())
-    schedule = Schedule(settings, dump_folder=dump_folder)
+    schedule = Schedule(PassSettings(Compile(**options), machine), dump_folder=dump_folder)
     schedule.run(graph_module, "forward")
     return schedule.reports[0]
-
-
-class OtherRanks(OneRank):
-    """Ranks with texts made of the own one: {rank: text}."""
-
-    def __init__(self, texts):
-        self.all_gather = texts
-
-    def all_equal(self, text):
-        return len({text, *self.all_gather(text).values()}) == 1
 
 
 @pytest.mark.parametrize(
@@ -83,7 +69,7 @@ def test_buckets_that_merge_nothing_are_an_error():
         scheduled(layers(), bucketing="greedy")
 
 
-def test_a_plan_may_be_for_another_stage_of_a_pipeline():
+def test_listed_buckets_may_be_in_another_stage_of_a_pipeline():
     assert len(scheduled(layers(), bucketing="listed", buckets=("layers.8 layers.9",)).after) == 4
 
 
@@ -98,63 +84,6 @@ def test_one_collective_or_none_cannot_be_merged_and_that_is_no_error():
         torch.nn.Module(), hand.output(hand.call(aten.neg.default, hand.input(4)))
     )
     assert scheduled(nothing, bucketing="block").after == ()
-
-
-def test_ranks_that_would_hang_are_named():
-    def exchange(mine):
-        return {0: mine, 1: mine.replace('": "', '": "f'), 6: mine.replace("0, 1", "6, 7")}
-
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"ranks 1 would communicate in another order than rank 0 among 0, 1 in the forward"
-            r" graph"
-        ),
-    ):
-        scheduled(layers(), bucketing="block", ranks=OtherRanks(exchange))
-    assert scheduled(
-        layers(), bucketing="block", ranks=OtherRanks(lambda mine: {0: mine, 1: mine})
-    ).schedule
-
-
-def test_a_rank_without_what_its_group_does_is_named():
-    def exchange(mine):
-        return {0: mine, 1: "{}"}
-
-    with pytest.raises(
-        ConfigError, match=r"ranks 1 would communicate in another order than rank 0"
-    ):
-        scheduled(layers(), bucketing="block", ranks=OtherRanks(exchange))
-
-
-def test_strings_of_all_ranks_are_asked_for_only_where_they_differ():
-    ranks = OneRank()
-    ranks.all_gather = lambda text: pytest.fail("asked")
-    assert scheduled(layers(), bucketing="block", ranks=ranks).schedule
-
-
-def test_other_groups_may_do_other_things():
-    """Another tensor-parallel rank has other sizes, and other ranks to gather them from."""
-    assert scheduled(
-        layers(),
-        bucketing="block",
-        ranks=OtherRanks(lambda mine: {2: mine.replace("0, 1", "2, 3").replace('": "', '": "f')}),
-    )
-
-
-def test_the_hash_is_of_what_travels_and_in_which_order():
-    hashes = [
-        hash_by_group(layers().graph),
-        hash_by_group(layers(3).graph),
-        hash_by_group(layers(name="blocks.{}.{}.weight").graph),
-    ]
-    assert len({str(each) for each in hashes}) == 3
-    assert hash_by_group(layers().graph) == hashes[0]
-    graph_module = layers()
-    scheduled(graph_module, bucketing="none")  # started early, and in the same order
-    assert hash_by_group(graph_module.graph) == hashes[0]
-    scheduled(graph_module, bucketing="block")
-    assert hash_by_group(graph_module.graph) not in hashes
 
 
 def test_graphs_are_written_before_and_after_each_pass(tmp_path):

@@ -245,7 +245,7 @@ def test_the_bytes_that_buckets_copy(fused):
     )
 
 
-def test_a_plan_of_eager_mode_has_its_buckets_and_overlap():
+def test_the_planner_gives_eager_mode_its_buckets_and_overlap():
     """Of HSDP: the next bucket is in flight once one is copied out; each sum is waited for when the
     next of its kind starts.
     """

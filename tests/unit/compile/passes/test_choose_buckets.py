@@ -130,9 +130,9 @@ def test_a_graph_without_collectives_has_no_buckets():
 
 def test_both_parts_of_a_tied_gradient_are_reduced_for_themselves():
     """The output's at the beginning of backward, the embedding's at its end, of one parameter."""
-    for plan in (by_block, lambda graph: greedy(graph, priced())):
+    for choose in (by_block, lambda graph: greedy(graph, priced())):
         graph = backward(
             ("tok_embeddings.weight", 8, 1.0), ("a", 8, 1.0), ("tok_embeddings.weight", 8, 1.0)
         )
-        assert merge_buckets(graph, plan(graph)) == 0
+        assert merge_buckets(graph, choose(graph)) == 0
         assert len(left(graph)) == 3
