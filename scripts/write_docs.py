@@ -54,7 +54,7 @@ def purpose(field: FieldInfo) -> str:
 # docs/design.md
 
 # What nearly every part imports, and what imports nothing but each other: not drawn.
-GROUND = {"config", "environment", "logging", "manifest", "sharding"}
+GROUND = {"cli", "config", "environment", "logging", "manifest", "processes", "sharding"}
 Graph = dict[str, set[str]]  # part -> the parts that it imports
 
 

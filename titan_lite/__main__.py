@@ -13,16 +13,16 @@ import sys
 from collections.abc import Sequence
 
 from titan_lite import launch
+from titan_lite.cli import command
 from titan_lite.config import SHIPPED, ConfigError
 from titan_lite.config.errors import did_you_mean
 from titan_lite.processes import signal_when_parent_dies
 from titan_lite.resilience import exit_code
-from titan_lite.tools.cli import command
 
 # Programs beside `train`. Each is the function `main` of a module, which is imported when it is
 # called: some import torch.
 TOOLS = {
-    "recipe": "titan_lite.tools.recipe",
+    "recipe": "titan_lite.recipe",
     "plan": "titan_lite.tools.plan.command",
     "verify": "titan_lite.tools.verify.command",
     "prepare": "titan_lite.tools.prepare",

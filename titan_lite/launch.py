@@ -27,12 +27,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from titan_lite import rules
+from titan_lite import recipe, rules
 from titan_lite.config import SHIPPED, ConfigError, load_config
 from titan_lite.environment import usable_cores
 from titan_lite.resilience import exit_code
 from titan_lite.resilience.signals import LAUNCHER, STOPPING, write_line
-from titan_lite.tools import recipe
 
 NUMA_NODES = "/sys/devices/system/node"
 # seconds from a signal until ranks that have not ended are killed; a hang ends them before

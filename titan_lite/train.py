@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_lite import rules
+from titan_lite import recipe, rules
 from titan_lite.config import Config, ConfigError, load_config
 from titan_lite.distributed.layout import Layout
 from titan_lite.environment import check_environment, number
 from titan_lite.logging import events, init_logging, logger
 from titan_lite.resilience import TrainingError, exit_code, signals
 from titan_lite.resilience.restarts import RepeatedFault, Restarts
-from titan_lite.tools import recipe
 
 
 def main(arguments: list[str], hooks: Sequence[Any] = ()) -> int:

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "titan_lite"
 # The lowest layer first. A name is a folder or a module; the longest name that fits a module
 # counts.
 LAYERS = (
-    ("config", "logging", "manifest", "environment", "processes", "__init__"),
+    ("config", "cli", "logging", "manifest", "environment", "processes", "__init__"),
     ("sharding", "dtensor"),  # which part of a tensor a rank holds
     ("models",),
     ("cost",),
@@ -24,19 +24,10 @@ LAYERS = (
     ("optim",),
     ("distributed",),
     ("checkpoint", "data", "metrics", "resilience"),
-    (
-        "rules",
-        "machine_rules",
-        "validation",
-        "hooks",
-        "trainer",
-        "train",
-        "tools.recipe",
-        "tools.cli",
-    ),
+    ("rules", "machine_rules", "recipe", "hooks", "trainer", "train"),
     ("launch", "tools", "__main__"),
 )
-WITHOUT_TORCH = ("config", "logging", "manifest", "environment", "processes", "sharding")
+WITHOUT_TORCH = (*LAYERS[0], "sharding", "recipe", "rules")
 SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or plain values
     "config",
     "distributed.layout",
@@ -44,6 +35,7 @@ SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or pl
     "distributed.parallelize",
     "rules",
     "machine_rules",
+    "recipe",
     "checkpoint.identity",
     "metrics.start_lines",
     "hooks",

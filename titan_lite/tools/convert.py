@@ -37,12 +37,12 @@ from titan_lite.checkpoint.weights import (
     open_weights,
     tokenizer_files,
 )
+from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import TiktokenTokenizer, Tokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
 from titan_lite.logging import init_logging, logger
 from titan_lite.models.huggingface import config_to_hf, hf_names, to_hf
-from titan_lite.tools.cli import Parser, command
 
 
 def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:

@@ -20,11 +20,11 @@ from titan_lite.checkpoint.weights import (
     load,
     open_weights,
 )
+from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging
 from titan_lite.models.llama3 import Attention, Mask, ModelConfig, Transformer, rope_tables
-from titan_lite.tools.cli import Parser, command
 
 
 class CachedAttention(Attention):

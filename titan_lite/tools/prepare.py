@@ -30,6 +30,7 @@ import numpy as np
 import pyarrow.compute
 
 from titan_lite import manifest
+from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.config.errors import in_toml
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
@@ -48,7 +49,6 @@ from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.environment import usable_cores
 from titan_lite.logging import init_logging
 from titan_lite.rules import check_keys
-from titan_lite.tools.cli import Parser, command
 
 if TYPE_CHECKING:
     from datasets import Dataset

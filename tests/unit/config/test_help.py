@@ -14,7 +14,7 @@ from titan_lite import launch as start
 from titan_lite.__main__ import TOOLS, USAGE
 from titan_lite.config import KEYS, SECTIONS, flatten, load_config, to_toml
 from titan_lite.config.help import accepted
-from titan_lite.tools.recipe import HELP, help_text, main
+from titan_lite.recipe import HELP, help_text, main
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -99,7 +99,7 @@ def test_the_command_has_every_program_and_help_names_them():
         if re.search(r"\n@.*command.*\ndef main", path.read_text())
     ]
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
-    assert set(TOOLS.values()) == modules
+    assert set(TOOLS.values()) == modules | {"titan_lite.recipe"}
     for name in ("train", *TOOLS):
         assert re.search(rf"\b{name} ", HELP)
         assert re.search(rf"^  {name} +[a-z]", USAGE, re.MULTILINE)
@@ -139,10 +139,7 @@ def test_any_text_and_an_origin_with_a_line_break_are_printed_on_their_line(tmp_
 
 
 def test_exit_code_0_and_silence_for_a_good_recipe_without_torch(tmp_path):
-    code = (
-        "import sys, titan_lite.tools.recipe as r; print(r.main(sys.argv[1:]), 'torch' in"
-        " sys.modules)"
-    )
+    code = "import sys, titan_lite.recipe as r; print(r.main(sys.argv[1:]), 'torch' in sys.modules)"
     result = python("-c", code, DEBUG, "--training.steps", "5", cwd=tmp_path)
     assert (result.stdout, result.stderr) == ("0 False\n", "")
 
@@ -171,7 +168,7 @@ def test_exit_code_2_and_a_line_for_each_mistake(tmp_path):
 )
 def test_what_files_and_the_number_of_ranks_decide_is_told_without_torch(ranks, options, words):
     code = (
-        "import sys; from titan_lite.tools.recipe import main; print(main(sys.argv[1:]), 'torch' in"
+        "import sys; from titan_lite.recipe import main; print(main(sys.argv[1:]), 'torch' in"
         " sys.modules)"
     )
     result = python("-c", code, "--world-size", ranks, DEBUG, *options)

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite import rules
+from titan_lite.cli import Parser, at_least_one, command
 from titan_lite.config import Config, ConfigError, find_recipe, load_config
 from titan_lite.config.load import option
 from titan_lite.distributed.layout import Layout
-from titan_lite.tools.cli import Parser, at_least_one, command
 
 SEARCHED = 12  # plans of a search by default
 

@@ -26,9 +26,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from titan_lite.cli import Parser, command
 from titan_lite.config import KEYS, ConfigError
 from titan_lite.metrics.run_files import RecordError
-from titan_lite.tools.cli import Parser, command
 from titan_lite.tools.report.run_record import RunRecord, read_run
 
 MOST_ROWS = 4000  # rows drawn for a run; of more rows, windows keep their extremes

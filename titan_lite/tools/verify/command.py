@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 import torch.multiprocessing as mp
 
+from titan_lite.cli import Parser, at_least_one, command
 from titan_lite.config import Compile, Config, ConfigError, load_config
 from titan_lite.distributed.device import device_memory
 from titan_lite.distributed.layout import Layout
@@ -31,7 +32,6 @@ from titan_lite.machine_rules import check_machine
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.rules import check_keys
-from titan_lite.tools.cli import Parser, at_least_one, command
 from titan_lite.tools.verify.compare import FLOAT8, FLOAT32, Comparison, compare
 from titan_lite.tools.verify.observe import Observed, Prepare, run
 from titan_lite.tools.verify.twin import (

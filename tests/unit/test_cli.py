@@ -2,8 +2,8 @@
 
 import pytest
 
+from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
-from titan_lite.tools.cli import Parser, command
 
 
 def raising(error):

@@ -11,12 +11,12 @@ import textwrap
 from collections.abc import Sequence
 
 from titan_lite import rules
+from titan_lite.cli import command
 from titan_lite.config import SECTIONS, Config, ConfigError, load_config, to_toml
 from titan_lite.config.help import section_help
 from titan_lite.config.load import nearest_section
 from titan_lite.distributed.layout import Layout
 from titan_lite.logging import log_ranks
-from titan_lite.tools.cli import command
 
 HELP = """\
 usage: ./run_train.sh [OPTION ...]                          the recipe that CONFIG_FILE names, on this machine's devices
