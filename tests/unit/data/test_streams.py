@@ -1,0 +1,61 @@
+"""Which streams and windows a rank reads, and the form of a loader's state."""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_lite.data.streams import LoaderState, RankStreams, StreamPosition, merge_states
+
+
+@given(
+    num_streams=st.integers(1, 24),
+    dp_degree=st.integers(1, 12),
+    batch_size=st.integers(1, 4),
+    taken=st.integers(0, 100),
+)
+def test_each_window_of_a_microbatch_is_kept_by_one_rank_that_reads_its_stream(
+    num_streams, dp_degree, batch_size, taken
+):
+    kept = []
+    for rank in range(dp_degree):
+        streams = RankStreams(num_streams, rank, dp_degree)
+        windows = streams.windows(taken, batch_size)
+        assert {number % num_streams for number in windows} <= {*streams.indices}
+        own = [number for number in windows if streams.keeps(number)]
+        assert len(own) == batch_size
+        kept += own
+    assert sorted(kept) == [*range(taken, taken + batch_size * dp_degree)]
+
+
+@pytest.mark.parametrize(
+    ("dp_degree", "readers"), [(1, 1), (2, 1), (3, 3), (4, 1), (6, 3), (16, 2)]
+)
+def test_streams_are_shared_only_where_ranks_do_not_divide_them(dp_degree, readers):
+    ranks = [RankStreams(8, rank, dp_degree) for rank in range(dp_degree)]
+    counts = Counter(stream for rank in ranks for stream in rank.indices)
+    assert counts == dict.fromkeys(range(8), readers)
+    reporting = [rank.indices for rank in ranks if rank.is_first_of_group]
+    assert sorted(stream for indices in reporting for stream in indices) == [*range(8)]
+
+
+def test_a_state_is_of_json_types_and_comes_back():
+    state = LoaderState(40, 8, {3: [StreamPosition(17, 120), StreamPosition(3)]})
+    saved = json.loads(json.dumps(state.to_dict()))
+    assert saved == {"windows_taken": 40, "streams": 8, "positions": {"3": [[17, 120], [3, 0]]}}
+    assert LoaderState.from_dict(saved) == state
+
+
+def test_states_of_ranks_are_merged():
+    ranks = [LoaderState(6, 2, {stream: [StreamPosition(stream, 5)]}) for stream in range(2)]
+    merged = merge_states([state.to_dict() for state in ranks])
+    positions = {0: [StreamPosition(0, 5)], 1: [StreamPosition(1, 5)]}
+    assert LoaderState.from_dict(merged) == LoaderState(6, 2, positions)
+
+
+def test_a_state_of_the_form_before_is_read():
+    before = {"windows": 5, "rows": {"0": [3, [4, 7]], "1": [2, [3, 0]]}, "of": 2}
+    positions = {0: [StreamPosition(4, 7)], 1: [StreamPosition(3, 0)]}
+    assert LoaderState.from_dict(before) == LoaderState(5, 2, positions)
