@@ -1,6 +1,7 @@
 """Sequences of a step: the batch sizes of [training], and the microbatches that they take.
 
-gradient_accumulation_steps(config.training, dp_degree=4)        # [(2, inf)]: two microbatches a rank in every step
+gradient_accumulation_steps(config.training, dp_degree=4)
+# [(2, inf)]: two local batches a rank in every step
 """
 
 import math
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 
 from titan_lite.config.errors import ConfigError
 from titan_lite.config.sections import Training
+
+MAX_SEQUENCES = 2**20  # of a batch of the ramp
 
 
 def batch_ramp(entries: Sequence[str]) -> list[tuple[int, int]]:
@@ -19,43 +22,52 @@ def batch_ramp(entries: Sequence[str]) -> list[tuple[int, int]]:
     ramp: list[tuple[int, int]] = []
     for entry in entries:
         wrong = f'training.global_batch_ramp: "{entry}"'
-        found = re.fullmatch(" *([1-9][0-9]{0,11}) +until +([1-9][0-9]{0,11}) *", entry)
-        if not found:
+        match = re.fullmatch(" *([1-9][0-9]{0,11}) +until +([1-9][0-9]{0,11}) *", entry)
+        if not match:
             raise ConfigError(
                 f'{wrong} is not of the form "SEQUENCES until STEP"; use one such as "64 until'
                 ' 1000"'
             )
-        sequences, last = map(int, found.groups())
-        if sequences > 2**20:
-            raise ConfigError(f"{wrong} is too large; use at most {2**20} sequences")
-        if ramp and last <= ramp[-1][1]:
+        sequences = int(match[1])
+        last_step = int(match[2])
+        if sequences > MAX_SEQUENCES:
+            raise ConfigError(f"{wrong} is too large; use at most {MAX_SEQUENCES} sequences")
+        if ramp and last_step <= ramp[-1][1]:
             raise ConfigError(
                 f"{wrong} does not come after step {ramp[-1][1]}, where the entry before it ends;"
                 " use a later step"
             )
-        ramp.append((sequences, last))
+        ramp.append((sequences, last_step))
     return ramp
 
 
 def gradient_accumulation_steps(training: Training, dp_degree: int) -> list[tuple[int, float]]:
-    """Return [(microbatches per rank and optimizer step, last step with this number), ...] for
-    `dp_degree` data-parallel ranks.
+    """Return [(local batches of a rank and optimizer step, last step with this number), ...].
 
     The first entries are those of training.global_batch_ramp. The last one is
-    training.global_batch_size, up to step infinity. Raises ConfigError.
+    training.global_batch_size, up to step infinity. Raises ConfigError for a batch that `dp_degree`
+    data-parallel ranks cannot share.
     """
-    once = training.local_batch_size * dp_degree
-    sizes = [
-        (f'_ramp: "{size} until {last}"', size, last)
-        for size, last in batch_ramp(training.global_batch_ramp)
-    ]
-    final = once if training.global_batch_size == -1 else training.global_batch_size
-    for key, size, _ in [*sizes, (f"_size = {final}", final, math.inf)]:
-        if size % once:
-            nearest = sorted({max(once, size // once * once), -(-size // once) * once})
-            raise ConfigError(
-                f"training.global_batch{key} is not a multiple of training.local_batch_size x"
-                f" data-parallel degree = {training.local_batch_size} x {dp_degree} = {once}; use"
-                f" {' or '.join(map(str, nearest))}"
-            )
-    return [*((size // once, last) for _, size, last in sizes), (final // once, math.inf)]
+    steps: list[tuple[int, float]] = []
+    for sequences, last_step in batch_ramp(training.global_batch_ramp):
+        written = f'training.global_batch_ramp: "{sequences} until {last_step}"'
+        steps.append((_local_batches(sequences, training, dp_degree, written), last_step))
+    if training.global_batch_size == -1:
+        return [*steps, (1, math.inf)]
+    sequences = training.global_batch_size
+    written = f"training.global_batch_size = {sequences}"
+    return [*steps, (_local_batches(sequences, training, dp_degree, written), math.inf)]
+
+
+def _local_batches(sequences: int, training: Training, dp_degree: int, written: str) -> int:
+    """Return the local batches of a rank that make up a batch. written: it, for an error."""
+    at_once = training.local_batch_size * dp_degree  # sequences of one local batch on every rank
+    if sequences % at_once:
+        below = max(at_once, sequences // at_once * at_once)
+        above = math.ceil(sequences / at_once) * at_once
+        raise ConfigError(
+            f"{written} is not a multiple of training.local_batch_size x data-parallel degree ="
+            f" {training.local_batch_size} x {dp_degree} = {at_once}; use"
+            f" {' or '.join(map(str, sorted({below, above})))}"
+        )
+    return sequences // at_once

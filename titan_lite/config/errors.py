@@ -1,7 +1,7 @@
 """ConfigError, and the words of its messages.
 
-ConfigError("recipe.toml: [training] steps = 0: expected an integer at least 1")          # one mistake
-ConfigError(*messages)                                                                    # several, a line each
+ConfigError("recipe.toml: training.steps = 0: expected an integer at least 1")   # one mistake
+ConfigError(*messages)                                          # several, a line each
 """
 
 import difflib
@@ -13,8 +13,9 @@ from pydantic import BaseModel
 
 
 class ConfigError(ValueError):
-    """A recipe or command line that cannot be run; each message names the key, the value and a
-    value to use.
+    """A recipe or command line that cannot be run.
+
+    Each message names the key, the value and a value to use.
     """
 
     def __str__(self) -> str:
@@ -29,9 +30,7 @@ class ConfigError(ValueError):
 
 
 def one_line(text: str, most: int) -> str:
-    """Escape line breaks and other unprintable characters, and cut the middle of a text longer than
-    `most` characters.
-    """
+    """Escape unprintable characters, and cut the middle of a text above `most` characters."""
     if len(text) > most:
         text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

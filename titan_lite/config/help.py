@@ -1,5 +1,4 @@
-"""What a person reads of the keys: help, the values that a key accepts, and a resolved recipe as
-TOML.
+"""Print the keys of a recipe: their help, the values that they accept, a resolved recipe as TOML.
 
 section_help("training")            # a line and the docstring of each key
 accepted(KEYS["training.steps"])    # "an integer at least 1"

@@ -1,12 +1,11 @@
-"""The sections and keys of a recipe: one pydantic model for each TOML table, one field for each
-key.
+"""The sections and keys of a recipe: a pydantic model for each TOML table, a field for each key.
 
-    config.training.steps                      # a Config is read from a recipe and the command line by load.py
-    KEYS["training.steps"].description         # "Optimizer steps of the run, resumed parts included."
+    config.training.steps                # load.py reads a Config from a recipe and the command line
+    KEYS["training.steps"].description   # "Optimizer steps of the run, resumed parts included."
 
 A field's type has the values that are accepted, its docstring the meaning and the unit. Rules
-across keys are in titan_lite/rules.py. Help and docs/recipes.md are made from these docstrings (help.py).
-Imports no torch.
+across keys are in titan_lite/rules.py. Help and docs/recipes.md are made from these docstrings by
+help.py. Imports no torch.
 """
 
 import itertools
@@ -105,7 +104,7 @@ class Model(Section):
     """Rows of the embedding, at least the tokenizer's tokens; 0: the flavor's."""
 
     tied_embeddings: Literal["flavor", "yes", "no"] = "flavor"
-    """Whether embedding and output are one weight."""
+    """yes: embedding and output are one weight; no: they are two; flavor: as the flavor has it."""
 
     rope_theta: ZeroOrAtLeastOne = Field(0.0, le=1e9)
     """Base of the rotary frequencies; 0: the flavor's."""
@@ -117,7 +116,7 @@ class Model(Section):
     """Added to the mean square in RMSNorm; 0: the flavor's."""
 
     max_seq_len: Annotated[int, Field(ge=1, le=2**24)] | Literal[0] = 0
-    """Upper bound of training.seq_len, and of a text of titan_lite.tools.generate; 0: the flavor's."""
+    """Upper bound of training.seq_len, and of a text of `titan-lite generate`; 0: the flavor's."""
 
     tokenizer_path: RecipePath = ""
     """Tokenizer in tiktoken's format (base64 token and rank per line), or a tokenizer.json."""
@@ -273,9 +272,9 @@ class Parallelism(Section):
     """Ranks that each matrix product is split over."""
 
     replicate_compression: Literal["none", "powersgd"] = "none"
-    """How gradients travel between copies. none: as they are, in backward; powersgd: once a step
-    after backward, as two thin factors of each large shard, with error feedback (memory: two
-    float32 shards of these)."""
+    """Compression of gradients between copies. none: they travel as they are, in backward;
+    powersgd: once a step after backward, as two thin factors of each large shard, with error
+    feedback (memory: two float32 shards of these)."""
 
     replicate_rank: int = Field(8, ge=1)
     """powersgd: columns of these factors. A shard whose factors would have more than a quarter of
@@ -316,7 +315,7 @@ class Parallelism(Section):
     """First modules of all stages but the first, such as layers.2 layers.4; empty: automatic."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Which gathered weights are freed after forward and gathered again in backward: all of them
+    """Gathered weights that are freed after forward and gathered again in backward: all of them
     (always), none (never), or all but those of fsdp_keep_gathered (default); fsdp_communication =
     step keeps all of them for a step."""
 
@@ -360,9 +359,9 @@ class Float8(Section):
     float32."""
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """What shares a scale. tensorwise: a tensor, the fastest; rowwise: a row, with scales that are
-    powers of two, more exact; rowwise_with_gw_hp: also a row, and gradients of weights are computed
-    in mixed_precision_param, the most exact."""
+    """Numbers that share a scale. tensorwise: those of a tensor, the fastest; rowwise: those of a
+    row, with scales that are powers of two, more exact; rowwise_with_gw_hp: also of a row, and
+    gradients of weights are computed in mixed_precision_param, the most exact."""
 
     all_gather: bool = False
     """FSDP gathers these weights in float8: half the bytes; only tensorwise, since backward
@@ -388,14 +387,15 @@ class Compile(Section):
     """inductor makes kernels; aot_eager only traces (for tests)."""
 
     bucketing: Literal["none", "block", "listed", "greedy", "auto"] = "block"
-    """Which parameters share an all-gather and a reduction. none: each has its own; block: those of
+    """Parameters that share an all-gather and a reduction. none: each has its own; block: those of
     each transformer block, the last one with the last norm; listed: those of each entry of buckets;
     greedy: as many as fit under the computation before them, by the cost model of machine; auto:
     Inductor's overlap scheduler, with the same cost model."""
 
     buckets: tuple[str, ...] = ()
-    """With bucketing = listed, the modules or parameters of each bucket, with spaces between, such as
-    ["tok_embeddings", "layers.0 layers.1", "norm output"]; each parameter not named has its own."""
+    """With bucketing = listed, the modules or parameters of each bucket, with spaces between, such
+    as ["tok_embeddings", "layers.0 layers.1", "norm output"]; each parameter not named has its
+    own."""
 
     machine: Annotated[str, Relative(".toml")] = ""
     """Cost model of communication and computation: a profile (A100, H100, H100 PCIe, H100 NVL,

@@ -1,10 +1,10 @@
 """Compute how big a recipe is on a number of ranks: degrees, stages, microbatches, tokens, shapes.
 
     layout = Layout.from_config(config, world_size=8)
-    layout.degrees               # {"pp": 1, "dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 1}
-    layout.microbatches          # of one optimizer step: local batches x microbatches of the pipeline
-    layout.tokens       # over all ranks
-    layout.sequences_at(step)    # of that step; training.global_batch_ramp changes it in the first steps
+    layout.degrees            # {"pp": 1, "dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 1}
+    layout.microbatches       # of a step: local batches x microbatches of the pipeline
+    layout.tokens             # of a step, over all ranks
+    layout.sequences_at(3)    # those of step 3; training.global_batch_ramp changes the first steps
 
 Plain numbers without torch, a device or a price. The trainer, the planner, the start lines, the
 checkpoint's state and verify read them here and derive none again. rules.py says which layouts are

@@ -4,7 +4,8 @@ Needs no process group; torch is imported for the order alone.
 
     schedule = PipelineSchedule.from_config(config.parallelism, n_layers=32, local_batch_size=8)
     schedule.modules[0]                            # ("tok_embeddings", "layers.0", ..., "layers.6")
-    order = order_of(config.parallelism, schedule) # {0: [0F0, 0F1, ...], 1: ...}: stage, kind, microbatch
+    order = order_of(config.parallelism, schedule)
+    order[0]                                       # [0F0, 0F1, ...]: stage, kind, microbatch
     bubble_fraction(order)                         # the share of time in which ranks are idle
 """
 
@@ -264,10 +265,9 @@ def _first_actions(queues: Mapping[int, Sequence[tuple[str, int, int | None]]]) 
 
 
 def bubble_fraction(order: Order) -> float:
-    """Return the share of time in which ranks are idle, if F, I and W take 1, B takes 2 and sending
-    takes 0.
+    """Return the share of time in which ranks are idle.
 
-    Raises AssertionError as `run_order` does.
+    F, I and W take 1, B takes 2 and sending takes 0. Raises AssertionError as `run_order` does.
     """
     timetable = run_order(order, lambda kind, stage: 2.0 if kind == "B" else 1.0)
     busy = sum(end - begin for row in timetable.actions.values() for *_, begin, end in row)

@@ -1,6 +1,8 @@
 """Describe a recipe on its layout: the lines at a run's start, a picture of the mesh.
 
-for line in start_lines(config, layout, device, priced=True): logger.info(line)
+    for line in start_lines(config, layout, device, priced=True): logger.info(line)
+
+A function for each line, in the order in which a run shows them.
 """
 
 import itertools
@@ -25,13 +27,15 @@ from titan_lite.distributed.pipeline_schedule import bubble_fraction, order_of
 from titan_lite.models.attention import fits_flash, masks_by_kernel
 from titan_lite.models.shapes import shape_words
 from titan_lite.optim.state import costs_of, owner_buckets, sum_by_owner
+from titan_lite.sharding import chunk_size
 
-ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = (
-    4,
-    4,
-    4,
-    16,
-)  # limits of the picture; beyond them the middle is left out
+GIB = 2**30
+
+# Limits of the picture of a mesh; beyond them the middle is left out.
+MAX_ROWS = 4
+MAX_BOXES = 4
+MAX_RANKS_IN_BOX = 4
+MAX_RANKS_IN_ONLY_BOX = 16
 
 
 def start_lines(
@@ -44,131 +48,106 @@ def start_lines(
 ) -> list[str]:
     """Return lines on model, layout, batch, data and memory.
 
-    priced: communication costs are known; sources: lines on sources.
+    priced: communication costs are known; sources: lines on sources of documents.
     """
-    training, parallelism, degrees, plan = (
-        config.training,
-        config.parallelism,
-        layout.degrees,
-        layout.pipeline,
-    )
-    threads = torch.get_num_threads()
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {threads} thread{'s' * (threads > 1)}"
-    )
-    how = (
-        f"{config.compile.backend} ({', '.join(config.compile.components)})"
-        if config.compile.enable
-        else "eager"
-    )
-    if training.float32_matmul_precision != "highest":
-        how += f"; float32 products in {training.float32_matmul_precision} precision (TF32 on GPUs)"
-    if training.attention_kernel != "auto" and fits_flash(
-        getattr(torch, training.mixed_precision_param), layout.model.head_dim
-    ):
-        how += f"; attention by {training.attention_kernel} (training.attention_kernel)"
-    if (float8 := config.float8).enable:
-        gathers = float8.all_gather and degrees["dp_shard"] * degrees["cp"] > 1
-        how += (
-            f"; products of the blocks in float8, {float8.recipe}{', gathered in float8' * gathers}"
-            " ([float8])"
-        )
-    axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
-    notes = [
-        "; ".join(short_names(plan.modules[stage]) for stage in plan.stages_of(rank))
-        for rank in range(degrees["pp"])
-    ]
-    when = ""
-    if layout.microbatches > 1:
-        when = (
-            f"; weights gathered once a {'step' if layout.gathers_once else 'microbatch'}"
-            " (parallelism.fsdp_communication)"
-        )
-    lines = [
-        *([config.job.description] if config.job.description else []),
-        (
-            f"model: {config.model.name} {shape_words(config.model)}, {layout.parameters:,}"
-            f" parameters; torch {torch.__version__}, {how}"
-        ),
-        (
-            f"layout: {layout.world_size}"
-            f" rank{'s' * (layout.world_size > 1)}{f' = {axes}' if axes else ''}, each one {name}"
-        ),
-        *mesh_picture(degrees, notes),
-        (
-            f"batch: {layout.tokens:,} tokens a step = {layout.sequences_per_step} sequences of {layout.seq_len},"
-            f" in {layout.accumulation} local batch{'es' * (layout.accumulation > 1)} of"
-            f" {layout.local_batch_size} a rank{when}"
-        ),
-        *(
-            [f"batch ramp: {describe_ramp(layout)} (training.global_batch_ramp)"]
-            if layout.ramp
-            else []
-        ),
-        *sources,
-        (
-            "tokenizer:"
-            f" {min(config.model.tokenizer_path, os.path.relpath(config.model.tokenizer_path), key=len)}"
-        ),
-    ]
-    if training.mask_documents:
-        lines.append(
-            f"documents: attention stays within them, by {_documents_by(config, layout, device)}"
-            " (training.mask_documents)"
-        )
+    lines = []
+    if config.job.description:
+        lines.append(config.job.description)
+    lines.append(model_line(config, layout))
+    lines.append(layout_line(layout, device))
+    lines += mesh_picture(layout.degrees, stages_of_ranks(layout))
+    lines.append(batch_line(layout))
+    if layout.ramp:
+        lines.append(f"batch ramp: {describe_ramp(layout)} (training.global_batch_ramp)")
+    lines += sources
+    lines.append(tokenizer_line(config))
+    if config.training.mask_documents:
+        lines.append(documents_line(config, layout, device))
     if costs_of(config.optimizer).has_owners:
-        lines.append(_owners_of(config, layout))
-    if parallelism.replicate_compression != "none":
-        lines.append(_between_copies(config, layout))
+        lines.append(owners_line(config, layout))
+    if config.parallelism.replicate_compression != "none":
+        lines.append(compression_line(config, layout))
     if config.compile.compiles("model") and not priced:
         lines.append(
-            f"no prices for {name}: what communication costs is not estimated (compile.machine)"
+            f"no prices for {device_name(device)}: what communication costs is not estimated"
+            " (compile.machine)"
         )
-    if degrees["pp"] > 1:
-        schedule = parallelism.pipeline_parallel_schedule
+    if layout.degrees["pp"] > 1:
+        lines.append(pipeline_line(config, layout))
+    if layout.loss_chunk:
+        chunks = chunk_size(layout.tokens_per_microbatch, layout.loss_chunk)
         lines.append(
-            f"pipeline: {len(plan.modules)} stages, {schedule}, {plan.microbatches} microbatches of"
-            f" {layout.microbatch_size}; ranks wait"
-            f" {100 * bubble_fraction(order_of(parallelism, plan)):.1f}% of the time (the bubble),"
-            " if all stages are equally fast"
-        )
-    if chunk := layout.loss_chunk:
-        chunks = -(-layout.microbatch_size * layout.seq_len // layout.degrees["cp"] // chunk)
-        lines.append(
-            f"loss: in {chunks} chunks of {chunk:,} tokens, never with all logits"
+            f"loss: in {chunks} chunks of {layout.loss_chunk:,} tokens, never with all logits"
             " (training.loss_chunk_tokens)"
         )
-    held = f"{steady_bytes(config, layout) / 2**30:.2f} GiB a rank"
-    memory = f"memory: {held} for parameters, gradients and optimizer state"
-    if errors := 2 * compression_error_bytes(config, layout):
-        memory += (
-            f" ({errors / 2**30:.2f} GiB of it for two errors of the gradients between copies)"
+    lines.append(memory_line(config, layout))
+    lines.append(checkpoints_line(config))
+    if config.compile.enable:
+        lines.append("compiling comes first: the first step and the first validation take longer")
+    return lines
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return "1 rank" or "2 ranks"."""
+    return f"1 {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
+
+
+def model_line(config: Config, layout: Layout) -> str:
+    ways = [computed_by(config)]
+    training = config.training
+    if training.float32_matmul_precision != "highest":
+        precision = training.float32_matmul_precision
+        ways.append(f"float32 products in {precision} precision (TF32 on GPUs)")
+    dtype = getattr(torch, training.mixed_precision_param)
+    if training.attention_kernel != "auto" and fits_flash(dtype, layout.model.head_dim):
+        ways.append(f"attention by {training.attention_kernel} (training.attention_kernel)")
+    if config.float8.enable:
+        gathers = config.float8.all_gather and layout.fsdp_degree > 1
+        gathered = ", gathered in float8" if gathers else ""
+        ways.append(
+            f"products of the blocks in float8, {config.float8.recipe}{gathered} ([float8])"
         )
-    if layout.gathers_once:
-        memory += (
-            f", {gathered_once_bytes(config, layout) / 2**30:.2f} GiB for unsharded weights and gradients,"
-            " held for the step"
-        )
-    saves = (
-        f"every {config.checkpoint.interval} steps and at the end"
-        if config.checkpoint.enable
-        else "none"
-    )
+    shape = f"{config.model.name} {shape_words(config.model)}"
+    parameters = f"{layout.parameters:,} parameters"
+    return f"model: {shape}, {parameters}; torch {torch.__version__}, {'; '.join(ways)}"
+
+
+def computed_by(config: Config) -> str:
+    compile = config.compile
+    return f"{compile.backend} ({', '.join(compile.components)})" if compile.enable else "eager"
+
+
+def layout_line(layout: Layout, device: torch.device) -> str:
+    axes = [f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1]
+    product = f" = {' x '.join(axes)}" if axes else ""
+    return f"layout: {counted(layout.world_size, 'rank')}{product}, each one {device_name(device)}"
+
+
+def stages_of_ranks(layout: Layout) -> list[str]:
+    """Return the modules of each pipeline rank, its stages apart."""
+    pipeline = layout.pipeline
     return [
-        *lines,
-        f"{memory}; activations beside that",
-        (
-            f"checkpoints: {saves}"
-            f" (checkpoint.{'interval' if config.checkpoint.enable else 'enable = false'})"
-        ),
-        *(
-            ["compiling comes first: the first step and the first validation take longer"]
-            if config.compile.enable
-            else []
-        ),
+        "; ".join(short_names(pipeline.modules[stage]) for stage in pipeline.stages_of(rank))
+        for rank in range(layout.degrees["pp"])
     ]
+
+
+def batch_line(layout: Layout) -> str:
+    local_batches = counted(layout.accumulation, "local batch", "local batches")
+    gathered = ""
+    if layout.microbatches > 1:
+        interval = "step" if layout.gathers_once else "microbatch"
+        gathered = f"; weights gathered once a {interval} (parallelism.fsdp_communication)"
+    return (
+        f"batch: {layout.tokens:,} tokens a step = {layout.sequences_per_step} sequences of"
+        f" {layout.seq_len}, in {local_batches} of {layout.local_batch_size} a rank{gathered}"
+    )
 
 
 def describe_ramp(layout: Layout) -> str:
@@ -180,55 +159,99 @@ def describe_ramp(layout: Layout) -> str:
     return ", ".join(parts)
 
 
-def _owners_of(config: Config, layout: Layout) -> str:
-    ranks = layout.world_size // layout.degrees["pp"]
-    buckets = owner_buckets(config.optimizer, layout.shapes_of_rank, ranks)
-    loads = sum_by_owner(buckets, ranks, costs_of(config.optimizer).owner_flops)
-    shared = (
-        f", shared by {ranks} ranks, of which the busiest computes"
-        f" {max(loads) * ranks / sum(loads):.2f} times the mean"
-    )
-    by = (
-        f"optimizer: {config.optimizer.name} for {sum(map(len, buckets))}"
-        f" matrices{shared * (ranks > 1)}"
-    )
-    return f"{by}; AdamW for embedding, output and norms (optimizer.name)"
+def tokenizer_line(config: Config) -> str:
+    path = config.model.tokenizer_path
+    return f"tokenizer: {min(path, os.path.relpath(path), key=len)}"
 
 
-def _between_copies(config: Config, layout: Layout) -> str:
-    """Return the line on what travels between copies, in bytes of a rank's all-reduces."""
-    sent, summed, parallelism = (
-        compressed_sizes(config, layout),
-        itemsizes(config.training)[1],
-        config.parallelism,
-    )
-    whole = {
-        re.sub(r"\.\d+\.", ".*.", fqn).removesuffix(".weight"): None
-        for fqn, (_, factors) in sent.items()
-        if not factors
-    }
-    nbytes = sum(4 * factors or summed * numbers for numbers, factors in sent.values())
-    before = sum(summed * numbers for numbers, _ in sent.values())
-    count, rank = sum(factors > 0 for _, factors in sent.values()), parallelism.replicate_rank
-    return (
-        f"gradients between copies: {count} of {len(sent)} as factors of {rank} columns, {nbytes:,}"
-        f" bytes a step instead of {before:,} (parallelism.replicate_compression); as they are:"
-        f" {', '.join(whole) or 'none'}, and all in the first"
-        f" {parallelism.replicate_uncompressed_steps} steps"
-    )
+def documents_line(config: Config, layout: Layout, device: torch.device) -> str:
+    means = attention_within_documents(config, layout, device)
+    return f"documents: attention stays within them, by {means} (training.mask_documents)"
 
 
-def _documents_by(config: Config, layout: Layout, device: torch.device) -> str:
-    dtype, cp = getattr(torch, config.training.mixed_precision_param), layout.degrees["cp"]
+def attention_within_documents(config: Config, layout: Layout, device: torch.device) -> str:
+    """Return what keeps attention within documents, with its memory."""
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    cp = layout.degrees["cp"]
     if masks_by_kernel(device, dtype, layout.model.head_dim, cp):
         return "FlashAttention, with no mask"
-    pairs = layout.microbatch_size * layout.seq_len**2 // cp
-    bias = (
-        f", and a bias of {pairs * dtype.itemsize / 2**30:.2f} GiB for its kernel"
-        if device.type == "cuda"
-        else ""
+    pairs = layout.microbatch_size * layout.seq_len**2 // cp  # of tokens, a byte each
+    mask = f"a mask of {pairs / GIB:.2f} GiB"
+    if device.type == "cuda":
+        return f"{mask}, and a bias of {pairs * dtype.itemsize / GIB:.2f} GiB for its kernel"
+    return mask
+
+
+def owners_line(config: Config, layout: Layout) -> str:
+    ranks = layout.world_size // layout.degrees["pp"]
+    optimizer = config.optimizer
+    buckets = owner_buckets(optimizer, layout.shapes_of_rank, ranks)
+    matrices = sum(len(bucket) for bucket in buckets)
+    shared = ""
+    if ranks > 1:
+        loads = sum_by_owner(buckets, ranks, costs_of(optimizer).owner_flops)
+        shared = (
+            f", shared by {ranks} ranks, of which the busiest computes"
+            f" {max(loads) * ranks / sum(loads):.2f} times the mean"
+        )
+    return (
+        f"optimizer: {optimizer.name} for {matrices} matrices{shared}; AdamW for embedding, output"
+        " and norms (optimizer.name)"
     )
-    return f"a mask of {pairs / 2**30:.2f} GiB{bias}"
+
+
+def compression_line(config: Config, layout: Layout) -> str:
+    """Return the line on what travels between replicas, in bytes of a rank's all-reduces."""
+    parallelism = config.parallelism
+    sizes = compressed_sizes(config, layout)
+    _, reduced = itemsizes(config.training)
+    uncompressed = {  # an ordered set of names with * for the layer
+        re.sub(r"\.\d+\.", ".*.", fqn).removesuffix(".weight"): None
+        for fqn, (_, factors) in sizes.items()
+        if not factors
+    }
+    sent = sum(4 * factors or reduced * elements for elements, factors in sizes.values())
+    before = sum(reduced * elements for elements, _ in sizes.values())
+    compressed = sum(factors > 0 for _, factors in sizes.values())
+    return (
+        f"gradients between copies: {compressed} of {len(sizes)} as factors of"
+        f" {parallelism.replicate_rank} columns, {sent:,} bytes a step instead of {before:,}"
+        f" (parallelism.replicate_compression); as they are: {', '.join(uncompressed) or 'none'},"
+        f" and all in the first {parallelism.replicate_uncompressed_steps} steps"
+    )
+
+
+def pipeline_line(config: Config, layout: Layout) -> str:
+    pipeline = layout.pipeline
+    bubble = bubble_fraction(order_of(config.parallelism, pipeline))
+    return (
+        f"pipeline: {len(pipeline.modules)} stages,"
+        f" {config.parallelism.pipeline_parallel_schedule}, {pipeline.microbatches} microbatches of"
+        f" {layout.microbatch_size}; ranks wait {100 * bubble:.1f}% of the time (the bubble), if"
+        " all stages are equally fast"
+    )
+
+
+def memory_line(config: Config, layout: Layout) -> str:
+    steady = steady_bytes(config, layout) / GIB
+    line = f"memory: {steady:.2f} GiB a rank for parameters, gradients and optimizer state"
+    errors = 2 * compression_error_bytes(config, layout) / GIB
+    if errors:
+        line += f" ({errors:.2f} GiB of it for two errors of the gradients between copies)"
+    if layout.gathers_once:
+        unsharded = gathered_once_bytes(config, layout) / GIB
+        line += f", {unsharded:.2f} GiB for unsharded weights and gradients, held for the step"
+    return f"{line}; activations beside that"
+
+
+def checkpoints_line(config: Config) -> str:
+    if not config.checkpoint.enable:
+        return "checkpoints: none (checkpoint.enable = false)"
+    interval = config.checkpoint.interval
+    return f"checkpoints: every {interval} steps and at the end (checkpoint.interval)"
+
+
+Coordinate = dict[str, int]  # along some axes of the mesh
 
 
 def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[str]:
@@ -240,79 +263,81 @@ def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[
           +-----------+-----------+
     pp 0  |   0   1   |   2   3   |  tok_embeddings, layers 0-2
     pp 1  |   4   5   |   6   7   |  layers 3-5, norm, output
-          +-----------+-----------+  numbers are ranks; rows: pp (pipeline), boxes: dp_shard (FSDP), columns in a box: ...
+          +-----------+-----------+  numbers are ranks; rows: pp (pipeline), boxes: dp_shard (FSDP)
     """
     active = [axis for axis, degree in degrees.items() if degree > 1]
     if not active:
         return []
-    rest = [axis for axis in active if axis != "pp"]
-    down, across, inside = (
-        [axis for axis in active if axis not in rest[-2:]],
-        rest[-2:-1],
-        rest[-1:],
-    )
-    sizes = list(degrees.values())
-    strides = {axis: math.prod(sizes[place + 1 :]) for place, axis in enumerate(degrees)}
-    width = len(str(math.prod(sizes) - 1))
+    # The innermost axis is within a box, the one around it goes over boxes, the rest over rows.
+    innermost = [axis for axis in active if axis != "pp"][-2:]
+    inside = innermost[-1:]
+    across = innermost[:-1]
+    down = [axis for axis in active if axis not in innermost]
+    rows = coordinates(degrees, down, MAX_ROWS)
+    boxes = coordinates(degrees, across, MAX_BOXES)
+    in_box = MAX_RANKS_IN_BOX if across or down else MAX_RANKS_IN_ONLY_BOX
+    columns = coordinates(degrees, inside, in_box)
 
-    def places(axes: Sequence[str], most: int) -> list[dict[str, int] | None]:
-        """Return positions along these axes; None stands for those left out."""
-        every = [
-            dict(zip(axes, place, strict=True))
-            for place in itertools.product(*(range(degrees[axis]) for axis in axes))
-        ]
-        return list(every) if len(every) <= most else [*every[: most - 2], None, every[-1]]
-
-    def called(place: dict[str, int] | None) -> str:
-        return (
-            "..."
-            if place is None
-            else ", ".join(f"{axis} {number}" for axis, number in place.items())
-        )
-
-    def rank(*where: dict[str, int] | None) -> str:
-        if None in where:
-            return ".."
-        return str(
-            sum(
-                number * strides[axis] for place in where if place for axis, number in place.items()
-            )
-        )
-
-    rows, boxes, slots = (
-        places(down, ROWS),
-        places(across, BOXES),
-        places(inside, IN_A_BOX if across or down else IN_THE_ONLY_BOX),
-    )
+    digits = len(str(math.prod(degrees.values()) - 1))
     cells = [
-        [" ".join(rank(row, box, slot).rjust(width) for slot in slots) for box in boxes]
+        [
+            " ".join(rank_at(degrees, row, box, column).rjust(digits) for column in columns)
+            for box in boxes
+        ]
         for row in rows
     ]
-    wide = max(
-        *(len(cell) for line in cells for cell in line), *(len(called(box)) for box in boxes)
-    )
-    left = max(len(called(row)) for row in rows)
-    border = f"  {'':{left}}  +{'+'.join('-' * (wide + 2) for _ in boxes)}+"
-    lines = (
-        [f"  {'':{left}}   {' '.join(called(box).center(wide + 2) for box in boxes)}".rstrip()]
-        if across
-        else []
-    )
+    in_line = [cell for line in cells for cell in line]
+    width = max(len(text) for text in [*in_line, *map(coordinate_name, boxes)])
+    margin = max(len(coordinate_name(row)) for row in rows)
+    border = f"  {'':{margin}}  +{'+'.join('-' * (width + 2) for _ in boxes)}+"
+
+    lines = []
+    if across:
+        names = " ".join(coordinate_name(box).center(width + 2) for box in boxes)
+        lines.append(f"  {'':{margin}}   {names}".rstrip())
     lines.append(border)
     for row, line in zip(rows, cells, strict=True):
         note = notes[row["pp"]] if notes and row and "pp" in row else ""
-        lines.append(
-            f"  {called(row):{left}}  |{'|'.join(f' {cell.center(wide)} ' for cell in line)}| "
-            f" {note}".rstrip()
-        )
-    places_of = {"rows": down, "boxes": across, "columns in a box" if across else "columns": inside}
-    said = [
-        f"{place}: {', '.join(f'{axis} ({WORDS[axis]})' for axis in axes)}"
-        for place, axes in places_of.items()
+        drawn = "|".join(f" {cell.center(width)} " for cell in line)
+        lines.append(f"  {coordinate_name(row):{margin}}  |{drawn}|  {note}".rstrip())
+    axes_of = {"rows": down, "boxes": across, "columns in a box" if across else "columns": inside}
+    legend = ", ".join(
+        f"{part}: {', '.join(f'{axis} ({WORDS[axis]})' for axis in axes)}"
+        for part, axes in axes_of.items()
         if axes
-    ]
-    lines.append(f"{border}  numbers are ranks; {', '.join(said)}")
+    )
+    lines.append(f"{border}  numbers are ranks; {legend}")
     return lines
+
+
+def coordinates(
+    degrees: Mapping[str, int], axes: Sequence[str], limit: int
+) -> list[Coordinate | None]:
+    """Return the coordinates along `axes`; None stands for those that are left out."""
+    indices = itertools.product(*(range(degrees[axis]) for axis in axes))
+    every = [dict(zip(axes, index, strict=True)) for index in indices]
+    if len(every) <= limit:
+        return list(every)
+    return [*every[: limit - 2], None, every[-1]]
+
+
+def coordinate_name(coordinate: Coordinate | None) -> str:
+    if coordinate is None:
+        return "..."
+    return ", ".join(f"{axis} {index}" for axis, index in coordinate.items())
+
+
+def rank_at(degrees: Mapping[str, int], *parts: Coordinate | None) -> str:
+    """Return the rank at a coordinate that is given in parts; ".." for one that is left out."""
+    coordinate: Coordinate = {}
+    for part in parts:
+        if part is None:
+            return ".."
+        coordinate |= part
+    rank = 0
+    for axis, degree in degrees.items():  # the last axis is the fastest
+        rank = rank * degree + coordinate.get(axis, 0)
+    return str(rank)
 
 
 def short_names(modules: Sequence[str]) -> str:
@@ -323,10 +348,11 @@ def short_names(modules: Sequence[str]) -> str:
         if name.startswith("layers."):
             layers.append(int(name.removeprefix("layers.")))
             continue
-        if layers:
-            words.append(
-                f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
-            )
-            layers = []
-        words += [name] if name else []
+        if len(layers) == 1:
+            words.append(f"layer {layers[0]}")
+        elif layers:
+            words.append(f"layers {layers[0]}-{layers[-1]}")
+        layers = []
+        if name:
+            words.append(name)
     return ", ".join(words)
