@@ -1,21 +1,22 @@
-"""Convert weights, tensor by tensor: from Hugging Face to a step, or from a step or a run to
-Hugging Face or torchtitan.
+"""Convert weights between a run's steps, Hugging Face's format and torchtitan's.
 
-    python -m titan_lite convert outputs/debug_model exported                 # the run's newest step, for transformers
-    python -m titan_lite convert Llama-3.1-8B initial                         # a step, for checkpoint.initial_load_path
-    python -m titan_lite convert outputs/debug_model theirs --to torchtitan   # a checkpoint of torchtitan, model only
+    titan-lite convert outputs/debug_model exported       # the newest step, for transformers
+    titan-lite convert Llama-3.1-8B initial               # a step, for checkpoint.initial_load_path
+    titan-lite convert outputs/debug_model theirs --to torchtitan     # the model only
 
 Nothing is overwritten. Until everything is on disk, the folder is called unfinished-TARGET-*; if
-the program is killed, delete it by hand. Memory: two tensors of a step, or those of one safetensors
-file.
+the program is killed, delete it by hand. Tensors are converted one by one: memory is needed for two
+tensors of a step, or those of one safetensors file.
 """
 
 import dataclasses
 import json
 import secrets
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ from titan_lite.data.tokenizer import TiktokenTokenizer, Tokenizer, load_tokeniz
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
 from titan_lite.logging import init_logging, logger
 from titan_lite.models.huggingface import config_to_hf, hf_names, to_hf
+
+DEFAULT_SHARD_GB = 5.0  # of a safetensors file
 
 
 def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:
@@ -75,9 +78,9 @@ def write_torchtitan(folder: Path, weights: Weights, dtype: torch.dtype | None =
 def _written_tensors(
     folder: Path, weights: Weights, fqns: Mapping[str, str], dtype: torch.dtype | None
 ) -> Iterator[Path]:
-    """Return a context with a folder that has the tensors as a checkpoint of DCP, as in `_whole`.
+    """Return a context with a folder, as in `_whole`, that has the tensors as a checkpoint of DCP.
 
-    fqns: by name there.
+    fqns: {name in the checkpoint: our name}.
     """
     planned = {
         name: torch.empty(weights.shapes[fqn], dtype=dtype or weights.dtypes[fqn], device="meta")
@@ -92,95 +95,119 @@ def _written_tensors(
         yield unfinished
 
 
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The files of a tokenizer that is copied beside weights."""
+
+    paths: Sequence[Path] = ()  # the tokenizer itself, then others
+    is_required: bool = False  # the user named it, so that it must be readable
+
+
 def write_hf(
     folder: Path,
     weights: Weights,
     dtype: torch.dtype | None = None,
     *,
-    tokenizer: Sequence[Path] = (),
-    asked_for: bool = False,
-    shard_bytes: float = 5e9,
+    tokenizer: TokenizerFiles = TokenizerFiles(),
+    shard_bytes: float = DEFAULT_SHARD_GB * 1e9,
 ) -> None:
     """Write a folder that transformers' from_pretrained opens. Raises ConfigError.
 
-    tokenizer: its file, and others to copy. asked_for: the user named it, so that it must be
-    readable.
+    shard_bytes: of a safetensors file, at most, but for a tensor that is larger.
     """
-    understood = _understand(weights, tokenizer[0], asked_for) if tokenizer else None
-    names = hf_names(weights.config)
-    dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in names}
-    sizes = {fqn: shape.numel() * dtypes[fqn].itemsize for fqn, shape in weights.shapes.items()}
-    shards: list[list[str]] = [[]]
-    for fqn in names:
-        if shards[-1] and sum(sizes[other] for other in shards[-1]) + sizes[fqn] > shard_bytes:
-            shards.append([])
-        shards[-1].append(fqn)
+    loaded = _load_tokenizer(weights, tokenizer) if tokenizer.paths else None
+    dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in hf_names(weights.config)}
+    sizes = {fqn: weights.shapes[fqn].numel() * dtypes[fqn].itemsize for fqn in dtypes}
     with _whole(folder, sum(sizes.values())) as unfinished:
-        known = (
-            {}
-            if understood is None
-            else {"bos_token_id": understood.bos_id, "eos_token_id": understood.eos_id}
-        )
-        special = {
-            key: id if id is not None else known.get(key)
-            for key, id in weights.special_tokens.items()
-        }
-        _write_json(
-            unfinished / "config.json",
-            config_to_hf(weights.config, dtypes["tok_embeddings.weight"]) | special,
-        )
-        _write_json(unfinished / "generation_config.json", special)
-        file_of: dict[str, str] = {}
-        for number, shard in enumerate(shards, 1):
-            file = (
-                "model.safetensors"
-                if len(shards) == 1
-                else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            )
-            tensors = {
-                names[fqn]: to_hf(fqn, weights.read(fqn), weights.config).to(dtypes[fqn])
-                for fqn in shard
-            }
-            save_file(tensors, unfinished / file, metadata={"format": "pt"})
-            shutil.copymode(
-                unfinished / "config.json", unfinished / file
-            )  # save_file lets the owner alone read it
-            del tensors  # before those of the next shard are read
-            file_of |= {names[fqn]: file for fqn in shard}
-            logger.info(
-                f"{file}: {len(shard)} tensors, {sum(sizes[fqn] for fqn in shard) / 1e9:.2f} GB"
-            )
+        _write_configs(unfinished, weights, dtypes["tok_embeddings.weight"], loaded)
+        _write_shards(unfinished, weights, dtypes, split_into_shards(sizes, shard_bytes))
+        _copy_tokenizer(unfinished, tokenizer.paths, loaded)
+
+
+def split_into_shards(sizes: Mapping[str, int], shard_bytes: float) -> list[list[str]]:
+    """Return the names of each file's tensors, in order, as many as fit into `shard_bytes`."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if shards[-1] and used + size > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def _write_configs(
+    folder: Path, weights: Weights, dtype: torch.dtype, tokenizer: Tokenizer | None
+) -> None:
+    """Write config.json and generation_config.json.
+
+    Special tokens that the weights do not name are the tokenizer's.
+    """
+    special_tokens = dict(weights.special_tokens)
+    if tokenizer is not None:
+        from_tokenizer = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        for key, token in special_tokens.items():
+            if token is None:
+                special_tokens[key] = from_tokenizer.get(key)
+    _write_json(folder / "config.json", config_to_hf(weights.config, dtype) | special_tokens)
+    _write_json(folder / "generation_config.json", special_tokens)
+
+
+def _write_shards(
+    folder: Path,
+    weights: Weights,
+    dtypes: Mapping[str, torch.dtype],
+    shards: Sequence[Sequence[str]],
+) -> None:
+    """Write the safetensors files, and the index of several."""
+    names = hf_names(weights.config)
+    file_of: dict[str, str] = {}  # by name in transformers
+    total_bytes = 0
+    for number, shard in enumerate(shards, 1):
+        file = "model.safetensors"
         if len(shards) > 1:
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
-            _write_json(unfinished / "model.safetensors.index.json", index)
-        _copy_tokenizer(unfinished, tokenizer, understood)
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {
+            names[fqn]: to_hf(fqn, weights.read(fqn), weights.config).to(dtypes[fqn])
+            for fqn in shard
+        }
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", folder / file)  # save_file's is the owner's alone
+        del tensors  # before those of the next file are read
+        for fqn in shard:
+            file_of[names[fqn]] = file
+        total_bytes += nbytes
+        logger.info(f"{file}: {len(shard)} tensors, {nbytes / 1e9:.2f} GB")
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
+        _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _understand(weights: Weights, path: Path, asked_for: bool) -> Tokenizer | None:
-    """Load a tokenizer, or warn and return None if it cannot be read.
+def _load_tokenizer(weights: Weights, files: TokenizerFiles) -> Tokenizer | None:
+    """Load a tokenizer, or warn and return None if it cannot be read and need not be.
 
     Raises ConfigError if it is not the model's.
     """
+    path = files.paths[0]
     try:
-        tokenizer = load_tokenizer(path, "--tokenizer" if asked_for else "tokenizer")
-    except ConfigError as error:
-        if asked_for:
+        tokenizer = load_tokenizer(path, "--tokenizer" if files.is_required else "tokenizer")
+    except ConfigError as error:  # such as SentencePiece's
+        if files.is_required:
             raise
-        logger.warning(
-            f"the tokenizer is copied unchanged, since it cannot be read: {error}"
-        )  # such as SentencePiece's
+        logger.warning(f"the tokenizer is copied unchanged, since it cannot be read: {error}")
         return None
     check_tokenizer(weights, path, tokenizer.vocab_size, tokenizer.sha256)
     return tokenizer
 
 
-def _copy_tokenizer(folder: Path, files: Sequence[Path], tokenizer: Tokenizer | None) -> None:
-    """Copy the files; for a file in tiktoken's format also write tokenizer.json, which transformers
-    reads.
-    """
-    for number, path in enumerate(files):
-        # The recipe's file may have any name; here it gets the one that transformers looks for.
-        name = path.name if number else f"tokenizer.{'json' if path.suffix == '.json' else 'model'}"
+def _copy_tokenizer(folder: Path, paths: Sequence[Path], tokenizer: Tokenizer | None) -> None:
+    """Copy the files, and write tokenizer.json of one in tiktoken's format, for transformers."""
+    for number, path in enumerate(paths):
+        name = path.name
+        if number == 0:  # it may have any name; transformers looks for these
+            name = "tokenizer.json" if path.suffix == ".json" else "tokenizer.model"
         shutil.copyfile(path, folder / name)
     if isinstance(tokenizer, TiktokenTokenizer):
         _write_json(folder / "tokenizer.json", to_json(tokenizer))
@@ -193,10 +220,10 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _whole(folder: Path, needed: int) -> Iterator[Path]:
-    """Return a context with a folder to fill with `needed` bytes, which is renamed when they are on
-    disk, or removed on failure.
+    """Return a context with a folder to fill with `needed` bytes.
 
-    Until then it has a unique name, so that only what was made here is deleted.
+    It gets its name when they are on disk, and is removed on failure. Until then it has a unique
+    name, so that only what was made here is deleted.
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists, and nothing is overwritten; use a new folder")
@@ -222,65 +249,82 @@ def _whole(folder: Path, needed: int) -> Iterator[Path]:
 
 @command()
 def main(arguments: Sequence[str]) -> None:
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("source", help="a step, a run's folder, or a Hugging Face folder")
-    add("target", type=Path, help="a new folder")
-    add(
-        "--to",
-        choices=("hf", "step", "torchtitan"),
-        help="the format to write (default: hf from a step, and a step from anything else)",
-    )
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="the dtype to write (default: as stored)",
-    )
-    where = (
-        "the model's tokenizer, a file or a folder that has one, to copy beside the weights"
-        " (default: that of SOURCE)"
-    )
-    add("--tokenizer", metavar="PATH", help=where)
-    add("--max-shard-size", type=float, metavar="GB", help="largest safetensors file (default 5)")
-    options = parser.parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     init_logging()
     if options.max_shard_size is not None and not options.max_shard_size > 0:  # nan is neither
         raise ConfigError(f"--max-shard-size {options.max_shard_size}: use GB above 0, such as 5")
     weights = open_weights(options.source, every_byte=True)
+    parameters = sum(shape.numel() for shape in weights.shapes.values())
+    logger.info(f"{weights.folder}: {weights.kind}, {parameters:,} parameters")
+    target = options.to or ("hf" if isinstance(weights, CheckpointFolder) else "step")
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    logger.info(
-        f"{weights.folder}: {weights.kind}, {sum(s.numel() for s in weights.shapes.values()):,}"
-        " parameters"
-    )
-    to = options.to or ("hf" if isinstance(weights, CheckpointFolder) else "step")
-    if to in ("step", "torchtitan"):
-        what = "a step" if to == "step" else "a checkpoint of torchtitan"
-        if options.tokenizer:
-            raise ConfigError(f"--tokenizer: {what} has none, the recipe names it; leave it out")
-        if options.max_shard_size is not None:
-            raise ConfigError(
-                f"--max-shard-size {options.max_shard_size}: {what} has a file for each tensor;"
-                " leave it out, or use --to hf"
-            )
-        write = write_step if to == "step" else write_torchtitan
-        write(options.target, weights, dtype)
+    if target == "hf":
+        convert_to_hf(options, weights, dtype)
     else:
-        asked_for = bool(options.tokenizer)
-        files = tokenizer_files(options.tokenizer) if asked_for else weights.tokenizer_files()
-        if asked_for and not files:
-            fix = " or ".join(TOKENIZER_FILES[:2])
-            raise ConfigError(
-                f"--tokenizer {options.tokenizer}: no such file; use a file, or a folder with {fix}"
-            )
-        shard_bytes = (options.max_shard_size or 5.0) * 1e9
-        write_hf(
-            options.target,
-            weights,
-            dtype,
-            tokenizer=files,
-            asked_for=asked_for,
-            shard_bytes=shard_bytes,
+        refuse_options_of_hf(
+            options, "a step" if target == "step" else "a checkpoint of torchtitan"
         )
-        if not files:
-            logger.warning("no tokenizer was copied; use --tokenizer PATH to copy one")
+        write = write_step if target == "step" else write_torchtitan
+        write(options.target, weights, dtype)
     logger.info(f"written to {options.target}")
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("source", help="a step, a run's folder, or a Hugging Face folder")
+    parser.add_argument("target", type=Path, help="a new folder")
+    parser.add_argument(
+        "--to",
+        choices=("hf", "step", "torchtitan"),
+        help="the format to write (default: hf from a step, and a step from anything else)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="the dtype to write (default: as stored)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help=(
+            "the model's tokenizer, a file or a folder that has one, to copy beside the weights"
+            " (default: that of SOURCE)"
+        ),
+    )
+    parser.add_argument(
+        "--max-shard-size", type=float, metavar="GB", help="largest safetensors file (default 5)"
+    )
+    return parser
+
+
+def convert_to_hf(options: Namespace, weights: Weights, dtype: torch.dtype | None) -> None:
+    """Write the weights, and the tokenizer that the user names or that lies beside them."""
+    paths = weights.tokenizer_files()
+    if options.tokenizer:
+        paths = tokenizer_files(options.tokenizer)
+        if not paths:
+            names = " or ".join(TOKENIZER_FILES[:2])
+            raise ConfigError(
+                f"--tokenizer {options.tokenizer}: no such file; use a file, or a folder with"
+                f" {names}"
+            )
+    write_hf(
+        options.target,
+        weights,
+        dtype,
+        tokenizer=TokenizerFiles(paths, is_required=bool(options.tokenizer)),
+        shard_bytes=(options.max_shard_size or DEFAULT_SHARD_GB) * 1e9,
+    )
+    if not paths:
+        logger.warning("no tokenizer was copied; use --tokenizer PATH to copy one")
+
+
+def refuse_options_of_hf(options: Namespace, target: str) -> None:
+    """Raise ConfigError for an option that only Hugging Face's format has. target: in words."""
+    if options.tokenizer:
+        raise ConfigError(f"--tokenizer: {target} has none, the recipe names it; leave it out")
+    if options.max_shard_size is not None:
+        raise ConfigError(
+            f"--max-shard-size {options.max_shard_size}: {target} has a file for each tensor;"
+            " leave it out, or use --to hf"
+        )

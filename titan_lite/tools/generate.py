@@ -1,12 +1,15 @@
 """Generate text from a checkpoint.
 
-python -m titan_lite generate outputs/debug_model --prompt "def main("
+titan-lite generate outputs/debug_model --prompt "def main("
 """
 
 import dataclasses
+import math
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -26,45 +29,49 @@ from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging
 from titan_lite.models.llama3 import Attention, Mask, ModelConfig, Transformer, rope_tables
 
+MAX_BYTES_OF_CHARACTER = 4  # in UTF-8
+
 
 class CachedAttention(Attention):
     """Attention with a cache of keys and values, for at most config.max_seq_len tokens."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.max_tokens, self.tokens = config.max_seq_len, 0
-        self.keys = self.values = torch.empty(0)
+        self.max_tokens = config.max_seq_len
+        self.tokens = 0  # in the cache
+        self.keys = torch.empty(0)  # (B, max_tokens, K, D) from the first call on
+        self.values = torch.empty(0)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask = None) -> Tensor:
         return super().forward(x, cos[self.tokens :], sin[self.tokens :], mask)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """Attend from q (B, t, H, D) to the cache and k, v (B, t, K, D), which join it -> (B, t, H,
-        D).
-        """
-        if not self.tokens:
-            self.keys, self.values = (
-                x.new_empty(x.shape[0], self.max_tokens, *x.shape[2:]) for x in (k, v)
-            )
-        before, self.tokens = self.tokens, self.tokens + k.shape[1]
-        self.keys[:, before : self.tokens], self.values[:, before : self.tokens] = k, v
-        if not before:
+        """Add k and v (B, t, K, D) to the cache, and attend from q (B, t, H, D) to all of it."""
+        if self.tokens == 0:
+            self.keys = k.new_empty(k.shape[0], self.max_tokens, *k.shape[2:])
+            self.values = v.new_empty(v.shape[0], self.max_tokens, *v.shape[2:])
+        past = self.tokens
+        self.tokens += k.shape[1]
+        self.keys[:, past : self.tokens] = k
+        self.values[:, past : self.tokens] = v
+        if past == 0:
             return super().attend(q, k, v, mask)
-        past = None  # a single token attends to all
+        causal = None  # a single token attends to all
         if q.shape[1] > 1:
-            past = torch.ones(q.shape[1], self.tokens, dtype=torch.bool, device=q.device).tril(
-                before
-            )
-        q, k, v = (
-            x.transpose(1, 2)
-            for x in (q, self.keys[:, : self.tokens], self.values[:, : self.tokens])
+            ones = torch.ones(q.shape[1], self.tokens, dtype=torch.bool, device=q.device)
+            causal = ones.tril(past)
+        keys = self.keys[:, : self.tokens].transpose(1, 2)
+        values = self.values[:, : self.tokens].transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values, causal, enable_gqa=True
         )
-        return F.scaled_dot_product_attention(q, k, v, past, enable_gqa=True).transpose(1, 2)
+        return out.transpose(1, 2)
 
 
 class Decoder(Transformer):
-    """Transformer with a cache: each call computes the next tokens only, at most config.max_seq_len
-    over all calls.
+    """Transformer with a cache: each call computes the next tokens only.
+
+    All calls together take at most config.max_seq_len tokens.
     """
 
     def __init__(self, config: ModelConfig):
@@ -103,22 +110,27 @@ def build_decoder(
     return decoder
 
 
-def sample(
-    logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int, top_p: float
-) -> int:
-    """Draw a token from logits (V,).
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn. Defaults are those of the command line."""
 
-    temperature 0: return the likeliest token, of equals the first.
-    """
-    if temperature == 0:
-        return int(logits.argmax())
-    logits, tokens = (logits / temperature).sort(descending=True, stable=True)
-    probabilities = logits.softmax(0)
-    keep = probabilities.cumsum(0) - probabilities < top_p  # includes the token that reaches top_p
-    keep[0] = True
-    if top_k:
-        keep[top_k:] = False
-    return int(tokens[torch.multinomial(probabilities * keep, 1, generator=generator)])
+    temperature: float = 0.8  # below 1 favors likely tokens; 0: the likeliest, of equals the first
+    top_k: int = 0  # only the likeliest tokens, so many; 0: all
+    top_p: float = 0.95  # only the likeliest tokens, up to this total probability
+    seed: int = 0
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
+        """Draw a token from logits (V,)."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        logits, tokens = (logits / self.temperature).sort(descending=True, stable=True)
+        probabilities = logits.softmax(0)
+        before = probabilities.cumsum(0) - probabilities
+        keep = before < self.top_p  # includes the token that reaches top_p
+        keep[0] = True
+        if self.top_k:
+            keep[self.top_k :] = False
+        return int(tokens[torch.multinomial(probabilities * keep, 1, generator=generator)])
 
 
 def generate(
@@ -128,39 +140,37 @@ def generate(
     max_new_tokens: int,
     stop: Collection[int],
     vocab_size: int,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 0.95,
-    seed: int = 0,
+    sampling: Sampling = Sampling(),
 ) -> Iterator[int]:
-    """Yield tokens below vocab_size that continue the prompt, up to and including the first one in
-    `stop`.
+    """Yield tokens below vocab_size that continue the prompt, the first in `stop` as the last.
 
     Draws on the CPU in float32, so that a seed has the same random numbers on every device.
     """
-    generator = torch.Generator().manual_seed(seed)
-    device, tokens = decoder.rope_cos.device, list(prompt)
+    generator = torch.Generator().manual_seed(sampling.seed)
+    device = decoder.rope_cos.device
+    tokens = list(prompt)
     for _ in range(max_new_tokens):
         logits = decoder(torch.tensor([tokens], device=device))[0, :vocab_size].float().cpu()
-        tokens = [sample(logits, generator, temperature=temperature, top_k=top_k, top_p=top_p)]
-        yield tokens[0]
-        if tokens[0] in stop:
+        token = sampling.draw(logits, generator)
+        yield token
+        if token in stop:
             return
+        tokens = [token]
 
 
 def text_of(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield pieces of text as their characters are complete: one may span several tokens."""
-    shown: list[
-        int
-    ] = []  # the last tokens yielded: the text of a token may depend on the one before
-    fresh: list[int] = []
+    previous: list[int] = []  # of the piece before: the text of a token may depend on it
+    pending: list[int] = []
+    text = ""
     for token in tokens:
-        fresh.append(token)
-        text = tokenizer.decode([*shown, *fresh])[len(tokenizer.decode(shown)) :]
-        if not text.endswith("\ufffd") or len(fresh) == 4:  # the most bytes of a character
+        pending.append(token)
+        text = tokenizer.decode([*previous, *pending])[len(tokenizer.decode(previous)) :]
+        if not text.endswith("\ufffd") or len(pending) == MAX_BYTES_OF_CHARACTER:
             yield text
-            shown, fresh = fresh, []
-    if fresh:
+            previous = pending
+            pending = []
+    if pending:
         yield text
 
 
@@ -169,15 +179,16 @@ def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
 
     Raises ConfigError if it is not the one of the model.
     """
-    files = weights.tokenizer_files()
-    found = [str(file) for file in files if file == files[0] or file.name in TOKENIZER_FILES[:2]]
-    if not find_spec("tokenizers"):  # needed for a .json
-        found.sort(key=lambda file: file.endswith(".json"))
-    path = path or next(iter(found), "")
     if not path:
-        raise ConfigError(
-            f"{weights.folder} has no tokenizer that can be read; use --tokenizer FILE"
-        )
+        files = weights.tokenizer_files()
+        readable = [file for file in files if file == files[0] or file.name in TOKENIZER_FILES[:2]]
+        if not find_spec("tokenizers"):  # needed for a .json
+            readable.sort(key=lambda file: file.suffix == ".json")
+        if not readable:
+            raise ConfigError(
+                f"{weights.folder} has no tokenizer that can be read; use --tokenizer FILE"
+            )
+        path = str(readable[0])
     tokenizer = load_tokenizer(path, "--tokenizer")
     check_tokenizer(weights, path, tokenizer.vocab_size, tokenizer.sha256)
     return tokenizer
@@ -185,13 +196,17 @@ def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
 
 def stop_tokens(weights: Weights, tokenizer: Tokenizer) -> set[int]:
     """Return the tokens that end a text, by the tokenizer and by the folder."""
-    ends = weights.special_tokens["eos_token_id"]
-    return {tokenizer.eos_id} | set(
-        ends if isinstance(ends, list) else [] if ends is None else [ends]
-    )
+    stop = {tokenizer.eos_id}
+    of_folder = weights.special_tokens["eos_token_id"]
+    if isinstance(of_folder, list):
+        stop.update(of_folder)
+    elif of_folder is not None:
+        stop.add(of_folder)
+    return stop
 
 
 def find_device(name: str) -> torch.device:
+    """Return the device, or for "" a GPU where there is one. Raises ConfigError."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device).cpu()  # there and back: meta keeps nothing
@@ -201,95 +216,126 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-@command()
-def main(arguments: Sequence[str]) -> None:
+def build_parser() -> Parser:
     parser = Parser(__doc__)
-    add, which = parser.add_argument, "(default %(default)s)"
-    add(
+    default = "(default %(default)s)"
+    parser.add_argument(
         "checkpoint",
         help="a run's folder (its newest whole step), a step, or a Hugging Face folder",
     )
-    add(
+    parser.add_argument(
         "--prompt",
         default="",
         metavar="TEXT",
         help="text to continue (default: none, the beginning of a document)",
     )
-    add(
+    parser.add_argument(
         "--max-new-tokens",
         type=int,
         default=128,
         metavar="N",
-        help=f"the most tokens to generate {which}",
+        help=f"the most tokens to generate {default}",
     )
-    likelier = f"below 1: favors likely tokens; 0: always takes the likeliest {which}"
-    add("--temperature", type=float, default=0.8, metavar="T", help=likelier)
-    add(
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=Sampling.temperature,
+        metavar="T",
+        help=f"below 1: favors likely tokens; 0: always takes the likeliest {default}",
+    )
+    parser.add_argument(
         "--top-k",
         type=int,
-        default=0,
+        default=Sampling.top_k,
         metavar="K",
-        help=f"only the K likeliest tokens; 0: all {which}",
+        help=f"only the K likeliest tokens; 0: all {default}",
     )
-    likeliest = f"only the likeliest tokens, up to a total probability of P {which}"
-    add("--top-p", type=float, default=0.95, metavar="P", help=likeliest)
-    add("--seed", type=int, default=0, metavar="N", help=f"seed of the random numbers {which}")
-    add(
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=Sampling.top_p,
+        metavar="P",
+        help=f"only the likeliest tokens, up to a total probability of P {default}",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=Sampling.seed,
+        metavar="N",
+        help=f"seed of the random numbers {default}",
+    )
+    parser.add_argument(
         "--device",
         default="",
         metavar="NAME",
         help="cpu, cuda, cuda:1 (default: a GPU where there is one)",
     )
-    add("--dtype", choices=("float32", "bfloat16"), help="(default: as stored)")
-    where = "in tiktoken's format, or a tokenizer.json (default: the recipe's, or the folder's)"
-    add("--tokenizer", default="", metavar="FILE", help=where)
-    options = parser.parse_args(arguments)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: as stored)")
+    parser.add_argument(
+        "--tokenizer",
+        default="",
+        metavar="FILE",
+        help="in tiktoken's format, or a tokenizer.json (default: the recipe's, or the folder's)",
+    )
+    return parser
+
+
+def check_options(options: Namespace) -> None:
+    """Raise ConfigError for a number that is out of range."""
+
+    def need(name: str, is_right: bool, expected: str) -> None:
+        if not is_right:
+            value = getattr(options, name)
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected {expected}")
+
+    need("max_new_tokens", options.max_new_tokens >= 1, "1 or more")
+    need("temperature", 0 <= options.temperature < math.inf, "0 or more")
+    need("top_k", options.top_k >= 0, "0 or more")
+    need("top_p", 0 < options.top_p <= 1, "above 0, at most 1")
+    need("seed", 0 <= options.seed < 2**63, "0 or more, below 2^63")
+
+
+@command()
+def main(arguments: Sequence[str]) -> None:
+    options = build_parser().parse_args(arguments)
     init_logging(stream=sys.stderr)  # the text alone is standard output
-    for name, fits, works in (
-        ("max_new_tokens", options.max_new_tokens >= 1, "1 or more"),
-        ("temperature", 0 <= options.temperature < float("inf"), "0 or more"),
-        ("top_k", options.top_k >= 0, "0 or more"),
-        ("top_p", 0 < options.top_p <= 1, "above 0, at most 1"),
-        ("seed", 0 <= options.seed < 2**63, "0 or more, below 2^63"),
-    ):
-        if not fits:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(options, name)}: expected {works}"
-            )
+    check_options(options)
     device = find_device(options.device)
     weights = open_weights(options.checkpoint, every_byte=True)
     tokenizer = find_tokenizer(weights, options.tokenizer)
     prompt = tokenizer.encode(options.prompt, bos=True)
-    dtype = (
-        getattr(torch, options.dtype) if options.dtype else weights.dtypes["tok_embeddings.weight"]
-    )
+    dtype = weights.dtypes["tok_embeddings.weight"]
+    if options.dtype:
+        dtype = getattr(torch, options.dtype)
     decoder = build_decoder(weights, len(prompt) + options.max_new_tokens, device, dtype)
     stop = stop_tokens(weights, tokenizer)
-    asked = {
-        name: getattr(options, name)
-        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    }
-    tokens = generate(decoder, prompt, stop=stop, vocab_size=tokenizer.vocab_size, **asked)
+    tokens = generate(
+        decoder,
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        stop=stop,
+        vocab_size=tokenizer.vocab_size,
+        sampling=Sampling(options.temperature, options.top_k, options.top_p, options.seed),
+    )
     print(
         f"{weights.folder}, {weights.kind}; {device}, {str(dtype).removeprefix('torch.')}",
         file=sys.stderr,
     )
     print(options.prompt, end="", flush=True)
-    started, drawn = time.perf_counter(), list[int]()
+    started = time.perf_counter()
+    drawn: list[int] = []
 
-    def shown() -> Iterator[int]:
+    def without_stop() -> Iterator[int]:
         for token in tokens:
             drawn.append(token)
             if token not in stop:
                 yield token
 
-    for text in text_of(shown(), tokenizer):
+    for text in text_of(without_stop(), tokenizer):
         print(text, end="", flush=True)
     print(flush=True)
     seconds = time.perf_counter() - started
-    end = (
-        f"ended by {tokenizer.decode(drawn[-1:])}"
-        if drawn[-1] in stop
-        else "stopped by --max-new-tokens"
-    )
-    print(f"{len(drawn)} tokens, {len(drawn) / seconds:.1f} a second, {end}", file=sys.stderr)
+    ending = "stopped by --max-new-tokens"
+    if drawn[-1] in stop:
+        ending = f"ended by {tokenizer.decode(drawn[-1:])}"
+    print(f"{len(drawn)} tokens, {len(drawn) / seconds:.1f} a second, {ending}", file=sys.stderr)

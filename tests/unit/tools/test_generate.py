@@ -22,9 +22,10 @@ from titan_lite.models.llama3 import ModelConfig, RopeScaling, Transformer
 from titan_lite.tools import convert
 from titan_lite.tools import generate as command
 from titan_lite.tools.convert import write_step
-from titan_lite.tools.generate import build_decoder, generate, sample, text_of
+from titan_lite.tools.generate import Sampling, build_decoder, generate, text_of
 
 TOKENIZER = Path(__file__).parents[3] / "assets/tokenizer/debug.model"
+LIKELIEST = Sampling(temperature=0)
 TINY = ModelConfig(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=2048, max_seq_len=512
 )
@@ -81,9 +82,8 @@ def test_the_likeliest_tokens_are_those_found_by_starting_over(folder):
     for _ in range(20):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
     decoder = build_decoder(weights, 64, torch.device("cpu"), torch.float32)
-    found = list(
-        generate(decoder, prompt, max_new_tokens=20, stop=(), vocab_size=2048, temperature=0)
-    )
+    options = dict(max_new_tokens=20, stop=(), vocab_size=2048, sampling=LIKELIEST)
+    found = list(generate(decoder, prompt, **options))
     assert found == tokens[3:]
 
 
@@ -95,10 +95,8 @@ LOGITS = torch.tensor([0.5, 0.1, 0.2, 0.15, 0.05]).log()
 def drawn(**options):
     """Tokens among 2,000 draws, and the share of each."""
     generator = torch.Generator().manual_seed(0)
-    tokens = [
-        sample(LOGITS, generator, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **options})
-        for _ in range(2000)
-    ]
+    sampling = Sampling(**{"temperature": 1.0, "top_p": 1.0, **options})
+    tokens = [sampling.draw(LOGITS, generator) for _ in range(2000)]
     return {token: tokens.count(token) / len(tokens) for token in sorted(set(tokens))}
 
 
@@ -135,7 +133,7 @@ class Scripted:
 
 
 def test_it_ends_with_the_text_or_when_enough_was_drawn():
-    options = dict(vocab_size=2048, temperature=0)
+    options = dict(vocab_size=2048, sampling=LIKELIEST)
     decoder = Scripted([7, 8, 2000, 9])
     assert list(generate(decoder, [1, 2], max_new_tokens=9, stop={2000, 5}, **options)) == [
         7,
@@ -149,18 +147,16 @@ def test_it_ends_with_the_text_or_when_enough_was_drawn():
 
 
 def test_a_token_that_the_tokenizer_does_not_have_is_never_drawn():
-    (token,) = generate(
-        Scripted([2047]), [1], max_new_tokens=1, stop=(), vocab_size=2000, temperature=1.0
-    )
+    options = dict(max_new_tokens=1, stop=(), vocab_size=2000, sampling=Sampling(temperature=1.0))
+    (token,) = generate(Scripted([2047]), [1], **options)
     assert token < 2000
 
 
 def test_a_seed_gives_a_text(folder):
     def text(seed):
         decoder = build_decoder(open_weights(folder), 64, torch.device("cpu"), torch.float32)
-        return list(
-            generate(decoder, [1, 2], max_new_tokens=20, stop=(), vocab_size=2048, seed=seed)
-        )
+        options = dict(max_new_tokens=20, stop=(), vocab_size=2048, sampling=Sampling(seed=seed))
+        return list(generate(decoder, [1, 2], **options))
 
     assert text(1) == text(1)
     assert text(1) != text(2)

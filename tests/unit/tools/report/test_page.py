@@ -13,9 +13,10 @@ import pytest
 
 from titan_lite.config import load_config, to_toml
 from titan_lite.metrics.run_files import RecordError
-from titan_lite.tools.report import page as report
-from titan_lite.tools.report.page import drawn, exposed_share, main, name_runs, page, thin
+from titan_lite.tools.report.page import main, name_runs, page
 from titan_lite.tools.report.run_record import read_run
+from titan_lite.tools.report.script_data import MAX_ROWS, script_data, thin
+from titan_lite.tools.report.sections import exposed_share
 
 ROOT = Path(__file__).parents[4]
 EVIL = "</script><script>alert('x')</script><img src=x onerror=alert(1)> {{data}} & \u2028"
@@ -343,7 +344,7 @@ def test_rows_without_any_value_or_a_number_that_json_lacks(run):
         run(metrics=[{"step": 0, "validation_loss": 8.0}, row(10, loss=None, grad_norm=None)]),
         "run",
     )
-    data = drawn(found, 0)
+    data = script_data(found, 0)
     assert data["values"]["validation_loss"] == [8.0, None]
     assert "loss" not in data["values"]
     assert "8.0000" in page([found])
@@ -353,10 +354,10 @@ def test_a_long_run_keeps_its_spikes(monkeypatch):
     rows = [{"step": step, "loss": 1.0, "tps": 5.0} for step in range(100_000)]
     rows[12_345]["loss"], rows[54_321]["tps"], rows[77_777]["validation_loss"] = 9.0, 0.1, 2.0
     kept = thin(rows)
-    assert len(kept) < report.MOST_ROWS
+    assert len(kept) < MAX_ROWS
     assert {0, 12_345, 54_321, 77_777, 99_999} <= {each["step"] for each in kept}
     assert [each["step"] for each in kept] == sorted(each["step"] for each in kept)
-    assert thin(rows[: report.MOST_ROWS]) == rows[: report.MOST_ROWS]
+    assert thin(rows[:MAX_ROWS]) == rows[:MAX_ROWS]
 
 
 # events.jsonl

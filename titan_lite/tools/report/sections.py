@@ -1,0 +1,326 @@
+"""The sections of the page, as HTML: results, sources, events, buckets, recipes."""
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from titan_lite.config import KEYS
+from titan_lite.tools.report.markup import (
+    large,
+    local_time,
+    milliseconds,
+    recipe_value,
+    row,
+    table,
+    text,
+)
+from titan_lite.tools.report.run_record import RunRecord
+
+COLORS = 6  # of runs, in page.html
+EVENT_WORDS = {
+    "start": "started",
+    "stop": "stopped",
+    "skip": "step skipped",
+    "slow": "slow rank",
+    "resume": "resumed",
+    "error": "failed",
+    "restart": "restarted",
+}
+
+
+# --- Results --------------------------------------------------------------------------------------
+
+
+def card(run: RunRecord, number: int) -> str:
+    """Return the results of a run; those without a value are left out."""
+    entries = "".join(
+        f"<dt>{text(name)}</dt><dd>{text(value)}</dd>"
+        for name, value in results(run).items()
+        if value
+    )
+    description = text(run.recipe.get("job.description", ""))
+    return (
+        f'<section class="card" style="--run: var(--c{number % COLORS})"><h3>{text(run.name)}</h3>'
+        f'<div class="muted">{description}</div><dl>{entries}</dl></section>'
+    )
+
+
+def results(run: RunRecord) -> dict[str, str]:
+    """Return the results of a run in words, by name; "" for those that it has not."""
+    last = run.rows[-1]
+    return {
+        "steps": steps_done(run),
+        "tokens": large(last["tokens"]),
+        "loss": newest(run, "loss"),
+        "validation loss": validation_loss(run),
+        "tokens per second and device": median(run, "tps", "{:,.0f}"),
+        "MFU": median(run, "mfu", "{:.1f}%"),
+        "waiting for data": median(run, "data_wait", "{:.1f}%"),
+        "peak memory": largest(run, "memory_gib", "{:.2f} GiB"),
+        "exposed (estimated)": exposed_share(run.compile_reports),
+        "steps skipped": largest(run, "skipped_steps", "{:,.0f}"),
+        "training time": training_time(last["hours"]),
+        "started": first_start(run),
+        "resumed": times_resumed(run),
+    }
+
+
+def newest(run: RunRecord, name: str) -> str:
+    values = run.column(name)
+    return f"{values[-1]:.4f}" if values else ""
+
+
+def median(run: RunRecord, name: str, form: str) -> str:
+    values = run.column(name)
+    return form.format(statistics.median(values)) if values else ""
+
+
+def largest(run: RunRecord, name: str, form: str) -> str:
+    values = run.column(name)
+    return form.format(max(values)) if values else ""
+
+
+def steps_done(run: RunRecord) -> str:
+    done = f"{run.rows[-1]['step']:,}"
+    steps = run.recipe.get("training.steps")
+    return f"{done} of {steps:,}" if type(steps) is int else done
+
+
+def validation_loss(run: RunRecord) -> str:
+    losses = run.column("validation_loss")
+    if losses and min(losses) < losses[-1]:
+        return f"{losses[-1]:.4f} (best {min(losses):.4f})"
+    return newest(run, "validation_loss")
+
+
+def training_time(hours: float) -> str:
+    return f"{hours:.2f} h" if hours > 2 else f"{60 * hours:.1f} min"
+
+
+def first_start(run: RunRecord) -> str:
+    for event in run.events:
+        if event["event"] in ("start", "resume") and local_time(event):
+            return local_time(event)[: len("2026-01-31 12:00")]
+    return ""
+
+
+def times_resumed(run: RunRecord) -> str:
+    count = sum(event["event"] == "resume" for event in run.events)
+    if count == 0:
+        return ""
+    return "1 time" if count == 1 else f"{count} times"
+
+
+def exposed_share(reports: Iterable[Mapping[str, Any]]) -> str:
+    """Return how long only communication runs in forward and backward, of how long they take.
+
+    Over all pipeline ranks (compile.json); "" if there is no communication.
+    """
+    exposed = 0.0
+    communication = 0.0
+    seconds = 0.0
+    for report in reports:
+        timeline = report.get("timeline")
+        if timeline and report.get("graph") != "inference":
+            exposed += timeline.get("waited", timeline["exposed"])
+            communication += timeline["communication"]
+            seconds += timeline["seconds"]
+    if not communication and not exposed:
+        return ""
+    return f"{milliseconds(exposed)} of {milliseconds(seconds)} ms"
+
+
+# --- Sources of a mixture -------------------------------------------------------------------------
+
+
+def sources(runs: Sequence[RunRecord]) -> str:
+    """Return the table of tokens and losses of each source of a mixture."""
+    rows = [line for run in runs for line in source_rows(run, named=len(runs) > 1)]
+    if not rows:
+        return ""
+    titles = ["source", "tokens", "share", "loss", "validation loss"]
+    head = row("th", ["run", *titles] if len(runs) > 1 else titles)
+    return f"<h2>Sources</h2>{table(head, rows)}"
+
+
+def source_rows(run: RunRecord, *, named: bool) -> list[str]:
+    """Return a row for each source of a run. named: with the run's name."""
+    prefix = "tokens_by_source/"
+    keys = dict.fromkeys(itertools.chain(*run.rows))  # of all rows, in their order
+    names = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+    tokens = {name: run.column(prefix + name)[-1] for name in names if run.column(prefix + name)}
+    total = sum(tokens.values()) or 1
+    rows = []
+    for name, count in tokens.items():
+        cells = [
+            name,
+            large(count),
+            f"{100 * count / total:.1f}%",
+            newest(run, f"loss_by_source/{name}"),
+            newest(run, f"validation_loss_by_source/{name}"),
+        ]
+        classes = ["", "figure", "figure", "figure", "figure"]
+        if named:
+            cells = [run.name, *cells]
+            classes = ["name", *classes]
+        rows.append(row("td", cells, classes))
+    return rows
+
+
+# --- Events ---------------------------------------------------------------------------------------
+
+
+def events(runs: Sequence[RunRecord]) -> str:
+    """Return the table of starts, faults and resumes, and a line of the steps saved."""
+    rows = [line for run in runs for line in event_rows(run, named=len(runs) > 1)]
+    saved = [saved_steps(run) for run in runs]
+    if not rows and not any(saved):
+        return ""
+    titles = ["step", "what", "when", ""]
+    classes = ["figure", "", "wide", ""]
+    if len(runs) > 1:
+        titles = ["run", *titles]
+        classes = ["", *classes]
+    lines = "".join(f'<p class="muted">{line}</p>' for line in saved if line)
+    return f"<h2>Starts, faults and resumes</h2>{table(row('th', titles, classes), rows)}{lines}"
+
+
+def event_rows(run: RunRecord, *, named: bool) -> list[str]:
+    """Return a row for each event of a run. named: with the run's name."""
+    rows = []
+    for event in run.events:
+        if event["event"] == "checkpoint":
+            continue
+        cells = [
+            f"{event['step']:,}",
+            EVENT_WORDS.get(event["event"], event["event"]),
+            local_time(event),
+            str(event.get("text", "")),
+        ]
+        classes = ["figure", "whole", "wide whole", "lines"]
+        if named:
+            cells = [run.name, *cells]
+            classes = ["name", *classes]
+        rows.append(row("td", cells, classes))
+    return rows
+
+
+def saved_steps(run: RunRecord) -> str:
+    steps = sorted({event["step"] for event in run.events if event["event"] == "checkpoint"})
+    if not steps:
+        return ""
+    return f"{text(run.name)}: checkpoints of steps {', '.join(f'{step:,}' for step in steps)}"
+
+
+# --- Buckets --------------------------------------------------------------------------------------
+
+
+def buckets(runs: Sequence[RunRecord]) -> str:
+    """Return the timelines of compiled graphs, and the tables of their collectives."""
+    parts = []
+    for number, run in enumerate(runs):
+        if not run.compile_reports:
+            continue
+        parts.append(f"<h3>{text(run.name)}</h3>")
+        for index, timeline in enumerate(run.timelines):
+            parts.append(timeline_figure(run, timeline, f"timeline-{number}-{index}"))
+        parts += map(collectives, run.compile_reports)
+    if not parts:
+        return ""
+    legend = ""
+    if any(run.timelines for run in runs):
+        legend = (
+            '<p class="muted">Estimated for one pass: computation, and communication along each'
+            " mesh axis; in red communication without computation.</p>"
+        )
+    return f"<h2>Buckets</h2>{legend}{''.join(parts)}"
+
+
+def timeline_figure(run: RunRecord, timeline: Mapping[str, Any], name: str) -> str:
+    """Return the frame in which the script draws a timeline."""
+    lanes = timeline["lanes"]
+    title = text(timeline["title"])
+    return (
+        f'<figure><p class="muted">{title}, from above: {text(", ".join(lanes))}</p>'
+        f'<svg id="{name}" height="{36 + 32 * len(lanes)}" role="img"'
+        f' aria-label="timeline of {text(run.name)}, {title}"></svg>'
+        '<figcaption class="readout"></figcaption></figure>'
+    )
+
+
+def collectives(report: Mapping[str, Any]) -> str:
+    """Return the table of a graph's collectives of parameters after bucketing."""
+    counts = Counter(collective["kind"] for collective in report["after"])
+    merged = ", ".join(
+        f"{before} {kind} → {counts[kind]}" for kind, before in report["before"].items()
+    )
+    rank = report.get("pp_rank")
+    stage = "" if rank is None else f"pipeline rank {rank}, "
+    summary = f"{stage}{report['graph']}: {merged or 'no collectives of parameters'}"
+    titles = ["kind", "parameters", "MiB", "ms", "under, ms", "exposed, ms"]
+    classes = ["", "", "figure", "figure", "figure wide", "figure"]
+    rows = []
+    for collective in report["after"]:
+        cells = [
+            collective["kind"],
+            parameters_in_short(collective["fqns"]),
+            f"{collective['nbytes'] / 2**20:,.2f}",
+            milliseconds(collective.get("seconds")),
+            milliseconds(collective.get("under")),
+            milliseconds(collective.get("exposed")),
+        ]
+        rows.append(row("td", cells, classes))
+    head = row("th", titles, classes)
+    return f"<details><summary>{text(summary)}</summary>{table(head, rows)}</details>"
+
+
+def parameters_in_short(fqns: Sequence[str]) -> str:
+    if len(fqns) > 1:
+        return f"{fqns[0]} and {len(fqns) - 1} more"
+    return "".join(fqns)
+
+
+# --- Recipes --------------------------------------------------------------------------------------
+
+
+def recipes(runs: Sequence[RunRecord]) -> str:
+    """Return a table of the keys that say something, and one of all keys.
+
+    Of several runs, those in which they differ; of a single one, those that are not the default.
+    """
+    runs = [run for run in runs if run.recipe]
+    if not runs:
+        return ""
+    known = [key for key in KEYS if any(key in run.recipe for run in runs)]
+    others = {key for run in runs for key in run.recipe} - KEYS.keys()  # of another version
+    keys = [*known, *sorted(others)]
+    if len(runs) > 1:
+        chosen = [key for key in keys if differs(key, runs)]
+        title = "Differences of the recipes" if chosen else "The recipes are the same"
+    else:
+        chosen = [key for key in keys if runs[0].recipe[key] != default_of(key)]
+        title = "The recipe, without defaults"
+    every_key = f"<details><summary>every key</summary>{recipe_table(keys, runs)}</details>"
+    return f"<h2>{title}</h2>{recipe_table(chosen, runs)}{every_key}"
+
+
+def differs(key: str, runs: Sequence[RunRecord]) -> bool:
+    if key == "job.dump_folder":
+        return False
+    return len({recipe_value(run.recipe.get(key)) for run in runs}) > 1
+
+
+def default_of(key: str) -> object:
+    """Return the default of a key in the types of JSON; None for one that there is not."""
+    if key not in KEYS:
+        return None
+    default = KEYS[key].default
+    return list(default) if isinstance(default, tuple) else default
+
+
+def recipe_table(keys: Sequence[str], runs: Sequence[RunRecord]) -> str:
+    head = row("th", ["key", *(run.name for run in runs)])
+    rows = [row("td", [key, *(recipe_value(run.recipe.get(key)) for run in runs)]) for key in keys]
+    return table(head, rows)
