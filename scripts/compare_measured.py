@@ -3,16 +3,18 @@ small models in several layouts.
 
     python scripts/compare_measured.py                        # all; some minutes
     python scripts/compare_measured.py --layouts "FSDP 2"     # those whose name has this in it
-    python scripts/compare_measured.py --keep found.json      # measured once, and read from there when it is planned again
+    python scripts/compare_measured.py --keep measured.json   # measured once, then read from there
 
 Each layout is a world of fresh processes that build the trainer of the debug recipe and run its
 steps, over gloo with one thread each. In turn with the steps, the same processes measure what this
 machine reaches meanwhile: large products, attention, memory, links. From these numbers and the
 recipe alone the step is then planned; nothing is fitted to a step.
 
-    seconds    of a step: planned from the medians of what the rounds measured; measured, the median of all steps
-    MB         of tensors on the rank that has most, at the peak of a step, parameters and optimizer state included, as the
-               allocator counts them; planned without the reserves for what no tensor has
+    seconds    of a step: planned from the medians of what the rounds measured; measured, the median
+               of all steps
+    MB         of tensors on the rank that has most, at the peak of a step, parameters and optimizer
+               state included, as the allocator counts them; planned without the reserves for what
+               no tensor has
 """
 
 import argparse
@@ -26,7 +28,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,11 +42,11 @@ from torch import Tensor
 from titan_lite.config import load_config
 from titan_lite.cost.collectives import all_gather_single
 from titan_lite.cost.machine import GB, Link, Machine
-from titan_lite.cost.measure import find_machine, fit_link, seconds_of, times_of
+from titan_lite.cost.measure import find_machine, fit_ring, seconds_of, times_of
 from titan_lite.cost.profiles import machine_from
 from titan_lite.models.llama3 import ModelConfig
 from titan_lite.tools.plan.command import lay_out
-from titan_lite.tools.plan.summary import make_plan
+from titan_lite.tools.plan.plan import make_plan
 from titan_lite.trainer import Trainer
 
 CACHES = 2**26  # bytes: more than the caches of a core
@@ -81,12 +82,26 @@ WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Measured:
-    """seconds: of each step; peak: bytes; figures: what `measure` says, in each round."""
+class Speeds:
+    """What a rank reaches."""
 
-    seconds: list[float]
-    peak: int
-    figures: list[dict[str, float]]
+    matmul: float  # FLOP/s, forward and backward
+    attention: float  # the same
+    memory: float  # bytes per second, read and written
+    launch: float  # seconds of an operator
+    # Of an all-gather over all ranks, as a ring; 0 with one rank.
+    latency: float = 0.0  # seconds per hop
+    bandwidth: float = 0.0  # bytes per second and rank
+    reduction: float = 1.0  # time of a reduce-scatter divided by that of an all-gather
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank measured."""
+
+    seconds: list[float]  # of each step
+    peak: int  # bytes
+    speeds: list[Speeds]  # in each round
     machine: Machine
 
 
@@ -100,92 +115,125 @@ class Shapes:
     tp: int  # ranks that share the model's matrices and heads
     dtype: torch.dtype
 
+    @property
+    def all_tokens(self) -> int:
+        return self.sequences * self.tokens
 
-def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict[str, float]:
-    """Measure what the ranks reach, in about 10 x `seconds`. A collective; the slowest rank counts.
+    @property
+    def hidden(self) -> int:
+        return self.model.hidden_dim // self.tp
 
-    matmul, attention        FLOP/s, forward and backward
-    memory                   bytes per second, read and written by pointwise operators on as many tensors as no cache holds
-    launch                   seconds of an operator on one element, with a view before and after it
-    latency, bandwidth       all-gather over all ranks, as a ring: seconds per hop, bytes per second and rank
-    reduction                reduce-scatter time divided by all-gather time, for the same bytes
-    """
-    model, tp, dtype = shapes.model, shapes.tp, shapes.dtype
-    rows, hidden, head = shapes.sequences * shapes.tokens, model.hidden_dim // tp, model.head_dim
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=dtype, device=device)
-
-    x, w, gradient = random(rows, model.dim), random(hidden, model.dim), random(rows, hidden)
-    products = seconds_of(lambda: (x @ w.T, gradient @ w, gradient.T @ x), device, seconds)
-    q = random(shapes.sequences, max(1, model.n_heads // tp), shapes.tokens, head).requires_grad_()
-    k, v = (
-        random(
-            shapes.sequences, max(1, model.n_kv_heads // tp), shapes.tokens, head
-        ).requires_grad_()
-        for _ in range(2)
+def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> Speeds:
+    """Measure what the slowest rank reaches, in about 10 x `seconds`. A collective."""
+    slowest = torch.tensor(
+        [
+            product_flops(shapes, device, seconds),
+            attention_flops(shapes, device, seconds),
+            memory_bandwidth(shapes, device, seconds),
+            -operator_seconds(shapes.dtype, device, seconds / 5),  # the largest counts
+        ],
+        dtype=torch.float64,
+        device=device,
     )
+    if dist.get_world_size() == 1:
+        matmul, attention, memory, launch = slowest.tolist()
+        return Speeds(matmul, attention, memory, -launch)
+    dist.all_reduce(slowest, dist.ReduceOp.MIN)
+    matmul, attention, memory, launch = slowest.tolist()
+    gather = times_of(all_gather_single, device)
+    reduce = times_of(lambda full, shard: reduce_scatter_single(shard, full), device)
+    ring = fit_ring(gather)
+    return Speeds(
+        matmul,
+        attention,
+        memory,
+        -launch,
+        latency=ring.latency,
+        bandwidth=ring.bandwidth,
+        reduction=sum(reduce) / sum(gather),
+    )
+
+
+def product_flops(shapes: Shapes, device: torch.device, seconds: float) -> float:
+    """Measure the FLOP/s of a feed-forward's product, forward and backward."""
+    dim = shapes.model.dim
+    x = random_tensor(shapes, device, shapes.all_tokens, dim)
+    weight = random_tensor(shapes, device, shapes.hidden, dim)
+    gradient = random_tensor(shapes, device, shapes.all_tokens, shapes.hidden)
+    taken = seconds_of(lambda: (x @ weight.T, gradient @ weight, gradient.T @ x), device, seconds)
+    return 3 * 2 * shapes.all_tokens * dim * shapes.hidden / taken
+
+
+def attention_flops(shapes: Shapes, device: torch.device, seconds: float) -> float:
+    """Measure the FLOP/s of causal attention, forward and backward."""
+    model = shapes.model
+    heads = max(1, model.n_heads // shapes.tp)
+    kv_heads = max(1, model.n_kv_heads // shapes.tp)
+
+    def random_heads(count: int) -> Tensor:
+        size = (shapes.sequences, count, shapes.tokens, model.head_dim)
+        return random_tensor(shapes, device, *size).requires_grad_()
+
+    q, k, v = random_heads(heads), random_heads(kv_heads), random_heads(kv_heads)
     upstream = torch.ones_like(q)
 
     def attend() -> None:
-        torch.autograd.grad(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
-            (q, k, v),
-            upstream,
-        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        torch.autograd.grad(attended, (q, k, v), upstream)
 
-    attention = seconds_of(attend, device, seconds)
-    gradients = [gradient, *(random(rows, hidden) for _ in range(CACHES // gradient.nbytes))]
-    # Results are kept, as in a step's heap. glibc returns others to the system, whose new pages
-    # would be measured instead.
-    results = [[torch.empty_like(each) for each in gradients] for _ in range(2)]
+    taken = seconds_of(attend, device, seconds)
+    # Two products forward, five backward, each half (causal).
+    return 7 * 2 * q.numel() * shapes.tokens / 2 / taken
+
+
+def memory_bandwidth(shapes: Shapes, device: torch.device, seconds: float) -> float:
+    """Measure the bytes per second that pointwise operators read and write.
+
+    They work on as many tensors as no cache holds. Results are kept, as in a step's heap: glibc
+    returns others to the system, whose new pages would be measured instead.
+    """
+    first = random_tensor(shapes, device, shapes.all_tokens, shapes.hidden)
+    others = CACHES // first.nbytes
+    inputs = [first] + [torch.randn_like(first) for _ in range(others)]
+    gates = [torch.empty_like(first) for _ in inputs]
+    products = [torch.empty_like(first) for _ in inputs]
 
     def gate() -> None:
-        for each, gated, product in zip(gradients, *results, strict=True):
-            torch.mul(torch.sigmoid(each, out=gated), each, out=product)
+        for x, gated, product in zip(inputs, gates, products, strict=True):
+            torch.mul(torch.sigmoid(x, out=gated), x, out=product)
 
-    pointwise = seconds_of(gate, device, seconds) / len(gradients)
+    taken = seconds_of(gate, device, seconds) / len(inputs)
+    return 5 * first.nbytes / taken
+
+
+def operator_seconds(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
+    """Measure the seconds of an operator on one element, with a view before and after it."""
     one = torch.ones(1, dtype=dtype, device=device)
-    found = {
-        "matmul": 3 * 2 * rows * model.dim * hidden / products,
-        "attention": (
-            7 * 2 * q.numel() * shapes.tokens / 2 / attention
-        ),  # two products forward, five backward, each half (causal)
-        "memory": 5 * gradient.nbytes / pointwise,
-        # negative: the largest counts
-        "launch": (
-            -seconds_of(
-                lambda: [(one.view(1, 1) + one).view(1) for _ in range(100)], device, seconds / 5
-            )
-            / 100
-        ),
-    }
-    figures = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(figures, dist.ReduceOp.MIN)
-    found = dict(zip(found, figures.tolist(), strict=True))
-    found["launch"] *= -1
-    if dist.get_world_size() == 1:
-        return found
-    gathers = times_of(all_gather_single, device)
-    reduces = times_of(lambda full, shard: reduce_scatter_single(shard, full), device)
-    return found | fit_link(gathers) | {"reduction": sum(reduces) / sum(gathers)}
+
+    def add_often() -> None:
+        for _ in range(100):
+            (one.view(1, 1) + one).view(1)
+
+    return seconds_of(add_often, device, seconds) / 100
+
+
+def random_tensor(shapes: Shapes, device: torch.device, *size: int) -> Tensor:
+    return torch.randn(*size, dtype=shapes.dtype, device=device)
 
 
 def rank_main(
-    pipe: Connection, rank: int, ranks: int, store: str, overrides: str, rounds: int, steps: int
+    pipe: Connection, rank: int, ranks: int, port: str, overrides: str, rounds: int, steps: int
 ) -> None:
-    count_all = ctypes.c_bool.in_dll(
-        ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_report_cpu_memory_usage"
-    )
+    libtorch = ctypes.CDLL(torch._C.__file__)
+    count_all = ctypes.c_bool.in_dll(libtorch, "FLAGS_caffe2_report_cpu_memory_usage")
     count_all.value = True  # before the first tensor, as in benchmark_fsdp.py
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store}
+    os.environ["RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = str(ranks)
+    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = port
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(
             RECIPE, [*COMMON.split(), *overrides.split(), f"--job.dump_folder={folder}"]
@@ -214,49 +262,48 @@ def rank_main(
             layout.degrees["tp"],
             torch.float32,
         )
-        figures, seconds = [], []
+        speeds: list[Speeds] = []
+        seconds: list[float] = []
         for _ in range(rounds):
-            figures.append(measure(shapes, device))
+            speeds.append(measure(shapes, device))
             gc.collect()
             dist.barrier()
             for _ in range(steps):
                 start = time.perf_counter()
                 step()
                 seconds.append(time.perf_counter() - start)
-        pipe.send(Measured(seconds, peak, figures, machine))
+        pipe.send(Measured(seconds, peak, speeds, machine))
         trainer.watchdog.disable()
         dist.barrier()
         dist.destroy_process_group()
 
 
 def run(ranks: int, overrides: str, rounds: int, steps: int) -> dict[str, Any]:
-    """Seconds of a step, bytes of the rank that has most, the machine as its ranks found it, and
-    what they measured meanwhile.
-    """
+    """Train a layout. Return its seconds and bytes, and what it is planned from, as JSON."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = start_world(rank_main, ranks, Path(str(port)), overrides, rounds, steps)
-    found: list[Measured] = world.receive()
+    of_ranks: list[Measured] = world.receive()
     for process in world.processes:
         process.join()
-    first = found[0]
+    first = of_ranks[0]
+    rounds_of_first = [dataclasses.asdict(speeds) for speeds in first.speeds]
     reached = {
-        key: statistics.median(each[key] for each in first.figures) for key in first.figures[0]
+        name: statistics.median(speeds[name] for speeds in rounds_of_first)
+        for name in rounds_of_first[0]
     }
-    machine = {
-        key: value for key, value in dataclasses.asdict(first.machine).items() if key != "like"
-    }  # as in a machine's file
-    peak = max(each.peak for each in found)
+    machine = dataclasses.asdict(first.machine)
+    del machine["like"]  # as in a machine's file
     return {
         "seconds": statistics.median(first.seconds),
-        "peak": peak,
+        "peak": max(measured.peak for measured in of_ranks),
         "reached": reached,
         "machine": machine,
     }
 
 
-def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtype) -> Machine:
+def calibrated(machine: Machine, reached: Speeds, dtype: torch.dtype) -> Machine:
     """Return a CPU's machine with the measured speeds in `dtype`.
 
     A CPU has no datasheet: its peaks are measured, too.
@@ -264,20 +311,41 @@ def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtyp
     name = str(dtype).removeprefix("torch.")
     machine = dataclasses.replace(
         machine,
-        tflops={**machine.tflops, name: reached["matmul"] / 1e12},
-        memory_bandwidth=reached["memory"] / GB,
-        launch=1e6 * reached["launch"],
-        reduction=reached["reduction"],
+        tflops={**machine.tflops, name: reached.matmul / 1e12},
+        memory_bandwidth=reached.memory / GB,
+        launch=1e6 * reached.launch,
+        reduction=reached.reduction,
     )
-    latency = 1e6 * reached["latency"]
-    link = Link(reached["bandwidth"] / GB / machine.link_efficiency, latency)
+    latency = 1e6 * reached.latency
+    link = Link(reached.bandwidth / GB / machine.link_efficiency, latency)
     return dataclasses.replace(
         machine,
-        attention_efficiency=min(1.0, reached["attention"] / machine.flops(dtype)),
+        attention_efficiency=min(1.0, reached.attention / machine.flops(dtype)),
         intra_node=link,
         inter_node=link,
         collective_launch=latency,
     )
+
+
+def compared_row(
+    name: str, ranks: int, overrides: str, measured: dict[str, Any], *, show: bool
+) -> str:
+    """Plan a layout on the measured machine. Return a row of the table; show: and its parts."""
+    reached = Speeds(**measured["reached"])
+    machine = calibrated(machine_from(measured["machine"], name), reached, torch.float32)
+    config = load_config(RECIPE, [*COMMON.split(), *overrides.split()])
+    plan = make_plan(lay_out(config, ranks), [machine])
+    planned = plan.nominal.seconds
+    seconds = measured["seconds"]
+    expected = plan.memory.peak
+    peak = measured["peak"]
+    row = (
+        f"| {name} | {ranks} | {planned:.3f} | {seconds:.3f} | {planned / seconds:.2f} |"
+        f" {expected / 1e6:.1f} | {peak / 1e6:.1f} | {expected / peak:.2f} |"
+    )
+    if show:
+        row = f"{row}\n{reached}\n{plan.nominal.parts}\n{plan.memory}"
+    return row
 
 
 def main() -> int:
@@ -311,22 +379,7 @@ def main() -> int:
     print("| layout | ranks | s planned | measured | ratio | MB planned | measured | ratio |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|", flush=True)
     for name, (ranks, overrides) in wanted.items():
-        found = kept[name]
-        machine = calibrated(machine_from(found["machine"], name), found["reached"], torch.float32)
-        config = load_config(RECIPE, [*COMMON.split(), *overrides.split()])
-        plan = make_plan(lay_out(config, ranks), [machine])
-        (planned, seconds), (expected, peak) = (
-            (plan.steps[0].seconds, found["seconds"]),
-            (plan.memory.peak, found["peak"]),
-        )
-        times = f"{planned:.3f} | {seconds:.3f} | {planned / seconds:.2f}"
-        print(
-            f"| {name} | {ranks} | {times} | {expected / 1e6:.1f} | {peak / 1e6:.1f} |"
-            f" {expected / peak:.2f} |",
-            flush=True,
-        )
-        if arguments.show:
-            print(found["reached"], dict(plan.steps[0].parts), plan.memory, sep="\n", flush=True)
+        print(compared_row(name, ranks, overrides, kept[name], show=arguments.show), flush=True)
     return 0
 
 

@@ -13,9 +13,10 @@ ranks, which was the default then. Its runs are planned with its model: keys and
 query head, complex rotary embeddings, and in 2024 an RMSNorm of several operators, torch's
 loss_parallel, and pipelines that keep outputs.
 
-    tok/s      a second and GPU: planned (slow to fast), published, stated / published
-    GiB        what CUDA's allocator reserves on the rank that needs most: planned, published; of torchtitan's FSDP2 runs,
-               planned is with what they keep beside this project's (`kept_by_theirs`)
+    tok/s      a second and GPU: planned (slow to fast), published, nominal / published
+    GiB        what CUDA's allocator reserves on the rank that needs most: planned, published; of
+               torchtitan's FSDP2 runs, planned is with what they keep beside this project's
+               (`kept_by_theirs`)
 """
 
 import argparse
@@ -25,7 +26,7 @@ import math
 import multiprocessing as mp
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,14 +43,18 @@ from titan_lite.cost.machine import GIB, Machine
 from titan_lite.cost.profiles import load_machine, machine_from
 from titan_lite.models.llama3 import Attention, RMSNorm, flops_per_token
 from titan_lite.models.loss import VocabularyShard, all_reduce
+from titan_lite.tools.plan.allocator import CachingAllocator
 from titan_lite.tools.plan.command import lay_out
-from titan_lite.tools.plan.memory import Held, Replay
+from titan_lite.tools.plan.memory import Allocation, Replay
+from titan_lite.tools.plan.plan import Plan, make_plan
 from titan_lite.tools.plan.published import RATIOS
-from titan_lite.tools.plan.summary import Plan, make_plan
-from titan_lite.tools.plan.trace import PROCESSES, start_fake_world
+from titan_lite.tools.plan.tape import Stage
+from titan_lite.tools.plan.trace import PROCESSES, PlannedLayout, start_fake_world
 
 RECIPES = Path(__file__).parents[1] / "train_configs"
-H100, H200, A100 = (load_machine(name) for name in ("H100", "H200", "A100"))
+H100 = load_machine("H100")
+H200 = load_machine("H200")
+A100 = load_machine("A100")
 TITAN = machine_from(
     {"like": "H100", "memory": 96e9 / GIB, "memory_bandwidth": 2400, "power": 500}, "H100-96GB-500W"
 )
@@ -58,21 +63,18 @@ MACHINES = {machine.name: machine for machine in (H100, H200, A100, TITAN)}
 
 @dataclass(frozen=True)
 class Row:
-    """published: tokens a second and GPU or, with tflops, TFLOP/s; memory: GiB, 0 if not told.
-
-    differs: what is not known of the run. async_tp: with asynchronous tensor parallelism, also
-    beside float8, where a run here refuses it.
-    """
+    """A published run."""
 
     name: str
     recipe: str
     ranks: int
     machine: Machine
-    published: float
-    memory: float = 0.0
+    published: float  # tokens a second and GPU or, with tflops, TFLOP/s
+    memory: float = 0.0  # GiB; 0: not published
     keys: str = ""
-    differs: str = ""
+    differs: str = ""  # what is not known of the run
     tflops: bool = False
+    # With asynchronous tensor parallelism, also beside float8, where a run here refuses it.
     async_tp: bool = False
 
 
@@ -90,7 +92,8 @@ SELECTIVE = (
 # torch chose FlashAttention 2 in 2024, and in 2025-06 torchtitan did (models/attention.py at its
 # commit e7c0cae)
 FA2 = "--training.attention_kernel=FA2"
-EAGER, COMPILED = f"--compile.no-enable {SELECTIVE} {FA2}", f"{BLOCKS} {SELECTIVE} {FA2}"
+EAGER = f"--compile.no-enable {SELECTIVE} {FA2}"
+COMPILED = f"{BLOCKS} {SELECTIVE} {FA2}"
 AOT = f"{SELECTIVE} --compile.backend=aot_eager --training.local_batch_size=1"
 BATCH1 = f"--training.local_batch_size=1 {SELECTIVE} {FA2}"
 LLAMA = (
@@ -119,23 +122,22 @@ DEGREES = (
     "--parallelism.pipeline_parallel_degree=8 --parallelism.data_parallel_shard_degree={shard}"
 )
 PP8 = f"{BLOCKS} {FA2} {DEGREES.format(shard=8)} --parallelism.pipeline_parallel_microbatch_size=4"
-ONE, TWO = (
-    f"--parallelism.pipeline_parallel_schedule={order}" for order in ("1F1B", "Interleaved1F1B")
-)
+ONE = "--parallelism.pipeline_parallel_schedule=1F1B"
+TWO = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 FOUR_D = (
     f"{BLOCKS} {FA2} {DEGREES} {ONE} --training.local_batch_size=8 --training.seq_len={{tokens}}"
 )
 # pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and
 # benchmarks/llama3_h100_202412_torchtitan.md, asyncTP_llama3_h100_2025-06_torchtitan.md and
 # llama3-8b_h200_202506_trainy-whitefiber.md
-PAPER, RERUN, DOCS, LLAMA3 = (
-    "TorchTitan paper",
-    "torchtitan 1881",
-    "torchtitan docs",
-    "Llama 3 paper",
-)
+PAPER = "TorchTitan paper"
+RERUN = "torchtitan 1881"
+DOCS = "torchtitan docs"
+LLAMA3 = "Llama 3 paper"
 UNKNOWN = "stages a rank, and how attention is counted: not published"
-WINTER, SUMMER, H200S = "torchtitan 2024-12", "torchtitan 2025-06", "torchtitan 2025-06, H200"
+WINTER = "torchtitan 2024-12"
+SUMMER = "torchtitan 2025-06"
+H200S = "torchtitan 2025-06, H200"
 ROWS = (
     Row(f"{PAPER}: 8B on 8, eager", "8b", 8, TITAN, 6258, 81.9, EAGER),
     Row(f"{PAPER}: 8B on 8, compiled", "8b", 8, TITAN, 6674, 77.0, COMPILED),
@@ -439,23 +441,31 @@ class ReplayOf2024(Replay):
     next step (stage.py).
     """
 
-    kept: tuple[Held, ...] = ()
+    def __init__(
+        self, layout: PlannedLayout, stages: Mapping[int, Stage], allocator: CachingAllocator
+    ):
+        super().__init__(layout, stages, allocator)
+        self.kept: list[Allocation] = []
 
-    def gather(self) -> None:
-        for held in self.kept:
-            self.end(held)
-        self.kept = ()
-        super().gather()
+    def gather_weights(self) -> None:
+        self.free_all(self.kept)
+        self.kept = []
+        super().gather_weights()
 
-    def graph(self, number: int, name: str, microbatch: int | None, compresses: bool) -> None:
-        super().graph(number, name, microbatch, compresses)
-        if name == "backward" and microbatch is not None:
-            layout, between = self.layout, self.stages[number].between
+    def run_graph(self, number: int, name: str, microbatch: int | None) -> None:
+        super().run_graph(number, name, microbatch)
+        if name != "backward" or microbatch is None:
+            return
+        layout = self.layout
+        hidden = self.stages[number].hidden
+        output: float = hidden
+        if number == len(layout.pipeline.modules) - 1:  # logits
+            tokens = layout.microbatch_size * layout.seq_len / layout.degrees["cp"]
             vocabulary = layout.model.vocab_size / layout.degrees["tp"]
-            logits = 2 * layout.microbatch_size * layout.seq_len / layout.degrees["cp"] * vocabulary
-            is_last = number == len(layout.pipeline.modules) - 1
-            each = [logits if is_last else between, *([between] if number else [])]
-            self.kept += tuple(self.make("kept by the pipeline", nbytes) for nbytes in each)
+            output = 2 * tokens * vocabulary
+        self.kept.append(self.allocate("kept by the pipeline", output))
+        if number > 0:
+            self.kept.append(self.allocate("kept by the pipeline", hidden))
 
 
 def start_with_their_model(world_size: int, of_2024: bool) -> None:
@@ -492,7 +502,7 @@ def planned(recipe: str, ranks: int, machine: str, keys: str, async_tp: bool, mo
     tracing = functools.partial(start_tracing_their_model, of_2024=of_2024)
     replay = ReplayOf2024 if of_2024 else Replay
     with (
-        patch("titan_lite.tools.plan.summary.start_tracing", tracing),
+        patch("titan_lite.tools.plan.plan.start_tracing", tracing),
         patch("titan_lite.tools.plan.memory.Replay", replay),
     ):
         return make_plan(layout, MACHINES[machine].nominal_slow_fast())
@@ -509,36 +519,32 @@ def kept_by_theirs(plan: Plan) -> float:
     last product without need.
     """
     config = plan.layout.config
+    layout = plan.layout
+    model = layout.model
+    tp = layout.degrees["tp"]
+    pp = layout.degrees["pp"]
+    table = model.vocab_size * model.dim / tp  # elements of the embedding, or of the output
+    attention = 2 * (model.n_heads + model.n_kv_heads) * model.head_dim
+    block = model.dim * (attention + 3 * model.hidden_dim) / tp  # elements
+    stage = (model.n_layers * block + 2 * table) / pp
+    kept = 0.0
     if not config.compile.compiles("model") and config.activation_checkpoint.mode == "selective":
-        results = (
-            2.0
-            * plan.layout.microbatch_size
-            * plan.layout.seq_len
-            * plan.layout.model.dim
-            * plan.layout.model.n_layers
-        )
-    else:
-        results = 0.0
-    model, degrees = plan.layout.model, plan.layout.degrees
-    tp, shards, table = (
-        degrees["tp"],
-        degrees["dp_shard"] * degrees["cp"],
-        model.vocab_size * model.dim / degrees["tp"],
-    )
-    block = (
-        model.dim
-        * (2 * (model.n_heads + model.n_kv_heads) * model.head_dim + 3 * model.hidden_dim)
-        / tp
-    )
-    stage = (model.n_layers * block + 2 * table) / degrees["pp"]
-    if degrees["pp"] > 1:
-        results += 4 * block * len(plan.layout.pipeline.modules) / degrees["pp"]
-    return results + 4 * max(table, block) * (1 + 1 / shards) + 4 * stage / shards + 2 * table
+        tokens = layout.microbatch_size * layout.seq_len
+        kept = 2.0 * tokens * model.dim * model.n_layers
+    if pp > 1:
+        kept += 4 * block * len(layout.pipeline.modules) / pp
+    collectives = 4 * max(table, block) * (1 + 1 / layout.fsdp_degree)
+    shards = 4 * stage / layout.fsdp_degree
+    return kept + collectives + shards + 2 * table
 
 
 def compare(row: Row) -> Compared:
-    model = "torchtitan 2024" if row.name.startswith((PAPER, WINTER, DOCS)) else "torchtitan"
-    model = "titan_lite" if row.name.startswith(LLAMA3) else model
+    if row.name.startswith(LLAMA3):
+        model = "titan_lite"
+    elif row.name.startswith((PAPER, WINTER, DOCS)):
+        model = "torchtitan 2024"
+    else:
+        model = "torchtitan"
     plan = planned(row.recipe, row.ranks, row.machine.name, row.keys, row.async_tp, model)
     published = row.published
     if row.tflops:
@@ -565,18 +571,23 @@ def width(rows: Sequence[Compared]) -> float:
 
 def score(name: str, rows: Sequence[Compared]) -> str:
     """Return the median and the largest error of some rows in words."""
-    parts = [f"{name}: {len(rows)} rows"]
-    speeds, memories = [row.speed for row in rows], [row.memory for row in rows if row.memory]
-    for what, ratios, limit in (("speed", speeds, 15), ("memory", memories, 10)):
-        if ratios:
-            errors = [100 * abs(ratio - 1) for ratio in ratios]
-            within = f"{sum(error <= limit for error in errors)} of {len(errors)} within {limit}%"
-            parts.append(
-                f"{what} off by {statistics.median(errors):.0f}% (median), {max(errors):.0f}%"
-                f" (most), {within}"
-            )
-    return "; ".join(
-        [*parts, f"published speed in the planned range for {sum(row.away <= 1 for row in rows)}"]
+    speeds = [row.speed for row in rows]
+    memories = [row.memory for row in rows if row.memory]
+    parts = [f"{name}: {len(rows)} rows", errors_in_words("speed", speeds, limit=15)]
+    if memories:
+        parts.append(errors_in_words("memory", memories, limit=10))
+    in_range = sum(row.away <= 1 for row in rows)
+    parts.append(f"published speed in the planned range for {in_range}")
+    return "; ".join(parts)
+
+
+def errors_in_words(what: str, ratios: Sequence[float], limit: int) -> str:
+    """Return the median and the largest error of ratios that should be 1. limit: percent."""
+    errors = [100 * abs(ratio - 1) for ratio in ratios]
+    within = sum(error <= limit for error in errors)
+    return (
+        f"{what} off by {statistics.median(errors):.0f}% (median), {max(errors):.0f}% (most),"
+        f" {within} of {len(errors)} within {limit}%"
     )
 
 
@@ -588,31 +599,31 @@ def main() -> int:
     arguments = parser.parse_args()
     print("| run | tok/s planned | published | ratio | GiB planned | published | not alike |")
     print("|---|--:|--:|--:|--:|--:|---|", flush=True)
-    scored: dict[str, list[Compared]] = {
-        "rows known when the constants were chosen": [],
-        "rows kept aside": [],
-    }
+    known: list[Compared] = []
+    aside: list[Compared] = []
     for row in ROWS:
-        if arguments.rows in row.name:
-            try:
-                compared = compare(row)
-                print(compared.line, flush=True)
-                if not row.differs:
-                    scored[list(scored)[row.name.startswith((WINTER, SUMMER))]].append(compared)
-            except ConfigError as error:
-                print(
-                    f"| {row.name} | {error} | {row.published:,.0f} | - | - | {row.memory:g} |"
-                    f" {row.differs} |",
-                    flush=True,
-                )
-    print(*(f"\n{score(name, rows)}" for name, rows in scored.items() if rows), sep="\n")
-    every = [row for rows in scored.values() for row in rows]
-    if len(every) > 1:
-        others = [[other for other in every if other is not row] for row in every]
-        held = sum(row.away <= width(rest) for row, rest in zip(every, others, strict=True))
-        print(f"\n{score('all scored rows', every)}")
+        if arguments.rows not in row.name:
+            continue
+        try:
+            compared = compare(row)
+        except ConfigError as error:
+            unplanned = f"{row.published:,.0f} | - | - | {row.memory:g} | {row.differs}"
+            print(f"| {row.name} | {error} | {unplanned} |", flush=True)
+            continue
+        print(compared.line, flush=True)
+        if not row.differs:
+            (aside if row.name.startswith((WINTER, SUMMER)) else known).append(compared)
+    if known:
+        print(f"\n{score('rows known when the constants were chosen', known)}")
+    if aside:
+        print(f"\n{score('rows kept aside', aside)}")
+    scored = [*known, *aside]
+    if len(scored) > 1:
+        others = [[other for other in scored if other is not row] for row in scored]
+        held = sum(row.away <= width(rest) for row, rest in zip(scored, others, strict=True))
+        print(f"\n{score('all scored rows', scored)}")
         print(
-            f"\nranges {width(every):.2f} times as wide would hold 80%; as wide as the other rows"
+            f"\nranges {width(scored):.2f} times as wide would hold 80%; as wide as the other rows"
             f" need, they hold {held}"
         )
     return 0

@@ -51,10 +51,9 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.tools.plan.trace import (
     PlannedLayout,
-    build_stage,
-    documents_for,
-    kind_of_stage,
     materialize_stage,
+    modules_beside_blocks,
+    parallelize_stage,
     stage_inputs,
     start_fake_world,
 )
@@ -131,9 +130,9 @@ def capture(
     config = load_config(recipe, options)
     layout = PlannedLayout(**vars(Layout.from_config(config, world_size)), config=config)
     mesh = build_mesh(layout.degrees, "cpu")
-    kind = kind_of_stage(layout.pipeline.modules[number])
+    beside = modules_beside_blocks(layout.pipeline.modules[number])
     schedule = Schedule(PassSettings(config.compile, load_machine("H100"), fused=True))
-    model = build_stage(layout, mesh, kind, blocks, schedule)
+    (stage,) = parallelize_stage(layout, mesh, beside, blocks, schedule).stages
     graphs: dict[str, _Captured] = {}
     defaults = inductor_config.get_config_copy()
 
@@ -158,13 +157,12 @@ def capture(
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(backends, "compile_fx_inner", keep),
     ):
-        materialize_stage(layout, model)
-        ids, between = stage_inputs(layout, model)
-        given = ids if "tok_embeddings" in kind else between
-        documents = documents_for(layout, ids, load_machine("H100"))
-        model(given, **documents)
+        materialize_stage(layout, stage)
+        inputs = stage_inputs(layout, stage, load_machine("H100"))
+        documents = {name: value for name, value in inputs.model_kwargs.items() if name != "labels"}
+        stage(inputs.input, **documents)
         with torch.no_grad():
-            model(given.detach(), **documents)
+            stage(inputs.input.detach(), **documents)
     return graphs
 
 

@@ -130,7 +130,7 @@ def test_imports_lead_downward():
         ("compile/passes/bucketing.py", "from titan_lite.distributed import mesh"),
         ("distributed/mesh.py", "from titan_lite.config import Config"),
         ("data/loader.py", "from titan_lite import trainer"),
-        ("trainer.py", "from titan_lite.tools.plan.summary import make_plan"),
+        ("trainer.py", "from titan_lite.tools.plan.plan import make_plan"),
         ("utils.py", ""),
     ],
 )

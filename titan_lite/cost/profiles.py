@@ -196,7 +196,7 @@ def machine_from(keys: Mapping[str, object], file: str) -> Machine:
     return Machine(**values)
 
 
-def _checked(file: str, key: str, value: object) -> Any:
+def _checked(file: str, key: str, value: object) -> Any:  # noqa: ANN401 - as the field is
     """Return the value of a field of Machine. Raises ConfigError."""
     fields = {field.name: field for field in dataclasses.fields(Machine)}
     if key not in fields or key == "like":

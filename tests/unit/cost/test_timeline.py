@@ -71,12 +71,12 @@ def test_under_computation_on_a_cpu_it_hides_nothing(monkeypatch):
     graph = two_products()
     overlap(graph)
     gpu, cpu = (
-        costs.figures_of(
+        costs.graph_costs(
             graph, dataclasses.replace(priced(), name=name), False, {(0, 1): "dp_shard"}
         )
         for name in ("GPU", "CPU")
     )
-    assert (gpu["exposed.dp_shard"], cpu["exposed.dp_shard"], gpu["compute"], cpu["compute"]) == (
+    assert (gpu.exposed["dp_shard"], cpu.exposed["dp_shard"], gpu.compute, cpu.compute) == (
         11.0,
         16.0,
         10.0,

@@ -266,7 +266,7 @@ def _can_grow_to(block: Block) -> int:
 
 
 def _with_room(block: Block, size: int) -> Block | None:
-    """Return the block, or a free one right before it, if unused addresses from there on suffice."""
+    """Return the block, or a free one before it, if unused addresses from there on suffice."""
     first = block.previous if block.previous is not None and not block.previous.in_use else block
     found, each = 0, first
     while found < size and each is not None and not each.in_use:

@@ -1,10 +1,10 @@
 """Make, plan, rank and show changes of a recipe: promising single changes, grids of values, and the
 layouts of a search.
 
-changes = candidates(layout, machine)                  # [{"activation_checkpoint.mode": "none"}, ...]
-changes = grid(["training.local_batch_size=1,2"])      # [{"training.local_batch_size": "1"}, ...]
-rows = plan_changes(lay_out, changes, machine)         # the fastest that fits first
-print("\\n".join(table(rows)))
+    changes = candidates(layout, machine)               # [{"compile.bucketing": "greedy"}, ...]
+    changes = grid(["training.local_batch_size=1,2"])   # [{"training.local_batch_size": "1"}, ...]
+    rows = plan_changes(lay_out, changes, machine)      # the fastest that fits first
+    print("\\n".join(table(rows)))
 """
 
 import itertools
@@ -16,74 +16,99 @@ from titan_lite.compile.compile import CompileError
 from titan_lite.config import KEYS, ConfigError
 from titan_lite.config.load import nearest_key
 from titan_lite.cost.machine import GIB, Machine
-from titan_lite.tools.plan.summary import Plan, make_plans, what_binds
+from titan_lite.tools.plan.plan import Plan, make_plans
+from titan_lite.tools.plan.summary import what_binds
 from titan_lite.tools.plan.trace import PlannedLayout
 
 Change = dict[str, str]  # {"section.key": value as on a command line}
 Row = tuple[Change, Plan | str]  # (change, its plan or why there is none)
 CHECKPOINTING = ("none", "selective", "full")
+LEAST_GAIN = 0.005  # of tokens per second, for a change to be shown
 
 
 class Stopped(KeyboardInterrupt):
     """Ctrl-C or SIGTERM while planning.
 
-    rows: the plans until then, ranked; said: lines about them, for stdout.
+    rows: the plans until then, ranked; lines: text about them, for stdout.
     """
 
     def __init__(self, rows: "Sequence[Row]", wanted: int):
-        self.rows, self.planned, self.wanted = (
-            rows,
-            sum(isinstance(plan, Plan) for _, plan in rows),
-            wanted,
-        )
+        self.rows = rows
+        self.planned = sum(isinstance(plan, Plan) for _, plan in rows)
+        self.wanted = wanted
         super().__init__(f"stopped after {self.planned} of {wanted} plans")
-        self.said: list[str] = [f"PARTIAL: {self}", *table(rows)] if self.planned else []
+        self.lines: list[str] = []
+        if self.planned:
+            self.lines = [f"PARTIAL: {self}", *table(rows)]
 
 
 def candidates(layout: PlannedLayout, machine: Machine) -> list[Change]:
     """Return single changes of the recipe that may help; some may be refused when they are laid
     out.
     """
-    config, degrees = layout.config, layout.degrees
-    parallelism, compile = config.parallelism, config.compile
-    found: list[Change] = [
-        {"activation_checkpoint.mode": mode}
-        for mode in CHECKPOINTING
-        if mode != config.activation_checkpoint.mode
+    return [
+        *checkpointing_changes(layout),
+        *batch_changes(layout),
+        *degree_changes(layout, machine),
+        *communication_changes(layout),
     ]
-    batch = config.training.local_batch_size
-    found += [{"training.local_batch_size": str(size)} for size in (batch // 2, 2 * batch) if size]
+
+
+def checkpointing_changes(layout: PlannedLayout) -> list[Change]:
+    used = layout.config.activation_checkpoint.mode
+    return [{"activation_checkpoint.mode": mode} for mode in CHECKPOINTING if mode != used]
+
+
+def batch_changes(layout: PlannedLayout) -> list[Change]:
+    batch = layout.config.training.local_batch_size
+    sizes = [2 * batch] if batch == 1 else [batch // 2, 2 * batch]
+    return [{"training.local_batch_size": str(size)} for size in sizes]
+
+
+def degree_changes(layout: PlannedLayout, machine: Machine) -> list[Change]:
+    """Return half and twice the degrees of tensor and pipeline parallelism, and HSDP."""
+    parallelism = layout.config.parallelism
+    degrees = layout.degrees
+    changes: list[Change] = []
     for axis, key in (("tp", "tensor_parallel_degree"), ("pp", "pipeline_parallel_degree")):
         for degree in (degrees[axis] // 2, 2 * degrees[axis]):
-            if degree:
-                found.append(
+            if degree > 0:
+                changes.append(
                     {
                         f"parallelism.{key}": str(degree),
                         "parallelism.data_parallel_shard_degree": "-1",
                     }
                 )
     if degrees["pp"] > 1 and parallelism.pipeline_parallel_schedule == "1F1B":
-        found.append({"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"})
-    inside = degrees["cp"] * degrees["tp"]  # with HSDP, a copy of the model has the ranks of a node
+        changes.append({"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"})
+    # With HSDP, a copy of the model has the ranks of a node.
+    inside = degrees["cp"] * degrees["tp"]
     copies = degrees["dp_shard"] * inside // machine.ranks_per_node
     if inside < machine.ranks_per_node and copies > 1 and degrees["dp_shard"] % copies == 0:
-        found.append(
+        changes.append(
             {
                 "parallelism.data_parallel_replicate_degree": str(degrees["dp_replicate"] * copies),
                 "parallelism.data_parallel_shard_degree": str(degrees["dp_shard"] // copies),
             }
         )
+    return changes
+
+
+def communication_changes(layout: PlannedLayout) -> list[Change]:
+    """Return other buckets, and other times of gathering weights and reducing gradients."""
+    parallelism = layout.config.parallelism
+    compile = layout.config.compile
+    changes: list[Change] = []
     if not compile.compiles("model"):
-        found.append({"compile.enable": "true"})
+        changes.append({"compile.enable": "true"})
     elif compile.bucketing == "block" and not layout.gathers_once:
-        found.append({"compile.bucketing": "greedy"})
+        changes.append({"compile.bucketing": "greedy"})
     if layout.microbatches > 1:
-        found.append(
-            {"parallelism.fsdp_communication": "microbatch" if layout.gathers_once else "step"}
-        )
+        other = "microbatch" if layout.gathers_once else "step"
+        changes.append({"parallelism.fsdp_communication": other})
     if not layout.gathers_once and parallelism.fsdp_reshard_after_forward == "default":
-        found.append({"parallelism.fsdp_reshard_after_forward": "never"})
-    return found
+        changes.append({"parallelism.fsdp_reshard_after_forward": "never"})
+    return changes
 
 
 def grid(sweeps: Sequence[str]) -> list[Change]:
@@ -91,7 +116,9 @@ def grid(sweeps: Sequence[str]) -> list[Change]:
 
     Raises ConfigError.
     """
-    axes: list[list[tuple[str, str]]] = []
+    if not sweeps:
+        return []
+    choices: dict[str, list[str]] = {}  # by key
     for sweep in sweeps:
         key, _, values = sweep.partition("=")
         words = [word.strip() for word in values.split(",") if word.strip()]
@@ -102,12 +129,15 @@ def grid(sweeps: Sequence[str]) -> list[Change]:
             )
         if key not in KEYS:
             raise ConfigError(f"--sweep {sweep}: unknown key {key}{nearest_key(key)}")
-        if any(key == axis[0][0] for axis in axes):
+        if key in choices:
             raise ConfigError(
                 f"--sweep {sweep}: {key} has values already; use one --sweep with all of them"
             )
-        axes.append([(key, word) for word in dict.fromkeys(words)])
-    return [dict(combination) for combination in itertools.product(*axes)] if axes else []
+        choices[key] = list(dict.fromkeys(words))
+    return [
+        dict(zip(choices, combination, strict=True))
+        for combination in itertools.product(*choices.values())
+    ]
 
 
 def plan_changes(
@@ -133,15 +163,19 @@ def plan_changes(
                 raise
             refused.append((change, str(error)))
     plans = make_plans([layout for _, layout in layouts], machine.nominal_slow_fast(), full)
-    alone = len(layouts) == 1
     try:
-        with tqdm(total=len(layouts), desc="planned", leave=False, disable=alone) as bar:
+        with tqdm(
+            total=len(layouts), desc="planned", leave=False, disable=len(layouts) == 1
+        ) as bar:
             for (change, _), plan in zip(layouts, plans, strict=True):
-                if isinstance(plan, CompileError) and not change:
-                    raise ConfigError(str(plan)) from plan
-                rows.append((change, str(plan) if isinstance(plan, CompileError) else plan))
+                if isinstance(plan, CompileError):
+                    if not change:
+                        raise ConfigError(str(plan)) from plan
+                    rows.append((change, str(plan)))
+                else:
+                    rows.append((change, plan))
                 bar.update()
-                bar.set_postfix_str(_best_of(rows, name or words_of))
+                bar.set_postfix_str(_best_of(rows, name or keys_of))
     except KeyboardInterrupt:
         raise Stopped(ranked([*rows, *refused]), len(layouts)) from None
     return ranked([*rows, *refused])
@@ -153,7 +187,7 @@ def _best_of(rows: Iterable[Row], name: Callable[[Change], str]) -> str:
     if not fit:
         return ""
     change, plan = fit[0]
-    speed = plan.tokens_per_second(plan.steps[0])
+    speed = plan.tokens_per_second(plan.nominal)
     return f"best {speed:,.0f} tokens/s per GPU: {name(change) or 'unchanged'}"
 
 
@@ -162,42 +196,48 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
     plan.
     """
 
-    def place(row: Row) -> tuple[int, float]:
-        plan = row[1]
-        return (
-            (2, 0.0)
-            if isinstance(plan, str)
-            else (not plan.fits, -plan.tokens_per_second(plan.steps[0]))
-        )
+    def order(row: Row) -> tuple[int, float]:
+        _, plan = row
+        if isinstance(plan, str):
+            return 2, 0.0
+        return int(not plan.fits), -plan.tokens_per_second(plan.nominal)
 
-    return sorted(rows, key=place)
+    return sorted(rows, key=order)
 
 
 def fitting(rows: Iterable[Row]) -> list[tuple[Change, Plan]]:
     return [(change, plan) for change, plan in rows if isinstance(plan, Plan) and plan.fits]
 
 
-def words_of(change: Change) -> str:
+def keys_of(change: Change) -> str:
     return ", ".join(f"{key}={value}" for key, value in change.items())
 
 
-def table(rows: Sequence[Row], name: Callable[[Change], str] = words_of) -> list[str]:
-    """Return a line for each row, after a line with the names of the columns."""
-    lines = [f"{'tokens/s per GPU':>18}  {'MFU %':>8}  {'GiB':>6}  {'fits':<4}  change; bottleneck"]
+def table(rows: Sequence[Row], name: Callable[[Change], str] = keys_of) -> list[str]:
+    """Return a line for each row, after a line with the names of the columns.
+
+    name: describes a change.
+    """
+    lines = [f"{_columns('tokens/s per GPU', 'MFU %', 'GiB', 'fits')}  change; bottleneck"]
     for change, plan in rows:
-        speed = mfu = memory = fits = "-"
-        why = plan
-        if isinstance(plan, Plan):
+        if isinstance(plan, str):
+            columns = _columns("-", "-", "-", "-")
+            why = plan
+        else:
             _, slow, fast = plan.steps
-            speed = f"{plan.tokens_per_second(slow):,.0f} to {plan.tokens_per_second(fast):,.0f}"
-            mfu = f"{100 * plan.mfu(slow):.0f} to {100 * plan.mfu(fast):.0f}"
-            memory, fits, why = (
+            columns = _columns(
+                f"{plan.tokens_per_second(slow):,.0f} to {plan.tokens_per_second(fast):,.0f}",
+                f"{100 * plan.mfu(slow):.0f} to {100 * plan.mfu(fast):.0f}",
                 f"{plan.memory.total / GIB:.1f}",
                 "yes" if plan.fits else "no",
-                what_binds(plan),
             )
-        lines.append(f"{speed:>18}  {mfu:>8}  {memory:>6}  {fits:<4}  {name(change)}; {why}")
+            why = what_binds(plan)
+        lines.append(f"{columns}  {name(change)}; {why}")
     return lines
+
+
+def _columns(speed: str, mfu: str, memory: str, fits: str) -> str:
+    return f"{speed:>18}  {mfu:>8}  {memory:>6}  {fits:<4}"
 
 
 def best_changes(plan: Plan, rows: Sequence[Row]) -> list[str]:
@@ -207,25 +247,22 @@ def best_changes(plan: Plan, rows: Sequence[Row]) -> list[str]:
     """
     changed = [(change, other) for change, other in rows if change and isinstance(other, Plan)]
     fit = fitting(changed)
-    base = plan.tokens_per_second(plan.steps[0])
+    base = plan.tokens_per_second(plan.nominal)
     gains = [
-        (other.tokens_per_second(other.steps[0]) / base - 1, change, other) for change, other in fit
+        (other.tokens_per_second(other.nominal) / base - 1, change, other) for change, other in fit
     ]
-    gains = [each for each in gains if each[0] > 0.005 or not plan.fits][:3]
+    helping = [row for row in gains if row[0] > LEAST_GAIN or not plan.fits]
     lines = ["", f"best changes, of {len(changed)} planned"]
-    for gain, change, other in gains:
+    for gain, change, other in helping[:3]:
         memory = (other.memory.total - plan.memory.total) / GIB
-        batch = (
-            f", {other.layout.tokens:,} tokens per step"
-            if other.layout.tokens != plan.layout.tokens
-            else ""
-        )
+        batch = ""
+        if other.layout.tokens != plan.layout.tokens:
+            batch = f", {other.layout.tokens:,} tokens per step"
         lines.append(
-            f"  {100 * gain:+5.1f}% tokens/s, {memory:+6.1f} GiB{batch}: {words_of(change)}"
+            f"  {100 * gain:+5.1f}% tokens/s, {memory:+6.1f} GiB{batch}: {keys_of(change)}"
         )
-    none = (
-        f"  none: of {len(fit)} that fit, none is faster"
-        if plan.fits
-        else "  none: none fits; use more ranks"
-    )
-    return lines if gains else [*lines, none]
+    if not helping and plan.fits:
+        lines.append(f"  none: of {len(fit)} that fit, none is faster")
+    elif not helping:
+        lines.append("  none: none fits; use more ranks")
+    return lines

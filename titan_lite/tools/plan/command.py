@@ -2,13 +2,13 @@
 communication.
 
     python -m titan_lite plan train_configs/llama3_405b.toml
-    python -m titan_lite plan train_configs/llama3_8b.toml --world-size 128 --hardware h200 --training.local_batch_size 1
-    python -m titan_lite plan train_configs/llama3_70b.toml --changes           # also single changes that help: minutes
-    python -m titan_lite plan train_configs/llama3_70b.toml --sweep parallelism.tensor_parallel_degree=2,4,8
-    python -m titan_lite plan train_configs/llama3_8b.toml --world-size 64 --search     # the best layout that fits: minutes
-    python -m titan_lite plan train_configs/llama3_405b.toml --scale            # on 512 to 100,000 ranks: start, saves, failures
-    python -m titan_lite plan train_configs/llama3_8b.toml --picture plan.png --trace plan.json
-    python -m titan_lite plan train_configs/llama3_8b.toml --compare outputs/llama3_8b      # beside a run that has ended
+    python -m titan_lite plan RECIPE --world-size 128 --hardware h200 --training.local_batch_size 1
+    python -m titan_lite plan RECIPE --changes            # also single changes that help: minutes
+    python -m titan_lite plan RECIPE --sweep parallelism.tensor_parallel_degree=2,4,8
+    python -m titan_lite plan RECIPE --world-size 64 --search   # the best layout that fits
+    python -m titan_lite plan RECIPE --scale              # on 512 to 100,000 ranks
+    python -m titan_lite plan RECIPE --picture plan.png --trace plan.json
+    python -m titan_lite plan RECIPE --compare outputs/llama3_8b  # beside a run that has ended
 
 The real model is parallelized, compiled and scheduled by the code that trains it, on fake tensors
 with a fake process group. A cost model of a machine (cost/machine.py) gives the time. Nothing runs,
@@ -20,8 +20,9 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from titan_lite import rules
 from titan_lite.cli import Parser, at_least_one, command
@@ -29,208 +30,275 @@ from titan_lite.config import Config, ConfigError, find_recipe, load_config
 from titan_lite.config.load import option
 from titan_lite.distributed.layout import Layout
 
+if TYPE_CHECKING:  # these import torch, which is slow: a wrong recipe fails before
+    from titan_lite.cost.machine import Machine
+    from titan_lite.metrics.run_files import Window
+    from titan_lite.tools.plan.plan import Plan
+    from titan_lite.tools.plan.trace import PlannedLayout
+
 SEARCHED = 12  # plans of a search by default
+ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 
 
 @command()
 def main(arguments: Sequence[str]) -> None:
+    options, overrides = build_parser().parse_with_overrides(arguments)
+    try:
+        print(answer(options, overrides))
+    except KeyboardInterrupt as stopped:
+        for line in getattr(stopped, "lines", ()):  # of changes.Stopped
+            print(line, flush=True)
+        raise KeyboardInterrupt(*stopped.args or ("stopped before anything was planned",)) from None
+
+
+def build_parser() -> Parser:
     parser = Parser(__doc__, needs_arguments=False)
-    add, either = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    add("recipe", nargs="?", help="a TOML file; options of the form --section.key value change it")
-    add(
+    parser.add_argument(
+        "recipe", nargs="?", help="a TOML file; options of the form --section.key value change it"
+    )
+    parser.add_argument(
         "--world-size",
         type=at_least_one,
         help="ranks (default: N of the recipe's line `# world_size: N`)",
     )
-    add(
+    parser.add_argument(
         "--hardware",
         help=(
             "a profile such as h100, or the path of a .toml file; default: compile.machine, or h100"
         ),
     )
-    add(
+    parser.add_argument(
         "--tokens",
         type=above_zero,
         default=0.0,
         help="a token budget, such as 15e12, to print its days and GPU-hours",
     )
-    add(
+    parser.add_argument(
         "--full",
         action="store_true",
         help="trace every block, instead of extrapolating from two depths",
     )
-    add("--picture", type=Path, metavar="PNG", help="draw the step, and one microbatch's graphs")
-    add(
+    parser.add_argument(
+        "--picture", type=Path, metavar="PNG", help="draw the step, and one microbatch's graphs"
+    )
+    parser.add_argument(
         "--trace",
         type=Path,
         metavar="JSON",
         help="write the same for Perfetto and chrome://tracing",
     )
-    either("--json", action="store_true", help="print JSON")
-    either(
+    answers = parser.add_mutually_exclusive_group()
+    answers.add_argument("--json", action="store_true", help="print JSON")
+    answers.add_argument(
         "--changes",
         action="store_true",
         help="also plan single changes, and print the three that help most",
     )
-    either(
+    answers.add_argument(
         "--sweep",
         action="append",
         default=[],
         metavar="SECTION.KEY=A,B,C",
         help="plan a grid (repeatable), and rank it",
     )
-    either(
+    answers.add_argument(
         "--scale",
         action="store_true",
         help="also extend the plan to 512, 4,096, 16,384 and 100,000 ranks",
     )
-    search = (
-        "find the fastest degrees, local batch size, checkpointing, schedule and bucketing for"
-        " this number of ranks and tokens per step; PLANS: number of layouts to plan, of all that"
-        f" are estimated by formula (default {SEARCHED})"
+    answers.add_argument(
+        "--search",
+        type=at_least_one,
+        nargs="?",
+        const=SEARCHED,
+        metavar="PLANS",
+        help=(
+            "find the fastest degrees, local batch size, checkpointing, schedule and bucketing for"
+            " this number of ranks and tokens per step; PLANS: number of layouts to plan, of all"
+            f" that are estimated by formula (default {SEARCHED})"
+        ),
     )
-    either("--search", type=at_least_one, nargs="?", const=SEARCHED, metavar="PLANS", help=search)
-    compare = "print step time, tokens per second and memory beside those of a run of this recipe"
-    either("--compare", type=Path, metavar="RUN_FOLDER", help=compare)
-    options, overrides = parser.parse_with_overrides(arguments)
-    try:
-        print(answer(options, overrides))
-    except KeyboardInterrupt as stopped:
-        print(
-            *getattr(stopped, "said", ()), sep="\n", end="\n" * hasattr(stopped, "said"), flush=True
-        )
-        raise KeyboardInterrupt(*stopped.args or ("stopped before anything was planned",)) from None
+    answers.add_argument(
+        "--compare",
+        type=Path,
+        metavar="RUN_FOLDER",
+        help="print step time, tokens per second and memory beside those of a run of this recipe",
+    )
+    return parser
 
 
 def above_zero(text: str) -> float:
     """Return an option's value as a number, as `type` of add_argument."""
     try:
-        if 0 < (number := float(text)) < math.inf:
-            return number
+        number = float(text)
     except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text}: use a number above 0, such as 15e12")
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: use a number above 0, such as 15e12")
+    return number
 
 
-def refuse_idle(options: argparse.Namespace) -> None:
+def refuse_options_without_effect(options: argparse.Namespace) -> None:
     """Raise ConfigError for an option without effect beside another one."""
-    several = {
-        "sweep": options.sweep,
+    prints_no_plan = {
+        "sweep": bool(options.sweep),
         "search": options.search is not None,
-        "compare": options.compare,
+        "compare": options.compare is not None,
     }
-    idle = {"picture": several, "trace": several, "tokens": several | {"json": options.json}}
-    idle["world_size"] = {"compare": options.compare}
-    for name, others in idle.items():
-        other = next((other for other, given in others.items() if given), "")
-        if other and getattr(options, name):
+    overruled_by = {
+        "picture": prints_no_plan,
+        "trace": prints_no_plan,
+        "tokens": {**prints_no_plan, "json": options.json},
+        "world_size": {"compare": options.compare is not None},
+    }
+    for name, others in overruled_by.items():
+        given = [other for other, is_given in others.items() if is_given]
+        if given and getattr(options, name):
             raise ConfigError(
-                f"--{name.replace('_', '-')} has no effect with --{other}; leave one of them out"
+                f"--{name.replace('_', '-')} has no effect with --{given[0]}; leave one of them out"
             )
+
+
+def refuse_missing_folder(name: str, path: Path | None) -> None:
+    """Raise ConfigError if a file cannot be written since its folder does not exist."""
+    if path is None:
+        return
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"--{name} {path}: there is no folder {folder}; use one that exists")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned: a recipe, a number of ranks, a machine."""
+
+    recipe: str
+    overrides: list[str]  # of the command line
+    config: Config
+    world_size: int
+    machine: "Machine"
+
+    def lay_out(self, change: dict[str, str]) -> "PlannedLayout":
+        """Return the layout of the changed recipe. Raises ConfigError if it cannot run."""
+        config = self.config
+        if change:
+            keys = self.without_idle_async_tp(change)
+            changes = [option(key, value) for key, value in keys.items()]
+            config = load_config(self.recipe, [*self.overrides, *changes])
+        if config.float8.enable and "float8_e4m3fn" not in self.machine.tflops:
+            raise ConfigError(
+                f"float8.enable = true: {self.machine.name} has no peak of float8; use"
+                " --float8.no-enable, another machine, or tflops.float8_e4m3fn in its file"
+            )
+        if not self.machine.is_cpu:
+            rules.raise_mistakes(config, rules.float8_has_results_on_gpus(config))
+        return lay_out(config, self.world_size, self.machine.memory * 2**30)
+
+    def without_idle_async_tp(self, change: dict[str, str]) -> dict[str, str]:
+        """Return a change that also turns off asynchronous tensor parallelism, if it leaves no
+        tensor parallelism: that would be an error.
+        """
+        is_async = self.config.parallelism.enable_async_tensor_parallel
+        if is_async and change.get("parallelism.tensor_parallel_degree") == "1":
+            return {**change, ASYNC_TP: "false"}
+        return change
 
 
 def answer(options: argparse.Namespace, overrides: list[str]) -> str:
-    refuse_idle(options)
-    for name in (name for name in ("picture", "trace") if getattr(options, name)):
-        folder = getattr(options, name).resolve().parent
-        if not folder.is_dir():
-            raise ConfigError(
-                f"--{name} {getattr(options, name)}: there is no folder {folder}; use one that"
-                " exists"
-            )
+    """Return the text that the options ask for."""
+    refuse_options_without_effect(options)
+    refuse_missing_folder("picture", options.picture)
+    refuse_missing_folder("trace", options.trace)
     if not options.recipe:
         raise ConfigError("no recipe; use one such as train_configs/llama3_8b.toml")
-    return plan_recipe(options, overrides)
-
-
-def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
     config = load_config(options.recipe, overrides)
     rules.check_keys(config)
+    windows: list[Window] = []
     if options.compare:
-        from titan_lite.tools.plan.compare import (
-            after_ramp,
-            describe_comparison,
-            ranks_of,
-            read_windows,
-        )
+        from titan_lite.tools.plan.compare import ranks_of, read_windows
 
         windows = read_windows(options.compare, config)
         world_size = ranks_of(windows)
     else:
         world_size = options.world_size or world_size_of(find_recipe(Path(options.recipe)))
+    machine = find_hardware(options.hardware, config)
+    subject = Subject(options.recipe, overrides, config, world_size, machine)
+    if options.search is not None:
+        lines = search_lines(subject, options.search, options.full)
+    elif options.sweep:
+        lines = sweep_lines(subject, options.sweep, options.full)
+    elif options.compare:
+        lines = comparison_lines(subject, options.compare, windows, options.full)
+    else:
+        lines = plan_lines(subject, options)
+    return "\n".join(lines)
 
-    def idle_async_tp(change: dict[str, str]) -> bool:
-        return (
-            config.parallelism.enable_async_tensor_parallel
-            and change.get("parallelism.tensor_parallel_degree") == "1"
-        )
 
-    def lay_out_changed(change: dict[str, str]) -> Any:
-        changes = [option(key, value) for key, value in change.items()]
-        if idle_async_tp(change):
-            changes.append("--parallelism.no-enable_async_tensor_parallel")  # else an error
-        changed = load_config(options.recipe, [*overrides, *changes]) if changes else config
-        if changed.float8.enable and "float8_e4m3fn" not in machine.tflops:
-            wrong = f"float8.enable = true: {machine.name} has no peak of float8"
-            raise ConfigError(
-                f"{wrong}; use --float8.no-enable, another machine, or tflops.float8_e4m3fn in its"
-                " file"
-            )
-        if not machine.is_cpu:
-            rules.raise_mistakes(changed, rules.float8_has_results_on_gpus(changed))
-        return lay_out(changed, world_size, machine.memory * 2**30)
+def search_lines(subject: Subject, count: int, full: bool) -> list[str]:
+    from titan_lite.tools.plan.search import search
 
-    # imported here, since torch is slow to import, and a wrong recipe fails before
-    from titan_lite.tools.plan.changes import best_changes, candidates, grid, plan_changes, table
+    return search(subject.config, subject.world_size, subject.lay_out, subject.machine, count, full)
+
+
+def sweep_lines(subject: Subject, sweeps: list[str], full: bool) -> list[str]:
+    from titan_lite.tools.plan.changes import grid, plan_changes, table
+
+    return table(plan_changes(subject.lay_out, grid(sweeps), subject.machine, full))
+
+
+def comparison_lines(
+    subject: Subject, run_folder: Path, windows: "list[Window]", full: bool
+) -> list[str]:
+    from titan_lite.tools.plan.compare import after_ramp, describe_comparison
+    from titan_lite.tools.plan.plan import make_plan
+
+    layout = subject.lay_out({})
+    if layout.ramp:
+        windows = after_ramp(windows, layout.ramp[-1][1], run_folder)
+    plan = make_plan(layout, subject.machine.nominal_slow_fast(), full)
+    return describe_comparison(plan, windows)
+
+
+def plan_lines(subject: Subject, options: argparse.Namespace) -> list[str]:
+    """Return the plan of the recipe, and write its picture and trace."""
+    from titan_lite.tools.plan.changes import best_changes, candidates, plan_changes
     from titan_lite.tools.plan.picture import draw_plan, write_plan_trace
     from titan_lite.tools.plan.scale import check_scale, describe_scale
-    from titan_lite.tools.plan.search import lighter, search
-    from titan_lite.tools.plan.summary import as_json, describe, make_plan
+    from titan_lite.tools.plan.summary import as_json, describe
 
-    machine = find_hardware(options, config)
-    if options.search is not None:
-        return "\n".join(
-            search(config, world_size, lay_out_changed, machine, options.search, options.full)
-        )
-    if options.sweep:
-        return "\n".join(
-            table(plan_changes(lay_out_changed, grid(options.sweep), machine, options.full))
-        )
+    layout = subject.lay_out({})
     if options.scale:
-        check_scale(lay_out_changed({}))
-    if options.compare:
-        layout = lay_out_changed({})
-        if layout.ramp:
-            windows = after_ramp(windows, layout.ramp[-1][1], options.compare)
-        plan = make_plan(layout, machine.nominal_slow_fast(), options.full)
-        return "\n".join(describe_comparison(plan, windows))
-    others = candidates(lay_out_changed({}), machine) if options.changes else []
-    off = {"parallelism.enable_async_tensor_parallel": "false"}
-    others = [change | off if idle_async_tp(change) else change for change in others]
-    rows = plan_changes(lay_out_changed, [{}, *others], machine, options.full)
-    base = next(plan for change, plan in rows if not change)
-    assert not isinstance(base, str)
-    if options.picture:
-        draw_plan(base, options.picture)
-    if options.trace:
-        write_plan_trace(base, options.trace)
-    if options.json:
-        return as_json(base)
-    if options.scale:
-        return "\n".join([*describe(base, options.tokens), "", *describe_scale(base)])
+        check_scale(layout)
+    changes: list[dict[str, str]] = [{}]
     if options.changes:
-        return "\n".join([*describe(base, options.tokens), *best_changes(base, rows)])
-    less = plan_changes(lay_out_changed, lighter(base, lay_out_changed), machine, options.full)
-    return "\n".join(
-        describe(
-            base,
-            options.tokens,
-            next((plan for _, plan in less if not isinstance(plan, str)), None),
-        )
-    )
+        changes += map(subject.without_idle_async_tp, candidates(layout, subject.machine))
+    rows = plan_changes(subject.lay_out, changes, subject.machine, options.full)
+    plan = next(plan for change, plan in rows if not change)
+    assert not isinstance(plan, str)
+    if options.picture:
+        draw_plan(plan, options.picture)
+    if options.trace:
+        write_plan_trace(plan, options.trace)
+    if options.json:
+        return [as_json(plan)]
+    if options.scale:
+        return [*describe(plan, options.tokens), "", *describe_scale(plan)]
+    if options.changes:
+        return [*describe(plan, options.tokens), *best_changes(plan, rows)]
+    return describe(plan, options.tokens, plan_with_less_checkpointing(subject, plan, options.full))
 
 
-def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
+def plan_with_less_checkpointing(subject: Subject, plan: "Plan", full: bool) -> "Plan | None":
+    """Return a plan that uses spare memory to recompute less, None if none should fit."""
+    from titan_lite.tools.plan.changes import plan_changes
+    from titan_lite.tools.plan.search import lighter
+
+    changes = lighter(plan, subject.lay_out)
+    rows = plan_changes(subject.lay_out, changes, subject.machine, full)
+    return next((plan for _, plan in rows if not isinstance(plan, str)), None)
+
+
+def lay_out(config: Config, world_size: int, memory: float = math.inf) -> "PlannedLayout":
     """Return the layout of a recipe on devices of `memory` bytes.
 
     Raises ConfigError if it cannot run or be planned.
@@ -245,26 +313,28 @@ def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
     return PlannedLayout(**vars(layout), config=config)
 
 
-def find_hardware(options: argparse.Namespace, config: Config) -> Any:
-    """Return the profile that the user names, in upper or lower case, or that of his file; by
-    default H100.
+def find_hardware(hardware: str | None, config: Config) -> "Machine":
+    """Return the profile of --hardware, in upper or lower case, or that of a file.
+
+    By default compile.machine, or H100.
     """
     from titan_lite.cost.profiles import PROFILES, load_machine
 
-    name = options.hardware or config.compile.machine or "h100"
-    known = {profile.casefold(): profile for profile in PROFILES}
+    name = hardware or config.compile.machine or "h100"
     written = f'compile.machine = "{config.compile.machine}"'
-    if options.hardware:
-        written = f"--hardware {options.hardware}"
-    return load_machine(known.get(name.casefold(), name), written)
+    if hardware:
+        written = f"--hardware {hardware}"
+    profiles = {profile.casefold(): profile for profile in PROFILES}
+    return load_machine(profiles.get(name.casefold(), name), written)
 
 
 def world_size_of(recipe: Path) -> int:
     """Return the number of ranks in a recipe's comment. Raises ConfigError if there is none."""
-    found = re.search(r"^# world_size: (\d+)$", recipe.read_text(encoding="utf-8"), re.MULTILINE)
-    if found is None:
+    text = recipe.read_text(encoding="utf-8")
+    comment = re.search(r"^# world_size: (\d+)$", text, re.MULTILINE)
+    if comment is None:
         raise ConfigError(
             f"{recipe} has no line `# world_size: N`; use --world-size 8, or another number of"
             " ranks"
         )
-    return int(found[1])
+    return int(comment[1])

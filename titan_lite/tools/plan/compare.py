@@ -1,7 +1,7 @@
 """Compare a plan with a run that has ended: step time, tokens per second and memory, side by side.
 
-windows = read_windows(Path("outputs/llama3_8b"), config)     # of its metrics.jsonl, if it trained this recipe
-print("\\n".join(describe_comparison(plan, windows)))         # a plan for `ranks_of(windows)` ranks
+windows = read_windows(Path("outputs/llama3_8b"), config)   # of its metrics.jsonl
+print("\\n".join(describe_comparison(plan, windows)))       # for `ranks_of(windows)` ranks
 """
 
 import statistics
@@ -12,7 +12,7 @@ from titan_lite.config import Config, ConfigError, flatten, load_config
 from titan_lite.cost.machine import GIB
 from titan_lite.metrics.run_files import RecordError, Window, read_rows, timed_windows
 from titan_lite.models.shapes import shape_words
-from titan_lite.tools.plan.summary import Plan
+from titan_lite.tools.plan.plan import Plan
 
 PLANNED_SECTIONS = (
     "model",
@@ -90,13 +90,13 @@ def describe_comparison(plan: Plan, windows: Sequence[Window]) -> list[str]:
 
     plan: with a step on the nominal, a slow and a fast machine.
     """
-    stated, slow, fast = plan.steps
+    nominal, slow, fast = plan.steps
     layout = plan.layout
     measured_step = statistics.median(window.seconds / window.steps for window in windows)
     measured_speed = statistics.median(window.tokens_per_second for window in windows)
     measured_memory = max(window.memory_gib for window in windows)
-    steps = (stated.seconds, fast.seconds, slow.seconds)
-    speeds = tuple(plan.tokens_per_second(step) for step in (stated, slow, fast))
+    steps = (nominal.seconds, fast.seconds, slow.seconds)
+    speeds = tuple(plan.tokens_per_second(step) for step in (nominal, slow, fast))
     return [
         (
             f"{shape_words(layout.config.model)}, world size {layout.world_size}, planned on"
@@ -117,8 +117,8 @@ def describe_comparison(plan: Plan, windows: Sequence[Window]) -> list[str]:
 
 
 def _row(name: str, form: str, planned: Sequence[float], measured: float) -> str:
-    """Return a line of the table. planned: (stated, least, most), or the stated figure alone."""
-    stated, *ends = planned
-    between = " to ".join(map(form.format, ends))
-    figures = f"{form.format(stated):>10}{between:>22}{form.format(measured):>12}"
-    return f"{name:<20}{figures}{stated / measured:>20.2f}"
+    """Return a line of the table. planned: (nominal, least, most), or the nominal value alone."""
+    nominal, *ends = planned
+    interval = " to ".join(form.format(end) for end in ends)
+    values = f"{form.format(nominal):>10}{interval:>22}{form.format(measured):>12}"
+    return f"{name:<20}{values}{nominal / measured:>20.2f}"

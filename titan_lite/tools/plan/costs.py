@@ -1,13 +1,16 @@
-"""Compute the costs of a graph, and of a rank's parameters, as figures that are additive over
-graphs and linear in blocks.
+"""Price graphs, and the collectives of parameters: seconds, bytes and FLOPs by kind and mesh axis.
 
-figures_of(graph, machine, fused=True, axes=axes_of(mesh))       # {"compute": 0.41, "exposed.tp": 0.08, "bytes.tp": 2.1e9, ...}
-round_figures(plans, machine, axes, under={})                    # the parameters' collectives once per step
+    costs = graph_costs(graph, machine, fused=True, axes=axes_of(mesh))
+    costs.compute, costs.exposed["tp"], costs.sent["tp"]        # seconds, seconds, bytes
+    once_per_step_costs(plans, machine, axes, hidden_under={})  # of parameters gathered once a step
+
+Costs are additive over graphs, and linear in the number of blocks of a stage.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph
@@ -24,164 +27,305 @@ from titan_lite.cost.machine import Machine
 from titan_lite.cost.op_cost import flops_of
 from titan_lite.cost.timeline import simulate
 from titan_lite.distributed.axes import Axes, axis_along, ranks_in
-from titan_lite.distributed.buckets import Plans, gather_buckets, reduce_buckets
+from titan_lite.distributed.buckets import Bucket, Plans, gather_buckets, reduce_buckets
 from titan_lite.distributed.powersgd import SHARD_PASSES, factor_sizes
 from titan_lite.models.fqns import block_of, last_block
 
-Figures = dict[str, float]
+GRAPHS = ("forward", "loss_forward", "loss_backward", "backward")  # in the order they run
+FORWARD = ("forward", "loss_forward")
+BACKWARD = ("backward", "loss_backward")
+
+ByAxis = dict[str, float]
 
 
-def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figures:
-    """Return the figures of a graph.
+@dataclass
+class Costs:
+    """The costs of a graph, or of several, on one rank."""
 
-    compute                      seconds of all operators except collectives, slower beside those of parameters
-    exposed.host                 seconds in which the device waits for the host
-    communication.A, exposed.A   seconds of the collectives along axis A; the part of them in which nothing computes; all of them
-                                 on a CPU, whose cores the transport takes
-    bytes.A, across.A            bytes that a rank sends along A; the part to another node, averaged over its ranks
-    matmul, attention            floating-point operations
-    """
-    result: Figures = defaultdict(float)
+    # Seconds of all operators except collectives, slower beside those of parameters.
+    compute: float = 0.0
+    # Seconds in which nothing computes, by the axis whose collectives are waited for; on a CPU all
+    # of a collective, since the transport takes the cores. "host": waits for the host.
+    exposed: ByAxis = field(default_factory=dict)
+    communication: ByAxis = field(default_factory=dict)  # seconds of collectives
+    sent: ByAxis = field(default_factory=dict)  # bytes
+    sent_to_other_nodes: ByAxis = field(default_factory=dict)  # averaged over a group's ranks
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum([self.compute, *self.exposed.values()])
+
+    def add(self, other: "Costs", times: float = 1) -> None:
+        """Add `times` the costs of another graph."""
+        self.compute += times * other.compute
+        self.matmul_flops += times * other.matmul_flops
+        self.attention_flops += times * other.attention_flops
+        _add_by_axis(self.exposed, other.exposed, times)
+        _add_by_axis(self.communication, other.communication, times)
+        _add_by_axis(self.sent, other.sent, times)
+        _add_by_axis(self.sent_to_other_nodes, other.sent_to_other_nodes, times)
+
+    def add_collective(
+        self,
+        axis: str,
+        kind: str,
+        nbytes: float,
+        ranks: Sequence[int],
+        machine: Machine,
+        exposed: float | None = None,
+    ) -> None:
+        """Add a collective. exposed: its seconds that nothing hides; None: all of them."""
+        seconds = machine.collective(kind, nbytes, ranks)
+        nodes = machine.nodes(ranks)
+        rounds = 2 if kind == "all_reduce" else 1
+        sent = rounds * nbytes * (len(ranks) - 1) / len(ranks)
+        across = sent * nodes / len(ranks) if nodes > 1 else 0.0  # a hop of the ring per node
+        _add_by_axis(self.communication, {axis: seconds})
+        _add_by_axis(self.exposed, {axis: seconds if exposed is None else exposed})
+        _add_by_axis(self.sent, {axis: sent})
+        _add_by_axis(self.sent_to_other_nodes, {axis: across})
+
+    def extrapolated(self, other: "Costs", share: float) -> "Costs":
+        """Return the costs on the line from these (share 0) through the other's (share 1)."""
+        return Costs(
+            compute=_on_line(self.compute, other.compute, share),
+            exposed=_on_line_by_axis(self.exposed, other.exposed, share),
+            communication=_on_line_by_axis(self.communication, other.communication, share),
+            sent=_on_line_by_axis(self.sent, other.sent, share),
+            sent_to_other_nodes=_on_line_by_axis(
+                self.sent_to_other_nodes, other.sent_to_other_nodes, share
+            ),
+            matmul_flops=_on_line(self.matmul_flops, other.matmul_flops, share),
+            attention_flops=_on_line(self.attention_flops, other.attention_flops, share),
+        )
+
+
+@dataclass
+class StageCosts:
+    """The costs of a pipeline stage on one machine."""
+
+    graphs: dict[str, Costs]  # of a microbatch, by GRAPHS
+    # Once in a step: "gather" of weights before all microbatches; "reduce" of gradients, and their
+    # compressed sums over "copies", after them.
+    once: dict[str, Costs]
+    shard_elements: float  # of this rank's parameters
+    full_elements: float  # of its parameters when they are gathered
+    hidden_bytes: float  # that a microbatch sends to the next stage
+
+    def of_microbatch(self, graphs: Sequence[str] = GRAPHS) -> Costs:
+        """Return the sum over graphs of a microbatch."""
+        total = Costs()
+        for name, costs in self.graphs.items():
+            if name in graphs:
+                total.add(costs)
+        return total
+
+    def add_step_to(self, total: Costs, microbatches: int) -> None:
+        """Add the costs of all graphs of a step."""
+        total.add(self.of_microbatch(), microbatches)
+        once = Costs()
+        for costs in self.once.values():
+            once.add(costs)
+        total.add(once)
+
+    def extrapolated(self, other: "StageCosts", share: float) -> "StageCosts":
+        """Return the costs on the line from these (share 0) through the other's (share 1)."""
+        return StageCosts(
+            graphs={
+                name: costs.extrapolated(other.graphs[name], share)
+                for name, costs in self.graphs.items()
+            },
+            once={
+                name: costs.extrapolated(other.once[name], share)
+                for name, costs in self.once.items()
+            },
+            shard_elements=_on_line(self.shard_elements, other.shard_elements, share),
+            full_elements=_on_line(self.full_elements, other.full_elements, share),
+            hidden_bytes=_on_line(self.hidden_bytes, other.hidden_bytes, share),
+        )
+
+
+def _add_by_axis(total: ByAxis, added: Mapping[str, float], times: float = 1) -> None:
+    for axis, value in added.items():
+        total[axis] = total.get(axis, 0.0) + times * value
+
+
+def _on_line(low: float, high: float, share: float) -> float:
+    return low + share * (high - low)
+
+
+def _on_line_by_axis(low: ByAxis, high: ByAxis, share: float) -> ByAxis:
+    return {
+        axis: _on_line(low.get(axis, 0.0), high.get(axis, 0.0), share) for axis in {**low, **high}
+    }
+
+
+def graph_costs(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Costs:
+    """Return the costs of a graph. fused: as in `node_seconds`."""
+    costs = Costs()
     timeline = simulate(graph, machine, fused=fused)
-    spans = iter([span for span in timeline.spans if span.group])
     for span in timeline.spans:
         if span.lane == "compute" and not span.group:
-            result["compute"] += span.seconds
+            costs.compute += span.seconds
     if timeline.idle:
-        result["exposed.host"] = timeline.idle
+        costs.exposed["host"] = timeline.idle
+    collective_spans = iter([span for span in timeline.spans if span.group])
     for node in graph.nodes:
         if node.target not in KINDS:
             matmul, attention = flops_of(node)
-            result["matmul"] += matmul
-            result["attention"] += attention
+            costs.matmul_flops += matmul
+            costs.attention_flops += attention
             continue
-        span, ranks = next(spans), tuple(ranks_of(node))
+        span = next(collective_spans)
+        ranks = tuple(ranks_of(node))
         if len(ranks) > 1:
-            exposed = span.seconds if machine.is_cpu else span.exposed
-            axis = axis_along(ranks, axes, bool(parameters_of(node)))
-            _add_collective(
-                result,
-                axis,
+            costs.add_collective(
+                axis_along(ranks, axes, bool(parameters_of(node))),
                 kind_of(node),
                 collective_bytes(node),
                 ranks,
                 machine,
-                exposed,
+                exposed=span.seconds if machine.is_cpu else span.exposed,
             )
-    return dict(result)
+    return costs
 
 
-def _add_collective(
-    result: Figures,
-    axis: str,
-    kind: str,
-    nbytes: float,
-    ranks: Sequence[int],
-    machine: Machine,
-    exposed: float | None = None,
-) -> None:
-    """Add the figures of a collective. exposed: seconds; None for a collective without overlap."""
-    seconds = machine.collective(kind, nbytes, ranks)
-    nodes = len({rank // machine.ranks_per_node for rank in ranks})
-    sent = (2 if kind == "all_reduce" else 1) * nbytes * (len(ranks) - 1) / len(ranks)
-    result[f"communication.{axis}"] += seconds
-    result[f"exposed.{axis}"] += seconds if exposed is None else exposed
-    result[f"bytes.{axis}"] += sent
-    result[f"across.{axis}"] += sent * nodes / len(ranks) if nodes > 1 else 0.0  # a hop per node
+class _Collective(NamedTuple):
+    kind: str
+    nbytes: float
+    group: str
 
 
-def round_figures(
-    plans: Plans, machine: Machine, axes: Axes, under: Mapping[str, float]
-) -> Figures:
-    """Return `gather.` and `reduce.` figures for the collectives of `gathered_for_step`, by bucket.
+class _BucketTraffic(NamedTuple):
+    """What the parameters of a bucket send and copy."""
 
-    under: the seconds of `forward` and `backward` that they overlap with: the collectives of a
-    block with the computation of the block before it, a share by its parameters, which is slower
+    block: str
+    nbytes: int  # of the full weights or gradients
+    collectives: list[_Collective]
+
+
+def once_per_step_costs(
+    plans: Plans, machine: Machine, axes: Axes, hidden_under: Mapping[str, float]
+) -> dict[str, Costs]:
+    """Return the costs of "gather" and "reduce", for parameters that are gathered once a step.
+
+    hidden_under: the seconds of `forward` and `backward` that they overlap with: the collectives of
+    a block with the computation of the block before it, a share by its parameters, which is slower
     meanwhile. Else empty: two buckets are in flight at once, so the copies of one overlap the
     communication of the other: the longer of both counts.
     """
-    result: Figures = {}
-    last, shares = last_block(plan.fqn for plan in plans.values()), shares_of_blocks(plans)
-    before = dict(zip(shares, [0.0, *shares.values()], strict=False))
+    last = last_block(plan.fqn for plan in plans.values())
+    gathers = [_gather_traffic(bucket, last) for _, bucket in gather_buckets(plans)]
+    reductions = [_reduce_traffic(bucket, last) for _, bucket in reduce_buckets(plans)]
+    shares = shares_of_blocks(plans)
+    shares_before = dict(zip(shares, [0.0, *shares.values()], strict=False))
+
+    def seconds_before(phase: str) -> dict[str, float] | None:
+        """Return the seconds in which the block before each one computes."""
+        if not hidden_under:
+            return None
+        return {block: hidden_under[phase] * share for block, share in shares_before.items()}
+
+    return {
+        "gather": _costs_of_buckets(gathers, machine, axes, seconds_before("forward")),
+        "reduce": _costs_of_buckets(reductions, machine, axes, seconds_before("backward")),
+    }
+
+
+def _gather_traffic(bucket: Bucket, last: str) -> _BucketTraffic:
+    flat = bucket.as_one
+    nbytes = flat.rows * flat.gather_dtype.itemsize
+    collectives = []
+    if flat.shard_degree > 1:
+        collectives.append(_Collective("all_gather", float(nbytes), flat.shard_group))
+    return _BucketTraffic(block_of(bucket.plans[0].fqn, last), nbytes, collectives)
+
+
+def _reduce_traffic(bucket: Bucket, last: str) -> _BucketTraffic:
+    flat = bucket.as_one
+    nbytes = flat.rows * flat.reduce_dtype.itemsize
+    collectives = []
+    if flat.shard_degree > 1:
+        collectives.append(_Collective("reduce_scatter", float(nbytes), flat.shard_group))
+    for group in flat.sum_groups:
+        collectives.append(_Collective("all_reduce", nbytes / flat.shard_degree, group))
+    return _BucketTraffic(block_of(bucket.plans[0].fqn, last), nbytes, collectives)
+
+
+def _costs_of_buckets(
+    buckets: Iterable[_BucketTraffic],
+    machine: Machine,
+    axes: Axes,
+    seconds_before: dict[str, float] | None,
+) -> Costs:
+    """Return the costs of collectives and copies. seconds_before: by block, left to hide under."""
+    left = seconds_before or {}
+    costs = Costs()
+    copied = 0.0  # bytes
+    hidden = 0.0  # seconds
+    for bucket in buckets:
+        for kind, nbytes, group in bucket.collectives:
+            ranks = ranks_in(group)
+            seconds = machine.collective(kind, nbytes, ranks)
+            available = left.get(bucket.block, 0.0)
+            exposed = max(0.0, seconds - available)
+            left[bucket.block] = max(0.0, available - seconds)
+            axis = axis_along(ranks, axes, of_parameters=True)
+            costs.add_collective(axis, kind, nbytes, ranks, machine, exposed)
+            hidden += seconds - exposed
+        copied += 2 * bucket.nbytes  # read and written, into the bucket or out of it
+    travel = sum(costs.exposed.values()) if seconds_before is None else 0.0
     slowed = 1 - machine.beside_collective().memory_efficiency / machine.memory_efficiency
-    for what, buckets, kind, phase in (
-        ("gather", gather_buckets(plans), "all_gather", "forward"),
-        ("reduce", reduce_buckets(plans), "reduce_scatter", "backward"),
-    ):
-        figures: Figures = defaultdict(float)
-        copied = hidden = 0.0
-        spare = {block: under.get(phase, 0.0) * share for block, share in before.items()}
-        for _, bucket in buckets:
-            one, block = bucket.as_one, block_of(bucket.plans[0].fqn, last)
-            nbytes = (
-                one.rows * (one.gather_dtype if what == "gather" else one.reduce_dtype).itemsize
-            )
-            sent = [(kind, float(nbytes), one.shard_group)] if one.shard_degree > 1 else []
-            if what == "reduce":
-                sent += [
-                    ("all_reduce", nbytes / one.shard_degree, group) for group in one.sum_groups
-                ]
-            for each, size, group in sent:
-                ranks = ranks_in(group)
-                seconds = machine.collective(each, size, ranks)
-                exposed, spare[block] = (
-                    max(0.0, seconds - spare[block]),
-                    max(0.0, spare[block] - seconds),
-                )
-                _add_collective(
-                    figures, axis_along(ranks, axes, True), each, size, ranks, machine, exposed
-                )
-                hidden += seconds - exposed
-            copied += 2 * nbytes  # read and written, into the bucket or out of it
-        travels = (
-            0.0
-            if under
-            else sum(value for key, value in figures.items() if key.startswith("exposed."))
-        )
-        figures["compute"] = max(0.0, machine.memory_traffic(copied) - travels) + hidden * slowed
-        result |= {f"{what}.{key}": value for key, value in figures.items()}
-    return result
+    costs.compute = max(0.0, machine.memory_traffic(copied) - travel) + hidden * slowed
+    return costs
 
 
 def shares_of_blocks(plans: Plans) -> dict[str, float]:
     """Return the share of each block in the computation of a forward or backward, by its
     parameters, in the order of reads.
     """
-    last, sizes = last_block(plan.fqn for plan in plans.values()), dict[str, int]()
+    last = last_block(plan.fqn for plan in plans.values())
+    sizes: dict[str, int] = {}
     for plan in plans.values():
         block = block_of(plan.fqn, last)
-        sizes[block] = sizes.get(block, 0) + (
-            plan.rows * math.prod(plan.row_shape) if block != "tok_embeddings" else 0
-        )
-    return {block: size / (sum(sizes.values()) or 1) for block, size in sizes.items()}
+        computes = block != "tok_embeddings"
+        elements = plan.rows * math.prod(plan.row_shape) if computes else 0
+        sizes[block] = sizes.get(block, 0) + elements
+    total = sum(sizes.values()) or 1
+    return {block: size / total for block, size in sizes.items()}
 
 
-def copies_figures(plans: Plans, machine: Machine, axes: Axes, parallelism: Parallelism) -> Figures:
-    """Return `copies.` figures of sums over copies after backward (distributed/powersgd.py), which
-    nothing hides: a collective of all P, one of all Q and one of all other gradients, and the
+def compression_costs(
+    plans: Plans, machine: Machine, axes: Axes, parallelism: Parallelism
+) -> Costs:
+    """Return the costs of sums over copies after backward (distributed/powersgd.py).
+
+    Nothing hides them: a collective of all P, one of all Q and one of all other gradients, and the
     products, which read and write shards more than they compute.
     """
-    figures: Figures = defaultdict(float)
+    costs = Costs()
     if parallelism.replicate_compression == "none":
-        return figures
+        return costs
     ranks = next(ranks for ranks, axis in axes.items() if axis == "dp_replicate")
-    axis = axis_along(ranks, axes, True)
-    whole = ps = qs = 0.0  # bytes
+    axis = axis_along(ranks, axes, of_parameters=True)
+    p_bytes = q_bytes = uncompressed = 0.0
     for plan in plans.values():
-        numbers = plan.chunk * math.prod(plan.row_shape)
+        elements = plan.chunk * math.prod(plan.row_shape)
         factors = factor_sizes(plan, parallelism)
         if factors is None:
-            whole += numbers * plan.reduce_dtype.itemsize
+            uncompressed += elements * plan.reduce_dtype.itemsize
             continue
-        ps += 4 * factors[0]
-        qs += 4 * factors[1]
-        operations = 8.0 * parallelism.replicate_rank * numbers
-        figures["matmul"] += operations
-        figures["compute"] += max(
-            machine.memory_traffic(4 * SHARD_PASSES * numbers),
-            operations / machine.flops(torch.float32),
+        p_bytes += 4 * factors[0]
+        q_bytes += 4 * factors[1]
+        flops = 8.0 * parallelism.replicate_rank * elements
+        costs.matmul_flops += flops
+        costs.compute += max(
+            machine.memory_traffic(4 * SHARD_PASSES * elements),
+            flops / machine.flops(torch.float32),
         )
-    for nbytes in (ps, qs, whole):
+    for nbytes in (p_bytes, q_bytes, uncompressed):
         if nbytes:
-            _add_collective(figures, axis, "all_reduce", nbytes, ranks, machine)
-    return {f"copies.{key}": value for key, value in figures.items()}
+            costs.add_collective(axis, "all_reduce", nbytes, ranks, machine)
+    return costs

@@ -1,8 +1,8 @@
 """Compute a rank's memory: replay the allocations and frees of two steps through a model of CUDA's
 caching allocator.
 
-memory = memory_of(layout, stages, machine)               # stages: the tensors of each pipeline stage (tape.py)
-memory.reserved, memory.rows["activations"]               # bytes
+    memory = memory_of(layout, stages, machine)         # stages: of each pipeline stage (tape.py)
+    memory.reserved, memory.parts["activations"]        # bytes
 
 A step allocates as the trainer does: weights gathered for the step, then forward, loss and backward
 of each microbatch in the order of the schedule, then reduced gradients, and at the end of the first
@@ -10,8 +10,7 @@ step the optimizer's state. The second step finds the gaps that the first one le
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_lite.cost.machine import GIB, Machine
@@ -20,10 +19,9 @@ from titan_lite.distributed.pipeline_schedule import computations, order_of
 from titan_lite.distributed.step_gather import IN_FLIGHT
 from titan_lite.optim.state import WHOLE_MATRICES, costs_of, moment_bytes
 from titan_lite.tools.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
-from titan_lite.tools.plan.tape import GRAPHS, Stage, Weight, buckets_of
+from titan_lite.tools.plan.costs import GRAPHS
+from titan_lite.tools.plan.tape import Stage, Weight, buckets_of
 from titan_lite.tools.plan.trace import PlannedLayout
-
-Held = tuple[str, Block | None]  # part of the memory, block
 
 # Bytes of CUDA's context, with the kernels that it loads.
 CONTEXT = 0.5 * GIB
@@ -31,13 +29,25 @@ CONTEXT = 0.5 * GIB
 # defaultBuffSizes in src/init.cc): LL, LL128 and SIMPLE, for the neighbour in a ring. On 8 GPUs
 # with NVSwitch it reports 24 channels.
 CHANNELS = 24
-CHANNEL_BUFFERS = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB
+CHANNEL_BUFFERS = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB  # bytes
 # A workspace of cuBLAS comes from the allocator, one for each thread that multiplies: forward's and
 # backward's (aten/src/ATen/cuda/CublasHandlePool.cpp).
-WORKSPACE, HOPPER_WORKSPACE, THREADS = 4096 * 2048 + 16 * 8192, 32 * MIB, 2
-WHOLES = "weights gathered for the step"
-ERRORS = "errors between copies"
-WORDS = {
+WORKSPACE = 4096 * 2048 + 16 * 8192  # bytes
+HOPPER_WORKSPACE = 32 * MIB
+THREADS = 2
+NO_LIMIT = 2**60  # bytes
+
+# Parts of a rank's memory, besides those of a tape.
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+WORKING = "working"
+FULL_WEIGHTS = "weights gathered for the step"
+COMPRESSION_ERRORS = "errors between copies"
+PIPELINE_BUFFERS = "received by the pipeline"
+WORKSPACES = "workspaces of cuBLAS"
+OPTIMIZER_STATE = "optimizer state"
+
+PHASE_OF_GRAPH = {
     "forward": "forward",
     "loss_forward": "loss",
     "loss_backward": "backward of the loss",
@@ -50,47 +60,81 @@ class Memory:
     """The memory of the pipeline rank that needs most, in bytes."""
 
     rank: int  # of the pipeline
-    moment: str  # of the peak
-    rows: dict[str, float]  # parts of the peak
+    phase: str  # of the step, at the peak
+    parts: dict[str, float]  # of the peak
     reserved: float  # the expected `torch.cuda.max_memory_reserved`
     outside: float  # of tensors
 
     @property
     def peak(self) -> float:
         """Return the expected `torch.cuda.max_memory_allocated`."""
-        return sum(self.rows.values())
+        return sum(self.parts.values())
 
     @property
     def total(self) -> float:
         return self.reserved + self.outside
+
+    @property
+    def largest_part(self) -> str:
+        return max(self.parts, key=lambda part: self.parts[part])
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A tensor that is allocated, and the part of the memory that it counts to."""
+
+    part: str
+    block: Block | None  # None: no bytes
 
 
 def memory_of(layout: PlannedLayout, stages: Sequence[Stage], machine: Machine) -> Memory:
     """Return the memory of a layout on such a machine.
 
     What does not fit is replayed on a device without a limit.
-
-    Of ranks with alike stages, only the one with most microbatches in flight is replayed.
     """
-    outside = outside_of_tensors(layout)
+    memories = [
+        memory_of_rank(layout, stages, rank, machine) for rank in ranks_to_replay(layout, stages)
+    ]
+    return max(memories, key=lambda memory: memory.reserved)
+
+
+def ranks_to_replay(layout: PlannedLayout, stages: Sequence[Stage]) -> list[int]:
+    """Return a pipeline rank for each kind of stages, the one with most microbatches in flight."""
     order = order_of(layout.config.parallelism, layout.pipeline)
-    most: dict[tuple[int, ...], tuple[int, int]] = {}  # by stages: in flight, rank
+    chosen: dict[tuple[int, ...], tuple[int, int]] = {}  # by stages: (most in flight, rank)
     for rank in range(layout.degrees["pp"]):
         alike = tuple(id(stages[stage].tape) for stage in layout.pipeline.stages_of(rank))
-        flying, peak = 0, 0
-        for kind, *_ in computations(order[rank]):
-            flying += (kind == "F") - (kind in "BI")
-            peak = max(peak, flying)
-        most[alike] = max(most.get(alike, (0, 0)), (peak, -rank))
-    found = []
-    for _, rank in most.values():
-        for device in (int(machine.memory * GIB - outside), 2**60):
-            allocator = CachingAllocator(device, expandable=True)  # as launch.py sets it
-            with suppress(OutOfDeviceMemory):
-                run = replay(layout, stages, -rank, machine, allocator)
-                found.append(Memory(-rank, run.moment, run.rows, allocator.most_reserved, outside))
-                break
-    return max(found, key=lambda memory: memory.reserved)
+        most = most_in_flight([kind for kind, *_ in computations(order[rank])])
+        if alike not in chosen or most > chosen[alike][0]:
+            chosen[alike] = (most, rank)
+    return [rank for _, rank in chosen.values()]
+
+
+def most_in_flight(kinds: Sequence[str]) -> int:
+    """Return the most microbatches between forward and backward. kinds: of actions, in order."""
+    in_flight = most = 0
+    for kind in kinds:
+        if kind == "F":
+            in_flight += 1
+        elif kind in ("B", "I"):
+            in_flight -= 1
+        most = max(most, in_flight)
+    return most
+
+
+def memory_of_rank(
+    layout: PlannedLayout, stages: Sequence[Stage], rank: int, machine: Machine
+) -> Memory:
+    """Return the memory of a pipeline rank."""
+    outside = outside_of_tensors(layout)
+    # Segments are expandable, as launch.py sets it.
+    allocator = CachingAllocator(int(machine.memory * GIB - outside), expandable=True)
+    try:
+        run = replay(layout, stages, rank, machine, allocator)
+    except OutOfDeviceMemory:
+        allocator = CachingAllocator(NO_LIMIT, expandable=True)
+        run = replay(layout, stages, rank, machine, allocator)
+    return Memory(rank, run.peak_phase, run.peak_parts, allocator.most_reserved, outside)
 
 
 def outside_of_tensors(layout: PlannedLayout) -> float:
@@ -98,9 +142,9 @@ def outside_of_tensors(layout: PlannedLayout) -> float:
 
     A communicator joins all ranks, or those along an axis.
     """
-    communicators = (
-        1 + sum(degree > 1 for degree in layout.degrees.values()) if layout.world_size > 1 else 0
-    )
+    communicators = 0
+    if layout.world_size > 1:
+        communicators = 1 + sum(degree > 1 for degree in layout.degrees.values())
     return CONTEXT + communicators * CHANNELS * CHANNEL_BUFFERS
 
 
@@ -112,231 +156,274 @@ def replay(
     allocator: CachingAllocator,
 ) -> "Replay":
     """Replay two steps of pipeline rank `rank`, with at most two local batches each."""
-    run = Replay(
-        layout, {stage: stages[stage] for stage in layout.pipeline.stages_of(rank)}, allocator
-    )
+    own = {stage: stages[stage] for stage in layout.pipeline.stages_of(rank)}
     actions = computations(order_of(layout.config.parallelism, layout.pipeline)[rank])
-    run.start(machine)
+    run = Replay(layout, own, allocator)
+    run.allocate_model(machine)
     for _ in range(2):
-        run.gather()
-        # in a second local batch, gradients of the first exist
+        run.gather_weights()
+        # In a second local batch, gradients of the first exist.
         for _ in range(min(2, layout.accumulation)):
             for kind, stage, microbatch in actions:
-                for graph in GRAPHS[:2] if kind == "F" else GRAPHS[2:] if kind in "BI" else ():
-                    run.graph(stage, graph, microbatch)
-        run.reduce()
-        run.now = "summing over copies"
-        run.compress()
+                for graph in graphs_of_action(kind):
+                    run.run_graph(stage, graph, microbatch)
+        run.reduce_gradients()
+        run.compress_gradients()
         run.update()
     return run
 
 
+def graphs_of_action(kind: str) -> tuple[str, ...]:
+    """Return the graphs that run in an action: F, B, I (of inputs) or W (of weights)."""
+    if kind == "F":
+        return GRAPHS[:2]
+    return GRAPHS[2:] if kind in ("B", "I") else ()
+
+
 class Replay:
-    """A rank's allocations. moment, rows: of the most bytes allocated so far, and their parts."""
+    """A rank's allocations.
+
+    peak_phase, peak_parts: of the most bytes allocated so far, the phase of the step and the parts.
+    """
 
     def __init__(
         self, layout: PlannedLayout, stages: Mapping[int, Stage], allocator: CachingAllocator
     ):
-        self.layout, self.stages, self.allocator = layout, stages, allocator
-        self.computed, self.summed = itemsizes(layout.config.training)
-        self.moment, self.rows = "start", dict[str, float]()
-        self.now, self._rows = "start", Counter[str]()
-        self.tensors: dict[tuple[int, int | None], list[Held]] = {}  # by stage and microbatch
-        self.gradients: dict[int, dict[int, Held]] = defaultdict(
-            dict
-        )  # by stage: by number on its tape
-        self.shards: list[Held] = []  # of reduced gradients
-        self.wholes: list[Held] = []
-        self.has_state = False
-        # of gradients, which a graph gives away (distributed/arriving.py)
-        self.copies = layout.config.compile.compiles("model")
+        self.layout = layout
+        self.stages = stages
+        self.allocator = allocator
+        computed, summed = itemsizes(layout.config.training)
+        self.computed_itemsize = computed
+        self.summed_itemsize = summed
+        # A compiled graph gives its gradients away, and they are copied.
+        self.copies_gradients = layout.config.compile.compiles("model")
         self.weights = [weight for stage in stages.values() for weight in stage.weights]
-        self.errors: list[Held] = []  # of this step
 
-    def make(self, row: str, nbytes: float) -> Held:
+        self.phase = "start"
+        self.parts: Counter[str] = Counter()  # bytes that are allocated
+        self.peak_phase = "start"
+        self.peak_parts: dict[str, float] = {}
+
+        # By (stage, microbatch): of each tensor of the tape.
+        self.tensors: dict[tuple[int, int | None], list[Allocation]] = {}
+        # By stage, then by index on its tape.
+        self.gradients: dict[int, dict[int, Allocation]] = defaultdict(dict)
+        self.reduced_gradients: list[Allocation] = []
+        self.full_weights: list[Allocation] = []
+        self.errors: list[Allocation] = []  # of this step's compression
+        self.has_optimizer_state = False
+
+    def allocate(self, part: str, nbytes: float) -> Allocation:
         block = self.allocator.malloc(int(nbytes))
         if block is not None:
-            self._rows[row] += block.size
+            self.parts[part] += block.size
             if self.allocator.allocated == self.allocator.most_allocated:
-                self.moment, self.rows = (
-                    self.now,
-                    {name: float(size) for name, size in self._rows.items() if size},
-                )
-        return row, block
+                self.peak_phase = self.phase
+                self.peak_parts = {name: float(size) for name, size in self.parts.items() if size}
+        return Allocation(part, block)
 
-    def end(self, held: Held) -> None:
-        row, block = held
-        if block is not None:
-            self._rows[row] -= block.size
-            self.allocator.free(block)
+    def free(self, allocation: Allocation) -> None:
+        if allocation.block is not None:
+            self.parts[allocation.part] -= allocation.block.size
+            self.allocator.free(allocation.block)
 
-    def start(self, machine: Machine) -> None:
+    def allocate_model(self, machine: Machine) -> None:
         """Allocate what stays from before the first step, or from its start, to the end."""
         for number, stage in self.stages.items():
             for weight in stage.weights:
-                self.make("parameters", STORED_BYTES * weight.held)
-            self.make("parameters", stage.buffers)
+                self.allocate(PARAMETERS, STORED_BYTES * weight.shard_elements)
+            self.allocate(PARAMETERS, stage.buffers)
             for weight in stage.weights:
-                if any(weight.factors):  # an error, and Q
-                    self.make(ERRORS, 4 * weight.held)
-                    self.make(ERRORS, 4 * weight.factors[1])
+                if weight.is_compressed:  # an error, and Q
+                    self.allocate(COMPRESSION_ERRORS, 4 * weight.shard_elements)
+                    self.allocate(COMPRESSION_ERRORS, 4 * weight.factors[1])
             # torch's stages receive each microbatch in a buffer of its own
-            # (distributed/pipelining/stage.py)
+            # (distributed/pipelining/stage.py).
             neighbours = (number > 0) + (number < len(self.layout.pipeline.modules) - 1)
             for _ in range(neighbours * self.layout.pipeline.microbatches):
-                self.make("received by the pipeline", stage.between)
+                self.allocate(PIPELINE_BUFFERS, stage.hidden)
         if not machine.is_cpu:
+            workspace = HOPPER_WORKSPACE if machine.name.startswith("H") else WORKSPACE
             for _ in range(THREADS):
-                self.make(
-                    "workspaces of cuBLAS",
-                    HOPPER_WORKSPACE if machine.name.startswith("H") else WORKSPACE,
-                )
+                self.allocate(WORKSPACES, workspace)
 
-    def graph(self, number: int, name: str, microbatch: int | None) -> None:
-        """Run a graph of a microbatch."""
+    def run_graph(self, number: int, name: str, microbatch: int | None) -> None:
+        """Run a graph of a microbatch in a stage."""
+        self.phase = PHASE_OF_GRAPH[name]
         tape = self.stages[number].tape
-        self.now = WORDS[name]
-        held = self.tensors.setdefault((number, microbatch), [("", None)] * len(tape.sizes))
+        nothing = [Allocation("", None)] * len(tape.sizes)
+        tensors = self.tensors.setdefault((number, microbatch), nothing)
         for event in tape.events.get(name, ()):
             if event >= 0:
-                held[event] = self.make(tape.rows[event], tape.sizes[event])
+                tensors[event] = self.allocate(tape.parts[event], tape.sizes[event])
             elif ~event < len(tape.elements):
-                self.add(number, ~event, held[~event])
+                self.accumulate(number, ~event, tensors[~event])
             else:
-                self.end(held[~event])
+                self.free(tensors[~event])
 
-    def add(self, number: int, gradient: int, held: Held) -> None:
-        """Keep a gradient of the first microbatch, and add later ones to it: full ones in the dtype
-        that they are reduced in.
+    def accumulate(self, number: int, gradient: int, allocation: Allocation) -> None:
+        """Keep a gradient of the first microbatch, and add later ones to it.
+
+        Gradients of full weights are added in the dtype that they are reduced in.
         """
-        sums, tape = self.gradients[number], self.stages[number].tape
-        summed = tape.elements[gradient] * self.summed
-        if gradient not in sums and (
-            not self.layout.gathers_once or (summed == tape.sizes[gradient] and not self.copies)
-        ):
-            sums[gradient] = held
+        tape = self.stages[number].tape
+        sums = self.gradients[number]
+        summed_bytes = tape.elements[gradient] * self.summed_itemsize
+        if gradient in sums:
+            self.free(allocation)
             return
-        elif gradient not in sums:
-            sums[gradient] = self.make("gradients", summed)
-        self.end(held)
+        is_sum = not self.layout.gathers_once or (
+            summed_bytes == tape.sizes[gradient] and not self.copies_gradients
+        )
+        if is_sum:
+            sums[gradient] = allocation
+        else:
+            sums[gradient] = self.allocate(GRADIENTS, summed_bytes)
+            self.free(allocation)
 
-    def gather(self) -> None:
-        """Gather the weights for the step, IN_FLIGHT buckets at once (distributed/step_gather.py)."""
-        self.now = "gathering weights"
-        for stage in self.stages.values() if self.layout.gathers_once else ():
-            under_way: list[tuple[Held, Held, list[Weight]]] = []
-            # a weight that is not sharded, of the same dtype, is no copy
-            kept = [
-                not _sharded([weight]) and self.itemsize(weight) == STORED_BYTES
+    def gather_weights(self) -> None:
+        """Gather the weights for the step, IN_FLIGHT buckets at once, as step_gather.py does."""
+        self.phase = "gathering weights"
+        if not self.layout.gathers_once:
+            return
+        for stage in self.stages.values():
+            # A weight that is not sharded, of the same dtype, is no copy.
+            copied = [
+                weight
                 for weight in stage.weights
+                if weight.is_sharded or self.gathered_itemsize(weight) != STORED_BYTES
             ]
-            weights = [
-                weight for weight, stays in zip(stage.weights, kept, strict=True) if not stays
-            ]
-            buckets = buckets_of(weights, "gathered_with")
-            for place, bucket in enumerate(buckets):
-                itemsize = self.itemsize(bucket[0])  # a bucket has one dtype
-                shard = self.make(
-                    "working", _sharded(bucket) * itemsize * sum(weight.held for weight in bucket)
-                )
-                row = "working" if len(bucket) > 1 else WHOLES
-                under_way.append(
-                    (
-                        shard,
-                        self.make(row, itemsize * sum(weight.whole for weight in bucket)),
-                        bucket,
-                    )
-                )
-                while len(under_way) == IN_FLIGHT or (under_way and place == len(buckets) - 1):
-                    shard, table, bucket = under_way.pop(0)
-                    self.end(shard)
-                    if len(bucket) > 1:
-                        itemsize = self.itemsize(bucket[0])
-                        self.wholes += [
-                            self.make(WHOLES, itemsize * weight.whole) for weight in bucket
-                        ]
-                        self.end(table)
-                    else:
-                        self.wholes.append(table)
+            in_flight: list[_GatheringBucket] = []
+            for bucket in buckets_of(copied, "gathered_with"):
+                in_flight.append(self.start_gather(bucket))
+                if len(in_flight) == IN_FLIGHT:
+                    self.finish_gather(in_flight.pop(0))
+            for gathering in in_flight:
+                self.finish_gather(gathering)
 
-    def itemsize(self, weight: Weight) -> int:
+    def start_gather(self, bucket: list[Weight]) -> "_GatheringBucket":
+        itemsize = self.gathered_itemsize(bucket[0])  # a bucket has one dtype
+        shard_bytes = 0
+        if _is_sharded(bucket):
+            shard_bytes = itemsize * sum(weight.shard_elements for weight in bucket)
+        shard = self.allocate(WORKING, shard_bytes)
+        part = WORKING if len(bucket) > 1 else FULL_WEIGHTS
+        full_bytes = itemsize * sum(weight.full_elements for weight in bucket)
+        return _GatheringBucket(bucket, shard, self.allocate(part, full_bytes))
+
+    def finish_gather(self, gathering: "_GatheringBucket") -> None:
+        self.free(gathering.shard)
+        if len(gathering.weights) == 1:
+            self.full_weights.append(gathering.full)
+            return
+        itemsize = self.gathered_itemsize(gathering.weights[0])
+        for weight in gathering.weights:  # copied out
+            full = self.allocate(FULL_WEIGHTS, itemsize * weight.full_elements)
+            self.full_weights.append(full)
+        self.free(gathering.full)
+
+    def gathered_itemsize(self, weight: Weight) -> int:
         """Return the bytes of an element of a gathered weight."""
-        return 1 if weight.float8 else self.computed
+        return 1 if weight.float8 else self.computed_itemsize
 
-    def reduce(self) -> None:
-        """Reduce the sums of full gradients, IN_FLIGHT buckets at once, and free the full weights."""
-        self.now = "reducing gradients"
-        for number, stage in self.stages.items() if self.layout.gathers_once else ():
-            sums: dict[int, list[Held]] = defaultdict(list)  # by elements
-            for gradient, held in sorted(self.gradients.pop(number, {}).items()):
-                sums[stage.tape.elements[gradient]].append(held)
-            under_way: list[list[Held]] = []
-            buckets = buckets_of(stage.weights, "reduced_with")
-            for place, bucket in enumerate(buckets):
-                mine = [sums[weight.whole].pop() for weight in bucket]
-                if len(mine) > 1:  # copied into one
-                    row = "working" if _sharded(bucket) else "gradients"
-                    table = self.make(row, self.summed * sum(weight.whole for weight in bucket))
-                    for held in mine:
-                        self.end(held)
-                else:
-                    (table,) = mine
-                done = []  # when the bucket has been reduced
-                if _sharded(bucket):
-                    done.append(table)
-                    table = self.make(
-                        "gradients", self.summed * sum(weight.held for weight in bucket)
-                    )
-                self.shards.append(table)
-                under_way.append(done)
-                while len(under_way) == IN_FLIGHT or (under_way and place == len(buckets) - 1):
-                    for held in under_way.pop(0):
-                        self.end(held)
-        while self.wholes:
-            self.end(self.wholes.pop())
+    def reduce_gradients(self) -> None:
+        """Reduce the sums of full gradients, IN_FLIGHT buckets at once; free the full weights."""
+        self.phase = "reducing gradients"
+        if self.layout.gathers_once:
+            for number, stage in self.stages.items():
+                self.reduce_gradients_of_stage(number, stage)
+        while self.full_weights:
+            self.free(self.full_weights.pop())
 
-    def compress(self) -> None:
-        """Make the errors of this step, which the update chooses or drops
+    def reduce_gradients_of_stage(self, number: int, stage: Stage) -> None:
+        sums: dict[int, list[Allocation]] = defaultdict(list)  # by elements
+        for gradient, allocation in sorted(self.gradients.pop(number, {}).items()):
+            sums[stage.tape.elements[gradient]].append(allocation)
+        in_flight: list[list[Allocation]] = []  # freed when a bucket has been reduced
+        for bucket in buckets_of(stage.weights, "reduced_with"):
+            gradients = [sums[weight.full_elements].pop() for weight in bucket]
+            in_flight.append(self.start_reduce(bucket, gradients))
+            if len(in_flight) == IN_FLIGHT:
+                self.free_all(in_flight.pop(0))
+        for reduced in in_flight:
+            self.free_all(reduced)
+
+    def start_reduce(self, bucket: list[Weight], gradients: list[Allocation]) -> list[Allocation]:
+        """Allocate a bucket and its result. Return what is freed when it has been reduced."""
+        is_sharded = _is_sharded(bucket)
+        full = gradients[0]
+        if len(gradients) > 1:  # copied into one
+            elements = sum(weight.full_elements for weight in bucket)
+            full = self.allocate(
+                WORKING if is_sharded else GRADIENTS, self.summed_itemsize * elements
+            )
+            self.free_all(gradients)
+        if not is_sharded:
+            self.reduced_gradients.append(full)
+            return []
+        elements = sum(weight.shard_elements for weight in bucket)
+        self.reduced_gradients.append(self.allocate(GRADIENTS, self.summed_itemsize * elements))
+        return [full]
+
+    def compress_gradients(self) -> None:
+        """Allocate the errors of this step, which the update chooses or drops
         (distributed/powersgd.py).
         """
+        self.phase = "summing over copies"
         for weight in self.weights:
-            if any(weight.factors):
-                self.errors.append(self.make(ERRORS, 4 * weight.held))
+            if weight.is_compressed:
+                self.errors.append(self.allocate(COMPRESSION_ERRORS, 4 * weight.shard_elements))
 
     def update(self) -> None:
-        """Make the optimizer's state in the first step, and free the gradients.
+        """Allocate the optimizer's state in the first step, and free the gradients.
 
         Norms and fused updates need no memory.
         """
         while self.errors:
-            self.end(self.errors.pop())
-        self.now, config, own = (
-            "optimizer step",
-            self.layout.config,
-            [weight.held for weight in self.weights],
-        )
-        costs = costs_of(config.optimizer)
-        matrices = [weight.held * weight.matrix for weight in self.weights]
-        state: list[list[float]] = [
-            [4, *moment_bytes(config.optimizer, *each)] for each in zip(own, matrices, strict=True)
-        ]  # with a step count
-        state.append([owner_bytes(config, self.layout)])
-        for nbytes in () if self.has_state else (nbytes for each in state for nbytes in each):
-            self.make("optimizer state", nbytes)
-        self.has_state = True
+            self.free(self.errors.pop())
+        self.phase = "optimizer step"
+        if not self.has_optimizer_state:
+            for nbytes in self.optimizer_state_bytes():
+                self.allocate(OPTIMIZER_STATE, nbytes)
+            self.has_optimizer_state = True
+        optimizer = self.layout.config.optimizer
+        costs = costs_of(optimizer)
         if costs.has_owners:
-            whole = self.layout.degrees["tp"] * max(
-                weight.whole * weight.matrix for weight in self.weights
+            largest = max(
+                (weight.full_elements for weight in self.weights if weight.matrix), default=0
             )
-            self.end(self.make("working", WHOLE_MATRICES * ITEM_BYTES[costs.owner_dtype] * whole))
-        for held in (
-            *self.shards,
-            *(held for sums in self.gradients.values() for held in sums.values()),
-        ):
-            self.end(held)
-        self.shards.clear()
+            itemsize = ITEM_BYTES[costs.owner_dtype]
+            self.free(
+                self.allocate(
+                    WORKING, WHOLE_MATRICES * itemsize * self.layout.degrees["tp"] * largest
+                )
+            )
+        self.free_all(self.reduced_gradients)
+        for gradients in self.gradients.values():
+            self.free_all(list(gradients.values()))
+        self.reduced_gradients.clear()
         self.gradients.clear()
 
+    def optimizer_state_bytes(self) -> Iterator[float]:
+        """Yield the bytes of each tensor: step count and moments, then what an owner has."""
+        config = self.layout.config
+        for weight in self.weights:
+            yield 4
+            matrix_elements = weight.shard_elements if weight.matrix else 0
+            yield from moment_bytes(config.optimizer, weight.shard_elements, matrix_elements)
+        yield owner_bytes(config, self.layout)
 
-def _sharded(weights: Sequence[Weight]) -> bool:
-    return any(weight.held != weight.whole for weight in weights)
+    def free_all(self, allocations: Sequence[Allocation]) -> None:
+        for allocation in allocations:
+            self.free(allocation)
+
+
+@dataclass(frozen=True)
+class _GatheringBucket:
+    weights: list[Weight]
+    shard: Allocation  # of all weights, cast and padded
+    full: Allocation  # where the collective writes to
+
+
+def _is_sharded(weights: Sequence[Weight]) -> bool:
+    return any(weight.is_sharded for weight in weights)

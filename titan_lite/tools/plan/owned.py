@@ -1,8 +1,8 @@
 """Price the whole matrices of an optimizer such as Muon: what owners compute, and how long matrices
 travel (optim/matrix_owners.py).
 
-owned = owned_matrices(layout, machine)
-owned.computing, owned.waiting, owned.sent             # seconds, seconds, bytes of a rank
+    owned = owned_matrices(layout, machine)
+    owned.computing, owned.waiting, owned.sent      # seconds, seconds, bytes of a rank
 """
 
 import math
@@ -19,7 +19,7 @@ from titan_lite.tools.plan.trace import PlannedLayout
 
 @dataclass(frozen=True)
 class Owned:
-    """The figures of the pipeline rank with most parameters, in an optimizer step."""
+    """The costs of the pipeline rank with most parameters, in an optimizer step."""
 
     computing: float = 0.0  # seconds of the busiest owner in each bucket
     waiting: float = 0.0  # seconds in which nothing is computed
@@ -28,28 +28,43 @@ class Owned:
 
 
 def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
-    """Return the figures of the optimizer's owners; all zero for an optimizer without any."""
-    config = layout.config.optimizer
-    costs = costs_of(config)
+    """Return the costs of the optimizer's owners; all zero for an optimizer without any."""
+    optimizer = layout.config.optimizer
+    costs = costs_of(optimizer)
     if not costs.has_owners:
         return Owned()
-    ranks, copies = range(layout.world_size // layout.degrees["pp"]), layout.degrees["dp_replicate"]
-    of_copy = ranks[: len(ranks) // copies]
-    speed = machine.flops(getattr(torch, costs.owner_dtype)) * machine.matmul_efficiency
+    ranks = range(layout.world_size // layout.degrees["pp"])
+    copies = layout.degrees["dp_replicate"]
+    ranks_of_copy = ranks[: len(ranks) // copies]
+    dtype = costs.owner_dtype
+    speed = machine.flops(getattr(torch, dtype)) * machine.matmul_efficiency
     device = "cuda" if machine.multiprocessors else "cpu"
-    computes, sent, across = list[float](), 0.0, 0.0
-    goes, returns = list[float](), list[float]()
-    for bucket in owner_buckets(config, layout.shapes_of_rank, len(ranks)):
-        computes.append(max(costs.owner_flops(shape, device) for shape in bucket.values()) / speed)
-        nbytes = ITEM_BYTES[costs.owner_dtype] * max(map(math.prod, bucket.values()))
-        for times, size, group in ((goes, nbytes, of_copy), (returns, copies * nbytes, ranks)):
-            seconds, near, far = all_to_all(machine, size, group)
-            times.append(seconds)
-            sent, across = sent + near + far, across + far
+
+    # Seconds of each bucket: to owners, on the busiest one, and back to all copies.
+    scatters: list[float] = []
+    computations: list[float] = []
+    returns: list[float] = []
+    sent = across = 0.0
+    for bucket in owner_buckets(optimizer, layout.shapes_of_rank, len(ranks)):
+        flops = max(costs.owner_flops(shape, device) for shape in bucket.values())
+        computations.append(flops / speed)
+        nbytes = ITEM_BYTES[dtype] * max(map(math.prod, bucket.values()))
+        seconds, near, far = all_to_all(machine, nbytes, ranks_of_copy)
+        scatters.append(seconds)
+        sent = sent + near + far
+        across += far
+        seconds, near, far = all_to_all(machine, copies * nbytes, ranks)
+        returns.append(seconds)
+        sent = sent + near + far
+        across += far
+    computing = sum(computations)
     # While a bucket is computed, the next one goes to its owners and the one before it returns.
-    under = [sum(pair) for pair in zip([*goes[1:], 0.0], [0.0, *returns[:-1]], strict=True)]
-    total = goes[0] + sum(map(max, computes, under)) + returns[-1]
-    return Owned(sum(computes), total - sum(computes), sent, across)
+    travelling = [
+        after + before
+        for after, before in zip([*scatters[1:], 0.0], [0.0, *returns[:-1]], strict=True)
+    ]
+    total = scatters[0] + sum(map(max, computations, travelling)) + returns[-1]
+    return Owned(computing, total - computing, sent, across)
 
 
 def all_to_all(machine: Machine, nbytes: float, ranks: Sequence[int]) -> tuple[float, float, float]:
@@ -61,6 +76,7 @@ def all_to_all(machine: Machine, nbytes: float, ranks: Sequence[int]) -> tuple[f
     """
     if len(ranks) < 2:
         return 0.0, 0.0, 0.0
-    here = min(len(ranks), machine.ranks_per_node)
-    near, far = nbytes * (here - 1) / len(ranks), nbytes * (len(ranks) - here) / len(ranks)
+    in_node = min(len(ranks), machine.ranks_per_node)
+    near = nbytes * (in_node - 1) / len(ranks)
+    far = nbytes * (len(ranks) - in_node) / len(ranks)
     return machine.collective("all_to_all", nbytes, ranks), near, far

@@ -1,5 +1,4 @@
-"""Draw a plan: the step on all pipeline ranks, and below it one microbatch's graphs with a lane for
-each mesh axis.
+"""Draw a plan: the step on all pipeline ranks, and one microbatch's graphs by mesh axis.
 
     draw_plan(plan, Path("plan.png"))
     write_plan_trace(plan, Path("plan.json"))          # for https://ui.perfetto.dev and chrome://tracing
@@ -10,6 +9,7 @@ The graphs are those of the deepest traced stage, which may have fewer blocks th
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from titan_lite.cost.timeline import Timeline
 from titan_lite.metrics.timelines import (
@@ -23,10 +23,20 @@ from titan_lite.metrics.timelines import (
     lanes_of,
     write_trace,
 )
-from titan_lite.tools.plan.summary import Plan
+from titan_lite.tools.plan.plan import Plan
 
-NAMES = {"F": "forward", "B": "backward", "I": "backward, of inputs", "W": "backward, of weights"}
-ENDS = {
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# By the kind of a pipeline's action.
+ACTION_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, of inputs",
+    "W": "backward, of weights",
+}
+# By what happens once in a step, as in StepTimes.ends.
+END_NAMES = {
     "gather": "gather weights",
     "reduce": "reduce gradients",
     "copies": "compressed sums over copies",
@@ -46,86 +56,108 @@ STEP_COLORS = {
 }
 
 
-def step_spans(plan: Plan) -> list[tuple[int, str, str, float, float]]:
-    """Return (pipeline rank, kind, name, start, seconds) of all parts of a step.
+class StepSpan(NamedTuple):
+    """A part of a step on a pipeline rank."""
 
-    kind: F, B, I, W or a key of ENDS.
-    """
-    step, found = plan.steps[0], []
-    for rank, ends in enumerate(step.ends):
-        found.append((rank, "gather", ENDS["gather"], 0.0, ends["gather"]))
+    rank: int
+    kind: str  # of ACTION_NAMES or END_NAMES
+    name: str
+    start: float  # seconds
+    seconds: float
+
+
+def step_spans(plan: Plan) -> list[StepSpan]:
+    """Return all parts of a step that take time."""
+    step = plan.nominal
+    spans = [
+        StepSpan(rank, "gather", END_NAMES["gather"], 0.0, ends["gather"])
+        for rank, ends in enumerate(step.ends)
+    ]
     start = max(ends["gather"] for ends in step.ends)
     for batch in range(plan.layout.accumulation):
+        first = batch * plan.layout.pipeline.microbatches
         for rank, actions in step.run.actions.items():
             for kind, stage, microbatch, begin, end in actions:
-                name = (
-                    f"{NAMES[kind]}, stage {stage}, microbatch"
-                    f" {batch * plan.layout.pipeline.microbatches + microbatch}"
-                )
-                found.append((rank, kind, name, start + begin, end - begin))
+                name = f"{ACTION_NAMES[kind]}, stage {stage}, microbatch {first + microbatch}"
+                spans.append(StepSpan(rank, kind, name, start + begin, end - begin))
         start += step.run.seconds
     for rank, ends in enumerate(step.ends):
         begin = start
-        for what in [*ends][1:]:
-            found.append((rank, what, ENDS[what], begin, ends[what]))
-            begin += ends[what]
-    return [each for each in found if each[-1] > 0]
+        for kind, seconds in ends.items():
+            if kind != "gather":
+                spans.append(StepSpan(rank, kind, END_NAMES[kind], begin, seconds))
+                begin += seconds
+    return [span for span in spans if span.seconds > 0]
 
 
-def deepest(plan: Plan) -> tuple[str, Sequence[Timeline], list[str]]:
-    """Return a title, the timelines and the names of their lanes for the kind of stage with most
-    blocks.
-    """
-    kind = max(plan.timelines, key=lambda kind: plan.depths[kind][-1])
-    beside = f" with {', '.join(kind)}" if kind else ""
-    title = f"one microbatch: a traced stage of {plan.depths[kind][-1]} blocks{beside}"
-    return title, plan.timelines[kind], lanes_of(plan.timelines[kind])
+class TracedGraphs(NamedTuple):
+    """The graphs of a microbatch in a traced stage."""
+
+    title: str
+    timelines: Sequence[Timeline]
+    lanes: list[str]
+
+
+def deepest(plan: Plan) -> TracedGraphs:
+    """Return the graphs of the traced stage with most blocks."""
+    beside = max(plan.timelines, key=lambda beside: plan.depths[beside][-1])
+    blocks = plan.depths[beside][-1]
+    modules = f" with {', '.join(beside)}" if beside else ""
+    title = f"one microbatch: a traced stage of {blocks} blocks{modules}"
+    timelines = plan.timelines[beside]
+    return TracedGraphs(title, timelines, lanes_of(timelines))
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
     """Write a PNG: bars over milliseconds, each panel with its legend."""
     from matplotlib.figure import Figure
 
-    title, timelines, lanes = deepest(plan)
+    graphs = deepest(plan)
+    heights = [1.2 + 0.25 * plan.layout.degrees["pp"], 0.8 + 0.5 * len(graphs.lanes)]
+    figure = Figure(figsize=(14, sum(heights) + 1), layout="constrained")
+    step_axes, graph_axes = figure.subplots(2, gridspec_kw={"height_ratios": heights})
+    _draw_step(step_axes, plan)
+    least_width = 0.08 * sum(timeline.seconds for timeline in graphs.timelines)  # of a name
+    names = [
+        timeline.graph.replace("_", ": ") if timeline.seconds > least_width else ""
+        for timeline in graphs.timelines
+    ]
+    draw_graphs(graph_axes, graphs.timelines, graphs.lanes, names)
+    add_legend(graph_axes, COLORS)
+    graph_axes.set_title(graphs.title, pad=12)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_step(axes: "Axes", plan: Plan) -> None:
+    """Draw a bar for each part of the step, a line for each pipeline rank."""
     degree = plan.layout.degrees["pp"]
-    sizes = [1.2 + 0.25 * degree, 0.8 + 0.5 * len(lanes)]
-    figure = Figure(figsize=(14, sum(sizes) + 1), layout="constrained")
-    step, graphs = figure.subplots(2, gridspec_kw={"height_ratios": sizes})
     bars: dict[tuple[float, str], list[tuple[float, float]]] = defaultdict(list)
-    drawn: dict[str, str] = {}
-    for rank, what, _, start, seconds in step_spans(plan):
-        name = (NAMES | ENDS)[what]
-        drawn[name] = STEP_COLORS[name]
-        bars[degree - 0.9 - rank, STEP_COLORS[name]].append((1e3 * start, 1e3 * seconds))
-    draw_bars(step, bars, edge="white")
-    step.set(
-        title=f"the step (nominal): {plan.steps[0].seconds:.3g} s",
+    legend: dict[str, str] = {}
+    for span in step_spans(plan):
+        name = {**ACTION_NAMES, **END_NAMES}[span.kind]
+        color = STEP_COLORS[name]
+        legend[name] = color
+        bars[degree - 0.9 - span.rank, color].append((1e3 * span.start, 1e3 * span.seconds))
+    draw_bars(axes, bars, edge="white")
+    labels = [f"pipeline rank {rank}" for rank in range(degree)] if degree > 1 else ["every rank"]
+    axes.set(
+        title=f"the step (nominal): {plan.nominal.seconds:.3g} s",
         yticks=[degree - 0.5 - rank for rank in range(degree)],
-        yticklabels=[
-            f"pipeline rank {rank}" if degree > 1 else "every rank" for rank in range(degree)
-        ],
-        xlim=(0, 1e3 * plan.steps[0].seconds),
+        yticklabels=labels,
+        xlim=(0, 1e3 * plan.nominal.seconds),
         ylim=(0, degree),
     )
-    add_legend(step, drawn)
-    room = 0.08 * sum(each.seconds for each in timelines)  # needed for a name
-    names = [
-        timeline.graph.replace("_", ": ") if timeline.seconds > room else ""
-        for timeline in timelines
-    ]
-    draw_graphs(graphs, timelines, lanes, names)
-    add_legend(graphs, COLORS)
-    graphs.set_title(title, pad=12)
-    figure.savefig(path, dpi=120)
+    add_legend(axes, legend)
 
 
 def write_plan_trace(plan: Plan, path: Path) -> None:
     """Write a Chrome trace: process 0 is the step, a thread per pipeline rank; process 1 the
     graphs, a thread per lane.
     """
-    title, timelines, lanes = deepest(plan)
+    graphs = deepest(plan)
     ranks = [f"pipeline rank {rank}" for rank in range(plan.layout.degrees["pp"])]
     step = TraceProcess(
         "the step (nominal)", ranks, [TraceSpan(*span, {}) for span in step_spans(plan)]
     )
-    write_trace(path, [step, TraceProcess(title, lanes, graph_spans(timelines, lanes))])
+    traced = TraceProcess(graphs.title, graphs.lanes, graph_spans(graphs.timelines, graphs.lanes))
+    write_trace(path, [step, traced])

@@ -1,24 +1,27 @@
 """Extend a plan to 512 up to 100,000 ranks: the step, the start, saves, and the goodput that
 failures leave.
 
-    print("\\n".join(describe_scale(plan)))                               # a table with a column for each number of ranks
-    goodput(interval=600, blocked=2, again=300, mtbf=10_000)             # 0.938, the share of the time that ends in kept steps
-    best_interval(blocked=2, mtbf=10_000)                                # 198.7 s
+    print("\\n".join(describe_scale(plan)))             # a column for each number of ranks
+    goodput(interval=600, blocked=2, again=300, mtbf=10_000)    # 0.938
+    best_interval(blocked=2, mtbf=10_000)               # 198.7 s
 
 All degrees but that of FSDP stay, as do the local batch and the number of local batches in a step
-(weak scaling). A figure is from the plan, published, or assumed; the table names those that are not
+(weak scaling). A number is from the plan, published, or assumed; the table names those that are not
 from the plan.
 
-    step       the plan's, with longer rings for FSDP, fewer numbers to update and more owners, on the slowest of N ranks
+    step       the plan's, with longer rings for FSDP, fewer numbers to update and more owners, on
+               the slowest of N ranks
     start      one rank's store serves all others; then compiling, and reading the parameters
-    saves      the bytes that a rank writes fall with N, and the first rank hears of each of N when they are written
-    failures   a device fails as often as in Llama 3's run, independently of others, and each failure stops the run
+    saves      the bytes that a rank writes fall with N, and the first rank hears of each of N when
+               they are written
+    failures   a device fails as often as in Llama 3's run, independently of others, and each
+               failure stops the run
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from titan_lite.config import ConfigError
 from titan_lite.cost.machine import GB
@@ -26,42 +29,43 @@ from titan_lite.distributed.memory import STORED_BYTES, compression_error_bytes,
 from titan_lite.models.shapes import shape_words
 from titan_lite.optim.state import costs_of, share_of_matrices
 from titan_lite.tools.plan.owned import owned_matrices
+from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.simulate import DEVIATION, slowest_of
-from titan_lite.tools.plan.summary import Plan, rounded
+from titan_lite.tools.plan.summary import describe_degrees, rounded
 from titan_lite.tools.plan.trace import PlannedLayout
 
 RANKS = (512, 4096, 16_384, 100_000)
 
 # Published.
-MTBF = (
-    54 * 24 * 3600 * 16_384 / 419
-)  # s, of one GPU: 419 interruptions in 54 days (arXiv 2407.21783, section 3.3.4)
-STORAGE = (
-    2e12 / 16_384
-)  # B/s of a GPU: 2 TB/s sustained (there, section 3.3.1), growing with the GPUs
+# Seconds between failures of one GPU: 419 interruptions of 16,384 GPUs in 54 days (arXiv
+# 2407.21783, section 3.3.4).
+MTBF_OF_GPU = 54 * 24 * 3600 * 16_384 / 419
+# B/s of storage for one GPU: 2 TB/s sustained (there, section 3.3.1), growing with the GPUs.
+STORAGE = 2e12 / 16_384
 
-# Assumed. Work of the first rank and of its store for one rank, when all meet: at the start, and in
-# each save. An upper bound: 256 processes on two cores took that.
-MEETING = 0.02  # s
-COMPILING = 60.0  # s, the same at any number of ranks
+# Assumed.
+# Seconds of the first rank and of its store for each rank, when all meet: at the start, and in each
+# save. An upper bound: 256 processes on two cores took that.
+MEETING = 0.02
+COMPILING = 60.0  # seconds, the same at any number of ranks
 HASHING = 0.5 * GB  # B/s of SHA-256 on a core
 HOST_COPY = 20 * GB  # B/s of a GPU to host memory, while all GPUs of a node copy
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The figures of one number of ranks. Seconds and bytes, unless the name says otherwise."""
+    """A run on one number of ranks."""
 
     layout: PlannedLayout
-    planned_step: float
+    planned_step: float  # seconds
     slowest: float  # time of a step on the slowest rank, relative to the mean
-    meeting: float
-    reading: float  # this rank's part of the tensors, and the hash of its share
+    meeting: float  # seconds
+    reading: float  # seconds: this rank's part of the tensors, and the hash of its share
     saved: float  # bytes that a rank writes
     blocked: float  # seconds of a save in which no step runs
-    writing: float  # until the step is on disk
-    recipe_interval: float
-    noticing: float  # limit until a hanging run ends
+    writing: float  # seconds until the step is on disk
+    recipe_interval: float  # seconds between saves
+    noticing: float  # seconds until a hanging run ends
 
     @property
     def ranks(self) -> int:
@@ -77,7 +81,7 @@ class Scale:
 
     @property
     def mtbf(self) -> float:
-        return MTBF / self.ranks
+        return MTBF_OF_GPU / self.ranks
 
     @property
     def again(self) -> float:
@@ -126,11 +130,7 @@ def at_scale(layout: PlannedLayout, ranks: int) -> PlannedLayout:
     """
     others = layout.world_size // layout.degrees["dp_shard"]
     if ranks < others:
-        product = " x ".join(
-            f"{axis} {degree}"
-            for axis, degree in layout.degrees.items()
-            if degree > 1 and axis != "dp_shard"
-        )
+        product = describe_degrees({**layout.degrees, "dp_shard": 1})
         raise ConfigError(
             f"--scale starts at {RANKS[0]} ranks, and {product} needs {others}; use lower degrees"
         )
@@ -157,44 +157,44 @@ def step_seconds(plan: Plan, layout: PlannedLayout) -> float:
 
     The sums of gradients over copies, and PowerSGD's products, stay those of the plan's shards.
     """
-    stated, machine, degrees = plan.steps[0], plan.machine, plan.layout.degrees
-    before, after = shards(plan.layout), shards(layout)
-    seconds = stated.seconds - stated.parts.get("exposed.slowest", 0.0)
-    if not machine.multiprocessors:  # figures that a run measured are those of its slowest rank
+    step = plan.steps[0]
+    machine = plan.machine
+    fsdp_before = plan.layout.fsdp_degree
+    fsdp_after = layout.fsdp_degree
+    seconds = step.seconds - step.parts.get("exposed.slowest", 0.0)
+    if not machine.multiprocessors:  # what a run measured is of its slowest rank
         seconds /= slowest_of(plan.layout.world_size)
-    seconds -= stated.parts.get("optimizer", 0.0) * (1 - before / after)
-    few, many = (owned_matrices(each, machine) for each in (plan.layout, layout))
-    seconds += many.computing + many.waiting - few.computing - few.waiting
-    modules = max(
-        len(layout.pipeline.modules[stage]) for stage in range(len(layout.pipeline.modules))
+    seconds -= step.parts.get("optimizer", 0.0) * (1 - fsdp_before / fsdp_after)
+    owned_before = owned_matrices(plan.layout, machine)
+    owned_after = owned_matrices(layout, machine)
+    seconds += (
+        owned_after.computing + owned_after.waiting - owned_before.computing - owned_before.waiting
     )
+
+    sent = step.sent.get("dp_shard", 0.0)
+    if not sent:
+        return seconds
+    modules = max(map(len, layout.pipeline.modules))
     rounds = 1 if layout.gathers_once else layout.microbatches
-    count = (
-        (2 if layout.gathers_once else 3) * modules * rounds
-    )  # gathered for forward and backward, and reduced
-    nbytes = stated.sent.get("dp_shard", 0.0) / count
+    # Gathered, for forward and backward unless it is once, and reduced.
+    collectives_of_module = 2 if layout.gathers_once else 3
+    collectives = collectives_of_module * modules * rounds
+    tp = plan.layout.degrees["tp"]
 
-    def ring(degree: int) -> float:
-        return machine.collective(
-            "all_gather", nbytes, range(0, degree * degrees["tp"], degrees["tp"])
-        )
+    def ring_seconds(degree: int) -> float:
+        return machine.collective("all_gather", sent / collectives, range(0, degree * tp, tp))
 
-    return seconds + count * (ring(after) - ring(before)) if nbytes else seconds
-
-
-def shards(layout: PlannedLayout) -> int:
-    """Return the ranks that share each parameter."""
-    return layout.degrees["dp_shard"] * layout.degrees["cp"]
+    return seconds + collectives * (ring_seconds(fsdp_after) - ring_seconds(fsdp_before))
 
 
 def scale_of(plan: Plan, ranks: int) -> Scale:
-    """Return the figures of a plan's recipe on at most so many ranks. Raises ConfigError."""
+    """Return a plan's recipe on at most so many ranks. Raises ConfigError."""
     layout = at_scale(plan.layout, ranks)
     config = plan.layout.config
     world = layout.world_size
     optimizer = costs_of(config.optimizer)
     moments = 2 - (2 - optimizer.moments) * share_of_matrices(layout.shapes_of_rank)
-    sharded = STORED_BYTES * (1 + moments) * layout.parameters_of_rank / shards(layout)
+    sharded = STORED_BYTES * (1 + moments) * layout.parameters_of_rank / layout.fsdp_degree
     # An owner's matrices and the error of each copy are saved once, and sharded tensors by one of
     # the copies.
     once = owner_bytes(config, layout) + compression_error_bytes(config, layout)
@@ -222,64 +222,53 @@ def describe_scale(plan: Plan) -> list[str]:
     """Return the table. `check_scale` must have passed."""
     config = plan.layout.config
     scales = [scale_of(plan, ranks) for ranks in RANKS]
-
-    def row(name: str, *values: Any) -> str:
-        return f"  {name:<46}" + "".join(
-            f"{each if isinstance(each, str) else rounded(each):>11}" for each in values
-        )
-
-    def rows(*named: tuple[str, Any]) -> list[str]:
-        return [row(name, *map(figure, scales)) for name, figure in named]
-
-    mode = "waits for it" if config.checkpoint.async_mode == "disabled" else "waits for the copy"
+    waits_for = "it" if config.checkpoint.async_mode == "disabled" else "the copy"
     tokens = plan.layout.tokens // plan.layout.dp_degree
+    steps_between_saves = config.checkpoint.interval
+
+    def row(name: str, value: Callable[[Scale], float | str]) -> str:
+        """Return a line with the value for each number of ranks."""
+        cells = [value(scale) for scale in scales]
+        texts = [cell if isinstance(cell, str) else rounded(cell) for cell in cells]
+        return f"  {name:<46}" + "".join(f"{text:>11}" for text in texts)
+
     return [
         (
             f"{shape_words(config.model)} on {plan.machine.name}, {tokens:,} tokens a step on each"
             " data-parallel rank"
         ),
         "",
-        row("ranks", *(f"{scale.ranks:,}" for scale in scales)),
-        *rows(
-            ("along dp_shard", lambda at: f"{at.layout.degrees['dp_shard']:,}"),
-            ("million tokens a step", lambda at: at.layout.tokens / 1e6),
-        ),
+        row("ranks", lambda scale: f"{scale.ranks:,}"),
+        row("along dp_shard", lambda scale: f"{scale.layout.degrees['dp_shard']:,}"),
+        row("million tokens a step", lambda scale: scale.layout.tokens / 1e6),
         "step",
-        *rows(
-            ("planned, s, mean of all ranks", lambda at: at.planned_step),
-            ("slowest of all ranks, %", lambda at: f"+{100 * (at.slowest - 1):.1f}"),
-            ("tokens/s per GPU", lambda at: at.layout.tokens / at.step / at.ranks),
-        ),
+        row("planned, s, mean of all ranks", lambda scale: scale.planned_step),
+        row("slowest of all ranks, %", lambda scale: f"+{100 * (scale.slowest - 1):.1f}"),
+        row("tokens/s per GPU", lambda scale: scale.layout.tokens / scale.step / scale.ranks),
         "start, s",
-        *rows(
-            ("meeting in the store (assumed)", lambda at: at.meeting),
-            ("compiling (assumed)", lambda at: COMPILING),
-            ("reading and checking a step", lambda at: at.reading),
-        ),
-        f"save (async_mode = {config.checkpoint.async_mode}: the loop {mode})",
-        *rows(
-            ("a rank writes, GB", lambda at: at.saved / GB),
-            ("the loop waits, s", lambda at: at.blocked),
-            ("until the step is on disk, s", lambda at: at.writing),
-        ),
+        row("meeting in the store (assumed)", lambda scale: scale.meeting),
+        row("compiling (assumed)", lambda scale: COMPILING),
+        row("reading and checking a step", lambda scale: scale.reading),
+        f"save (async_mode = {config.checkpoint.async_mode}: the loop waits for {waits_for})",
+        row("a rank writes, GB", lambda scale: scale.saved / GB),
+        row("the loop waits, s", lambda scale: scale.blocked),
+        row("until the step is on disk, s", lambda scale: scale.writing),
         "failures",
-        *rows(
-            ("mean time between failures, hours", lambda at: at.mtbf / 3600),
-            ("a failure costs besides lost steps, s", lambda at: at.again),
-            (
-                "goodput with the recipe's interval, %",
-                lambda at: 100 * at.goodput(at.recipe_interval),
-            ),
-            (
-                f"  checkpoint.interval = {config.checkpoint.interval}, minutes",
-                lambda at: at.recipe_interval / 60,
-            ),
-            ("best interval, steps", lambda at: at.best_interval / at.step),
-            ("  minutes", lambda at: at.best_interval / 60),
-            ("goodput with it, %", lambda at: 100 * at.goodput(at.best_interval)),
+        row("mean time between failures, hours", lambda scale: scale.mtbf / 3600),
+        row("a failure costs besides lost steps, s", lambda scale: scale.again),
+        row(
+            "goodput with the recipe's interval, %",
+            lambda scale: 100 * scale.goodput(scale.recipe_interval),
         ),
+        row(
+            f"  checkpoint.interval = {steps_between_saves}, minutes",
+            lambda scale: scale.recipe_interval / 60,
+        ),
+        row("best interval, steps", lambda scale: scale.best_interval / scale.step),
+        row("  minutes", lambda scale: scale.best_interval / 60),
+        row("goodput with it, %", lambda scale: 100 * scale.goodput(scale.best_interval)),
         "",
-        f"published: {MTBF / 3600:,.0f} hours between failures of a GPU (arXiv 2407.21783)",
+        f"published: {MTBF_OF_GPU / 3600:,.0f} hours between failures of a GPU (arXiv 2407.21783)",
         (
             f"published: {STORAGE / 1e6:.0f} MB/s of storage a GPU (the same); GPUs differ by"
             f" {DEVIATION:.1%} (arXiv 2208.11035)"

@@ -1,7 +1,7 @@
-"""Simulate an optimizer step from the figures of its pipeline stages: the time of each part, and
-all waits.
+"""Simulate an optimizer step from the costs of its pipeline stages: the time of each part, and all
+waits.
 
-    step = simulate_step(layout, stages, machine)             # stages: the figures of each pipeline stage (costs.py)
+    step = simulate_step(layout, stages, machine)       # stages: StageCosts of each pipeline stage
     step.seconds, step.parts["exposed.tp"]
 
 A pipeline is simulated action by action in the order of its schedule, with the cost of each stage.
@@ -18,14 +18,11 @@ from titan_lite.cost.machine import Machine
 from titan_lite.distributed.memory import STORED_BYTES, itemsizes
 from titan_lite.distributed.pipeline_schedule import Timetable, order_of, run_order
 from titan_lite.optim.state import costs_of, share_of_matrices
-from titan_lite.tools.plan.costs import Figures
-from titan_lite.tools.plan.owned import owned_matrices
+from titan_lite.tools.plan.costs import BACKWARD, FORWARD, ByAxis, Costs, StageCosts
+from titan_lite.tools.plan.owned import Owned, owned_matrices
 from titan_lite.tools.plan.trace import PlannedLayout
 
-FORWARD, BACKWARD = ("forward", "loss_forward"), ("backward", "loss_backward")
-ROUND = ("gather", "reduce", "copies")
-UPDATE = ("optimizer", "owners", "exposed.owners")  # parts of a step after the gradients
-SMALL_SUMS = 3  # all-reduces of one number: tokens, gradient norm, loss
+SCALAR_ALL_REDUCES = 3  # of one number: tokens, gradient norm, loss
 # GPUs of one kind are 8% apart on average without outliers (arXiv 2208.11035), the whiskers of a
 # box plot, which are at 2.7 standard deviations on either side of a normal distribution.
 DEVIATION = 0.08 / 5.4
@@ -39,133 +36,199 @@ class StepTimes:
     # Means over pipeline ranks, with the sum `seconds`: compute, bubble, optimizer, owners, and
     # exposed. with an axis, owners, host or slowest.
     parts: dict[str, float]
-    sent: dict[str, float]  # bytes of the pipeline rank that sends most, by axis
-    across: dict[str, float]  # the part of `sent` to other nodes
+    sent: ByAxis  # bytes of the pipeline rank that sends most
+    across: ByAxis  # the part of `sent` to other nodes
     matmul: float  # floating-point operations of a rank, on average
     attention: float  # the same
     run: Timetable  # of the pipeline, for one local batch
-    ends: Sequence[
-        Mapping[str, float]
-    ] = ()  # seconds once per step by pipeline rank: gather before; others after
+    # Seconds once per step by pipeline rank: gather before the microbatches, others after them.
+    ends: Sequence[Mapping[str, float]] = ()
 
 
-def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Machine) -> StepTimes:
-    """Simulate a step. stages: the figures of each stage, in order, for `machine`."""
-    degree, owned = layout.degrees["pp"], owned_matrices(layout, machine)
-    per_parameter = updated_bytes(layout.config, share_of_matrices(layout.shapes_of_rank))
-    accumulating = [accumulate(layout, figures, machine) for figures in stages]
-    forward = [seconds_of(figures, FORWARD) for figures in stages]
+@dataclass(frozen=True)
+class _Rank:
+    """What a pipeline rank does in a step."""
+
+    busy: float  # seconds of forward and backward of a microbatch
+    step: Costs  # without accumulation, update and pipeline
+    accumulating: float  # seconds
+    update: dict[str, float]  # seconds, by part
+    ends: dict[str, float]  # as in StepTimes
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds, as in StepTimes."""
+        exposed = {f"exposed.{axis}": seconds for axis, seconds in self.step.exposed.items()}
+        return {"compute": self.step.compute + self.accumulating, **exposed, **self.update}
+
+
+def simulate_step(
+    layout: PlannedLayout, stages: Sequence[StageCosts], machine: Machine
+) -> StepTimes:
+    """Simulate a step. stages: the costs of each stage, in order, on `machine`."""
+    degree = layout.degrees["pp"]
+    owned = owned_matrices(layout, machine)
+    forward = [stage.of_microbatch(FORWARD).seconds for stage in stages]
+    accumulation = [accumulation_seconds(layout, stage, machine) for stage in stages]
     backward = [
-        seconds_of(figures, BACKWARD) + extra
-        for figures, extra in zip(stages, accumulating, strict=True)
+        stage.of_microbatch(BACKWARD).seconds + accumulating
+        for stage, accumulating in zip(stages, accumulation, strict=True)
     ]
+    run = _run_pipeline(layout, forward, backward, stages[0].hidden_bytes, machine)
+    ranks = []
+    for rank in range(degree):
+        own = layout.pipeline.stages_of(rank)
+        costs = [stages[stage] for stage in own]
+        step = _sum_of_steps(costs, layout.microbatches)
+        accumulating = layout.microbatches * sum(accumulation[stage] for stage in own)
+        update = _update_parts(layout, costs, owned, machine)
+        busy = sum(forward[stage] + backward[stage] for stage in own)
+        ranks.append(_Rank(busy, step, accumulating, update, _ends_of_step(costs, update)))
 
-    def seconds(kind: str, stage: int) -> float:
-        return {"F": forward[stage], "B": backward[stage]}.get(kind, backward[stage] / 2)
-
-    neighbours = (0, layout.world_size // degree)
-    travel = machine.send(stages[0]["activations.between"], *neighbours) if degree > 1 else 0.0
-    run = run_order(order_of(layout.config.parallelism, layout.pipeline), seconds, travel)
-
-    ranks = [layout.pipeline.stages_of(rank) for rank in range(degree)]
-
-    def of_step(mine: Sequence[int], *what: str) -> dict[str, float]:
-        """Return sums over a rank's stages and over a step."""
-        found: dict[str, float] = defaultdict(float)
-        for stage in mine:
-            for graphs, times in (((*FORWARD, *BACKWARD), layout.microbatches), (ROUND, 1)):
-                for figure, value in sums_of(stages[stage], graphs, what).items():
-                    found[figure] += times * value
-        return found
-
-    mean: dict[str, float] = defaultdict(float)
-    ends = []
-    for mine in ranks:
-        parts = of_step(mine, "compute", "exposed.")
-        parts["compute"] += layout.microbatches * sum(accumulating[stage] for stage in mine)
-        own = sum(stages[stage]["held"] for stage in mine)
-        sums = SMALL_SUMS * machine.collective("all_reduce", 8, range(layout.world_size))
-        parts["optimizer"] = machine.memory_traffic(per_parameter * own) + sums
-        parts |= (
-            {"owners": owned.computing, "exposed.owners": owned.waiting} if owned.computing else {}
-        )
-        for part, value in parts.items():
-            mean[part] += value / degree
-        end = {graph: sum(seconds_of(stages[stage], (graph,)) for stage in mine) for graph in ROUND}
-        ends.append(end | {"optimizer": sum(parts.get(part, 0.0) for part in UPDATE)})
     pipeline = layout.accumulation * run.seconds
     if machine.ranks_per_core > 1:  # while a rank waits, others have its core
-        busy = (sum(forward[stage] + backward[stage] for stage in mine) for mine in ranks)
-        pipeline = max(pipeline / machine.ranks_per_core, layout.microbatches * max(busy))
-    total = pipeline + max(sum(each.values()) for each in ends)
-    mean["bubble"] = total - sum(mean.values())
-    if machine.multiprocessors:  # figures that a run measured are those of its slowest rank
-        mean["exposed.slowest"] = total * (slowest_of(layout.world_size) - 1)
-        total += mean["exposed.slowest"]
-        ends = [end | {"slowest": mean["exposed.slowest"]} for end in ends]
+        busiest = layout.microbatches * max(times.busy for times in ranks)
+        pipeline = max(pipeline / machine.ranks_per_core, busiest)
+    seconds = pipeline + max(sum(times.ends.values()) for times in ranks)
 
-    def largest(what: str) -> dict[str, float]:
-        by_axis = max((of_step(mine, what) for mine in ranks), key=lambda sums: sum(sums.values()))
-        result = {figure.removeprefix(what): value for figure, value in by_axis.items()}
-        if degree > 1:
-            crosses = len({rank // machine.ranks_per_node for rank in neighbours}) > 1
-            hops = 2 * layout.microbatches * stages[0]["activations.between"] * max(map(len, ranks))
-            result["pp"] = hops if what == "bytes." or crosses else 0.0
-        if owned.sent:
-            result["owners"] = owned.sent if what == "bytes." else owned.across
-        return result
+    mean: dict[str, float] = defaultdict(float)
+    for times in ranks:
+        for part, value in times.parts.items():
+            mean[part] += value / degree
+    mean["bubble"] = seconds - sum(mean.values())
+    all_ends = [times.ends for times in ranks]
+    if machine.multiprocessors:  # what a run measured is of its slowest rank
+        slowest = seconds * (slowest_of(layout.world_size) - 1)
+        mean["exposed.slowest"] = slowest
+        seconds += slowest
+        all_ends = [{**ends, "slowest": slowest} for ends in all_ends]
 
-    operations = of_step(range(len(stages)), "matmul", "attention")
-    matmul, attention = (operations[what] / degree for what in ("matmul", "attention"))
+    sent = _of_rank_with_most([times.step.sent for times in ranks])
+    across = _of_rank_with_most([times.step.sent_to_other_nodes for times in ranks])
+    if degree > 1:
+        hidden = _pipeline_bytes(layout, stages[0].hidden_bytes)
+        sent["pp"] = hidden
+        across["pp"] = hidden if machine.nodes(_neighbours(layout)) > 1 else 0.0
+    if owned.sent:
+        sent["owners"] = owned.sent
+        across["owners"] = owned.across
+    every_stage = _sum_of_steps(stages, layout.microbatches)
     return StepTimes(
-        total, dict(mean), largest("bytes."), largest("across."), matmul, attention, run, ends
+        seconds=seconds,
+        parts=dict(mean),
+        sent=sent,
+        across=across,
+        matmul=every_stage.matmul_flops / degree,
+        attention=every_stage.attention_flops / degree,
+        run=run,
+        ends=all_ends,
     )
+
+
+def _run_pipeline(
+    layout: PlannedLayout,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    hidden_bytes: float,
+    machine: Machine,
+) -> Timetable:
+    """Return when the actions of a local batch run. forward, backward: seconds of each stage."""
+
+    def seconds(kind: str, stage: int) -> float:
+        if kind == "F":
+            return forward[stage]
+        if kind == "B":
+            return backward[stage]
+        return backward[stage] / 2  # of inputs, or of weights
+
+    travel = 0.0
+    if layout.degrees["pp"] > 1:
+        travel = machine.send(hidden_bytes, *_neighbours(layout))
+    return run_order(order_of(layout.config.parallelism, layout.pipeline), seconds, travel)
+
+
+def _neighbours(layout: PlannedLayout) -> tuple[int, int]:
+    """Return the first global rank of the first pipeline rank, and that of the second one."""
+    return 0, layout.world_size // layout.degrees["pp"]
+
+
+def _pipeline_bytes(layout: PlannedLayout, hidden_bytes: float) -> float:
+    """Return the bytes that a pipeline rank sends in a step, to both neighbours."""
+    stages_of_rank = max(
+        len(layout.pipeline.stages_of(rank)) for rank in range(layout.degrees["pp"])
+    )
+    return 2 * layout.microbatches * hidden_bytes * stages_of_rank
+
+
+def _sum_of_steps(stages: Sequence[StageCosts], microbatches: int) -> Costs:
+    total = Costs()
+    for stage in stages:
+        stage.add_step_to(total, microbatches)
+    return total
+
+
+def _update_parts(
+    layout: PlannedLayout, stages: Sequence[StageCosts], owned: Owned, machine: Machine
+) -> dict[str, float]:
+    """Return the seconds of the parts of a rank's update, by part."""
+    matrices = share_of_matrices(layout.shapes_of_rank)
+    per_element = updated_bytes(layout.config, matrices)
+    elements = sum(stage.shard_elements for stage in stages)
+    sums = SCALAR_ALL_REDUCES * machine.collective("all_reduce", 8, range(layout.world_size))
+    parts = {"optimizer": machine.memory_traffic(per_element * elements) + sums}
+    if owned.computing:
+        parts["owners"] = owned.computing
+        parts["exposed.owners"] = owned.waiting
+    return parts
+
+
+def _ends_of_step(stages: Sequence[StageCosts], update: Mapping[str, float]) -> dict[str, float]:
+    """Return a rank's seconds once per step, as in StepTimes."""
+    ends = {
+        name: sum(stage.once[name].seconds for stage in stages if name in stage.once)
+        for name in ("gather", "reduce", "copies")
+    }
+    ends["optimizer"] = sum(update.values())
+    return ends
+
+
+def _of_rank_with_most(by_rank: Sequence[ByAxis]) -> ByAxis:
+    most = max(by_rank, key=lambda by_axis: sum(by_axis.values()))
+    return dict(most)
 
 
 def slowest_of(ranks: int) -> float:
     """Return the expected maximum of so many normal step times, relative to the mean (Blom,
     Statistical Estimates, 1958).
     """
-    return (
-        1 + DEVIATION * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 1.0
-    )
+    if ranks == 1:
+        return 1.0
+    return 1 + DEVIATION * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def updated_bytes(config: Config, matrices: float = 0.0) -> float:
     """Return the bytes that clipping and the optimizer read and write per local parameter.
 
-    matrices: their share of parameters.
+    matrices: share of the parameters that owners update.
 
     The norm reads gradients, clipping reads and writes them; AdamW reads parameter, gradient and
     both moments, and writes all but the gradient.
     """
-    clipping, by_adamw = 3 * STORED_BYTES, 7 * STORED_BYTES
+    clipping = 3 * STORED_BYTES
+    by_adamw = 7 * STORED_BYTES
     costs = costs_of(config.optimizer)
     by_owners = costs.update_bytes if costs.has_owners else by_adamw
     return clipping + (1 - matrices) * by_adamw + matrices * by_owners
 
 
-def sums_of(figures: Figures, graphs: Sequence[str], what: tuple[str, ...]) -> dict[str, float]:
-    """Return the sum over these graphs of each figure with a name that begins with one of `what`."""
-    found: dict[str, float] = defaultdict(float)
-    for key, value in figures.items():
-        graph, _, figure = key.partition(".")
-        if graph in graphs and figure.startswith(what):
-            found[figure] += value
-    return found
+def accumulation_seconds(layout: PlannedLayout, stage: StageCosts, machine: Machine) -> float:
+    """Return the seconds to add a microbatch's gradients to those before it.
 
-
-def seconds_of(figures: Figures, graphs: Sequence[str]) -> float:
-    return sum(sums_of(figures, graphs, ("compute", "exposed.")).values())
-
-
-def accumulate(layout: PlannedLayout, figures: Figures, machine: Machine) -> float:
-    """Return the seconds to add a microbatch's gradients to those before, for full weights or for
-    shards.
+    They are of full weights if these are gathered once a step, else of shards.
     """
     if layout.microbatches == 1:
         return 0.0
-    computed, summed = itemsizes(layout.config.training)
     if layout.gathers_once:
-        return machine.memory_traffic(figures["whole"] * (computed + 2 * summed))
-    return machine.memory_traffic(3 * STORED_BYTES * figures["held"])
+        computed, summed = itemsizes(layout.config.training)
+        return machine.memory_traffic(stage.full_elements * (computed + 2 * summed))
+    return machine.memory_traffic(3 * STORED_BYTES * stage.shard_elements)

@@ -1,15 +1,15 @@
 """List the allocations and frees of a microbatch in a pipeline stage, in the order of its scheduled
 graphs, at any depth.
 
-    lives = lives_of(graphs, blocks=4, period=1)                # {"forward": ScheduledGraph(...), ...}, of a stage of 4 blocks
-    tape = tape_of(lives, n_layers=32, pipelined=False)         # blocks are alike: one in the middle is repeated
-    tape.events["forward"]                                      # [0, 1, ~0, ...]: allocate 0, allocate 1, free 0
+    lifetimes = lifetimes_of(graphs, blocks=4, period=1)    # of a traced stage of 4 blocks
+    tape = tape_of(lifetimes, n_layers=32, pipelined=False) # one in the middle is repeated
+    tape.events["forward"]              # [0, 1, ~0, ...]: allocate 0, allocate 1, free 0
 
-A moment is twice a node's place in its graph for what the node allocates, and one more for what is
+A time in a graph is twice a node's position for what the node allocates, and one more for what is
 freed after it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, Node
@@ -17,8 +17,7 @@ from torch.fx import Graph, Node
 from titan_lite.cost.collectives import nbytes_of
 from titan_lite.cost.op_cost import flops_of
 from titan_lite.cost.timeline import last_uses, own_bytes, storages
-
-GRAPHS = ("forward", "loss_forward", "loss_backward", "backward")  # in the order they run
+from titan_lite.tools.plan.costs import GRAPHS
 
 
 @dataclass(frozen=True)
@@ -26,44 +25,52 @@ class ScheduledGraph:
     graph: Graph
     fused: bool  # as in last_uses
     keeps_inputs: bool  # as in last_uses
-    # each gradient is added up at once; else, the caller of a compiled backward gets all at its end
-    at_once: bool
+    # Each gradient is added up at once; else, the caller of a compiled backward gets all at its
+    # end.
+    accumulates_at_once: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class Lifetime:
     """A tensor from its allocation to its end."""
 
     nbytes: int
-    born: tuple[str, int]  # graph, moment
-    died: tuple[str, int]
+    allocated: tuple[str, int]  # graph, time in it
+    freed: tuple[str, int]
     kind: str = ""  # "gradient" of a parameter; "output" of the stage
     itemsize: int = 1  # of a gradient
 
 
 @dataclass(frozen=True)
 class Section:
-    """The part of a graph between the attention of one block and the same place of a later one:
-    (begin, end], in moments.
+    """The part of a graph between the attention of one block and that of a later one.
+
+    It is (begin, end], in times.
     """
 
     begin: int
     end: int
-    last: int  # moment of the graph
+    last: int  # time in the graph
 
-    def side(self, moment: int) -> int:
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+    def side(self, time: int) -> int:
         """Return -1 before the section, 0 inside, 1 after it."""
-        return (moment > self.begin) + (moment > self.end) - 1
+        if time <= self.begin:
+            return -1
+        return 0 if time <= self.end else 1
 
 
 @dataclass(frozen=True)
-class Lives:
-    """The tensors of a stage of `blocks` blocks, of which every `period` are alike."""
+class StageLifetimes:
+    """The tensors of a traced stage of `blocks` blocks, of which every `period` are alike."""
 
     blocks: int
     period: int
-    tensors: tuple[Life, ...]
-    ends: Mapping[str, int]  # last moment of each graph
+    tensors: tuple[Lifetime, ...]
+    ends: Mapping[str, int]  # last time in each graph
     sections: Mapping[str, Section]  # of forward and backward, if there are enough blocks
 
 
@@ -74,28 +81,34 @@ class Weight:
     The bucket numbers are those of gather_buckets and reduce_buckets (distributed/buckets.py).
     """
 
-    held: int  # elements of this rank's shard
-    whole: int  # elements when it is gathered
+    shard_elements: int  # of this rank
+    full_elements: int  # when it is gathered
     block: int  # number of its transformer block; -1 for others
     gathered_with: int
     reduced_with: int
     copy: int = 0  # of a block that was not traced
     float8: bool = False  # gathered as float8
     matrix: bool = False  # within a block, and no norm (optim/state.py)
-    factors: tuple[int, int] = (
-        0,
-        0,
-    )  # numbers of P and Q, if its gradient is compressed between copies (powersgd.py)
+    # Elements of P and Q, if its gradient is compressed between copies (powersgd.py).
+    factors: tuple[int, int] = (0, 0)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.shard_elements != self.full_elements
+
+    @property
+    def is_compressed(self) -> bool:
+        return any(self.factors)
 
 
 @dataclass(frozen=True)
-class Tensors:
+class StageTensors:
     """The tensors of a pipeline stage, at a traced depth."""
 
-    lives: Lives
+    lifetimes: StageLifetimes
     weights: Sequence[Weight]
     buffers: int  # bytes
-    between: int  # bytes that travel between pipeline stages
+    hidden: int  # bytes that a microbatch sends to the next stage
 
 
 @dataclass(frozen=True)
@@ -104,10 +117,9 @@ class Tape:
 
     sizes: list[int]  # bytes, of each tensor
     elements: list[int]  # of each gradient
-    rows: list[str]  # part of the memory of each tensor
-    events: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # by graph: i allocates tensor i, ~i frees it
+    parts: list[str]  # of the memory: "gradients", "activations" or "working", of each tensor
+    # By graph: i allocates tensor i, ~i frees it.
+    events: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,94 +129,140 @@ class Stage:
     tape: Tape
     weights: Sequence[Weight]
     buffers: int  # bytes
-    between: int  # bytes that travel between pipeline stages
+    hidden: int  # bytes that a microbatch sends to the next stage
 
 
-def stage_of(tensors: Tensors, n_layers: int, pipelined: bool) -> Stage:
+def stage_of(tensors: StageTensors, n_layers: int, pipelined: bool) -> Stage:
     """Return a stage of `n_layers` blocks, as traced or with repeated blocks.
 
     pipelined: as in tape_of.
     """
-    weights = weights_at(tensors.weights, tensors.lives.blocks, n_layers)
     return Stage(
-        tape_of(tensors.lives, n_layers, pipelined), weights, tensors.buffers, tensors.between
+        tape_of(tensors.lifetimes, n_layers, pipelined),
+        weights_at(tensors.weights, tensors.lifetimes.blocks, n_layers),
+        tensors.buffers,
+        tensors.hidden,
     )
 
 
-def lives_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int) -> Lives:
+def lifetimes_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int) -> StageLifetimes:
     """Return the tensors that the graphs of a stage allocate.
 
     Results of one graph are inputs of a later one.
     """
-    found: list[Life] = []
-    received: dict[str, list[int | None]] = {}  # number of the tensor of each input, by graph
+    recorder = _LifetimeRecorder()
     ends: dict[str, int] = {}
     attention: dict[str, list[int]] = {}
-    for name in filter(graphs.__contains__, GRAPHS):
-        scheduled = graphs[name]
+    for name in GRAPHS:
+        if name in graphs:
+            recorder.add_graph(name, graphs[name])
+            nodes = list(graphs[name].graph.nodes)
+            ends[name] = 2 * len(nodes) - 1
+            attention[name] = _attention_positions(nodes)
+    sections = _sections(attention, ends, blocks, period)
+    return StageLifetimes(blocks, period, tuple(recorder.tensors), ends, sections)
+
+
+class _LifetimeRecorder:
+    """The tensors of the graphs so far, and which of them later graphs receive."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Lifetime] = []
+        # Index of the tensor of each input, by graph; None: it is not of the stage's graphs.
+        self.received: dict[str, list[int | None]] = {}
+        self.forward_inputs: list[Node] = []
+
+    def add_graph(self, name: str, scheduled: ScheduledGraph) -> None:
+        """Record what a graph allocates and frees, and hand its results on."""
         nodes = list(scheduled.graph.nodes)
-        order = {node: place for place, node in enumerate(nodes)}
         storage = storages(scheduled.graph)
+        index_of = self._allocate(name, scheduled, nodes)
+        results: Sequence[Node | None] = nodes[-1].args[0]
+        returned = [
+            index_of.get(storage[result]) if isinstance(result, Node) else None
+            for result in results
+        ]
+        if name == "forward":
+            self.forward_inputs = [node for node in nodes if node.op == "placeholder"]
+            self.received["loss_forward"] = returned[:1]
+            if returned[0] is not None:
+                self._change(returned[0], kind="output")
+        if name in ("forward", "loss_forward"):
+            self.received[name.replace("forward", "backward")] = returned[1:]
+        elif name == "loss_backward":
+            self.received.setdefault("backward", []).append(returned[0])
+        else:
+            self._mark_gradients(name, scheduled, results, returned)
+
+    def _allocate(
+        self, name: str, scheduled: ScheduledGraph, nodes: Sequence[Node]
+    ) -> dict[Node, int | None]:
+        """Record new tensors, and the ends of those that the graph receives.
+
+        Return the index of the tensor that a node allocates or receives.
+        """
+        position = {node: index for index, node in enumerate(nodes)}
         inputs = [node for node in nodes if node.op == "placeholder"]
-        numbers: dict[Node, int | None] = dict(zip(inputs, received.get(name, ()), strict=False))
+        index_of: dict[Node, int | None] = dict(
+            zip(inputs, self.received.get(name, ()), strict=False)
+        )
         uses = last_uses(
             scheduled.graph, fused=scheduled.fused, keeps_inputs=scheduled.keeps_inputs, sends=True
         )
         for node, last in uses.items():
-            number = numbers.get(node)
-            if number is not None:
-                latest = (
-                    max(found[number].died[1], 2 * last + 1)
-                    if found[number].died[0] == name
-                    else 2 * last + 1
-                )
-                found[number] = replace(found[number], died=(name, latest))
+            freed = 2 * last + 1
+            index = index_of.get(node)
+            if index is not None:
+                graph, earlier = self.tensors[index].freed
+                self._change(index, freed=(name, max(earlier, freed) if graph == name else freed))
             elif node.op != "placeholder" and own_bytes(node):
-                numbers[node] = len(found)
-                found.append(Life(own_bytes(node), (name, 2 * order[node]), (name, 2 * last + 1)))
-        ends[name] = 2 * len(nodes) - 1
-        attention[name] = _attention(nodes)
+                index_of[node] = len(self.tensors)
+                allocated = 2 * position[node]
+                self.tensors.append(Lifetime(own_bytes(node), (name, allocated), (name, freed)))
+        return index_of
 
-        results: Sequence[Node | None] = nodes[-1].args[0]
-        given = [numbers.get(storage[each]) if isinstance(each, Node) else None for each in results]
-        if name == "forward":
-            received["loss_forward"] = given[:1]
-            if given[0] is not None:
-                found[given[0]] = replace(found[given[0]], kind="output")
-            weights = inputs
-        if name.endswith("forward"):
-            received[name.replace("forward", "backward")] = given[1:]
-        elif name == "loss_backward":
-            received.setdefault("backward", []).append(given[0])
-        else:
-            added = {}  # by storage: the place of the last node before the output that needs it
-            for node in nodes[:-1]:
-                for each in (node, *node.all_input_nodes):
-                    added[storage[each]] = order[node]
-            for weight, each, number in zip(weights, results, given, strict=False):
-                if number is not None and isinstance(each, Node) and _is_weight(weight):
-                    moment = 2 * added[storage[each]] + 1 if scheduled.at_once else ends[name]
-                    itemsize = each.meta["val"].element_size()
-                    found[number] = replace(
-                        found[number], died=(name, moment), kind="gradient", itemsize=itemsize
-                    )
-    return Lives(blocks, period, tuple(found), ends, _sections(attention, ends, blocks, period))
+    def _mark_gradients(
+        self,
+        name: str,
+        scheduled: ScheduledGraph,
+        results: Sequence[Node | None],
+        returned: Sequence[int | None],
+    ) -> None:
+        """Mark those results of the backward that are gradients of weights, and when they end."""
+        nodes = list(scheduled.graph.nodes)
+        storage = storages(scheduled.graph)
+        # By storage: the position of the last node before the output that needs it.
+        last_needed: dict[Node, int] = {}
+        for index, node in enumerate(nodes[:-1]):
+            for source in (node, *node.all_input_nodes):
+                last_needed[storage[source]] = index
+        for weight, result, tensor in zip(self.forward_inputs, results, returned, strict=False):
+            if tensor is None or not isinstance(result, Node) or not _is_weight(weight):
+                continue
+            end = 2 * len(nodes) - 1
+            if scheduled.accumulates_at_once:
+                end = 2 * last_needed[storage[result]] + 1
+            itemsize = result.meta["val"].element_size()
+            self._change(tensor, freed=(name, end), kind="gradient", itemsize=itemsize)
+
+    def _change(self, index: int, **fields: object) -> None:
+        self.tensors[index] = replace(self.tensors[index], **fields)  # type: ignore[arg-type]
 
 
 def _is_weight(node: Node) -> bool:
-    """Return whether an input of a forward is a weight, not the (B, T, C) of the stage before it."""
+    """Return whether an input of a forward is a weight, not the (B, T, C) of a stage before."""
     return bool(nbytes_of(node)) and node.meta["val"].dim() <= 2
 
 
-def _attention(nodes: Sequence[Node]) -> list[int]:
-    """Return the places of attention, in a backward graph without those of recomputed forwards."""
-    found = [
-        (place, "backward" in str(node.target))
-        for place, node in enumerate(nodes)
-        if flops_of(node)[1]
-    ]
-    is_backward = any(backward for _, backward in found)
-    return [place for place, backward in found if backward == is_backward]
+def _attention_positions(nodes: Sequence[Node]) -> list[int]:
+    """Return the positions of attention, in a backward graph without recomputed forwards."""
+    backward: list[int] = []
+    forward: list[int] = []
+    for position, node in enumerate(nodes):
+        _, attention_flops = flops_of(node)
+        if attention_flops:
+            (backward if "backward" in str(node.target) else forward).append(position)
+    return backward or forward
 
 
 def _sections(
@@ -215,105 +273,138 @@ def _sections(
     """
     if blocks <= period or "backward" not in ends:
         return {}
-    first = (blocks - period + 1) // 2  # the section begins at this block, counted from 1
-    found = {}
-    for name in ("forward", "backward"):
-        each = len(attention[name]) // blocks  # context parallelism has two per block
-        if name == "forward":
-            begin, end = (
-                2 * attention[name][each * block - 1] + 1 for block in (first, first + period)
-            )
-        else:
-            begin, end = (
-                2 * attention[name][each * (blocks - block)] - 1
-                for block in (first + period, first)
-            )
-        found[name] = Section(begin, end, ends[name])
-    return found
+    # A section begins after `first` blocks.
+    first = (blocks - period + 1) // 2
+    in_forward = attention["forward"]
+    in_backward = attention["backward"]
+    # Context parallelism has two operators of attention per block.
+    per_block = len(in_forward) // blocks
+    forward = Section(
+        2 * in_forward[per_block * first - 1] + 1,
+        2 * in_forward[per_block * (first + period) - 1] + 1,
+        ends["forward"],
+    )
+    per_block = len(in_backward) // blocks
+    backward = Section(
+        2 * in_backward[per_block * (blocks - first - period)] - 1,
+        2 * in_backward[per_block * (blocks - first)] - 1,
+        ends["backward"],
+    )
+    return {"forward": forward, "backward": backward}
 
 
-def tape_of(lives: Lives, n_layers: int, pipelined: bool) -> Tape:
+def tape_of(lifetimes: StageLifetimes, n_layers: int, pipelined: bool) -> Tape:
     """Return the tape of a stage of `n_layers` blocks.
 
     pipelined: torch's stages keep their output until backward is done.
     """
-    more = -(-(n_layers - lives.blocks) // lives.period)
-    assert more == 0 or (more > 0 and lives.sections), "a stage of fewer blocks is traced itself"
-    last = (
-        "backward" if pipelined else "loss_forward" if "loss_forward" in lives.ends else "forward"
+    repetitions = -(-(n_layers - lifetimes.blocks) // lifetimes.period)
+    is_deeper = repetitions > 0 and bool(lifetimes.sections)
+    assert repetitions == 0 or is_deeper, "a stage of fewer blocks is traced itself"
+    tensors: list[Lifetime] = []
+    for tensor in _with_output_kept(lifetimes, pipelined):
+        tensors += _repeated(tensor, lifetimes, repetitions)
+    tensors.sort(key=lambda tensor: tensor.kind != "gradient")
+    gradients = [tensor for tensor in tensors if tensor.kind == "gradient"]
+    return Tape(
+        sizes=[tensor.nbytes for tensor in tensors],
+        elements=[tensor.nbytes // tensor.itemsize for tensor in gradients],
+        parts=[_part_of_memory(tensor) for tensor in tensors],
+        events={name: _events(tensors, name) for name in lifetimes.ends},
     )
-    tensors: list[Life] = []
-    for life in lives.tensors:
-        if life.kind == "output" and GRAPHS.index(life.died[0]) <= GRAPHS.index(
-            last
-        ):  # the caller has it, too
-            life = replace(life, died=(last, lives.ends[last]))
-        tensors += _repeated(life, lives, more)
-    tensors.sort(key=lambda life: life.kind != "gradient")
-    tape = Tape(
-        [life.nbytes for life in tensors],
-        [life.nbytes // life.itemsize for life in tensors if life.kind == "gradient"],
-        [_row(life) for life in tensors],
-    )
-    for name in lives.ends:
-        moments = [
-            (life.born[1], number) for number, life in enumerate(tensors) if life.born[0] == name
-        ]
-        moments += [
-            (life.died[1], ~number) for number, life in enumerate(tensors) if life.died[0] == name
-        ]
-        tape.events[name] = [event for _, event in sorted(moments, key=lambda entry: entry[0])]
-    return tape
 
 
-def _row(life: Life) -> str:
-    if life.kind == "gradient":
+def _with_output_kept(lifetimes: StageLifetimes, pipelined: bool) -> Iterable[Lifetime]:
+    """Yield the tensors, of which the output lives as long as the stage's caller has it."""
+    if pipelined:
+        last = "backward"
+    else:
+        last = "loss_forward" if "loss_forward" in lifetimes.ends else "forward"
+    for tensor in lifetimes.tensors:
+        graph, _ = tensor.freed
+        if tensor.kind == "output" and GRAPHS.index(graph) <= GRAPHS.index(last):
+            tensor = replace(tensor, freed=(last, lifetimes.ends[last]))
+        yield tensor
+
+
+def _events(tensors: Sequence[Lifetime], graph: str) -> list[int]:
+    """Return the events of a graph in the order of time."""
+    events = [
+        (tensor.allocated[1], index)
+        for index, tensor in enumerate(tensors)
+        if tensor.allocated[0] == graph
+    ]
+    events += [
+        (tensor.freed[1], ~index)
+        for index, tensor in enumerate(tensors)
+        if tensor.freed[0] == graph
+    ]
+    events.sort(key=lambda timed: timed[0])
+    return [event for _, event in events]
+
+
+def _part_of_memory(tensor: Lifetime) -> str:
+    if tensor.kind == "gradient":
         return "gradients"
-    return (
-        "activations"
-        if life.born[0].endswith("forward") and life.died[0].endswith("backward")
-        else "working"
-    )
+    is_kept = tensor.allocated[0].endswith("forward") and tensor.freed[0].endswith("backward")
+    return "activations" if is_kept else "working"
 
 
-def _repeated(life: Life, lives: Lives, more: int) -> Iterator[Life]:
-    """Yield a tensor as it is with `more` repetitions of the sections: one for each repetition of
-    the section it is made in.
+def _repeated(tensor: Lifetime, lifetimes: StageLifetimes, repetitions: int) -> Iterator[Lifetime]:
+    """Yield a tensor as it is with so many repetitions of the sections.
 
-    Backward goes through the blocks in the other direction. What lives until the end of a graph
-    does so at any depth.
+    There is one for each repetition of the section that it is allocated in. Backward goes through
+    the blocks in the other direction. What lives until the end of a graph does so at any depth.
     """
-    (born_in, born), (died_in, died) = life.born, life.died
-    made, ended = lives.sections.get(born_in), lives.sections.get(died_in)
-    side = made.side(born) if made else 0
-    for copy in range(more + 1) if made and side == 0 else (0,) if side < 0 else (more,):
-        start = born + copy * (made.end - made.begin) if made else born
-        times = 0
-        if ended and died == ended.last:
-            times = more
-        elif ended and born_in == died_in:
-            times = copy if side >= 0 else more * (ended.side(died) > 0)
-        elif ended and made and side == 0:
-            times = more - copy
-        elif ended:
-            times = more * (ended.side(died) > (-1 if side < 0 else 0))
-        yield replace(
-            life,
-            born=(born_in, start),
-            died=(died_in, died + times * (ended.end - ended.begin) if ended else died),
-        )
+    graph, time = tensor.allocated
+    section = lifetimes.sections.get(graph)
+    if section is None:
+        copies: Iterable[int] = (repetitions,)
+        side = 0
+    else:
+        side = section.side(time)
+        copies = {-1: (0,), 0: range(repetitions + 1), 1: (repetitions,)}[side]
+    for copy in copies:
+        allocated = time + copy * section.length if section is not None else time
+        freed = _freed_time(tensor, lifetimes, repetitions, copy)
+        yield replace(tensor, allocated=(graph, allocated), freed=(tensor.freed[0], freed))
+
+
+def _freed_time(tensor: Lifetime, lifetimes: StageLifetimes, repetitions: int, copy: int) -> int:
+    """Return when a copy of a tensor is freed, in a graph with repeated sections."""
+    graph, time = tensor.freed
+    section = lifetimes.sections.get(graph)
+    if section is None:
+        return time
+    allocating = lifetimes.sections.get(tensor.allocated[0])
+    side = allocating.side(tensor.allocated[1]) if allocating is not None else 0
+    sections_before = 0
+    if time == section.last:
+        sections_before = repetitions
+    elif tensor.allocated[0] == graph:  # later sections are shifted as the allocation is
+        if side >= 0:
+            sections_before = copy
+        elif section.side(time) > 0:
+            sections_before = repetitions
+    elif allocating is not None and side == 0:  # the last block of forward is backward's first
+        sections_before = repetitions - copy
+    elif section.side(time) > (-1 if side < 0 else 0):
+        sections_before = repetitions
+    return time + sections_before * section.length
 
 
 def weights_at(weights: Sequence[Weight], blocks: int, n_layers: int) -> list[Weight]:
     """Return the weights of a stage of `n_layers` blocks, from those of one of `blocks`."""
-    middle = [place for place, weight in enumerate(weights) if weight.block == blocks // 2]
-    more = [
-        replace(weights[place], copy=copy)
+    middle = [index for index, weight in enumerate(weights) if weight.block == blocks // 2]
+    repeated = [
+        replace(weights[index], copy=copy)
         for copy in range(1, n_layers - blocks + 1)
-        for place in middle
+        for index in middle
     ]
-    behind = middle[-1] + 1 if more else 0
-    return [*weights[:behind], *more, *weights[behind:]]
+    if not repeated:
+        return list(weights)
+    behind = middle[-1] + 1
+    return [*weights[:behind], *repeated, *weights[behind:]]
 
 
 def buckets_of(weights: Sequence[Weight], by: str) -> list[list[Weight]]:
@@ -321,7 +412,7 @@ def buckets_of(weights: Sequence[Weight], by: str) -> list[list[Weight]]:
 
     by: "gathered_with" or "reduced_with".
     """
-    found: dict[tuple[int, int], list[Weight]] = {}
+    buckets: dict[tuple[int, int], list[Weight]] = {}
     for weight in weights:
-        found.setdefault((getattr(weight, by), weight.copy), []).append(weight)
-    return list(found.values())
+        buckets.setdefault((getattr(weight, by), weight.copy), []).append(weight)
+    return list(buckets.values())

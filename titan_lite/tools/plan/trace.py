@@ -1,14 +1,15 @@
-"""Trace the graphs of a pipeline stage with the real model and compile stage, on no hardware, and
-price them.
+"""Trace the graphs of a pipeline stage, as the trainer builds and compiles it, and price them.
 
     with start_tracing(layout.world_size) as processes:       # each is rank 0 of a fake world
-        tasks = start_trace(processes, layout, machines, full=False, shared={})      # {modules beside blocks: {blocks: task}}
-    figures_at(depths, n_layers=7, machine=0)                 # {"forward.compute": 0.41, "backward.exposed.tp": 0.08, ...}
+        tasks = submit_traces(processes, layout, machines, full=False, shared={})
+    tasks["norm", "output"][3].result()                       # TracedStage of 3 blocks and these
+    costs_at(depths, n_layers=7, machine=0)                   # StageCosts
 
-A stage is built as by the trainer, with fake tensors and a fake process group. The cost of a graph
-is the sum over its nodes. Figures are linear in the number of blocks, since blocks are equal: two
-depths are traced, and others are extrapolated. If blocks differ (`depths_to_trace`), every depth is
-traced. Rank 0 represents all ranks of its stage, since it has the largest of uneven shards.
+No hardware is needed: a stage is built with fake tensors and a fake process group. The cost of a
+graph is the sum over its nodes. Costs are linear in the number of blocks, since blocks are equal:
+two depths are traced, and others are extrapolated. If blocks differ (`depths_to_trace`), every
+depth is traced. Rank 0 represents all ranks of its stage, since it has the largest of uneven
+shards.
 """
 
 import dataclasses
@@ -19,12 +20,12 @@ import re
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,28 +54,35 @@ from titan_lite.cost.collectives import (
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.timeline import Timeline
 from titan_lite.distributed.axes import Axes, axes_of, by_axis
-from titan_lite.distributed.buckets import Plans, gather_buckets, reduce_buckets
+from titan_lite.distributed.buckets import Buckets, Plans, gather_buckets, reduce_buckets
 from titan_lite.distributed.context_parallel import causal_attention
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh
-from titan_lite.distributed.parallelize import parallelize
+from titan_lite.distributed.parallelize import ParallelModel, parallelize
+from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.powersgd import factor_sizes
 from titan_lite.distributed.simple_fsdp import model_of
 from titan_lite.distributed.step_gather import hold
-from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.dtensor import local
 from titan_lite.models.attention import fits_flash
 from titan_lite.models.llama3 import Transformer
-from titan_lite.models.loss import Loss, VocabularyShard
+from titan_lite.models.loss import Loss
 from titan_lite.optim.state import is_matrix
 from titan_lite.processes import end_with_parent
-from titan_lite.tools.plan.costs import Figures, copies_figures, figures_of, round_figures
-from titan_lite.tools.plan.tape import GRAPHS, ScheduledGraph, Tensors, Weight, lives_of
+from titan_lite.tools.plan.costs import (
+    GRAPHS,
+    Costs,
+    StageCosts,
+    compression_costs,
+    graph_costs,
+    once_per_step_costs,
+)
+from titan_lite.tools.plan.tape import ScheduledGraph, StageTensors, Weight, lifetimes_of
 
 PROCESSES = 2
-Kind = tuple[str, ...]  # a stage's modules other than blocks
+StageModules = tuple[str, ...]  # a stage's modules other than blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,31 +93,25 @@ class PlannedLayout(Layout):
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedStage:
     """The costs of a stage at one depth, and its tensors."""
 
-    figures: Sequence[Figures]  # on each machine (costs.py)
-    timelines: Sequence[
-        Timeline
-    ]  # of its graphs on the first machine, in the order they run, with groups named by axis
-    tensors: Tensors
+    costs: Sequence[StageCosts]  # on each machine
+    # Of its graphs on the first machine, in the order they run, with groups named by axis.
+    timelines: Sequence[Timeline]
+    tensors: StageTensors
 
 
-def figures_at(depths: Mapping[int, Traced], n_layers: int, machine: int) -> Figures:
-    """Return the figures of a stage with `n_layers` blocks, traced or extrapolated from the two
-    deepest ones.
+def costs_at(depths: Mapping[int, TracedStage], n_layers: int, machine: int) -> StageCosts:
+    """Return the costs of a stage of `n_layers` blocks on a machine, by its index.
+
+    They are traced, or extrapolated from the two deepest traced stages.
     """
     if n_layers in depths:
-        return dict(depths[n_layers].figures[machine])
-    (low, at_low), (high, at_high) = (
-        (depth, traced.figures[machine]) for depth, traced in sorted(depths.items())[-2:]
-    )
+        return depths[n_layers].costs[machine]
+    low, high = sorted(depths)[-2:]
     share = (n_layers - low) / (high - low)
-    keys = {**at_low, **at_high}
-    return {
-        key: at_low.get(key, 0.0) + share * (at_high.get(key, 0.0) - at_low.get(key, 0.0))
-        for key in keys
-    }
+    return depths[low].costs[machine].extrapolated(depths[high].costs[machine], share)
 
 
 @contextmanager
@@ -120,13 +122,12 @@ def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    here = signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # inherited by the server: Ctrl-C in its imports prints no traceback
+    # Inherited by the server: Ctrl-C in its imports prints no traceback.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, here)
+        signal.signal(signal.SIGINT, handler)
     others = set(mp.active_children())
     with ProcessPoolExecutor(
         PROCESSES, context, initializer=start_fake_world, initargs=(world_size,)
@@ -141,49 +142,49 @@ def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def start_fake_world(world_size: int) -> None:
+    """Make this process rank 0 of a fake process group."""
     end_with_parent()
-    tqdm.set_lock(
-        threading.RLock()
-    )  # torch uses tqdm; the semaphore of its default lock would outlive a killed process
+    # torch uses tqdm; the semaphore of its default lock would outlive a killed process.
+    tqdm.set_lock(threading.RLock())
     torch.set_num_threads(1)
     torch._logging.set_logs(all=logging.ERROR)  # warnings are for runs, not for plans
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
-def start_trace(
+def submit_traces(
     processes: ProcessPoolExecutor,
     layout: PlannedLayout,
     machines: Sequence[Machine],
     full: bool,
-    shared: dict[Any, Future[Traced]],
-) -> dict[Kind, dict[int, Future[Traced]]]:
-    """Submit traces and return the tasks by kind of stage and number of blocks.
+    shared: dict[Hashable, Future[TracedStage]],
+) -> dict[StageModules, dict[int, Future[TracedStage]]]:
+    """Submit traces and return the tasks by a stage's modules beside blocks and number of blocks.
 
     full: trace every depth of the layout; shared: tasks of earlier layouts, reused for equal
     stages.
     """
-    wanted: dict[Kind, set[int]] = defaultdict(set)
+    depths_of: dict[StageModules, set[int]] = defaultdict(set)
     for modules in layout.pipeline.modules:
-        wanted[kind_of_stage(modules)].add(layers_of(modules))
-    started: dict[Kind, dict[int, Future[Traced]]] = defaultdict(dict)
-    for kind, counts in wanted.items():
+        depths_of[modules_beside_blocks(modules)].add(blocks_in(modules))
+    tasks: dict[StageModules, dict[int, Future[TracedStage]]] = defaultdict(dict)
+    for beside, depths in depths_of.items():
         pair = None if full else depths_to_trace(layout.config)
-        few = {count for count in counts if pair and count < pair[0]}
-        depths = few.union(pair) if pair and max(counts) > pair[1] else counts
+        if pair is not None and max(depths) > pair[1]:
+            depths = {depth for depth in depths if depth < pair[0]}.union(pair)
         for depth in sorted(depths, reverse=True):  # the longest first
-            key = (*traced_by(layout), kind, depth)
+            key = (trace_key(layout), beside, depth)
             if key not in shared:
-                shared[key] = processes.submit(trace_stage, layout, kind, depth, machines)
-            started[kind][depth] = shared[key]
-    return started
+                shared[key] = processes.submit(trace_stage, layout, beside, depth, machines)
+            tasks[beside][depth] = shared[key]
+    return tasks
 
 
-def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
+def trace_key(layout: PlannedLayout) -> tuple[Hashable, ...]:
     """Return all that a stage's graphs depend on besides its modules: not the number or order of
     microbatches.
     """
     config = layout.config
-    of_pipeline: dict[str, Any] = {
+    pipeline_defaults = {
         name: field.default
         for name, field in Parallelism.model_fields.items()
         if name.startswith("pipeline_parallel")
@@ -197,50 +198,55 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
         config.compile,
         config.float8,
         config.activation_checkpoint,
-        config.parallelism.replace(**of_pipeline),
+        config.parallelism.replace(**pipeline_defaults),
         config.training.replace(local_batch_size=1, global_batch_size=-1, global_batch_ramp=()),
     )
 
 
 def depths_to_trace(config: Config) -> tuple[int, int] | None:
     """Return two depths to extrapolate from, or None if blocks differ."""
-    if names_blocks(config) or (
-        config.compile.compiles("model") and config.compile.bucketing == "auto"
-    ):
+    by_inductor = config.compile.compiles("model") and config.compile.bucketing == "auto"
+    if by_inductor or names_blocks(config):
         return None
+    period = checkpointing_period(config)
+    # Of two blocks, the first would have the embedding's all-gather and the second the output's.
+    first = math.ceil(3 / period) * period
+    return first, first + period
+
+
+def checkpointing_period(config: Config) -> int:
+    """Return the number of blocks after which activation checkpointing repeats."""
     checkpointing = config.activation_checkpoint
     option = checkpointing.selective_ac_option
-    period = int(option) if checkpointing.mode == "selective" and option.isdigit() else 1
-    first = (
-        -(-3 // period) * period
-    )  # of two blocks, the first has the embedding's all-gather and the second the output's
-    return first, first + period
+    if checkpointing.mode == "selective" and option.isdigit():
+        return int(option)
+    return 1
 
 
 def names_blocks(config: Config) -> bool:
     """Return True if a key names single blocks, as in "layers.31"."""
-    named = " ".join(
-        (
-            *config.parallelism.fsdp_keep_gathered,
-            *config.compile.buckets,
-            *config.float8.filter_fqns,
-        )
+    fqns = (
+        *config.parallelism.fsdp_keep_gathered,
+        *config.compile.buckets,
+        *config.float8.filter_fqns,
     )
-    return any(map(str.isdigit, re.split("[ .]", named)))
+    return any(word.isdigit() for fqn in fqns for word in re.split("[ .]", fqn))
 
 
-def kind_of_stage(modules: Sequence[str]) -> Kind:
+def modules_beside_blocks(modules: Sequence[str]) -> StageModules:
     return tuple(name for name in modules if not name.startswith("layers."))
 
 
-def layers_of(modules: Sequence[str]) -> int:
-    return len(modules) - len(kind_of_stage(modules))
+def blocks_in(modules: Sequence[str]) -> int:
+    return len(modules) - len(modules_beside_blocks(modules))
 
 
 def trace_stage(
-    layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequence[Machine]
-) -> Traced:
-    """Trace a stage of `kind` with `n_layers` blocks in a fake world, and price it on each machine."""
+    layout: PlannedLayout, beside: StageModules, n_layers: int, machines: Sequence[Machine]
+) -> TracedStage:
+    """Trace a stage of `n_layers` blocks and the modules `beside` them in a fake world, and price
+    it on each machine.
+    """
     torch._dynamo.reset()
     gc.collect()  # graphs of earlier traces
     config = layout.config
@@ -249,149 +255,189 @@ def trace_stage(
     machines = [
         machine.with_attention_kernel(config.training.attention_kernel) for machine in machines
     ]
-    passes = PricedSchedule(
-        "model",
-        config.compile,
-        machines,
-        axes,
-        async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
-        gathers_once=layout.gathers_once,
-    )
-    traced = config.compile.replace(backend="aot_eager")
-    as_traced = dataclasses.replace(layout, config=config.replace(compile=traced))
-    model = build_stage(as_traced, mesh, kind, n_layers, passes)
-    plans = model_of(model).plans
-    loss_passes = PricedSchedule("loss", config.compile, machines, axes)
-    dtype = getattr(torch, config.training.mixed_precision_param)
-    tokens, tp = len(model.positions), axis_of(mesh["tp"])
+    of_model = PricedSchedule("model", layout, machines, axes)
+    of_loss = PricedSchedule("loss", layout, machines, axes)
+    model = parallelize_stage(as_traced(layout), mesh, beside, n_layers, of_model)
+    (stage,) = model.stages
     with FakeTensorMode(allow_non_fake_inputs=True):
-        materialize_stage(layout, model)
-        ids, between = stage_inputs(layout, model)
-        labels = {"labels": ids} if layout.loss_chunk else {}
-        model(
-            ids if "tok_embeddings" in kind else between,
-            **labels,
-            **documents_for(layout, ids, machines[0]),
+        materialize_stage(layout, stage)
+        inputs = stage_inputs(layout, stage, machines[0])
+        stage(inputs.input, **inputs.model_kwargs)
+        if stage.output is not None and not layout.loss_chunk:
+            run_loss(layout, model, of_loss)
+
+    of_model.graphs.update({f"loss_{name}": graph for name, graph in of_loss.graphs.items()})
+    graphs = of_model.graphs
+    plans = model_of(stage).plans
+    costs = [
+        StageCosts(
+            graphs={name: graph.costs[index] for name, graph in graphs.items()},
+            once=costs_once(layout, plans, machine, axes, graphs, index),
+            shard_elements=float(sum(local(parameter).numel() for parameter in plans)),
+            full_elements=float(sum(full_elements(plan) for plan in plans.values())),
+            hidden_bytes=float(inputs.hidden.nbytes),
         )
-        if "output" in kind and not layout.loss_chunk:
-            shard = VocabularyShard(layout.model.vocab_size, tp.rank, tp.degree, tp.group)
-            loss = _Loss(Loss(shard).of_logits)
-            compile_model(loss, loss_passes, reshard_after_forward=False)
-            logits = torch.zeros(
-                layout.microbatch_size, tokens, len(shard.entries), dtype=dtype, requires_grad=True
-            )
-            loss(logits, torch.zeros(layout.microbatch_size, tokens, dtype=torch.long))
-    held = {
-        "held": float(
-            sum(local(parameter).numel() for parameter in plans)
-        ),  # elements of this rank's shards
-        "whole": float(
-            sum(plan.rows * math.prod(plan.row_shape) for plan in plans.values())
-        ),  # elements when all are gathered
-        "activations.between": float(between.nbytes),
-    }
-    graphs = {
-        **passes.graphs,
-        **{f"loss_{name}": graph for name, graph in loss_passes.graphs.items()},
-    }
-    found = []
-    for number, machine in enumerate(machines):
-        computing = {name: each[number]["compute"] for name, (each, _) in passes.graphs.items()}
-        under = {} if machine.is_cpu else computing
-        figures = held | (round_figures(plans, machine, axes, under) if layout.gathers_once else {})
-        for name, (each, _) in graphs.items():
-            figures |= {f"{name}.{key}": value for key, value in each[number].items()}
-        figures |= copies_figures(plans, machine, axes, config.parallelism)
-        found.append(figures)
-    in_order = sorted(graphs, key=GRAPHS.index)
-    timelines = [dataclasses.replace(graphs[name][1], graph=name) for name in in_order]
-    scheduled = {
-        **passes.scheduled,
-        **{f"loss_{name}": graph for name, graph in loss_passes.scheduled.items()},
-    }
-    pair = depths_to_trace(config)
-    lives = lives_of(scheduled, n_layers, pair[1] - pair[0] if pair else n_layers)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    return Traced(
-        found,
-        timelines,
-        Tensors(lives, weights_of(plans, config.parallelism), buffers, between.nbytes),
+        for index, machine in enumerate(machines)
+    ]
+    in_order = [name for name in GRAPHS if name in graphs]
+    timelines = [dataclasses.replace(graphs[name].timeline, graph=name) for name in in_order]
+    scheduled = {name: graphs[name].scheduled for name in in_order}
+    period = n_layers if depths_to_trace(config) is None else checkpointing_period(config)
+    tensors = StageTensors(
+        lifetimes_of(scheduled, n_layers, period),
+        weights_of(plans, config.parallelism),
+        buffers=sum(buffer.nbytes for buffer in stage.buffers()),
+        hidden=inputs.hidden.nbytes,
     )
+    return TracedStage(costs, timelines, tensors)
+
+
+def costs_once(
+    layout: PlannedLayout,
+    plans: Plans,
+    machine: Machine,
+    axes: Axes,
+    graphs: Mapping[str, "PricedGraph"],
+    index: int,
+) -> dict[str, Costs]:
+    """Return the costs of what happens once in a step. index: of the machine."""
+    once: dict[str, Costs] = {}
+    if layout.gathers_once:
+        computing = {name: graphs[name].costs[index].compute for name in ("forward", "backward")}
+        hidden_under = {} if machine.is_cpu else computing
+        once = once_per_step_costs(plans, machine, axes, hidden_under)
+    once["copies"] = compression_costs(plans, machine, axes, layout.config.parallelism)
+    return once
+
+
+def full_elements(plan: ShardSpec) -> int:
+    """Return the elements of a gathered parameter."""
+    return plan.rows * math.prod(plan.row_shape)
 
 
 def weights_of(plans: Plans, parallelism: Parallelism) -> list[Weight]:
     """Return the weights of a stage, and the buckets of those that are gathered once per step."""
-    gathered, reduced = (
-        {parameter: number for number, (members, _) in enumerate(buckets) for parameter in members}
-        for buckets in (gather_buckets(plans), reduce_buckets(plans))
-    )
-    found = []
-    for parameter, plan in plans.items():
-        block = int(plan.fqn.split(".")[1]) if plan.fqn.startswith("layers.") else -1
-        whole = plan.rows * math.prod(plan.row_shape)
-        buckets = gathered[parameter], reduced[parameter]
-        kind: dict[str, Any] = dict(
+    gathered_with = _bucket_numbers(gather_buckets(plans))
+    reduced_with = _bucket_numbers(reduce_buckets(plans))
+    return [
+        Weight(
+            shard_elements=local(parameter).numel(),
+            full_elements=full_elements(plan),
+            block=int(plan.fqn.split(".")[1]) if plan.fqn.startswith("layers.") else -1,
+            gathered_with=gathered_with[parameter],
+            reduced_with=reduced_with[parameter],
             float8=plan.float8,
             matrix=is_matrix(plan.fqn),
+            factors=factor_sizes(plan, parallelism) or (0, 0),
         )
-        kind |= dict(factors=factor_sizes(plan, parallelism) or (0, 0))
-        found.append(Weight(local(parameter).numel(), whole, block, *buckets, **kind))
-    return found
+        for parameter, plan in plans.items()
+    ]
 
 
-def build_stage(
-    layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: int, schedule: Schedule
-) -> Transformer:
-    """Return a stage of `kind` with `n_layers` blocks on the meta device, compiled by `schedule`."""
-    modules = (*kind, *(f"layers.{number}" for number in range(n_layers)))
+def _bucket_numbers(buckets: Buckets) -> dict[nn.Parameter, int]:
+    return {
+        parameter: number
+        for number, (parameters, _) in enumerate(buckets)
+        for parameter in parameters
+    }
+
+
+def as_traced(layout: PlannedLayout) -> PlannedLayout:
+    """Return a layout whose graphs are made by aot_eager, and whose loss has a graph of its own."""
+    config = layout.config
+    compile = config.compile.replace(
+        backend="aot_eager",
+        components=tuple(name for name in config.compile.components if name != "loss"),
+    )
+    return dataclasses.replace(layout, config=config.replace(compile=compile))
+
+
+def parallelize_stage(
+    layout: PlannedLayout,
+    mesh: DeviceMesh,
+    beside: StageModules,
+    n_layers: int,
+    schedule: Schedule,
+) -> ParallelModel:
+    """Return one stage on the meta device, compiled by `schedule`."""
+    modules = (*beside, *(f"layers.{number}" for number in range(n_layers)))
     alone = dataclasses.replace(
         layout,
         model=dataclasses.replace(layout.model, n_layers=max(n_layers, 1)),
         pipeline=PipelineSchedule((modules,), (0,), layout.pipeline.microbatches),
     )
-    model = parallelize(layout.config, alone, mesh, schedule=schedule, attend=attend_as_on_gpus)
-    (stage,) = model.stages
-    return stage
+    return parallelize(layout.config, alone, mesh, schedule=schedule, attend=attend_as_on_gpus)
 
 
-def materialize_stage(layout: PlannedLayout, model: Transformer) -> None:
+def materialize_stage(layout: PlannedLayout, stage: Transformer) -> None:
     """Allocate the parameters in a fake world, gathered or sharded as in a step."""
-    materialize(model, torch.device("cpu"))
+    materialize(stage, torch.device("cpu"))
     if layout.gathers_once:
-        for plan in model_of(model).plans.values():
-            hold(
-                model_of(model),
-                plan,
-                torch.zeros(plan.rows, *plan.row_shape, dtype=plan.gather_dtype),
-            )
+        model = model_of(stage)
+        for plan in model.plans.values():
+            full = torch.zeros(plan.rows, *plan.row_shape, dtype=plan.gather_dtype)
+            hold(model, plan, full)
 
 
-def stage_inputs(layout: PlannedLayout, model: Transformer) -> tuple[Tensor, Tensor]:
-    """Return this rank's token ids of a microbatch, (B, T), and the input of a stage without the
-    embedding, (B, T, C).
-    """
-    tokens, tp = len(model.positions), layout.degrees["tp"]
-    dtype = getattr(torch, layout.config.training.mixed_precision_param)
-    ids = torch.zeros(layout.microbatch_size, tokens, dtype=torch.long)
-    return ids, torch.zeros(
-        layout.microbatch_size, tokens // tp, layout.model.dim, dtype=dtype, requires_grad=True
+class StageInputs(NamedTuple):
+    """What a stage is called with, for a microbatch."""
+
+    input: Tensor  # token ids (B, t), or hidden states of a stage without the embedding
+    hidden: Tensor  # (B, t, C), the hidden states that travel between pipeline stages
+    model_kwargs: dict[str, Tensor]
+
+
+def stage_inputs(layout: PlannedLayout, stage: Transformer, machine: Machine) -> StageInputs:
+    """Return zeros of the shapes that a stage is called with. machine: which attention it has."""
+    config = layout.config
+    ids = torch.zeros(layout.microbatch_size, len(stage.positions), dtype=torch.long)
+    hidden = torch.zeros(
+        layout.microbatch_size,
+        len(stage.positions) // layout.degrees["tp"],
+        layout.model.dim,
+        dtype=getattr(torch, config.training.mixed_precision_param),
+        requires_grad=True,
     )
+    model_kwargs = {}
+    if layout.loss_chunk:
+        model_kwargs["labels"] = ids
+    if config.training.mask_documents:
+        model_kwargs["doc_starts"] = ids
+        if masks_by_kernel_on(machine, layout):
+            doc_stats = torch.zeros(layout.microbatch_size, 2, dtype=torch.long)
+            model_kwargs["doc_stats"] = doc_stats
+    return StageInputs(hidden if stage.tok_embeddings is None else ids, hidden, model_kwargs)
 
 
-def documents_for(layout: PlannedLayout, ids: Tensor, machine: Machine) -> dict[str, Tensor]:
-    """Return a stage's arguments for the documents in `ids` on such a machine, with
-    training.mask_documents.
-    """
-    if not layout.config.training.mask_documents:
-        return {}
+def masks_by_kernel_on(machine: Machine, layout: PlannedLayout) -> bool:
+    """Return whether attention on such a machine gets documents' ends instead of a mask."""
     dtype = getattr(torch, layout.config.training.mixed_precision_param)
-    kernel = not machine.is_cpu and not machine.name.startswith("MI")
-    if kernel and layout.degrees["cp"] == 1 and fits_flash(dtype, layout.model.head_dim):
-        return {
-            "doc_starts": ids,
-            "doc_stats": torch.zeros(layout.microbatch_size, 2, dtype=torch.long),
-        }
-    return {"doc_starts": ids}
+    is_cuda = not machine.is_cpu and not machine.name.startswith("MI")
+    return is_cuda and layout.degrees["cp"] == 1 and fits_flash(dtype, layout.model.head_dim)
+
+
+def run_loss(layout: PlannedLayout, model: ParallelModel, schedule: "PricedSchedule") -> None:
+    """Run the loss of logits, so that its graphs are compiled."""
+    loss = _LossModule(model.loss)
+    compile_model(loss, schedule, reshard_after_forward=False)
+    labels = torch.zeros(layout.microbatch_size, len(model.stages[0].positions), dtype=torch.long)
+    logits = torch.zeros(
+        model.loss.output_shape(*labels.shape),
+        dtype=getattr(torch, layout.config.training.mixed_precision_param),
+        requires_grad=True,
+    )
+    loss(logits, labels)
+
+
+class _LossModule(nn.Module):
+    """The loss of logits as a module, for `compile_model`."""
+
+    def __init__(self, loss: Loss):
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.loss.of_logits(logits, labels)
 
 
 def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -406,67 +452,63 @@ def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-class _Loss(nn.Module):
-    def __init__(self, loss_sum: Callable[[Tensor, Tensor], Tensor]):
-        super().__init__()
-        self.loss_sum = loss_sum
-
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.loss_sum(logits, labels)
-
-
 def without_passes(compile: Compile) -> Compile:
     return compile.replace(
         bucketing="none", reordering=False, defer_weight_grads=False, tensor_parallel_chunks=1
     )
 
 
+@dataclass(frozen=True)
+class PricedGraph:
+    """A graph as it runs, and what it costs."""
+
+    scheduled: ScheduledGraph
+    costs: Sequence[Costs]  # on each machine
+    timeline: Timeline  # on the first machine, with groups named by axis
+
+
 class PricedSchedule(Schedule):
-    """Run the passes, or reorder as eager mode does, and compute the figures of each graph."""
+    """Run the passes, or reorder as eager mode does, and price each graph."""
 
     def __init__(
-        self,
-        component: str,  # "model" or "loss"
-        config: Compile,
-        machines: Sequence[Machine],
-        axes: Axes,
-        *,
-        async_tensor_parallel: bool = False,
-        gathers_once: bool = False,  # gradients leave the backward at once
+        self, component: str, layout: PlannedLayout, machines: Sequence[Machine], axes: Axes
     ):
-        priced_as = mode_of(component, config)
-        if priced_as == "eager" or component == "loss":
-            config = without_passes(config)
+        """component: "model" or "loss"."""
+        config = layout.config
+        is_model = component == "model"
+        priced_as = mode_of(component, config.compile)
+        is_eager = priced_as == "eager"
+        passes = config.compile
+        if is_eager or not is_model:
+            passes = without_passes(passes)
         settings = PassSettings(
-            config.replace(backend="aot_eager"),  # which only traces
+            passes.replace(backend="aot_eager"),  # which only traces
             machines[0],
             fused=priced_as == "inductor",
-            async_tensor_parallel=async_tensor_parallel,
+            async_tensor_parallel=is_model and config.parallelism.enable_async_tensor_parallel,
             must_merge=False,
         )
         super().__init__(settings, priced_as=priced_as)
         self.machines = machines
         self.axes = axes
-        self.gradients_leave_at_once = priced_as == "eager" or gathers_once
+        self.accumulates_at_once = is_eager or (is_model and layout.gathers_once)
         # The caller of a graph of aot_eager keeps its inputs until it returns, and so does an eager
-        # autograd.Function (as in last_uses).
-        self.keeps_inputs = priced_as == "" or (priced_as == "eager" and component == "loss")
-        # by name of the graph: figures on each machine, and the timeline on the first one
-        self.graphs: dict[str, tuple[list[Figures], Timeline]] = {}
-        self.scheduled: dict[str, ScheduledGraph] = {}
+        # autograd.Function.
+        self.keeps_inputs = priced_as == "" or (is_eager and not is_model)
+        self.graphs: dict[str, PricedGraph] = {}
 
     def run(self, module: GraphModule, name: str) -> None:
         fused = self.settings.fused
         if self.priced_as == "eager":
-            as_in_eager_mode(module.graph)
+            schedule_as_in_eager_mode(module.graph)
         super().run(module, name)
-        self.scheduled[name] = ScheduledGraph(
-            module.graph, fused, self.keeps_inputs, self.gradients_leave_at_once
-        )
-        figures = [figures_of(module.graph, machine, fused, self.axes) for machine in self.machines]
         timeline = self.reports[-1].timeline
         assert timeline is not None
-        self.graphs[name] = figures, by_axis(timeline, self.axes)
+        self.graphs[name] = PricedGraph(
+            ScheduledGraph(module.graph, fused, self.keeps_inputs, self.accumulates_at_once),
+            [graph_costs(module.graph, machine, fused, self.axes) for machine in self.machines],
+            by_axis(timeline, self.axes),
+        )
 
 
 def mode_of(component: str, config: Compile) -> Literal["", "eager", "inductor"]:
@@ -476,20 +518,19 @@ def mode_of(component: str, config: Compile) -> Literal["", "eager", "inductor"]
     return "inductor" if config.backend == "inductor" else ""
 
 
-def as_in_eager_mode(graph: Graph) -> None:
+def schedule_as_in_eager_mode(graph: Graph) -> None:
     """Bucket and reorder collectives as eager mode does after the first step
     (distributed/prefetch.py): a bucket is in flight once the one before is copied out, and each
     collective of a reduction is waited for when the next of its kind starts.
     """
     merge_waits(graph)
     merge_buckets(graph, by_block(graph))
-    place = next(node for node in graph.nodes if node.op != "placeholder")
+    position = next(node for node in graph.nodes if node.op != "placeholder")
     for gather in [node for node in parameter_all_gathers(graph) if parameters_of(node)]:
-        move_gather_before(gather, place)
+        move_gather_before(gather, position)
         wait = wait_of(gather)
         columns = [part for rows in wait.users for part in rows.users]
-        place = max(
-            [wait, *(node for part in columns for node in part.users if node.meta.get("copies"))]
-        ).next
+        copies = [user for part in columns for user in part.users if user.meta.get("copies")]
+        position = max([wait, *copies]).next
     wait_for_reductions_late(graph)
     graph.lint()

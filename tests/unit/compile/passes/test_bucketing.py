@@ -25,7 +25,7 @@ from titan_lite.compile.passes.reordering import (
 )
 from titan_lite.compile.report import copied_by_buckets
 from titan_lite.cost.collectives import parameters_of
-from titan_lite.tools.plan.trace import as_in_eager_mode
+from titan_lite.tools.plan.trace import schedule_as_in_eager_mode
 
 
 def bucket_by_block(graph):
@@ -250,7 +250,7 @@ def test_the_planner_gives_eager_mode_its_buckets_and_overlap():
     next of its kind starts.
     """
     hand = two_layers()
-    unchanged(hand, as_in_eager_mode)
+    unchanged(hand, schedule_as_in_eager_mode)
     order = [
         node
         for node in hand.graph.nodes
@@ -268,7 +268,7 @@ def test_the_planner_gives_eager_mode_its_buckets_and_overlap():
         made = hand.compute(fqn, 1.0, gradient)
         sums.append(hand.call(aten.neg.default, hand.all_reduce(hand.reduce(made, fqn), fqn)))
     hand.output(*sums)
-    unchanged(hand, as_in_eager_mode)
+    unchanged(hand, schedule_as_in_eager_mode)
     found = []
     for node in hand.graph.nodes:
         of = node.args[0] if node.target is collectives.wait_tensor.default else node

@@ -30,8 +30,9 @@ from titan_lite.tools.plan.changes import (
     table,
 )
 from titan_lite.tools.plan.memory import Memory
+from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.simulate import StepTimes
-from titan_lite.tools.plan.summary import Plan, describe, what_binds
+from titan_lite.tools.plan.summary import describe, what_binds
 from titan_lite.tools.plan.trace import PlannedLayout
 
 H100 = load_machine("H100")
@@ -240,9 +241,12 @@ def test_what_was_planned_until_ctrl_c_is_there(monkeypatch, capsys):
     with pytest.raises(Stopped, match="stopped after 2 of 4 plans") as stopped:
         plan_changes(lambda change: layout(), wanted, H100)
     assert [change["a"] for change, _ in stopped.value.rows] == ["1", "0"]
-    assert stopped.value.said == ["PARTIAL: stopped after 2 of 4 plans", *table(stopped.value.rows)]
+    assert stopped.value.lines == [
+        "PARTIAL: stopped after 2 of 4 plans",
+        *table(stopped.value.rows),
+    ]
     err = capsys.readouterr().err
     assert "planned: " in err
     assert " 1/4 " in err
     assert "tokens/s per GPU: a=" in err
-    assert Stopped([], 3).said == []
+    assert Stopped([], 3).lines == []

@@ -26,24 +26,26 @@ from titan_lite.tools.plan.memory import (
     replay,
 )
 from titan_lite.tools.plan.tape import (
-    Life,
-    Lives,
+    Lifetime,
     ScheduledGraph,
     Section,
     Stage,
+    StageLifetimes,
     Tape,
     Weight,
     buckets_of,
-    lives_of,
+    lifetimes_of,
     tape_of,
     weights_at,
 )
 
 CPU = dataclasses.replace(AT_ONCE, name="CPU")
-WEIGHT = Weight(held=MIB, whole=MIB, block=0, gathered_with=0, reduced_with=0)  # 4 MiB in float32
+WEIGHT = Weight(
+    shard_elements=MIB, full_elements=MIB, block=0, gathered_with=0, reduced_with=0
+)  # 4 MiB in float32
 
 
-def stage(weights=(WEIGHT,), between=0, **events):
+def stage(weights=(WEIGHT,), hidden=0, **events):
     """A gradient of 4 MiB, an activation of 100 MiB, and 30 MiB that a graph needs while it runs."""
     plain = {"forward": [1, 2, ~2], "backward": [2, 0, ~1, ~2, ~0]}
     return Stage(
@@ -55,7 +57,7 @@ def stage(weights=(WEIGHT,), between=0, **events):
         ),
         weights,
         0,
-        between,
+        hidden,
     )
 
 
@@ -71,14 +73,14 @@ def test_a_step_by_hand():
     found = memory_of(layout(), [stage()], CPU)
     # The second step: weight 4, moments 2 x 4 and a step count, activation 100, working 30,
     # gradient 4.
-    assert mib(found.rows) == {
+    assert mib(found.parts) == {
         "parameters": 4,
         "optimizer state": 8 + 512 / MIB,
         "activations": 100,
         "working": 30,
         "gradients": 4,
     }
-    assert found.moment == "backward"
+    assert found.phase == "backward"
     # Weight, activation and working memory take 134 MiB of 7 granules. The gradient of the first
     # step follows them, and so do the moments: 4 + 4 + 4 of them. All else was freed before them,
     # and serves the second step.
@@ -90,14 +92,14 @@ def test_muon_keeps_one_moment_of_a_matrix_and_needs_whole_matrices_for_its_upda
     mine = layout()
     mine = dataclasses.replace(mine, config=mine.config.replace(optimizer=Optimizer(name="Muon")))
     small = stage(
-        [dataclasses.replace(WEIGHT, held=MIB // 2, matrix=True), WEIGHT],
+        [dataclasses.replace(WEIGHT, shard_elements=MIB // 2, matrix=True), WEIGHT],
         forward=[1, ~1],
         backward=[0, ~0],
     )
     small.tape.sizes[1] = 0
     found = memory_of(mine, [small], CPU)
-    assert found.rows["optimizer state"] == 4 * (MIB // 2 + 2 * MIB) + 2 * 512
-    assert (found.moment, found.rows["working"]) == (
+    assert found.parts["optimizer state"] == 4 * (MIB // 2 + 2 * MIB) + 2 * 512
+    assert (found.phase, found.parts["working"]) == (
         "optimizer step",
         WHOLES * 2 * MIB,
     )  # in bfloat16
@@ -113,7 +115,8 @@ def test_shampoos_state_is_that_of_the_owner_with_most():
         count * (rows * columns + rows**2 + columns**2) for (rows, columns), count in blocks.items()
     )
     assert (
-        memory_of(mine, [small], CPU).rows["optimizer state"] == 4 * numbers + 4 * 2 * MIB + 2 * 512
+        memory_of(mine, [small], CPU).parts["optimizer state"]
+        == 4 * numbers + 4 * 2 * MIB + 2 * 512
     )  # AdamW's of one weight
     of_two = dataclasses.replace(mine, degrees=mine.degrees | dict(dp_shard=2))
     assert 0.5 * 4 * numbers <= owner_bytes(mine.config, of_two) < 0.7 * 4 * numbers
@@ -127,33 +130,33 @@ def test_errors_between_copies_are_made_after_backward():
     weights = [dataclasses.replace(WEIGHT, factors=(256, 512))]
     small = stage(weights, forward=[1], backward=[2, 0, ~0, ~1, ~2])
     found = memory_of(mine, [small], CPU)
-    assert found.moment == "backward"  # with the error of the step before, and Q
-    assert found.rows["errors between copies"] == 4 * MIB + 4 * 512
+    assert found.phase == "backward"  # with the error of the step before, and Q
+    assert found.parts["errors between copies"] == 4 * MIB + 4 * 512
     small = stage(weights, forward=[1, ~1], backward=[0, ~0])
     small.tape.sizes[1] = 0
     found = memory_of(mine, [small], CPU)
-    assert found.moment == "summing over copies"
-    assert found.rows["errors between copies"] == 8 * MIB + 4 * 512
+    assert found.phase == "summing over copies"
+    assert found.parts["errors between copies"] == 8 * MIB + 4 * 512
 
 
 def test_workspaces_are_those_of_a_gpu():
-    rows = memory_of(layout(), [stage()], AT_ONCE).rows
+    rows = memory_of(layout(), [stage()], AT_ONCE).parts
     assert AT_ONCE.name == "H100"
     assert rows["workspaces of cuBLAS"] == 2 * HOPPER_WORKSPACE
-    assert "workspaces of cuBLAS" not in memory_of(layout(), [stage()], CPU).rows
+    assert "workspaces of cuBLAS" not in memory_of(layout(), [stage()], CPU).parts
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_1f1b_keeps_as_many_microbatches_as_ranks_that_follow(rank):
     mine = layout(4, 8)
-    rows = replayed(mine, [stage()] * 4, rank).rows
+    rows = replayed(mine, [stage()] * 4, rank).peak_parts
     assert rows["activations"] == (4 - rank) * 100 * MIB
 
 
 def test_of_ranks_with_alike_stages_the_one_with_most_microbatches_is_replayed():
     same = stage()
     found = memory_of(layout(4, 8), [same] * 4, CPU)
-    assert (found.rank, found.rows["activations"]) == (0, 400 * MIB)
+    assert (found.rank, found.parts["activations"]) == (0, 400 * MIB)
     other = Stage(
         dataclasses.replace(same.tape, sizes=[4 * MIB, 500 * MIB, 30 * MIB]), same.weights, 0, 0
     )
@@ -162,7 +165,7 @@ def test_of_ranks_with_alike_stages_the_one_with_most_microbatches_is_replayed()
 
 def test_a_stage_receives_each_microbatch_in_a_buffer_of_its_own():
     rows = [
-        replayed(layout(4, 8), [stage(between=MIB)] * 4, rank).rows["received by the pipeline"]
+        replayed(layout(4, 8), [stage(hidden=MIB)] * 4, rank).peak_parts["received by the pipeline"]
         for rank in range(4)
     ]
     assert [nbytes / MIB for nbytes in rows] == [8, 16, 16, 8]
@@ -171,11 +174,14 @@ def test_a_stage_receives_each_microbatch_in_a_buffer_of_its_own():
 def test_later_gradients_are_added_to_the_first():
     mine = layout(accumulation=2)
     run = replayed(mine, [stage()])
-    assert run.rows["gradients"] == 8 * MIB  # the sum, and the one to be added
+    assert run.peak_parts["gradients"] == 8 * MIB  # the sum, and the one to be added
 
 
 def test_weights_and_gradients_of_a_step_are_held_whole():
-    weights = [dataclasses.replace(WEIGHT, held=MIB // 4, reduced_with=number) for number in (0, 1)]
+    weights = [
+        dataclasses.replace(WEIGHT, shard_elements=MIB // 4, reduced_with=number)
+        for number in (0, 1)
+    ]
     events = {"forward": [2, ~2], "backward": [0, 1, 2, ~2, ~0, ~1]}
     tape = Tape(
         [2 * MIB, 2 * MIB, 100 * MIB], [MIB, MIB], ["gradients", "gradients", "working"], events
@@ -183,26 +189,26 @@ def test_weights_and_gradients_of_a_step_are_held_whole():
     run = replayed(layout(accumulation=2, gathers_once=True), [Stage(tape, weights, 0, 0)])
     # In backward of the second local batch: two weights in bfloat16, gradients of both in float32,
     # and this batch's in bfloat16.
-    assert mib(run.rows) == {
+    assert mib(run.peak_parts) == {
         "parameters": 2,
         "optimizer state": 4 + 1024 / MIB,
         "weights gathered for the step": 4,
         "working": 100,
         "gradients": 8 + 4,
     }
-    assert not any(held for held in (run.wholes, run.shards, run.gradients))
+    assert not any(held for held in (run.full_weights, run.reduced_gradients, run.gradients))
 
 
 def test_all_that_a_step_makes_is_freed_but_the_state():
     half = dataclasses.replace(
-        WEIGHT, held=MIB // 2, whole=2 * MIB
+        WEIGHT, shard_elements=MIB // 2, full_elements=2 * MIB
     )  # the gradient's 4 MiB are of bfloat16
     for weight, gathers_once in ((WEIGHT, False), (half, True)):
-        tape = dataclasses.replace(stage().tape, elements=[weight.whole])
+        tape = dataclasses.replace(stage().tape, elements=[weight.full_elements])
         run = replayed(
             layout(accumulation=2, gathers_once=gathers_once), [Stage(tape, [weight], 0, 0)]
         )
-        assert run.allocator.allocated == 3 * 4 * weight.held + 512
+        assert run.allocator.allocated == 3 * 4 * weight.shard_elements + 512
 
 
 def test_what_does_not_fit_is_told_in_full(monkeypatch):
@@ -257,8 +263,8 @@ def test_what_forward_saves_lives_until_backward_has_used_it(keeps_inputs):
         name: ScheduledGraph(graph, False, keeps_inputs, True)
         for name, graph in forward_and_backward().items()
     }
-    lives = lives_of(graphs, blocks=1, period=1)
-    kinds = {(life.born[0], life.kind): life for life in lives.tensors}
+    lives = lifetimes_of(graphs, blocks=1, period=1)
+    kinds = {(life.allocated[0], life.kind): life for life in lives.tensors}
     saved, gradient = kinds["forward", ""], kinds["backward", "gradient"]
     assert saved.nbytes == 128 * 64 * 4
     product = next(
@@ -267,9 +273,9 @@ def test_what_forward_saves_lives_until_backward_has_used_it(keeps_inputs):
         if "mm" in str(node.target)
     )
     last = len(graphs["backward"].graph.nodes) - 1
-    assert saved.died == ("backward", 2 * (last if keeps_inputs else product) + 1)
+    assert saved.freed == ("backward", 2 * (last if keeps_inputs else product) + 1)
     assert gradient.nbytes == 64 * 64 * 4
-    assert gradient.died == ("backward", 2 * product + 1)  # eager: added up at once
+    assert gradient.freed == ("backward", 2 * product + 1)  # eager: added up at once
 
 
 def test_the_gradients_of_a_compiled_backward_are_there_until_its_end():
@@ -277,8 +283,8 @@ def test_the_gradients_of_a_compiled_backward_are_there_until_its_end():
         name: ScheduledGraph(graph, False, False, False)
         for name, graph in forward_and_backward().items()
     }
-    (gradient,) = [life for life in lives_of(graphs, 1, 1).tensors if life.kind == "gradient"]
-    assert gradient.died == ("backward", 2 * len(graphs["backward"].graph.nodes) - 1)
+    (gradient,) = [life for life in lifetimes_of(graphs, 1, 1).tensors if life.kind == "gradient"]
+    assert gradient.freed == ("backward", 2 * len(graphs["backward"].graph.nodes) - 1)
 
 
 def repeated_by_hand():
@@ -286,13 +292,13 @@ def repeated_by_hand():
     them at 31, 21, 11.
     """
     kept = [
-        Life(number, ("forward", 10 * number), ("backward", 41 - 10 * number))
+        Lifetime(number, ("forward", 10 * number), ("backward", 41 - 10 * number))
         for number in (1, 2, 3)
     ]
-    table = Life(9, ("forward", 1), ("backward", 50))  # of all blocks
-    passing = Life(7, ("backward", 22), ("backward", 25))
+    table = Lifetime(9, ("forward", 1), ("backward", 50))  # of all blocks
+    passing = Lifetime(7, ("backward", 22), ("backward", 25))
     sections = {"forward": Section(11, 21, 40), "backward": Section(12, 22, 50)}
-    return Lives(3, 1, (*kept, table, passing), {"forward": 40, "backward": 50}, sections)
+    return StageLifetimes(3, 1, (*kept, table, passing), {"forward": 40, "backward": 50}, sections)
 
 
 def test_a_middle_block_is_repeated():

@@ -12,10 +12,11 @@ from test_simulate import AT_ONCE, layout, stages_of
 
 from titan_lite.cost.timeline import Span, Timeline
 from titan_lite.metrics.timelines import COLORS
+from titan_lite.tools.plan.costs import Costs
 from titan_lite.tools.plan.memory import Memory
 from titan_lite.tools.plan.picture import deepest, draw_plan, step_spans, write_plan_trace
+from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.simulate import simulate_step
-from titan_lite.tools.plan.summary import Plan
 
 GRAPH = Timeline(
     "forward",
@@ -36,10 +37,12 @@ GRAPH = Timeline(
 @pytest.fixture
 def plan():
     mine = layout(2, 4, accumulation=2, gathers_once=True)
-    figures = stages_of(
-        mine, held=1e9, whole=1e9, gather__exposed__dp_shard=3.0, reduce__compute=0.25
+    costs = stages_of(
+        mine,
+        elements=1e9,
+        once={"gather": Costs(exposed={"dp_shard": 3.0}), "reduce": Costs(0.25)},
     )
-    step = simulate_step(mine, figures, AT_ONCE)
+    step = simulate_step(mine, costs, AT_ONCE)
     timelines = {
         ("tok_embeddings",): [GRAPH],
         ("norm", "output"): [dataclasses.replace(GRAPH, graph="other")],

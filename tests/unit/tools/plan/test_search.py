@@ -14,7 +14,7 @@ from test_changes import H100, planned
 from titan_lite.config import Config, ConfigError, Model, Training, load_config
 from titan_lite.cost.machine import GIB
 from titan_lite.tools.plan.command import lay_out, main
-from titan_lite.tools.plan.search import differing, guess, label, outcome, space, why_lost
+from titan_lite.tools.plan.search import differing, estimate, label, outcome, space, why_lost
 
 RECIPES = Path(__file__).parents[4] / "train_configs"
 SEVENTY = str(RECIPES / "llama3_70b.toml")
@@ -72,22 +72,24 @@ def test_long_sequences_may_be_split_and_tied_models_have_no_pipeline():
 
 
 def test_formulas_know_what_costs_memory_and_time():
-    seconds, nbytes = guess(changed("llama3_8b", 8), H100)
-    more_seconds, more_bytes = guess(changed("llama3_8b", 8, training__local_batch_size=4), H100)
+    seconds, nbytes = estimate(changed("llama3_8b", 8), H100)
+    more_seconds, more_bytes = estimate(changed("llama3_8b", 8, training__local_batch_size=4), H100)
     assert more_bytes > nbytes
     assert more_seconds == pytest.approx(2 * seconds, rel=0.1)
-    recomputed_seconds, recomputed_bytes = guess(
+    recomputed_seconds, recomputed_bytes = estimate(
         changed("llama3_8b", 8, activation_checkpoint__mode="full"), H100
     )
     assert recomputed_bytes < nbytes
     assert recomputed_seconds > 1.2 * seconds
     assert nbytes < H100.memory * GIB
-    _, seventy = guess(changed("llama3_70b", 8, parallelism__data_parallel_shard_degree=-1), H100)
+    _, seventy = estimate(
+        changed("llama3_70b", 8, parallelism__data_parallel_shard_degree=-1), H100
+    )
     assert seventy > H100.memory * GIB  # 850 GB of states alone
 
 
 def test_by_formula_a_model_costs_what_its_states_do_at_least():
-    _, found = guess(changed("llama3_8b", 8), H100)
+    _, found = estimate(changed("llama3_8b", 8), H100)
     assert found > 8.03e9 * 16 / 8
 
 

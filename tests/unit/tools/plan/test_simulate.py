@@ -1,4 +1,4 @@
-"""A step from figures by hand: the bubbles of the schedules against their formulas, shares that add
+"""A step from costs by hand: the bubbles of the schedules against their formulas, shares that add
 up.
 """
 
@@ -15,6 +15,7 @@ from titan_lite.cost.machine import Link
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, order_of, run_order
 from titan_lite.models.llama3 import FLAVORS
+from titan_lite.tools.plan.costs import Costs, StageCosts
 from titan_lite.tools.plan.owned import all_to_all, owned_matrices
 from titan_lite.tools.plan.simulate import simulate_step, updated_bytes
 from titan_lite.tools.plan.trace import PlannedLayout
@@ -53,19 +54,22 @@ def layout(
     )
 
 
-def stage(forward=1.0, backward=2.0, **others):
-    figures = {
-        "held": 0.0,
-        "whole": 0.0,
-        "activations.between": 0.0,
-        "forward.compute": forward,
-        "backward.compute": backward,
-    }
-    return figures | {key.replace("__", "."): value for key, value in others.items()}
+def stage(forward=1.0, backward=2.0, forward_costs=None, once=None, elements=0.0, hidden_bytes=0.0):
+    """A stage whose graphs compute for so many seconds. forward_costs: beside them."""
+    return StageCosts(
+        graphs={
+            "forward": dataclasses.replace(forward_costs or Costs(), compute=forward),
+            "backward": Costs(backward),
+        },
+        once=once or {},
+        shard_elements=elements,
+        full_elements=elements,
+        hidden_bytes=hidden_bytes,
+    )
 
 
-def stages_of(layout, **figures):
-    return [stage(**figures) for _ in layout.pipeline.modules]
+def stages_of(layout, **costs):
+    return [stage(**costs) for _ in layout.pipeline.modules]
 
 
 @pytest.mark.parametrize(("degree", "microbatches"), [(2, 2), (4, 8), (16, 32), (3, 7)])
@@ -110,7 +114,7 @@ def test_a_slow_stage_and_slow_links_hold_the_others_up():
     )  # fill, the slow one's work, drain
     hidden = 45e9 * AT_ONCE.link_efficiency  # a tenth of a second
     travel = (
-        simulate_step(mine, stages_of(mine, activations__between=hidden), AT_ONCE).run.seconds
+        simulate_step(mine, stages_of(mine, hidden_bytes=hidden), AT_ONCE).run.seconds
         - even.run.seconds
     )
     assert AT_ONCE.send(hidden, 0, 1) == pytest.approx(0.1)
@@ -134,14 +138,13 @@ def test_while_a_rank_waits_the_others_have_its_core():
 
 def test_a_step_is_the_sum_of_its_parts():
     mine = layout(4, 8, accumulation=2, gathers_once=True)
-    figures = dict(
-        held=1e9,
-        whole=1e9,
-        forward__exposed__tp=0.5,
-        gather__exposed__dp_shard=3.0,
-        reduce__compute=0.25,
+    stages = stages_of(
+        mine,
+        elements=1e9,
+        forward_costs=Costs(exposed={"tp": 0.5}),
+        once={"gather": Costs(exposed={"dp_shard": 3.0}), "reduce": Costs(0.25)},
     )
-    step = simulate_step(mine, stages_of(mine, **figures), H100)
+    step = simulate_step(mine, stages, H100)
     assert sum(step.parts.values()) == pytest.approx(step.seconds)
     assert step.parts["exposed.tp"] == pytest.approx(16 * 0.5)
     assert step.parts["exposed.dp_shard"] == pytest.approx(3.0)  # once a step
@@ -188,7 +191,10 @@ def test_bytes_are_of_the_rank_that_sends_most():
     mine = layout(2, 4)
     step = simulate_step(
         mine,
-        [stage(forward__bytes__tp=1.0), stage(forward__bytes__tp=5.0, gather__bytes__tp=7.0)],
+        [
+            stage(forward_costs=Costs(sent={"tp": 1.0})),
+            stage(forward_costs=Costs(sent={"tp": 5.0}), once={"gather": Costs(sent={"tp": 7.0})}),
+        ],
         H100,
     )
     assert step.sent["tp"] == 4 * 5.0 + 7.0

@@ -23,19 +23,19 @@ from titan_lite.distributed.axes import axis_along
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.models.llama3 import ModelConfig, flops_per_token
-from titan_lite.tools.plan import summary
+from titan_lite.tools.plan import plan
 from titan_lite.tools.plan.allocator import LARGE_BUFFER
-from titan_lite.tools.plan.costs import copies_figures
+from titan_lite.tools.plan.costs import compression_costs
 from titan_lite.tools.plan.memory import memory_of
 from titan_lite.tools.plan.simulate import simulate_step
 from titan_lite.tools.plan.tape import stage_of
 from titan_lite.tools.plan.trace import (
     PlannedLayout,
+    costs_at,
     depths_to_trace,
-    figures_at,
     start_tracing,
+    trace_key,
     trace_stage,
-    traced_by,
 )
 
 RANKS, TOKENS, DEPTH = 8, 1024, 6
@@ -94,7 +94,7 @@ LONG = {("fsdp", 8): FSDP, ("full", 3): RECOMPUTED}
 
 
 def trace_all(wanted):
-    """{(what, blocks): figures, timelines and tensors}"""
+    """{(what, blocks): costs, timelines and tensors}"""
     with start_tracing(RANKS) as processes:
         tasks = {
             key: processes.submit(trace_stage, mine, WHOLE, key[1], [H100])
@@ -103,8 +103,8 @@ def trace_all(wanted):
         return {key: task.result() for key, task in tasks.items()}
 
 
-def figures_of(traces):
-    return {key: each.figures[0] for key, each in traces.items()}
+def costs_of(traces):
+    return {key: each.costs[0] for key, each in traces.items()}
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def traces():
 
 @pytest.fixture(scope="module")
 def traced(traces):
-    return figures_of(traces)
+    return costs_of(traces)
 
 
 @pytest.fixture(scope="module")
@@ -124,23 +124,27 @@ def traces_long(traces):
 
 @pytest.mark.parametrize("blocks", [3, 4, 5])
 def test_fsdp_sends_every_weight_forward_again_backward_and_every_gradient(traced, blocks):
-    figures = traced["fsdp", blocks]
+    costs = traced["fsdp", blocks]
     parameters = blocks * BLOCK + 2 * TABLE + MODEL.dim
     share = (RANKS - 1) / RANKS  # of a ring
-    assert figures["held"] * RANKS == parameters
-    assert figures["whole"] == parameters
+    assert costs.shard_elements * RANKS == parameters
+    assert costs.full_elements == parameters
     forward, backward = 2 * parameters, 2 * blocks * BLOCK + 4 * parameters
-    assert figures["forward.bytes.dp_shard"] == forward * share
+    assert costs.graphs["forward"].sent["dp_shard"] == forward * share
     # Embedding, norm and output are not gathered again; gradients are float32.
-    assert figures["backward.bytes.dp_shard"] == backward * share
-    assert figures["forward.across.dp_shard"] == 0.0  # one node
-    step = simulate_step(FSDP, [figures], H100)
+    assert costs.graphs["backward"].sent["dp_shard"] == backward * share
+    assert costs.graphs["forward"].sent_to_other_nodes["dp_shard"] == 0.0  # one node
+    step = simulate_step(FSDP, [costs], H100)
     assert step.sent == {"dp_shard": (forward + backward) * share}  # and nothing else
 
 
 def test_copies_send_thin_factors_once_a_step_and_keep_errors(traces):
-    figures, shard = traces["copies", 3].figures[0], RANKS // 2
-    assert not any("dp_replicate" in key for key in figures if not key.startswith("copies."))
+    costs, shard = traces["copies", 3].costs[0], RANKS // 2
+    copies = costs.once.pop("copies")
+    assert not any(
+        "dp_replicate" in part.sent for part in (*costs.graphs.values(), *costs.once.values())
+    )
+    costs.once["copies"] = copies
     sizes = {
         (1024, 1024): 2,
         (512, 1024): 2,
@@ -150,15 +154,15 @@ def test_copies_send_thin_factors_once_a_step_and_keep_errors(traces):
     factors = 3 * sum(count * 8 * (n // shard + m) for (n, m), count in sizes.items())
     factors += 2 * 8 * (MODEL.vocab_size // shard + MODEL.dim)
     norms = (3 * 2 + 1) * MODEL.dim // shard
-    assert figures["copies.bytes.dp_replicate"] == 4 * (
+    assert copies.sent["dp_replicate"] == 4 * (
         factors + norms
     )  # 2 (k - 1) / k of it, for k = 2 copies
-    step = simulate_step(COPIES, [figures], H100)
+    step = simulate_step(COPIES, [costs], H100)
     assert step.sent["dp_replicate"] == 4 * (factors + norms)  # once for four microbatches
-    assert step.parts["exposed.dp_replicate"] == figures["copies.exposed.dp_replicate"] > 0
+    assert step.parts["exposed.dp_replicate"] == copies.exposed["dp_replicate"] > 0
     memory = memory_of(
         COPIES, [stage_of(traces["copies", 3].tensors, 3, pipelined=False)], H100
-    ).rows
+    ).parts
     shards = 4 * (3 * PRODUCTS + 2 * TABLE) / shard
     assert shards < memory["errors between copies"] < 2.1 * shards
 
@@ -182,41 +186,41 @@ def test_nothing_hides_the_factors_of_all_gradients_and_the_others():
         for fqn, (rows, row_shape) in sizes.items()
     }
     axes = {(0, shard): "dp_replicate"}
-    figures = copies_figures(plans, H100, axes, COPIES.config.parallelism)
+    costs = compression_costs(plans, H100, axes, COPIES.config.parallelism)
     each = (6 * 8 * 1024 / shard, 6 * 8 * 2048, 1024 / shard)  # P, Q, and what is not compressed
     seconds = sum(H100.collective("all_reduce", 4 * numbers, (0, shard)) for numbers in each)
-    assert figures["copies.communication.dp_replicate"] == pytest.approx(seconds)
-    assert figures["copies.exposed.dp_replicate"] == pytest.approx(seconds)
+    assert costs.communication["dp_replicate"] == pytest.approx(seconds)
+    assert costs.exposed["dp_replicate"] == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("blocks", [3, 4, 5])
 def test_products_and_attention_are_those_of_the_formula(traced, blocks):
-    figures = traced["fsdp", blocks]
+    graphs = traced["fsdp", blocks].graphs
+    forward, backward = graphs["forward"], graphs["backward"]
     tokens = 2 * TOKENS
-    assert figures["forward.matmul"] == 2 * tokens * (blocks * PRODUCTS + TABLE)
-    assert figures["backward.matmul"] == 2 * figures["forward.matmul"]
-    assert (
-        figures["forward.attention"] == blocks * 2 * tokens * TOKENS * MODEL.dim
-    )  # of two products, half
-    assert (
-        figures["backward.attention"] == 2.5 * figures["forward.attention"]
-    )  # five, one of them a second time
+    assert forward.matmul_flops == 2 * tokens * (blocks * PRODUCTS + TABLE)
+    assert backward.matmul_flops == 2 * forward.matmul_flops
+    # Of two products, half.
+    assert forward.attention_flops == blocks * 2 * tokens * TOKENS * MODEL.dim
+    # Five, one of them a second time.
+    assert backward.attention_flops == 2.5 * forward.attention_flops
     needed = flops_per_token(dataclasses.replace(MODEL, n_layers=blocks), TOKENS) * tokens
-    assert needed == 3 * figures["forward.matmul"] + 3 * figures["forward.attention"]
+    assert needed == 3 * forward.matmul_flops + 3 * forward.attention_flops
 
 
 def check_line(traces, depths, blocks):
     line, full = (
-        figures_at({depth: traces["fsdp", depth] for depth in depths}, blocks, 0),
-        traces["fsdp", blocks].figures[0],
+        costs_at({depth: traces["fsdp", depth] for depth in depths}, blocks, 0),
+        traces["fsdp", blocks].costs[0],
     )
-    assert line.keys() == full.keys()
-    for key, value in full.items():
-        if any(word in key for word in ("bytes", "matmul", "attention", "held", "whole")):
-            assert line[key] == value, key
-    for key in ("forward.compute", "backward.compute"):
-        assert line[key] == pytest.approx(full[key], rel=0.02), key
-    steps = [simulate_step(FSDP, [figures], H100).seconds for figures in (line, full)]
+    assert (line.shard_elements, line.full_elements) == (full.shard_elements, full.full_elements)
+    assert line.graphs.keys() == full.graphs.keys()
+    for name, costs in full.graphs.items():
+        for field in ("sent", "sent_to_other_nodes", "matmul_flops", "attention_flops"):
+            assert getattr(line.graphs[name], field) == getattr(costs, field), (name, field)
+        if name in ("forward", "backward"):
+            assert line.graphs[name].compute == pytest.approx(costs.compute, rel=0.02)
+    steps = [simulate_step(FSDP, [costs], H100).seconds for costs in (line, full)]
     assert steps[0] == pytest.approx(steps[1], rel=0.02)
     check_tensors(traces["fsdp", max(depths)], traces["fsdp", blocks], blocks)
 
@@ -224,13 +228,13 @@ def check_line(traces, depths, blocks):
 def check_tensors(less, full, blocks):
     """A stage with repeated blocks allocates what the traced one does, and keeps as much alive."""
     repeated, traced = (stage_of(each.tensors, blocks, pipelined=False) for each in (less, full))
-    assert Counter((weight.held, weight.whole) for weight in repeated.weights) == Counter(
-        (weight.held, weight.whole) for weight in traced.weights
-    )
+    assert Counter(
+        (weight.shard_elements, weight.full_elements) for weight in repeated.weights
+    ) == Counter((weight.shard_elements, weight.full_elements) for weight in traced.weights)
     assert kept(repeated) == kept(traced)
     assert len(repeated.tape.elements) == pytest.approx(len(traced.tape.elements), rel=0.1)
     memories = [memory_of(FSDP, [stage], H100) for stage in (repeated, traced)]
-    assert memories[0].moment == memories[1].moment
+    assert memories[0].phase == memories[1].phase
     assert memories[0].peak == pytest.approx(memories[1].peak, rel=0.01)
     assert memories[0].reserved == pytest.approx(memories[1].reserved, abs=3 * LARGE_BUFFER)
 
@@ -239,8 +243,8 @@ def kept(stage):
     """Bytes that forward makes for backward."""
     return sum(
         size
-        for size, row in zip(stage.tape.sizes, stage.tape.rows, strict=True)
-        if row == "activations"
+        for size, part in zip(stage.tape.sizes, stage.tape.parts, strict=True)
+        if part == "activations"
     )
 
 
@@ -256,12 +260,13 @@ def test_two_depths_tell_of_a_deep_one(traces_long):
 
 @pytest.mark.slow
 def test_a_recomputed_block_computes_its_forward_again(traces_long):
-    plain, again = (figures_of(traces_long)[key, 3] for key in ("fsdp", "full"))
-    assert again["forward.matmul"] == plain["forward.matmul"]
+    plain, again = (costs_of(traces_long)[key, 3] for key in ("fsdp", "full"))
+    assert again.graphs["forward"].matmul_flops == plain.graphs["forward"].matmul_flops
     most = (
         2 * 2 * TOKENS * 3 * PRODUCTS
     )  # but for a block's last product, whose result no gradient needs
-    assert most * 0.7 < again["backward.matmul"] - plain["backward.matmul"] <= most
+    more = again.graphs["backward"].matmul_flops - plain.graphs["backward"].matmul_flops
+    assert most * 0.7 < more <= most
     saved, less = (
         kept(stage_of(traces_long[key, 3].tensors, 3, pipelined=False)) for key in ("fsdp", "full")
     )
@@ -272,14 +277,12 @@ def test_a_loss_in_chunks_has_the_same_products_no_logits_and_sums_of_the_projec
     traces, traced
 ):
     whole, chunked = traced["fsdp", 3], traced["chunks", 3]
-    assert not any(key.startswith("loss") for key in chunked)
-    for figure in ("matmul", "bytes.dp_shard"):
-        found, expected = (
-            each[f"forward.{figure}"] + each[f"backward.{figure}"] for each in (chunked, whole)
-        )
-        assert found == expected
+    assert not any(name.startswith("loss") for name in chunked.graphs)
+    found, expected = (each.of_microbatch(("forward", "backward")) for each in (chunked, whole))
+    assert found.matmul_flops == expected.matmul_flops
+    assert found.sent["dp_shard"] == expected.sent["dp_shard"]
     chunks, logits = 2 * TOKENS // 256, 2 * TOKENS * MODEL.vocab_size * 2
-    lives = {key: traces[key].tensors.lives.tensors for key in (("fsdp", 3), ("chunks", 3))}
+    lives = {key: traces[key].tensors.lifetimes.tensors for key in (("fsdp", 3), ("chunks", 3))}
     assert max(life.nbytes for life in lives["fsdp", 3]) == logits
     assert (
         max(life.nbytes for life in lives["chunks", 3]) == 4 * TABLE
@@ -287,33 +290,35 @@ def test_a_loss_in_chunks_has_the_same_products_no_logits_and_sums_of_the_projec
     held = [
         life
         for life in lives["chunks", 3]
-        if life.nbytes == 4 * TABLE and life.born[0] == "forward"
+        if life.nbytes == 4 * TABLE and life.allocated[0] == "forward"
     ]
     assert len(held) == chunks
     moments = [
-        sum(life.born[1] <= moment < life.died[1] for life in held)
-        for moment in range(max(life.died[1] for life in held))
+        sum(life.allocated[1] <= moment < life.freed[1] for life in held)
+        for moment in range(max(life.freed[1] for life in held))
     ]
     assert max(moments) == 2  # before and after the addition of a chunk
 
 
 def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
-    figures = traced["tp", 2]
+    costs = traced["tp", 2]
+    forward = costs.graphs["forward"]
     activations = 2 * TOKENS * MODEL.dim * 2  # bytes of (B, T, C) in bfloat16
     # Of a block two all-gathers and two reduce-scatters; the embedding's reduce-scatter, the
     # output's all-gather.
-    assert figures["forward.bytes.tp"] == (4 * 2 + 2) * activations / 2
-    assert figures["forward.exposed.tp"] == pytest.approx(figures["forward.communication.tp"])
-    assert not any("dp_shard" in key for key in figures if key.startswith(("forward", "backward")))
+    assert forward.sent["tp"] == (4 * 2 + 2) * activations / 2
+    assert forward.exposed["tp"] == pytest.approx(forward.communication["tp"])
+    assert not any("dp_shard" in graph.sent for graph in costs.graphs.values())
     split, replicated = 2 * PRODUCTS + 2 * TABLE, 5 * MODEL.dim
     parameters = split / 2 + replicated
-    assert figures["whole"] == parameters
-    assert figures["gather.bytes.dp_shard"] == 2 * parameters * 3 / 4
-    assert figures["reduce.bytes.dp_shard"] == 4 * parameters * 3 / 4
+    assert costs.full_elements == parameters
+    assert costs.once["gather"].sent["dp_shard"] == 2 * parameters * 3 / 4
+    assert costs.once["reduce"].sent["dp_shard"] == 4 * parameters * 3 / 4
     for what in ("gather", "reduce"):  # under the first forward and the last backward
-        assert 0 < figures[f"{what}.exposed.dp_shard"] < figures[f"{what}.communication.dp_shard"]
+        once = costs.once[what]
+        assert 0 < once.exposed["dp_shard"] < once.communication["dp_shard"]
     assert (
-        figures["reduce.bytes.tp"] == 2 * 4 * replicated / 4 / 2
+        costs.once["reduce"].sent["tp"] == 2 * 4 * replicated / 4 / 2
     )  # all-reduce of a quarter of the norms
 
 
@@ -347,7 +352,7 @@ def test_which_depths_lie_on_a_line(sections, depths):
 def test_every_key_that_changes_a_graph_has_traces_of_its_own():
     def traced(*options):
         config = load_config(DEBUG, options)
-        return traced_by(PlannedLayout(**vars(Layout.from_config(config, 2)), config=config))
+        return trace_key(PlannedLayout(**vars(Layout.from_config(config, 2)), config=config))
 
     alike = [
         [],
@@ -381,7 +386,7 @@ def test_a_collective_of_several_ranks_has_an_axis():
 
 def test_a_stage_that_cannot_be_compiled_is_told_in_words(monkeypatch):
     monkeypatch.setattr(
-        summary, "make_plans", lambda *_, **__: iter([CompileError("compile.enable: no graph")])
+        plan, "make_plans", lambda *_, **__: iter([CompileError("compile.enable: no graph")])
     )
     with pytest.raises(ConfigError, match="no graph"):
-        summary.make_plan(FSDP, [H100])
+        plan.make_plan(FSDP, [H100])

@@ -1,0 +1,172 @@
+"""Make the plan of a run: trace its pipeline stages, then compute a step's time and memory.
+
+    plan = make_plan(layout, machine.nominal_slow_fast())
+    plan.nominal.seconds, plan.memory.total, plan.fits
+
+Speeds are ranges. The machine's peaks, links and memory come from its datasheet, but the
+efficiencies of real kernels are uncertain. So everything is simulated three times: nominal, and
+with all efficiencies at the slow and at the fast end of the uncertainty in cost/machine.py.
+"""
+
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Future
+from dataclasses import dataclass, field
+
+import torch
+
+from titan_lite.compile.compile import CompileError
+from titan_lite.config import ConfigError
+from titan_lite.cost.machine import GIB, Machine
+from titan_lite.cost.timeline import Timeline
+from titan_lite.models.llama3 import flops_per_token
+from titan_lite.tools.plan.memory import Memory, memory_of
+from titan_lite.tools.plan.simulate import StepTimes, simulate_step
+from titan_lite.tools.plan.tape import Stage, stage_of
+from titan_lite.tools.plan.trace import (
+    PlannedLayout,
+    StageModules,
+    TracedStage,
+    blocks_in,
+    costs_at,
+    modules_beside_blocks,
+    start_tracing,
+    submit_traces,
+)
+
+TracedStages = Mapping[StageModules, Mapping[int, TracedStage]]  # then by number of blocks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run: a step's time and memory."""
+
+    layout: PlannedLayout
+    machine: Machine
+    steps: tuple[StepTimes, ...]  # on each machine: nominal, slow, fast
+    memory: Memory
+    depths: dict[StageModules, tuple[int, ...]]  # traced numbers of blocks
+    seconds: float  # of planning
+    # Of the graphs of the stage with most blocks.
+    timelines: Mapping[StageModules, Sequence[Timeline]] = field(default_factory=dict)
+
+    @property
+    def nominal(self) -> StepTimes:
+        return self.steps[0]
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of a device."""
+        return self.machine.memory * GIB
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.capacity
+
+    def tokens_per_second(self, step: StepTimes) -> float:
+        """Return the tokens per second of one rank."""
+        return self.layout.tokens / step.seconds / self.layout.world_size
+
+    def model_flops(self, step: StepTimes) -> float:
+        """Return the model FLOP/s of a rank, without recomputation."""
+        return self.tokens_per_second(step) * flops_per_token(
+            self.layout.model, self.layout.seq_len
+        )
+
+    def mfu(self, step: StepTimes) -> float:
+        return self.model_flops(step) / self.peak_flops
+
+    def mfu_full_attention(self, step: StepTimes) -> float:
+        """Return the MFU with attention counted as full instead of causal."""
+        flops = flops_per_token(self.layout.model, self.layout.seq_len, full_attention=True)
+        return self.tokens_per_second(step) * flops / self.peak_flops
+
+    def hfu(self, step: StepTimes) -> float:
+        """Return the share of peak FLOP/s with recomputation counted (HFU)."""
+        return (step.matmul + step.attention) / step.seconds / self.peak_flops
+
+    @property
+    def peak_flops(self) -> float:
+        return self.machine.flops(getattr(torch, self.layout.config.training.mixed_precision_param))
+
+
+def make_plan(layout: PlannedLayout, machines: Sequence[Machine], full: bool = False) -> Plan:
+    """Return the plan of a layout, with a step for each machine. full: trace every block.
+
+    Raises ConfigError if it cannot be planned.
+    """
+    (plan,) = make_plans([layout], machines, full)
+    if isinstance(plan, CompileError):
+        raise ConfigError(str(plan)) from plan
+    return plan
+
+
+def make_plans(
+    layouts: Sequence[PlannedLayout], machines: Sequence[Machine], full: bool
+) -> Iterator[Plan | CompileError]:
+    """Yield the plans of layouts of one world size, in order, with a step for each machine.
+
+    full: trace every block. Raises ConfigError.
+    """
+    if not layouts:
+        return
+    started = time.perf_counter()
+    with start_tracing(layouts[0].world_size) as processes:
+        shared: dict[Hashable, Future[TracedStage]] = {}
+        all_tasks = [submit_traces(processes, layout, machines, full, shared) for layout in layouts]
+        for layout, tasks in zip(layouts, all_tasks, strict=True):
+            try:
+                traced = {
+                    beside: {depth: task.result() for depth, task in by_depth.items()}
+                    for beside, by_depth in tasks.items()
+                }
+            except CompileError as error:
+                yield error
+                continue
+            except BrokenExecutor:
+                raise ConfigError(
+                    "a tracing process was killed, perhaps because this machine is out of memory;"
+                    " use fewer layers with --full, or leave --full out"
+                ) from None
+            yield plan_of(layout, machines, traced, started)
+
+
+def plan_of(
+    layout: PlannedLayout, machines: Sequence[Machine], traced: TracedStages, started: float
+) -> Plan:
+    """Return the plan of a layout from its traced stages. started: by time.perf_counter."""
+    steps = []
+    for index, machine in enumerate(machines):
+        costs = [
+            costs_at(traced[modules_beside_blocks(modules)], blocks_in(modules), index)
+            for modules in layout.pipeline.modules
+        ]
+        steps.append(simulate_step(layout, costs, machine))
+    memory = memory_of(layout, stages_of(layout, traced), machines[0])
+    return Plan(
+        layout,
+        machines[0],
+        tuple(steps),
+        memory,
+        depths={beside: tuple(sorted(by_depth)) for beside, by_depth in traced.items()},
+        seconds=time.perf_counter() - started,
+        timelines={
+            beside: by_depth[max(by_depth)].timelines for beside, by_depth in traced.items()
+        },
+    )
+
+
+def stages_of(layout: PlannedLayout, traced: TracedStages) -> list[Stage]:
+    """Return the tensors of each stage. Alike stages share one object."""
+    pipelined = layout.degrees["pp"] > 1
+    alike: dict[tuple[StageModules, int], Stage] = {}
+    stages = []
+    for modules in layout.pipeline.modules:
+        beside = modules_beside_blocks(modules)
+        n_layers = blocks_in(modules)
+        if (beside, n_layers) not in alike:
+            by_depth = traced[beside]
+            nearest = by_depth.get(n_layers, by_depth[max(by_depth)])
+            alike[beside, n_layers] = stage_of(nearest.tensors, n_layers, pipelined)
+        stages.append(alike[beside, n_layers])
+    return stages
