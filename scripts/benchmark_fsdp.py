@@ -1,7 +1,6 @@
-"""SimpleFSDP against PyTorch's FSDP2: tokens a second and peak memory of the same training step, in
-fp32.
+"""Compare SimpleFSDP with PyTorch's FSDP2: tokens a second and peak memory of a step in float32.
 
-    python scripts/benchmark_fsdp.py                                # all variants; compiling takes minutes
+    python scripts/benchmark_fsdp.py                                # compiling takes minutes
     python scripts/benchmark_fsdp.py --models debug --no-compile    # the eager ones only
 
 A variant is a world of its own: --world-size fresh processes, on CPU over gloo with one thread
@@ -104,7 +103,7 @@ def alone(
     return []
 
 
-def simple_fsdp(
+def simple_fsdp(  # noqa: PLR0913 - what variants differ in
     model: Transformer,
     mesh: DeviceMesh,
     device: torch.device,

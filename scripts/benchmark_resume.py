@@ -2,10 +2,10 @@
 
     python scripts/benchmark_resume.py --megabytes 200
 
-Of local files, prepared data and the standard library. Beside it: reading all documents before that one again, with this project's reader, and with
-`datasets` streaming and a shuffle buffer (where it reads the format with no further package). One
-process, no tokenizer; the best of --rounds. Prepared are as many documents as there are in the
-files, and half a million of 100 tokens.
+Of local files, prepared data and the standard library. Beside it: reading all documents before that
+one again, with this project's reader, and with `datasets` streaming and a shuffle buffer (where it
+reads the format with no further package). One process, no tokenizer; the best of --rounds. Prepared
+are as many documents as there are in the files, and half a million of 100 tokens.
 """
 
 import argparse

@@ -2,10 +2,11 @@
 
 Prints Markdown tables.
 
-    python scripts/benchmark_schedule.py predict                                  # 8B, whole, on 8 and 128 H100; minutes
-    python scripts/benchmark_schedule.py predict --layers 2 --world-sizes 8       # seconds
-    python scripts/benchmark_schedule.py predict --depths 2 4 8 16 32 --modes greedy --world-sizes 128 --batch-sizes 1
-    python scripts/benchmark_schedule.py measure --models debug --backends aot_eager
+    script=scripts/benchmark_schedule.py
+    python $script predict                                  # 8B on 8 and 128 H100; minutes
+    python $script predict --layers 2 --world-sizes 8       # seconds
+    python $script predict --depths 2 4 8 16 32 --modes greedy --world-sizes 128 --batch-sizes 1
+    python $script measure --models debug --backends aot_eager
 
 predict compiles the real model by the real stage, with fake tensors and one fake process group a
 world size: no weight is ever made, and nothing runs. Graphs are traced for a CPU and priced as
@@ -15,10 +16,12 @@ and the loss is not in the graphs. All figures are of forward and backward toget
 
     collectives     of parameters, forward + backward
     communication   ms that these keep the links busy; computation: the rest
-    exposed         ms that computation waits for them; bound: at least so much, wherever these stand
-    copied          GiB that buckets write to put shards and gradients into them and to take weights out
-    peak            GiB that a graph holds at most at once, gradients included, beside parameters and optimizer state
-    passes          seconds of ours; compile: of the first call, tracing and passes included, once the process has compiled before
+    exposed         ms that computation waits for them; bound: at least so much, wherever they stand
+    copied          GiB that buckets write: shards and gradients put in, weights taken out
+    peak            GiB that a graph holds at once, gradients included, beside parameters and
+                    optimizer state
+    passes          seconds of ours; compile: of the first call, tracing and passes included, once
+                    the process has compiled before
 
 With --depths, the two times against the number of blocks. Every world size is a process of its own,
 one after another; each prints the most memory it took of this host.

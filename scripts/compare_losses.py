@@ -1,6 +1,6 @@
 """Compare the losses of this working tree with those of another commit, bit by bit, on six layouts.
 
-    python scripts/compare_losses.py 5fc5bfc                  # 20 steps of the debug recipe on each layout
+    python scripts/compare_losses.py 5fc5bfc              # 20 steps of the debug recipe on each
     python scripts/compare_losses.py 5fc5bfc --only "tp 2"
 
 A change that is not about numerics leaves them equal. The other commit is checked out into a

@@ -1,10 +1,9 @@
-"""AdamW, Muon and Shampoo on a debug model: losses at learning rates swept alike and in fewer
-steps, and times of updates.
+"""Compare AdamW, Muon and Shampoo on a debug model: losses, also in fewer steps, and update times.
 
-    python scripts/compare_optimizers.py                              # 200 steps, 3 seeds, 3 learning rates each; some minutes
-    python scripts/compare_optimizers.py --whole                      # the debug recipe's own model and batch; hours
-    python scripts/compare_optimizers.py --updates                    # seconds of an update on two ranks, in turn
-    python scripts/compare_optimizers.py --powersgd 8                 # losses and bytes of two copies, without and with PowerSGD
+    python scripts/compare_optimizers.py              # 200 steps, 3 seeds, 3 learning rates each
+    python scripts/compare_optimizers.py --whole      # the debug recipe's model and batch; hours
+    python scripts/compare_optimizers.py --updates    # seconds of an update on two ranks, in turn
+    python scripts/compare_optimizers.py --powersgd 8 # losses and bytes of two copies, with PowerSGD
 
 The model and the runs are those of compare_precision.py: two blocks of width 128, one process with
 one thread, the loss of held-out documents. An optimizer's best learning rate has the least loss

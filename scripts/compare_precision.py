@@ -1,7 +1,7 @@
-"""The loss of a small debug model with products in float32, bfloat16 and float8.
+"""Compare the loss of a small debug model with products in float32, bfloat16 and float8.
 
-    python scripts/compare_precision.py                     # 300 steps of 8 sequences of 64 tokens, 3 seeds; some minutes
-    python scripts/compare_precision.py --whole --ways float32 bfloat16 float8 --steps 600      # three hours on one core
+    python scripts/compare_precision.py      # 300 steps of 8 sequences of 64 tokens, 3 seeds
+    python scripts/compare_precision.py --whole --ways float32 bfloat16 float8 --steps 600   # hours
 
 The small model has two blocks of width 128. With --whole, it is the debug recipe's own model with
 its 8 sequences of 256 tokens a step. Each run is one process with one thread. The loss is that of

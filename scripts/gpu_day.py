@@ -1,8 +1,7 @@
-"""Check and measure everything that needs a GPU, in about ten minutes on one; prints a Markdown
-table.
+"""Check and measure what needs a GPU, in about ten minutes on one, and print a Markdown table.
 
-    python scripts/gpu_day.py                        # on the first GPU
-    python scripts/gpu_day.py --device cpu           # the same with the debug model, to see that this script runs
+    python scripts/gpu_day.py                 # on the first GPU
+    python scripts/gpu_day.py --device cpu    # with the debug model, to see that this script runs
 
 First correctness: the tests marked `gpu`; ten steps of the debug model against the CPU, in float32
 and in bfloat16; compiled against eager; a run that is killed and resumed. Then speed and memory of

@@ -1,12 +1,11 @@
-"""Write the parts of docs/ that are made from the sources: the tables of docs/recipes.md and the
-drawing of docs/design.md.
+"""Write what is made from the sources: the tables of docs/recipes.md, the drawing of docs/design.md.
 
     python scripts/write_docs.py            # writes both parts into their pages
-    python scripts/write_docs.py --check    # writes nothing; exit code 1 where a part is not that of today's sources
+    python scripts/write_docs.py --check    # writes nothing; exit code 1 if a page would change
 
-The tables are made from the docstrings of titan_lite/config/sections.py, the drawing from the
-imports of the package. A part stands between two comments of its page, and the rest of the page is
-written by hand.
+The tables are made from the docstrings of titan_lite/config/sections.py; the drawing from the
+imports of the package, and its layers from tests/unit/test_layers.py. A part stands between two
+comments of its page, and the rest of the page is written by hand.
 """
 
 import argparse
@@ -22,18 +21,18 @@ from titan_lite.config.errors import in_toml
 from titan_lite.config.help import accepted, doc_of
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE, DOCS = ROOT / "titan_lite", ROOT / "docs"
-BEGIN, END = (
-    "<!-- written by scripts/write_docs.py -->\n",
-    "<!-- end of what scripts/write_docs.py wrote -->\n",
-)
+PACKAGE = ROOT / "titan_lite"
+DOCS = ROOT / "docs"
+LAYERS_FILE = ROOT / "tests/unit/test_layers.py"
+BEGIN = "<!-- written by scripts/write_docs.py -->\n"
+END = "<!-- end of what scripts/write_docs.py wrote -->\n"
 
 
-# docs/recipes.md
+# --- docs/recipes.md ------------------------------------------------------------------------------
 
 
 def key_tables() -> str:
-    """A table for each section of a recipe, a line for each key."""
+    """Return a table for each section of a recipe, with a line for each key."""
     lines = []
     for section, cls in SECTIONS.items():
         lines += [f"## [{section}]", "", doc_of(section), ""]
@@ -47,80 +46,98 @@ def key_tables() -> str:
 
 
 def purpose(field: FieldInfo) -> str:
-    """The docstring of a key in one line."""
+    """Return the docstring of a key in one line."""
     return " ".join((field.description or "").split())
 
 
-# docs/design.md
+# --- docs/design.md -------------------------------------------------------------------------------
 
-# What nearly every part imports, and what imports nothing but each other: not drawn.
-GROUND = {"cli", "config", "environment", "logging", "manifest", "processes", "sharding"}
-Graph = dict[str, set[str]]  # part -> the parts that it imports
+Graph = dict[str, set[str]]  # part of the package, a folder or a module -> parts that it imports
+
+
+def layers() -> list[list[str]]:
+    """Return the parts of each layer, the lowest layer first, as the test of layers has them."""
+    tree = ast.parse(LAYERS_FILE.read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
+            return [
+                [name for name in layer if "." not in name and name != "__init__"]
+                for layer in ast.literal_eval(node.value)
+            ]
+    raise ValueError(f"{LAYERS_FILE}: no LAYERS")
 
 
 def part_of(path: Path) -> str:
-    """The folder of a module below titan_lite/, or its own name."""
+    """Return the folder of a module below titan_lite/, or its own name."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def imports() -> Graph:
-    """Every import of one part by another, but those for type checking alone."""
-    parts = {part_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__"}
-    found: Graph = {part: set() for part in parts}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    """Return every import of one part by another, but those for type checking alone."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    graph: Graph = {part_of(path): set() for path in paths if part_of(path) != "__init__"}
+    for path in paths:
+        importer = part_of(path)
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-        typing = [
-            node
+        for_types = {
+            id(inner)
             for node in ast.walk(tree)
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        ]
-        left_out = {id(inner) for node in typing for inner in ast.walk(node)}
+            for inner in ast.walk(node)
+        }
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and id(node) not in left_out:
-                names = [f"{node.module}.{alias.name}".split(".") for alias in node.names]
-                theirs = {name[1] for name in names if name[0] == "titan_lite"} & parts
-                found.get(part_of(path), set()).update(theirs - {part_of(path)})
-    return found
+            if not isinstance(node, ast.ImportFrom) or not node.module or id(node) in for_types:
+                continue
+            for alias in node.names:
+                package, imported = f"{node.module}.{alias.name}".split(".")[:2]
+                if package == "titan_lite" and imported in graph and imported != importer:
+                    graph[importer].add(imported)
+    return graph
 
 
 def reached(graph: Graph, start: str) -> set[str]:
-    """All parts that arrows lead to from `start`."""
+    """Return all parts that arrows lead to from `start`."""
     seen: set[str] = set()
-    left = [start]
-    while left:
-        new = graph[left.pop()] - seen
+    pending = [start]
+    while pending:
+        new = graph[pending.pop()] - seen
         seen |= new
-        left += new
+        pending += new
     return seen
 
 
 def shortened(graph: Graph) -> Graph:
-    """The graph without the arrows that a longer way replaces.
+    """Return the graph without the arrows that a longer way replaces.
 
     Raises ValueError where parts import each other in a circle.
     """
-    if circle := sorted(part for part in graph if part in reached(graph, part)):
+    circle = sorted(part for part in graph if part in reached(graph, part))
+    if circle:
         raise ValueError(f"these parts import each other in a circle: {', '.join(circle)}")
     return {
-        part: {each for each in to if not any(each in reached(graph, other) for other in to)}
-        for part, to in graph.items()
+        part: {end for end in ends if not any(end in reached(graph, other) for other in ends)}
+        for part, ends in graph.items()
     }
 
 
 def drawing() -> str:
-    """The imports as a Mermaid diagram. An arrow points at the part that is imported."""
-    found = imports()
-    if outward := sorted(part for part in GROUND if found[part] - GROUND):
-        raise ValueError(f"these parts of the ground import others: {', '.join(outward)}")
-    arrows = shortened({part: to - GROUND for part, to in found.items() if part not in GROUND})
-    names = {
-        part: f'{part}["{part}/"]' if (PACKAGE / part).is_dir() else f'{part}["{part}.py"]'
-        for part in sorted(arrows)
-    }
-    lines = ["```mermaid", "flowchart TD", *(f"    {name}" for name in names.values())]
-    lines += [
-        f"    {part} --> {each}" for part, to in sorted(arrows.items()) for each in sorted(to)
-    ]
+    """Return the imports as a Mermaid diagram: a box for each layer, the highest one on top.
+
+    An arrow points at the part that is imported. The lowest layer is not drawn.
+    """
+    lowest, *drawn = layers()
+    graph = imports()
+    above_lowest = {part: ends - {*lowest} for part, ends in graph.items() if part not in lowest}
+    arrows = shortened(above_lowest)
+    lines = ["```mermaid", "flowchart TD"]
+    for number, layer in reversed([*enumerate(drawn, start=1)]):
+        lines.append(f'    subgraph layer{number}[" "]')
+        for part in layer:
+            name = f"{part}/" if (PACKAGE / part).is_dir() else f"{part}.py"
+            lines.append(f'        {part}["{name}"]')
+        lines.append("    end")
+    for part, ends in sorted(arrows.items()):
+        lines += [f"    {part} --> {end}" for end in sorted(ends)]
     return "\n".join([*lines, "```", ""])
 
 
@@ -128,7 +145,7 @@ PARTS: dict[str, Callable[[], str]] = {"recipes.md": key_tables, "design.md": dr
 
 
 def as_of_today(page: Path) -> str:
-    """The text of the page with its part written anew.
+    """Return the text of the page with its part written anew.
 
     Raises ValueError where the page has no place for it.
     """
