@@ -1,10 +1,9 @@
-"""Write the run's log: plain lines on standard output of the ranks in LOG_RANK (default 0), and
-`events.jsonl`.
+"""Write the run's log: lines on standard output of the ranks in LOG_RANK, and events.jsonl.
 
     init_logging(rank=0, world_size=2)
-    logger.info("step 1")
-    events.keep(dump_folder, rank=0)                       # from now on
-    logger.info("saved", extra={"event": "checkpoint"})    # {"time": ..., "event": "checkpoint", "step": 50, ...}
+    logger.info("step 1")                                  # by default rank 0 prints
+    events.keep(dump_folder, rank=0)                       # events.jsonl from now on
+    logger.info("saved", extra={"event": "checkpoint"})    # a line there
 
 `events.jsonl` has an object per line: time, event, step, text. It has records with `extra={"event":
 ...}`, warnings and errors.
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 logger = logging.getLogger("titan_lite")
 
@@ -67,9 +66,8 @@ class Console(logging.StreamHandler):
     """The handler that prints lines."""
 
     to: TextIO | None = None  # None: standard output
-    around: Callable[[], AbstractContextManager] = staticmethod(
-        nullcontext
-    )  # a context for each line, such as of a progress bar
+    # a context for each line, such as of a progress bar
+    around: Callable[[], AbstractContextManager] = staticmethod(nullcontext)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = self.to or sys.stdout  # read each time: tests and notebooks change it
@@ -89,9 +87,8 @@ class Events(logging.Handler):
         self.setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
     def emit(self, record: logging.LogRecord) -> None:
-        event = getattr(
-            record, "event", None if record.levelno < logging.WARNING else record.levelname.lower()
-        )
+        of_level = record.levelname.lower() if record.levelno >= logging.WARNING else None
+        event = getattr(record, "event", of_level)
         if not event or self.path is None:
             return
         time = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -101,13 +98,10 @@ class Events(logging.Handler):
             "step": getattr(record, "step", self.step),
             "text": record.getMessage(),
         }
-        with (
-            suppress(OSError),
-            self.path.open("ab", buffering=0) as file,
-        ):  # the run goes on without a folder or on a full disk
-            file.write(
-                json.dumps(entry).encode() + b"\n"
-            )  # in one write, since ranks share the file
+        line = json.dumps(entry).encode() + b"\n"
+        # The run goes on without a folder or on a full disk. One write, since ranks share the file.
+        with suppress(OSError), self.path.open("ab", buffering=0) as file:
+            file.write(line)
 
     @contextmanager
     def failures(self) -> Iterator[None]:
@@ -117,15 +111,13 @@ class Events(logging.Handler):
         except Exception as error:
             if self.level == logging.INFO:
                 text = f"{type(error).__name__}: {error}"
-                self.emit(
-                    logging.makeLogRecord(
-                        {"msg": text, "event": "failed", "levelno": logging.ERROR}
-                    )
-                )
+                fields = {"msg": text, "event": "failed", "levelno": logging.ERROR}
+                self.emit(logging.makeLogRecord(fields))
             raise
 
 
-console, events = Console(sys.stdout), Events()
+console = Console(sys.stdout)
+events = Events()
 
 HARMLESS = (  # exact texts of warnings of libraries that do not matter here
     # each trace has its own file
@@ -142,9 +134,7 @@ HARMLESS = (  # exact texts of warnings of libraries that do not matter here
 
 
 def hush(shown: bool) -> None:
-    """Log each of Python's warnings once if `shown`, else drop them, and all of torch's log but
-    errors.
-    """
+    """Log each of Python's warnings once if `shown`; else drop them and torch's log."""
     seen = set(HARMLESS)
     if not shown:
         os.environ.setdefault("TORCH_LOGS", "-all")  # read when torch is imported
@@ -154,14 +144,13 @@ def hush(shown: bool) -> None:
         category: type[Warning],
         filename: str,
         lineno: int,
-        *_: Any,
-        **__: Any,
+        *_: object,
+        **__: object,
     ) -> None:
         text = f"{category.__name__}: {message}"
         if shown and text not in seen:
-            logger.warning(
-                f"{text} ({filename}:{lineno})", extra={"event": ""}
-            )  # not an event of the run
+            no_event = {"event": ""}  # of the run
+            logger.warning(f"{text} ({filename}:{lineno})", extra=no_event)
         seen.add(text)
 
     warnings.showwarning = show_once

@@ -7,7 +7,6 @@ ConfigError(*messages)                                          # several, a lin
 import difflib
 import json
 from collections.abc import Iterable
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -36,12 +35,12 @@ def one_line(text: str, most: int) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value for a message: short, and as in TOML if it has a form there."""
     return one_line(in_toml(value), 100)
 
 
-def in_toml(value: Any) -> str:
+def in_toml(value: object) -> str:
     """Return a value as it is written in a TOML file."""
     if isinstance(value, bool):
         return "true" if value else "false"

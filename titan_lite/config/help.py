@@ -8,7 +8,7 @@ to_toml(config, origins=True)       # each line with a comment on where its valu
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -25,20 +25,22 @@ def accepted(field: FieldInfo) -> str:
     return _accepted(field.annotation, field.metadata)
 
 
-def _accepted(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+def _accepted(annotation: object, metadata: Iterable[object] = ()) -> str:
     arguments = get_args(annotation)
     kind = kind_of(annotation)
     if get_origin(annotation) is Annotated:
         inner, *marks = arguments
         infos = [mark for mark in marks if isinstance(mark, FieldInfo)]
-        if titles := [info.title for info in infos if info.title]:
+        titles = [info.title for info in infos if info.title]
+        if titles:
             return titles[0]
         return _accepted(inner, [part for info in infos for part in info.metadata])
     if get_origin(annotation) is Literal:
         words = ", ".join(map(in_toml, arguments))
         return f"one of {words}" if len(arguments) > 1 else words
     if kind is tuple:
-        if table := table_of(annotation):
+        table = table_of(annotation)
+        if table:
             return f"a list of tables of {', '.join(table.model_fields)}"
         words = ", ".join(map(in_toml, choices_of(annotation)))
         return f"a list of {words or 'strings'}"
@@ -48,7 +50,7 @@ def _accepted(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     return f"{_KINDS[kind]} {bounds}".rstrip()
 
 
-def _bound(mark: Any) -> str:
+def _bound(mark: object) -> str:
     """Return a bound of a number in words; "" for other marks of a field."""
     for name, words in _BOUNDS.items():
         if hasattr(mark, name):

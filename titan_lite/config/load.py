@@ -115,9 +115,10 @@ def read_recipe(path: Path, chain: tuple[str, ...] = ()) -> tuple[Tables, Origin
         )
     own = read_toml(path, "recipe")
     base = own.pop("extends", None)
-    tables, origins = (
-        ({}, {}) if base is None else read_recipe(_extended(path, base), (*chain, resolved))
-    )
+    tables: Tables = {}
+    origins: Origins = {}
+    if base is not None:
+        tables, origins = read_recipe(_extended(path, base), (*chain, resolved))
     _merge(tables, origins, _absolute(own, Config, path.parent), str(path))
     return tables, origins
 
@@ -143,10 +144,7 @@ def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
 
 
 def _extended(path: Path, base: Any) -> Path:
-    """Return the path of the recipe that the one at `path` extends with `extends = base`.
-
-    Raises ConfigError.
-    """
+    """Return the path of the recipe that `extends = base` names. Raises ConfigError."""
     if not isinstance(base, str) or not base:
         fix = 'use one such as extends = "debug_model.toml"'
         raise ConfigError(f"{path}: extends = {shown(base)} is not a path; {fix}")
@@ -170,8 +168,9 @@ def _files_beside(path: Path) -> str:
 
 
 def _absolute(values: Mapping[str, Any], cls: type[Section], folder: Path) -> dict[str, Any]:
-    """Return the keys of a table of this class, with paths made absolute and lists as tuples, as
-    pydantic wants them.
+    """Return the keys of a table of this class as pydantic wants them.
+
+    Paths are absolute, and lists are tuples.
     """
     result = {}
     for name, value in values.items():
@@ -216,9 +215,7 @@ def _merge(tables: Tables, origins: Origins, upper: Tables, origin: str) -> None
 
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[Tables, list[str]]:
-    """Return the keys that are typed in these arguments, as tables of a recipe, and messages about
-    words that are no option.
-    """
+    """Return the keys that are typed, as tables of a recipe, and messages about other words."""
     if not arguments:
         return {}, []
     import tyro  # not needed without arguments
@@ -245,8 +242,9 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Tables, list[str]]:
 
 
 def option(key: str, text: str) -> str:
-    """Return the option that sets a key to a value, given as text: true and false are --section.key
-    and --section.no-key.
+    """Return the option that sets a key to a value, given as text.
+
+    true and false are --section.key and --section.no-key.
     """
     section, _, name = key.partition(".")
     if KEYS[key].annotation is not bool:
@@ -260,10 +258,9 @@ def option(key: str, text: str) -> str:
 
 @functools.cache
 def _words_of_keys() -> Any:
-    """Return the type that tyro reads: of each section the keys that are typed, as True, False or a
-    tuple of words.
+    """Return the type that tyro reads: of each section the keys that are typed.
 
-    Words, so that pydantic checks all values at once, with those of the recipe.
+    Values are True, False or words, so that pydantic checks all of them with those of the recipe.
     """
     sections = {}
     for name, cls in SECTIONS.items():
@@ -276,10 +273,9 @@ def _words_of_keys() -> Any:
 
 
 def _value_of(key: str, words: bool | tuple[str, ...]) -> Any:
-    """Return the words typed for a key as its type, or as text where they have another form, which
-    the check tells.
+    """Return the words typed for a key as its type, or as text where they have another form.
 
-    Raises ConfigError for several words or none where one is needed.
+    pydantic then tells the form. Raises ConfigError for several words or none where one is needed.
     """
     if isinstance(words, bool):
         return words
@@ -339,26 +335,23 @@ def _unknown_words(unknown: Sequence[str]) -> Iterator[str]:
 
 
 def nearest_key(key: str) -> str:
-    """Return the end of a message about an unknown key "section.name": keys of that name, the
-    nearest one, or all there are.
-    """
+    """Return the end of a message about an unknown key: keys of that name, the nearest, or all."""
     section, _, name = key.partition(".")
     if section not in SECTIONS:
         return did_you_mean(key, KEYS if name else (), otherwise=nearest_section(section))
-    if named_so := [known for known in KEYS if known.endswith(f".{name}")]:
-        return f"; did you mean {' or '.join(named_so)}?"
+    same_name = [known for known in KEYS if known.endswith(f".{name}")]
+    if same_name:
+        return f"; did you mean {' or '.join(same_name)}?"
     known = SECTIONS[section].model_fields
     otherwise = f"; [{section}] has {', '.join(known)}"
     return did_you_mean(name, known, within=f"{section}.", otherwise=otherwise)
 
 
 def nearest_section(section: str) -> str:
-    """Return the end of a message about an unknown section: the key called so, the nearest section,
-    or all sections.
-    """
-    named_so = [known for known in KEYS if known.endswith(f".{section}")]
-    if named_so:
-        return f"; {section} is a key: {' or '.join(named_so)}"
+    """Return the end of a message about an unknown section: a key of that name, or sections."""
+    same_name = [known for known in KEYS if known.endswith(f".{section}")]
+    if same_name:
+        return f"; {section} is a key: {' or '.join(same_name)}"
     return did_you_mean(section, SECTIONS, otherwise=f"; known sections: {', '.join(SECTIONS)}")
 
 
@@ -396,8 +389,9 @@ def _messages(error: ValidationError, tables: Tables, origins: Origins) -> list[
 
 
 def _find(loc: Sequence[str | int]) -> tuple[type[Section], KeyPath, FieldInfo | None]:
-    """Return the table that an error is in, the path of its key, and the field, None for an unknown
-    key or a whole table.
+    """Return the table that an error is in, the path of its key, and its field.
+
+    Without a field for an unknown key or a whole table.
 
     loc: as pydantic has it, with the entry of a list and the type of a union at its end.
     """

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic.fields import FieldInfo
@@ -722,17 +722,17 @@ def flatten(config: Config) -> dict[str, Any]:
 # The types of fields
 
 
-def kind_of(annotation: Any) -> type:
+def kind_of(annotation: object) -> type:
     """Return bool, int, float, str, tuple or the class of a table."""
     origin = get_origin(annotation)
     if origin is Annotated or origin in (Union, UnionType):
         return kind_of(get_args(annotation)[0])
     if origin is Literal:
         return type(get_args(annotation)[0])
-    return origin or annotation
+    return origin or cast("type", annotation)
 
 
-def table_of(annotation: Any) -> type[Section] | None:
+def table_of(annotation: object) -> type[Section] | None:
     """Return the class of a table, or of the tables of a list; None for other values."""
     kind = kind_of(annotation)
     if kind is tuple:
@@ -740,7 +740,7 @@ def table_of(annotation: Any) -> type[Section] | None:
     return kind if issubclass(kind, Section) else None
 
 
-def choices_of(annotation: Any) -> tuple[str, ...]:
+def choices_of(annotation: object) -> tuple[str, ...]:
     """Return the words that a key, or the entries of a list, may have; () if any."""
     if get_origin(annotation) is Literal:
         return tuple(word for word in get_args(annotation) if isinstance(word, str))
