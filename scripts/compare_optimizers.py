@@ -3,7 +3,7 @@
     python scripts/compare_optimizers.py              # 200 steps, 3 seeds, 3 learning rates each
     python scripts/compare_optimizers.py --whole      # the debug recipe's model and batch; hours
     python scripts/compare_optimizers.py --updates    # seconds of an update on two ranks, in turn
-    python scripts/compare_optimizers.py --powersgd 8 # losses and bytes of two copies, with PowerSGD
+    python scripts/compare_optimizers.py --powersgd 8 # losses and bytes of copies, with PowerSGD
 
 The model and the runs are those of compare_precision.py: two blocks of width 128, one process with
 one thread, the loss of held-out documents. An optimizer's best learning rate has the least loss

@@ -1,4 +1,4 @@
-"""Write what is made from the sources: the tables of docs/recipes.md, the drawing of docs/design.md.
+"""Write what is made from the sources: tables of docs/recipes.md, the drawing of docs/design.md.
 
     python scripts/write_docs.py            # writes both parts into their pages
     python scripts/write_docs.py --check    # writes nothing; exit code 1 if a page would change

@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         )
         self.needs_arguments = needs_arguments
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # noqa: ANN401 argparse's
         if self.needs_arguments and not args:
             self.print_help()
             self.exit(2)
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
                 raise ConfigError(f"{first} stands before the recipe; use RECIPE {first} ...")
         return options, overrides
 
-    def print_help(self, file: Any = None) -> None:
+    def print_help(self, file: Any = None) -> None:  # noqa: ANN401 argparse's
         print(self.format_help(), end="", file=file, flush=True)
 
     def error(self, message: str) -> NoReturn:

@@ -358,18 +358,18 @@ def _attend_backward(
 # --- Gradients of both ----------------------------------------------------------------------------
 
 
-def _register_gradient(forward: Any, backward: Any) -> None:
+def _register_gradient(forward: Any, backward: Any) -> None:  # noqa: ANN401 torch's
     """Make `backward` the gradient of `forward`.
 
     forward: (query, key, value, *others) -> (out, lse). backward: (grad, query, key, value, out,
     lse, *others) -> gradients of query, key and value.
     """
 
-    def save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    def save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401 torch's
         query, key, value, *others = inputs
         ctx.save_for_backward(query, key, value, *output, *others)
 
-    def differentiate(ctx: Any, grad: Tensor, _lse_grad: Tensor) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx: Any, grad: Tensor, _lse_grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 torch's
         saved = ctx.saved_tensors  # once: reading them runs the recomputation of checkpointing
         no_gradients = [None] * len(saved[5:])  # of the other inputs
         return (*backward(grad, *saved), *no_gradients)

@@ -153,7 +153,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0913 - autograd sees no tensors within the two Scaled
-        ctx: Any,
+        ctx: Any,  # noqa: ANN401 torch's
         x: Tensor,
         x_scale: Tensor | None,
         x_stand_in: Tensor | None,
@@ -174,7 +174,7 @@ class _Product(torch.autograd.Function):
         return moves[0](out) if moves else out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 torch's
         x, x_scale, weight, weight_scale = ctx.saved_tensors
         recipe: Recipe = ctx.recipe
         shape = x.shape
@@ -284,7 +284,7 @@ def multiply_in_float32_on_cpus() -> torch.library.Library:
         assert bias is None, "a bias is not used here"
         return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
 
-    def multiply_into(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+    def multiply_into(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:  # noqa: ANN401 torch's
         return out.copy_(multiply(*args, **kwargs))
 
     library = torch.library.Library("aten", "IMPL")

@@ -129,7 +129,7 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
     """(logits (N, v), labels (N,)) -> the loss of each token (N,)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: str) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: str) -> Tensor:  # noqa: ANN401 torch's
         shifted = logits.float()
         shifted = shifted - all_reduce(shifted.amax(-1), "max", group).unsqueeze(-1)
         exponentials = shifted.exp()
@@ -143,7 +143,7 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         return (total.log() - label_logit) * counted
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401 torch's
         probabilities, own, inside, counted = ctx.saved_tensors
         one_hot = inside.unsqueeze(-1).float()
         logits_grad = (probabilities * counted.unsqueeze(-1)).scatter_add(-1, own, -one_hot)
@@ -187,7 +187,7 @@ def chunked_cross_entropy_sum(
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Any,  # noqa: ANN401 torch's
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
@@ -200,7 +200,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return _sum_of_tokens(chunks.losses, labels, by_sequence)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:  # noqa: ANN401 torch's
         hidden_grad, weight_grad = ctx.saved_tensors
         gradient_of_all = gradient
         if gradient.dim():  # one for each sequence

@@ -142,7 +142,7 @@ class Recorder(Hook):
     def _summing(self, fqn: str) -> Callable[[nn.Module, Any, Tensor], None]:
         """Return a forward hook that sums the output of the module `fqn`."""
 
-        def add_output(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        def add_output(module: nn.Module, inputs: Any, output: Tensor) -> None:  # noqa: ANN401 torch's
             if torch._C._current_graph_task_id() != -1:
                 return  # recomputed by activation checkpointing, within backward
             numbers = output.detach().double()
