@@ -107,9 +107,7 @@ class Trainer:
     mesh: DeviceMesh
     dp_rank: int  # ranks of one dp_rank (tp, cp, pp) read the same sequences
     dp_degree: int
-    reads_alone: (
-        bool  # of the ranks that read the same sequences, one counts and saves what it read
-    )
+    reads_first: bool  # of the ranks that read the same sequences, one counts and saves them
     machine: Machine | None  # what the compile stage estimates times on
 
     model: ParallelModel
@@ -192,7 +190,7 @@ class Trainer:
         check_agreement(self.layout)
         self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
-        self.reads_alone = all(self.mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp"))
+        self.reads_first = all(self.mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp"))
 
     def build_model(self) -> None:
         """Build this rank's stages on the meta device, fill them, and build their optimizer."""
@@ -220,7 +218,7 @@ class Trainer:
         """Build the loaders of training and validation."""
         config, layout = self.config, self.layout
         sources = config.data.source_names()
-        self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.reads_alone)
+        self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.reads_first)
         self.bos_id = self.tokenizer.bos_id
         self.loader = self.build_loader("train", streams=layout.max_sequences_per_step)
         self.per_source = PerSource(sources, self.mesh, self.device)
@@ -254,7 +252,7 @@ class Trainer:
         self.stragglers = Stragglers(self.rank)
 
     def build_metrics(self) -> None:
-        """Build what measures and writes the run, and log its first lines."""
+        """Build what measures the run and writes it."""
         config, layout = self.config, self.layout
         if self.rank == 0 and not self.is_finished:  # a finished run keeps its recipe
             save_recipe(config, self.dump_folder)
