@@ -10,11 +10,14 @@ tags on the graph, and one partitioner reads both.
 """
 
 import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -55,12 +58,14 @@ def apply_activation_checkpoint(
     last product are not kept.
     """
     for name, block in blocks.items():
-        if recomputes(int(name), mode, option):
-            cls: Any = type(block)
-            last = (
-                0 if compiled else sum(isinstance(module, nn.Linear) for module in block.modules())
-            )
-            block.__class__ = _checkpointed_class(cls, option if mode == "selective" else "", last)
+        if not recomputes(int(name), mode, option):
+            continue
+        every_second = None  # keep nothing of the block
+        if mode == "selective" and option in ("op", "op/2"):
+            every_second = option == "op/2"
+        products = sum(isinstance(module, nn.Linear) for module in block.modules())
+        cls: Any = type(block)
+        block.__class__ = _checkpointed_class(cls, every_second, 0 if compiled else products)
 
 
 def recomputes(block: int, mode: str, option: str) -> bool:
@@ -70,44 +75,64 @@ def recomputes(block: int, mode: str, option: str) -> bool:
     return mode == "full" or option in ("op", "op/2") or block % int(option) == 0
 
 
-@functools.cache
-def _checkpointed_class(cls: Any, option: str, last: int) -> Any:
-    selective: dict[str, Any] = (
-        {"context_fn": functools.partial(_keep_expensive, option == "op/2", last)}
-        if option.startswith("op")
-        else {}
-    )
+def selective_contexts(
+    every_second: bool, last_product: int
+) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Return the contexts of a block's forward and of its recomputation."""
+    return create_selective_checkpoint_contexts(KeepExpensive(every_second, last_product))
 
-    def forward(self: nn.Module, *args: Any) -> Any:
+
+class KeepExpensive:
+    """A policy of torch's selective checkpointing for one forward of a block and its recomputation:
+    keep results of EXPENSIVE operators.
+
+    every_second: of matrix products only the first, third, ..., as TorchTitan does (arXiv
+    2410.06511). last_product: the product, counted from 1, at which recomputation ends: results
+    from there on are not kept; 0: no such product.
+    """
+
+    def __init__(self, every_second: bool, last_product: int):
+        self.every_second = every_second
+        self.last_product = last_product
+        self.products = {False: 0, True: 0}  # so far, in forward and in recomputation
+
+    def __call__(
+        self, context: SelectiveCheckpointContext, operator: OpOverload, *_: object, **__: object
+    ) -> CheckpointPolicy:
+        is_product = operator in PRODUCTS
+        if is_product:
+            self.products[context.is_recompute] += 1
+        count = self.products[context.is_recompute]
+        is_skipped = count == self.last_product
+        if self.every_second and is_product and count % 2 == 0:
+            is_skipped = True
+        if operator in EXPENSIVE and not is_skipped:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _checkpointed_class(
+    cls: type[nn.Module], every_second: bool | None, last_product: int
+) -> type[nn.Module]:
+    """Return a subclass of `cls` that runs its forward under checkpoint.
+
+    every_second: as for `KeepExpensive`; None: keep the input alone.
+    """
+    # a partial of constants, which torch.compile can trace
+    contexts = functools.partial(selective_contexts, bool(every_second), last_product)
+
+    def forward(self: nn.Module, *args: Tensor) -> Tensor:
+        block_forward = functools.partial(cls.forward, self)
         # no dropout, so no random state to restore
+        if every_second is None:
+            return checkpoint(block_forward, *args, use_reentrant=False, preserve_rng_state=False)
         return checkpoint(
-            functools.partial(cls.forward, self),
+            block_forward,
             *args,
             use_reentrant=False,
             preserve_rng_state=False,
-            **selective,
+            context_fn=contexts,
         )
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
-
-
-def _keep_expensive(every_second: bool, last: int) -> Any:
-    """Keep results of EXPENSIVE operators before a block's product number `last`, counted from 1:
-    recomputation ends there.
-
-    every_second: of products only the first, third, ..., as TorchTitan does (arXiv 2410.06511).
-    """
-    products = {False: 0, True: 0}  # so far, in forward and in recomputation
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operator in PRODUCTS:
-            products[context.is_recompute] += 1
-        done = products[context.is_recompute]
-        skipped = done == last or (every_second and operator in PRODUCTS and done % 2 == 0)
-        return (
-            CheckpointPolicy.MUST_SAVE
-            if operator in EXPENSIVE and not skipped
-            else CheckpointPolicy.PREFER_RECOMPUTE
-        )
-
-    return create_selective_checkpoint_contexts(policy)

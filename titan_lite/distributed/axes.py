@@ -1,7 +1,7 @@
 """Name the mesh axis of a collective from the ranks of its group.
 
-timeline = by_axis(timeline, axes_of(mesh))            # the groups of its collectives are named dp_shard, tp, ...
-WORDS["tp"]                                            # tensor parallelism
+timeline = by_axis(timeline, axes_of(mesh))     # groups of collectives become "dp_shard", "tp"
+AXIS_NAMES["tp"]                                # "tensor parallelism"
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from titan_lite.cost.timeline import Span, Timeline
 from titan_lite.distributed.layout import AXES
 
 Axes = Mapping[tuple[int, ...], str]  # ranks of a group -> its axis
-WORDS = {
+AXIS_NAMES = {  # for people
     "pp": "pipeline",
     "dp_replicate": "data-parallel copies",
     "dp_shard": "FSDP",
@@ -34,14 +34,15 @@ def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
         for axis in AXES
         if mesh[axis].size() > 1
     }
-    pipeline, copy, _, _, tensor = mesh.get_coordinate()  # type: ignore[misc]
-    shards = tuple(
-        mesh.mesh[pipeline, copy, :, :, tensor].flatten().tolist()
-    )  # over dp_shard and cp
-    return {shards: "dp_shard", **groups} if mesh["cp"].size() > 1 else groups
+    if mesh["cp"].size() == 1:
+        return groups
+    pp, dp_replicate, _, _, tp = mesh.get_coordinate()  # type: ignore[misc]
+    shard_ranks = tuple(mesh.mesh[pp, dp_replicate, :, :, tp].flatten().tolist())
+    return {shard_ranks: "dp_shard", **groups}
 
 
 def ranks_in(group: str) -> tuple[int, ...]:
+    """Return the global ranks of the group with this name."""
     return tuple(dist.get_process_group_ranks(_resolve_process_group(group)))  # type: ignore[arg-type]
 
 
@@ -57,11 +58,11 @@ def axis_along(ranks: tuple[int, ...], axes: Axes, of_parameters: bool) -> str:
 def by_axis(timeline: Timeline, axes: Axes) -> Timeline:
     """Return the timeline with the groups of its collectives named by axis."""
 
-    def named(span: Span) -> Span:
-        return dataclasses.replace(
-            span, group=axis_along(ranks_in(span.group), axes, span.lane == "communication")
-        )
+    def with_axis(span: Span) -> Span:
+        if not span.group:
+            return span
+        of_parameters = span.lane == "communication"
+        axis = axis_along(ranks_in(span.group), axes, of_parameters)
+        return dataclasses.replace(span, group=axis)
 
-    return dataclasses.replace(
-        timeline, spans=tuple(named(span) if span.group else span for span in timeline.spans)
-    )
+    return dataclasses.replace(timeline, spans=tuple(map(with_axis, timeline.spans)))

@@ -35,20 +35,18 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh["cp"].size() == 1:
         return mesh[PARAMETER_AXES]
     ranks = mesh.mesh.flatten(AXES.index("dp_shard"), AXES.index("cp"))
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("pp", *PARAMETER_AXES))[
-        PARAMETER_AXES
-    ]
+    folded = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("pp", *PARAMETER_AXES))
+    return folded[PARAMETER_AXES]
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
     """Return (data-parallel rank, data-parallel degree): ranks of dp_replicate and dp_shard have
     different sequences.
     """
-    replicate, shard = mesh["dp_replicate"], mesh["dp_shard"]
-    return (
-        replicate.get_local_rank() * shard.size() + shard.get_local_rank(),
-        replicate.size() * shard.size(),
-    )
+    replicate = mesh["dp_replicate"]
+    shard = mesh["dp_shard"]
+    rank = replicate.get_local_rank() * shard.size() + shard.get_local_rank()
+    return rank, replicate.size() * shard.size()
 
 
 def sum_over_tokens(tensor: Tensor, mesh: DeviceMesh) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from titan_lite.config import Config
-from titan_lite.distributed.axes import WORDS
+from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.memory import (
     compressed_sizes,
@@ -302,7 +302,7 @@ def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[
         lines.append(f"  {coordinate_name(row):{margin}}  |{drawn}|  {note}".rstrip())
     axes_of = {"rows": down, "boxes": across, "columns in a box" if across else "columns": inside}
     legend = ", ".join(
-        f"{part}: {', '.join(f'{axis} ({WORDS[axis]})' for axis in axes)}"
+        f"{part}: {', '.join(f'{axis} ({AXIS_NAMES[axis]})' for axis in axes)}"
         for part, axes in axes_of.items()
         if axes
     )

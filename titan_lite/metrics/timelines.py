@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan_lite.compile.report import CompileReport, rank_timelines
 from titan_lite.cost.timeline import Span, Timeline
-from titan_lite.distributed.axes import WORDS
+from titan_lite.distributed.axes import AXIS_NAMES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,13 +89,13 @@ def write_timelines(reports: Sequence[CompileReport], folder: Path) -> None:
 
 def lane_of(span: Span) -> str:
     """Return the lane of a span, whose group is the name of an axis."""
-    return WORDS[span.group] if span.group else "computation"
+    return AXIS_NAMES[span.group] if span.group else "computation"
 
 
 def lanes_of(timelines: Iterable[Timeline]) -> list[str]:
     """Return the lanes: computation, then the axes with communication."""
     groups = {span.group for timeline in timelines for span in timeline.spans}
-    return ["computation", *(word for axis, word in WORDS.items() if axis in groups)]
+    return ["computation", *(word for axis, word in AXIS_NAMES.items() if axis in groups)]
 
 
 def draw_graphs(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from titan_lite.cost.machine import GIB, JOINT_SHARE, UNCERTAINTY
-from titan_lite.distributed.axes import WORDS as AXIS_WORDS
+from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.shapes import shape_words
 from titan_lite.optim.state import costs_of
@@ -26,7 +26,7 @@ PART_NAMES = {
     "host": "the host",
     "slowest": "the slowest rank",
     "owners": "whole matrices of the optimizer",
-    **AXIS_WORDS,
+    **AXIS_NAMES,
 }
 SECONDS_IN = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 SHOWN_SHARE = 5e-4  # smaller parts of a step are left out
