@@ -238,7 +238,7 @@ class _Float8Tokens(torch.autograd.Function):
         return data, stand_in(data, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, _: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, _: None, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _reduce_scatter(gradient, ctx.axis), None, None
 
 

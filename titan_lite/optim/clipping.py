@@ -28,7 +28,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     # In float64: on a CPU, torch 2.13 sums float32 sequentially, with an error of 1e-4 for half a
     # million elements.
     norms = torch._foreach_norm(shards, dtype=torch.float64)
-    copies = _on_device(tuple(map(_copies, gradients)), norms[0].device)
+    copies = _on_device(tuple(_ranks_with(gradient) for gradient in gradients), norms[0].device)
     square = (torch.stack(norms).square() / copies).sum()
     if dist.is_initialized():
         dist.all_reduce(square)
@@ -47,15 +47,15 @@ def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
-def _copies(gradient: Tensor) -> int:
-    """Return the number of ranks that hold the same elements: the size of the mesh divided by the
+def _ranks_with(gradient: Tensor) -> int:
+    """Return the number of ranks that have the same elements: the size of the mesh divided by the
     number of shards.
     """
     if not isinstance(gradient, DTensor):
         return dist.get_world_size() if dist.is_initialized() else 1
-    mesh, shards = gradient.device_mesh, 1
+    mesh = gradient.device_mesh
+    shards = 1
     for axis, placement in enumerate(gradient.placements):
-        shards *= (
-            1 if placement.is_replicate() else mesh.size(axis)
-        )  # not is_shard(), False for _StridedShard
+        if not placement.is_replicate():  # is_shard() is False for _StridedShard
+            shards *= mesh.size(axis)
     return mesh.size() // shards
