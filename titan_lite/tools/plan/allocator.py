@@ -12,7 +12,6 @@ stream holds is freed later by the caller (replay.py).
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -72,11 +71,14 @@ class CachingAllocator:
     """
 
     def __init__(self, device: int, expandable: bool = False):
-        self.device, self.expandable = device, expandable
+        self.device = device
+        self.expandable = expandable
         self.pools = {small: Pool(small) for small in (True, False)}
-        self.reserved = self.most_reserved = self.allocated = self.most_allocated = (
-            self.segments
-        ) = 0
+        self.reserved = 0
+        self.most_reserved = 0
+        self.allocated = 0
+        self.most_allocated = 0
+        self.segments = 0
         self._end = 0  # of all addresses so far
 
     def malloc(self, nbytes: int) -> Block | None:
@@ -129,15 +131,15 @@ class CachingAllocator:
         In an expandable segment the last block counts as large as it can grow, so that a larger
         block before it comes first.
         """
-        place = bisect_left(pool.free, (size,))
-        if place == len(pool.free):
+        index = bisect_left(pool.free, (size,))
+        if index == len(pool.free):
             return None
         if self.expandable:
-            for (*_, here), (*_, following) in pairwise(pool.free[place:]):
+            for (*_, here), (*_, following) in pairwise(pool.free[index:]):
                 if _can_grow_to(following) >= _can_grow_to(here):
                     break
-                place += 1
-        return pool.free.pop(place)[2]
+                index += 1
+        return pool.free.pop(index)[2]
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:
         """Return a block of new memory, at least `size` bytes; None if the device is full
@@ -167,7 +169,7 @@ class CachingAllocator:
             self.segments += 1  # address space for 9/8 of the device
             nbytes = _up(max(self.device + self.device // 8, size), _granule(pool))
             block = Block(pool.small, self._addresses(nbytes), nbytes, mapped=False)
-            insort(pool.unmapped, (block.address, block), key=_first)
+            insort(pool.unmapped, (block.address, block), key=_address_of)
         if not block.mapped and not self._map(pool, block, min(block.size, size)):
             return None
         while block.size < size:
@@ -189,7 +191,7 @@ class CachingAllocator:
         if nbytes < block.size:
             _split(block, nbytes)
             assert block.next is not None
-            insort(pool.unmapped, (block.next.address, block.next), key=_first)
+            insort(pool.unmapped, (block.next.address, block.next), key=_address_of)
         block.mapped = True
         _merge(block, pool)
         pool.add(block)
@@ -213,7 +215,8 @@ class CachingAllocator:
         (`unmap_block`).
         """
         granule = _granule(pool)
-        begin, end = _up(block.address, granule), (block.address + block.size) // granule * granule
+        begin = _up(block.address, granule)
+        end = (block.address + block.size) // granule * granule
         if begin >= end:
             return
         pool.remove(block)
@@ -229,7 +232,7 @@ class CachingAllocator:
         block.mapped = False
         self.reserved -= block.size
         _merge(block, pool)
-        insort(pool.unmapped, (block.address, block), key=_first)
+        insort(pool.unmapped, (block.address, block), key=_address_of)
 
     def _reserve(self, nbytes: int) -> None:
         self.reserved += nbytes
@@ -258,7 +261,8 @@ def _granule(pool: Pool) -> int:
     return SMALL_BUFFER if pool.small else LARGE_BUFFER
 
 
-_first: Callable[[tuple[int, Block]], int] = lambda entry: entry[0]  # noqa: E731
+def _address_of(entry: tuple[int, Block]) -> int:
+    return entry[0]
 
 
 def _can_grow_to(block: Block) -> int:
@@ -268,10 +272,12 @@ def _can_grow_to(block: Block) -> int:
 def _with_room(block: Block, size: int) -> Block | None:
     """Return the block, or a free one before it, if unused addresses from there on suffice."""
     first = block.previous if block.previous is not None and not block.previous.in_use else block
-    found, each = 0, first
-    while found < size and each is not None and not each.in_use:
-        found, each = found + each.size, each.next  # type: ignore[assignment]
-    return first if found >= size else None
+    room = 0
+    unused: Block | None = first
+    while room < size and unused is not None and not unused.in_use:
+        room += unused.size
+        unused = unused.next
+    return first if room >= size else None
 
 
 def _split(block: Block, size: int) -> None:

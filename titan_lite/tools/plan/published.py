@@ -58,9 +58,16 @@ def bias_of(compile: Compile, machine: Machine, float8: bool = False) -> str:
     """Return the error of plans of published runs like these, in words; "" for a machine that is
     not a profile.
     """
-    way = "float8" if float8 else compile.backend if compile.compiles("model") else "eager"
-    found = [ratio for how, ratio in RATIOS.values() if how == way]
-    if PROFILES.get(machine.name) != machine or not found:
+    if float8:
+        kind = "float8"
+    elif compile.compiles("model"):
+        kind = compile.backend
+    else:
+        kind = "eager"
+    ratios = [ratio for kind_of_run, ratio in RATIOS.values() if kind_of_run == kind]
+    if PROFILES.get(machine.name) != machine or not ratios:
         return ""
-    ratios = " to ".join(f"{ratio:.2f}" for ratio in (min(found), max(found)))
-    return f"plans of {len(found)} published runs ({way}) were {ratios} times as fast as the runs"
+    return (
+        f"plans of {len(ratios)} published runs ({kind}) were {min(ratios):.2f} to"
+        f" {max(ratios):.2f} times as fast as the runs"
+    )
