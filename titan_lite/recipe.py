@@ -1,9 +1,10 @@
 """Check a recipe, print it resolved, or print the help of a run, without torch.
 
     python -m titan_lite recipe RECIPE [--section.key value ...] [--print-config]
-    python -m titan_lite recipe --world-size 8 RECIPE ...      # also checks the layout of 8 ranks, tokenizer, data and LOG_RANK
+    python -m titan_lite recipe --world-size 8 RECIPE ...      # also checks it for 8 ranks
 
-Exit code 0: the recipe can be read; 2: something in it or on the command line is wrong.
+With --world-size, the layout, the tokenizer, the data and LOG_RANK are checked too. Exit code 0:
+the recipe can be read; 2: something in it or on the command line is wrong.
 """
 
 import re
@@ -13,33 +14,37 @@ from collections.abc import Sequence
 from titan_lite import rules
 from titan_lite.cli import command
 from titan_lite.config import SECTIONS, Config, ConfigError, load_config, to_toml
-from titan_lite.config.help import section_help
+from titan_lite.config.help import WIDTH, section_help
 from titan_lite.config.load import nearest_section
 from titan_lite.distributed.layout import Layout
 from titan_lite.logging import log_ranks
 
 HELP = """\
-usage: ./run_train.sh [OPTION ...]                          the recipe that CONFIG_FILE names, on this machine's devices
-       titan-lite train RECIPE [OPTION ...]                 the same, where titan_lite is installed
+usage: ./run_train.sh [OPTION ...]                      the recipe that CONFIG_FILE names
+       titan-lite train RECIPE [OPTION ...]             the same, where titan_lite is installed
        torchrun ... -m titan_lite.train RECIPE [OPTION ...]
-       python -m titan_lite.train RECIPE [OPTION ...]       one process
-       titan-lite recipe RECIPE [OPTION ...]                only checks the recipe
+       python -m titan_lite.train RECIPE [OPTION ...]   one process
+       titan-lite recipe RECIPE [OPTION ...]            only checks the recipe
 
-RECIPE is a TOML file, such as train_configs/debug_model.toml, or the name of a shipped one, such as debug_model. A key of it, in
-[section], is an option as well:
+RECIPE is a TOML file, such as train_configs/debug_model.toml, or the name of a shipped one, such as
+debug_model. A key of it, in [section], is an option as well:
 
-  --section.key value, --section.key=value     lists: --parallelism.fsdp_keep_gathered norm,output, also with spaces
-  --section.key, --section.no-key              true and false: --compile.enable, --compile.no-enable
-  --print-config                               print the resolved recipe, with the origin of each value
-  --help [SECTION]                             print this and every key, or the keys of one section
+  --section.key value, --section.key=value
+                                 lists: --parallelism.fsdp_keep_gathered norm,output, or with spaces
+  --section.key, --section.no-key
+                                 true and false: --compile.enable, --compile.no-enable
+  --print-config                 print the resolved recipe, with the origin of each value
+  --help [SECTION]               print this and every key, or the keys of one section
 
-The command line overrides the recipe, which overrides the recipe it extends, which overrides the defaults.
+The command line overrides the recipe, which overrides the recipe it extends, which overrides the
+defaults.
 
   CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --training.steps 100 --compile.enable
   ./run_train.sh --help checkpoint
 
-Other programs, each with its own --help: titan-lite plan predicts time and memory; verify compares a layout with one process;
-prepare tokenizes documents; report makes a page of runs; convert converts weights; generate continues a text. Without an
+Other programs, each with its own --help: titan-lite plan predicts time and memory; verify compares
+a layout with one process; prepare tokenizes documents; report makes a page of runs;
+convert converts weights; generate continues a text; recipe checks a recipe. Without an
 installation: python -m titan_lite plan ...
 
 Environment variables of ./run_train.sh and titan-lite train:
@@ -47,40 +52,48 @@ Environment variables of ./run_train.sh and titan-lite train:
   CONFIG_FILE    the recipe (./run_train.sh alone; default: debug_model)
   NGPU           processes on this node (default: its GPUs, else 2 CPU processes)
   LOG_RANK       ranks that print, such as 0,3 (default: 0)
-  NNODES         nodes (default: 1); with more, RDZV_ENDPOINT=HOST:PORT of one of them, the same on all
-  NODE_RANK      0 on the node that RDZV_ENDPOINT names, not 0 on the others; only where host names do not tell
+  NNODES         nodes (default: 1); with more, RDZV_ENDPOINT=HOST:PORT of one of them, the same on
+                 all
+  NODE_RANK      0 on the node that RDZV_ENDPOINT names, not 0 on the others; only where host names
+                 do not tell
   LOCAL_ADDR     this node's address, where its host name does not tell the others
   RDZV_ID        name of the run, the same on all nodes (default: titan_lite)
-  MAX_RESTARTS   times that all processes are started again after a failure, from the newest step saved (default: 0)
+  MAX_RESTARTS   times that all processes are started again after a failure, from the newest step
+                 saved (default: 0)
 
-Exit codes: 0 trained, 1 failed, 2 wrong recipe, option or data, 3 the same step failed again after a restart, 75 stopped by a
-signal and saved.
+Exit codes: 0 trained, 1 failed, 2 wrong recipe, option or data, 3 the same step failed again after
+a restart, 75 stopped by a signal and saved.
 
 """
-HELP += textwrap.fill(f"Sections: {', '.join(SECTIONS)}.", 114) + "\n"
+HELP += textwrap.fill(f"Sections: {', '.join(SECTIONS)}.", WIDTH) + "\n"
 
 
 def help_text(arguments: Sequence[str] = ()) -> str:
-    """Return the usage of a run and every key, or only the section that follows --help in the
-    arguments.
+    """Return the usage of a run and every key, or the keys of the section that follows --help.
 
     Raises ConfigError for an unknown section.
     """
-    words = [
-        word
-        for flag in ("--help", "-h")
-        if flag in arguments
-        for word in arguments[arguments.index(flag) + 1 :][:1]
-    ]
-    wanted = words[0].strip("[]") if words and not words[0].startswith("-") else ""
-    if wanted and wanted not in SECTIONS:
-        raise ConfigError(
-            f"command line: --help {wanted}: no such section{nearest_section(wanted)}"
-        )
-    if wanted:
-        return "\n".join(section_help(wanted))
+    section = _section_after_help(arguments)
+    if section:
+        return "\n".join(section_help(section))
     sections = ("\n".join(section_help(name)) for name in SECTIONS)
     return "\n\n".join((HELP.rstrip(), *sections))
+
+
+def _section_after_help(arguments: Sequence[str]) -> str:
+    """Return "training" for --help training, "" without a section. Raises ConfigError."""
+    flag = "--help" if "--help" in arguments else "-h"
+    if flag not in arguments:
+        return ""
+    following = arguments[arguments.index(flag) + 1 :]
+    if not following or following[0].startswith("-"):
+        return ""
+    section = following[0].strip("[]")
+    if section not in SECTIONS:
+        raise ConfigError(
+            f"command line: --help {section}: no such section{nearest_section(section)}"
+        )
+    return section
 
 
 def _world_size(arguments: Sequence[str]) -> tuple[int, Sequence[str]]:

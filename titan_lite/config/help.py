@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from titan_lite.config.errors import ConfigError, in_toml
 from titan_lite.config.sections import SECTIONS, Config, choices_of, kind_of, table_of
 
-WIDTH = 114
+WIDTH = 100  # columns of the help
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
@@ -79,7 +79,13 @@ def doc_of(section: str) -> str:
 
 def _wrapped(text: str) -> list[str]:
     indent = " " * 6
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
 
 
 def to_toml(config: Config, *, origins: bool = False) -> str:
