@@ -54,10 +54,10 @@ from titan_lite.config import Compile, Parallelism
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine
 from titan_lite.distributed.layout import resolve_degrees
-from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
-from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, shard_of
+from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, materialize
 from titan_lite.distributed.stage_ranks import stage_ranks
+from titan_lite.dtensor import shard_of
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 
@@ -118,16 +118,9 @@ def simple_fsdp(  # noqa: PLR0913 - what variants differ in
 
     Returns what the reports will be in, after the first step.
     """
-    resharding: dict[str, Any] = dict(
-        reshard_after_forward=reshard, keep_gathered=Parallelism().fsdp_keep_gathered
-    )
-    apply_simple_fsdp(
-        model,
-        parameter_mesh(mesh),
-        param_dtype=torch.float32,
-        reduce_dtype=torch.float32,
-        **resharding,
-    )
+    keep_gathered = Parallelism().fsdp_keep_gathered
+    options = FSDPOptions(reshard_after_forward=reshard, keep_gathered=keep_gathered)
+    apply_simple_fsdp(model, parameter_mesh(mesh), options)
     reports: list[CompileReport] = []
     if backend:
         config = Compile(
@@ -142,7 +135,7 @@ def simple_fsdp(  # noqa: PLR0913 - what variants differ in
         )
         schedule = Schedule(settings)
         reports = schedule.reports
-        compile_model(model, schedule, **resharding)
+        compile_model(model, schedule, reshard_after_forward=reshard, keep_gathered=keep_gathered)
     materialize(model, device)
     return reports
 

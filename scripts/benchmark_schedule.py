@@ -76,9 +76,8 @@ from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.layout import resolve_degrees
-from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
-from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
+from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, materialize
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 
 MODES = ("none", "block", "auto", "greedy")
@@ -115,16 +114,16 @@ def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machi
     mesh = build_mesh(resolve_degrees(Parallelism(), dist.get_world_size()), "cpu")
     stage = Compile(enable=True, backend="aot_eager", bucketing=mode)
     schedule = Schedule(PassSettings(stage, machine, fused=True))
-    resharding: dict[str, Any] = dict(
-        reshard_after_forward=True, keep_gathered=Parallelism().fsdp_keep_gathered
+    keep_gathered = Parallelism().fsdp_keep_gathered
+    options = FSDPOptions(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, keep_gathered=keep_gathered
     )
     with torch.device("meta"):
         model = Transformer(config)
-    dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    apply_simple_fsdp(model, parameter_mesh(mesh), **dtypes, **resharding)
+    apply_simple_fsdp(model, parameter_mesh(mesh), options)
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize(model, torch.device("cpu"))
-        compile_model(model, schedule, **resharding)
+        compile_model(model, schedule, reshard_after_forward=True, keep_gathered=keep_gathered)
         tokens = torch.zeros(batch_size, config.max_seq_len, dtype=torch.long)
         start = time.perf_counter()
         model(tokens)  # compiles backward as well

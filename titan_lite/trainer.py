@@ -50,7 +50,7 @@ from titan_lite.distributed.parallelize import (
 from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.distributed.process_group import init_process_group
-from titan_lite.distributed.simple_fsdp import shard_of
+from titan_lite.dtensor import shard_of
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger
 from titan_lite.machine_rules import check_agreement, check_machine

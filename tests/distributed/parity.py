@@ -2,6 +2,7 @@
 collectives it took.
 """
 
+import functools
 from collections import Counter
 from contextlib import contextmanager
 
@@ -21,8 +22,11 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_tokens
 from titan_lite.distributed.parallelize import parallelize
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
+from titan_lite.distributed.simple_fsdp import sharded_model
 from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.distributed.tensor_parallel import axis_of
+from titan_lite.dtensor import as_shard_of, local
+from titan_lite.models.float8 import Scaled
 from titan_lite.models.llama3 import Transformer
 from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 from titan_lite.models.shapes import module_fqns
@@ -168,3 +172,53 @@ def assert_same(grads, oracle, **tolerance):
         torch.testing.assert_close(
             grads[fqn].float(), gradient.float(), **tolerance or dict(atol=1e-7, rtol=1e-4)
         )
+
+
+class GathererOfEach:
+    """The reference of OncePerStepGatherer: gathers every parameter alone before the first forward,
+    and reduces every gradient alone after the last backward.
+    """
+
+    def __init__(self, model):
+        self.model = model
+        self.weights, self.leaves, self.sums = {}, {}, {}
+        for parameter, spec in model.specs.items():
+            scale = model.scales.get(spec.fqn)
+            weight = spec.start_gather(local(parameter), scale).wait().detach()
+            stand_in = spec.gradient_stand_in(weight)
+            leaf = weight if stand_in is None else stand_in
+            leaf.requires_grad_(parameter.requires_grad)
+            if parameter.requires_grad:
+                leaf.register_post_accumulate_grad_hook(functools.partial(self.add, spec))
+            self.weights[spec.fqn], self.leaves[spec.fqn] = weight, leaf
+
+    def read(self, parameter, spec):
+        scale, weight = self.model.scales.get(spec.fqn), self.weights[spec.fqn]
+        if scale is None:
+            return weight
+        return Scaled(weight, scale, self.leaves[spec.fqn] if spec.float8 else None)
+
+    def add(self, spec, leaf):
+        if spec.fqn in self.sums:
+            self.sums[spec.fqn] += leaf.grad
+        else:
+            self.sums[spec.fqn] = leaf.grad.to(spec.reduce_dtype)
+        leaf.grad = None
+
+    def reduce(self):
+        for parameter, spec in self.model.specs.items():
+            if spec.fqn in self.sums:
+                rows = spec.finish_reduce(spec.start_reduce(self.sums.pop(spec.fqn)))
+                parameter.grad = as_shard_of(parameter, rows.to(parameter.dtype))
+
+
+@contextmanager
+def gathered_apart(root, microbatches=0):
+    """In place of gathered_for_step: no buckets, and no communication between the first forward and
+    the last backward.
+    """
+    model = sharded_model(root)
+    model.step = GathererOfEach(model)
+    yield
+    model.step.reduce()
+    model.step = None

@@ -20,8 +20,7 @@ from titan_lite.cost.profiles import PROFILES
 from titan_lite.distributed import float8_scales as scales
 from titan_lite.distributed import parallelize, tensor_parallel
 from titan_lite.distributed.param_collectives import ShardSpec
-from titan_lite.distributed.simple_fsdp import model_of, refresh_scales
-from titan_lite.distributed.step_gather import gathered_for_step
+from titan_lite.distributed.simple_fsdp import gathered_for_step, sharded_model
 from titan_lite.dtensor import local
 from titan_lite.models import float8
 from titan_lite.models.llama3 import ModelConfig
@@ -53,7 +52,7 @@ def trained(mesh, options, count=1, once=False):
     pieces = my_microbatches(mesh, tokens, labels, count)
     if not once:
         return step(model, mesh, pieces, (labels != -100).sum())
-    with gathered_for_step(model):
+    with gathered_for_step(model, count):
         loss, _ = step(model, mesh, pieces, (labels != -100).sum(), gradient=False)
     return loss, gradients(model)
 
@@ -95,7 +94,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def expected():
-    """One process: the results of each of ALL, with fixed scales, and with real ones; then float32."""
+    """Of one process: the results of ALL, with fixed scales and with real ones, and of float32."""
     cases = [(dict(float8=each), {}) for each in (*ALL, None)]
     return run_ranks(1, with_fixed_and_real_scales, (1, 1, 1), cases[:2], cases)[0]
 
@@ -211,11 +210,12 @@ def scales_of(degrees):
     with torch.no_grad():
         for parameter in model.parameters():
             local(parameter).mul_(3)
-    refresh_scales([model])
+    sharded = sharded_model(model)
+    sharded.refresh_scales()
     found = {
-        plan.fqn: float(model_of(model).scales.of(plan.fqn))
-        for plan in model_of(model).plans.values()
-        if plan.float8
+        spec.fqn: float(sharded.scales.get(spec.fqn))
+        for spec in sharded.specs.values()
+        if spec.float8
     }
     full = {
         fqn: 448 / float(parameter.full_tensor().abs().max())

@@ -6,16 +6,16 @@ Float32: loss within 1e-4 of one process and each gradient within 1e-4 of its no
 """
 
 import functools
-import sys
 
 import pytest
 import torch
 from packed_attention import packed_attention
+from parity import gathered_apart
 from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.compile.passes import token_chunks as chunking
 from titan_lite.config import load_config
-from titan_lite.distributed.step_gather import gathered_for_step
+from titan_lite.distributed import parallelize
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run
@@ -150,9 +150,7 @@ def test_a_twin_has_documents_to_mask():
 
 def all_at_once(trainer):
     """Gather before the first forward and reduce after the last backward."""
-    sys.modules[type(trainer).__module__].gathered_for_step = lambda model, microbatches: (
-        gathered_for_step(model)
-    )
+    parallelize.gathered_for_step = gathered_apart
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from tiny import HEADS, TIED
 from torch.distributed.tensor import DTensor
 
 from titan_lite.config import Optimizer
-from titan_lite.distributed.simple_fsdp import as_shard_of, shard_of
+from titan_lite.dtensor import as_shard_of, shard_of
 from titan_lite.models.llama3 import Transformer
 from titan_lite.optim.build import build_optimizer
 from titan_lite.optim.state import costs_of, is_matrix

@@ -22,8 +22,8 @@ from titan_lite.distributed import powersgd
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.powersgd import PowerSGD, orthogonalize
-from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, as_shard_of
-from titan_lite.distributed.step_gather import gathered_for_step
+from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, gathered_for_step
+from titan_lite.dtensor import as_shard_of
 from titan_lite.resilience.replica_check import find
 
 F32 = torch.float32
@@ -75,14 +75,8 @@ class Two(nn.Module):
 def between(rank, mesh=None):
     model = Two()
     mesh = mesh or make_mesh(2, 1)
-    apply_simple_fsdp(
-        model,
-        parameter_mesh(mesh),
-        param_dtype=F32,
-        reduce_dtype=F32,
-        reshard_after_forward=False,
-        sums_copies=False,
-    )
+    options = FSDPOptions(reshard_after_forward=False, reduce_over_replicas=False)
+    apply_simple_fsdp(model, parameter_mesh(mesh), options)
     how = Parallelism(
         replicate_compression="powersgd", replicate_rank=rank, replicate_uncompressed_steps=1
     )
@@ -238,7 +232,7 @@ def test_ranks_with_fewer_rows_and_without_rows():
 
 
 def three_steps(layout, once, compiled):
-    """[gradients and state] of three steps of two microbatches, of which the second one is skipped."""
+    """[gradients and state] of three steps of two microbatches; the second step is skipped."""
     with ANY_SIZE():
         mesh = make_mesh(*layout)
         model = build(replace(HEADS, n_layers=3), mesh, powersgd=2, compiled=compiled)

@@ -37,8 +37,8 @@ from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile
 from titan_lite.distributed.buckets import Bucket
 from titan_lite.distributed.mesh import parameter_mesh
-from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, shard_of
-from titan_lite.distributed.step_gather import gathered_for_step
+from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, gathered_for_step
+from titan_lite.dtensor import shard_of
 from titan_lite.models.llama3 import Transformer
 from titan_lite.models.loss import cross_entropy_sum
 
@@ -173,7 +173,7 @@ def accumulate(param, compiled):
         model.zero_grad()
         with (
             counted() as counts,
-            gathered_for_step(model) if choice.startswith("step") else nullcontext(),
+            gathered_for_step(model, len(mine)) if choice.startswith("step") else nullcontext(),
         ):
             for input, label in mine:
                 (cross_entropy_sum(model(input), label) / (labels != -100).sum()).backward()
@@ -197,7 +197,7 @@ def test_accumulated_gradients_do_not_depend_on_how_often_is_communicated(param,
         assert found["step again"][1] == {
             "all_gather": 4,
             "reduce_scatter": 4,
-        }  # in buckets: test_accumulation.py
+        }  # in buckets: test_step_gather.py
         gathers, reductions = (41, 21) if compiled else (7, 4)
         assert found["microbatch again"][1] == {
             "all_gather": 4 * gathers,
@@ -267,13 +267,8 @@ def uneven():
     for reshard in (True, False):
         for compiled in (False, True):
             model = Rows(8, 7, 5, 3, 1)
-            apply_simple_fsdp(
-                model,
-                parameter_mesh(mesh),
-                param_dtype=F32,
-                reduce_dtype=F32,
-                reshard_after_forward=reshard,
-            )
+            options = FSDPOptions(reshard_after_forward=reshard)
+            apply_simple_fsdp(model, parameter_mesh(mesh), options)
             if compiled:
                 torch._dynamo.reset()
                 config = Compile(enable=True, backend="aot_eager", bucketing="none")

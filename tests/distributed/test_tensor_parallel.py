@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_lite.config import Optimizer
-from titan_lite.distributed.step_gather import gathered_for_step
+from titan_lite.distributed.simple_fsdp import gathered_for_step
 from titan_lite.distributed.tensor_parallel import STYLES, apply_tensor_parallel, axis_of
 from titan_lite.models.llama3 import FLAVORS, Transformer
 from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
@@ -72,7 +72,7 @@ def compare(layout):
                 )
         found[variant] = step(model, mesh, my_microbatches(mesh, tokens, labels), counted_tokens)
     model = build(HEADS, mesh)
-    with gathered_for_step(model):
+    with gathered_for_step(model, 2):
         loss, _ = step(
             model,
             mesh,

@@ -54,7 +54,7 @@ def one_gradient_is_not_reduced(trainer):
     rows_of, rank = Bucket.rows_of, trainer.rank
 
     def broken(bucket, flat):
-        gradients = zip(bucket.plans, rows_of(bucket, flat), strict=True)
+        gradients = zip(bucket.specs, rows_of(bucket, flat), strict=True)
         return [
             gradient / 2 if plan.fqn == BROKEN and rank == 0 else gradient
             for plan, gradient in gradients

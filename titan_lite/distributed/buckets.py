@@ -1,13 +1,15 @@
 """Buckets of parameters that share collectives, outside of graphs: one per transformer block.
 
-    weights = bucket.finish_gather(bucket.start_gather(shards, scales))
-    gather_buckets(plans)           # [(parameters, Bucket), ...], in the order of their first parameters
-    reduce_buckets(plans)           # the same for gradients, which may be summed over other groups
+    weights = bucket.finish_gather(bucket.start_gather(scales))
+    rows = bucket.finish_reduce(bucket.start_reduce(gradients))
+    gather_buckets(specs)           # in the order of their first parameters
+    reduce_buckets(specs)           # the same for gradients, which may be summed over other groups
 
 Buckets are those of SimpleFSDP's manual wrapping (arXiv 2411.00284, section 4.1). One has the
 layout of a graph's bucket (compile/passes/bucketing.py): the padded shards of a rank, concatenated.
 
-    gathered   w1 of rank 0, w2 of rank 0, w1 of rank 1, w2 of rank 1        one row per rank; a weight is a range of columns
+    gathered   w1 of rank 0, w2 of rank 0      a row per rank; a weight is a range of columns
+               w1 of rank 1, w2 of rank 1
     reduced    the same for gradients; each rank gets the sum of its row
 """
 
@@ -20,66 +22,68 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from titan_lite.distributed.float8_scales import Float8Scales
 from titan_lite.distributed.param_collectives import InFlight, ShardSpec, pad_rows
+from titan_lite.dtensor import local
 from titan_lite.models.fqns import block_of, last_block
+
+Specs = Mapping[nn.Parameter, ShardSpec]  # of the parameters of a model; one of a tied weight
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters that share each collective.
-
-    plans: of one shard group, and of one dtype and sum_groups where these matter.
+    """Parameters that share each collective: of one shard group, and of one dtype and sum_groups
+    where these matter.
     """
 
-    plans: tuple[ShardSpec, ...]
+    parameters: tuple[nn.Parameter, ...]
+    specs: tuple[ShardSpec, ...]  # of the parameters
 
-    def start_gather(
-        self,
-        shards: Sequence[Tensor],
-        scales: Sequence[Tensor | None],
-        tables: Sequence[Tensor] = (),
-    ) -> InFlight:
-        """Start the gather. tables: those of `finish_gather`."""
-        each = zip(self.plans, shards, scales, strict=True)
-        rows = [pad_rows(plan.cast(shard, scale), plan.chunk) for plan, shard, scale in each]
+    def start_gather(self, scales: Float8Scales, tables: Sequence[Tensor] = ()) -> InFlight:
+        """Start the gather. tables: those that `finish_gather` will get."""
+        shards = []
+        for parameter, spec in zip(self.parameters, self.specs, strict=True):
+            shard = spec.cast(local(parameter), scales.get(spec.fqn))
+            shards.append(pad_rows(shard, spec.chunk).reshape(-1))
         out = tables[0].view(-1) if len(tables) == 1 else None
-        return self.as_one.start_gather_of(_cat([shard.reshape(-1) for shard in rows]), out)
+        return self.as_one.start_gather_of(_cat(shards), out)
 
     def finish_gather(self, started: InFlight, tables: list[Tensor] | None = None) -> list[Tensor]:
         """Return the unsharded parameters: copies, except for a single one.
 
-        tables: where to, allocated by `tables`.
+        tables: memory for the copies, from `allocate_tables`.
         """
-        table = started.wait().view(self.plans[0].shard_degree, -1)
-        if len(self.plans) == 1:
-            return self.weights_of([table])
-        tables = tables or self.tables(table)
-        torch.split_with_sizes_copy(table, self._numels, 1, out=tables)
+        gathered = started.wait().view(self.specs[0].shard_degree, -1)
+        if len(self.specs) == 1:
+            return self.weights_of([gathered])
+        if tables is None:
+            tables = self.allocate_tables()
+        torch.split_with_sizes_copy(gathered, self._numels, 1, out=tables)
         return self.weights_of(tables)
 
-    def tables(self, like: Tensor) -> list[Tensor]:
-        """Allocate the padded unsharded parameters, with a row per rank, on the device of `like`."""
-        first = self.plans[0]
+    def allocate_tables(self) -> list[Tensor]:
+        """Allocate the padded unsharded parameters, (ranks, elements of a padded shard) each."""
+        first = self.specs[0]
+        device = local(self.parameters[0]).device
         return [
-            like.new_empty(first.shard_degree, numel, dtype=first.gather_dtype)
+            torch.empty(first.shard_degree, numel, dtype=first.gather_dtype, device=device)
             for numel in self._numels
         ]
 
     def weights_of(self, tables: Sequence[Tensor]) -> list[Tensor]:
         """Return the unsharded parameters: views of `tables`."""
         return [
-            columns.view(plan.chunk * plan.shard_degree, *plan.row_shape)[: plan.rows]
-            for plan, columns in zip(self.plans, tables, strict=True)
+            table.view(spec.chunk * spec.shard_degree, *spec.row_shape)[: spec.rows]
+            for spec, table in zip(self.specs, tables, strict=True)
         ]
 
     def start_reduce(self, gradients: Sequence[Tensor]) -> Tensor:
-        tables = [
-            pad_rows(gradient.to(plan.reduce_dtype), plan.chunk * plan.shard_degree).reshape(
-                plan.shard_degree, -1
-            )
-            for plan, gradient in zip(self.plans, gradients, strict=True)
-        ]
-        self.as_one.note()
+        """Start to sum unsharded gradients over the first group, as one flat tensor."""
+        tables = []
+        for spec, gradient in zip(self.specs, gradients, strict=True):
+            padded = pad_rows(gradient.to(spec.reduce_dtype), spec.chunk * spec.shard_degree)
+            tables.append(padded.reshape(spec.shard_degree, -1))
+        self.as_one.record()
         return self.as_one.start_reduce(_cat(tables, 1).view(-1))
 
     def finish_reduce(self, started: Tensor) -> list[Tensor]:
@@ -90,76 +94,74 @@ class Bucket:
         """Return each parameter's rows in the result of a reduction."""
         parts = flat.split(self._numels)
         return [
-            part.view(-1, *plan.row_shape)[: plan.own_rows]
-            for plan, part in zip(self.plans, parts, strict=True)
+            part.view(-1, *spec.row_shape)[: spec.own_rows]
+            for spec, part in zip(self.specs, parts, strict=True)
         ]
 
     @functools.cached_property
     def _numels(self) -> list[int]:
         """Elements of each parameter's padded shard."""
-        return [plan.chunk * math.prod(plan.row_shape) for plan in self.plans]
+        return [spec.chunk * math.prod(spec.row_shape) for spec in self.specs]
 
     @functools.cached_property
     def as_one(self) -> ShardSpec:
-        """Plan of one flat parameter with as many elements, which needs no padding."""
-        first, own = self.plans[0], sum(self._numels)
-        fqn = " ".join(plan.fqn for plan in self.plans)
-        return replace(first, fqn=fqn, rows=own * first.shard_degree, own_rows=own, row_shape=())
-
-
-Plans = Mapping[nn.Parameter, ShardSpec]
-Buckets = list[tuple[list[nn.Parameter], Bucket]]
-
-
-def gather_buckets(plans: Plans) -> Buckets:
-    """Return the buckets that weights are gathered in. A weight that is not sharded has its own."""
-    last = last_block(plan.fqn for plan in plans.values())
-
-    def key(plan: ShardSpec) -> Hashable:
-        return (
-            (block_of(plan.fqn, last), plan.shard_group, plan.gather_dtype)
-            if plan.shard_degree > 1
-            else plan
+        """Spec of one flat parameter with as many elements, which needs no padding."""
+        first = self.specs[0]
+        own_rows = sum(self._numels)
+        return replace(
+            first,
+            fqn=" ".join(spec.fqn for spec in self.specs),
+            rows=own_rows * first.shard_degree,
+            own_rows=own_rows,
+            row_shape=(),
         )
 
-    return _buckets(plans, key)
+
+def gather_buckets(specs: Specs) -> list[Bucket]:
+    """Return the buckets that weights are gathered in. A weight that is not sharded has its own."""
+    last = last_block(spec.fqn for spec in specs.values())
+
+    def key(spec: ShardSpec) -> Hashable:
+        if spec.shard_degree == 1:
+            return spec
+        return block_of(spec.fqn, last), spec.shard_group, spec.gather_dtype
+
+    return _buckets(specs, key)
 
 
-def gather_blocks(plans: Plans) -> dict[str, Buckets]:
+def gather_blocks(specs: Specs) -> dict[str, list[Bucket]]:
     """Return the buckets that weights are gathered in, by transformer block.
 
-    With float8 weights, it has one for other dtypes.
+    A block with float8 weights has a second bucket, for those of other dtypes.
     """
-    last, found = last_block(plan.fqn for plan in plans.values()), defaultdict[str, Buckets](list)
-    for members, bucket in gather_buckets(plans):
-        found[block_of(bucket.plans[0].fqn, last)].append((members, bucket))
-    return found
+    last = last_block(spec.fqn for spec in specs.values())
+    blocks: dict[str, list[Bucket]] = defaultdict(list)
+    for bucket in gather_buckets(specs):
+        blocks[block_of(bucket.specs[0].fqn, last)].append(bucket)
+    return dict(blocks)
 
 
-def reduce_buckets(plans: Plans) -> Buckets:
+def reduce_buckets(specs: Specs) -> list[Bucket]:
     """Return the buckets that gradients are reduced in."""
-    last = last_block(plan.fqn for plan in plans.values())
-    return _buckets(
-        plans,
-        lambda plan: (
-            block_of(plan.fqn, last),
-            plan.shard_group,
-            plan.sum_groups,
-            plan.reduce_dtype,
-        ),
-    )
+    last = last_block(spec.fqn for spec in specs.values())
+
+    def key(spec: ShardSpec) -> Hashable:
+        return block_of(spec.fqn, last), spec.shard_group, spec.sum_groups, spec.reduce_dtype
+
+    return _buckets(specs, key)
 
 
-def _buckets(plans: Plans, key: Callable[[ShardSpec], Hashable]) -> Buckets:
+def _buckets(specs: Specs, key: Callable[[ShardSpec], Hashable]) -> list[Bucket]:
     """Return one bucket for each value of `key`, in the order of their first parameters."""
-    together: dict[Hashable, list[nn.Parameter]] = defaultdict(list)
-    for parameter, plan in plans.items():
-        together[key(plan)].append(parameter)
+    groups: dict[Hashable, list[nn.Parameter]] = defaultdict(list)
+    for parameter, spec in specs.items():
+        groups[key(spec)].append(parameter)
     return [
-        (members, Bucket(tuple(map(plans.__getitem__, members)))) for members in together.values()
+        Bucket(tuple(parameters), tuple(specs[parameter] for parameter in parameters))
+        for parameters in groups.values()
     ]
 
 
-def _cat(tensors: list[Tensor], dimension: int = 0) -> Tensor:
+def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
     """Concatenate without a copy of a single tensor."""
-    return torch.cat(tensors, dimension) if len(tensors) > 1 else tensors[0]
+    return torch.cat(tensors, dim) if len(tensors) > 1 else tensors[0]

@@ -34,14 +34,19 @@ from titan_lite.distributed.context_parallel import (
     own_positions,
 )
 from titan_lite.distributed.layout import AXES, Layout
-from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.pipeline import Pipeline, SingleStage, keep_modules
 from titan_lite.distributed.process_group import all_gather_objects
-from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, refresh_scales, shard_of
+from titan_lite.distributed.simple_fsdp import (
+    FSDPOptions,
+    apply_simple_fsdp,
+    gathered_for_step,
+    materialize,
+    sharded_model,
+)
 from titan_lite.distributed.stage_ranks import stage_ranks
-from titan_lite.distributed.step_gather import gathered_for_step
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel, axis_of
+from titan_lite.dtensor import shard_of
 from titan_lite.models.attention import doc_starts, doc_stats, masks_by_kernel
 from titan_lite.models.float8 import apply_float8
 from titan_lite.models.llama3 import Transformer
@@ -97,7 +102,8 @@ class ParallelModel:
 
     def refresh_float8_scales(self) -> None:
         """Compute the scales of weights that are gathered in float8, after the weights changed."""
-        refresh_scales(self.stages)
+        for stage in self.stages:
+            sharded_model(stage).refresh_scales()
 
     def to_device(self, input: Tensor, label: Tensor, *, bos_id: int) -> DeviceBatch:
         """Move a local batch (B, T) to the device, with what the model needs beside tokens.
@@ -160,6 +166,14 @@ def parallelize(
         attend = functools.partial(causal_attention, kernel=config.training.attention_kernel)
     reshard, keep_gathered = resharding(config.parallelism)
     shard_mesh = parameter_mesh(mesh)
+    fsdp = FSDPOptions(
+        param_dtype=getattr(torch, config.training.mixed_precision_param),
+        reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
+        reshard_after_forward=reshard,
+        keep_gathered=keep_gathered,
+        float8_all_gather=config.float8.all_gather,
+        reduce_over_replicas=config.parallelism.replicate_compression == "none",
+    )
 
     stages = []
     for index in layout.pipeline.stages_of(mesh["pp"].get_local_rank()):
@@ -177,16 +191,7 @@ def parallelize(
             config.activation_checkpoint.selective_ac_option,
             compiled=compiled,
         )
-        apply_simple_fsdp(
-            stage,
-            shard_mesh,
-            param_dtype=getattr(torch, config.training.mixed_precision_param),
-            reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
-            reshard_after_forward=reshard,
-            keep_gathered=keep_gathered,
-            float8_gather=config.float8.all_gather,
-            sums_copies=config.parallelism.replicate_compression == "none",
-        )
+        apply_simple_fsdp(stage, shard_mesh, fsdp)
         if stage.output is not None and loss.chunk:
             stage.output.loss_sum = loss.of_hidden
         stages.append(stage)

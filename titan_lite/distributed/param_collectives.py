@@ -1,11 +1,10 @@
-"""All-gather sharded parameters and reduce their gradients, one at a time; buckets.py joins
-several.
+"""All-gather a sharded parameter and reduce its gradient; buckets.py joins several parameters.
 
-    weight = plan.gather(shard)                                     # unsharded, as nodes of a graph
-    weight = plan.start_gather(shard).wait()                        # in eager mode
-    rows = plan.finish_reduce(plan.start_reduce(gradient))          # this rank's rows of the sum over ranks; both modes
+    weight = spec.gather(shard)                             # unsharded, as nodes of a graph
+    weight = spec.start_gather(shard).wait()                # in eager mode
+    rows = spec.finish_reduce(spec.start_reduce(gradient))  # this rank's rows of the sum; in both
 
-SimpleFSDP (arXiv 2411.00284) needs no other collectives; simple_fsdp.py runs them.
+SimpleFSDP (arXiv 2411.00284) needs no other collectives; the gatherers of simple_fsdp.py run them.
 """
 
 import time
@@ -21,7 +20,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_lite.cost.collectives import all_gather_single, collectives
-from titan_lite.models.float8 import to_bytes
+from titan_lite.models.float8 import stand_in, to_bytes
 from titan_lite.sharding import chunk_size
 
 # The last collectives that eager mode has started: time.time_ns(), group, parameters.
@@ -42,12 +41,10 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The gather of one parameter and the reduction of its gradient.
+    """How to gather one parameter and to reduce its gradient.
 
-    Plain values only, so that tracing sees constants.
-
-    A shard has ceil(rows / shard_degree) rows. The last shards have fewer or none, and are padded
-    for the collectives.
+    Plain values only, so that tracing sees constants. A shard has ceil(rows / shard_degree) rows.
+    The last shards have fewer or none, and are padded for the collectives.
     """
 
     fqn: str  # the first one of a tied weight
@@ -56,9 +53,7 @@ class ShardSpec:
     row_shape: tuple[int, ...]
     shard_degree: int
     shard_group: str
-    sum_groups: tuple[
-        str, ...
-    ]  # groups of ranks with the same shard; its gradient is summed over them
+    sum_groups: tuple[str, ...]  # of ranks with the same shard: its gradient is summed over them
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     float8: bool = False  # gathered as float8: one byte per element
@@ -67,13 +62,6 @@ class ShardSpec:
     def gather_dtype(self) -> torch.dtype:
         """dtype of the gathered tensor."""
         return torch.uint8 if self.float8 else self.param_dtype
-
-    def cast(self, shard: Tensor, scale: Tensor | None) -> Tensor:
-        """Cast a shard to gather_dtype. scale: of the whole parameter's cast to float8."""
-        if not self.float8:
-            return shard.to(self.param_dtype)
-        assert scale is not None
-        return to_bytes(shard, scale)
 
     @property
     def chunk(self) -> int:
@@ -85,17 +73,20 @@ class ShardSpec:
         """Groups of a reduction's collectives, in order."""
         return (self.shard_group, *self.sum_groups) if self.shard_degree > 1 else self.sum_groups
 
-    def gather(self, shard: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Gather the unsharded parameter in gather_dtype, as nodes of a graph.
+    def cast(self, shard: Tensor, scale: Tensor | None) -> Tensor:
+        """Cast a shard to gather_dtype. scale: of the whole parameter's cast to float8."""
+        if not self.float8:
+            return shard.to(self.param_dtype)
+        assert scale is not None
+        return to_bytes(shard, scale)
 
-        scale: as in `cast`.
-        """
+    def gather(self, shard: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Gather the full parameter in gather_dtype, as nodes of a graph. scale: as in `cast`."""
         shard = self.cast(shard, scale)
         if self.shard_degree == 1:
             return shard
-        if (
-            self.rows % self.shard_degree
-        ):  # all ranks pad, if only by 0 rows, so that their graphs are the same
+        if self.rows % self.shard_degree:
+            # all ranks pad, if only by 0 rows, so that their graphs are the same
             shard = F.pad(shard, [0, 0] * (shard.dim() - 1) + [0, self.chunk - self.own_rows])
         weight = collectives.all_gather_into_tensor(shard, self.shard_degree, self.shard_group)
         return collectives.wait_tensor(weight)[: self.rows]
@@ -113,21 +104,15 @@ class ShardSpec:
         if self.shard_degree == 1:
             return InFlight(shard, None)
         shard = pad_rows(shard, self.chunk)
-        weight = (
-            shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:])
-            if out is None
-            else out
-        )
+        if out is None:
+            out = shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:])
         group = _resolve_process_group(self.shard_group)  # type: ignore[arg-type]
-        self.note()
-        return InFlight(
-            weight[: self.rows], all_gather_single(weight, shard, group=group, async_op=True)
-        )
+        self.record()
+        work = all_gather_single(out, shard, group=group, async_op=True)
+        return InFlight(out[: self.rows], work)
 
-    def note(self) -> None:
-        """Record a collective that is about to start in eager mode, so that the watchdog can name
-        it if it hangs.
-        """
+    def record(self) -> None:
+        """Record a collective that starts now in eager mode: the watchdog names it if it hangs."""
         if self.reduce_groups:
             started_last.append((time.time_ns(), self.reduce_groups[0], self.fqn))
 
@@ -138,15 +123,13 @@ class ShardSpec:
         """
         gradient = gradient.to(self.reduce_dtype)
         if self.shard_degree > 1:
-            gradient = pad_rows(gradient, self.chunk * self.shard_degree).contiguous()
+            padded = pad_rows(gradient, self.chunk * self.shard_degree).contiguous()
             return collectives.reduce_scatter_tensor(
-                gradient, "sum", self.shard_degree, self.shard_group
+                padded, "sum", self.shard_degree, self.shard_group
             )
-        return (
-            collectives.all_reduce(gradient.contiguous(), "sum", self.sum_groups[0])
-            if self.sum_groups
-            else gradient
-        )
+        if self.sum_groups:
+            return collectives.all_reduce(gradient.contiguous(), "sum", self.sum_groups[0])
+        return gradient
 
     def finish_reduce(self, gradient: Tensor) -> Tensor:
         """Return the sum over all groups, given the result of `start_reduce`."""
@@ -155,18 +138,26 @@ class ShardSpec:
         return gradient
 
     def next_reduce(self, gradient: Tensor, number: int) -> Tensor:
-        """Wait for collective `number` of a reduction and return the result of the next one, which
-        may still be in flight; after the last one, return the sum.
+        """Wait for collective `number` of a reduction, and start the next one.
+
+        Returns its result, which may still be in flight; after the last collective, the sum.
         """
         gradient = collectives.wait_tensor(gradient)
         if number == 0:  # drop the padding of the reduce-scatter before the all-reduce
             gradient = gradient[: self.own_rows]
-        following = self.reduce_groups[number + 1 :]
-        return (
-            collectives.all_reduce(gradient.contiguous(), "sum", following[0])
-            if following
-            else gradient
-        )
+        if number + 1 == len(self.reduce_groups):
+            return gradient
+        return collectives.all_reduce(gradient.contiguous(), "sum", self.reduce_groups[number + 1])
+
+    def gradient_stand_in(self, weight: Tensor) -> Tensor | None:
+        """Return what carries the gradient of float8 bytes in autograd; None for other weights."""
+        return stand_in(weight, self.param_dtype) if self.float8 else None
+
+    def gradient_of(self, weight: Tensor | None, stand_in: Tensor | None) -> Tensor:
+        """Return the gradient of a gathered weight, given those of it and of its stand-in."""
+        gradient = stand_in if self.float8 else weight
+        assert gradient is not None
+        return gradient
 
 
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:

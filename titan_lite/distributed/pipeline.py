@@ -27,8 +27,7 @@ from torch.distributed.pipelining.schedules import (
 
 from titan_lite.config import Parallelism
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
-from titan_lite.distributed.simple_fsdp import model_of
-from titan_lite.distributed.step_gather import fold_gradients, gradient_leaves
+from titan_lite.distributed.simple_fsdp import sharded_model
 from titan_lite.models.shapes import module_fqns
 
 
@@ -197,7 +196,7 @@ class _Leaves(nn.Module):
         return self.model(*args, **named)
 
     def parameters(self, recurse: bool = True) -> Any:
-        return iter(gradient_leaves(self.model))
+        return iter(sharded_model(self.model).gradient_leaves())
 
 
 class _Stage(PipelineStage):
@@ -212,16 +211,12 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> Any:
-        """Run the second half of backward as one, and then `fold_gradients`: it sets `.grad`
-        without running hooks.
-        """
+        """Run the half of a backward that computes gradients of weights as one."""
         backward = functools.partial(
             super().backward_maybe_with_nosync, backward_type, bwd_kwargs, last_backward
         )
         if backward_type != "weight":
             return backward()
         assert isinstance(self.submod, _Leaves)
-        with model_of(self.submod.model).eager.weights():
-            result = backward()
-            fold_gradients(self.submod.model)
-        return result
+        with sharded_model(self.submod.model).backward_of_weights():
+            return backward()

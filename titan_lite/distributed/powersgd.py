@@ -17,7 +17,7 @@ numbers travel instead of n m:
     Q = sum of M^T P over copies                    the next step begins with this Q ("warm start")
     error = M - P (M^T P)^T     gradient = P Q^T    the same bits on all copies
 
-Backward and its graphs leave dp_replicate out of their sums (`sums_copies` of simple_fsdp.py), so
+Backward and its graphs leave dp_replicate out of their sums (`reduce_over_replicas` of simple_fsdp.py), so
 that gradients of microbatches add up in the shards. All P share one all-reduce, and all Q another
 one. Shards that are too small for it travel as they are, in one bucket, in reduce_dtype. Nothing
 hides these collectives.
@@ -38,7 +38,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_lite.config import Parallelism
 from titan_lite.distributed.param_collectives import ShardSpec, started_last
-from titan_lite.distributed.simple_fsdp import model_of
+from titan_lite.distributed.simple_fsdp import sharded_model
 from titan_lite.dtensor import local
 from titan_lite.models.fqns import block_of, last_block
 
@@ -154,7 +154,7 @@ class PowerSGD:
         if parallelism.replicate_compression == "none":
             return
         for stage in stages:
-            specs = model_of(stage).plans
+            specs = sharded_model(stage).specs
             last = last_block(spec.fqn for spec in specs.values())
             for parameter, spec in specs.items():
                 sharded = ShardedParameter(spec.fqn, parameter, spec)

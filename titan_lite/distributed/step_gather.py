@@ -1,321 +1,336 @@
-"""Accumulate gradients with one round of communication per optimizer step, in one bucket per
-transformer block.
+"""Gather weights once for all microbatches of an optimizer step, and reduce gradients once.
 
-    with gathered_for_step(model, len(microbatches)):       # each weight is gathered once
+    with gathered_for_step(model, len(microbatches)):       # simple_fsdp.py
         for input, label in microbatches:
             loss(model(input), label).backward()            # gradients accumulate, unreduced
     parameter.grad                                          # reduced
 
-Llama 3 was trained this way (arXiv 2407.21783, section 3.3.2): weights stay gathered after forward.
+Llama 3 was trained this way (arXiv 2407.21783, section 3.3.2). Weights are gathered in the first
+forward and gradients reduced in the last backward, a block at a time, in the buckets of eager mode:
+
+    microbatch       0 forward    0 backward   1 forward   1 backward
+    communication    all-gather                            reduce-scatter
+
+k microbatches cost the communication of one, and the memory of the rank's unsharded weights and
+gradients. With more than two ranks, a library may sum in an order that depends on the offset in a
+bucket.
 """
 
 import functools
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Work, _register_work
+from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_lite.cost.collectives import collectives
-from titan_lite.distributed.arriving import Arrival, register, takes
-from titan_lite.distributed.buckets import Bucket, gather_buckets, reduce_buckets
+from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets
+from titan_lite.distributed.float8_scales import Float8Scales
 from titan_lite.distributed.param_collectives import InFlight, ShardSpec
-from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
-from titan_lite.dtensor import local
-from titan_lite.models.float8 import stand_in
+from titan_lite.distributed.prefetch import PrefetchGatherer
+from titan_lite.dtensor import as_shard_of, local
+from titan_lite.models.float8 import Scaled
 
-# buckets allocated at once, beside weights and gradients: one is communicated while another is
-# copied
+# Buckets allocated at once, beside weights and gradients: one is communicated while another is
+# copied. The planner counts their memory.
 IN_FLIGHT = 2
-Started = TypeVar("Started")
 
 
-@contextmanager
-def gathered_for_step(root: nn.Module, microbatches: int = 0) -> Iterator[None]:
-    """Keep weights gathered and accumulate unreduced gradients in reduce_dtype; on exit, reduce
-    them into `parameter.grad`.
+class StepGradients:
+    """The unreduced gradients of a step, summed over its microbatches in reduce_dtype."""
 
-    microbatches: of the step, if known. Weights are then gathered during the first forward, and
-    gradients reduced during the last backward. Otherwise all are gathered here and reduced on exit.
+    def __init__(self, specs: Specs, prefetch: PrefetchGatherer, microbatches: int):
+        self.parameters = {spec.fqn: parameter for parameter, spec in specs.items()}
+        self.prefetch = prefetch  # reduces gradients, in its buckets
+        self.microbatches = microbatches  # of the step
+        self.sums: dict[str, Tensor] = {}  # by FQN, until the last microbatch
+        self.added: Counter[str] = Counter()  # microbatches in the sums
 
-    k microbatches cost the communication of one, and the memory of the rank's unsharded weights and
-    gradients. With more than two ranks, a library may sum in an order that depends on the offset in
-    a bucket.
-    """
-    model = model_of(root)
-    if microbatches:
-        model.step = Step(model, microbatches)
-        if root._compiled_call_impl is not None:
-            model.step.hold_all(root)
-    else:
-        _gather(model)
-        _sum_in_reduce_dtype(root)
-    try:
-        yield
-        for fqn in model.handles:
-            collectives.wait_tensor(model.gathered[fqn])  # no graph may have read it
-    finally:
-        for fqn in model.handles:
-            del takes[fqn]
-        if model.step is not None:
-            model.step.end()
-        sums, model.sums, model.step = model.sums, {}, None
-        leaves, model.gathered, model.stand_ins, model.handles = (
-            model.gathered | model.stand_ins,
-            {},
-            {},
-            {},
-        )
-    read = {parameter: plan for parameter, plan in model.plans.items() if plan.fqn in leaves}
-    found = (
-        (parameter, sums.pop(plan.fqn, leaves.pop(plan.fqn).grad))
-        for parameter, plan in read.items()
-    )
-    _reduce({parameter: gradient for parameter, gradient in found if gradient is not None}, model)
+    def add(self, spec: ShardSpec, gradient: Tensor, *, copy: bool) -> None:
+        """Add a microbatch's gradient. The last one starts the reduction into `parameter.grad`.
 
-
-class Step:
-    """A step whose communication overlaps with its first forward and its last backward, in the
-    buckets of eager mode.
-    """
-
-    def __init__(self, model: Any, microbatches: int):
-        self.model, self.microbatches = model, microbatches
-        self.added = Counter[str]()  # gradients so far, by FQN
-        self.parts: dict[str, Tensor] = {}  # first gradients of tied weights in a microbatch
-        # of a compiled model
-        self.arrivals: list[Arrival] = []
-        self.later = deque[tuple[list[nn.Parameter], Bucket, list[Tensor]]]()
-        self.in_flight = deque[tuple[Bucket, list[Tensor], InFlight]]()
-        self.finished = 0  # buckets that have been gathered
-        self.parameters = {plan.fqn: parameter for parameter, plan in model.plans.items()}
-
-    @_disable_current_modes()
-    @torch.no_grad()
-    def gather(self, read: ShardSpec) -> None:
-        """Hold the weights of the block that is read.
-
-        The next block is then in flight (eager.py).
+        copy: the caller uses the gradient's memory again.
         """
-        eager = self.model.eager
-        for members, bucket in eager.blocks[eager.block_of[read.fqn]]:
-            for parameter, plan in zip(members, bucket.plans, strict=True):
-                weight = eager.gather(local(parameter), plan, self.model.scales.of(plan.fqn))
-                hold(self.model, plan, weight.detach(), parameter.requires_grad)
-                if parameter.requires_grad:
-                    leaf_of(self.model, plan).register_post_accumulate_grad_hook(
-                        functools.partial(self.add, plan)
-                    )
+        if spec.fqn in self.sums:
+            self.sums[spec.fqn] += gradient
+        else:
+            self.sums[spec.fqn] = gradient.to(spec.reduce_dtype, copy=copy)
+        self.added[spec.fqn] += 1
+        assert self.added[spec.fqn] <= self.microbatches, "more backwards than microbatches"
+        if self.added[spec.fqn] == self.microbatches:
+            parameter = self.parameters[spec.fqn]
+            rows = self.prefetch.reduce(self.sums.pop(spec.fqn), spec, parameter.dtype)
+            parameter.grad = as_shard_of(parameter, rows)
 
-    @torch.no_grad()
-    def hold_all(self, root: nn.Module) -> None:
-        """Hold the weights of a compiled model in tensors that its graph waits for (arriving.py).
-
-        Gather the first ones.
-        """
-        reads = Counter(
-            plan.fqn
-            for module in root.modules()
-            for plan in module.__dict__["_fsdp"].plans.values()
-        )
-        for members, bucket in gather_buckets(self.model.plans):
-            if bucket.plans[0].shard_degree > 1:
-                tables = bucket.tables(local(members[0]))
-                weights, finish = (
-                    bucket.weights_of(tables),
-                    functools.partial(self.finish_gathers, len(self.later)),
-                )
-                self.arrivals += [register(weight, finish) for weight in weights]
-                self.later.append((members, bucket, tables))
-            else:
-                weights = bucket.finish_gather(_start_gather(self.model, members, bucket))
-            for parameter, plan, weight in zip(members, bucket.plans, weights, strict=True):
-                hold(self.model, plan, weight.detach(), trains=False)
-                handle = weight.new_empty(0, dtype=plan.param_dtype).requires_grad_(
-                    parameter.requires_grad
-                )
-                self.model.handles[plan.fqn] = handle
-                assert plan.fqn not in takes, "two models with the same FQNs in a step"
-                takes[plan.fqn] = functools.partial(
-                    self.take_part if reads[plan.fqn] > 1 else self.take, plan, copy=True
-                )
-        self.start_next()
-
-    def start_next(self) -> None:
-        if self.later:
-            members, bucket, tables = self.later.popleft()
-            self.in_flight.append(
-                (bucket, tables, _start_gather(self.model, members, bucket, tables))
+    def check_complete(self) -> None:
+        """Raise RuntimeError for gradients that wait for a microbatch that did not run."""
+        for fqn in self.sums:
+            raise RuntimeError(
+                f"{fqn} has gradients of {self.added[fqn]} of the step's {self.microbatches}"
+                " microbatches, and was not reduced"
             )
 
+
+class OncePerStepGatherer:
+    """Gathers a block at its first read in a step and keeps it: for a model in eager mode.
+
+    A kept weight, or the stand-in of float8 bytes, is a leaf of autograd.
+    """
+
+    def __init__(self, scales: Float8Scales, prefetch: PrefetchGatherer, gradients: StepGradients):
+        self.scales = scales
+        self.prefetch = prefetch  # gathers blocks, one ahead
+        self.gradients = gradients
+        self.weights: dict[str, Tensor] = {}  # full weights, by FQN
+        self.leaves: dict[str, Tensor] = {}  # that autograd accumulates their gradients into
+        self.specs: dict[str, ShardSpec] = {}  # of the weights
+
+    def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor | Scaled:
+        """Return the full weight, a leaf of autograd."""
+        scale = self.scales.get(spec.fqn)
+        if spec.fqn not in self.weights:
+            self._gather_block(spec)
+        weight = self.weights[spec.fqn]
+        if scale is None:
+            return weight
+        return Scaled(weight, scale, self.leaves[spec.fqn] if spec.float8 else None)
+
     @_disable_current_modes()
     @torch.no_grad()
-    def finish_gathers(self, last: int) -> None:
+    def _gather_block(self, spec: ShardSpec) -> None:
+        """Gather the block of a weight, while the next one is in flight."""
+        for bucket in self.prefetch.blocks[self.prefetch.block_of[spec.fqn]]:
+            for parameter, member in zip(bucket.parameters, bucket.specs, strict=True):
+                scale = self.scales.get(member.fqn)
+                weight = self.prefetch.gather(local(parameter), member, scale)
+                leaf = self.keep(weight.detach(), member, parameter.requires_grad)
+                if parameter.requires_grad:
+                    take_gradient = functools.partial(self._take_gradient, member)
+                    leaf.register_post_accumulate_grad_hook(take_gradient)
+
+    def keep(self, weight: Tensor, spec: ShardSpec, requires_grad: bool) -> Tensor:
+        """Keep a gathered weight, which modules read from now on. Returns its leaf."""
+        stand_in = spec.gradient_stand_in(weight)
+        leaf = weight if stand_in is None else stand_in
+        leaf.requires_grad_(requires_grad)
+        self.weights[spec.fqn] = weight
+        self.leaves[spec.fqn] = leaf
+        self.specs[spec.fqn] = spec
+        return leaf
+
+    def _take_gradient(self, spec: ShardSpec, leaf: Tensor) -> None:
+        """Move the gradient that autograd has accumulated in a leaf to the sum of the step."""
+        assert leaf.grad is not None
+        gradient = leaf.grad
+        leaf.grad = None
+        self.gradients.add(spec, gradient, copy=False)
+
+    def take_gradients(self) -> None:
+        """Take all gradients, after a backward that has set `.grad` and run no hook."""
+        for fqn, leaf in self.leaves.items():
+            if leaf.grad is not None:
+                self._take_gradient(self.specs[fqn], leaf)
+
+    def finish(self) -> None:
+        """End the step after its last backward."""
+        self.gradients.check_complete()
+
+    def close(self) -> None:
+        """Drop the weights.
+
+        Otherwise, cycles of references keep them until Python collects garbage.
+        """
+        self.weights.clear()
+        self.leaves.clear()
+
+
+class CompiledStepGatherer:
+    """Gathers the weights of a compiled model once per step, while its graph runs.
+
+    One graph serves all microbatches: full weights are inputs, allocated before they are gathered.
+    The graph waits for a weight where it uses it first (`_ArrivingWeight`), which finishes the
+    weight's bucket and starts the next one, in the first microbatch alone. Backward hands each
+    gradient over as soon as it has computed it (`take_gradient`). Autograd sees an empty handle in
+    place of the weight, whose gradient keeps `take_gradient` in the graph.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, specs: Specs, scales: Float8Scales, gradients: StepGradients, reads: Counter[str]
+    ):
+        self.scales = scales
+        self.gradients = gradients
+        self.specs = {spec.fqn: spec for spec in specs.values()}
+        self.reads = reads  # of a weight in a forward, by FQN: two of a tied one
+        self.first_reads: dict[str, Tensor] = {}  # a tied weight's first gradient in a microbatch
+        self.weights: dict[str, Tensor] = {}  # full weights, by FQN
+        self.handles: dict[str, Tensor] = {}  # (0,), by FQN
+        self.buckets: list[_BucketGather] = []  # those that are sharded
+        self.started = 0  # of the buckets
+        self.finished = 0
+        self.arrivals: list[_Arrival] = []  # kept until graphs wait for them
+        for bucket in gather_buckets(specs):
+            self._allocate(bucket)
+        self._start_next()
+
+    def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor | Scaled:
+        """Return the full weight, as nodes of a graph that wait for it."""
+        scale = self.scales.get(spec.fqn)
+        weight, stand_in = _ArrivingWeight.apply(
+            self.weights[spec.fqn], self.handles[spec.fqn], spec
+        )
+        return weight if scale is None else Scaled(weight, scale, stand_in)
+
+    def _allocate(self, bucket: Bucket) -> None:
+        """Allocate the weights of a bucket, and their handles."""
+        if bucket.specs[0].shard_degree > 1:
+            tables = bucket.allocate_tables()
+            weights = bucket.weights_of(tables)
+            finish = functools.partial(self._finish_gathers, len(self.buckets))
+            for weight in weights:
+                self.arrivals.append(_Arrival.of(weight, finish))
+            self.buckets.append(_BucketGather(bucket, tables))
+        else:
+            weights = bucket.finish_gather(bucket.start_gather(self.scales))
+        for parameter, spec, weight in zip(bucket.parameters, bucket.specs, weights, strict=True):
+            handle = weight.new_empty(0, dtype=spec.param_dtype)
+            self.weights[spec.fqn] = weight.detach()
+            self.handles[spec.fqn] = handle.requires_grad_(parameter.requires_grad)
+            assert spec.fqn not in _receivers, "two models with the same FQNs in a step"
+            _receivers[spec.fqn] = self
+
+    def _start_next(self) -> None:
+        if self.started < len(self.buckets):
+            gather = self.buckets[self.started]
+            gather.in_flight = gather.bucket.start_gather(self.scales, gather.tables)
+            self.started += 1
+
+    @_disable_current_modes()
+    @torch.no_grad()
+    def _finish_gathers(self, last: int) -> None:
         """Wait for the buckets up to number `last`, in the same order on all ranks.
 
         The next one is then in flight.
         """
         while self.finished <= last:
-            self.start_next()
-            bucket, tables, started = self.in_flight.popleft()
-            bucket.finish_gather(started, tables)
-            del started  # before the next bucket needs memory
+            self._start_next()
+            gather = self.buckets[self.finished]
+            assert gather.in_flight is not None
+            gather.bucket.finish_gather(gather.in_flight, gather.tables)
+            gather.in_flight = None  # before the next bucket needs memory
             self.finished += 1
 
-    def end(self) -> None:
-        """Drop the weights.
+    def receive(self, fqn: str, gradient: Tensor) -> None:
+        """Take a microbatch's gradient from backward, which uses its memory again.
 
-        Otherwise, cycles of references keep them until Python collects garbage.
+        The two gradients of a tied weight are added up first, as autograd does.
         """
-        for state in (self.arrivals, self.later, self.in_flight):
-            state.clear()
-
-    def add(self, plan: ShardSpec, leaf: Tensor) -> None:
-        """Take the gradient of a leaf."""
-        assert leaf.grad is not None
-        gradient, leaf.grad = leaf.grad, None
-        self.take(plan, gradient)
-
-    def take(self, plan: ShardSpec, gradient: Tensor, copy: bool = False) -> None:
-        """Add a microbatch's gradient to the sum. The bucket of the last one starts to be reduced.
-
-        copy: keep no gradient.
-        """
-        _add(self.model.sums, plan, gradient, copy)
-        self.added[plan.fqn] += 1
-        if self.added[plan.fqn] == self.microbatches:
-            parameter, gradient = self.parameters[plan.fqn], self.model.sums.pop(plan.fqn)
-            parameter.grad = as_shard_of(
-                parameter, self.model.eager.reduce(gradient, plan, parameter.dtype)
-            )
-        assert self.added[plan.fqn] <= self.microbatches
-
-    def take_part(self, plan: ShardSpec, gradient: Tensor, copy: bool) -> None:
-        """Add up the two gradients of a tied weight in a microbatch, as autograd does, and take
-        their sum.
-        """
-        first = self.parts.pop(plan.fqn, None)
-        if first is None:
-            self.parts[plan.fqn] = gradient.clone()
+        spec = self.specs[fqn]
+        if self.reads[fqn] == 1:
+            self.gradients.add(spec, gradient, copy=True)
+        elif fqn not in self.first_reads:
+            self.first_reads[fqn] = gradient.clone()
         else:
-            self.take(plan, first.add_(gradient))
+            self.gradients.add(spec, self.first_reads.pop(fqn).add_(gradient), copy=False)
+
+    def finish(self) -> None:
+        """End the step after its last backward."""
+        for weight in self.weights.values():
+            collectives.wait_tensor(weight)  # no graph may have read it
+        self.gradients.check_complete()
+
+    def close(self) -> None:
+        """Drop the weights, as OncePerStepGatherer does, and take no more gradients."""
+        for fqn in self.handles:
+            del _receivers[fqn]
+        self.weights.clear()
+        self.handles.clear()
+        self.arrivals.clear()
+        self.buckets.clear()
 
 
-@torch.no_grad()
-def _gather(model: Any) -> None:
-    """Gather the unsharded weights, which modules read from now on.
+@dataclass
+class _BucketGather:
+    """The gather of a bucket into memory that graphs have as inputs."""
 
-    They, or their stand-ins, are leaves of autograd.
+    bucket: Bucket
+    tables: list[Tensor]  # of Bucket.finish_gather
+    in_flight: InFlight | None = None
+
+
+class _Arrival(Work):
+    """Work that `wait_tensor` finds by the storage of its input: calls a function.
+
+    A graph can so wait for a collective that was started outside of it. Torch registers its own
+    asynchronous collectives in the same table (`allow_inflight_collective_as_graph_input_ctx`);
+    there is no public function for other work. A wait removes the entry, and without one it returns
+    its input: so the graph waits in the first microbatch alone.
     """
-    buckets = gather_buckets(model.plans)
-    started = (
-        (members, bucket, _start_gather(model, members, bucket)) for members, bucket in buckets
-    )
-    for members, bucket, in_flight in _prefetch(started):
-        for parameter, weight in zip(members, bucket.finish_gather(in_flight), strict=True):
-            hold(model, model.plans[parameter], weight.detach(), parameter.requires_grad)
-        del in_flight, weight  # before the next bucket needs memory
+
+    def __init__(self, finish: functools.partial[None]):
+        super().__init__()
+        self.finish = finish
+
+    @classmethod
+    def of(cls, weight: Tensor, finish: functools.partial[None]) -> "_Arrival":
+        """Make the next `wait_tensor` on the storage of `weight` call `finish`.
+
+        The caller keeps the result until then.
+        """
+        arrival = cls(finish)
+        _register_work(weight, arrival)
+        return arrival
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self.finish()
+        return True
 
 
-def _start_gather(
-    model: Any, members: Sequence[nn.Parameter], bucket: Bucket, tables: Sequence[Tensor] = ()
-) -> InFlight:
-    return bucket.start_gather(
-        [*map(local, members)], [model.scales.of(plan.fqn) for plan in bucket.plans], tables
-    )
+class _ArrivingContext(FunctionCtx):
+    """What a wait keeps for backward."""
+
+    spec: ShardSpec
 
 
-def hold(model: Any, plan: ShardSpec, weight: Tensor, trains: bool = True) -> None:
-    """Make modules read a gathered weight. It, or its stand-in, is a leaf of autograd."""
-    leaf = stand_in(weight, plan.param_dtype) if plan.float8 else weight
-    model.gathered[plan.fqn] = weight
-    (model.stand_ins if plan.float8 else model.gathered)[plan.fqn] = leaf.requires_grad_(trains)
+class _ArrivingWeight(torch.autograd.Function):
+    """(weight, its handle (0,)) -> the results of simple_fsdp.AllGather.
 
-
-def leaf_of(model: Any, plan: ShardSpec) -> Tensor:
-    """Return the tensor that autograd accumulates the gradient of a gathered weight into."""
-    return model.stand_ins.get(plan.fqn, model.gathered[plan.fqn])
-
-
-def _reduce(gradients: dict[nn.Parameter, Tensor], model: Any) -> None:
-    """Reduce gradients of unsharded weights into `parameter.grad`.
-
-    Empties `gradients`, to free each one early.
+    Backward gives their gradient to the CompiledStepGatherer.
     """
-    buckets = reduce_buckets({parameter: model.plans[parameter] for parameter in gradients})
-    started = (
-        (members, bucket, bucket.start_reduce([*map(gradients.pop, members)]))
-        for members, bucket in buckets
-    )
-    for members, bucket, in_flight in _prefetch(started):
-        for parameter, rows in zip(members, bucket.finish_reduce(in_flight), strict=True):
-            parameter.grad = as_shard_of(parameter, rows.to(parameter.dtype))
-        del in_flight, rows
+
+    @staticmethod
+    def forward(
+        ctx: _ArrivingContext, weight: Tensor, handle: Tensor, spec: ShardSpec
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)  # bytes have no gradient, for which autograd makes zeros
+        weight = collectives.wait_tensor(weight)
+        return weight, spec.gradient_stand_in(weight)
+
+    @staticmethod
+    def backward(
+        ctx: _ArrivingContext, of_weight: Tensor | None, of_stand_in: Tensor | None
+    ) -> tuple[None, Tensor, None]:
+        gradient = ctx.spec.gradient_of(of_weight, of_stand_in)
+        return None, take_gradient(gradient, ctx.spec.fqn), None
 
 
-def _prefetch(started: Iterable[Started]) -> Iterator[Started]:
-    """Yield items in order, each after IN_FLIGHT - 1 later ones have been started.
-
-    Keeps no reference to a yielded item.
-    """
-    under_way: deque[Started] = deque()
-    for each in started:
-        under_way.append(each)
-        del each
-        if len(under_way) == IN_FLIGHT:
-            yield under_way.popleft()
-    while under_way:
-        yield under_way.popleft()
+# The gatherer of the step that runs, by FQN. An operator of a graph has only tensors and plain
+# values as arguments, so it finds the gatherer here.
+_receivers: dict[str, CompiledStepGatherer] = {}
 
 
-def gradient_leaves(root: nn.Module) -> list[Tensor]:
-    """Return the tensors that autograd accumulates into: the gathered weights within
-    `gathered_for_step`, else the parameters.
-    """
-    model = model_of(root)
-    return [
-        leaf_of(model, plan) if plan.fqn in model.gathered else parameter
-        for parameter, plan in model.plans.items()
-    ]
+@torch.library.custom_op("titan_lite::take_gradient", mutates_args=())
+def take_gradient(gradient: Tensor, fqn: str) -> Tensor:
+    """Give the gradient of a weight to the step's gatherer. Returns that of the weight's handle."""
+    _receivers[fqn].receive(fqn, gradient)
+    return gradient.new_empty(0)
 
 
-def fold_gradients(root: nn.Module) -> None:
-    """Add each `.grad` to the sums in reduce_dtype, as hooks do, after a backward within
-    `gathered_for_step` that ran none.
-    """
-    model = model_of(root)
-    for plan, leaf in zip(model.plans.values(), gradient_leaves(root), strict=True):
-        if plan.fqn not in model.gathered or leaf.grad is None:
-            continue
-        if model.step is not None:
-            model.step.add(plan, leaf)
-        elif leaf.dtype != plan.reduce_dtype:
-            _fold(model.sums, plan, leaf)
-
-
-def _sum_in_reduce_dtype(root: nn.Module) -> None:
-    """Register hooks that sum the gradients of every backward in reduce_dtype, where they are
-    computed in another dtype.
-    """
-    model = model_of(root)
-    for plan in model.plans.values():
-        leaf = leaf_of(model, plan)
-        if leaf.requires_grad and plan.param_dtype != plan.reduce_dtype:
-            leaf.register_post_accumulate_grad_hook(functools.partial(_fold, model.sums, plan))
-
-
-def _fold(sums: dict[str, Tensor], plan: ShardSpec, leaf: Tensor) -> None:
-    """Add a microbatch's gradient to the sum in reduce_dtype, and free it."""
-    assert leaf.grad is not None
-    _add(sums, plan, leaf.grad)
-    leaf.grad = None
-
-
-def _add(sums: dict[str, Tensor], plan: ShardSpec, gradient: Tensor, copy: bool = False) -> None:
-    if plan.fqn in sums:
-        sums[plan.fqn] += gradient
-    else:
-        sums[plan.fqn] = gradient.to(plan.reduce_dtype, copy=copy)
+@take_gradient.register_fake
+def _(gradient: Tensor, fqn: str) -> Tensor:
+    return gradient.new_empty(0)

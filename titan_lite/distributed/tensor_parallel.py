@@ -233,7 +233,7 @@ class _Float8Tokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
         ctx.axis = axis
-        ctx.set_materialize_grads(False)  # as in _Gather of simple_fsdp.py
+        ctx.set_materialize_grads(False)  # as in AllGather of simple_fsdp.py
         data = _all_gather(to_bytes(x, scale), axis)
         return data, stand_in(data, x.dtype)
 

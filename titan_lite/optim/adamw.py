@@ -87,8 +87,8 @@ class _Shards(NamedTuple):
 
 
 def _waited(gradient: Tensor) -> Tensor:
-    """Return the plain tensor of a gradient that is still being reduced (distributed/prefetch.py):
-    a compiler cannot trace the waiting one.
+    """Return the plain tensor of a gradient that is still being reduced
+    (distributed/gradient_reducer.py): a compiler cannot trace the waiting one.
     """
     return gradient.wait() if isinstance(gradient, AsyncCollectiveTensor) else gradient
 

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titan_lite.compile.backends import expect_fused_products
 from titan_lite.config import ConfigError
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
-from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
+from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
 from titan_lite.models.llama3 import Transformer
 
@@ -39,9 +39,7 @@ def graphs_of(mesh):
     model = Transformer(HEADS)
     model.init_weights(0)
     apply_tensor_parallel(model, mesh["tp"])
-    apply_simple_fsdp(
-        model, parameter_mesh(mesh), param_dtype=F32, reduce_dtype=F32, reshard_after_forward=True
-    )
+    apply_simple_fsdp(model, parameter_mesh(mesh), FSDPOptions())
     graphs = []
 
     def capture(graph, inputs):

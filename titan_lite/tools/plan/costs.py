@@ -27,7 +27,7 @@ from titan_lite.cost.machine import Machine
 from titan_lite.cost.op_cost import flops_of
 from titan_lite.cost.timeline import simulate
 from titan_lite.distributed.axes import Axes, axis_along, ranks_in
-from titan_lite.distributed.buckets import Bucket, Plans, gather_buckets, reduce_buckets
+from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets, reduce_buckets
 from titan_lite.distributed.powersgd import SHARD_PASSES, factor_sizes
 from titan_lite.models.fqns import block_of, last_block
 
@@ -207,7 +207,7 @@ class _BucketTraffic(NamedTuple):
 
 
 def once_per_step_costs(
-    plans: Plans, machine: Machine, axes: Axes, hidden_under: Mapping[str, float]
+    plans: Specs, machine: Machine, axes: Axes, hidden_under: Mapping[str, float]
 ) -> dict[str, Costs]:
     """Return the costs of "gather" and "reduce", for parameters that are gathered once a step.
 
@@ -217,8 +217,8 @@ def once_per_step_costs(
     communication of the other: the longer of both counts.
     """
     last = last_block(plan.fqn for plan in plans.values())
-    gathers = [_gather_traffic(bucket, last) for _, bucket in gather_buckets(plans)]
-    reductions = [_reduce_traffic(bucket, last) for _, bucket in reduce_buckets(plans)]
+    gathers = [_gather_traffic(bucket, last) for bucket in gather_buckets(plans)]
+    reductions = [_reduce_traffic(bucket, last) for bucket in reduce_buckets(plans)]
     shares = shares_of_blocks(plans)
     shares_before = dict(zip(shares, [0.0, *shares.values()], strict=False))
 
@@ -240,7 +240,7 @@ def _gather_traffic(bucket: Bucket, last: str) -> _BucketTraffic:
     collectives = []
     if flat.shard_degree > 1:
         collectives.append(_Collective("all_gather", float(nbytes), flat.shard_group))
-    return _BucketTraffic(block_of(bucket.plans[0].fqn, last), nbytes, collectives)
+    return _BucketTraffic(block_of(bucket.specs[0].fqn, last), nbytes, collectives)
 
 
 def _reduce_traffic(bucket: Bucket, last: str) -> _BucketTraffic:
@@ -251,7 +251,7 @@ def _reduce_traffic(bucket: Bucket, last: str) -> _BucketTraffic:
         collectives.append(_Collective("reduce_scatter", float(nbytes), flat.shard_group))
     for group in flat.sum_groups:
         collectives.append(_Collective("all_reduce", nbytes / flat.shard_degree, group))
-    return _BucketTraffic(block_of(bucket.plans[0].fqn, last), nbytes, collectives)
+    return _BucketTraffic(block_of(bucket.specs[0].fqn, last), nbytes, collectives)
 
 
 def _costs_of_buckets(
@@ -282,7 +282,7 @@ def _costs_of_buckets(
     return costs
 
 
-def shares_of_blocks(plans: Plans) -> dict[str, float]:
+def shares_of_blocks(plans: Specs) -> dict[str, float]:
     """Return the share of each block in the computation of a forward or backward, by its
     parameters, in the order of reads.
     """
@@ -298,7 +298,7 @@ def shares_of_blocks(plans: Plans) -> dict[str, float]:
 
 
 def compression_costs(
-    plans: Plans, machine: Machine, axes: Axes, parallelism: Parallelism
+    plans: Specs, machine: Machine, axes: Axes, parallelism: Parallelism
 ) -> Costs:
     """Return the costs of sums over copies after backward (distributed/powersgd.py).
 

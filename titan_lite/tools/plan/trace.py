@@ -54,17 +54,16 @@ from titan_lite.cost.collectives import (
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.timeline import Timeline
 from titan_lite.distributed.axes import Axes, axes_of, by_axis
-from titan_lite.distributed.buckets import Buckets, Plans, gather_buckets, reduce_buckets
+from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets, reduce_buckets
 from titan_lite.distributed.context_parallel import causal_attention
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import ParallelModel, parallelize
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.powersgd import factor_sizes
-from titan_lite.distributed.simple_fsdp import model_of
-from titan_lite.distributed.step_gather import hold
+from titan_lite.distributed.simple_fsdp import materialize, sharded_model
+from titan_lite.distributed.step_gather import OncePerStepGatherer, StepGradients
 from titan_lite.dtensor import local
 from titan_lite.models.attention import fits_flash
 from titan_lite.models.llama3 import Transformer
@@ -268,7 +267,7 @@ def trace_stage(
 
     of_model.graphs.update({f"loss_{name}": graph for name, graph in of_loss.graphs.items()})
     graphs = of_model.graphs
-    plans = model_of(stage).plans
+    plans = sharded_model(stage).specs
     costs = [
         StageCosts(
             graphs={name: graph.costs[index] for name, graph in graphs.items()},
@@ -294,7 +293,7 @@ def trace_stage(
 
 def costs_once(
     layout: PlannedLayout,
-    plans: Plans,
+    plans: Specs,
     machine: Machine,
     axes: Axes,
     graphs: Mapping[str, "PricedGraph"],
@@ -315,7 +314,7 @@ def full_elements(plan: ShardSpec) -> int:
     return plan.rows * math.prod(plan.row_shape)
 
 
-def weights_of(plans: Plans, parallelism: Parallelism) -> list[Weight]:
+def weights_of(plans: Specs, parallelism: Parallelism) -> list[Weight]:
     """Return the weights of a stage, and the buckets of those that are gathered once per step."""
     gathered_with = _bucket_numbers(gather_buckets(plans))
     reduced_with = _bucket_numbers(reduce_buckets(plans))
@@ -334,11 +333,11 @@ def weights_of(plans: Plans, parallelism: Parallelism) -> list[Weight]:
     ]
 
 
-def _bucket_numbers(buckets: Buckets) -> dict[nn.Parameter, int]:
+def _bucket_numbers(buckets: Sequence[Bucket]) -> dict[nn.Parameter, int]:
     return {
         parameter: number
-        for number, (parameters, _) in enumerate(buckets)
-        for parameter in parameters
+        for number, bucket in enumerate(buckets)
+        for parameter in bucket.parameters
     }
 
 
@@ -373,10 +372,13 @@ def materialize_stage(layout: PlannedLayout, stage: Transformer) -> None:
     """Allocate the parameters in a fake world, gathered or sharded as in a step."""
     materialize(stage, torch.device("cpu"))
     if layout.gathers_once:
-        model = model_of(stage)
-        for plan in model.plans.values():
-            full = torch.zeros(plan.rows, *plan.row_shape, dtype=plan.gather_dtype)
-            hold(model, plan, full)
+        model = sharded_model(stage)
+        gradients = StepGradients(model.specs, model.prefetch, microbatches=1)
+        step = OncePerStepGatherer(model.scales, model.prefetch, gradients)
+        for spec in model.specs.values():
+            full = torch.zeros(spec.rows, *spec.row_shape, dtype=spec.gather_dtype)
+            step.keep(full, spec, requires_grad=True)
+        model.step = step
 
 
 class StageInputs(NamedTuple):

@@ -4,6 +4,7 @@ bit, in few collectives and little memory.
 
 import gc
 import time
+from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from unittest import mock
@@ -11,19 +12,25 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from parity import batch, build, counted, make_mesh, my_microbatches, step
+from parity import batch, build, gathered_apart, make_mesh, my_microbatches, step
 from ranks import run_ranks
 from test_buckets import BUCKETS, CONFIG, LAYOUTS
 from test_simple_fsdp import Rows
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan_lite.config import Float8
-from titan_lite.distributed import arriving, buckets
-from titan_lite.distributed import step_gather as accumulation
+from titan_lite.cost.collectives import all_gather_single, collectives
+from titan_lite.distributed import buckets, param_collectives
+from titan_lite.distributed.buckets import Bucket
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.param_collectives import ShardSpec
-from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, as_shard_of, model_of
-from titan_lite.distributed.step_gather import IN_FLIGHT, gathered_for_step, gradient_leaves
+from titan_lite.distributed.simple_fsdp import (
+    FSDPOptions,
+    apply_simple_fsdp,
+    gathered_for_step,
+    sharded_model,
+)
+from titan_lite.distributed.step_gather import IN_FLIGHT
 from titan_lite.dtensor import local
 from titan_lite.models.loss import cross_entropy_sum
 
@@ -37,27 +44,32 @@ MODELS = {
 
 
 @contextmanager
-def each_alone(root):
-    """The reference for gathered_for_step: gather and reduce each parameter by its own plan,
-    without buckets.
-    """
-    model = model_of(root)
-    for parameter, plan in model.plans.items():
-        whole = plan.start_gather(local(parameter)).wait().detach()
-        model.gathered[plan.fqn] = whole.requires_grad_(parameter.requires_grad)
-    accumulation._sum_in_reduce_dtype(root)
-    yield
-    for parameter, plan in model.plans.items():
-        gradient = model.sums.get(plan.fqn, model.gathered[plan.fqn].grad)
-        if gradient is not None:
-            rows = plan.finish_reduce(plan.start_reduce(gradient))
-            parameter.grad = as_shard_of(parameter, rows.to(parameter.dtype))
-    model.gathered, model.sums = {}, {}
+def parameter_collectives():
+    """Counts of the collectives of parameters that start within, and not those of tokens."""
+    counts = Counter()
+
+    class Counted:
+        def __getattr__(self, name):
+            def call(*args):
+                counts[name] += name != "wait_tensor"
+                return getattr(collectives, name)(*args)
+
+            return call
+
+    def all_gather(*args, **kwargs):
+        counts["all_gather"] += 1
+        return all_gather_single(*args, **kwargs)
+
+    with (
+        mock.patch.object(param_collectives, "collectives", Counted()),
+        mock.patch.object(param_collectives, "all_gather_single", all_gather),
+    ):
+        yield counts
 
 
 def train(way, mesh, config, param):
     """Return losses, gathered weights and this rank's gradients of two steps, and collectives of
-    the last outside the model.
+    the last one.
     """
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels, count=2)
@@ -65,15 +77,12 @@ def train(way, mesh, config, param):
     model.norm._parameters["weight"].requires_grad_(False)  # what has no gradient travels one way
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
-    for last in (False, True):
+    for _ in range(2):
         optimizer.zero_grad()
-        gathered = way(model)
-        with counted() if last else nullcontext() as gathers:
-            gathered.__enter__()
-        weights = [weight.detach().clone() for weight in gradient_leaves(model)]
-        loss, _ = step(model, mesh, mine, (labels != -100).sum(), gradient=False)
-        with counted() if last else nullcontext() as reductions:
-            gathered.__exit__(None, None, None)
+        with parameter_collectives() as counts, way(model, len(mine)):
+            loss, _ = step(model, mesh, mine, (labels != -100).sum(), gradient=False)
+            gathered = sharded_model(model).step.weights
+            weights = [weight.detach().clone() for _, weight in sorted(gathered.items())]
         gradients = [
             local(parameter.grad).clone()
             for parameter in model.parameters()
@@ -81,14 +90,14 @@ def train(way, mesh, config, param):
         ]
         optimizer.step()
         found.append((torch.tensor(loss), *weights, *gradients))
-    return found, (gathers, reductions)
+    return found, +counts
 
 
 def compare(layout):
     mesh = make_mesh(*LAYOUTS[layout])
     found = {}
     for name, (config, param) in MODELS.items():
-        alone, each = train(each_alone, mesh, config, param)
+        alone, each = train(gathered_apart, mesh, config, param)
         buckets, few = train(gathered_for_step, mesh, config, param)
         tensors = list(zip(sum(alone, ()), sum(buckets, ()), strict=True))
         assert all(
@@ -120,13 +129,14 @@ def test_buckets_change_no_number_and_are_few(layout):
                 ((buckets, buckets + 3 * (tp > 1), 3), few),
             )
             for (gathers, reductions, norms), counts in both:
-                sums = reductions if replicate > 1 else norms if tp > 1 else 0
-                expected = (
-                    ({"all_gather": gathers} if shard > 1 else {}),
-                    {"reduce_scatter": reductions} if shard > 1 else {},
-                )
-                assert counts[0] == expected[0]
-                assert counts[1] == expected[1] | ({"all_reduce": sums} if sums else {})
+                expected = {}
+                if shard > 1:
+                    expected = {"all_gather": gathers, "reduce_scatter_tensor": reductions}
+                if replicate > 1:
+                    expected["all_reduce"] = reductions
+                elif tp > 1:
+                    expected["all_reduce"] = norms
+                assert counts == expected
 
 
 def uneven():
@@ -137,20 +147,22 @@ def uneven():
     generator = torch.Generator().manual_seed(0)
     exact = Rows(8, 7, 5, 3, 1)
     model = Rows(8, 7, 5, 3, 1)
-    dtypes = dict(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    apply_simple_fsdp(
-        model, parameter_mesh(make_mesh(1, world)), **dtypes, reshard_after_forward=True
-    )
     of_ranks = [
         torch.randint(100, (world, *parameter.shape), generator=generator).float()
         for parameter in exact.parameters()
     ]
-    with mock.patch.object(buckets, "block_of", return_value="all"), gathered_for_step(model):
-        for (name, parameter), leaf, gradients in zip(
-            exact.named_parameters(), gradient_leaves(model), of_ranks, strict=True
-        ):
-            assert torch.equal(getattr(model, name), parameter)
-            leaf.grad = gradients[rank]
+    with mock.patch.object(buckets, "block_of", return_value="all"):
+        apply_simple_fsdp(model, parameter_mesh(make_mesh(1, world)), FSDPOptions())
+    with gathered_for_step(model, 1), parameter_collectives() as counts:
+        with torch.no_grad():
+            model(torch.ones(3))
+        losses = []
+        for (name, parameter), gradients in zip(exact.named_parameters(), of_ranks, strict=True):
+            weight = getattr(model, name)
+            assert torch.equal(weight, parameter)
+            losses.append((weight * gradients[rank]).sum())
+        sum(losses).backward()
+    assert +counts == {"all_gather": 1, "reduce_scatter_tensor": 1}
     for parameter, gradients in zip(model.parameters(), of_ranks, strict=True):
         assert torch.equal(parameter.grad.full_tensor(), gradients.sum(0))
 
@@ -161,9 +173,9 @@ def test_ranks_without_rows(world_size):
 
 
 def memory(param):
-    """Return the most tensors alive at once: flat buckets when another is started; weights, and
-    gradients of started buckets, while gradients are reduced. A thread of gloo may hold a finished
-    one a moment longer.
+    """Return the most tensors alive at once: flat buckets, and gradients of buckets that have
+    started, when another is started; weights after a step. A thread of gloo may hold a finished one
+    a moment longer.
     """
 
     def alive(storages, expected):
@@ -177,46 +189,38 @@ def memory(param):
     def reference(tensor):
         return StorageWeakRef(tensor.untyped_storage())
 
-    start_gather, start_reduce = ShardSpec.start_gather_of, ShardSpec.start_reduce
-    flat, weights, gradients, most = [], [], {}, {"flat": 0, "weights": 0, "gradients": 0}
-    done = []
+    start_gather, start_reduce = ShardSpec.start_gather_of, Bucket.start_reduce
+    flat, gradients, weights = [], [], []
+    most = {"flat": 0, "gradients": 0, "weights": 0}
 
-    def started(plan, bucket):
-        if " " in plan.fqn:  # what is alone is not copied
+    def watched_gather(spec, shard, out=None):
+        result = start_gather(spec, shard, out)
+        if " " in spec.fqn:  # what is alone is not copied
             most["flat"] = max(most["flat"], alive(flat, IN_FLIGHT - 1))
-            flat.append(reference(bucket))
-
-    def watched_gather(plan, shard, out=None):
-        result = start_gather(plan, shard, out)
-        started(plan, result.tensor)
+            flat.append(reference(result.tensor))
         return result
 
-    def watched_reduce(plan, gradient):
-        most["weights"] = max(most["weights"], alive(weights, 0))
-        most["gradients"] = max(most["gradients"], alive(done, 0))
-        done.extend(gradients[fqn] for fqn in plan.fqn.split() if " " in plan.fqn)
-        started(plan, gradient)
-        return start_reduce(plan, gradient)
+    def watched_reduce(bucket, full):
+        most["gradients"] = max(most["gradients"], alive(gradients, 0))
+        result = start_reduce(bucket, full)
+        if len(bucket.specs) > 1:
+            gradients.extend(map(reference, full))
+        return result
 
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
+    mine = my_microbatches(mesh, tokens, labels, count=2)
     model = build(CONFIG, mesh, param=param)
-    ShardSpec.start_gather_of, ShardSpec.start_reduce = watched_gather, watched_reduce
-    with gathered_for_step(model):
-        assert alive(flat, 0) == 0
-        step(
-            model,
-            mesh,
-            my_microbatches(mesh, tokens, labels, count=2),
-            (labels != -100).sum(),
-            gradient=False,
-        )
-        shared = model_of(model)
-        for fqn, whole in shared.gathered.items():
-            weights.append(reference(whole))
-            gradients[fqn] = reference(shared.sums.get(fqn, whole.grad))
-        del whole
-    assert alive(flat, 0) == 0
+    with (
+        mock.patch.object(ShardSpec, "start_gather_of", watched_gather),
+        mock.patch.object(Bucket, "start_reduce", watched_reduce),
+    ):
+        for _ in range(2):  # before prefetch has learnt the order, and after
+            with gathered_for_step(model, len(mine)):
+                step(model, mesh, mine, (labels != -100).sum(), gradient=False)
+                weights += map(reference, sharded_model(model).step.weights.values())
+            most["weights"] = max(most["weights"], alive(weights, 0))
+    assert alive(flat, 0) == alive(gradients, 0) == 0
     assert len(flat) == 2 * (BUCKETS - 2)  # embedding and output are alone
     return most
 
@@ -226,12 +230,13 @@ def memory(param):
 )
 def test_few_flat_buffers_live_beside_weights_and_gradients(param):
     for most in run_ranks(2, memory, param):
-        assert most == {"flat": IN_FLIGHT - 1, "weights": 0, "gradients": 0}
+        assert most["flat"] <= IN_FLIGHT - 1
+        assert most["gradients"] == most["weights"] == 0
 
 
 def overlapped(layout, cases):
-    """Per case: (tensors of two steps, events of the last) with all communication before and after,
-    and with overlap.
+    """Per case: (tensors of two steps, events of the last, buckets of gathers and of reductions)
+    with all communication before and after, and with overlap.
     """
     mesh = make_mesh(*LAYOUTS[layout])
     tokens, labels = batch()
@@ -239,7 +244,7 @@ def overlapped(layout, cases):
     every = []
     for config, options in cases:
         found = []
-        for count in (0, len(mine)):
+        for way in (gathered_apart, gathered_for_step):
             events = []
             model = build(config, mesh, **options)
             model.norm._parameters["weight"].requires_grad_(False)
@@ -251,7 +256,7 @@ def overlapped(layout, cases):
                 with (
                     watched(ShardSpec, "start_gather_of", events),
                     watched(ShardSpec, "start_reduce", events),
-                    gathered_for_step(model, count),
+                    way(model, len(mine)),
                 ):
                     for number, (input, label) in enumerate(mine):
                         events.append(f"forward {number}")
@@ -268,7 +273,13 @@ def overlapped(layout, cases):
                     ),
                 ]
                 optimizer.step()
-            found.append((tensors, list(events)))
+            specs = sharded_model(model).specs
+            trained = {each: spec for each, spec in specs.items() if each.requires_grad}
+            few = {
+                "start_gather_of": len(buckets.gather_buckets(specs)),
+                "start_reduce": len(buckets.reduce_buckets(trained)),
+            }
+            found.append((tensors, list(events), few))
         every.append(found)
     return every
 
@@ -330,15 +341,15 @@ SLOW += [
 def test_overlap_with_the_first_forward_and_the_last_backward_changes_no_number(layout, mode):
     replicate, shard, _ = LAYOUTS[layout]
     for ranks in run_ranks(replicate * shard, overlapped, layout, [*OVERLAPPED[mode].values()]):
-        for name, ((expected, apart), (tensors, events)) in zip(
+        for name, ((expected, *_), (tensors, events, few)) in zip(
             OVERLAPPED[mode], ranks, strict=True
         ):
             assert len(tensors) == len(expected) > 2
             assert all(map(torch.equal, tensors, expected)), name
             begin, last, end = (events.index(each) for each in ("backward 0", "backward 1", "end"))
-            for kind in ("start_gather_of", "start_reduce"):
-                assert events.count(kind) == apart.count(kind)
+            assert events.count("start_reduce") == few["start_reduce"]
             if shard > 1:
+                assert events.count("start_gather_of") == few["start_gather_of"]
                 assert "start_gather_of" not in events[begin:]
                 assert events[: events.index("forward 0")].count("start_gather_of") == (
                     mode != "eager"
@@ -347,56 +358,43 @@ def test_overlap_with_the_first_forward_and_the_last_backward_changes_no_number(
 
 
 def order_of_compiled():
-    """{microbatches told: the products and collectives of a step of two microbatches, in the order
-    they start}
-    """
+    """The products and collectives of a step of two microbatches, in the order they start."""
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels, count=2)
-    found = {}
     model = build(CONFIG, mesh, compiled="aot_eager")
-    for count in (0, 2):
-        for last in (False, True):
-            with (
-                torch.profiler.profile() if last else nullcontext() as profiler,
-                gathered_for_step(model, count),
-            ):
-                step(model, mesh, mine, (labels != -100).sum(), gradient=False)
-        kinds = {"aten::mm": "product", "_c10d_functional::reduce_scatter_tensor": "reduction"}
-        kinds |= {
-            each.name: "gather"
-            for each in profiler.events()
-            if each.name.startswith("c10d::") and "allgather_base" in each.name
-        }
-        events = sorted(profiler.events(), key=lambda event: event.time_range.start)
-        found[count] = [kinds[event.name] for event in events if event.name in kinds]
-    return found
+    for last in (False, True):
+        with (
+            torch.profiler.profile() if last else nullcontext() as profiler,
+            gathered_for_step(model, len(mine)),
+        ):
+            step(model, mesh, mine, (labels != -100).sum(), gradient=False)
+    kinds = {"aten::mm": "product", "_c10d_functional::reduce_scatter_tensor": "reduction"}
+    kinds |= {
+        each.name: "gather"
+        for each in profiler.events()
+        if each.name.startswith("c10d::") and "allgather_base" in each.name
+    }
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    return [kinds[event.name] for event in events if event.name in kinds]
 
 
 def test_a_compiled_model_gathers_and_reduces_between_its_products():
-    for found in run_ranks(2, order_of_compiled):
-        assert all(
-            order.count("gather") == order.count("reduction") == BUCKETS for order in found.values()
-        )
-        apart, order = found[0], found[2]
-        products = [number for number, kind in enumerate(apart) if kind == "product"]
-        assert (
-            apart[: products[0]].count("gather")
-            == apart[products[-1] :].count("reduction")
-            == BUCKETS
-        )
+    for order in run_ranks(2, order_of_compiled):
+        assert order.count("gather") == order.count("reduction") == BUCKETS
         products = [number for number, kind in enumerate(order) if kind == "product"]
-        assert (
-            order[: products[0]].count("gather") <= 3
-        )  # embedding, the first layer, and the next one in flight
+        # embedding, the first layer, and the next one in flight
+        assert order[: products[0]].count("gather") <= 3
         assert order[products[-1] :].count("reduction") <= 2  # the first layer, and the embedding
-        first, last = (
-            order.index("reduction"),
-            max(number for number, kind in enumerate(order) if kind == "gather"),
-        )
-        assert (
-            last < products[len(products) // 2] < first
-        )  # in the first microbatch, and in the last one
+        first_reduction = order.index("reduction")
+        last_gather = max(number for number, kind in enumerate(order) if kind == "gather")
+        # in the first microbatch, and in the last one
+        assert last_gather < products[len(products) // 2] < first_reduction
+
+
+def storages_of_weights(model):
+    weights = sharded_model(model).step.weights.values()
+    return [StorageWeakRef(each.untyped_storage()) for each in weights]
 
 
 def told_of_failure():
@@ -414,19 +412,14 @@ def told_of_failure():
     gc.disable()
     with suppress(ZeroDivisionError), gathered_for_step(model, 2):
         step(model, mesh, mine[:1], count, gradient=False)
-        weights = [
-            StorageWeakRef(each.untyped_storage()) for each in model_of(model).gathered.values()
-        ]
+        weights = storages_of_weights(model)
         raise ZeroDivisionError
     with gathered_for_step(model, 2):
         step(model, mesh, mine, count, gradient=False)
-        weights += [
-            StorageWeakRef(each.untyped_storage()) for each in model_of(model).gathered.values()
-        ]
+        weights += storages_of_weights(model)
     assert all(each.expired() for each in weights)
-    assert not arriving.takes
     gradients = [local(parameter.grad) for parameter in model.parameters()]
-    with gathered_for_step(model):
+    with gathered_apart(model):
         for parameter in model.parameters():
             parameter.grad = None
         step(model, mesh, mine, count, gradient=False)
@@ -437,3 +430,18 @@ def told_of_failure():
 
 def test_compiled_steps_leave_no_weights_behind():
     run_ranks(2, told_of_failure)
+
+
+def a_microbatch_less():
+    mesh = make_mesh(1, 1)
+    tokens, _ = batch()
+    model = build(CONFIG, mesh)
+    with (
+        pytest.raises(RuntimeError, match="1 of the step's 2 microbatches"),
+        gathered_for_step(model, 2),
+    ):
+        model(tokens).sum().backward()
+
+
+def test_gradients_that_wait_for_a_microbatch_are_an_error():
+    run_ranks(1, a_microbatch_less)

@@ -14,7 +14,7 @@ from tiny import HEADS, TIED, UNTIED
 
 from titan_lite.distributed import param_collectives as gather
 from titan_lite.distributed.buckets import Bucket
-from titan_lite.distributed.prefetch import Eager
+from titan_lite.distributed.prefetch import PrefetchGatherer
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 
@@ -50,7 +50,7 @@ class Watched:
 def train(model, mesh, count, waits_at_once=False):
     """(gradients of `count` microbatches; calls, with the end of each backward among them)."""
 
-    reduce = Eager.reduce
+    reduce = PrefetchGatherer.reduce
 
     def at_once(eager, gradient, plan, dtype):
         return plan.finish_reduce(plan.start_reduce(gradient)).to(dtype)
@@ -66,7 +66,7 @@ def train(model, mesh, count, waits_at_once=False):
     watched = Watched()
     with (
         mock.patch.object(gather, "collectives", watched),
-        mock.patch.object(Eager, "reduce", at_once if waits_at_once else noted),
+        mock.patch.object(PrefetchGatherer, "reduce", at_once if waits_at_once else noted),
     ):
         for input, label in my_microbatches(mesh, tokens, labels, count=count):
             (loss.of_logits(model(input), label) / (labels != -100).sum()).backward()
@@ -123,7 +123,7 @@ def reads_of(reshard):
     mesh, calls = make_mesh(1, 2), []
     model = build(UNTIED, mesh, reshard=reshard)
     tokens, labels = batch()
-    start, finish, read = Bucket.start_gather, Bucket.finish_gather, Eager.gather
+    start, finish, read = Bucket.start_gather, Bucket.finish_gather, PrefetchGatherer.gather
 
     def noted(function, event, name):
         def call(first, *args):
@@ -141,7 +141,7 @@ def reads_of(reshard):
         with (
             noted(start, "start", (Bucket, "start_gather")),
             noted(finish, "wait", (Bucket, "finish_gather")),
-            noted(read, "read", (Eager, "gather")),
+            noted(read, "read", (PrefetchGatherer, "gather")),
         ):
             loss = cross_entropy_sum(model(tokens[:4]), labels[:4])
             calls.append(("backward", ""))
