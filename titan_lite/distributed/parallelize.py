@@ -35,7 +35,7 @@ from titan_lite.distributed.context_parallel import (
 )
 from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.distributed.mesh import parameter_mesh
-from titan_lite.distributed.pipeline import Pipeline, SingleStage, keep_modules
+from titan_lite.distributed.pipeline import MicrobatchShapes, Pipeline, SingleStage, keep_modules
 from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.distributed.simple_fsdp import (
     FSDPOptions,
@@ -276,19 +276,22 @@ def build_runner(model: ParallelModel, device: torch.device) -> SingleStage | Pi
     layout, mesh = model.layout, model.mesh
     if layout.degrees["pp"] == 1:
         return SingleStage(model.stages[0], model.loss.of_output)
+    size = layout.microbatch_size
     tokens = layout.seq_len // layout.degrees["cp"]
-    hidden = (layout.microbatch_size, tokens // layout.degrees["tp"], layout.model.dim)
+    shapes = MicrobatchShapes(
+        tokens=(size, tokens),
+        hidden=(size, tokens // layout.degrees["tp"], layout.model.dim),
+        output=model.loss.output_shape(size, tokens),
+        dtype=getattr(torch, model.config.training.mixed_precision_param),
+    )
     return Pipeline(
         model.stages,
         layout.pipeline,
         mesh["pp"],
-        model.config.parallelism,
-        tokens=(layout.microbatch_size, tokens),
-        hidden=hidden,
-        output=model.loss.output_shape(layout.microbatch_size, tokens),
-        dtype=getattr(torch, model.config.training.mixed_precision_param),
-        loss_sum=model.loss.of_output,
-        device=device,
+        model.config.parallelism.pipeline_parallel_schedule,
+        shapes,
+        model.loss.of_output,
+        device,
     )
 
 

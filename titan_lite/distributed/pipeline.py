@@ -1,18 +1,19 @@
 """Pipeline parallelism: stages of consecutive modules are on different ranks, and microbatches pass
 through all stages.
 
-    keep_modules(model, plan.modules[0])           # removes the modules of other stages; FQNs do not change
-    pipeline = Pipeline(stages, plan, mesh["pp"], ...)                  # or SingleStage(model, loss_sum) for one stage
-    loss = pipeline.forward_backward(input, label, documents, tokens)
+    keep_modules(model, schedule.modules[0])    # removes other stages' modules; FQNs do not change
+    runner = Pipeline(stages, schedule, mesh["pp"], ...)    # SingleStage(model, loss_sum) for one
+    loss = runner.forward_backward(input, label, model_kwargs, tokens)
 
 torch.distributed.pipelining has the schedules and runs them. This package adds the split
-(pipeline_plan.py), the loss, and SimpleFSDP's gathered weights under a backward in two halves. A
-microbatch's loss is divided by the number of tokens of the step, so gradients are summed, never
+(pipeline_schedule.py), the loss, and SimpleFSDP's gathered weights under a backward in two halves.
+A microbatch's loss is divided by the number of tokens of the step, so gradients are summed, never
 averaged, and do not depend on the number of microbatches.
 """
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from titan_lite.config import Parallelism
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.simple_fsdp import sharded_model
 from titan_lite.models.shapes import module_fqns
@@ -48,105 +48,128 @@ class SingleStage:
     """The methods of Pipeline for an unsplit model.
 
     loss_sum: (output, labels) -> summed loss, a scalar or (B,) (models/loss.py); losses returned
-    have the same shape. documents: keyword arguments of the model beside tokens (models/llama3.py),
-    with a row for each sequence; with labels, the output is the loss.
+    have the same shape. model_kwargs: arguments of the model beside tokens (models/llama3.py), with
+    a row for each sequence; with labels, the output is the loss.
     """
 
     def __init__(self, model: nn.Module, loss_sum: Callable[[Tensor, Tensor], Tensor]):
-        self.model, self.loss_sum = model, loss_sum
+        self.model = model
+        self.loss_sum = loss_sum
 
     def forward_backward(
-        self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor
+        self, input: Tensor, label: Tensor, model_kwargs: dict[str, Tensor], tokens: Tensor
     ) -> Tensor:
         """Run backward of the loss of a local batch (B, T), divided by the step's `tokens`; return
         that loss.
         """
-        losses = self.loss_sum(self.model(input, **documents), label) / tokens
+        losses = self.loss_sum(self.model(input, **model_kwargs), label) / tokens
         losses.sum().backward()
         return losses.detach()
 
     @torch.no_grad()
-    def evaluate(self, input: Tensor, label: Tensor, documents: dict[str, Tensor]) -> Tensor:
+    def evaluate(self, input: Tensor, label: Tensor, model_kwargs: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of a local batch (B, T), without gradients."""
-        return self.loss_sum(self.model(input, **documents), label)
+        return self.loss_sum(self.model(input, **model_kwargs), label)
+
+
+@dataclass(frozen=True)
+class MicrobatchShapes:
+    """Shapes of a microbatch on this rank."""
+
+    tokens: tuple[int, int]  # (B, T): input of the first stage
+    hidden: tuple[int, int, int]  # (B, t, C): sent between stages
+    output: tuple[int, ...]  # of the last stage: logits (B, T, v), or losses () or (B,)
+    dtype: torch.dtype  # of hidden states and logits
+
+    def meta_input(self) -> Tensor:
+        """Return the input of the first stage, without data."""
+        return torch.empty(self.tokens, dtype=torch.int64, device="meta")
+
+    def meta_hidden(self) -> Tensor:
+        """Return what is sent between stages, without data."""
+        return torch.empty(self.hidden, dtype=self.dtype, device="meta", requires_grad=True)
+
+    def meta_output(self) -> Tensor:
+        """Return the output of the last stage, without data. Losses are in float32."""
+        dtype = self.dtype if len(self.output) == 3 else torch.float32
+        return torch.empty(self.output, dtype=dtype, device="meta", requires_grad=True)
 
 
 class Pipeline:
-    """This rank's stages and their schedule.
+    """This rank's stages, and torch's schedule that runs them.
 
-    stages: models in the order of plan.stages_of(rank). tokens (B, T), hidden (B, t, C), output:
-    shapes on this rank of a microbatch's input, activations sent between stages (of `dtype`) and
-    output, logits (B, T, v) or losses. loss_sum: as for SingleStage.
+    stages: models in the order of split.stages_of(rank). schedule_name: one of torch's. loss_sum: as
+    for SingleStage.
     """
 
     def __init__(
         self,
         stages: Sequence[nn.Module],
-        plan: PipelineSchedule,
+        split: PipelineSchedule,
         mesh: DeviceMesh,
-        parallelism: Parallelism,
-        *,
-        tokens: tuple[int, int],
-        hidden: tuple[int, int, int],
-        output: tuple[int, ...],
-        dtype: torch.dtype,
+        schedule_name: str,
+        shapes: MicrobatchShapes,
         loss_sum: Callable[[Tensor, Tensor], Tensor],
         device: torch.device,
     ):
-        self.plan, self.loss_sum, self.device = plan, loss_sum, device
-        self.hidden, self.dtype = hidden, dtype
-        self.rank, self.group = mesh.get_local_rank(), mesh.get_group()
-        self.models = dict(zip(plan.stages_of(self.rank), stages, strict=True))
-        self.last = len(plan.rank_of) - 1
-        self.has_last = self.last in self.models
+        self.split = split
+        self.shapes = shapes
+        self.loss_sum = loss_sum
+        self.device = device
+        self.rank = mesh.get_local_rank()
+        self.group = mesh.get_group()
+        self.models = dict(zip(split.stages_of(self.rank), stages, strict=True))  # by stage
+        self.last_stage = len(split.rank_of) - 1
+        self.has_last = self.last_stage in self.models
+        # of the step that runs
         self.tokens = torch.ones((), device=device)
-        with torch.device("meta"):
-            first = torch.empty(tokens, dtype=torch.int64)
-            between = torch.empty(hidden, dtype=dtype, requires_grad=True)
-            last = torch.empty(
-                output, dtype=dtype if len(output) == 3 else torch.float32, requires_grad=True
-            )
-        parts = [
-            _Stage(
-                _Leaves(model),
-                index,
-                self.last + 1,
-                device,
-                input_args=first if index == 0 else between,
-                output_args=last if index == self.last else between,
-                group=self.group,
-            )
-            for index, model in self.models.items()
-        ]
-        options: dict[str, Any] = dict(
-            n_microbatches=plan.microbatches, loss_fn=self._loss, scale_grads=False
+        self.losses: list[Tensor] = []  # in the order of microbatches
+
+        torch_stages = [self._torch_stage(stage, model) for stage, model in self.models.items()]
+        schedule_class: Any = get_schedule_class(schedule_name)
+        is_single = issubclass(schedule_class, PipelineScheduleSingle)  # one stage a rank
+        self.schedule: Any = schedule_class(
+            torch_stages[0] if is_single else torch_stages,
+            n_microbatches=split.microbatches,
+            loss_fn=self._microbatch_loss,
+            scale_grads=False,
         )
-        cls: Any = get_schedule_class(parallelism.pipeline_parallel_schedule)
-        single = issubclass(cls, PipelineScheduleSingle)
-        self.schedule: Any = cls(parts[0] if single else parts, **options)
+
+    def _torch_stage(self, stage: int, model: nn.Module) -> PipelineStage:
+        shapes = self.shapes
+        is_last = stage == self.last_stage
+        return _Stage(
+            _Leaves(model),
+            stage,
+            self.last_stage + 1,
+            self.device,
+            input_args=shapes.meta_input() if stage == 0 else shapes.meta_hidden(),
+            output_args=shapes.meta_output() if is_last else shapes.meta_hidden(),
+            group=self.group,
+        )
 
     def forward_backward(
-        self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor
+        self, input: Tensor, label: Tensor, model_kwargs: dict[str, Tensor], tokens: Tensor
     ) -> Tensor:
         """Run backward of the loss of a local batch (B, T) / the step's `tokens`; return it, zero
         except on the last stage.
         """
         self.tokens = tokens
-        self.losses: list[Tensor] = []  # in the order of microbatches
-        arguments = (input,) if 0 in self.models else ()
+        self.losses = []
+        inputs = (input,) if 0 in self.models else ()
         target = label if self.has_last else None
-        self.schedule.step(*arguments, target=target, return_outputs=False, **documents)
+        self.schedule.step(*inputs, target=target, return_outputs=False, **model_kwargs)
         if not self.has_last:
             return torch.zeros((), device=self.device)
         return torch.cat(self.losses) if self.losses[0].ndim else torch.stack(self.losses).sum()
 
-    def _loss(self, logits: Tensor, label: Tensor) -> Tensor:
-        losses = self.loss_sum(logits, label) / self.tokens
+    def _microbatch_loss(self, output: Tensor, label: Tensor) -> Tensor:
+        losses = self.loss_sum(output, label) / self.tokens
         self.losses.append(losses.detach())
         return losses.sum()
 
     @torch.no_grad()
-    def evaluate(self, input: Tensor, label: Tensor, documents: dict[str, Tensor]) -> Tensor:
+    def evaluate(self, input: Tensor, label: Tensor, model_kwargs: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of a local batch (B, T), without gradients; zero except on the
         rank of the last stage.
 
@@ -155,34 +178,37 @@ class Pipeline:
         neighbouring stages share a rank.
         """
         losses: list[Tensor] = []
-        sends = []
-        number = self.plan.microbatches
-        for tokens, labels, *parts in zip(
-            *(each.chunk(number) for each in (input, label, *documents.values())), strict=True
-        ):
-            theirs = dict(zip(documents, parts, strict=True))
-            output = torch.empty(0)
+        sends: list[tuple[dist.Work, Tensor]] = []
+        tensors = (input, label, *model_kwargs.values())
+        chunks = [tensor.chunk(self.split.microbatches) for tensor in tensors]
+        for tokens, labels, *values in zip(*chunks, strict=True):
+            kwargs = dict(zip(model_kwargs, values, strict=True))
+            output = tokens
             for stage, model in self.models.items():
-                if stage > 0 and self.plan.rank_of[stage - 1] != self.rank:
-                    output = torch.empty(self.hidden, dtype=self.dtype, device=self.device)
-                    dist.recv(output, group=self.group, group_src=self.plan.rank_of[stage - 1])
-                output = model(output if stage > 0 else tokens, **theirs)
-                if stage == self.last:
+                if stage > 0 and self.split.rank_of[stage - 1] != self.rank:
+                    output = self._receive_hidden(self.split.rank_of[stage - 1])
+                output = model(output, **kwargs)
+                if stage == self.last_stage:
                     losses.append(self.loss_sum(output, labels))
-                elif self.plan.rank_of[stage + 1] != self.rank:
-                    output = output.contiguous()
-                    work = dist.isend(
-                        output, group=self.group, group_dst=self.plan.rank_of[stage + 1]
-                    )
-                    sends.append((work, output))  # keeps output alive until it is sent
+                elif self.split.rank_of[stage + 1] != self.rank:
+                    sends.append(self._send_hidden(output, self.split.rank_of[stage + 1]))
         for work, _ in sends:
-            assert work is not None
             work.wait()
-        return (
-            torch.cat(losses)
-            if losses and losses[0].ndim
-            else sum(losses, torch.zeros((), device=self.device))
-        )
+        if losses and losses[0].ndim:
+            return torch.cat(losses)
+        return sum(losses, torch.zeros((), device=self.device))
+
+    def _receive_hidden(self, rank: int) -> Tensor:
+        hidden = torch.empty(self.shapes.hidden, dtype=self.shapes.dtype, device=self.device)
+        dist.recv(hidden, group=self.group, group_src=rank)
+        return hidden
+
+    def _send_hidden(self, hidden: Tensor, rank: int) -> tuple[dist.Work, Tensor]:
+        """Start to send. The tensor is returned, too, to be kept alive until it is sent."""
+        hidden = hidden.contiguous()
+        work = dist.isend(hidden, group=self.group, group_dst=rank)
+        assert work is not None
+        return work, hidden
 
 
 class _Leaves(nn.Module):
