@@ -12,7 +12,7 @@ averaged, and do not depend on the number of microbatches.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +98,8 @@ class MicrobatchShapes:
 class Pipeline:
     """This rank's stages, and torch's schedule that runs them.
 
-    stages: models in the order of split.stages_of(rank). schedule_name: one of torch's. loss_sum: as
-    for SingleStage.
+    stages: models in the order of split.stages_of(rank). schedule_name: one of torch's. loss_sum:
+    as for SingleStage.
     """
 
     def __init__(
@@ -212,16 +212,18 @@ class Pipeline:
 
 
 class _Leaves(nn.Module):
-    """A model that returns the current `gradient_leaves` as its parameters, for torch's schedules."""
+    """A model whose parameters, for torch's schedules, are the current `gradient_leaves`: what a
+    backward in two halves computes gradients of.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, *args: Any, **named: Any) -> Any:
-        return self.model(*args, **named)
+    def forward(self, *args: Tensor, **model_kwargs: Tensor) -> Tensor:
+        return self.model(*args, **model_kwargs)
 
-    def parameters(self, recurse: bool = True) -> Any:
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
         return iter(sharded_model(self.model).gradient_leaves())
 
 
@@ -236,7 +238,7 @@ class _Stage(PipelineStage):
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
-    ) -> Any:
+    ) -> tuple[tuple[Tensor | None, ...], list[dict] | None]:
         """Run the half of a backward that computes gradients of weights as one."""
         backward = functools.partial(
             super().backward_maybe_with_nosync, backward_type, bwd_kwargs, last_backward
