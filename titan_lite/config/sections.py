@@ -33,7 +33,7 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    def replace(self: Own, **values: Any) -> Own:
+    def replace(self: Own, **values: object) -> Own:
         """Return a copy with other values, whose types and bounds are not checked.
 
         Raises TypeError for an unknown key.

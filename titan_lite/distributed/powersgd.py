@@ -17,10 +17,10 @@ numbers travel instead of n m:
     Q = sum of M^T P over copies                    the next step begins with this Q ("warm start")
     error = M - P (M^T P)^T     gradient = P Q^T    the same bits on all copies
 
-Backward and its graphs leave dp_replicate out of their sums (`reduce_over_replicas` of simple_fsdp.py), so
-that gradients of microbatches add up in the shards. All P share one all-reduce, and all Q another
-one. Shards that are too small for it travel as they are, in one bucket, in reduce_dtype. Nothing
-hides these collectives.
+Backward and its graphs leave dp_replicate out of their sums (`reduce_over_replicas` of
+simple_fsdp.py), so that gradients of microbatches add up in the shards. All P share one all-reduce,
+and all Q another one. Shards that are too small for it travel as they are, in one bucket, in
+reduce_dtype. Nothing hides these collectives.
 """
 
 import time

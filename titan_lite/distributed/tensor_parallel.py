@@ -231,14 +231,14 @@ def _gather_gradient(gradient: Tensor, axis: Axis) -> Scaled:
 
 class _Float8Tokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:  # noqa: ANN401 torch's
         ctx.axis = axis
         ctx.set_materialize_grads(False)  # as in AllGather of simple_fsdp.py
         data = _all_gather(to_bytes(x, scale), axis)
         return data, stand_in(data, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, _: None, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, _: None, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 torch's
         return _reduce_scatter(gradient, ctx.axis), None, None
 
 
@@ -246,13 +246,13 @@ class _Tokens(torch.autograd.Function):
     """A collective `move`, with `move_back` as its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, move: Callable, move_back: Callable) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, move: Callable, move_back: Callable) -> Tensor:  # noqa: ANN401 torch's
         ctx.axis = axis
         ctx.move_back = move_back
         return move(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401 torch's
         return ctx.move_back(gradient, ctx.axis), None, None, None
 
 

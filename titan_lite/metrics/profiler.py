@@ -36,7 +36,7 @@ class Profiler:
         if self.config.enable_memory_snapshot and self.done % self.config.profile_freq == 0:
             self.save_memory_snapshot("memory")
 
-    def save_trace(self, profiler: Any) -> None:
+    def save_trace(self, profiler: torch.profiler.profile) -> None:
         if self.done % self.config.profile_freq:
             return  # the run ended within a period, and nothing was traced
         path = self._path("profile_traces", "trace", "json")

@@ -284,7 +284,7 @@ def multiply_in_float32_on_cpus() -> torch.library.Library:
         assert bias is None, "a bias is not used here"
         return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
 
-    def multiply_into(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:  # noqa: ANN401 torch's
+    def multiply_into(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         return out.copy_(multiply(*args, **kwargs))
 
     library = torch.library.Library("aten", "IMPL")

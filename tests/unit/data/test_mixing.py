@@ -333,7 +333,7 @@ def in_one_process(monkeypatch):
     workers=st.sampled_from([0, 1, 2, 4]),
     seed=st.integers(0, 3),
 )
-def test_every_token_is_in_one_window_in_order(  # noqa: PLR0913  hypothesis passes each by name
+def test_every_token_is_in_one_window_in_order(
     in_one_process, tmp_path_factory, corpora, seq_len, legs, shuffle, buffer, least, workers, seed
 ):
     """Documents may be empty or short, in one source or several.

@@ -70,8 +70,8 @@ def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str]
 def recompute_waits_for_inputs(graph: Graph) -> int:
     """Tag the waits for inputs of the graph in the same way, and return their number.
 
-    They are those of distributed/step_gather.py. A wait returns its input, which the compiler does not
-    know: it would use the memory of a saved result again in backward.
+    They are those of distributed/step_gather.py. A wait returns its input, which the compiler does
+    not know: it would use the memory of a saved result again in backward.
     """
     waits = [
         user
