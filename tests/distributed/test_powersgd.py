@@ -24,7 +24,7 @@ from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.powersgd import PowerSGD, orthogonalize
 from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, gathered_for_step
 from titan_lite.dtensor import as_shard_of
-from titan_lite.resilience.replica_check import find
+from titan_lite.resilience.replica_check import compare_copies
 
 F32 = torch.float32
 ANY_SIZE = functools.partial(
@@ -189,9 +189,11 @@ def skipped():
         sums.commit(torch.zeros(()))
         assert all(tensor.to_local().isfinite().all() for tensor in sums.state_tensors().values())
         assert sums.qs["stacked"].any(0).all()  # a gradient of zeros does not end the compression
-        assert find(sums.state_tensors()) is None  # errors are not compared between copies
+        assert (
+            compare_copies(sums.state_tensors()) is None
+        )  # errors are not compared between copies
         sums.qs["matrix"][0, 0] += dist.get_rank()
-        assert find(sums.state_tensors())  # and Q is
+        assert compare_copies(sums.state_tensors())  # and Q is
         return {
             name: (tensor.shape, tensor.to_local().shape)
             for name, tensor in sums.state_tensors().items()
@@ -217,7 +219,7 @@ def uneven():
                 )
             sums.reduce(step)
             sums.commit(torch.zeros(()))
-        assert find(sums.state_tensors()) is None
+        assert compare_copies(sums.state_tensors()) is None
         return gradients(model)
 
 
