@@ -1,4 +1,4 @@
-"""What watches a run and changes no number of it.
+"""What watches a run: logs, checks, profiles. A hook changes no number, but its error ends the run.
 
     class Slow(Hook):
         def on_step_end(self, trainer): time.sleep(1)
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """An observer. Override what you need; an error that a method raises ends the run."""
+    """An observer. Override what you need. Tests inject faults by the same methods."""
 
     def on_start(self, trainer: Trainer) -> None:
         """Before the process group is made."""
@@ -140,13 +140,21 @@ class LogCompilation(Hook):
 
 
 class GarbageCollection(Hook):
-    """Collect garbage every `freq` steps, on all ranks in the same step: else they wait for one."""
+    """Collect garbage every `freq` steps, on all ranks in the same step.
+
+    Ranks that collect in different steps would wait for each other in each of these.
+    """
 
     def __init__(self, freq: int):
         self.freq = freq
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    @contextmanager
+    def around_training(self, trainer: Trainer) -> Iterator[None]:
         gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
 
     def on_step_start(self, trainer: Trainer) -> None:
         if trainer.step % self.freq == 0:
@@ -186,7 +194,8 @@ class CompareReplicas(Hook):
             self.check.check(trainer.step, trainer.tensors())
 
     def on_save(self, trainer: Trainer) -> None:
-        self.check.check(trainer.step, trainer.tensors())
+        if self.freq == 0 or trainer.step % self.freq != 0:  # else `on_step_end` has compared them
+            self.check.check(trainer.step, trainer.tensors())
 
 
 class RecordRestarts(Hook):
@@ -207,9 +216,9 @@ class Profile(Hook):
 
     @contextmanager
     def around_training(self, trainer: Trainer) -> Iterator[None]:
-        with build_profiler(
-            self.config, trainer.dump_folder, trainer.rank, trainer.step
-        ) as self.profiler:
+        folder = trainer.dump_folder
+        with build_profiler(self.config, folder, trainer.rank, trainer.step) as profiler:
+            self.profiler = profiler
             yield
 
     def on_step_end(self, trainer: Trainer) -> None:
@@ -221,26 +230,36 @@ class ProgressBar(Hook):
 
     bar: tqdm | None = None
 
-    def on_train_start(self, trainer: Trainer) -> None:
-        if trainer.rank == 0 and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-            self.bar = tqdm(
-                file=sys.stdout,
-                total=trainer.config.training.steps,
-                initial=trainer.step,
-                unit="step",
-                dynamic_ncols=True,
-                leave=False,
-            )
-            console.around = self.bar.external_write_mode
+    @contextmanager
+    def around_training(self, trainer: Trainer) -> Iterator[None]:
+        if trainer.rank != 0 or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+            yield
+            return
+        self.bar = tqdm(
+            file=sys.stdout,
+            total=trainer.config.training.steps,
+            initial=trainer.step,
+            unit="step",
+            dynamic_ncols=True,
+            leave=False,
+        )
+        console.around = self.bar.external_write_mode
+        try:
+            yield
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            console.around = nullcontext
 
     def on_step_end(self, trainer: Trainer) -> None:
         if self.bar is not None:
             self.bar.update()
 
     def on_train_end(self, trainer: Trainer) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            console.around = nullcontext
+        self.close()  # before the last lines
 
 
 def build_hooks(config: Config) -> list[Hook]:

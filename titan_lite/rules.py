@@ -1,4 +1,4 @@
-"""Rules across keys of a recipe and its layout: the only place that says what cannot be together.
+"""Rules across keys of a recipe and its layout: what cannot be together.
 
     check_keys(config)             # rules that need no number of ranks
     layout = Layout.from_config(config, world_size=8)
@@ -7,8 +7,15 @@
 A rule is a function that yields a Mistake for each key with a wrong value. A decorator adds it to
 those that are applied: `@rule_of_keys` needs the recipe alone, `@rule` the layout too.
 `@rule_with_torch` imports torch where its keys are used, so these come last, and most mistakes are
-told in a fraction of a second. What depends on the machine is in machine_rules.py. A field's own
-type and bounds are in config/sections.py.
+told in a fraction of a second. To add one, write a function such as
+
+    @rule_of_keys
+    def key_needs_other_key(config: Config) -> Iterator[Mistake]:
+        if config.section.key and not config.section.other:
+            yield Mistake("section.key", config.section.key, "needs section.other", "...")
+
+What depends on the machine is in machine_rules.py, in the same form. A field's own type and bounds
+are in config/sections.py. Nothing else refuses a recipe.
 """
 
 import math

@@ -108,7 +108,7 @@ class Trainer:
     dp_rank: int  # ranks of one dp_rank (tp, cp, pp) read the same sequences
     dp_degree: int
     reads_first: bool  # of the ranks that read the same sequences, one counts and saves them
-    machine: Machine | None  # what the compile stage estimates times on
+    machine: Machine | None  # what the compile stage estimates times on, and the peak of MFU
 
     model: ParallelModel
     parameters: dict[str, nn.Parameter]  # by FQN
@@ -162,7 +162,7 @@ class Trainer:
             config.checkpoint, self.dump_folder, progress=self.watchdog.progress
         )
         with self.watchdog.share_errors(CompileError, CheckpointError, LoaderError):
-            self.build_mesh()
+            self.connect_ranks()
             self.build_model()
             self.build_data()
             self.build_resilience()
@@ -171,7 +171,7 @@ class Trainer:
 
     # Construction
 
-    def build_mesh(self) -> None:
+    def connect_ranks(self) -> None:
         """Set up the device, the process group and the mesh."""
         config, degrees = self.config, self.layout.degrees
         self.watchdog.start_phase("start", "init_timeout_seconds")
@@ -183,6 +183,7 @@ class Trainer:
         init_process_group(
             self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1
         )
+        # From here on a signal ends a step and saves it, and a rank that is killed has failed.
         signals.end_start()
         exit_code.record(exit_code.FAILED)
         if config.checkpoint.enable:
@@ -220,17 +221,15 @@ class Trainer:
         sources = config.data.source_names()
         self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.reads_first)
         self.bos_id = self.tokenizer.bos_id
-        self.loader = self.build_loader("train", streams=layout.max_sequences_per_step)
+        self.loader = self.loader_of("train", streams=layout.max_sequences_per_step)
         self.per_source = PerSource(sources, self.mesh, self.device)
         self.validation_loader = None
         self.has_validated = False
         if config.validation.enable:
-            self.validation_loader = self.build_loader(
-                "validation", streams=layout.sequences_per_step
-            )
+            self.validation_loader = self.loader_of("validation", streams=layout.sequences_per_step)
             self.validation_per_source = PerSource(sources, self.mesh, self.device)
 
-    def build_loader(self, split: Literal["train", "validation"], streams: int) -> Loader:
+    def loader_of(self, split: Literal["train", "validation"], streams: int) -> Loader:
         """Return a loader of this rank's sequences. streams: of tokens, over all ranks."""
         return build_loader(
             self.config.data,
@@ -263,7 +262,7 @@ class Trainer:
             self.dump_folder,
             flatten(config),
             writes=self.rank == 0,
-            first_step=self.step,
+            steps_done=self.step,
         )
         dtype = getattr(torch, config.training.mixed_precision_param)
         configured = self.machine if config.compile.machine else None
@@ -301,13 +300,15 @@ class Trainer:
         self.throughput.start(self.step)
         first_step = self.step + 1
 
-        if not self.stop.poll() and self.progress.validation_due:
+        stops = self.stop.poll()
+        if self.progress.validation_due and not stops:
             self.validate()
         while not self.is_finished and not self.stop.requested:
             self.begin_step()
             self.train_step()
 
             logs = self.is_due(config.metrics.log_freq)
+            # step 1, too: a hook checks the loss of a new model before the next step
             self.read_metrics(wait=logs or self.step == 1)
             self.run_hooks("on_step_end")
             if self.step == first_step:  # all graphs are compiled
@@ -362,7 +363,7 @@ class Trainer:
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)
 
         # Sums over all ranks, so that every rank decides the same
-        loss, stop_requests = self.sum_over_ranks(loss, self.stop.received)
+        loss, stop_requests = self.sum_loss_and_stops(loss, self.stop.received)
         skip, loss_limit = self.skipped_steps.decide(loss, grad_norm)
         self.grad_compression.commit(skip)
         self.lr = self.config.optimizer.lr * lr_factor(
@@ -397,8 +398,12 @@ class Trainer:
         sum_over_tokens(tokens, self.mesh)
         return tokens
 
-    def sum_over_ranks(self, loss: Tensor, stop_requested: bool) -> tuple[Tensor, Tensor]:
-        """Return the sum of the loss, and the number of ranks that request a stop: scalars."""
+    def sum_loss_and_stops(self, loss: Tensor, stop_requested: bool) -> tuple[Tensor, Tensor]:
+        """Return the sum of the loss, and a number above 0 if a rank requests a stop: scalars.
+
+        One reduction for both. Ranks of a pipeline count their requests once each, as the loss is
+        zero on all but the last of them.
+        """
         both = torch.stack((loss, torch.full_like(loss, stop_requested)))
         sum_of_losses(both, self.mesh)
         sum_of_flags(both[1:], self.mesh)
@@ -522,7 +527,7 @@ class Trainer:
         values = {**self.tensors(), **self.torchtitan_values()}
         with self.throughput.exclude(), self.watchdog.phase("save", "init_timeout_seconds"):
             self.checkpointer.save(
-                self.step, values, RunState(self.identity, parts), last=not self.is_unfinished
+                self.step, values, RunState(self.identity, parts), last=not self.needs_resume
             )
 
     def resume(self) -> None:
@@ -553,7 +558,8 @@ class Trainer:
         if changes.restarts_data:
             del stateful["loader"]
         saved.load_into(stateful)
-        self.progress.validation_due &= self.config.validation.enable
+        if not self.config.validation.enable:
+            self.progress.validation_due = False
 
     # State of the run
 
@@ -570,10 +576,10 @@ class Trainer:
     @property
     def is_stopped(self) -> bool:
         """True if a signal has asked for a stop, and the run has to be resumed."""
-        return self.stop.requested and self.is_unfinished
+        return self.stop.requested and self.needs_resume
 
     @property
-    def is_unfinished(self) -> bool:
+    def needs_resume(self) -> bool:
         """True if a run that stops now has to be resumed."""
         return not self.is_finished or self.progress.validation_due
 
@@ -593,7 +599,7 @@ class Trainer:
     def describe_stop(self) -> str:
         """Return the step at which the run stops, and what it does then."""
         ending = "exiting, as the run is done"
-        if self.is_unfinished:
+        if self.needs_resume:
             ending = f"exiting (code {exit_code.STOPPED})"
         return f"step {self.step}: {self.checkpointer.before_exit(self.step)}{ending}"
 

@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -26,9 +26,9 @@ def test_one_rank_shows_a_bar_on_a_terminal_that_starts_where_the_run_does(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     monkeypatch.setenv("NO_COLOR", "")
     bar = ProgressBar()
-    bar.on_train_start(trainer(rank))
-    bar.on_step_end(trainer(rank, 8))
-    bar.on_train_end(trainer(rank, 8))
+    with bar.around_training(trainer(rank)):
+        bar.on_step_end(trainer(rank, 8))
+        bar.on_train_end(trainer(rank, 8))
     assert ("7/100" in capsys.readouterr().out) is shown
 
 
@@ -36,21 +36,22 @@ def test_lines_stand_above_the_bar_as_long_as_there_is_one(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("NO_COLOR", "")
     bar = ProgressBar()
-    bar.on_train_start(trainer())
-    assert console.around.__func__.__qualname__ == "tqdm.external_write_mode"
-    bar.on_train_end(trainer())
+    with suppress(ValueError), bar.around_training(trainer()):
+        assert console.around.__func__.__qualname__ == "tqdm.external_write_mode"
+        raise ValueError("a fault ends the run")
     assert console.around is nullcontext
 
 
 def test_garbage_is_collected_in_the_same_steps_on_all_ranks(monkeypatch):
     collected = []
     monkeypatch.setattr(gc, "disable", lambda: collected.append("disabled"))
+    monkeypatch.setattr(gc, "enable", lambda: collected.append("enabled"))
     monkeypatch.setattr(gc, "collect", lambda generation: collected.append(generation))
     hook = GarbageCollection(freq=3)
-    hook.on_train_start(trainer())
-    for step in range(1, 7):
-        hook.on_step_start(trainer(step=step))
-    assert collected == ["disabled", 1, 1]
+    with hook.around_training(trainer()):
+        for step in range(1, 7):
+            hook.on_step_start(trainer(step=step))
+    assert collected == ["disabled", 1, 1, "enabled"]
 
 
 def test_every_hook_has_the_methods_that_the_trainer_calls():

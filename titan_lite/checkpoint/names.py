@@ -1,4 +1,9 @@
-"""Names of what a checkpoint has: of sections, and of parameters in torchtitan's checkpoints.
+"""Names in checkpoints: the sections of ours, and parameters in torchtitan's.
+
+    NAME                                a parameter, by its FQN
+    optimizer.state.NAME.exp_avg        what the optimizer keeps of it
+    between.NAME.error                  what gradient compression keeps of it (powersgd.py)
+    train_state.step                    for torchtitan; a resume reads state.json (state.py)
 
     section_of("optimizer.state.norm.weight.step")      # "optimizer"
     to_torchtitan("layers.0.attention.wq.weight")       # "layers.0.attention.qkv_linear.wq.weight"

@@ -46,7 +46,7 @@ from titan_lite.config import ConfigError
 from titan_lite.cost.collectives import group_of, parameter_collectives, parameters_of
 from titan_lite.cost.timeline import Timeline, lower_bound, simulate
 
-# Changes a graph in place. Returns the number of nodes changed, for the report.
+# Changes a graph in place. Returns a count for the report; each pass says of what.
 Pass = Callable[[Graph, PassSettings], int]
 
 
@@ -54,6 +54,11 @@ def choose_passes(settings: PassSettings) -> list[Pass]:
     """Return the passes that the recipe selects, in the order in which they run on each graph.
 
     The list depends on the recipe alone, so it is the same on every rank: passes communicate.
+
+    To add a pass: write it in passes/, and append it here under the key that selects it. Where
+    ranks could decide differently, it takes the first rank's choice (rank_agreement.py). If it must
+    not run on graphs that the planner prices as eager ones, turn its key off in `without_passes`
+    of tools/plan/trace.py.
     """
     config = settings.config
     passes: list[Pass] = []
@@ -101,7 +106,7 @@ class Schedule:
 
     @contextmanager
     def compiling(self, module: GraphModule, name: str) -> Iterator[None]:
-        """Run the passes, then time the compilation of the graph within the context."""
+        """Run the passes on a graph that is compiled within the context, and time both."""
         started = time.perf_counter()
         hits_before, misses_before = inductor_cache_lookups()
         self.run(module, name)

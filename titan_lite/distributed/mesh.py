@@ -40,8 +40,10 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return (data-parallel rank, data-parallel degree): ranks of dp_replicate and dp_shard have
-    different sequences.
+    """Return (data-parallel rank, data-parallel degree).
+
+    Ranks of dp_replicate and dp_shard have different sequences. The ranks of one data-parallel rank
+    (pp, cp, tp) read the same ones, each with a loader of its own.
     """
     replicate = mesh["dp_replicate"]
     shard = mesh["dp_shard"]

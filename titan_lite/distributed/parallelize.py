@@ -72,6 +72,11 @@ class ParallelModel:
     mesh: DeviceMesh
     # one for each graph, filled when it is compiled at a stage's first call
     compile_reports: list[CompileReport] = field(default_factory=list)
+    # set by `materialize`
+    device: torch.device = field(init=False)
+    positions: Tensor = field(init=False)  # of this rank's tokens in a sequence
+    runner: SingleStage | Pipeline = field(init=False)
+    needs_doc_stats: bool = field(init=False)  # by the attention kernel of this device
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -124,6 +129,8 @@ class ParallelModel:
     def forward_backward(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> Iterator[Tensor]:
         """Accumulate the gradients of an optimizer step, and yield the losses of each local batch.
 
+        Exhaust it: a batch runs when its losses are asked for.
+
         tokens: counted tokens of the step, over all ranks. Losses are divided by them: a scalar or
         one for each sequence (B,); a scalar zero before the last pipeline stage. Gradients are
         complete when all batches have been yielded.
@@ -133,12 +140,12 @@ class ParallelModel:
                 uses = len(batches) * self.layout.pipeline.microbatches
                 for stage in self.stages:
                     gathered.enter_context(gathered_for_step(stage, uses))
-            for batch in batches:
-                yield self.runner.forward_backward(*batch, tokens)
+            for input, label, model_kwargs in batches:
+                yield self.runner.forward_backward(input, label, model_kwargs, tokens)
 
     def evaluate(self, batch: DeviceBatch) -> Tensor:
         """Return the summed loss of a local batch without gradients; zero before the last stage."""
-        return self.runner.evaluate(*batch)
+        return self.runner.evaluate(batch.input, batch.label, batch.model_kwargs)
 
 
 def parallelize(
@@ -156,8 +163,9 @@ def parallelize(
     Checkpointing comes before SimpleFSDP, so that recomputing a block gathers its weights again.
     The compiler comes last, to see all collectives.
 
-    machine: what the passes estimate times on. schedule: replaces the passes of the recipe. attend:
-    replaces the attention of context parallelism.
+    machine: what the passes estimate times on. schedule: replaces the passes of the recipe; with
+    it, stages are compiled even if the recipe does not. attend: replaces the attention of context
+    parallelism, if there is any.
     """
     compiled = config.compile.compiles("model")
     loss = build_loss(config, layout, mesh)

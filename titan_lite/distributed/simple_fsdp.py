@@ -8,11 +8,15 @@ backward reduces its gradient.
 Each module's class is replaced by a subclass whose parameters are properties (`read_parameter`): no
 module hooks, no streams, no flat parameters. FQNs, `parameters()` and `state_dict()` read
 `_parameters`, which holds the shards; they never communicate. A gatherer decides when collectives
-run; `ShardedModel.gatherer` selects one of them:
+run; `ShardedModel.gatherer` selects one of them, and `gathered_for_step` those of a whole step:
 
-    GraphGatherer          under torch.compile: plain collectives in the graph, which passes move
-    PrefetchGatherer       in eager mode: one block ahead, resharded after forward (prefetch.py)
-    OncePerStepGatherer    once for all microbatches of an optimizer step (step_gather.py)
+                eager                                    compiled
+    each        PrefetchGatherer (prefetch.py):          GraphGatherer: plain collectives in the
+    microbatch  one block ahead, resharded               graph, which passes move and merge
+                after forward
+    each step   OncePerStepGatherer (step_gather.py):    CompiledStepGatherer (step_gather.py):
+                once for all microbatches, at            full weights are inputs of the graph,
+                the first read                           gathered while it runs
 
 FSDP, HSDP and DDP differ only in the sizes of the mesh axes dp_replicate and dp_shard:
 

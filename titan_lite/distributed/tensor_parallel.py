@@ -63,7 +63,7 @@ STYLES: dict[str, Style] = {
     "layers.*.feed_forward.w3": COLUMN,
     "layers.*.feed_forward.w2": ROW,
     "norm": Style(),
-    "output": Style(weight=0, gathers=True),
+    "output": Style(weight=0, gathers=True),  # logits stay split: `VocabularyShard` of loss.py
 }
 
 

@@ -25,8 +25,11 @@ class Profiler:
     profile_freq-th step.
     """
 
-    def __init__(self, config: Profiling, dump_folder: Path, rank: int, first_step: int):
-        self.config, self.dump_folder, self.rank, self.done = config, dump_folder, rank, first_step
+    def __init__(self, config: Profiling, dump_folder: Path, rank: int, steps_done: int):
+        self.config = config
+        self.dump_folder = dump_folder
+        self.rank = rank
+        self.done = steps_done
         self.torch_profiler: Any = None
 
     def step(self) -> None:
@@ -56,13 +59,13 @@ class Profiler:
 
 @contextmanager
 def build_profiler(
-    config: Profiling, dump_folder: Path, rank: int, first_step: int = 0
+    config: Profiling, dump_folder: Path, rank: int, steps_done: int = 0
 ) -> Iterator[Profiler]:
     """Return a context with a Profiler; call its `step` after every step.
 
-    first_step: steps done before.
+    steps_done: before this start.
     """
-    profiler = Profiler(config, dump_folder, rank, first_step)
+    profiler = Profiler(config, dump_folder, rank, steps_done)
     if config.enable_memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
     try:
@@ -77,7 +80,7 @@ def build_profiler(
         )  # each trace is of one step
         period = torch.profiler.schedule(wait=config.profile_freq - 2, warmup=1, active=1)
         with torch.profiler.profile(
-            schedule=lambda done: period(first_step + done), on_trace_ready=profiler.save_trace
+            schedule=lambda done: period(steps_done + done), on_trace_ready=profiler.save_trace
         ) as profiler.torch_profiler:
             yield profiler
     except torch.OutOfMemoryError:

@@ -39,7 +39,7 @@ class Throughput:
 
     def start(self, step: int) -> None:
         """Begin a window after `step`."""
-        self.first_step = step
+        self.window_start = step
         self.started = time.perf_counter()  # later by what does not count
         self.waited = 0.0  # seconds for data
 
@@ -60,8 +60,8 @@ class Throughput:
     def values(self, step: int) -> dict[str, float]:
         """Return the metrics of the window up to and including `step` (names: writer.py)."""
         seconds = time.perf_counter() - self.started
-        steps = step - self.first_step
-        tokens = self.tokens_until(step) - self.tokens_until(self.first_step)
+        steps = step - self.window_start
+        tokens = self.tokens_until(step) - self.tokens_until(self.window_start)
         tps = tokens / self.ranks / seconds
         values = {
             "tps": tps,

@@ -1,6 +1,6 @@
 """Write metrics to the log, `metrics.jsonl`, TensorBoard and Weights & Biases; draw `loss.png`.
 
-    metrics = MetricsWriter(config.metrics, dump_folder, recipe, writes=rank == 0, first_step=0)
+    metrics = MetricsWriter(config.metrics, dump_folder, recipe, writes=rank == 0, steps_done=0)
     metrics.log(10, {"loss": 6.9, "tps": 5000.0, ...})
 
 All use the same names. `metrics.jsonl` has one object per line. A resumed run appends to it, after
@@ -72,7 +72,7 @@ class MetricsWriter:
     """Show metrics on every rank, and write them on one.
 
     recipe: {"training.steps": 1000, ...}, written for TensorBoard and Weights & Biases. writes:
-    this rank writes files. first_step: the last step that was done before.
+    this rank writes files. steps_done: before this start.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class MetricsWriter:
         recipe: Mapping[str, Any],
         *,
         writes: bool,
-        first_step: int,
+        steps_done: int,
     ):
         self.dump_folder = dump_folder
         self.path = dump_folder / "metrics.jsonl"
@@ -97,9 +97,9 @@ class MetricsWriter:
         plain = json.loads(json.dumps(recipe, default=dict))  # sources of documents are models
         resumes = self._open()
         if resumes:
-            self._write({"resumed_from": first_step})
+            self._write({"resumed_from": steps_done})
         if config.enable_tensorboard:
-            purge_step = first_step + 1 if resumes else None
+            purge_step = steps_done + 1 if resumes else None
             self.tensorboard = start_tensorboard(dump_folder / "tb", plain, purge_step)
         if config.enable_wandb:
             self.wandb = start_wandb(dump_folder, plain)

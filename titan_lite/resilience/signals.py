@@ -12,6 +12,14 @@ All threads block them, and one waits for the first. So no signal interrupts a s
 ones stay pending for ever. Processes that a rank starts inherit the mask: a signal of torchrun,
 which sends it to the rank's process group, does not end a loader. The kernel sends SIGTERM when the
 launcher dies, since ranks without a launcher would keep the folder's lock and never restart.
+
+From a signal to the end of a run:
+
+1. `_record` notes it; before `end_start`, with nothing to save, it ends the process (code 75).
+2. The step that runs sums the requests of all ranks with its loss (`Trainer.train_step`).
+3. `StopSignal.update` reads the sum, on a GPU a step later; start, validation and saves poll.
+4. `Trainer.run_steps` saves the step and leaves its loop; background saves and hooks end.
+5. train.py closes the process group and returns 75; exit_code.py records it for the launcher.
 """
 
 import os

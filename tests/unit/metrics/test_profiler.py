@@ -14,9 +14,9 @@ TRACES = Profiling(enable_profiling=True, profile_freq=3)
 SNAPSHOTS = Profiling(enable_memory_snapshot=True, profile_freq=3)
 
 
-def train(config, folder, steps, *, first_step=0, rank=0, fails_in=None):
-    with build_profiler(config, folder, rank, first_step) as profiler:
-        for step in range(first_step + 1, steps + 1):
+def train(config, folder, steps, *, steps_done=0, rank=0, fails_in=None):
+    with build_profiler(config, folder, rank, steps_done) as profiler:
+        for step in range(steps_done + 1, steps + 1):
             with torch.profiler.record_function(f"work of step {step}"):
                 torch.ones(8).sum()
             if step == fails_in:
@@ -50,7 +50,7 @@ def test_a_run_that_ends_before_the_step_to_trace_writes_nothing(tmp_path):
 
 
 def test_a_resumed_run_traces_the_same_steps(tmp_path):
-    train(TRACES, tmp_path, 7, first_step=1, rank=2)
+    train(TRACES, tmp_path, 7, steps_done=1, rank=2)
     assert traced(tmp_path) == {
         "profile_traces/trace-step-3": [3],
         "profile_traces/trace-step-6": [6],
@@ -75,7 +75,7 @@ def cuda_memory(monkeypatch):
 
 
 def test_a_memory_snapshot_every_so_many_steps_of_the_run(tmp_path, cuda_memory):
-    train(SNAPSHOTS, tmp_path, 7, first_step=2, rank=1)
+    train(SNAPSHOTS, tmp_path, 7, steps_done=2, rank=1)
     folder = tmp_path / "memory_snapshots"
     assert cuda_memory == [
         "record",

@@ -42,10 +42,10 @@ VALUES = {
 
 @pytest.fixture
 def run(tmp_path):
-    """run({step: values}, first_step=...): one process's life."""
+    """run({step: values}, steps_done=...): one process's life."""
 
-    def run(logged, config=PLAIN, *, writes=True, first_step=0):
-        metrics = MetricsWriter(config, tmp_path, RECIPE, writes=writes, first_step=first_step)
+    def run(logged, config=PLAIN, *, writes=True, steps_done=0):
+        metrics = MetricsWriter(config, tmp_path, RECIPE, writes=writes, steps_done=steps_done)
         for step, values in logged.items():
             metrics.log(step, values)
         metrics.close()
@@ -116,7 +116,7 @@ def test_the_file_has_one_object_a_line_with_the_values_under_their_names(run):
 
 
 def test_a_line_is_on_disk_when_it_is_logged(tmp_path):
-    metrics = MetricsWriter(PLAIN, tmp_path, RECIPE, writes=True, first_step=0)
+    metrics = MetricsWriter(PLAIN, tmp_path, RECIPE, writes=True, steps_done=0)
     metrics.log(1, {"loss": 2.0})
     assert read_metrics(tmp_path / "metrics.jsonl")[1]["loss"] == 2.0
     metrics.close()
@@ -144,7 +144,7 @@ def test_a_rank_that_does_not_write_leaves_no_file(run, said):
 
 def test_a_resumed_run_goes_on_in_the_same_file_and_what_it_repeats_counts(run):
     run({step: {"loss": float(step), "tps": 1.0} for step in (10, 20, 30, 40)})
-    folder = run({30: {"loss": 3.5}, 50: {"loss": 5.5}}, first_step=20)
+    folder = run({30: {"loss": 3.5}, 50: {"loss": 5.5}}, steps_done=20)
     assert entries(folder)[4] == {"resumed_from": 20}
     found = read_metrics(folder / "metrics.jsonl")
     assert {step: values["loss"] for step, values in found.items()} == {
@@ -170,13 +170,13 @@ def test_a_line_that_is_no_entry_is_left_out(line, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + line + b'\n{"step": 2, "loss": 1.0}\n' + line)
     assert list(read_metrics(path)) == [1, 2]
-    MetricsWriter(PLAIN, tmp_path, {}, writes=True, first_step=2).close()
+    MetricsWriter(PLAIN, tmp_path, {}, writes=True, steps_done=2).close()
     assert list(read_metrics(path)) == [1, 2]
     assert path.read_bytes().endswith(b'\n{"resumed_from": 2}\n')
 
 
 def test_a_full_disk_costs_figures_and_not_the_run(tmp_path, said):
-    metrics = MetricsWriter(PLAIN, tmp_path, {}, writes=True, first_step=0)
+    metrics = MetricsWriter(PLAIN, tmp_path, {}, writes=True, steps_done=0)
     metrics.file.close()
     metrics.file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
     for step in (1, 2):
@@ -189,7 +189,7 @@ def test_a_run_resumed_after_a_torn_line_is_read_in_full(run):
     folder = run({10: {"loss": 1.0}, 20: {"loss": 2.0}})
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 30, "lo')
-    run({15: {"loss": 1.5}}, first_step=10)
+    run({15: {"loss": 1.5}}, steps_done=10)
     assert read_metrics(folder / "metrics.jsonl").keys() == {10, 15}
 
 
@@ -227,7 +227,7 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(run):
     events.rename(
         events.with_name("events.out.tfevents.0")
     )  # earlier by name, whatever the clock says
-    run({30: {"loss": 3.5}}, Metrics(), first_step=10)
+    run({30: {"loss": 3.5}}, Metrics(), steps_done=10)
     assert scalars(folder)["loss"] == {10: 1.0, 30: 3.5}
 
 
@@ -292,7 +292,7 @@ def test_weights_and_biases_has_the_same_names_and_a_resumed_run_is_the_same_one
 ):
     config = Metrics(enable_tensorboard=False, enable_wandb=True)
     run({10: VALUES, 20: {"validation_loss": 2.5}}, config)
-    run({20: {"loss": 2.0}}, config, first_step=10)
+    run({20: {"loss": 2.0}}, config, steps_done=10)
     assert wandb.logged == [
         {"step": 10, **VALUES},
         {"step": 20, "validation_loss": 2.5},
@@ -321,12 +321,12 @@ def test_weights_and_biases_only_where_asked_for_and_on_one_rank(run, wandb):
 
 def test_the_picture_shows_training_and_validation_loss(run):
     pixels = []
-    for first_step, logged in (
+    for steps_done, logged in (
         (0, {}),
         (0, {1: {"loss": 3.0}, 2: {"loss": math.nan}, 3: {"loss": 2.0}}),
         (3, {3: {"validation_loss": 2.5}}),
     ):
-        folder = run(logged, first_step=first_step)
+        folder = run(logged, steps_done=steps_done)
         path = draw_loss(folder)
         assert path == folder / "loss.png"
         pixels.append(image.imread(path))
