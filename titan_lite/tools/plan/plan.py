@@ -3,6 +3,14 @@
     plan = make_plan(layout, machine.nominal_slow_fast())
     plan.nominal.seconds, plan.memory.total, plan.fits
 
+How the seconds of a step come about:
+
+    trace.py            the graphs of each kind of stage, by the trainer's own `parallelize`
+    cost/op_cost.py     the seconds of each node of a graph on the machine
+    cost/timeline.py    the seconds of a graph, whose collectives overlap with computation
+    costs.py            these as figures of a stage, linear in the number of its blocks
+    simulate.py         a step: the pipeline's schedule of stages, accumulation, the update
+
 Speeds are ranges. The machine's peaks, links and memory come from its datasheet, but the
 efficiencies of real kernels are uncertain. So everything is simulated three times: nominal, and
 with all efficiencies at the slow and at the fast end of the uncertainty in cost/machine.py.
