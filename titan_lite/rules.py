@@ -117,7 +117,7 @@ def raise_mistakes(config: Config, mistakes: Iterable[Mistake]) -> None:
 
 
 def alternatives(values: Iterable[object]) -> str:
-    """Return "1, 2 or 4" as "1 or 2 or 4"."""
+    """Return [1, 2, 4] as "1 or 2 or 4"."""
     return " or ".join(str(value) for value in values)
 
 

@@ -398,13 +398,13 @@ class Trainer:
         sum_over_tokens(tokens, self.mesh)
         return tokens
 
-    def sum_loss_and_stops(self, loss: Tensor, stop_requested: bool) -> tuple[Tensor, Tensor]:
+    def sum_loss_and_stops(self, loss: Tensor, signal_received: bool) -> tuple[Tensor, Tensor]:
         """Return the sum of the loss, and a number above 0 if a rank requests a stop: scalars.
 
         One reduction for both. Ranks of a pipeline count their requests once each, as the loss is
         zero on all but the last of them.
         """
-        both = torch.stack((loss, torch.full_like(loss, stop_requested)))
+        both = torch.stack((loss, torch.full_like(loss, signal_received)))
         sum_of_losses(both, self.mesh)
         sum_of_flags(both[1:], self.mesh)
         return both[0], both[1]

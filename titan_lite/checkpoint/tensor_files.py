@@ -340,7 +340,8 @@ def _check_contains(metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
         return
     if not any(section_of(name) == "optimizer" for name in stored):
         raise CorruptFileError(
-            "it has only the model (checkpoint.last_save_model_only = true), and no optimizer state"
+            "it has only the model, as with checkpoint.last_save_model_only = true, and no"
+            " optimizer state"
         )
     others = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
     raise CorruptFileError(f"it has no {missing[0]}{others}")

@@ -80,10 +80,10 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def find_recipe(path: Path) -> Path:
-    """Return the path itself if it exists, else that of the shipped recipe: llama3_8b or
-    train_configs/llama3_8b.toml.
+    """Return the path of the shipped recipe that llama3_8b or train_configs/llama3_8b.toml names.
 
-    Raises ConfigError for a word that names neither.
+    A path that exists, or that lies in another folder, is returned as it is: `read_toml` tells of
+    one that is not there. Raises ConfigError for a word that names no recipe.
     """
     shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.toml"))}
     name = path.name.removesuffix(".toml")

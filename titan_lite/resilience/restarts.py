@@ -40,7 +40,8 @@ class Restarts:
         """Log how the attempt before ended.
 
         Call it on all ranks before a process group is made: all read the record before rank 0
-        writes it. Raises RepeatedFault if the last two attempts ended in the same step.
+        writes it. Raises RepeatedFault if the last two attempts that began a step ended in the same
+        one.
         """
         if self.attempt == 0:
             with suppress(OSError):  # no such file or folder

@@ -160,7 +160,7 @@ def test_the_model_alone_where_the_last_step_is_asked_for_so(mode, tmp_path):
     assert torch.equal(model["w"], tensors(2)["w"])
     with pytest.raises(
         ConfigError,
-        match=r"step-2 cannot be loaded: it has only the model \(checkpoint.last_save_model_only",
+        match=r"step-2 cannot be loaded: it has only the model, as with checkpoint.last_save_model_only = true",
     ):
         loaded(steps_of, 2)
 

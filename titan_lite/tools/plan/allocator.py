@@ -97,12 +97,7 @@ class CachingAllocator:
             block = self._new_block(pool, size)
         if block is None:
             raise OutOfDeviceMemory(f"{nbytes} bytes, {self.device - self.reserved} are left")
-        # should_split: of a large block only what is worth it, except in an expandable segment
-        if (
-            block.size - size >= MIN_BLOCK
-            if pool.small or self.expandable
-            else block.size - size > SMALL_SIZE
-        ):
+        if self._should_split(block, size):
             _split(block, size)
             assert block.next is not None
             pool.add(block.next)
@@ -110,6 +105,16 @@ class CachingAllocator:
         self.allocated += block.size
         self.most_allocated = max(self.most_allocated, self.allocated)
         return block
+
+    def _should_split(self, block: Block, size: int) -> bool:
+        """Return True if what a block has beyond `size` becomes a block of its own.
+
+        `should_split`: of a large block only what is worth it, except in an expandable segment.
+        """
+        rest = block.size - size
+        if block.small or self.expandable:
+            return rest >= MIN_BLOCK
+        return rest > SMALL_SIZE
 
     def free(self, block: Block | None) -> None:
         """Return a block to its pool, joined with free neighbours.
@@ -147,14 +152,7 @@ class CachingAllocator:
         """
         if self.expandable:
             return self._expand(pool, size)
-        # get_allocation_size
-        nbytes = (
-            SMALL_BUFFER
-            if pool.small
-            else LARGE_BUFFER
-            if size < MIN_LARGE_ALLOC
-            else _up(size, ROUND_LARGE)
-        )
+        nbytes = _segment_bytes(size, small=pool.small)
         if self.reserved + nbytes > self.device:
             return None
         self._reserve(nbytes)
@@ -280,14 +278,30 @@ def _with_room(block: Block, size: int) -> Block | None:
     return first if room >= size else None
 
 
+def _segment_bytes(size: int, *, small: bool) -> int:
+    """Return the bytes of a new segment for a block of `size` (`get_allocation_size`)."""
+    if small:
+        return SMALL_BUFFER
+    if size < MIN_LARGE_ALLOC:
+        return LARGE_BUFFER
+    return _up(size, ROUND_LARGE)
+
+
 def _split(block: Block, size: int) -> None:
     """Cut a block after `size` bytes. The rest is its next block, as mapped as the block is."""
     rest = Block(
-        block.small, block.address + size, block.size - size, False, block.mapped, block, block.next
+        small=block.small,
+        address=block.address + size,
+        size=block.size - size,
+        in_use=False,
+        mapped=block.mapped,
+        previous=block,
+        next=block.next,
     )
     if block.next is not None:
         block.next.previous = rest
-    block.next, block.size = rest, size
+    block.next = rest
+    block.size = size
 
 
 def _merge(block: Block, pool: Pool) -> None:
@@ -297,15 +311,14 @@ def _merge(block: Block, pool: Pool) -> None:
     before, after = block.previous, block.next
     if before is not None and not before.in_use and before.mapped == block.mapped:
         pool.remove(before)
-        block.address, block.size, block.previous = (
-            before.address,
-            before.size + block.size,
-            before.previous,
-        )
+        block.address = before.address
+        block.size += before.size
+        block.previous = before.previous
         if block.previous is not None:
             block.previous.next = block
     if after is not None and not after.in_use and after.mapped == block.mapped:
         pool.remove(after)
-        block.size, block.next = block.size + after.size, after.next
+        block.size += after.size
+        block.next = after.next
         if block.next is not None:
             block.next.previous = block

@@ -2,7 +2,7 @@
 
     costs = graph_costs(graph, machine, fused=True, axes=axes_of(mesh))
     costs.compute, costs.exposed["tp"], costs.sent["tp"]        # seconds, seconds, bytes
-    once_per_step_costs(plans, machine, axes, hidden_under={})  # of parameters gathered once a step
+    once_per_step_costs(specs, machine, axes, hidden_under={})  # of parameters gathered once a step
 
 Costs are additive over graphs, and linear in the number of blocks of a stage.
 """
@@ -207,7 +207,7 @@ class _BucketTraffic(NamedTuple):
 
 
 def once_per_step_costs(
-    plans: Specs, machine: Machine, axes: Axes, hidden_under: Mapping[str, float]
+    specs: Specs, machine: Machine, axes: Axes, hidden_under: Mapping[str, float]
 ) -> dict[str, Costs]:
     """Return the costs of "gather" and "reduce", for parameters that are gathered once a step.
 
@@ -216,10 +216,10 @@ def once_per_step_costs(
     meanwhile. Else empty: two buckets are in flight at once, so the copies of one overlap the
     communication of the other: the longer of both counts.
     """
-    last = last_block(plan.fqn for plan in plans.values())
-    gathers = [_gather_traffic(bucket, last) for bucket in gather_buckets(plans)]
-    reductions = [_reduce_traffic(bucket, last) for bucket in reduce_buckets(plans)]
-    shares = shares_of_blocks(plans)
+    last = last_block(spec.fqn for spec in specs.values())
+    gathers = [_gather_traffic(bucket, last) for bucket in gather_buckets(specs)]
+    reductions = [_reduce_traffic(bucket, last) for bucket in reduce_buckets(specs)]
+    shares = shares_of_blocks(specs)
     shares_before = dict(zip(shares, [0.0, *shares.values()], strict=False))
 
     def seconds_before(phase: str) -> dict[str, float] | None:
@@ -282,23 +282,23 @@ def _costs_of_buckets(
     return costs
 
 
-def shares_of_blocks(plans: Specs) -> dict[str, float]:
+def shares_of_blocks(specs: Specs) -> dict[str, float]:
     """Return the share of each block in the computation of a forward or backward, by its
     parameters, in the order of reads.
     """
-    last = last_block(plan.fqn for plan in plans.values())
+    last = last_block(spec.fqn for spec in specs.values())
     sizes: dict[str, int] = {}
-    for plan in plans.values():
-        block = block_of(plan.fqn, last)
+    for spec in specs.values():
+        block = block_of(spec.fqn, last)
         computes = block != "tok_embeddings"
-        elements = plan.rows * math.prod(plan.row_shape) if computes else 0
+        elements = spec.rows * math.prod(spec.row_shape) if computes else 0
         sizes[block] = sizes.get(block, 0) + elements
     total = sum(sizes.values()) or 1
     return {block: size / total for block, size in sizes.items()}
 
 
 def compression_costs(
-    plans: Specs, machine: Machine, axes: Axes, parallelism: Parallelism
+    specs: Specs, machine: Machine, axes: Axes, parallelism: Parallelism
 ) -> Costs:
     """Return the costs of sums over copies after backward (distributed/powersgd.py).
 
@@ -311,11 +311,11 @@ def compression_costs(
     ranks = next(ranks for ranks, axis in axes.items() if axis == "dp_replicate")
     axis = axis_along(ranks, axes, of_parameters=True)
     p_bytes = q_bytes = uncompressed = 0.0
-    for plan in plans.values():
-        elements = plan.chunk * math.prod(plan.row_shape)
-        factors = factor_sizes(plan, parallelism)
+    for spec in specs.values():
+        elements = spec.chunk * math.prod(spec.row_shape)
+        factors = factor_sizes(spec, parallelism)
         if factors is None:
-            uncompressed += elements * plan.reduce_dtype.itemsize
+            uncompressed += elements * spec.reduce_dtype.itemsize
             continue
         p_bytes += 4 * factors[0]
         q_bytes += 4 * factors[1]

@@ -376,8 +376,9 @@ def estimate(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
         state = kept + sum(moments)
         state += (computed + summed) * elements if layout.gathers_once else kept
         activations = min(pp - rank, microbatches) * blocks * sizes.kept_bytes
-        if has_output:  # logits
-            activations += computed * sizes.tokens * model.vocab_size / layout.degrees["tp"]
+        if has_output:  # logits, of as many tokens as the loss has at a time
+            tokens = layout.loss_chunk or sizes.tokens
+            activations += computed * tokens * model.vocab_size / layout.degrees["tp"]
         most_bytes = max(most_bytes, state + activations)
     stages_of_rank = len(layout.pipeline.modules) / pp
     step = layout.accumulation * slowest * (microbatches + (pp - 1) / stages_of_rank)

@@ -1,6 +1,6 @@
 """Describe the plan of a run, as one screen of text or one JSON object.
 
-print("\n".join(describe(plan)))
+print(*describe(plan), sep="\\n")
 print(as_json(plan))
 """
 

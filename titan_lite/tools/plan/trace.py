@@ -267,13 +267,13 @@ def trace_stage(
 
     of_model.graphs.update({f"loss_{name}": graph for name, graph in of_loss.graphs.items()})
     graphs = of_model.graphs
-    plans = sharded_model(stage).specs
+    specs = sharded_model(stage).specs
     costs = [
         StageCosts(
             graphs={name: graph.costs[index] for name, graph in graphs.items()},
-            once=costs_once(layout, plans, machine, axes, graphs, index),
-            shard_elements=float(sum(local(parameter).numel() for parameter in plans)),
-            full_elements=float(sum(full_elements(plan) for plan in plans.values())),
+            once=costs_once(layout, specs, machine, axes, graphs, index),
+            shard_elements=float(sum(local(parameter).numel() for parameter in specs)),
+            full_elements=float(sum(full_elements(spec) for spec in specs.values())),
             hidden_bytes=float(inputs.hidden.nbytes),
         )
         for index, machine in enumerate(machines)
@@ -284,7 +284,7 @@ def trace_stage(
     period = n_layers if depths_to_trace(config) is None else checkpointing_period(config)
     tensors = StageTensors(
         lifetimes_of(scheduled, n_layers, period),
-        weights_of(plans, config.parallelism),
+        weights_of(specs, config.parallelism),
         buffers=sum(buffer.nbytes for buffer in stage.buffers()),
         hidden=inputs.hidden.nbytes,
     )
@@ -293,7 +293,7 @@ def trace_stage(
 
 def costs_once(
     layout: PlannedLayout,
-    plans: Specs,
+    specs: Specs,
     machine: Machine,
     axes: Axes,
     graphs: Mapping[str, "PricedGraph"],
@@ -304,32 +304,32 @@ def costs_once(
     if layout.gathers_once:
         computing = {name: graphs[name].costs[index].compute for name in ("forward", "backward")}
         hidden_under = {} if machine.is_cpu else computing
-        once = once_per_step_costs(plans, machine, axes, hidden_under)
-    once["copies"] = compression_costs(plans, machine, axes, layout.config.parallelism)
+        once = once_per_step_costs(specs, machine, axes, hidden_under)
+    once["copies"] = compression_costs(specs, machine, axes, layout.config.parallelism)
     return once
 
 
-def full_elements(plan: ShardSpec) -> int:
+def full_elements(spec: ShardSpec) -> int:
     """Return the elements of a gathered parameter."""
-    return plan.rows * math.prod(plan.row_shape)
+    return spec.rows * math.prod(spec.row_shape)
 
 
-def weights_of(plans: Specs, parallelism: Parallelism) -> list[Weight]:
+def weights_of(specs: Specs, parallelism: Parallelism) -> list[Weight]:
     """Return the weights of a stage, and the buckets of those that are gathered once per step."""
-    gathered_with = _bucket_numbers(gather_buckets(plans))
-    reduced_with = _bucket_numbers(reduce_buckets(plans))
+    gathered_with = _bucket_numbers(gather_buckets(specs))
+    reduced_with = _bucket_numbers(reduce_buckets(specs))
     return [
         Weight(
             shard_elements=local(parameter).numel(),
-            full_elements=full_elements(plan),
-            block=int(plan.fqn.split(".")[1]) if plan.fqn.startswith("layers.") else -1,
+            full_elements=full_elements(spec),
+            block=int(spec.fqn.split(".")[1]) if spec.fqn.startswith("layers.") else -1,
             gathered_with=gathered_with[parameter],
             reduced_with=reduced_with[parameter],
-            float8=plan.float8,
-            matrix=is_matrix(plan.fqn),
-            factors=factor_sizes(plan, parallelism) or (0, 0),
+            float8=spec.float8,
+            matrix=is_matrix(spec.fqn),
+            factors=factor_sizes(spec, parallelism) or (0, 0),
         )
-        for parameter, plan in plans.items()
+        for parameter, spec in specs.items()
     ]
 
 
