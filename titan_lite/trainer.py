@@ -523,9 +523,9 @@ class Trainer:
         """Save this step."""
         self.read_metrics(wait=True)
         self.run_hooks("on_save")
-        parts = {name: part.state_dict() for name, part in self.stateful.items()}
-        values = {**self.tensors(), **self.torchtitan_values()}
         with self.throughput.exclude(), self.watchdog.phase("save", "init_timeout_seconds"):
+            parts = {name: part.state_dict() for name, part in self.stateful.items()}
+            values = {**self.tensors(), **self.torchtitan_values()}
             self.checkpointer.save(
                 self.step, values, RunState(self.identity, parts), last=not self.needs_resume
             )

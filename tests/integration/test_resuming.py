@@ -54,12 +54,12 @@ def watched(folder, options, saves_model_alone):
     next_batch, tensors = trainer.next_batch, trainer.tensors
 
     def watching():
-        input, label, begins = next_batch()
-        rows = torch.cat([input, label[:, -1:]], dim=1)
+        batch = next_batch()
+        rows = torch.cat([batch.input, batch.label[:, -1:]], dim=1)
         samples.setdefault(trainer.step, []).extend(
             hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in rows
         )
-        return input, label, begins
+        return batch
 
     trainer.next_batch = watching
     if saves_model_alone:
