@@ -10,6 +10,7 @@ from ranks import run_ranks
 from resumed import copy_at_step_2, losses, same, trained
 from tiny import DEBUG, DEBUG_TOKENIZER, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, steps
 
+from titan_lite import rules
 from titan_lite.config import ConfigError, load_config
 from titan_lite.distributed.layout import Layout
 from titan_lite.machine_rules import check_machine
@@ -170,7 +171,7 @@ def test_a_compiled_update_is_refused(name):
         r' \["model", "loss"\]'
     )
     with pytest.raises(ConfigError, match=wrong):
-        Layout.from_config(config, 2)
+        rules.check(config, Layout.from_config(config, 2))
 
 
 @pytest.mark.slow

@@ -185,12 +185,14 @@ def test_without_compression_a_run_resumes_without_errors(saved, at_step_2):
     ],
 )
 def test_what_cannot_work_is_refused(options, message):
-    config = load_config(
-        DEBUG, [*TINY, *SMALL, *steps(4), *every(2), *NO_VALIDATION, *NO_WORKERS, *options]
-    )
-    layout = Layout.from_config(config, 2)
+    options = [*TINY, *SMALL, *steps(4), *every(2), *NO_VALIDATION, *NO_WORKERS, *options]
+
+    def load_and_check():
+        config = load_config(DEBUG, options)
+        check(config, Layout.from_config(config, 2))
+
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check(config, layout)
+        load_and_check()
 
 
 def test_a_recipe_is_verified_without_compression():

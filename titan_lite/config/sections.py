@@ -116,7 +116,7 @@ class Model(Section):
     """Added to the mean square in RMSNorm; 0: the flavor's."""
 
     max_seq_len: Annotated[int, Field(ge=1, le=2**24)] | Literal[0] = 0
-    """Upper bound of training.seq_len, and of a text of `titan-lite generate`; 0: the flavor's."""
+    """Upper bound of training.seq_len, and of a generated text; 0: the flavor's."""
 
     tokenizer_path: RecipePath = ""
     """Tokenizer in tiktoken's format (base64 token and rank per line), or a tokenizer.json."""
