@@ -62,8 +62,13 @@ class Mistake:
     instead: str  # what to use
 
     def message(self, config: Config) -> str:
-        origin = config.origin(self.key.partition("[")[0])  # the file, or "command line"
-        return f"{origin}: {self.key} = {shown(self.value)} {self.why}; use {self.instead}"
+        """Return the line that tells of it, with the file or "command line" that has the key."""
+        key = self.key.partition("[")[0]
+        text = f"{self.key} = {shown(self.value)} {self.why}; use {self.instead}"
+        by_a_program = not config.was_set(key) and self.value != KEYS[key].default
+        if by_a_program:  # such as the layouts of verify and of plan --search
+            return text
+        return f"{config.origin(key)}: {text}"
 
 
 RuleOfKeys = Callable[[Config], Iterator[Mistake]]

@@ -28,7 +28,7 @@ def test_a_mistake_is_told_in_the_words_of_a_recipe():
     mistake = Mistake("compile.components", ("model",), "compiles no loss", 'such as ["loss"]')
     assert (
         mistake.message(Config())
-        == 'default: compile.components = ["model"] compiles no loss; use such as ["loss"]'
+        == 'compile.components = ["model"] compiles no loss; use such as ["loss"]'
     )
 
 
