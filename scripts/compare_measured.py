@@ -83,7 +83,7 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a rank reaches."""
+    """The speeds that a rank reaches."""
 
     matmul: float  # FLOP/s, forward and backward
     attention: float  # the same
@@ -97,7 +97,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank measured."""
+    """The measurements of a rank."""
 
     seconds: list[float]  # of each step
     peak: int  # bytes

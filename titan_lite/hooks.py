@@ -1,4 +1,4 @@
-"""What watches a run: logs, checks, profiles. A hook changes no number, but its error ends the run.
+"""Observers of a run: logs, checks, profiles. They change no number, but their errors end a run.
 
     class Slow(Hook):
         def on_step_end(self, trainer): time.sleep(1)

@@ -29,7 +29,7 @@ MAX_MESSAGE = 300  # characters of another library's error
 
 
 class FileDigest(TypedDict):
-    """What a manifest has of a file."""
+    """The entry of a file in a manifest."""
 
     size: int  # bytes
     sha256: str

@@ -74,7 +74,7 @@ from titan_lite.resilience.watchdog import PATIENCE, Watchdog
 
 @dataclass
 class Progress:
-    """How far a run is; a part of its checkpoints."""
+    """The progress of a run; a part of its checkpoints."""
 
     step: int = 0  # optimizer steps done, skipped ones included
     tokens_seen: int = 0  # counted tokens of these steps, over all ranks
@@ -107,7 +107,7 @@ class Trainer:
     mesh: DeviceMesh
     dp_rank: int  # ranks of one dp_rank (tp, cp, pp) read the same sequences
     dp_degree: int
-    reads_first: bool  # of the ranks that read the same sequences, one counts and saves them
+    counts_reads: bool  # of the ranks that read the same sequences, one counts them
     machine: Machine | None  # what the compile stage estimates times on, and the peak of MFU
 
     model: ParallelModel
@@ -191,7 +191,9 @@ class Trainer:
         check_agreement(self.layout)
         self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
-        self.reads_first = all(self.mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp"))
+        self.counts_reads = all(
+            self.mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp")
+        )
 
     def build_model(self) -> None:
         """Build this rank's stages on the meta device, fill them, and build their optimizer."""
@@ -219,7 +221,7 @@ class Trainer:
         """Build the loaders of training and validation."""
         config, layout = self.config, self.layout
         sources = config.data.source_names()
-        self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.reads_first)
+        self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.counts_reads)
         self.bos_id = self.tokenizer.bos_id
         self.loader = self.loader_of("train", streams=layout.max_sequences_per_step)
         self.per_source = PerSource(sources, self.mesh, self.device)
@@ -511,7 +513,7 @@ class Trainer:
 
     @property
     def stateful(self) -> dict[str, Stateful]:
-        """What a checkpoint has beside tensors, each part under its own name."""
+        """The parts of a checkpoint beside tensors, each under its own name."""
         return {
             "progress": self.progress,
             "skipped_steps": self.skipped_steps,

@@ -26,8 +26,9 @@ from titan_lite.distributed.layout import Layout
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a run is, in JSON types and tuples. An empty value is unknown: `convert` writes steps
-    that know only their model.
+    """The identity of a run, in JSON types and tuples.
+
+    An empty value is unknown: `convert` writes steps that know only their model.
     """
 
     recipe: Mapping[str, Any] = field(default_factory=dict)  # resolved: {section: {key: value}}

@@ -27,7 +27,7 @@ from titan_lite.manifest import fields_of
 
 
 class Effect(Enum):
-    """What a difference does to a resume, those that matter most first."""
+    """The effect of a difference on a resume; those that matter most come first."""
 
     REFUSED = "it cannot go on"
     RESTARTS_DATA = "the data starts anew"
@@ -107,7 +107,7 @@ class Changes:
 
     @property
     def restarts_data(self) -> bool:
-        """Whether the recipe's data starts again.
+        """True if the recipe's data starts again.
 
         Steps saved later have the position in the new data.
         """

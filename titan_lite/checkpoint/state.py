@@ -43,7 +43,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class RunState:
-    """What a step has beside its tensors."""
+    """The state of a step beside its tensors."""
 
     identity: RunIdentity = field(default_factory=RunIdentity)
     parts: Mapping[str, Any] = field(default_factory=dict)  # state_dict() of each part, by its name

@@ -66,7 +66,7 @@ def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HashedResult(WriteResult):
-    """Where a part of a tensor is written, and the digest of that file."""
+    """The place of a part of a tensor on disk, and the digest of that file."""
 
     digest: FileDigest
 

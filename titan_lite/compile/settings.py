@@ -15,7 +15,7 @@ from titan_lite.cost.machine import Machine
 
 @dataclass(frozen=True)
 class PassSettings:
-    """What the passes on the graphs of a pipeline stage know. Equal on its ranks."""
+    """Settings of the passes on the graphs of a pipeline stage, equal on its ranks."""
 
     config: Compile = field(default_factory=Compile)  # the recipe's section [compile]
     machine: Machine | None = None  # estimates seconds; None: unknown, so none are estimated

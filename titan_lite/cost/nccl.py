@@ -32,7 +32,7 @@ ALL_TO_ALL_PEER = 1.4e-6
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a chunk of data is known to have arrived."""
+    """A way to know that a chunk of data has arrived."""
 
     start: float  # seconds
     hop: float  # latency of a hop, relative to a link's

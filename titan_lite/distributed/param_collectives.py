@@ -41,7 +41,7 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How to gather one parameter and to reduce its gradient.
+    """The gather of one parameter and the reduction of its gradient.
 
     Plain values only, so that tracing sees constants. A shard has ceil(rows / shard_degree) rows.
     The last shards have fewer or none, and are padded for the collectives.

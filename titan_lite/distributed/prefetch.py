@@ -35,7 +35,7 @@ Phase = Literal["forward", "backward", "weights"] | None
 
 
 class SavedWeight(NamedTuple):
-    """What autograd saves in place of a view of a resharded weight."""
+    """A stand-in that autograd saves for a view of a resharded weight."""
 
     parameter: nn.Parameter
     spec: ShardSpec
@@ -235,7 +235,7 @@ class PrefetchGatherer:
 
 
 class _GatherContext(FunctionCtx):
-    """What a gather keeps for backward."""
+    """The values that a gather keeps for backward."""
 
     parameter: nn.Parameter
     spec: ShardSpec

@@ -87,7 +87,7 @@ def read_parameter(module: nn.Module, name: str) -> Tensor | Scaled:
 
 
 class _GatherContext(FunctionCtx):
-    """What a gather keeps for backward."""
+    """The values that a gather keeps for backward."""
 
     spec: ShardSpec
     shard_dtype: torch.dtype
@@ -132,7 +132,7 @@ class GraphGatherer:
 
 
 class ShardedModel:
-    """What the modules of a sharded model share: the specs of its parameters, the gatherers."""
+    """The specs of parameters and the gatherers, which all modules of a model share."""
 
     def __init__(self, specs: Specs, scales: Float8Scales, resharded: frozenset[str]):
         self.specs = specs
@@ -213,7 +213,7 @@ def reads_of(root: nn.Module) -> Counter[str]:
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """How `apply_simple_fsdp` gathers and reduces."""
+    """Settings of the gathers and reductions of `apply_simple_fsdp`."""
 
     param_dtype: torch.dtype = torch.float32  # of gathered weights and of computation
     reduce_dtype: torch.dtype = torch.float32  # of sums of gradients

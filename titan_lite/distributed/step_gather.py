@@ -291,7 +291,7 @@ class _Arrival(Work):
 
 
 class _ArrivingContext(FunctionCtx):
-    """What a wait keeps for backward."""
+    """The values that a wait keeps for backward."""
 
     spec: ShardSpec
 

@@ -37,7 +37,7 @@ def log_compile_reports(reports: Sequence[CompileReport], folder: Path) -> None:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended."""
+    """The end of a run."""
 
     stopped: bool  # by a signal; else done
     step: int

@@ -35,7 +35,7 @@ MIN_AMAX = 1e-12  # a scale is computed for a largest magnitude of at least this
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the factors of a layer's three products are cast."""
+    """The casts of the factors of a layer's three products."""
 
     grad_dtype: torch.dtype  # of the gradient of the layer's result; the other factors are e4m3
     scales_rows: bool  # one scale for each row of a factor, a power of two; else one for the tensor

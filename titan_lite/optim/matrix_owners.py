@@ -39,7 +39,7 @@ Bucket = dict[int, int]  # {owner: index of its matrix}
 
 @dataclass(frozen=True)
 class RankParts:
-    """How a matrix is cut and copied over the ranks of its mesh."""
+    """The cuts and copies of a matrix over the ranks of its mesh."""
 
     parts: list[Part]  # by rank
     copies: list[int]  # by rank: ranks with the same number have all parts together

@@ -1,4 +1,4 @@
-"""What each optimizer keeps and computes for a matrix, and which rank owns which matrix.
+"""Costs of a matrix by optimizer: what is kept and computed, and the rank that owns it.
 
     is_matrix("layers.0.attention.wq.weight")       # True: Muon and Shampoo update it as a whole
     costs = costs_of(config.optimizer)              # MuonCosts, for optimizer.name = "Muon"
@@ -63,7 +63,7 @@ def share_of_matrices(shapes: Shapes) -> float:
 
 
 class MatrixCosts:
-    """What AdamW keeps of a matrix within a block, and what its update costs.
+    """The costs of AdamW for a matrix within a block: what it keeps, and its update.
 
     A subclass has the figures of another optimizer; other parameters are AdamW's with any of them.
     Sizes are those of whole matrices.

@@ -62,7 +62,7 @@ class GroupRecord(TypedDict):
 
 
 class RankRecord(TypedDict):
-    """Where one rank is."""
+    """The position of one rank in the code."""
 
     phase: str  # of the run, such as "step 7"
     code: str  # position of its Python code

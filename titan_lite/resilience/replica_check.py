@@ -38,7 +38,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 
 
 class TensorShard(NamedTuple):
-    """What copies have in common: a tensor, and the part of it that a rank has."""
+    """A tensor, and the part of it that a rank has: the same for all of its copies."""
 
     name: str
     # mesh coordinates along the axes that shard the tensor, -1 along the others; (): a plain tensor
@@ -46,7 +46,7 @@ class TensorShard(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """What one rank has found."""
+    """The findings of one rank."""
 
     host: str
     differing: dict[TensorShard, int]  # checksums of shards that differ between ranks

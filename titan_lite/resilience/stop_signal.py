@@ -20,7 +20,7 @@ from titan_lite.resilience import signals
 
 
 class StopSignal:
-    """Whether ranks have agreed to stop.
+    """The agreement of ranks to stop.
 
     describe_stop: returns the step at which the run stops and what follows, for the log.
     """
@@ -32,7 +32,7 @@ class StopSignal:
 
     @property
     def received(self) -> bool:
-        """Whether this rank has received a signal."""
+        """True if this rank has received a signal."""
         return bool(signals.received())
 
     def poll(self) -> bool:

@@ -112,7 +112,7 @@ def build_decoder(
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn. Defaults are those of the command line."""
+    """The choice of a token. Defaults are those of the command line."""
 
     temperature: float = 0.8  # below 1 favors likely tokens; 0: the likeliest, of equals the first
     top_k: int = 0  # only the likeliest tokens, so many; 0: all

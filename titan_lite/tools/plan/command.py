@@ -170,7 +170,7 @@ def refuse_missing_folder(name: str, path: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned: a recipe, a number of ranks, a machine."""
+    """The subject of a plan: a recipe, a number of ranks, a machine."""
 
     recipe: str
     overrides: list[str]  # of the command line

@@ -199,7 +199,7 @@ class _Collective(NamedTuple):
 
 
 class _BucketTraffic(NamedTuple):
-    """What the parameters of a bucket send and copy."""
+    """Bytes that the parameters of a bucket send and copy."""
 
     block: str
     nbytes: int  # of the full weights or gradients

@@ -47,7 +47,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What a pipeline rank does in a step."""
+    """The work of a pipeline rank in a step."""
 
     busy: float  # seconds of forward and backward of a microbatch
     step: Costs  # without accumulation, update and pipeline

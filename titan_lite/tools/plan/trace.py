@@ -382,7 +382,7 @@ def materialize_stage(layout: PlannedLayout, stage: Transformer) -> None:
 
 
 class StageInputs(NamedTuple):
-    """What a stage is called with, for a microbatch."""
+    """The arguments of a stage, for a microbatch."""
 
     input: Tensor  # token ids (B, t), or hidden states of a stage without the embedding
     hidden: Tensor  # (B, t, C), the hidden states that travel between pipeline stages

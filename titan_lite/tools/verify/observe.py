@@ -32,7 +32,7 @@ Prepare = Callable[[Trainer], None]
 
 @dataclass
 class Observed:
-    """What a run computed."""
+    """The results of a run."""
 
     # (rank, step): (loss, gradient norm)
     losses: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
