@@ -175,7 +175,9 @@ def attention_flops(shapes: Shapes, device: torch.device, seconds: float) -> flo
         size = (shapes.sequences, count, shapes.tokens, model.head_dim)
         return random_tensor(shapes, device, *size).requires_grad_()
 
-    q, k, v = random_heads(heads), random_heads(kv_heads), random_heads(kv_heads)
+    q = random_heads(heads)
+    k = random_heads(kv_heads)
+    v = random_heads(kv_heads)
     upstream = torch.ones_like(q)
 
     def attend() -> None:
