@@ -27,7 +27,10 @@ if sys.argv[1] == "unblocked":
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPPING)  # as a library may do
 for name in sys.argv[2:]:
     os.kill(os.getpid(), getattr(signal, name))
+    end = time.monotonic() + 30  # a thread receives the signal, on a busy machine after a while
     time.sleep(0.1)
+    while not signals.received() and time.monotonic() < end:
+        time.sleep(0.1)
     print([signals.received()])
 """
 
