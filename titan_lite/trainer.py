@@ -420,7 +420,9 @@ class Trainer:
 
     def to_device(self, batch: Batch, per_source: PerSource) -> DeviceBatch:
         """Move a batch to the device, and count its tokens."""
-        moved = self.model.to_device(batch.input, batch.label, bos_id=self.bos_id)
+        moved = self.model.to_device(
+            batch.input, batch.label, bos_id=self.bos_id, eos_id=self.tokenizer.eos_id
+        )
         per_source.read(batch.sources, counted(moved.label))
         return moved
 

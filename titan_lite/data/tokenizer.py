@@ -12,7 +12,7 @@ https://github.com/meta-llama/llama-models/blob/main/models/llama3/tokenizer.py
 
 A file whose name ends in .json is read by the package `tokenizers`. The tokens that begin and end a
 document are those of tokenizer_config.json beside it, else those that the file itself puts around a
-text, else those with Llama's names.
+text, else those with the names of Llama's or GPT-2's.
 """
 
 import hashlib
@@ -171,9 +171,9 @@ class JsonTokenizer:
 
 Tokenizer = TiktokenTokenizer | JsonTokenizer
 
-USUAL_TOKENS = {
-    "bos_token": ("<|begin_of_text|>", "<s>"),
-    "eos_token": ("<|end_of_text|>", "</s>"),
+USUAL_TOKENS = {  # of Llama 3, of Llama 2, and of GPT-2, which has one token for both
+    "bos_token": ("<|begin_of_text|>", "<s>", "<|endoftext|>"),
+    "eos_token": ("<|end_of_text|>", "</s>", "<|endoftext|>"),
 }
 
 _FIX = (

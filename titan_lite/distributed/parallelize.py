@@ -110,10 +110,10 @@ class ParallelModel:
         for stage in self.stages:
             sharded_model(stage).refresh_scales()
 
-    def to_device(self, input: Tensor, label: Tensor, *, bos_id: int) -> DeviceBatch:
+    def to_device(self, input: Tensor, label: Tensor, *, bos_id: int, eos_id: int) -> DeviceBatch:
         """Move a local batch (B, T) to the device, with what the model needs beside tokens.
 
-        bos_id: the token that begins a document, for training.mask_documents.
+        bos_id, eos_id: the tokens that begin and end a document, for training.mask_documents.
         """
         on_device = input.to(self.device, non_blocking=True)
         own_label = label.to(self.device, non_blocking=True)[:, self.positions]
@@ -121,9 +121,11 @@ class ParallelModel:
         if self.layout.loss_chunk:  # the model computes the loss
             model_kwargs["labels"] = own_label
         if self.config.training.mask_documents:
-            model_kwargs["doc_starts"] = doc_starts(on_device, bos_id)[:, self.positions]
+            starts = doc_starts(on_device, bos_id, eos_id)
+            model_kwargs["doc_starts"] = starts[:, self.positions]
         if self.needs_doc_stats:
-            model_kwargs["doc_stats"] = doc_stats(input, bos_id)  # on the host, as the batch is
+            # on the host, as the batch is
+            model_kwargs["doc_stats"] = doc_stats(input, bos_id, eos_id)
         return DeviceBatch(on_device[:, self.positions], own_label, model_kwargs)
 
     def forward_backward(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> Iterator[Tensor]:

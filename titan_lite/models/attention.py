@@ -58,21 +58,25 @@ def masks_by_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, cp:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def doc_starts(tokens: Tensor, bos_id: int) -> Tensor:
+def doc_starts(tokens: Tensor, bos_id: int, eos_id: int) -> Tensor:
     """Return for each token (B, T) the position where its document begins, int64.
 
-    It is 0 for a document that began in an earlier sequence.
+    It is 0 for a document that began in an earlier sequence. If one token is both BOS and EOS, as
+    GPT-2's, it begins a document after another one, and ends a document after text.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return torch.where(tokens == bos_id, positions, 0).cummax(dim=1).values
+    begins = tokens == bos_id
+    if bos_id == eos_id:
+        begins[:, 1:] = begins[:, 1:] & begins[:, :-1]
+    return torch.where(begins, positions, 0).cummax(dim=1).values
 
 
-def doc_stats(tokens: Tensor, bos_id: int) -> Tensor:
+def doc_stats(tokens: Tensor, bos_id: int, eos_id: int) -> Tensor:
     """Return for each sequence of tokens (B, T) the documents in it and the length of the longest.
 
     (B, 2) int64. Documents that are cut at the ends of the sequence count, too.
     """
-    starts = doc_starts(tokens, bos_id)
+    starts = doc_starts(tokens, bos_id, eos_id)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     documents = (starts == positions).sum(dim=1)
     longest = (positions - starts).amax(dim=1) + 1

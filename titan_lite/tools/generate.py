@@ -29,8 +29,6 @@ from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging
 from titan_lite.models.llama3 import Attention, Mask, ModelConfig, Transformer, rope_tables
 
-MAX_BYTES_OF_CHARACTER = 4  # in UTF-8
-
 
 class CachedAttention(Attention):
     """Attention with a cache of keys and values, for at most config.max_seq_len tokens."""
@@ -158,20 +156,40 @@ def generate(
         tokens = [token]
 
 
-def text_of(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield pieces of text as their characters are complete: one may span several tokens."""
-    previous: list[int] = []  # of the piece before: the text of a token may depend on it
+def text_of(tokens: Iterable[int], tokenizer: Tokenizer, prompt: Sequence[int]) -> Iterator[str]:
+    """Yield the text of tokens after those of a prompt, without BOS, in pieces.
+
+    Together they are the end of decode(prompt + tokens) after decode(prompt). A piece ends where a
+    character does: one may span several tokens.
+    """
+    before = prompt  # tokens of the piece before: the text of a token may depend on them
     pending: list[int] = []
-    text = ""
     for token in tokens:
         pending.append(token)
-        text = tokenizer.decode([*previous, *pending])[len(tokenizer.decode(previous)) :]
-        if not text.endswith("\ufffd") or len(pending) == MAX_BYTES_OF_CHARACTER:
+        text = _text_after(before, pending, tokenizer)
+        if not text.endswith("\ufffd"):
             yield text
-            previous = pending
+            before = pending
             pending = []
     if pending:
-        yield text
+        yield _text_after(before, pending, tokenizer)
+
+
+def _text_after(before: Sequence[int], tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the text of tokens that come after others."""
+    start = tokenizer.decode(before)
+    whole = tokenizer.decode([*before, *tokens])
+    if whole.startswith(start):
+        return whole[len(start) :]
+    # With tokens for single bytes, one that completes no character also breaks those before it.
+    return tokenizer.decode(tokens)
+
+
+def prompt_as_read(prompt: str, tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return a prompt without the spaces at its end, if the tokenizer has left them out."""
+    words = prompt.rstrip()
+    spaces = prompt[len(words) :]
+    return prompt if tokenizer.decode(tokens).endswith(spaces) else words
 
 
 def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
@@ -303,15 +321,16 @@ def main(arguments: Sequence[str]) -> None:
     device = find_device(options.device)
     weights = open_weights(options.checkpoint, every_byte=True)
     tokenizer = find_tokenizer(weights, options.tokenizer)
-    prompt = tokenizer.encode(options.prompt, bos=True)
+    prompt = tokenizer.encode(options.prompt)
     dtype = weights.dtypes["tok_embeddings.weight"]
     if options.dtype:
         dtype = getattr(torch, options.dtype)
-    decoder = build_decoder(weights, len(prompt) + options.max_new_tokens, device, dtype)
+    document = [tokenizer.bos_id, *prompt]
+    decoder = build_decoder(weights, len(document) + options.max_new_tokens, device, dtype)
     stop = stop_tokens(weights, tokenizer)
     tokens = generate(
         decoder,
-        prompt,
+        document,
         max_new_tokens=options.max_new_tokens,
         stop=stop,
         vocab_size=tokenizer.vocab_size,
@@ -321,7 +340,7 @@ def main(arguments: Sequence[str]) -> None:
         f"{weights.folder}, {weights.kind}; {device}, {str(dtype).removeprefix('torch.')}",
         file=sys.stderr,
     )
-    print(options.prompt, end="", flush=True)
+    print(prompt_as_read(options.prompt, prompt, tokenizer), end="", flush=True)
     started = time.perf_counter()
     drawn: list[int] = []
 
@@ -331,7 +350,7 @@ def main(arguments: Sequence[str]) -> None:
             if token not in stop:
                 yield token
 
-    for text in text_of(without_stop(), tokenizer):
+    for text in text_of(without_stop(), tokenizer, prompt):
         print(text, end="", flush=True)
     print(flush=True)
     seconds = time.perf_counter() - started

@@ -32,7 +32,7 @@ from titan_lite.models.attention import (
 )
 from titan_lite.models.llama3 import Attention, ModelConfig, Transformer, attention_mask
 
-BOS, ROWS, TOKENS = 1, 3, 24
+BOS, EOS, ROWS, TOKENS = 1, 2, 3, 24
 CONFIG = ModelConfig(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64, max_seq_len=TOKENS
 )
@@ -131,13 +131,27 @@ def test_what_context_parallelism_calls_on_a_gpu(kernel, monkeypatch):
 
 def test_a_document_begins_where_its_first_token_is():
     tokens = torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 5], [5] * 7])
-    assert doc_starts(tokens, bos_id=9).tolist() == [[0, 1, 1, 1, 4, 5, 5], [0] * 7, [0] * 7]
-    assert doc_stats(tokens, bos_id=9).tolist() == [[4, 3], [1, 7], [1, 7]]
+    assert doc_starts(tokens, bos_id=9, eos_id=8).tolist() == [
+        [0, 1, 1, 1, 4, 5, 5],
+        [0] * 7,
+        [0] * 7,
+    ]
+    assert doc_stats(tokens, bos_id=9, eos_id=8).tolist() == [[4, 3], [1, 7], [1, 7]]
+
+
+def test_a_token_that_is_bos_and_eos_begins_a_document_after_another_one():
+    """[9 5 5 5 9] [9 5 ...]; cut within the second document; [... 5 9] [9 5 9] [9 ...]; cut between
+    the end of one and the beginning of the next.
+    """
+    tokens = torch.tensor([[9, 5, 5, 5, 9, 9, 5], [5, 5, 9, 9, 5, 9, 9], [9, 9, 5, 5, 5, 5, 9]])
+    expected = [[0, 0, 0, 0, 0, 5, 5], [0, 0, 0, 3, 3, 3, 6], [0, 1, 1, 1, 1, 1, 1]]
+    assert doc_starts(tokens, bos_id=9, eos_id=9).tolist() == expected
+    assert doc_stats(tokens, bos_id=9, eos_id=9).tolist() == [[2, 5], [3, 3], [2, 6]]
 
 
 def test_where_documents_end():
     tokens = rows_of_documents()
-    begins, counts = doc_starts(tokens, BOS), doc_stats(tokens, BOS)
+    begins, counts = doc_starts(tokens, BOS, EOS), doc_stats(tokens, BOS, EOS)
     assert counts.tolist() == [[4, 15], [1, 24], [3, 16]]
     ends, _ = documents_of(begins, torch.arange(TOKENS), counts)
     expected = [0, 1, 2, 9, 24, 48, 55, 71, 72]
@@ -153,8 +167,8 @@ def packed_kernel():
 
 def told(by_kernel):
     tokens = rows_of_documents()
-    documents = {"doc_starts": doc_starts(tokens, BOS)}
-    return documents | ({"doc_stats": doc_stats(tokens, BOS)} if by_kernel else {})
+    documents = {"doc_starts": doc_starts(tokens, BOS, EOS)}
+    return documents | ({"doc_stats": doc_stats(tokens, BOS, EOS)} if by_kernel else {})
 
 
 def trained(by_kernel, mode="none", compiled=False):
@@ -211,7 +225,7 @@ def test_batches_with_other_documents_are_one_graph(packed_kernel):
         rows_of_documents().flip(0),
         torch.full((ROWS, TOKENS), BOS),
     ):
-        compiled(tokens, doc_starts(tokens, BOS), doc_stats(tokens, BOS))
+        compiled(tokens, doc_starts(tokens, BOS, EOS), doc_stats(tokens, BOS, EOS))
     assert len(graphs) == 1
 
 
@@ -231,7 +245,7 @@ def test_no_tensor_of_all_pairs_is_made(packed_kernel):
     model = Transformer(dataclasses.replace(CONFIG, max_seq_len=512))
     found = []
     for documents in (
-        {"doc_starts": doc_starts(tokens, BOS), "doc_stats": doc_stats(tokens, BOS)},
+        {"doc_starts": doc_starts(tokens, BOS, EOS), "doc_stats": doc_stats(tokens, BOS, EOS)},
         {"doc_starts": tokens * 0},
     ):
         with Largest() as mode:
@@ -378,7 +392,7 @@ def test_attention_within_documents_is_that_with_a_mask_on_a_gpu():
     inputs = random_heads(ROWS, TOKENS, TOKENS, torch.bfloat16, device="cuda", **shapes)
     others = random_heads(ROWS, TOKENS, TOKENS, **shapes)
     tokens, positions = rows_of_documents(), torch.arange(TOKENS)
-    begins = doc_starts(tokens, BOS)
-    documents = documents_of(begins.cuda(), positions.cuda(), doc_stats(tokens, BOS))
+    begins = doc_starts(tokens, BOS, EOS)
+    documents = documents_of(begins.cuda(), positions.cuda(), doc_stats(tokens, BOS, EOS))
     found = Attention.attend(Attention(CONFIG), *inputs, documents)
     near(found, with_mask(*others, attention_mask(begins, positions, TOKENS)), inputs, others)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from json_tokenizers import bpe, byte_level, save, unigram, word_level, word_piece
 from safetensors.torch import save_file
 
 from titan_lite import manifest
@@ -22,7 +23,7 @@ from titan_lite.models.llama3 import ModelConfig, RopeScaling, Transformer
 from titan_lite.tools import convert
 from titan_lite.tools import generate as command
 from titan_lite.tools.convert import write_step
-from titan_lite.tools.generate import Sampling, build_decoder, generate, text_of
+from titan_lite.tools.generate import Sampling, build_decoder, generate, prompt_as_read, text_of
 
 TOKENIZER = Path(__file__).parents[3] / "assets/tokenizer/debug.model"
 LIKELIEST = Sampling(temperature=0)
@@ -162,6 +163,57 @@ def test_a_seed_gives_a_text(folder):
     assert text(1) != text(2)
 
 
+EMOJI = [3 + byte for byte in "\U0001f600".encode()]  # tokens of its bytes, in `bpe`
+NO_CHARACTER = 3 + 0xFF
+
+
+@pytest.mark.parametrize("prompt", ["", "the cat", "the cat ", "the cat  ", "the \u20ac"])
+@pytest.mark.parametrize(
+    "kind",
+    [unigram(byte_fallback=True), unigram(), word_level(), word_piece(), bpe(), byte_level()],
+)
+def test_text_is_the_end_of_the_whole_text_after_the_prompt(prompt, kind, tmp_path):
+    tokenizer = load_tokenizer(save(kind, tmp_path))
+    continuations = ["the cat", "sat", " sat", "s </s> the", "the \u20ac \U0001f600the", " "]
+    for tokens in map(tokenizer.encode, continuations):
+        before = tokenizer.encode(prompt)
+        pieces = list(text_of(tokens, tokenizer, before))
+        start, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
+        assert start + "".join(pieces) == whole
+        assert all("\ufffd" not in piece or "\ufffd" in whole for piece in pieces)
+
+
+def test_after_a_byte_that_is_no_character_the_text_goes_on(tmp_path):
+    """Whatever the bytes of a run are, decoding all of it shows none of its characters."""
+    tokenizer = load_tokenizer(save(bpe(), tmp_path))
+    the = tokenizer.encode("the")
+    assert tokenizer.decode([*EMOJI, NO_CHARACTER]) == "\ufffd" * 5
+    tokens = [*the, *EMOJI, NO_CHARACTER, *the, *EMOJI[:2]]
+    pieces = list(text_of(tokens, tokenizer, tokenizer.encode("\u20ac")))
+    assert "".join(pieces) == " the\U0001f600\ufffd the\ufffd\ufffd"
+    # many in a row, and a character whose first bytes are in the token before
+    read = load_tokenizer(TOKENIZER)
+    tokens = [*read.encode("a")[:1], *[255] * 5, *read.encode("\u00fc\U0001f600z")]
+    assert "".join(text_of(tokens, read, [])) == read.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "expected"),
+    [
+        ("the cat", unigram(), "the cat sat"),
+        ("the cat", word_level(), "the cat sat"),
+        ("the cat ", word_level(), "the cat sat"),  # spaces that the tokenizer has left out
+        ("the cat\n", unigram(byte_fallback=True), "the cat\n sat"),
+        ("", unigram(), "sat"),
+    ],
+)
+def test_the_prompt_is_continued_as_the_model_read_it(prompt, kind, expected, tmp_path):
+    tokenizer = load_tokenizer(save(kind, tmp_path))
+    tokens = tokenizer.encode(prompt)
+    text = "".join(text_of(tokenizer.encode("sat"), tokenizer, tokens))
+    assert prompt_as_read(prompt, tokens, tokenizer) + text == expected
+
+
 def test_characters_come_whole():
     tokenizer = load_tokenizer(TOKENIZER)
     tokens = [
@@ -173,10 +225,10 @@ def test_characters_come_whole():
         204,
     ]  # and bytes that are no characters
     assert max(len(tokenizer.encode(character)) for character in "€ü😀") > 1
-    pieces = list(text_of(tokens, tokenizer))
+    pieces = list(text_of(tokens, tokenizer, []))
     assert "".join(pieces).startswith("a€ü😀z")
     assert all("\ufffd" not in piece for piece in pieces[:5])
-    assert "".join(text_of(tokens[:2], tokenizer)) == tokenizer.decode(
+    assert "".join(text_of(tokens[:2], tokenizer, [])) == tokenizer.decode(
         tokens[:2]
     )  # cut within a character
 
