@@ -20,6 +20,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,8 @@ import tokenizers
 from tiktoken.load import load_tiktoken_bpe
 
 from titan_lite.config import ConfigError
-from titan_lite.config.errors import one_line
+from titan_lite.config.errors import one_line, shown
+from titan_lite.data.special_tokens import text_encoder
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -114,36 +116,49 @@ class TiktokenTokenizer:
             return self._encoding.encode_to_numpy(_without_halves(text), disallowed_special=())
 
 
+UNKNOWN_CHARACTER = "\U0010fffd"  # for private use, so that no vocabulary has it
+
+
 class JsonTokenizer:
     """A tokenizer of a tokenizer.json. Its `sha256` is of the file and of the ids of BOS and EOS.
 
-    Pickles.
+    where: the beginning of errors, which says how the user named the file. Pickles.
     """
 
-    def __init__(self, content: str, bos_id: int, eos_id: int):
+    def __init__(self, content: str, bos_id: int, eos_id: int, where: str):
         # one text is encoded at a time: threads gain nothing, and warn of forks
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._content = content
+        self._where = where
         self.bos_id = bos_id
         self.eos_id = eos_id
         self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        self._tokenizer.no_truncation()  # some files enable it
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # as plain text
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in added.items() if token.special}
+        for id in (bos_id, eos_id):  # which the file may have as ordinary tokens
+            name = added[id].content if id in added else self._tokenizer.id_to_token(id)
+            assert name is not None  # since it has the id
+            self.special_tokens[name] = id
+        self._encoder = text_encoder(self._tokenizer, content, self.special_tokens)
         self.sha256 = hashlib.sha256(f"{content}\n{bos_id} {eos_id}".encode()).hexdigest()
         # A text may be encoded in pieces, unless the tokenizer adds a prefix to each piece, like
         # Llama 2's.
-        self._may_cut = self.decode(self._ids("a") + self._ids("a")) == "aa"
+        try:
+            self._may_cut = self.decode(self._ids("a") + self._ids("a")) == "aa"
+        except ConfigError:  # it has no token for "a"
+            self._may_cut = False
 
-    def __reduce__(self) -> tuple[type["JsonTokenizer"], tuple[str, int, int]]:
+    def __reduce__(self) -> tuple[type["JsonTokenizer"], tuple[str, int, int, str]]:
         # the library's own pickle loses encode_special_tokens
-        return JsonTokenizer, (self._content, self.bos_id, self.eos_id)
+        return JsonTokenizer, (self._content, self.bos_id, self.eos_id, self._where)
 
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
-        """Return the ids of any text; the name of a special token in it is plain text."""
+        """Return the ids of any text; the name of a special token in it is plain text.
+
+        Raises ConfigError if the tokenizer has no token for a part of it, nor one for what is
+        unknown.
+        """
         ids = [self.bos_id] if bos else []
         for piece in cut_text(text) if self._may_cut else (text,):
             ids += self._ids(piece)
@@ -160,13 +175,42 @@ class JsonTokenizer:
         """
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    def check_characters(self) -> None:
+        """Raise ValueError if a character becomes BOS or EOS, or is left out without a word.
+
+        An unknown character and those in the names of special tokens are tried.
+        """
+        model = self._encoder.model
+        leaves_out = isinstance(model, tokenizers.models.BPE) and model.unk_token is None
+        for character in (UNKNOWN_CHARACTER, *sorted(set("".join(self.special_tokens)))):
+            try:
+                ids = self._ids(character)
+            except ConfigError:  # a text with it is refused, too
+                continue
+            if not {self.bos_id, self.eos_id}.isdisjoint(ids):
+                raise ValueError(
+                    f"gives the character {shown(character)} the token that begins or ends a"
+                    " document"
+                )
+            is_name = character != UNKNOWN_CHARACTER and not character.isspace()
+            if leaves_out and is_name and self._ids(2 * character) == ids:
+                raise ValueError(
+                    f"has no token for {shown(character)}, which is in the name of a special"
+                    " token, nor one for unknown text, so that texts would lose it"
+                )
+
     def _ids(self, text: str) -> list[int]:
-        """Return the ids of a piece."""
-        encode = self._tokenizer.encode_batch_fast  # `encode` stores offsets, in twice the time
+        """Return the ids of a piece. Raises ConfigError."""
+        encode = self._encoder.encode_batch_fast  # `encode` stores offsets, in twice the time
         try:
             return encode([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError):
-            return encode([_without_halves(text)], add_special_tokens=False)[0].ids
+            return self._ids(_without_halves(text))
+        except Exception as error:  # the library raises no subclass of it
+            raise ConfigError(
+                f"{self._where} cannot encode the text {shown(text)} ({_short(error)}); use a"
+                " tokenizer with a token for unknown text, or with tokens for all bytes"
+            ) from None
 
 
 Tokenizer = TiktokenTokenizer | JsonTokenizer
@@ -228,7 +272,13 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
         raise ConfigError(
             f"{where}: cannot be read as a tokenizer.json ({_short(error)}); {_FIX}"
         ) from None
-    return JsonTokenizer(text, *_ends_of_documents(tokenizer, path, where))
+    bos_id, eos_id = _ends_of_documents(tokenizer, path, where)
+    try:
+        read = JsonTokenizer(text, bos_id, eos_id, where)
+        read.check_characters()
+    except ValueError as error:
+        raise ConfigError(f"{where} {error}; use another tokenizer") from None
+    return read
 
 
 def _ends_of_documents(tokenizer: tokenizers.Tokenizer, path: Path, where: str) -> tuple[int, int]:
@@ -238,14 +288,7 @@ def _ends_of_documents(tokenizer: tokenizers.Tokenizer, path: Path, where: str) 
     those with the usual names. Raises ConfigError if none of these says which they are.
     """
     configured = _tokens_beside(path, where)
-    plain = tokenizer.encode("a", add_special_tokens=False).ids
-    whole = tokenizer.encode("a").ids
-    start = 0
-    while start < len(whole) and whole[start : start + len(plain)] != plain:
-        start += 1
-    if start == len(whole):
-        start = 0
-    around = {"bos_token": whole[:start], "eos_token": whole[start + len(plain) :]}
+    around = _tokens_around_text(tokenizer)
     ids = {}
     for name in ("bos_token", "eos_token"):
         if name in configured:
@@ -255,6 +298,22 @@ def _ends_of_documents(tokenizer: tokenizers.Tokenizer, path: Path, where: str) 
         else:
             ids[name] = _usual_id(tokenizer, name, where)
     return ids["bos_token"], ids["eos_token"]
+
+
+def _tokens_around_text(tokenizer: tokenizers.Tokenizer) -> dict[str, list[int]]:
+    """Return the ids that a tokenizer puts before and after a text, by bos_token and eos_token."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    plain: list[int] = []
+    whole: list[int] = []
+    with suppress(Exception):  # the library raises no subclass of it: it has no token for "a"
+        plain = tokenizer.encode("a", add_special_tokens=False).ids
+        whole = tokenizer.encode("a").ids
+    for start in range(len(whole) - len(plain) + 1) if plain else ():
+        end = start + len(plain)
+        if whole[start:end] == plain:
+            return {"bos_token": whole[:start], "eos_token": whole[end:]}
+    return {"bos_token": [], "eos_token": []}
 
 
 def _configured_id(tokenizer: tokenizers.Tokenizer, name: str, token: str, where: str) -> int:

@@ -145,8 +145,8 @@ def test_long_texts_are_cut_where_ours_are(path, unit):
 
 def test_a_tokenizer_that_gives_every_text_a_beginning_is_not_cut(tmp_path):
     """As Llama 2's does: a second piece would begin with a space of its own."""
-    vocab = {"<s>": 0, "</s>": 1, "\u2581": 2, "a": 3, "b": 4}
-    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], fuse_unk=True))
+    vocab = {"<s>": 0, "</s>": 1, "\u2581": 2, "a": 3, "b": 4, "?": 5}
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="?", fuse_unk=True))
     n, d = tokenizers.normalizers, tokenizers.decoders
     theirs.normalizer = n.Sequence([n.Prepend("\u2581"), n.Replace(" ", "\u2581")])
     theirs.decoder = d.Sequence([d.Replace("\u2581", " "), d.Fuse(), d.Strip(" ", 1, 0)])

@@ -1,0 +1,214 @@
+"""No text has the id of a special token, whatever the kind of the tokenizer."""
+
+import json
+import pickle
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from json_tokenizers import (
+    SPECIAL,
+    added,
+    bpe,
+    byte_level,
+    metaspace,
+    save,
+    unigram,
+    word_level,
+    word_piece,
+)
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+from titan_lite.config import ConfigError, Data
+from titan_lite.data.loader import build_loader
+from titan_lite.data.tokenizer import SPECIAL_TOKENS, TiktokenTokenizer, load_tokenizer
+from titan_lite.tools.prepare import prepare
+
+TEXTS = [
+    "the cat </s> <s> sat",
+    "</s>",
+    "<s>the</s>cat<s></s></s>",
+    "the  </s>  ",
+    "x</s>y",
+    "<unk> <|endoftext|> <pad>",
+    "\uff1c/s\uff1e \uff1cs\uff1e",  # wide characters, which NFKC makes narrow
+    "</S> <S>",
+    "\u2581</s>\u2581",
+    "<0x0A></s>",
+]
+
+
+def normalized(tokenizer):
+    """Wide characters become narrow and capitals small, in names of special tokens, too."""
+    steps = [normalizers.NFKC(), normalizers.Lowercase()]
+    tokenizer.normalizer = normalizers.Sequence(
+        [*steps, *([tokenizer.normalizer] if tokenizer.normalizer else [])]
+    )
+    return tokenizer
+
+
+def split_at_spaces(tokenizer):
+    """Then `ignore_merges` finds a special token that stands alone."""
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def reordered():
+    """An ordinary added token between special ones that the vocabulary lacks."""
+    tokenizer = unigram()
+    tokenizer.add_special_tokens(added(["<|pad|>"]))
+    tokenizer.add_tokens(added(["the cat"], special=False))
+    tokenizer.add_special_tokens(added(["<|eot|>"]))
+    return tokenizer
+
+
+def with_affixes():
+    vocab = [*SPECIAL, *"</s>", "##/", "##s", "##>", "##s>", "</", "</s>end"]
+    merges = [("##s", "##>"), ("<", "##/"), ("</", "##s>")]
+    model = models.BPE(
+        {piece: id for id, piece in enumerate(vocab)},
+        merges,
+        unk_token="<unk>",
+        continuing_subword_prefix="##",
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(added())
+    return tokenizer
+
+
+KINDS = {
+    "Unigram": unigram(),
+    "Unigram with bytes": unigram(byte_fallback=True),
+    "Unigram, normalized": normalized(unigram()),
+    "Unigram with more added tokens": reordered(),
+    "WordLevel": word_level(),
+    "WordPiece": word_piece(),
+    "BPE that ignores merges": split_at_spaces(bpe()),
+    "BPE whose merges make them": bpe(ignore_merges=False, merged=True),
+    "BPE with a prefix": with_affixes(),
+    "BPE, not flagged as special": bpe(special=False),
+    "BPE, added without normalizing": bpe(special=False, normalized=False),
+    "BPE, stripping": bpe(special=False, lstrip=True, rstrip=True),
+    "BPE, normalized": normalized(bpe(merged=True, ignore_merges=False)),
+    "bytes": byte_level(("<s>", "</s>")),
+    "one token for both": byte_level(),
+}
+
+
+def read(kind, folder):
+    return load_tokenizer(save(KINDS[kind], folder))
+
+
+def special_ids(tokenizer):
+    """Ids that no text has: all special ones but that of what is unknown."""
+    return {id for name, id in tokenizer.special_tokens.items() if name != "<unk>"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_in_a_text_are_text(kind, tmp_path):
+    tokenizer = read(kind, tmp_path)
+    assert {tokenizer.bos_id, tokenizer.eos_id} <= special_ids(tokenizer)
+    for text in TEXTS:
+        document = tokenizer.encode_document(text).tolist()
+        assert (document[0], document[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+        assert special_ids(tokenizer).isdisjoint(document[1:-1]), text
+        assert document[1:-1] == tokenizer.encode(text)
+        assert pickle.loads(pickle.dumps(tokenizer)).encode(text) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(
+    max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+@given(st.lists(st.sampled_from([*SPECIAL, *"</s> >the", "<|endoftext|>", "\u2581", "\n"])))
+def test_no_join_of_names_is_a_special_token(kind, tmp_path, parts):
+    tokenizer = cached(kind, tmp_path)
+    assert special_ids(tokenizer).isdisjoint(tokenizer.encode("".join(parts)))
+
+
+def cached(kind, folder, cache={}):  # noqa: B006 - once for all examples
+    if kind not in cache:
+        cache[kind] = read(kind, folder)
+    return cache[kind]
+
+
+@pytest.mark.parametrize("kind", ["Unigram with bytes", "bytes", "one token for both"])
+def test_they_come_back(kind, tmp_path):
+    tokenizer = read(kind, tmp_path)
+    for text in TEXTS[:6]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([tokenizer.eos_id]) in tokenizer.special_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_texts_have_the_ids_of_the_file(kind, tmp_path):
+    """Also those with added tokens that are not special, and unknown characters."""
+    theirs, tokenizer = KINDS[kind], read(kind, tmp_path)
+    for text in ("the cat sat", "the cat", "s > / <", " the  cat ", "hate \u20ac", "the catthe"):
+        assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False).ids
+
+
+def test_a_word_that_cannot_be_encoded_is_named(tmp_path):
+    path = save(word_level(unk=None), tmp_path)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode("the cat") == [2, 3]
+    for text in ("the cat </s>", "the dog"):
+        with pytest.raises(ConfigError) as error:
+            tokenizer.encode(text)
+        assert str(error.value).startswith(
+            f'model.tokenizer_path = "{path}" cannot encode the text "{text}" (WordLevel error:'
+        )
+        assert str(error.value).count("\n") == 0
+
+
+def bpe_without(unk=None):
+    """Characters of the special tokens' names are not in the vocabulary."""
+    vocab = {piece: id for id, piece in enumerate([*SPECIAL, "\u2581", "t", "h", "e"])}
+    return metaspace(Tokenizer(models.BPE(vocab, [], unk_token=unk)))
+
+
+@pytest.mark.parametrize(
+    ("unk", "words"),
+    [
+        (
+            None,
+            'has no token for "/", which is in the name of a special token, nor one for unknown',
+        ),
+        ("</s>", 'gives the character "\\U0010fffd" the token that begins or ends a document'),
+    ],
+)
+def test_one_that_would_lose_text_or_end_documents_in_it_is_refused(unk, words, tmp_path):
+    path = save(bpe_without(unk), tmp_path)
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(path)
+    assert str(error.value).startswith(f'model.tokenizer_path = "{path}" {words}')
+    assert load_tokenizer(save(bpe_without("<unk>"), tmp_path)).encode("the") == [3, 4, 5, 6]
+
+
+def test_a_tiktoken_file_has_no_way_to_them():
+    """Its special tokens are no ranks; one that a rank spells is another token."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    for name in SPECIAL_TOKENS[:2]:
+        for length in range(2, len(name) + 1):
+            ranks.setdefault(name[:length].encode(), len(ranks))
+    tokenizer = TiktokenTokenizer(ranks, "0" * 64)
+    text = "a<|begin_of_text|><|end_of_text|>b"
+    assert max(tokenizer.encode(text)) < len(ranks) == tokenizer.bos_id
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_prepared_documents_with_special_tokens_in_their_text_are_refused(tmp_path, monkeypatch):
+    """As those that were prepared when text could become special tokens."""
+    tokenizer = read("Unigram", tmp_path)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:3]))
+    monkeypatch.setattr(tokenizer, "_encoder", KINDS["Unigram"])
+    options = dict(validation_fraction=0.0, num_workers=0)
+    prepare(Data(dataset="local", path=str(texts), **options), tokenizer, tmp_path / "p", workers=0)
+    data = Data(dataset="prepared", path=str(tmp_path / "p"), **options)
+    shape = dict(streams=1, batch_size=1, seq_len=8, dp_rank=0, dp_degree=1, seed=0)
+    loader = build_loader(data, tokenizer, split="train", **shape)
+    with pytest.raises(ConfigError, match="has a token in its text that begins or ends documents"):
+        next(loader)
