@@ -216,8 +216,8 @@ class Profile(Hook):
 
     @contextmanager
     def around_training(self, trainer: Trainer) -> Iterator[None]:
-        folder = trainer.dump_folder
-        with build_profiler(self.config, folder, trainer.rank, trainer.step) as profiler:
+        steps = range(trainer.step + 1, trainer.config.training.steps + 1)
+        with build_profiler(self.config, trainer.dump_folder, trainer.rank, steps) as profiler:
             self.profiler = profiler
             yield
 

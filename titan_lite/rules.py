@@ -667,22 +667,6 @@ def only_adamw_is_compiled(config: Config, layout: Layout) -> Iterator[Mistake]:
         )
 
 
-@rule
-def shampoo_has_roots_before_the_last_step(config: Config, layout: Layout) -> Iterator[Mistake]:
-    start = config.optimizer.start_preconditioning_step
-    steps = config.training.steps
-    if config.optimizer.name == "Shampoo" and start > steps:
-        yield Mistake(
-            key="optimizer.start_preconditioning_step",
-            value=start,
-            why=(
-                f'is after the last of training.steps = {steps}, and optimizer.name = "Shampoo"'
-                " would be AdamW alone"
-            ),
-            instead=f'at most {steps}, or name = "AdamW"',
-        )
-
-
 # Compilation
 
 

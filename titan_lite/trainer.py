@@ -215,7 +215,9 @@ class Trainer:
             compile_update = functools.partial(
                 compile_function, config=config.compile, component="optimizer"
             )
-        self.optimizer = build_optimizer(config.optimizer, self.parameters, compile=compile_update)
+        start = config.first_preconditioned_step
+        settings = config.optimizer.replace(start_preconditioning_step=start)
+        self.optimizer = build_optimizer(settings, self.parameters, compile=compile_update)
 
     def build_data(self) -> None:
         """Build the loaders of training and validation."""

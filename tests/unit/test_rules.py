@@ -7,6 +7,7 @@ from tiny import DEBUG
 
 from titan_lite.config import Config, ConfigError, load_config
 from titan_lite.distributed.layout import Layout
+from titan_lite.metrics.start_lines import owners_line
 from titan_lite.models.shapes import FLAVORS
 from titan_lite.rules import RULES, Mistake, check, nearest_divisors, nearest_multiples
 
@@ -182,10 +183,16 @@ def test_chunks_that_do_not_divide_the_tokens_of_a_rank_are_refused(chunks, use)
     checked(*options)  # an eager run cuts nothing, and its start says so
 
 
-def test_shampoo_that_would_never_have_roots_is_refused():
-    options = ["--optimizer.name=Shampoo", "--optimizer.start_preconditioning_step=5"]
-    checked(*options, "--training.steps=5")
-    with pytest.raises(
-        ConfigError, match=r"_step = 5 is after the last of training.steps = 4, .*use at most 4"
+def test_shampoo_has_roots_in_a_run_of_three_steps():
+    for options, step in (
+        (["--training.steps=3"], 3),
+        (["--training.steps=3", "--lr_scheduler.total_steps=12"], 10),
+        (["--training.steps=300"], 10),
+        (["--training.steps=4", "--optimizer.start_preconditioning_step=5"], 4),
+        (["--training.steps=4", "--optimizer.start_preconditioning_step=2"], 2),
     ):
-        checked(*options, "--training.steps=4")
+        config = load_config(DEBUG, ["--optimizer.name=Shampoo", *options])
+        layout = Layout.from_config(config, 2)
+        check(config, layout)
+        assert config.first_preconditioned_step == step
+        assert f"with roots from step {step} on" in owners_line(config, layout)

@@ -383,7 +383,11 @@ def _messages(error: ValidationError, tables: Tables, origins: Origins) -> list[
             fix = f"use [[{_dotted(path[:-1])}]] with the keys of each below it"
             message = f"{written} = {shown(value)}: expected a table; {fix}"
         else:
-            message = f"{written} = {shown(value)}: {_why(part, str(name), field)}"
+            assert field is not None
+            example = f"{name} = {in_toml(field.default)}"
+            if origin == COMMAND_LINE and len(path) == 2:
+                example = f"--{written} {in_toml(field.default)}"
+            message = f"{written} = {shown(value)}: {_why(part, field, example)}"
         messages.setdefault(path, f"{origin}: {message}")
     return list(messages.values())
 
@@ -432,13 +436,12 @@ def _unknown(table: type[Section], path: KeyPath, value: Any) -> str:
     return f"unknown key {written} = {shown(value)} in {_dotted(path[:-1])}{near}"
 
 
-def _why(part: Any, name: str, field: FieldInfo | None) -> str:
-    """Return why a value is wrong, and what is accepted."""
-    assert field is not None
+def _why(part: Any, field: FieldInfo, example: str) -> str:
+    """Return why a value is wrong, and what is accepted, with the key's default as an example."""
     if part["type"] == "value_error":
         return str(part["ctx"]["error"])
     expected = f"expected {accepted(field)}"
     choices = choices_of(field.annotation)
     if choices and isinstance(part["input"], str):
         return expected + did_you_mean(part["input"], choices)
-    return f"{expected}, such as {name} = {in_toml(field.default)}"
+    return f"{expected}, such as {example}"

@@ -230,7 +230,7 @@ class Optimizer(Section):
     """Shampoo: steps from one computation of a root to the next, in which it becomes stale."""
 
     start_preconditioning_step: int = Field(10, ge=1)
-    """Shampoo: first step with roots; earlier ones are AdamW's."""
+    """Shampoo: first step with roots; earlier ones are AdamW's; in a shorter schedule its last."""
 
     preconditioner_eps: float = Field(1e-5, gt=0)
     """Shampoo: added to the eigenvalues of the statistics, times the largest of them."""
@@ -624,8 +624,8 @@ class Profiling(Section):
     enable_profiling: bool = False
     """Write torch.profiler traces to profile_traces/."""
 
-    profile_freq: int = Field(10, ge=3)
-    """Interval of traces in steps; its last step is traced."""
+    profile_freq: int = Field(10, ge=2)
+    """Interval of traces in steps; its last step is traced, or the last one of a shorter run."""
 
     enable_memory_snapshot: bool = False
     """Write snapshots of CUDA memory to memory_snapshots/, every profile_freq steps and on
@@ -687,6 +687,11 @@ class Config(Section):
         """Length of the learning-rate schedule, in steps."""
         total = self.lr_scheduler.total_steps
         return self.training.steps if total == -1 else total
+
+    @property
+    def first_preconditioned_step(self) -> int:
+        """First step for which Shampoo computes roots; a short schedule has them in its last."""
+        return min(self.optimizer.start_preconditioning_step, self.total_steps)
 
     def origin(self, key: str) -> str:
         """Return where the value of "section.key" is from: a recipe's path, "command line" or

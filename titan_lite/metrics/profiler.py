@@ -1,7 +1,7 @@
 """Write torch.profiler traces and CUDA memory snapshots at an interval, and configure the flight
 recorder.
 
-with build_profiler(config.profiling, dump_folder, rank) as profiler:
+with build_profiler(config.profiling, dump_folder, rank, range(1, 101)) as profiler:
     for step in ...:
         train_step()
         profiler.step()
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerAction
 
 from titan_lite.config import Profiling
 from titan_lite.logging import logger
@@ -22,26 +23,43 @@ from titan_lite.logging import logger
 
 class Profiler:
     """Write `trace-step-N/rank-R.json` (Chrome's format) and a memory snapshot at every
-    profile_freq-th step.
+    profile_freq-th step, or else at the last step.
     """
 
-    def __init__(self, config: Profiling, dump_folder: Path, rank: int, steps_done: int):
+    def __init__(self, config: Profiling, dump_folder: Path, rank: int, steps: range):
         self.config = config
         self.dump_folder = dump_folder
         self.rank = rank
-        self.done = steps_done
+        self.steps = steps
+        self.done = steps.start - 1
         self.torch_profiler: Any = None
+
+    def is_profiled(self, step: int) -> bool:
+        """Return True if a step is written."""
+        interval = self.config.profile_freq
+        last = self.steps.stop - 1
+        is_short = last // interval == (self.steps.start - 1) // interval  # none at the interval
+        return step in self.steps and (step % interval == 0 or (is_short and step == last))
+
+    def action(self, count: int) -> ProfilerAction:
+        """Return what the profiler does in a step; 0 is the one before the first."""
+        step = self.steps.start - 1 + count
+        if self.is_profiled(step):
+            return ProfilerAction.RECORD_AND_SAVE
+        if self.is_profiled(step + 1):
+            return ProfilerAction.WARMUP
+        return ProfilerAction.NONE
 
     def step(self) -> None:
         self.done += 1
         if self.torch_profiler is not None:
             self.torch_profiler.step()
-        if self.config.enable_memory_snapshot and self.done % self.config.profile_freq == 0:
+        if self.config.enable_memory_snapshot and self.is_profiled(self.done):
             self.save_memory_snapshot("memory")
 
     def save_trace(self, profiler: torch.profiler.profile) -> None:
-        if self.done % self.config.profile_freq:
-            return  # the run ended within a period, and nothing was traced
+        if not self.is_profiled(self.done):
+            return  # the run was stopped within a period, and nothing was traced
         path = self._path("profile_traces", "trace", "json")
         profiler.export_chrome_trace(str(path))
         logger.info(f"profile of step {self.done} written to {path}")
@@ -59,13 +77,13 @@ class Profiler:
 
 @contextmanager
 def build_profiler(
-    config: Profiling, dump_folder: Path, rank: int, steps_done: int = 0
+    config: Profiling, dump_folder: Path, rank: int, steps: range
 ) -> Iterator[Profiler]:
     """Return a context with a Profiler; call its `step` after every step.
 
-    steps_done: before this start.
+    steps: of this start.
     """
-    profiler = Profiler(config, dump_folder, rank, steps_done)
+    profiler = Profiler(config, dump_folder, rank, steps)
     if config.enable_memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
     try:
@@ -78,10 +96,10 @@ def build_profiler(
         warnings.filterwarnings(
             "ignore", "Warning: Profiler clears events"
         )  # each trace is of one step
-        period = torch.profiler.schedule(wait=config.profile_freq - 2, warmup=1, active=1)
         with torch.profiler.profile(
-            schedule=lambda done: period(steps_done + done), on_trace_ready=profiler.save_trace
+            schedule=profiler.action, on_trace_ready=profiler.save_trace
         ) as profiler.torch_profiler:
+            profiler.torch_profiler.step()  # the first step may need a warm-up before it
             yield profiler
     except torch.OutOfMemoryError:
         if config.enable_memory_snapshot:

@@ -194,9 +194,12 @@ def owners_line(config: Config, layout: Layout) -> str:
             f", shared by {ranks} ranks, of which the busiest computes"
             f" {max(loads) * ranks / sum(loads):.2f} times the mean"
         )
+    roots = ""
+    if optimizer.name == "Shampoo":
+        roots = f", with roots from step {config.first_preconditioned_step} on"
     return (
-        f"optimizer: {optimizer.name} for {matrices} matrices{shared}; AdamW for embedding, output"
-        " and norms (optimizer.name)"
+        f"optimizer: {optimizer.name} for {matrices} matrices{shared}{roots}; AdamW for embedding,"
+        " output and norms (optimizer.name)"
     )
 
 

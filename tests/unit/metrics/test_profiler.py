@@ -14,9 +14,10 @@ TRACES = Profiling(enable_profiling=True, profile_freq=3)
 SNAPSHOTS = Profiling(enable_memory_snapshot=True, profile_freq=3)
 
 
-def train(config, folder, steps, *, steps_done=0, rank=0, fails_in=None):
-    with build_profiler(config, folder, rank, steps_done) as profiler:
-        for step in range(steps_done + 1, steps + 1):
+def train(config, folder, steps, *, steps_done=0, rank=0, fails_in=None, stopped_after=None):
+    ahead = range(steps_done + 1, steps + 1)
+    with build_profiler(config, folder, rank, ahead) as profiler:
+        for step in ahead[:stopped_after]:
             with torch.profiler.record_function(f"work of step {step}"):
                 torch.ones(8).sum()
             if step == fails_in:
@@ -44,9 +45,29 @@ def test_every_so_many_steps_the_last_one_is_traced(tmp_path):
     }
 
 
-def test_a_run_that_ends_before_the_step_to_trace_writes_nothing(tmp_path):
-    train(TRACES, tmp_path, 2, rank=2)
+def test_a_run_that_is_stopped_before_the_step_to_trace_writes_nothing(tmp_path):
+    train(TRACES, tmp_path, 7, rank=2, stopped_after=2)
     assert traced(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("freq", "steps_done", "steps", "expected"),
+    [
+        (10, 0, 3, [3]),
+        (10, 0, 1, [1]),
+        (10, 22, 25, [25]),
+        (10, 0, 10, [10]),
+        (10, 5, 12, [10]),
+        (2, 0, 5, [2, 4]),
+        (2, 4, 5, [5]),
+    ],
+)
+def test_a_run_that_is_shorter_than_the_interval_traces_its_last_step(
+    freq, steps_done, steps, expected, tmp_path
+):
+    options = Profiling(enable_profiling=True, profile_freq=freq)
+    train(options, tmp_path, steps, steps_done=steps_done, rank=2)
+    assert traced(tmp_path) == {f"profile_traces/trace-step-{n}": [n] for n in expected}
 
 
 def test_a_resumed_run_traces_the_same_steps(tmp_path):
