@@ -256,7 +256,8 @@ class LRScheduler(Section):
     """Shape of the decay."""
 
     min_lr_factor: float = Field(0.0, ge=0, le=1)
-    """Final learning rate, relative to lr."""
+    """Learning rate, relative to lr, that the decay ends at, one step after the last one; so with 0
+    the last step still learns."""
 
 
 class Parallelism(Section):

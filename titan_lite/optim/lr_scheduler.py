@@ -13,9 +13,10 @@ from titan_lite.config import LRScheduler
 def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (the first is 1) relative to the peak.
 
-    It rises linearly from 0 to 1 over warmup_steps, stays at 1, and decays to min_lr_factor over
-    the last decay_ratio x total_steps (or the steps that warm-up leaves). Step total_steps and
-    later ones have min_lr_factor. With decay_ratio = 0 there is no decay.
+    It rises linearly from 0 to 1 over warmup_steps, stays at 1, and decays towards min_lr_factor
+    over the last decay_ratio x total_steps (or the steps that warm-up leaves). It reaches
+    min_lr_factor one step after total_steps: a last step at zero would learn nothing (torchtitan
+    issue 1261). With decay_ratio = 0 there is no decay.
     """
     if step <= config.warmup_steps:
         return step / config.warmup_steps
@@ -23,7 +24,7 @@ def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
     done = step - (total_steps - decay_steps)
     if done <= 0 or decay_steps <= 0:
         return 1.0
-    progress = min(done / decay_steps, 1.0)
+    progress = min(done / (decay_steps + 1), 1.0)
     shape = {
         "linear": 1 - progress,
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),

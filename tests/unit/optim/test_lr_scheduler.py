@@ -4,15 +4,16 @@ import itertools
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_lite.config import LRScheduler
 from titan_lite.optim.lr_scheduler import lr_factor
 
-WSD = dict(warmup_steps=10, decay_ratio=0.2)  # of 100 steps: up to 10, stable to 80, down to 100
-WHOLE = dict(warmup_steps=10, decay_ratio=1.0)  # decay starts when warm-up ends
-LATE = 1 - 1 / 29
+# of 100 steps: up to 10, stable to 81, down to 100, and zero would be step 101
+WSD = dict(warmup_steps=10, decay_ratio=0.19)
+WHOLE = dict(warmup_steps=11, decay_ratio=1.0)  # decay starts when warm-up ends
 
 
 @pytest.mark.parametrize(
@@ -23,29 +24,31 @@ LATE = 1 - 1 / 29
             {1: 0.1, 5: 0.5, 9: 0.9, 10: 1.0},
             id="warm-up is linear and its last step is the peak",
         ),
-        pytest.param(WSD, {11: 1.0, 50: 1.0, 80: 1.0}, id="stable"),
-        pytest.param(WSD, {81: 0.95, 85: 0.75, 90: 0.5, 100: 0.0}, id="linear"),
+        pytest.param(WSD, {11: 1.0, 50: 1.0, 81: 1.0}, id="stable"),
+        pytest.param(WSD, {82: 0.95, 86: 0.75, 91: 0.5, 100: 0.05}, id="linear"),
         pytest.param(
             WSD | dict(decay_type="cosine"),
-            {80: 1.0, 85: 0.8535534, 90: 0.5, 95: 0.1464466, 100: 0.0},
+            {81: 1.0, 86: 0.8535534, 91: 0.5, 96: 0.1464466, 100: 0.0061558},
             id="cosine",
         ),
         pytest.param(
-            WSD | dict(decay_type="sqrt"), {80: 1.0, 85: 0.5, 90: 0.2928932, 100: 0.0}, id="sqrt"
+            WSD | dict(decay_type="sqrt"),
+            {81: 1.0, 86: 0.5, 91: 0.2928932, 100: 0.0253206},
+            id="sqrt",
         ),
         pytest.param(
             WSD | dict(min_lr_factor=0.1),
-            {5: 0.5, 80: 1.0, 90: 0.55, 100: 0.1},
+            {5: 0.5, 81: 1.0, 91: 0.55, 100: 0.145},
             id="a floor under the decay alone",
         ),
         pytest.param(
             WSD | dict(min_lr_factor=0.1, decay_type="cosine"),
-            {85: 0.8681981, 100: 0.1},
+            {86: 0.8681981, 100: 0.1055402},
             id="cosine to a floor",
         ),
         pytest.param(
             WSD | dict(min_lr_factor=0.1, decay_type="sqrt"),
-            {85: 0.55, 100: 0.1},
+            {86: 0.55, 100: 0.1227885},
             id="sqrt to a floor",
         ),
         pytest.param(
@@ -57,14 +60,16 @@ LATE = 1 - 1 / 29
             id="the floor is kept after the end",
         ),
         pytest.param(
-            WHOLE, {10: 1.0, 11: 1 - 1 / 90, 55: 0.5, 100: 0.0}, id="decay takes what warm-up left"
+            WHOLE,
+            {11: 1.0, 12: 1 - 1 / 90, 56: 0.5, 100: 1 / 90},
+            id="decay takes what warm-up left",
         ),
         pytest.param(
-            dict(warmup_steps=0, decay_ratio=0.2), {1: 1.0, 80: 1.0, 90: 0.5}, id="no warm-up"
+            dict(warmup_steps=0, decay_ratio=0.19), {1: 1.0, 81: 1.0, 91: 0.5}, id="no warm-up"
         ),
         pytest.param(
             dict(warmup_steps=0, decay_ratio=1.0),
-            {1: 0.99, 50: 0.5, 100: 0.0},
+            {1: 100 / 101, 100: 1 / 101},
             id="no warm-up, decay throughout",
         ),
         pytest.param(
@@ -84,13 +89,13 @@ LATE = 1 - 1 / 29
         ),
         pytest.param(
             dict(warmup_steps=99, decay_ratio=1.0, min_lr_factor=0.1),
-            {99: 1.0, 100: 0.1},
+            {99: 1.0, 100: 0.55, 101: 0.1},
             id="one step of decay",
         ),
         # 0.29 * 100 is 28.999999999999996
         pytest.param(
             dict(warmup_steps=0, decay_ratio=0.29),
-            {71: 1.0, 72: LATE},
+            {71: 1.0, 72: 1 - 1 / 30, 100: 1 / 30},
             id="a share of steps is rounded, not cut",
         ),
     ],
@@ -120,4 +125,56 @@ def test_every_schedule_rises_to_the_peak_and_then_falls_to_its_floor(config, to
     assert all(config.min_lr_factor <= factor <= 1 for factor in rest)
     assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(rest))
     if rest and round(config.decay_ratio * total_steps) > 0:
-        assert math.isclose(rest[-1], config.min_lr_factor, abs_tol=1e-12)
+        assert math.isclose(
+            lr_factor(total_steps + 1, config, total_steps), config.min_lr_factor, abs_tol=1e-12
+        )
+    assert factors[-1] > 0
+
+
+ONE_STEP = [
+    pytest.param(dict(warmup_steps=0), 0.5, id="linear"),
+    pytest.param(dict(warmup_steps=0, decay_type="cosine"), 0.5, id="cosine"),
+    pytest.param(dict(warmup_steps=0, decay_type="sqrt"), 1 - math.sqrt(0.5), id="sqrt"),
+    pytest.param(dict(warmup_steps=1), 1.0, id="warm-up alone"),
+]
+
+
+@pytest.mark.parametrize(("settings", "factor"), ONE_STEP)
+def test_a_schedule_of_one_step_learns(settings, factor):
+    assert lr_factor(1, LRScheduler(**settings), total_steps=1) == pytest.approx(factor)
+
+
+def transformers_schedule(config, total_steps):
+    """Return torch's LambdaLR as transformers makes it, for a decay that ends one step later."""
+    transformers = pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    decay_steps = min(round(config.decay_ratio * total_steps), total_steps - config.warmup_steps)
+    return transformers.get_wsd_schedule(
+        optimizer,
+        num_warmup_steps=config.warmup_steps,
+        num_decay_steps=decay_steps + 1,
+        num_stable_steps=total_steps - config.warmup_steps - decay_steps,
+        decay_type="1-sqrt" if config.decay_type == "sqrt" else config.decay_type,
+        min_lr_ratio=config.min_lr_factor,
+    )
+
+
+@pytest.mark.parametrize("min_lr_factor", [0.0, 0.1])
+@pytest.mark.parametrize("decay_ratio", [1.0, 0.3, 0.05])
+@pytest.mark.parametrize("decay_type", ["linear", "cosine", "sqrt"])
+def test_from_the_peak_on_each_step_has_the_learning_rate_of_transformers(
+    decay_type, decay_ratio, min_lr_factor
+):
+    config = LRScheduler(
+        warmup_steps=3,
+        decay_type=decay_type,
+        decay_ratio=decay_ratio,
+        min_lr_factor=min_lr_factor,
+    )
+    schedule = transformers_schedule(config, total_steps=20)
+    for step in range(1, 22):
+        schedule.optimizer.step()
+        schedule.step()
+        if step >= config.warmup_steps:  # before, transformers rises from min_lr_ratio
+            factor = lr_factor(step, config, total_steps=20)
+            assert factor == pytest.approx(schedule.get_last_lr()[0])
