@@ -28,7 +28,7 @@ from titan_lite.logging import console, logger
 from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.metrics.end_lines import RunEnd, end_lines, log_compile_reports
 from titan_lite.metrics.profiler import build_profiler
-from titan_lite.metrics.start_lines import start_lines
+from titan_lite.metrics.start_lines import start_facts, start_lines
 from titan_lite.metrics.writer import draw_loss
 from titan_lite.resilience.replica_check import ReplicaCheck
 from titan_lite.resilience.restarts import Restarts, restart_command
@@ -93,7 +93,10 @@ class LogRun(Hook):
         steps = trainer.config.training.steps
         logger.info(
             f"steps: {trainer.step} done of {steps}; output in {trainer.dump_folder}",
-            extra={"event": "start"},
+            extra={
+                "event": "start",
+                "facts": start_facts(trainer.layout, trainer.device, trainer.identity.git),
+            },
         )
         if trainer.is_finished:
             logger.info(

@@ -5,8 +5,8 @@
     events.keep(dump_folder, rank=0)                       # events.jsonl from now on
     logger.info("saved", extra={"event": "checkpoint"})    # a line there
 
-`events.jsonl` has an object per line: time, event, step, text. It has records with `extra={"event":
-...}`, warnings and errors.
+`events.jsonl` has an object per line: time, event, step, text, and of a start what it ran on
+(`extra={"facts": ...}`). It has records with `extra={"event": ...}`, warnings and errors.
 """
 
 import json
@@ -98,6 +98,8 @@ class Events(logging.Handler):
             "step": getattr(record, "step", self.step),
             "text": record.getMessage(),
         }
+        if hasattr(record, "facts"):
+            entry["facts"] = record.facts
         line = json.dumps(entry).encode() + b"\n"
         # The run goes on without a folder or on a full disk. One write, since ranks share the file.
         with suppress(OSError), self.path.open("ab", buffering=0) as file:

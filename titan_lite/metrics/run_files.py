@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ENDINGS = {"done", "stop", "failed", "error"}  # events that end an attempt
-EVENT_KEYS = ("step", "event", "time", "text")  # of a line of events.jsonl
+EVENT_KEYS = ("step", "event", "time", "text", "facts")  # of a line of events.jsonl
 MAX_LINE_BYTES = 2**20  # a longer line is not valid
 
 
@@ -238,4 +238,10 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _is_event(entry: Mapping[str, Any]) -> bool:
     texts = (entry.get("time") or "", entry.get("text") or "", entry.get("event"))
-    return type(entry.get("step")) is int and all(isinstance(text, str) for text in texts)
+    facts = entry.get("facts") or {}
+    return (
+        type(entry.get("step")) is int
+        and all(isinstance(text, str) for text in texts)
+        and isinstance(facts, dict)
+        and all(isinstance(fact, str) for fact in facts.values())
+    )

@@ -9,10 +9,12 @@ import itertools
 import math
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from titan_lite import __version__
 from titan_lite.config import Config
 from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.distributed.layout import Layout
@@ -87,6 +89,23 @@ def start_lines(
     return lines
 
 
+def start_facts(layout: Layout, device: torch.device, revision: str) -> dict[str, str]:
+    """Return what a start runs on, in words by name, for events.jsonl and the report.
+
+    revision: of the checkout; "" without one.
+    """
+    nodes = layout.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size))
+    others = f" and {counted(nodes - 1, 'other node')}" if nodes > 1 else ""
+    return {
+        "layout": describe_layout(layout),
+        "device": device_name(device),
+        "host": f"{socket.gethostname()}{others}",
+        "torch": str(torch.__version__),
+        "titan_lite": __version__,
+        "revision": revision,
+    }
+
+
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Return "1 rank" or "2 ranks"."""
     return f"1 {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
@@ -124,9 +143,14 @@ def computed_by(config: Config) -> str:
 
 
 def layout_line(layout: Layout, device: torch.device) -> str:
+    return f"layout: {describe_layout(layout)}, each one {device_name(device)}"
+
+
+def describe_layout(layout: Layout) -> str:
+    """Return the ranks and degrees in words, such as "4 ranks = dp_shard 2 x tp 2"."""
     axes = [f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1]
     product = f" = {' x '.join(axes)}" if axes else ""
-    return f"layout: {counted(layout.world_size, 'rank')}{product}, each one {device_name(device)}"
+    return f"{counted(layout.world_size, 'rank')}{product}"
 
 
 def stages_of_ranks(layout: Layout) -> list[str]:

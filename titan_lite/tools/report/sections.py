@@ -64,6 +64,7 @@ def results(run: RunRecord) -> dict[str, str]:
         "training time": training_time(last["hours"]),
         "started": first_start(run),
         "resumed": times_resumed(run),
+        **facts_of_last_start(run),
     }
 
 
@@ -96,7 +97,13 @@ def validation_loss(run: RunRecord) -> str:
 
 
 def training_time(hours: float) -> str:
-    return f"{hours:.2f} h" if hours > 2 else f"{60 * hours:.1f} min"
+    """Return a time in hours, minutes or seconds; "" for a run that timed no step."""
+    seconds = 3600 * hours
+    if not seconds:
+        return ""
+    if hours > 2:
+        return f"{hours:.2f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.3g} s"
 
 
 def first_start(run: RunRecord) -> str:
@@ -104,6 +111,16 @@ def first_start(run: RunRecord) -> str:
         if event["event"] in ("start", "resume") and local_time(event):
             return local_time(event)[: len("2026-01-31 12:00")]
     return ""
+
+
+def facts_of_last_start(run: RunRecord) -> dict[str, str]:
+    """Return what the last start ran on, by name; revisions in short, as git shows them."""
+    starts = [event["facts"] for event in run.events if event.get("facts")]
+    facts = dict(starts[-1]) if starts else {}
+    if "revision" in facts:
+        commit, changes, _ = facts["revision"].partition("+changes")
+        facts["revision"] = f"{commit[:12]}{changes}"
+    return facts
 
 
 def times_resumed(run: RunRecord) -> str:

@@ -5,6 +5,7 @@ becomes a part of the page.
 import html.parser
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,10 @@ import pytest
 
 from titan_lite.config import load_config, to_toml
 from titan_lite.metrics.run_files import RecordError
-from titan_lite.tools.report.page import main, name_runs, page
+from titan_lite.tools.report.page import FRAME, main, name_runs, page
 from titan_lite.tools.report.run_record import read_run
 from titan_lite.tools.report.script_data import MAX_ROWS, script_data, thin
-from titan_lite.tools.report.sections import exposed_share
+from titan_lite.tools.report.sections import exposed_share, results
 
 ROOT = Path(__file__).parents[4]
 EVIL = "</script><script>alert('x')</script><img src=x onerror=alert(1)> {{data}} & \u2028"
@@ -154,6 +155,53 @@ def test_a_page_has_what_the_run_wrote_and_loads_nothing(run):
         ("checkpoint", 20),
         ("skip", 31),
     ]
+
+
+def test_the_last_start_says_what_it_ran_on(run):
+    facts = {
+        "layout": "4 ranks = dp_shard 2 x tp 2",
+        "device": "NVIDIA H100",
+        "host": "node-3 and 1 other node",
+        "torch": "2.13.0",
+        "revision": f"{'0123456789abcdef' * 2}01234567+changes",
+    }
+    events = [
+        event("start", 0) | {"facts": facts | {"host": "node-1"}},
+        event("stop", 20),
+        event("start", 20) | {"facts": facts},
+    ]
+    metrics = [row(10), row(20), {"resumed_from": 20}, row(30)]
+    said = " ".join(Elements(page([read_run(run(metrics=metrics, events=events), "run")])).texts)
+    for name, fact in (facts | {"revision": "0123456789ab+changes"}).items():
+        assert f"{name} {fact}" in said
+    assert "node-1" not in said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.5, "2 s"), (29, "116 s"), (45, "3.0 min"), (3600, "4.00 h"), (0.001, "0.004 s")],
+)
+def test_a_short_training_time_is_in_seconds(seconds, words, run):
+    metrics = [row(step, step_time=seconds) for step in (1, 4)]
+    assert results(read_run(run(metrics=metrics), "run"))["training time"] == words
+
+
+def test_signs_of_marks_are_beside_each_other_and_within_the_chart():
+    """At the right edge, of a stop and a resume at one step, and of checkpoints of every step."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node, to run the page's script")
+    script = FRAME.read_text(encoding="utf-8")
+    functions = script[script.index("const SIGN") : script.index("const visible")]
+    marks = [{"x": x, "kind": kind} for x, kind in [(400, "stop"), (400, "resume"), (399, "skip")]]
+    marks += [{"x": x, "kind": "warning"} for x in (20, *range(300, 340, 3))]
+    program = f"{functions} console.log(JSON.stringify(groupsOfMarks({json.dumps(marks)}, 400)))"
+    groups = json.loads(subprocess.check_output([node, "-e", program]))
+    assert sum(len(group["marks"]) for group in groups) == len(marks)
+    assert groups[0]["right"] == 400
+    assert set(groups[0]["kinds"]) == {"stop", "resume", "skip"}
+    starts = [group["right"] - 12 * len(group["kinds"]) for group in groups]
+    assert all(group["right"] <= start for group, start in zip(groups[1:], starts, strict=False))
 
 
 def test_what_a_recipe_or_an_event_says_is_text_and_never_a_part_of_the_page(run):
