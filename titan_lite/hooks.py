@@ -86,6 +86,7 @@ class LogRun(Hook):
             trainer.layout,
             trainer.device,
             priced=trainer.machine is not None,
+            tokens_known=trainer.tokenizer.vocab_size,
             sources=trainer.loader.source_lines(),
         )
         for line in lines:

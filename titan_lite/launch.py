@@ -29,6 +29,7 @@ from typing import NoReturn
 
 from titan_lite import recipe, rules
 from titan_lite.config import SHIPPED, ConfigError, load_config
+from titan_lite.distributed.layout import Layout
 from titan_lite.environment import usable_cores
 from titan_lite.resilience import exit_code
 from titan_lite.resilience.signals import LAUNCHER, STOPPING, write_line
@@ -38,6 +39,8 @@ NUMA_NODES = "/sys/devices/system/node"
 SAVE_LIMIT = 3600
 # Seconds for the launchers of other nodes to answer, once all ranks here have ended
 NODES_LIMIT = 20
+FLOPS_OF_CORE = 1e11  # a second, in float32
+SLOW_STEP = 120  # seconds
 RESTART_LIMIT = 600  # where ranks may start again: the time of torchrun, too
 VARIABLES = {  # name: (pattern, meaning)
     "OMP_NUM_THREADS": ("[1-9][0-9]{0,5}", "a number of threads, such as OMP_NUM_THREADS=1"),
@@ -85,6 +88,8 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
         fix = f"use NGPU={gpus}, or CUDA_VISIBLE_DEVICES= for CPU processes"
         raise ConfigError(f"NGPU={processes} is more than the {gpus} GPUs here; {fix}")
     world_size = int(nodes.rpartition(":")[2]) * processes
+    if not gpus and not gpus_are_hidden():
+        warn_of_slow_steps(Layout.from_config(config, world_size), usable_cores())
     if ":" not in nodes:
         recipe.check_world(config, world_size)
     restarts = os.environ.get("MAX_RESTARTS") or "0"
@@ -150,8 +155,7 @@ def count_gpus() -> int:
 
     Raises ConfigError if the node has GPUs that torch cannot use.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible[:1] in ("", "-", ","):
+    if gpus_are_hidden():
         return 0
     listed = output_of("nvidia-smi", "-L")
     if listed is None and not os.path.exists("/dev/kfd"):  # AMD's driver
@@ -169,6 +173,26 @@ def count_gpus() -> int:
     )
     fix = "install a torch built for this driver, or set CUDA_VISIBLE_DEVICES= for CPU processes"
     raise ConfigError(f"{wrong}; CUDA 13 needs driver 580 or newer, CUDA 12 525: {fix}")
+
+
+def gpus_are_hidden() -> bool:
+    """Return True if CUDA_VISIBLE_DEVICES hides all GPUs of this node."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible is not None and visible[:1] in ("", "-", ",")
+
+
+def warn_of_slow_steps(layout: Layout, cores: int) -> None:
+    """Print that there is no GPU, if a step would take minutes or more on the CPU's cores.
+
+    A step has 6 FLOPs for each parameter and token (Kaplan et al., 2020), without attention.
+    """
+    seconds = 6 * layout.parameters * layout.tokens / (FLOPS_OF_CORE * cores)
+    if seconds > SLOW_STEP:
+        write_line(
+            f"titan_lite: no GPU found: a step of {layout.parameters / 1e9:.1f}B parameters and"
+            f" {layout.tokens:,} tokens takes about {seconds / 3600:,.1f} hours on {cores} CPU"
+            " cores; `titan-lite plan RECIPE --world-size 8` predicts it on GPUs"
+        )
 
 
 def numa_options(gpus: int) -> list[str]:

@@ -197,27 +197,33 @@ def check_memory(
 
     device_bytes: of its GPU, infinite without one; host_bytes: of the host's memory per rank.
     """
-    rules.raise_mistakes(config, _does_not_fit(config, layout, device_bytes, host_bytes))
+    needed = steady_bytes(config, layout)
+    if device_bytes == math.inf and needed > host_bytes:
+        raise ConfigError(
+            f"no GPU found, and {shape_words(config.model)} on {layout.world_size} CPU ranks does"
+            " not fit in this machine's memory: weights, gradients and optimizer state need"
+            f" {needed / 2**30:.0f} GiB a rank, and a rank has {host_bytes / 2**30:.0f};"
+            " `titan-lite plan RECIPE --world-size 8` predicts what GPUs need, or use a smaller"
+            " model.flavor"
+        )
+    rules.raise_mistakes(config, _does_not_fit(config, layout, device_bytes))
 
 
-def _does_not_fit(
-    config: Config, layout: Layout, device_bytes: float, host_bytes: float
-) -> Iterator[Mistake]:
-    limit = device_bytes if device_bytes < math.inf else host_bytes
+def _does_not_fit(config: Config, layout: Layout, device_bytes: float) -> Iterator[Mistake]:
     steady = steady_bytes(config, layout)
     once = steady + gathered_once_bytes(config, layout)
-    if steady > limit:
+    if steady > device_bytes:
         errors = ""
         if compression_error_bytes(config, layout):
             errors = ", their errors (parallelism.replicate_compression)"
-        shards = math.ceil(layout.degrees["dp_shard"] * steady / limit)
+        shards = math.ceil(layout.degrees["dp_shard"] * steady / device_bytes)
         yield Mistake(
             key="parallelism.data_parallel_shard_degree",
             value=layout.degrees["dp_shard"],
             why=(
                 f"shards too little: {shape_words(config.model)} on {layout.world_size} ranks:"
                 f" weights, gradients{errors} and optimizer state need"
-                f" {steady / 2**30:.0f} GiB a rank, and a rank has {limit / 2**30:.0f}"
+                f" {steady / 2**30:.0f} GiB a rank, and a rank has {device_bytes / 2**30:.0f}"
             ),
             instead=f"parallelism.data_parallel_shard_degree = {shards} or more",
         )

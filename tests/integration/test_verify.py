@@ -156,6 +156,12 @@ def exit_code(arguments):
             [DEBUG, "--layouts=tp=3"],
             r"tensor_parallel_degree = 3 does not divide the 8 attention heads",
         ),
+        ([DEBUG, "--world-size", "0"], r"argument --world-size: 0: use an integer at least 1"),
+        ([DEBUG, "--world-size=4", "--layouts=tp=2"], r"--world-size 4 has no effect with"),
+        (
+            [DEBUG, "--world-size=3", "--parallelism.tensor_parallel_degree=2"],
+            r"multiply to 2, which does not divide 3 ranks",
+        ),
         ([DEBUG, "--training.stepz=3"], r"unknown option --training.stepz=3; did you mean"),
         ([DEBUG, "--model.flavor=7B"], r'model.flavor = "7B": use one of debug'),
         (["nowhere.toml"], r"nowhere.toml: no such recipe"),
@@ -187,6 +193,22 @@ def test_help_is_what_the_module_says(capsys):
 def test_a_twin_has_the_kinds_of_its_recipe(recipe, layout):
     config = load_config(RECIPES / f"{recipe}.toml")
     assert layout_of(config) == parse_layout(layout)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "layout"),
+    [
+        ("debug_model", 2, "dp_shard=2"),
+        ("debug_model", 4, "dp_shard=4"),
+        ("debug_model", 512, "dp_shard=8"),
+        ("llama3_70b", 64, "dp_shard=4,tp=2"),
+        ("llama3_70b", 16, "dp_shard=2,tp=2"),
+    ],
+)
+def test_a_twin_is_that_of_the_recipe_on_a_number_of_ranks(recipe, world_size, layout):
+    any_size = "--parallelism.data_parallel_shard_degree=-1"
+    config = load_config(RECIPES / f"{recipe}.toml", [any_size])
+    assert layout_of(config, world_size) == parse_layout(layout)
 
 
 def test_a_twin_keeps_the_last_of_its_layers_gathered_for_those_that_it_lacks():

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from tiny import DEBUG_TOKENIZER
 
 from titan_lite import launch as start
 from titan_lite.config import ConfigError
@@ -101,6 +102,23 @@ def test_the_launcher_gets_the_gpus_and_the_recipe(environment, monkeypatch, cap
     assert "starting 4 GPU processes: debug_model\n" in capfd.readouterr().err
     assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert (environment["LOG_RANK"], environment["TORCH_NCCL_HIGH_PRIORITY"]) == ("0", "1")
+
+
+def test_a_large_model_without_a_gpu_begins_with_that_and_names_plan(
+    environment, monkeypatch, capfd
+):
+    del environment["CUDA_VISIBLE_DEVICES"]
+    monkeypatch.setattr(start, "output_of", lambda *command: None)  # no nvidia-smi
+    small = [f"--model.tokenizer_path={DEBUG_TOKENIZER}", "--data.dataset=stdlib"]
+    start.launcher_options(["llama3_8b", *small])
+    first = capfd.readouterr().err.splitlines()[0]
+    assert first.startswith("titan_lite: no GPU found: a step of 8.0B parameters")
+    assert "titan-lite plan RECIPE --world-size 8" in first
+    start.launcher_options(["debug_model"])
+    assert "no GPU found" not in capfd.readouterr().err
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # the user wants the CPU
+    start.launcher_options(["llama3_8b", *small])
+    assert "no GPU found" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -412,7 +412,11 @@ def test_what_cannot_fit_is_refused_with_what_would():
 def test_a_model_that_this_machine_cannot_hold_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(
-        ConfigError, match=r"dim = 65536.* need \d+ GiB a rank, and a rank has \d+; use"
+        ConfigError,
+        match=(
+            r"^no GPU found, and .*dim = 65536.* need \d+ GiB a rank, and a rank has \d+;"
+            r" `titan-lite plan RECIPE --world-size 8` predicts"
+        ),
     ):
         check_machine(
             *layout_of(

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from titan_lite.checkpoint.identity import RunIdentity
 from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.state import NAME, SavedState
-from titan_lite.config import Checkpoint, ConfigError
+from titan_lite.config import Checkpoint, ConfigError, is_unset
 from titan_lite.manifest import fields_of
 
 
@@ -194,7 +194,9 @@ def _changes_of_recipe(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
         effect = EFFECT_OF_KEY.get(key, Effect.NOTED)
         if not (_matters(key, was) or _matters(key, now)):
             effect = Effect.NOTED
-        yield Change(effect, f"{key} = {_short(after)}, was {_short(before)}")
+        now_words = f"{key} is not set" if is_unset(key, after) else f"{key} = {_short(after)}"
+        was_words = "not set" if is_unset(key, before) else _short(before)
+        yield Change(effect, f"{now_words}, was {was_words}")
 
 
 def _matters(key: str, recipe: Mapping[str, Any]) -> bool:
@@ -240,5 +242,7 @@ def _differences(was: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any,
 
 def _short(value: Any) -> str:
     """Return a value for a message; of a hash only its first 12 digits."""
+    if value is None:
+        return "not set"
     is_hash = isinstance(value, str) and len(value) >= 64
     return value[:12] if is_hash else f"{json.dumps(value):.500}"

@@ -31,6 +31,7 @@ from titan_lite.config.sections import (
     Training,
     Validation,
     flatten,
+    is_unset,
 )
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "find_recipe",
     "flatten",
     "gradient_accumulation_steps",
+    "is_unset",
     "load_config",
     "save_recipe",
     "to_toml",

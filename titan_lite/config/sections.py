@@ -725,6 +725,18 @@ def flatten(config: Config) -> dict[str, Any]:
     return {f"{name}.{key}": value for name, section in config for key, value in section}
 
 
+def is_unset(key: str, value: object) -> bool:
+    """Return True for the value that stands for none: empty, or a default of 0 or -1 that is apart
+    from the key's own numbers, such as model.dim = 0 (the flavor's).
+    """
+    if value in (None, "", (), []):
+        return True
+    if isinstance(value, bool) or key not in KEYS or value != KEYS[key].default:
+        return False
+    is_apart = any(get_origin(kind) is Literal for kind in get_args(KEYS[key].annotation))
+    return value in (0, -1) and (is_apart or key.startswith("model."))
+
+
 # The types of fields
 
 

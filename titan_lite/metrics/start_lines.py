@@ -1,6 +1,6 @@
 """Describe a recipe on its layout: the lines at a run's start, a picture of the mesh.
 
-    for line in start_lines(config, layout, device, priced=True): logger.info(line)
+    for line in start_lines(config, layout, device, priced=True, tokens_known=2048): ...
 
 A function for each line, in the order in which a run shows them.
 """
@@ -32,6 +32,8 @@ from titan_lite.optim.state import costs_of, owner_buckets, sum_by_owner
 from titan_lite.sharding import chunk_size
 
 GIB = 2**30
+# A vocabulary is rounded up for the hardware, by a few percent; above this ratio it is a mistake.
+MAX_ROWS_PER_TOKEN = 1.25
 
 # Limits of the picture of a mesh; beyond them the middle is left out.
 MAX_ROWS = 4
@@ -46,16 +48,18 @@ def start_lines(
     device: torch.device,
     *,
     priced: bool,
+    tokens_known: int,
     sources: Sequence[str] = (),
 ) -> list[str]:
     """Return lines on model, layout, batch, data and memory.
 
-    priced: communication costs are known; sources: lines on sources of documents.
+    priced: communication costs are known; tokens_known: to the tokenizer; sources: lines on sources
+    of documents.
     """
     lines = []
     if config.job.description:
         lines.append(config.job.description)
-    lines.append(model_line(config, layout))
+    lines.append(model_line(config, layout, device))
     lines.append(layout_line(layout, device))
     lines += mesh_picture(layout.degrees, stages_of_ranks(layout))
     lines.append(batch_line(layout))
@@ -63,6 +67,8 @@ def start_lines(
         lines.append(f"batch ramp: {describe_ramp(layout)} (training.global_batch_ramp)")
     lines += sources
     lines.append(tokenizer_line(config))
+    if layout.model.vocab_size > MAX_ROWS_PER_TOKEN * tokens_known:
+        lines.append(unused_rows_line(layout, tokens_known))
     if config.training.mask_documents:
         lines.append(documents_line(config, layout, device))
     if costs_of(config.optimizer).has_owners:
@@ -117,7 +123,7 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
-def model_line(config: Config, layout: Layout) -> str:
+def model_line(config: Config, layout: Layout, device: torch.device) -> str:
     ways = [computed_by(config)]
     training = config.training
     if training.float32_matmul_precision != "highest":
@@ -129,8 +135,10 @@ def model_line(config: Config, layout: Layout) -> str:
     if config.float8.enable:
         gathers = config.float8.all_gather and layout.fsdp_degree > 1
         gathered = ", gathered in float8" if gathers else ""
+        emulated = "" if device.type == "cuda" else ", emulated on this CPU: no faster than float32"
         ways.append(
-            f"products of the blocks in float8, {config.float8.recipe}{gathered} ([float8])"
+            f"products of the blocks in float8, {config.float8.recipe}{gathered}{emulated}"
+            " ([float8])"
         )
     shape = f"{config.model.name} {shape_words(config.model)}"
     parameters = f"{layout.parameters:,} parameters"
@@ -186,6 +194,16 @@ def describe_ramp(layout: Layout) -> str:
 def tokenizer_line(config: Config) -> str:
     path = config.model.tokenizer_path
     return f"tokenizer: {min(path, os.path.relpath(path), key=len)}"
+
+
+def unused_rows_line(layout: Layout, tokens_known: int) -> str:
+    """Return the line on a vocabulary that is far larger than the tokenizer's."""
+    rows = layout.model.vocab_size
+    return (
+        f"vocabulary: {rows:,} rows of embedding and output for {tokens_known:,} tokens of the"
+        f" tokenizer: {rows - tokens_known:,} are never a label, and cost memory and time"
+        " (model.vocab_size)"
+    )
 
 
 def documents_line(config: Config, layout: Layout, device: torch.device) -> str:

@@ -22,7 +22,7 @@ from titan_lite.checkpoint.resume import (
     compare,
 )
 from titan_lite.checkpoint.state import SavedState
-from titan_lite.config import KEYS, Checkpoint, ConfigError, load_config
+from titan_lite.config import KEYS, Checkpoint, ConfigError, is_unset, load_config
 
 DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"
 FACTS = {
@@ -83,7 +83,41 @@ def test_a_change_of_any_key_is_told(key):
     other = [{"dataset": "c4"}] if key == "data.sources" else "something else"
     was.identity.recipe[section][name] = other
     texts = [change.text for change in compare(was, now).changes]
-    assert texts == [f"{key} = {json.dumps(now.recipe[section][name])}, was {json.dumps(other)}"]
+    value = now.recipe[section][name]
+    words = f"{key} is not set" if is_unset(key, value) else f"{key} = {json.dumps(value)}"
+    assert texts == [f"{words}, was {json.dumps(other)}"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.n_layers", 3),
+        ("model.rope_theta", 10000.0),
+        ("model.max_seq_len", 8192),
+        ("checkpoint.load_step", 50),
+        ("lr_scheduler.total_steps", 400),
+        ("compile.machine", "H100"),
+        ("compile.buckets", ["norm output"]),
+        ("training.spike_window", 50),
+    ],
+)
+def test_a_value_that_stands_for_none_is_not_set(key, value):
+    section, _, name = key.partition(".")
+    was, now = saved(), saved()
+    now.identity.recipe[section][name] = value
+    texts = [change.text for change in compare(was, now.identity).changes]
+    assert f"{key} = {json.dumps(value)}, was not set" in texts
+    texts = [change.text for change in compare(now, was.identity).changes]
+    assert f"{key} is not set, was {json.dumps(value)}" in texts
+
+
+@pytest.mark.parametrize("key", ["optimizer.weight_decay", "lr_scheduler.warmup_steps"])
+def test_a_number_that_is_zero_is_told(key):
+    section, _, name = key.partition(".")
+    was = saved()
+    was.identity.recipe[section][name] = 0
+    (change,) = compare(was, identity()).changes
+    assert change.text.endswith(", was 0")
 
 
 def test_nothing_differs():
@@ -146,7 +180,7 @@ CASES = [
         {"model": {"dim": 2048, "n_layers": 6, "rope_scaling": {"factor": 8.0}}},
         [
             (Effect.REFUSED, "the model's dim ([model]): 2048, was 256"),
-            (Effect.REFUSED, "the model's rope_scaling.factor ([model]): 8.0, was null"),
+            (Effect.REFUSED, "the model's rope_scaling.factor ([model]): 8.0, was not set"),
             (Effect.NOTED, 'model.flavor = "1B", was "debug"'),
         ],
     ),
@@ -158,7 +192,7 @@ CASES = [
     (
         [],
         {"model": {"dim": 256, "n_layers": 6, "rope_scaling": None, "max_seq_len": 512}},
-        [(Effect.NOTED, "the model's max_seq_len ([model]): 512, was null")],
+        [(Effect.NOTED, "the model's max_seq_len ([model]): 512, was not set")],
     ),
     (
         [],
@@ -193,8 +227,8 @@ def test_a_key_that_only_one_side_has_is_told():
     del state.identity.recipe["optimizer"]["lr"]
     lines = compare(state, identity()).describe()
     assert lines == [
-        "changed: training.old_key = null, was 3",
-        "changed: optimizer.lr = 0.002, was null",
+        "changed: training.old_key is not set, was 3",
+        "changed: optimizer.lr = 0.002, was not set",
     ]
 
 

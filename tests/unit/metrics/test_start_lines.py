@@ -100,6 +100,7 @@ def said(*overrides, ranks=2):
         Layout.from_config(config, ranks),
         device=torch.device("cpu"),
         priced=True,
+        tokens_known=2048,
     )
 
 
@@ -133,10 +134,20 @@ def test_the_start_says_what_will_run():
 def test_the_start_says_what_is_in_float8():
     lines = said("--float8.enable", "--float8.all_gather")
     assert lines[1].endswith(
-        "eager; products of the blocks in float8, tensorwise, gathered in float8 ([float8])"
+        "eager; products of the blocks in float8, tensorwise, gathered in float8, emulated on this"
+        " CPU: no faster than float32 ([float8])"
     )
     lines = said("--float8.enable", "--float8.all_gather", ranks=1)
     assert not any("gathered in float8" in line for line in lines)
+
+
+def test_the_start_says_that_a_vocabulary_is_far_larger_than_the_tokenizers():
+    (line,) = (line for line in said("--model.vocab_size=128256") if "vocabulary" in line)
+    assert line == (
+        "vocabulary: 128,256 rows of embedding and output for 2,048 tokens of the tokenizer: 126,208"
+        " are never a label, and cost memory and time (model.vocab_size)"
+    )
+    assert not any("vocabulary" in line for line in said("--model.vocab_size=2176"))  # rounded up
 
 
 def test_the_start_of_other_runs():

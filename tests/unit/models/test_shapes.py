@@ -191,7 +191,7 @@ def test_a_layout_has_the_shape_and_the_start_says_it():
     assert layout.model == dataclasses.replace(
         FLAVORS["debug"], n_layers=3, dim=128, tied_embeddings=True, max_seq_len=256
     )
-    lines = start_lines(config, layout, torch.device("cpu"), priced=True)
+    lines = start_lines(config, layout, torch.device("cpu"), priced=True, tokens_known=2048)
     words = (
         "debug with dim = 128 (not 256), n_layers = 3 (not 6), tied_embeddings = True (not False)"
     )
@@ -250,7 +250,7 @@ def test_a_step_of_another_shape_is_refused_with_the_key():
         was, identity_of("--model.n_layers=6", "--model.max_seq_len=4096")
     )  # the flavor's, and a limit of no parameter
     assert same.describe() == [
-        "changed: model.n_layers = 6, was 0",
-        "changed: model.max_seq_len = 4096, was 0",
-        "changed: the model's max_seq_len ([model]): 4096, was null",
+        "changed: model.n_layers = 6, was not set",
+        "changed: model.max_seq_len = 4096, was not set",
+        "changed: the model's max_seq_len ([model]): 4096, was not set",
     ]

@@ -1,7 +1,8 @@
 """Verify that a parallel layout computes the same as one process: train a small twin of a recipe on
 CPU processes, and compare.
 
-    titan-lite verify RECIPE [--layouts LAYOUT ...] [--steps N] [--section.key value ...]
+    titan-lite verify RECIPE [--layouts LAYOUT ...] [--world-size N] [--steps N]
+                             [--section.key value ...]
 
     LAYOUT: recipe (default), all, or degrees such as dp_shard=2,tp=2
 
@@ -65,17 +66,28 @@ def main(arguments: Sequence[str]) -> int:
         help="what to verify (default: recipe)",
     )
     parser.add_argument(
+        "--world-size",
+        type=at_least_one,
+        metavar="N",
+        help="ranks of the layout `recipe` (default: 4 for data_parallel_shard_degree = -1)",
+    )
+    parser.add_argument(
         "--steps", type=at_least_one, default=5, metavar="N", help="steps of each run (default: 5)"
     )
     options, overrides = parser.parse_with_overrides(arguments)
     config = load_config(options.recipe, overrides)
     check_keys(config)
+    if options.world_size and "recipe" not in options.layouts:
+        raise ConfigError(
+            f"--world-size {options.world_size} has no effect with --layouts"
+            f" {' '.join(options.layouts)}: it is for --layouts recipe; leave it out"
+        )
     layouts: list[Degrees] = []
     for name in options.layouts:
         if name == "all":
             layouts += every_layout()
         elif name == "recipe":
-            layouts.append(layout_of(config))
+            layouts.append(layout_of(config, options.world_size))
         else:
             layouts.append(parse_layout(name))
     return 0 if verify(config, layouts, steps=options.steps) else 1

@@ -1,6 +1,6 @@
 """Make the twin of a recipe: a small recipe whose layout is right if the large one's is.
 
-    layout = layout_of(config)               # {"pp": 1, ..., "dp_shard": 4, "cp": 1, "tp": 2}
+    layout = layout_of(config, world_size=8)  # {"pp": 1, ..., "dp_shard": 4, "cp": 1, "tp": 2}
     small = twin(config, layout, steps=5)
     model = twin_model(shape_of(config.model), stages=1)
     alone = reference(small)                 # the same batches in one eager process
@@ -30,7 +30,7 @@ from titan_lite.config import (
     Profiling,
     Training,
 )
-from titan_lite.distributed.layout import AXES, DEGREES
+from titan_lite.distributed.layout import AXES, DEGREES, resolve_degrees
 from titan_lite.models.float8 import DIM_MULTIPLE
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.models.loss_chunk import automatic_chunk
@@ -50,16 +50,19 @@ DEGREE_OF_ANY = 4  # dp_shard of a recipe for any number of GPUs
 # --- Layouts --------------------------------------------------------------------------------------
 
 
-def layout_of(config: Config) -> Degrees:
-    """Return the degrees of a recipe's twin.
+def layout_of(config: Config, world_size: int | None = None) -> Degrees:
+    """Return the degrees of the twin of a recipe, on so many ranks (None: on any number).
 
     They are 2 for each kind of parallelism in the recipe. Data and context parallelism are doubled
     as long as the recipe has more and MAX_PROCESSES are enough, that which is the furthest from the
-    recipe first.
+    recipe first. Raises ConfigError if the recipe's degrees do not make up `world_size`.
     """
-    wanted = {axis: getattr(config.parallelism, key) for axis, key in DEGREES.items()}
-    if wanted["dp_shard"] == -1:
-        wanted["dp_shard"] = DEGREE_OF_ANY
+    if world_size:
+        wanted = resolve_degrees(config.parallelism, world_size)
+    else:
+        wanted = {axis: getattr(config.parallelism, key) for axis, key in DEGREES.items()}
+        if wanted["dp_shard"] == -1:
+            wanted["dp_shard"] = DEGREE_OF_ANY
     layout = {axis: min(2, degree) for axis, degree in wanted.items()}
     growing = [axis for axis in AXES if axis not in ("pp", "tp")]
     while True:
