@@ -17,7 +17,7 @@ from titan_lite import rules
 from titan_lite.checkpoint.identity import run_identity
 from titan_lite.checkpoint.manager import Checkpointer
 from titan_lite.checkpoint.resume import compare
-from titan_lite.checkpoint.weights import check_fit, open_weights
+from titan_lite.checkpoint.weights import open_weights
 from titan_lite.compile.compile import check_backend
 from titan_lite.config import Config, ConfigError
 from titan_lite.cost.profiles import PROFILES, profile_of
@@ -73,7 +73,7 @@ def check_checkpoints(config: Config, layout: Layout, tokenizer: Tokenizer) -> N
     key = "checkpoint.initial_load_path"
     path = config.checkpoint.initial_load_path
     if path and step is None:
-        check_fit(open_weights(path, key, model=layout.model), layout.model, key)
+        open_weights(path, key, model=layout.model)
     elif path:
         logger.info(f'{key} = "{path}" has no effect: the run goes on from its own step {step}')
 

@@ -18,10 +18,12 @@ What depends on the machine is in machine_rules.py, in the same form. A field's 
 are in config/sections.py. Nothing else refuses a recipe.
 """
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_lite.config import (
@@ -29,10 +31,13 @@ from titan_lite.config import (
     Config,
     ConfigError,
     Corpus,
+    Model,
     batch_ramp,
     gradient_accumulation_steps,
 )
 from titan_lite.config.errors import in_toml, shown
+from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
+from titan_lite.config.from_weights import keys_of_shape, read_model, steps_in
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.pipeline_schedule import STAGES_PER_RANK, stages_per_rank
 from titan_lite.models.fqns import is_filtered
@@ -199,6 +204,51 @@ def there_is_a_tokenizer(config: Config) -> Iterator[Mistake]:
     if not path:
         instead = 'a tokenizer file, such as "../assets/tokenizer/debug.model"'
         yield Mistake("model.tokenizer_path", path, "names no file", instead)
+
+
+@rule_of_keys
+def initial_weights_are_of_this_model(config: Config) -> Iterator[Mistake]:
+    checkpoint = config.checkpoint
+    path = checkpoint.initial_load_path
+    own_steps = Path(config.job.dump_folder, checkpoint.folder)
+    if not path or (checkpoint.enable and steps_in(own_steps)):
+        return  # a run that has a step goes on from that
+    try:
+        weights = read_model(path)
+    except ConfigError as error:
+        raise ConfigError(f"{config.origin('checkpoint.initial_load_path')}: {error}") from None
+    if weights is None:  # of torchtitan; its tensors are compared when they are opened
+        return
+    model = config.model
+    theirs = keys_of_shape(dataclasses.asdict(shape_of(Model().replace(flavor="", **weights.keys))))
+    ours = keys_of_shape(dataclasses.asdict(shape_of(model)))
+    differing = [
+        name
+        for name, value in theirs.items()
+        if ours.get(name, value) != value and name != "max_seq_len"  # a limit
+    ]
+    set_here = [name for name in differing if getattr(model, name) != KEYS[f"model.{name}"].default]
+    for name in set_here:
+        yield Mistake(
+            key=f"model.{name}",
+            value=ours[name],
+            why=(
+                f"is not that of checkpoint.initial_load_path: {weights.file} has"
+                f" {in_toml(theirs[name])}"
+            ),
+            instead=f"{name} = {in_toml(theirs[name])}, or remove it",
+        )
+    of_flavor = [name for name in differing if name not in set_here]
+    if of_flavor:
+        words = ", ".join(
+            f"{name} = {in_toml(ours[name])} (not {in_toml(theirs[name])})" for name in of_flavor
+        )
+        yield Mistake(
+            key="model.flavor",
+            value=model.flavor,
+            why=f"is not that of checkpoint.initial_load_path ({weights.file}): {words}",
+            instead=f'"{FROM_WEIGHTS}"',
+        )
 
 
 @rule_of_keys

@@ -42,6 +42,7 @@ from torch.futures import Future
 
 from titan_lite import manifest
 from titan_lite.checkpoint.names import section_of
+from titan_lite.config import ConfigError
 from titan_lite.manifest import CorruptFileError, FileDigest, short_message
 
 NAME = ".metadata"
@@ -178,7 +179,7 @@ def write_one_by_one(
     """Write each tensor to a file of its own, in one process. Raises OSError.
 
     planned: {name: a tensor on the meta device}. read: returns the tensor of a name, which is freed
-    once it is written.
+    once it is written; a ConfigError that it raises is raised.
     """
     # With a GPU, too, a tensor is read only when the one before it is written.
     writer = FileSystemWriter(folder, single_file_per_rank=False, per_thread_copy_ahead=0)
@@ -188,6 +189,9 @@ def write_one_by_one(
                 dict(planned), storage_writer=writer, planner=_LazySavePlanner(read), no_dist=True
             )
     except CheckpointException as failed:
+        for cause, _ in failed.failures.values():
+            if isinstance(cause, ConfigError):
+                raise cause from None
         raise OSError(_describe_failure(failed)) from None
 
 

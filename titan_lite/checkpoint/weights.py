@@ -10,9 +10,8 @@ Opening reads only names and shapes, and reports everything that does not fit at
 """
 
 import dataclasses
-import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,24 +27,19 @@ from titan_lite.checkpoint.names import from_torchtitan, to_torchtitan
 from titan_lite.checkpoint.state import NAME as STATE
 from titan_lite.checkpoint.state import read_state
 from titan_lite.config import ConfigError
+from titan_lite.config.from_weights import TOKENIZER_FILES, steps_in
 from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
 from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError, fields_of, read_json, short_message
 from titan_lite.models.huggingface import config_from_hf, from_hf, hf_names
-from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
+from titan_lite.models.llama3 import ModelConfig, Transformer
 from titan_lite.models.shapes import config_from_fields
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
 NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 MAX_FAULTS = 40  # shown of a folder that does not fit
-TOKENIZER_FILES = (  # in a Hugging Face folder
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
+WHOLE = "model.safetensors"  # in a Hugging Face folder
+INDEX = f"{WHOLE}.index.json"
 
 
 class StoredTensor(NamedTuple):
@@ -168,10 +162,13 @@ class HuggingFaceFolder:
     def __init__(self, folder: Path):
         self.folder = folder
         try:
-            self.config = config_from_hf(read_json(folder / "config.json"))
+            content = read_json(folder / "config.json")
+            self.config = config_from_hf(content)
+        except CorruptFileError:
+            raise
         except ValueError as error:
             raise CorruptFileError(f"config.json: {error}") from None
-        self.stored = self._read_headers()
+        self.stored = self._find_tensors(content.get("transformers_weights"))
         check_size(self.config, len(self.stored))
         _raise_faults(
             f"{name} has dtype {tensor.dtype}"
@@ -186,40 +183,80 @@ class HuggingFaceFolder:
         self.dtypes = {fqn: DTYPES[self.stored[name].dtype] for fqn, name in self.names.items()}
         self.special_tokens = self._special_tokens()
 
-    def _read_headers(self) -> dict[str, StoredTensor]:
-        """Return the tensors of all files, by their names there."""
-        stored: dict[str, StoredTensor] = {}
-        for path in self._files():
-            try:
-                with safe_open(path, "pt") as file:
-                    for name in file.keys():  # noqa: SIM118 - not a dictionary
-                        header = file.get_slice(name)
-                        shape = torch.Size(header.get_shape())
-                        stored[name] = StoredTensor(path, shape, header.get_dtype())
-            except (SafetensorError, OSError) as error:
+    def _find_tensors(self, named: object) -> dict[str, StoredTensor]:
+        """Return the tensors by their names there, each from the file that transformers reads.
+
+        It is the one that config.json names; else model.safetensors; else for each tensor the one
+        in the index. Without an index every file is read, and each tensor must be in one alone.
+        named: transformers_weights of config.json. Raises CorruptFileError.
+        """
+        candidates = [WHOLE, INDEX]
+        if named is not None:
+            if not isinstance(named, str) or not named.endswith(
+                (".safetensors", ".safetensors.index.json")
+            ):
                 raise CorruptFileError(
-                    f"{path.name} cannot be read: {short_message(error)}"
-                ) from None
+                    f"config.json: transformers_weights = {named!r:.60}: expected the name of a"
+                    " .safetensors file, or of an index of these"
+                )
+            candidates = [named]
+        for name in candidates:
+            path = self.folder / name
+            if path.is_file():
+                return self._tensors_of_index(path) if path.suffix == ".json" else _only(path)
+        if named is not None:
+            raise CorruptFileError(f"{named} is missing, which config.json names")
+        return self._tensors_of_all_files()
+
+    def _names_of_files(self) -> list[str]:
+        return sorted(path.name for path in self.folder.glob("*.safetensors"))
+
+    def _tensors_of_index(self, index: Path) -> dict[str, StoredTensor]:
+        with fields_of(index.name):
+            file_of = dict(read_json(index)["weight_map"])
+            files = sorted(set(file_of.values()))
+            missing = [name for name in files if not (self.folder / name).is_file()]
+        if missing == files:
+            others = ", ".join(self._names_of_files()) or "no .safetensors file"
+            raise CorruptFileError(
+                f"{index.name} is left over: none of its {len(files)} files is there, but {others};"
+                f" remove it, or copy {files[0] if files else 'its files'} and the others here"
+            )
+        _raise_faults(f"{name} is missing, which {index.name} lists" for name in missing)
+        stored: dict[str, StoredTensor] = {}
+        elsewhere: dict[str, Path] = {}
+        for file in files:
+            for name, tensor in _read_header(self.folder / file).items():
+                if file_of.get(name, file) == file:
+                    stored[name] = tensor
+                else:
+                    elsewhere[name] = tensor.file
+        _raise_faults(
+            f"{name} is not in {file_of[name]}, as {index.name} has it, but in {path.name}"
+            for name, path in elsewhere.items()
+            if name not in stored
+        )
         return stored
 
-    def _files(self) -> list[Path]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.exists():
-            with fields_of(index.name):
-                names = sorted(set(read_json(index)["weight_map"].values()))
-                files = [self.folder / name for name in names]
-            _raise_faults(
-                f"{path.name} is missing, which {index.name} lists"
-                for path in files
-                if not path.is_file()
+    def _tensors_of_all_files(self) -> dict[str, StoredTensor]:
+        stored: dict[str, StoredTensor] = {}
+        twice: dict[str, str] = {}  # names of two files: a tensor that is in both
+        for file in self._names_of_files():
+            for name, tensor in _read_header(self.folder / file).items():
+                if name in stored:
+                    twice.setdefault(f"{stored[name].file.name} and {file}", name)
+                stored[name] = tensor
+        if twice:
+            files, name = next(iter(twice.items()))
+            raise CorruptFileError(
+                f"{name} is in {files}, and there is neither {WHOLE} nor {INDEX} to choose; move"
+                " the files of other weights away"
             )
-            return files
-        files = sorted(self.folder.glob("*.safetensors"))
-        if not files:
+        if not stored:
             raise CorruptFileError(
                 "there is no .safetensors file; use save_pretrained of transformers to write one"
             )
-        return files
+        return stored
 
     def _drop_copies(self) -> None:
         """Forget what some folders have beside parameters: computed frequencies, and a second copy
@@ -260,6 +297,28 @@ class HuggingFaceFolder:
         return tokenizer_files(self.folder)
 
 
+def _only(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file, and tell which files beside it are not read."""
+    files = {other.name for other in path.parent.glob("*.safetensors*") if other != path}
+    if files:
+        logger.info(f"{path} is read, as in transformers, and not {', '.join(sorted(files))}")
+    return _read_header(path)
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file, by their names there. Raises CorruptFileError."""
+    stored: dict[str, StoredTensor] = {}
+    try:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dictionary
+                header = file.get_slice(name)
+                shape = torch.Size(header.get_shape())
+                stored[name] = StoredTensor(path, shape, header.get_dtype())
+    except (SafetensorError, OSError) as error:
+        raise CorruptFileError(f"{path.name} cannot be read: {short_message(error)}") from None
+    return stored
+
+
 Weights = CheckpointFolder | TorchtitanFolder | HuggingFaceFolder
 # parameter -> (this rank's part of it, the offset of that part in it)
 ShardOf = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
@@ -286,7 +345,7 @@ def open_weights(
             return _open_checkpoint(folder, every_byte, model)
         if (folder / "config.json").is_file():
             return HuggingFaceFolder(folder)
-        steps = _steps_in(folder)
+        steps = steps_in(folder)
         for step in steps:
             try:
                 return _open_checkpoint(step, every_byte, model)
@@ -325,13 +384,6 @@ def _open_checkpoint(folder: Path, every_byte: bool, model: ModelConfig | None) 
 
 def _has_any(folder: Path, *names: str) -> bool:
     return any((folder / name).is_file() for name in names)
-
-
-def _steps_in(folder: Path) -> list[Path]:
-    """Return the steps in a run's folder, or in a folder of steps, newest first."""
-    paths = (*folder.glob("step-*"), *folder.glob("*/step-*"))
-    steps = [path for path in paths if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(steps, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
 def load_initial(
@@ -388,44 +440,6 @@ def load(
             slice(start, start + size) for start, size in zip(offset, shard.shape, strict=True)
         )
         shard.copy_(weights.read(fqn)[index])
-
-
-def check_fit(weights: Weights, model: ModelConfig, key: str) -> None:
-    """Raise ConfigError if the shapes are not those of the recipe's model; log differences that
-    only change the computation.
-    """
-    theirs = dataclasses.asdict(weights.config)
-    ours = dataclasses.asdict(model)
-    refused = []
-    logged = []
-    for name in ours:
-        if theirs[name] == ours[name] or name == "max_seq_len":
-            continue
-        line = f"{name} is {theirs[name]} there, {ours[name]} here"
-        if name.startswith("rope_") or name == "norm_eps":
-            logged.append(line)
-        else:
-            refused.append((name, line))
-    if refused:
-        lines = "; ".join(line for _, line in refused)
-        fix = _fitting_keys(weights, [name for name, _ in refused])
-        raise ConfigError(f'{key} = "{weights.folder}" has another model: {lines}; use {fix}')
-    if logged:
-        logger.info(
-            f"{key}: these weights were trained for another computation: {'; '.join(logged)}"
-        )
-
-
-def _fitting_keys(weights: Weights, names: Sequence[str]) -> str:
-    """Return keys of [model] with which a recipe has these weights' shape. names: the keys that
-    differ.
-    """
-    for flavor, config in FLAVORS.items():
-        if shapes(config) == weights.shapes:
-            return f'model.flavor = "{flavor}"'
-    values = dataclasses.asdict(weights.config)
-    values["tied_embeddings"] = '"yes"' if weights.config.tied_embeddings else '"no"'
-    return ", ".join(f"model.{name} = {values[name]}" for name in names)
 
 
 def tokenizer_files(path: str | Path) -> list[Path]:

@@ -23,6 +23,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from titan_lite.config.errors import ConfigError, did_you_mean, in_toml, one_line, shown
+from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
+from titan_lite.config.from_weights import KEY as INITIAL_LOAD_PATH
+from titan_lite.config.from_weights import read_model
 from titan_lite.config.help import accepted
 from titan_lite.config.sections import (
     KEYS,
@@ -64,6 +67,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     tables, origins = read_recipe(path)
     typed, mistakes = parse_command_line(overrides)
     _merge(tables, origins, typed, COMMAND_LINE)
+    mistakes += _fill_from_weights(tables, origins)
     try:
         config = Config.model_validate(tables)
     except ValidationError as error:
@@ -209,6 +213,50 @@ def _merge(tables: Tables, origins: Origins, upper: Tables, origin: str) -> None
             origins.update({f"{section}.{name}": origin for name in table})
         else:
             tables[section] = table
+
+
+# The folder of weights
+
+
+def _fill_from_weights(tables: Tables, origins: Origins) -> list[str]:
+    """Set the keys of [model] that are not set to those of checkpoint.initial_load_path, and
+    flavor to "", where that is "from_weights" or the path stands without a flavor.
+
+    Return messages.
+    """
+    model = tables.get("model", {})
+    checkpoint = tables.get("checkpoint", {})
+    if not isinstance(model, dict) or not isinstance(checkpoint, dict):
+        return []  # which pydantic tells
+    path = checkpoint.get("initial_load_path", "")
+    if (
+        not isinstance(path, str)
+        or model.get("flavor", FROM_WEIGHTS if path else "") != FROM_WEIGHTS
+    ):
+        return []
+    if not path:
+        return [
+            f'{origins["model.flavor"]}: model.flavor = "{FROM_WEIGHTS}" needs {INITIAL_LOAD_PATH};'
+            " use a Hugging Face folder, a step or a run's folder as that"
+        ]
+    try:
+        weights = read_model(path)
+    except ConfigError as error:
+        return [f"{origins[INITIAL_LOAD_PATH]}: {error}"]
+    if weights is None:
+        return [
+            f"{origins[INITIAL_LOAD_PATH]}: {INITIAL_LOAD_PATH} = {shown(path)}: a checkpoint of"
+            " torchtitan does not have the shape of its model; use it with model.flavor, or with"
+            " the keys of [model]"
+        ]
+    keys = {**weights.keys, "tokenizer_path": weights.tokenizer}
+    unset = {
+        name: value
+        for name, value in keys.items()
+        if name not in model or model[name] == KEYS[f"model.{name}"].default
+    }
+    _merge(tables, origins, {"model": {"flavor": "", **unset}}, str(weights.file))
+    return []
 
 
 # The command line

@@ -83,7 +83,9 @@ class Model(Section):
     """Model family."""
 
     flavor: str = "debug"
-    """Size, a key of FLAVORS in models/shapes.py; empty: the keys below give the shape."""
+    """Size, a key of FLAVORS in models/shapes.py; empty: the keys below give the shape;
+    from_weights: they and the tokenizer are those of checkpoint.initial_load_path, as if no flavor
+    is set beside that path."""
 
     dim: Annotated[int, Field(ge=1, le=2**18)] | Literal[0] = 0
     """Width of the residual stream; 0: the flavor's."""
@@ -111,6 +113,16 @@ class Model(Section):
 
     rope_scaling_factor: ZeroOrAtLeastOne = Field(0.0, le=1024)
     """Divisor of the low rotary frequencies, as in Llama 3.1; 1: no scaling; 0: the flavor's."""
+
+    rope_scaling_low_freq_factor: float = Field(0.0, ge=0, le=1024)
+    """Frequencies with fewer turns in rope_scaling_original_max_seq_len tokens are divided; 0: the
+    flavor's, or 1."""
+
+    rope_scaling_high_freq_factor: float = Field(0.0, ge=0, le=1024)
+    """Frequencies with more turns in so many tokens stay; 0: the flavor's, or 4."""
+
+    rope_scaling_original_max_seq_len: Annotated[int, Field(ge=1, le=2**24)] | Literal[0] = 0
+    """Tokens of a sequence before the context was extended; 0: the flavor's, or 8192."""
 
     norm_eps: float = Field(0.0, ge=0, lt=1)
     """Added to the mean square in RMSNorm; 0: the flavor's."""

@@ -8,13 +8,23 @@ In a head of D dimensions, rotary pairs are (2i, 2i+1) here and (i, i + D/2) the
 and wk are permuted per head. Tied weights are one tensor in both, under the embedding's name.
 """
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_lite.models.llama3 import ModelConfig, RopeScaling
+from titan_lite.config import Model
+from titan_lite.config.from_weights import (
+    FIXED,
+    SCALING,
+    SIZES,
+    keys_of_config_json,
+    keys_of_shape,
+)
+from titan_lite.models.llama3 import ModelConfig
+from titan_lite.models.shapes import shape_of
 
 _IN_A_LAYER = {
     "attention.wq": "self_attn.q_proj",
@@ -27,22 +37,6 @@ _IN_A_LAYER = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-_SIZES = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "hidden_dim": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "n_kv_heads": "num_key_value_heads",
-    "max_seq_len": "max_position_embeddings",
-}
-_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_seq_len": "original_max_position_embeddings",
-}
-_FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
 def hf_names(config: ModelConfig) -> dict[str, str]:
@@ -78,15 +72,15 @@ def _rotary_heads(fqn: str, config: ModelConfig) -> int:
 
 def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the model's part of a config.json, in the keys that transformers 4 and 5 both read."""
+    keys = keys_of_shape(dataclasses.asdict(config))
     scaling: dict[str, Any] | None = None
     if config.rope_scaling is not None:
         scaling = {"rope_type": "llama3"}
-        for ours, theirs in _SCALING.items():
-            scaling[theirs] = getattr(config.rope_scaling, ours)
+        scaling |= {theirs: keys[ours] for ours, theirs in SCALING.items()}
     return {
         "architectures": ["LlamaForCausalLM"],
-        **_FIXED,
-        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        **FIXED,
+        **{theirs: keys[ours] for ours, theirs in SIZES.items()},
         "head_dim": config.head_dim,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
@@ -101,76 +95,4 @@ def config_from_hf(json: Mapping[str, Any]) -> ModelConfig:
 
     Raises ValueError with all values that are not supported.
     """
-    given = {
-        "num_key_value_heads": json.get("num_attention_heads"),
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        **json,
-    }
-    mistakes = [
-        f"{key} = {json[key]!r:.60}: expected {value!r}"
-        for key, value in _FIXED.items()
-        if json.get(key, value) != value
-    ]
-    mistakes += _not_sizes(given, _SIZES.values())
-    mistakes += _not_numbers(given, ["rms_norm_eps"])
-    rope, rope_mistakes = _rope_of(json)
-    mistakes += rope_mistakes
-    if json.get("quantization_config"):
-        mistakes.append("quantization_config: quantized weights cannot be read")
-    if mistakes:
-        raise ValueError("; ".join(mistakes))
-    head_dim = json["hidden_size"] // json["num_attention_heads"]
-    if json.get("head_dim") not in (None, head_dim):
-        raise ValueError(
-            f"head_dim = {json['head_dim']!r:.60}: expected hidden_size / num_attention_heads"
-        )
-    scaling = None
-    if rope["rope_type"] == "llama3":
-        scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in _SCALING.items()})
-    return ModelConfig(
-        **{ours: given[theirs] for ours, theirs in _SIZES.items()},
-        tied_embeddings=bool(json.get("tie_word_embeddings", False)),
-        rope_theta=float(rope["rope_theta"]),
-        rope_scaling=scaling,
-        norm_eps=given["rms_norm_eps"],
-    )
-
-
-def _rope_of(json: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the rotary settings, and a line for each that is not supported."""
-    rope: dict[str, Any] = {"rope_theta": json.get("rope_theta", 10_000.0), "rope_type": "default"}
-    mistakes = []
-    # transformers 5 writes rope_parameters, where 4 had rope_scaling beside rope_theta
-    for key in ("rope_scaling", "rope_parameters"):
-        settings = json.get(key) or {}
-        if not isinstance(settings, dict):
-            mistakes.append(f"{key} = {settings!r:.60}: expected an object or null")
-            continue
-        if "type" in settings:  # its earlier name
-            rope["rope_type"] = settings["type"]
-        rope.update(settings)
-    mistakes += _not_numbers(rope, ["rope_theta"])
-    if rope["rope_type"] not in ("default", "llama3"):
-        mistakes.append(f"rope_type = {rope['rope_type']!r:.60}: expected 'default' or 'llama3'")
-    elif rope["rope_type"] == "llama3":
-        mistakes += [f"rope_scaling: {line}" for line in _not_numbers(rope, _SCALING.values())]
-    return rope, mistakes
-
-
-def _not_sizes(given: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    """Return a line for each of these values that is no size."""
-    return [
-        f"{key} = {given.get(key)!r:.60}: expected a whole number above 0"
-        for key in keys
-        if type(given.get(key)) is not int or given[key] < 1
-    ]
-
-
-def _not_numbers(given: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    """Return a line for each of these values that is no number above 0."""
-    return [
-        f"{key} = {given.get(key)!r:.60}: expected a number above 0"
-        for key in keys
-        if type(given.get(key)) not in (int, float) or not given[key] > 0
-    ]
+    return shape_of(Model().replace(flavor="", **keys_of_config_json(json)))

@@ -68,6 +68,7 @@ FLAVORS = {
 }
 
 
+_SCALING_FIELDS = dataclasses.fields(RopeScaling)
 _REQUIRED_WITHOUT_FLAVOR = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")
 _SIZES = (*_REQUIRED_WITHOUT_FLAVOR, "n_kv_heads")
 
@@ -79,8 +80,8 @@ def shape_of(model: Model) -> ModelConfig:
     """
     if model.flavor not in ("", *FLAVORS):
         raise ConfigError(
-            f"model.flavor = {shown(model.flavor)}: use one of {', '.join(FLAVORS)}, or"
-            ' "" and give the shape by keys of [model]'
+            f"model.flavor = {shown(model.flavor)}: use one of {', '.join(FLAVORS)},"
+            ' "from_weights", or "" and give the shape by keys of [model]'
         )
     changes = _changes_to_flavor(model)
     if model.flavor:
@@ -95,8 +96,16 @@ def shape_of(model: Model) -> ModelConfig:
 
 
 def shape_words(model: Model) -> str:
-    """Return the flavor's name and the values that differ from it."""
+    """Return the flavor's name and the values that differ from it.
+
+    A shape that is given by keys has the name of the flavor that it is equal to, if any.
+    """
     flavor = FLAVORS.get(model.flavor)
+    if flavor is None:
+        shape = shape_of(model)
+        for name, other in FLAVORS.items():
+            if shape == dataclasses.replace(other, max_seq_len=shape.max_seq_len):
+                return name
     words = []
     for name, value in _changes_to_flavor(model).items():
         if flavor is None:
@@ -108,7 +117,13 @@ def shape_words(model: Model) -> str:
 
 
 def _short(value: object) -> str:
-    return f"{value.factor:g}x" if isinstance(value, RopeScaling) else str(value)
+    if not isinstance(value, RopeScaling):
+        return str(value)
+    others = dataclasses.astuple(value)[1:]
+    usual = others == dataclasses.astuple(RopeScaling(value.factor))[1:]
+    return (
+        f"{value.factor:g}x" if usual else f"{value.factor:g}x with {', '.join(map(str, others))}"
+    )
 
 
 def _changes_to_flavor(model: Model) -> dict[str, Any]:
@@ -122,13 +137,20 @@ def _changes_to_flavor(model: Model) -> dict[str, Any]:
             changes[field.name] = value
     if model.tied_embeddings != "flavor":
         changes["tied_embeddings"] = model.tied_embeddings == "yes"
-    if model.rope_scaling_factor == 1:
-        changes["rope_scaling"] = None
-    elif model.rope_scaling_factor:
-        of_flavor = FLAVORS[model.flavor].rope_scaling if model.flavor else None
-        scaling = of_flavor or RopeScaling(model.rope_scaling_factor)
-        changes["rope_scaling"] = dataclasses.replace(scaling, factor=model.rope_scaling_factor)
+    if any(getattr(model, f"rope_scaling_{field.name}") for field in _SCALING_FIELDS):
+        changes["rope_scaling"] = _scaling_of(model)
     return changes
+
+
+def _scaling_of(model: Model) -> RopeScaling | None:
+    """Return the flavor's scaling, changed by keys of [model]; None if there is no factor."""
+    scaling = FLAVORS[model.flavor].rope_scaling if model.flavor else None
+    factor = model.rope_scaling_factor or (scaling.factor if scaling else 1)
+    if factor == 1:
+        return None
+    values = {field.name: getattr(model, f"rope_scaling_{field.name}") for field in _SCALING_FIELDS}
+    changes = {name: value for name, value in values.items() if value}
+    return dataclasses.replace(scaling or RopeScaling(factor), **changes)
 
 
 def config_from_fields(fields: Any, name: str) -> ModelConfig:  # noqa: ANN401 - of a JSON file

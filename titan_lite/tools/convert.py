@@ -31,7 +31,6 @@ from titan_lite.checkpoint.identity import RunIdentity
 from titan_lite.checkpoint.names import to_torchtitan
 from titan_lite.checkpoint.state import RunState, write_state
 from titan_lite.checkpoint.weights import (
-    TOKENIZER_FILES,
     CheckpointFolder,
     Weights,
     check_tokenizer,
@@ -40,6 +39,7 @@ from titan_lite.checkpoint.weights import (
 )
 from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
+from titan_lite.config.from_weights import TOKENIZER_FILES
 from titan_lite.data.tokenizer import TiktokenTokenizer, Tokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
 from titan_lite.logging import init_logging, logger
@@ -74,6 +74,50 @@ def write_torchtitan(folder: Path, weights: Weights, dtype: torch.dtype | None =
         pass
 
 
+class Rounding:
+    """The rounding of tensors to the dtype that is written, which loses no weight unsaid."""
+
+    def __init__(self) -> None:
+        self.vanished = 0  # numbers that were not 0, and are
+        self.dtype = torch.float32  # that these have
+
+    def apply(self, fqn: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the tensor in `dtype`. Raises ConfigError if that has not its numbers."""
+        finite = tensor.isfinite()
+        strange = tensor.numel() - int(finite.sum())
+        if strange:
+            logger.warning(f"{fqn}: {strange:,} of {tensor.numel():,} numbers are NaN or infinite")
+        rounded = tensor.to(dtype)
+        if dtype == tensor.dtype:
+            return rounded
+        overflows = int((finite & ~rounded.isfinite()).sum())
+        if overflows:
+            raise ConfigError(
+                f"--dtype {_name(dtype)}: {fqn}: {overflows:,} of {tensor.numel():,} numbers are"
+                f" above its largest, {torch.finfo(dtype).max:g}, and would be infinite; use"
+                f" --dtype {'bfloat16' if dtype == torch.float16 else _name(tensor.dtype)}"
+            )
+        nonzero = tensor != 0
+        vanished = int((nonzero & (rounded == 0)).sum())
+        if vanished and vanished == int(nonzero.sum()):
+            raise ConfigError(
+                f"--dtype {_name(dtype)}: {fqn}: all of its {vanished:,} numbers that are not 0"
+                " are below its smallest, and would be 0; use --dtype"
+                f" {'bfloat16' if dtype == torch.float16 else _name(tensor.dtype)}"
+            )
+        self.vanished += vanished
+        self.dtype = dtype
+        return rounded
+
+    def log(self) -> None:
+        if self.vanished:
+            logger.info(f"{self.vanished:,} numbers were too small for {_name(self.dtype)}: now 0")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @contextmanager
 def _written_tensors(
     folder: Path, weights: Weights, fqns: Mapping[str, str], dtype: torch.dtype | None
@@ -87,12 +131,15 @@ def _written_tensors(
         for name, fqn in fqns.items()
     }
 
+    rounding = Rounding()
+
     def read(name: str) -> Tensor:
-        return weights.read(fqns[name]).to(planned[name].dtype)
+        return rounding.apply(fqns[name], weights.read(fqns[name]), planned[name].dtype)
 
     with _whole(folder, sum(tensor.nbytes for tensor in planned.values())) as unfinished:
         tensor_files.write_one_by_one(unfinished, planned, read)
         yield unfinished
+    rounding.log()
 
 
 @dataclass(frozen=True)
@@ -120,8 +167,11 @@ def write_hf(
     sizes = {fqn: weights.shapes[fqn].numel() * dtypes[fqn].itemsize for fqn in dtypes}
     with _whole(folder, sum(sizes.values())) as unfinished:
         _write_configs(unfinished, weights, dtypes["tok_embeddings.weight"], loaded)
-        _write_shards(unfinished, weights, dtypes, split_into_shards(sizes, shard_bytes))
+        rounding = Rounding()
+        shards = split_into_shards(sizes, shard_bytes)
+        _write_shards(unfinished, weights, dtypes, shards, rounding)
         _copy_tokenizer(unfinished, tokenizer.paths, loaded)
+    rounding.log()
 
 
 def split_into_shards(sizes: Mapping[str, int], shard_bytes: float) -> list[list[str]]:
@@ -159,6 +209,7 @@ def _write_shards(
     weights: Weights,
     dtypes: Mapping[str, torch.dtype],
     shards: Sequence[Sequence[str]],
+    rounding: Rounding,
 ) -> None:
     """Write the safetensors files, and the index of several."""
     names = hf_names(weights.config)
@@ -169,7 +220,9 @@ def _write_shards(
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {
-            names[fqn]: to_hf(fqn, weights.read(fqn), weights.config).to(dtypes[fqn])
+            names[fqn]: to_hf(
+                fqn, rounding.apply(fqn, weights.read(fqn), dtypes[fqn]), weights.config
+            )
             for fqn in shard
         }
         nbytes = sum(tensor.nbytes for tensor in tensors.values())

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_lite.checkpoint.weights import (
-    TOKENIZER_FILES,
     Weights,
     check_tokenizer,
     load,
@@ -25,6 +24,7 @@ from titan_lite.checkpoint.weights import (
 )
 from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
+from titan_lite.config.from_weights import TOKENIZER_FILES
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging
 from titan_lite.models.llama3 import Attention, Mask, ModelConfig, Transformer, rope_tables

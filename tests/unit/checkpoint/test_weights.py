@@ -23,17 +23,14 @@ from titan_lite.checkpoint.state import RunState, write_state
 from titan_lite.checkpoint.weights import (
     CheckpointFolder,
     HuggingFaceFolder,
-    check_fit,
     load,
     load_initial,
     open_weights,
     shapes,
 )
-from titan_lite.config import ConfigError, Model
-from titan_lite.logging import logger
+from titan_lite.config import ConfigError
 from titan_lite.models.huggingface import config_to_hf
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
-from titan_lite.models.shapes import shape_of
 from titan_lite.tools import convert
 from titan_lite.tools.convert import write_hf, write_step
 
@@ -444,35 +441,6 @@ def test_the_newest_whole_step_of_a_run_is_taken(step, tmp_path):
         open_weights(tmp_path, every_byte=True)
 
 
-@UNTIED_ONLY
-def test_weights_of_another_model_are_refused_and_of_another_computation_told(
-    step, config, caplog, monkeypatch
-):
-    weights = open_weights(step)
-    check_fit(weights, dataclasses.replace(config, max_seq_len=16), "checkpoint.initial_load_path")
-    with pytest.raises(ConfigError) as error:
-        check_fit(weights, FLAVORS["debug"], "checkpoint.initial_load_path")
-    for words in (
-        "dim is 48 there, 256 here",
-        "n_layers is 2 there, 6 here",
-        "vocab_size is 320 there, 2048 here",
-    ):
-        assert words in str(error.value)
-    keys = re.findall(r"model\.(\w+) = (\d+)", str(error.value))
-    fitting = shape_of(Model(**{name: int(value) for name, value in keys}))
-    check_fit(weights, fitting, "checkpoint.initial_load_path")
-    with pytest.raises(ConfigError, match=r'use model.tied_embeddings = "no"'):
-        check_fit(
-            weights,
-            dataclasses.replace(fitting, tied_embeddings=True),
-            "checkpoint.initial_load_path",
-        )
-    monkeypatch.setattr(logger, "propagate", True)
-    caplog.set_level("INFO", "titan_lite")
-    check_fit(weights, dataclasses.replace(config, rope_theta=1e4), "checkpoint.initial_load_path")
-    assert "another computation: rope_theta is 500000.0 there, 10000.0 here" in caplog.text
-
-
 # Writing
 
 
@@ -612,3 +580,194 @@ def test_all_ranks_start_from_the_same_weights_or_none_does(step, folder, expect
         assert (
             f"ranks see different newest steps in it, {run}/step-1 and {later}/step-2" in differing
         )
+
+
+# Rounding
+
+
+def changed(folder, tmp_path, name, change):
+    """Return a copy of a Hugging Face folder, in float32, of which a tensor is changed."""
+    copy = shutil.copytree(folder, tmp_path / "changed")
+    for path in copy.glob("*.safetensors"):
+        tensors = {key: tensor.float() for key, tensor in load_file(path).items()}
+        if name in tensors:
+            change(tensors[name])
+        save_file(tensors, path)
+    return copy
+
+
+@UNTIED_ONLY
+@pytest.mark.parametrize("target", ["hf", "step", "torchtitan"])
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            "model.layers.1.mlp.up_proj.weight",
+            lambda tensor: tensor[:2, 0].fill_(-1e5),
+            (
+                "--dtype float16: layers.1.feed_forward.w3.weight: 2 of 3,072 numbers are above"
+                " its largest, 65504, and would be infinite; use --dtype bfloat16"
+            ),
+        ),
+        (
+            "model.layers.0.input_layernorm.weight",
+            lambda tensor: tensor.fill_(1e-9),
+            (
+                "--dtype float16: layers.0.attention_norm.weight: all of its 48 numbers that are"
+                " not 0 are below its smallest, and would be 0; use --dtype bfloat16"
+            ),
+        ),
+    ],
+)
+def test_a_dtype_that_has_not_the_numbers_is_refused(
+    folder, tmp_path, capsys, target, name, change, words
+):
+    source = changed(folder, tmp_path, name, change)
+    convert_to = ["--to", target, "--dtype"]
+    assert convert.main([str(source), str(tmp_path / "out"), *convert_to, "float16"]) == 2
+    assert f"error: {words}" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["changed"]  # nothing half-written
+    assert convert.main([str(source), str(tmp_path / "out"), *convert_to, "bfloat16"]) == 0
+
+
+@UNTIED_ONLY
+def test_an_overflow_of_bfloat16_names_the_dtype_that_has_the_number(folder, tmp_path, capsys):
+    source = changed(folder, tmp_path, "model.norm.weight", lambda tensor: tensor.fill_(3.4e38))
+    assert convert.main([str(source), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 2
+    assert "use --dtype float32" in capsys.readouterr().err
+
+
+@UNTIED_ONLY
+def test_numbers_that_vanish_or_are_none_are_told(folder, tmp_path, capsys):
+    def change(tensor):
+        tensor[0] = 1e-9
+        tensor[1] = float("nan")
+        tensor[2] = float("inf")
+
+    source = changed(folder, tmp_path, "model.norm.weight", change)
+    assert convert.main([str(source), str(tmp_path / "out"), "--dtype", "float16"]) == 0
+    told = capsys.readouterr().out
+    assert "norm.weight: 2 of 48 numbers are NaN or infinite" in told
+    assert "numbers were too small for float16: now 0" in told
+    found = open_weights(tmp_path / "out")
+    assert found.read("norm.weight")[0] == 0
+
+
+# The file that has a weight
+
+
+def other_weights(folder, path, names=None):
+    """Write a safetensors file with the folder's tensors, or those named, as others: all 3."""
+    tensors = tensors_of(folder)
+    save_file({name: tensors[name] * 0 + 3 for name in names or tensors}, path)
+
+
+@UNTIED_ONLY
+@pytest.mark.parametrize(
+    "change",
+    [
+        # beside shards and their index
+        lambda copy: other_weights(copy, copy / "model.fp16.safetensors"),
+        lambda copy: other_weights(copy, copy / "consolidated.safetensors"),
+        lambda copy: other_weights(copy, copy / "a.safetensors", ["model.norm.weight"]),
+        lambda copy: other_weights(copy, copy / "z.safetensors", ["model.norm.weight"]),
+        lambda copy: (copy / "consolidated.00.pth").write_bytes(b"x"),
+        lambda copy: (copy / "pytorch_model.bin").write_bytes(b"x"),
+        lambda copy: shutil.copytree(copy, copy / "original"),
+        # beside model.safetensors
+        lambda copy: (one_file(copy), other_weights(copy, copy / "model.fp16.safetensors")),
+        lambda copy: (one_file(copy), other_weights(copy, copy / "z.safetensors")),
+        lambda copy: (one_file(copy), old_shards(copy)),
+        lambda copy: (one_file(copy), old_shards(copy), first(copy, "model-*").unlink()),
+        # another name in config.json
+        lambda copy: (one_file(copy, "mine.safetensors"), old_shards(copy), name_file(copy)),
+    ],
+)
+def test_each_weight_is_read_from_the_file_that_transformers_reads(
+    folder, config, expected, tmp_path, change
+):
+    transformers = pytest.importorskip("transformers")
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    change(copy)
+    same(open_weights(copy), config, expected)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(copy)
+    norm = theirs.get_parameter("model.norm.weight")
+    assert torch.equal(norm, expected["norm.weight"])
+
+
+def one_file(copy, name="model.safetensors"):
+    """Replace shards and index by one file."""
+    tensors = tensors_of(copy)
+    for path in copy.glob("model*"):
+        path.unlink()
+    save_file(tensors, copy / name, metadata={"format": "pt"})
+
+
+def old_shards(copy):
+    """Add shards and index of an older save, whose numbers are all 3."""
+    names = sorted(tensors_of(copy))
+    halves = {"model-00001-of-00002.safetensors": names[:9]}
+    halves["model-00002-of-00002.safetensors"] = names[9:]
+    for file, half in halves.items():
+        other_weights(copy, copy / file, half)
+    weight_map = {name: file for file, half in halves.items() for name in half}
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def name_file(copy):
+    content = json.loads((copy / "config.json").read_text())
+    content["transformers_weights"] = "mine.safetensors"
+    (copy / "config.json").write_text(json.dumps(content))
+
+
+def without_index(copy):
+    (copy / "model.safetensors.index.json").unlink()
+
+
+@UNTIED_ONLY
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda copy: (
+                without_index(copy),
+                other_weights(copy, copy / "model.fp16.safetensors"),
+            ),
+            r"\.weight is in model-0000.* and model.fp16.safetensors, and there is neither"
+            r" model.safetensors nor model.safetensors.index.json to choose",
+        ),
+        (
+            lambda copy: [path.unlink() for path in copy.glob("model-*")],
+            "model.safetensors.index.json is left over: none of its 4 files is there, but no",
+        ),
+        (
+            lambda copy: [path.rename(copy / f"x{path.name}") for path in copy.glob("model-*")],
+            "is left over: none of its 4 files is there, but xmodel-00001",
+        ),
+        (
+            lambda copy: move_norm(copy),
+            "model.norm.weight is not in model-00001-of-00004.safetensors, as .*index.json has it,"
+            " but in model-0000",
+        ),
+        (lambda copy: name_file(copy), "mine.safetensors is missing, which config.json names"),
+    ],
+)
+def test_a_folder_that_does_not_say_which_weights_is_refused(folder, tmp_path, change, words):
+    assert re.search(words, damaged(folder, tmp_path, change))
+
+
+def move_norm(copy):
+    """Let the index have the last norm in the first file."""
+    index = copy / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = first(copy, "model-*").name
+    index.write_text(json.dumps(content))
+
+
+@UNTIED_ONLY
+def test_shards_without_an_index_are_read_where_each_weight_is_in_one(
+    folder, config, expected, tmp_path
+):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    without_index(copy)
+    same(open_weights(copy), config, expected)

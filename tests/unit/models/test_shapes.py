@@ -75,7 +75,11 @@ def test_a_shape_without_a_flavor():
 
 
 WRONG = [
-    (dict(flavor="7B"), 'model.flavor = "7B": use one of debug, 1B, 3B, 8B, 70B, 405B, or ""', {}),
+    (
+        dict(flavor="7B"),
+        'model.flavor = "7B": use one of debug, 1B, 3B, 8B, 70B, 405B, "from_weights", or ""',
+        {},
+    ),
     (
         dict(flavor=""),
         'model.flavor = "" needs model.dim, model.n_layers, model.n_heads, model.hidden_dim, ',

@@ -1,0 +1,290 @@
+"""The model of a folder of weights as keys of [model]: it fills a recipe, and a key that differs is
+an error.
+"""
+
+import dataclasses
+import json
+
+import pytest
+from tiny import DEBUG, DEBUG_TOKENIZER
+
+from titan_lite.config import ConfigError, flatten, load_config, to_toml
+from titan_lite.config.from_weights import keys_of_config_json
+from titan_lite.models.shapes import ModelConfig, RopeScaling, shape_of
+from titan_lite.rules import check_keys
+
+JSON = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 20_000.0,
+    "tie_word_embeddings": True,
+}
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 64,
+}
+JSON_SCALED = {**JSON, "rope_scaling": SCALING}
+SHAPE = ModelConfig(
+    dim=64,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    hidden_dim=96,
+    vocab_size=2048,
+    tied_embeddings=True,
+    rope_theta=20_000.0,
+    rope_scaling=RopeScaling(8.0, 1.0, 3.0, 64),
+    norm_eps=1e-6,
+    max_seq_len=512,
+)
+RECIPE = "[training]\nseq_len = 64\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "theirs"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(JSON_SCALED))
+    (path / "tokenizer.model").write_bytes(DEBUG_TOKENIZER.read_bytes())
+    return path
+
+
+def load(tmp_path, text, *options):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(text)
+    config = load_config(recipe, options)
+    check_keys(config)
+    return config
+
+
+def mistakes(tmp_path, text, *options):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text, *options)
+    return error.value.args
+
+
+@pytest.mark.parametrize("flavor", ["", '[model]\nflavor = "from_weights"\n'])
+def test_model_and_tokenizer_are_those_of_the_folder(folder, tmp_path, flavor):
+    text = f'{flavor}{RECIPE}[checkpoint]\ninitial_load_path = "theirs"\n'
+    config = load(tmp_path, text)
+    assert shape_of(config.model) == SHAPE
+    assert config.model.tokenizer_path == str(folder / "tokenizer.model")
+    assert config.origin("model.norm_eps") == str(folder / "config.json")
+    # What is resolved is a recipe of its own, with the same values, whether the folder is there.
+    resolved = to_toml(config)
+    assert flatten(load(tmp_path, resolved)) == flatten(config)
+    (folder / "config.json").unlink()
+    assert "has no weights" in mistakes(tmp_path, resolved)[0]
+    steps = tmp_path / "outputs/recipe/checkpoint/step-2"
+    steps.mkdir(parents=True)
+    options = [f"--job.dump_folder={tmp_path / 'outputs/recipe'}", "--checkpoint.enable"]
+    assert shape_of(load(tmp_path, resolved, *options).model) == SHAPE
+
+
+def test_a_tokenizer_json_comes_first_and_one_that_is_set_stays(folder, tmp_path):
+    (folder / "tokenizer.json").write_text("{}")
+    path = f"--checkpoint.initial_load_path={folder}"
+    assert load(tmp_path, RECIPE, path).model.tokenizer_path == str(folder / "tokenizer.json")
+    mine = f"--model.tokenizer_path={DEBUG_TOKENIZER}"
+    assert load(tmp_path, RECIPE, path, mine).model.tokenizer_path == str(DEBUG_TOKENIZER)
+
+
+def test_without_a_tokenizer_in_the_folder_one_is_asked_for(folder, tmp_path):
+    (folder / "tokenizer.model").unlink()
+    (message,) = mistakes(tmp_path, RECIPE, f"--checkpoint.initial_load_path={folder}")
+    assert 'model.tokenizer_path = "" names no file' in message
+
+
+def test_every_key_that_differs_is_told_at_once(folder, tmp_path):
+    text = f"{RECIPE}[model]\nrope_theta = 5e5\nnorm_eps = 1e-5\ndim = 64\nmax_seq_len = 99\n"
+    told = mistakes(
+        tmp_path,
+        text,
+        "--model.tied_embeddings=no",
+        "--model.rope_scaling_factor=4",
+        f"--checkpoint.initial_load_path={folder}",
+    )
+    recipe, there = tmp_path / "recipe.toml", f"{folder}/config.json has"
+    for line in (
+        f"{recipe}: model.rope_theta = 500000.0 is not that of checkpoint.initial_load_path:"
+        f" {there} 20000.0; use rope_theta = 20000.0, or remove it",
+        f"{recipe}: model.norm_eps = 1e-05 is not that of checkpoint.initial_load_path: {there}"
+        " 1e-06; use norm_eps = 1e-06, or remove it",
+        'command line: model.tied_embeddings = "no" is not that of checkpoint.initial_load_path:'
+        f' {there} "yes"; use tied_embeddings = "yes", or remove it',
+        "command line: model.rope_scaling_factor = 4.0 is not that of"
+        f" checkpoint.initial_load_path: {there} 8.0; use rope_scaling_factor = 8.0, or remove it",
+    ):
+        assert line in told
+    assert len(told) == 4
+
+
+def test_a_flavor_that_the_weights_are_not_is_told_with_all_that_differs(folder, tmp_path):
+    path = f"--checkpoint.initial_load_path={folder}"
+    with pytest.raises(ConfigError) as error:
+        check_keys(load_config(DEBUG, [path]))
+    (message,) = error.value.args
+    assert message == (
+        f'{DEBUG}: model.flavor = "debug" is not that of checkpoint.initial_load_path'
+        f" ({folder}/config.json): dim = 256 (not 64), n_layers = 6 (not 3), n_heads = 8 (not 4),"
+        ' n_kv_heads = 4 (not 2), hidden_dim = 768 (not 96), tied_embeddings = "no" (not "yes"),'
+        " rope_theta = 500000.0 (not 20000.0), norm_eps = 1e-05 (not 1e-06), rope_scaling_factor ="
+        ' 1.0 (not 8.0); use "from_weights"'
+    )
+    assert shape_of(load_config(DEBUG, [path, "--model.flavor=from_weights"]).model) == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["--model.flavor=from_weights"],
+            'command line: model.flavor = "from_weights" needs checkpoint.initial_load_path; use a',
+        ),
+        (["--checkpoint.initial_load_path=PATH/nowhere"], 'nowhere": is not a folder; use a'),
+        (["--checkpoint.initial_load_path=PATH"], "has no weights; use a Hugging Face folder"),
+        (["--checkpoint.initial_load_path=PATH/titan"], 'titan": a checkpoint of torchtitan does'),
+        (
+            ["--checkpoint.initial_load_path=PATH/gpt"],
+            "gpt\": config.json: model_type = 'gpt2': expected 'llama'; hidden_size = None",
+        ),
+        (["--checkpoint.initial_load_path=PATH/text"], 'text": config.json is not JSON'),
+        (
+            ["--checkpoint.initial_load_path=PATH/wide"],
+            "config.json: model.hidden_dim = 9999999: expected an integer",
+        ),
+    ],
+)
+def test_a_folder_that_gives_no_model_is_told(tmp_path, options, words):
+    for name, file, text in (
+        ("titan", ".metadata", ""),
+        ("gpt", "config.json", '{"model_type": "gpt2"}'),
+        ("text", "config.json", "{"),
+        ("wide", "config.json", json.dumps({**JSON, "intermediate_size": 9_999_999})),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(text)
+    options = [option.replace("PATH", str(tmp_path)) for option in options]
+    assert any(words in message for message in mistakes(tmp_path, RECIPE, *options))
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["as now", "as until November 2026"])
+def test_a_step_or_the_newest_of_a_run_gives_model_and_tokenizer(tmp_path, flat):
+    shape = {**dataclasses.asdict(SHAPE), "n_layers": 2}
+    recipe = {"model": {"tokenizer_path": str(DEBUG_TOKENIZER)}}
+    for number in (9, 10):
+        step = tmp_path / f"run/checkpoint/step-{number}"
+        step.mkdir(parents=True)
+        model = {**shape, "n_layers": number}
+        state = {"identity": {"model": model, "recipe": recipe}}
+        if flat:
+            state = {"run": {"model": model}, "recipe": recipe}
+        (step / "state.json").write_text(json.dumps(state))
+    for path, layers in (("run", 10), ("run/checkpoint/step-9", 9)):
+        config = load(tmp_path, RECIPE, f"--checkpoint.initial_load_path={tmp_path / path}")
+        assert shape_of(config.model) == dataclasses.replace(SHAPE, n_layers=layers)
+        assert config.model.tokenizer_path == str(DEBUG_TOKENIZER)
+
+
+ROPE = {
+    "rope_scaling beside rope_parameters": (
+        {"rope_scaling": SCALING, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        (20_000.0, RopeScaling(8.0, 1.0, 3.0, 64)),
+    ),
+    "rope_parameters with scaling beside rope_scaling without": (
+        {"rope_scaling": {"rope_type": "default"}, "rope_parameters": SCALING},
+        (20_000.0, None),
+    ),
+    "an empty rope_scaling": (
+        {"rope_scaling": {}, "rope_parameters": {**SCALING, "rope_theta": 5e5}},
+        (5e5, RopeScaling(8.0, 1.0, 3.0, 64)),
+    ),
+    "no original length": (
+        {"rope_scaling": {**SCALING, "original_max_position_embeddings": ...}},
+        (20_000.0, RopeScaling(8.0, 1.0, 3.0, 512)),
+    ),
+    "an original length beside": (
+        {"rope_scaling": SCALING, "original_max_position_embeddings": 128},
+        (20_000.0, RopeScaling(8.0, 1.0, 3.0, 128)),
+    ),
+    "type, its earlier name": (
+        {"rope_scaling": {**SCALING, "rope_type": ..., "type": "llama3"}},
+        (20_000.0, RopeScaling(8.0, 1.0, 3.0, 64)),
+    ),
+    "a theta in rope_parameters": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        (5e5, None),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ROPE)
+def test_rotary_settings_are_read_as_transformers_computes_them(case, tmp_path):
+    import torch
+
+    from titan_lite.models.huggingface import config_from_hf, hf_names, to_hf
+    from titan_lite.models.llama3 import Transformer
+
+    transformers = pytest.importorskip("transformers")
+    change, (theta, scaling) = ROPE[case]
+    settings = {
+        key: {name: inner for name, inner in value.items() if inner is not ...}
+        if isinstance(value, dict)
+        else value
+        for key, value in change.items()
+    }
+    content = {**JSON, **settings}
+    shape = config_from_hf(content)
+    assert (shape.rope_theta, shape.rope_scaling) == (theta, scaling)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    theirs = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(tmp_path))
+    ours = Transformer(shape)
+    ours.init_weights(seed=0)
+    names = hf_names(shape)
+    state = {name: to_hf(fqn, ours.get_parameter(fqn), shape) for fqn, name in names.items()}
+    theirs.load_state_dict(state, strict=False)
+    tokens = torch.arange(400)[None] * 37 % 2048
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn': expected"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear': expected"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_parameters: expected the same settings for all layers",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: expected 1"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"rope_theta": float("inf")}, "rope_theta = inf: expected a number above 0"),
+        ({"rope_scaling": {**SCALING, "factor": None}}, "rope_scaling: factor = None: expected"),
+        ({"rope_scaling": {**SCALING, "factor": 0.5}}, "rope_scaling: factor = 0.5: expected"),
+        (
+            {"rope_scaling": {**SCALING, "low_freq_factor": 3.0}},
+            "rope_scaling: high_freq_factor is not above low_freq_factor",
+        ),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no': expected true or false"),
+    ],
+)
+def test_rotary_settings_that_are_not_ours_are_refused(change, words):
+    with pytest.raises(ValueError) as error:
+        keys_of_config_json({**JSON, **change})
+    assert words in str(error.value)
+
+
+def test_a_null_is_as_absent_where_transformers_has_it_so():
+    found = keys_of_config_json({**JSON, "num_key_value_heads": None, "head_dim": None})
+    assert found["n_kv_heads"] == 4

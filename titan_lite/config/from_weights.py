@@ -1,0 +1,257 @@
+"""Read keys of [model] from the folder that checkpoint.initial_load_path names.
+
+    weights = read_model("Llama-3.1-8B")    # of transformers, or a step, or a run's folder
+    weights.keys                            # {"dim": 4096, "n_layers": 32, "rope_theta": 5e5, ...}
+    weights.file                            # Llama-3.1-8B/config.json
+
+They are the lowest part of a recipe whose model.flavor is "from_weights" (config/load.py), and what
+every other recipe is compared with (rules.py). config.json is read as transformers 5 reads it.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_lite import manifest
+from titan_lite.config.errors import ConfigError, shown
+from titan_lite.config.sections import Model
+
+KEY = "checkpoint.initial_load_path"
+FLAVOR = "from_weights"  # the value of model.flavor
+TOKENIZER_FILES = (  # in a Hugging Face folder; the first two are tokenizers
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+# key of [model]: key of config.json
+SIZES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+}
+SCALING = {
+    "rope_scaling_factor": "factor",
+    "rope_scaling_low_freq_factor": "low_freq_factor",
+    "rope_scaling_high_freq_factor": "high_freq_factor",
+    "rope_scaling_original_max_seq_len": "original_max_position_embeddings",
+}
+# keys of config.json whose other values are another model; None is this one
+FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+
+
+@dataclass(frozen=True)
+class ModelOfWeights:
+    """The model that a folder of weights is of, in keys of [model]."""
+
+    keys: Mapping[str, Any]
+    file: Path  # that says so
+    tokenizer: str = ""  # its file; "": none is known
+
+
+def read_model(path: str) -> ModelOfWeights | None:
+    """Return the model of a Hugging Face folder, a step, or the newest step of a run.
+
+    path: checkpoint.initial_load_path. None: a checkpoint of torchtitan, which does not have the
+    shape of its model. Raises ConfigError.
+    """
+    folder = Path(path)
+    try:
+        if _has_any(folder, manifest.NAME, "state.json", ".metadata"):
+            return _model_of_checkpoint(folder)
+        if _has_any(folder, "config.json"):
+            return _model_of_config_json(folder)
+        for step in steps_in(folder):
+            if _has_any(step, "state.json", ".metadata"):
+                return _model_of_checkpoint(step)
+        what = "has no weights" if folder.is_dir() else "is not a folder"
+        raise ConfigError(f"{what}; use a Hugging Face folder, a step or a run's folder")
+    except ConfigError as error:
+        raise ConfigError(f"{KEY} = {shown(path)}: {error}") from None
+
+
+def _has_any(folder: Path, *names: str) -> bool:
+    return any((folder / name).is_file() for name in names)
+
+
+def steps_in(folder: Path) -> list[Path]:
+    """Return the steps in a run's folder, or in a folder of steps, newest first."""
+    paths = (*folder.glob("step-*"), *folder.glob("*/step-*"))
+    steps = [path for path in paths if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(steps, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def tokenizer_in(folder: Path) -> Path | None:
+    """Return the first tokenizer that transformers finds in a folder."""
+    names = (name for name in TOKENIZER_FILES[:2] if (folder / name).is_file())
+    return next((folder / name for name in names), None)
+
+
+def _model_of_checkpoint(folder: Path) -> ModelOfWeights | None:
+    if not _has_any(folder, manifest.NAME, "state.json"):
+        return None
+    file = folder / "state.json"
+    content = manifest.read_json(file)
+    with manifest.fields_of(file.name):
+        identity = content.get("identity") or content.get("run") or {}
+        recipe = identity.get("recipe") or content.get("recipe") or {}
+        if not identity.get("model"):
+            raise ConfigError(f"{file.name} does not say which model this is (identity.model)")
+        keys = keys_of_shape(identity["model"])
+        if unknown := keys.keys() - Model.model_fields.keys():
+            raise ConfigError(f"{file.name}: identity.model has {', '.join(sorted(unknown))}")
+        tokenizer = tokenizer_in(folder) or recipe.get("model", {}).get("tokenizer_path") or ""
+    return ModelOfWeights(keys, file, str(tokenizer))
+
+
+def keys_of_shape(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of [model] that give a shape. fields: of a ModelConfig, as a dictionary."""
+    keys = dict(fields)
+    keys["tied_embeddings"] = "yes" if keys.get("tied_embeddings") else "no"
+    scaling = keys.pop("rope_scaling", None)
+    if scaling is None:
+        keys["rope_scaling_factor"] = 1.0
+    else:
+        keys |= {f"rope_scaling_{name}": value for name, value in scaling.items()}
+    return keys
+
+
+# config.json
+
+
+def _model_of_config_json(folder: Path) -> ModelOfWeights:
+    file = folder / "config.json"
+    try:
+        keys = keys_of_config_json(manifest.read_json(file))
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{file.name}: {error}") from None
+    return ModelOfWeights(keys, file, str(tokenizer_in(folder) or ""))
+
+
+def keys_of_config_json(json: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of [model] that a config.json of transformers' Llama has.
+
+    Raises ValueError with all values that are not supported.
+    """
+    given = {name: value for name, value in json.items() if value is not None}
+    given.setdefault("num_key_value_heads", json.get("num_attention_heads"))
+    for name, default in (("max_position_embeddings", 2048), ("rms_norm_eps", 1e-6)):
+        if name not in json:
+            given[name] = default
+    mistakes = [
+        f"{name} = {json[name]!r:.60}: expected {value!r}"
+        for name, value in FIXED.items()
+        if json.get(name, value) != value
+    ]
+    mistakes += _not_sizes(given, SIZES.values())
+    mistakes += _not_numbers(given, ["rms_norm_eps"])
+    tied = json.get("tie_word_embeddings", False)
+    if type(tied) is not bool:
+        mistakes.append(f"tie_word_embeddings = {tied!r:.60}: expected true or false")
+    if json.get("quantization_config"):
+        mistakes.append("quantization_config: quantized weights cannot be read")
+    rope, rope_mistakes = _rope_of(json)
+    if mistakes + rope_mistakes:
+        raise ValueError("; ".join(mistakes + rope_mistakes))
+    head_dim = given["hidden_size"] // given["num_attention_heads"]
+    if given.get("head_dim", head_dim) != head_dim:
+        raise ValueError(
+            f"head_dim = {json['head_dim']!r:.60}: expected hidden_size / num_attention_heads"
+        )
+    return {
+        **{ours: given[theirs] for ours, theirs in SIZES.items()},
+        "tied_embeddings": "yes" if tied else "no",
+        "norm_eps": float(given["rms_norm_eps"]),
+        **rope,
+    }
+
+
+def _rope_of(json: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the rotary keys of [model], and a line for each setting that is not supported.
+
+    As in transformers 5, rope_scaling (of transformers 4) stands instead of rope_parameters.
+    """
+    given = {name: json.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
+    wrong = [
+        f"{name} = {settings!r:.60}: expected an object or null"
+        for name, settings in given.items()
+        if not isinstance(settings, dict)
+    ]
+    if wrong:
+        return {}, wrong
+    name = "rope_scaling" if given["rope_scaling"] else "rope_parameters"
+    settings = given[name]
+    rope = {"rope_theta": json.get("rope_theta", 10_000.0), **settings}
+    mistakes = _not_numbers(rope, ["rope_theta"])
+    if any(isinstance(value, dict) for value in settings.values()):
+        mistakes.append(f"{name}: expected the same settings for all layers")
+    fraction = rope.get("partial_rotary_factor", json.get("partial_rotary_factor"))
+    if fraction not in (None, 1):
+        mistakes.append(f"partial_rotary_factor = {fraction!r:.60}: expected 1")
+    kind = rope.get("rope_type", rope.get("type", "default"))  # "type" is its earlier name
+    keys = {"rope_theta": rope["rope_theta"], "rope_scaling_factor": 1.0}
+    if kind == "llama3":
+        scaling, scaling_mistakes = _llama3_scaling(json, rope, name)
+        keys |= scaling
+        mistakes += scaling_mistakes
+    elif kind != "default":
+        mistakes.append(f"rope_type = {kind!r:.60}: expected 'default' or 'llama3'")
+    if not mistakes:
+        keys = {
+            key: value if key == "rope_scaling_original_max_seq_len" else float(value)
+            for key, value in keys.items()
+        }
+    return keys, mistakes
+
+
+def _llama3_scaling(
+    json: Mapping[str, Any], rope: Mapping[str, Any], name: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys of Llama 3.1's scaling, and a line for each value that it cannot have.
+
+    name: of the object in config.json that has the settings `rope`.
+    """
+    length = "original_max_position_embeddings"
+    # As transformers: the one beside the settings, if any, else the one in them.
+    original = json.get(length, rope.get(length, json.get("max_position_embeddings", 2048)))
+    given = {**rope, length: original}
+    lines = _not_numbers(given, list(SCALING.values())[:3]) + _not_sizes(given, [length])
+    if not lines and given["factor"] < 1:
+        lines.append(f"factor = {given['factor']!r}: expected a number at least 1")
+    if not lines and given["high_freq_factor"] <= given["low_freq_factor"]:
+        lines.append("high_freq_factor is not above low_freq_factor")
+    keys = {ours: given.get(theirs) for ours, theirs in SCALING.items()}
+    if not lines and given["factor"] == 1:  # which scales nothing
+        keys = {"rope_scaling_factor": 1.0}
+    return keys, [f"{name}: {line}" for line in lines]
+
+
+def _not_sizes(given: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Return a line for each of these values that is no size."""
+    return [
+        f"{name} = {given.get(name)!r:.60}: expected a whole number above 0"
+        for name in names
+        if type(given.get(name)) is not int or given[name] < 1
+    ]
+
+
+def _not_numbers(given: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Return a line for each of these values that is no finite number above 0."""
+    return [
+        f"{name} = {given.get(name)!r:.60}: expected a number above 0"
+        for name in names
+        if type(given.get(name)) not in (int, float)
+        or not 0 < given[name] < math.inf  # of JSON also NaN and Infinity
+    ]
