@@ -233,7 +233,8 @@ def test_a_tokenizer_that_is_named_must_be_understood(step, tmp_path, capsys):
         in capsys.readouterr().err
     )
     assert os.listdir(tmp_path) == ["mine.json"]
-    small = {"type": "BPE", "vocab": {"a": 0, "<s>": 1, "</s>": 2}, "merges": []}
+    vocab = {"a": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    small = {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": "<unk>"}
     path.write_text(json.dumps({"version": "1.0", "model": small, "added_tokens": []}))
     (tmp_path / "tokenizer_config.json").write_text(
         '{"eos_token": "a"}'
