@@ -81,13 +81,16 @@ class LogRun(Hook):
     """Log what the run is at its start, and what it did at its end; draw the loss."""
 
     def on_train_start(self, trainer: Trainer) -> None:
+        sources = trainer.loader.source_lines()
+        if trainer.validation_loader and trainer.config.validation.has_documents:
+            sources += trainer.validation_loader.source_lines()
         lines = start_lines(
             trainer.config,
             trainer.layout,
             trainer.device,
             priced=trainer.machine is not None,
             tokens_known=trainer.tokenizer.vocab_size,
-            sources=trainer.loader.source_lines(),
+            sources=sources,
         )
         for line in lines:
             logger.info(line)

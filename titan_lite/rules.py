@@ -20,6 +20,7 @@ are in config/sections.py. Nothing else refuses a recipe.
 
 import dataclasses
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from titan_lite.config import (
     Config,
     ConfigError,
     Corpus,
+    Data,
     Model,
     batch_ramp,
     gradient_accumulation_steps,
@@ -340,44 +342,54 @@ def batches_are_whole(config: Config) -> Iterator[Mistake]:
 # Documents
 
 
+def tables_of_documents(config: Config) -> list[Data]:
+    """Return [data], and [validation] if it has documents of its own."""
+    return [config.data, *([config.validation_data] if config.validation.has_documents else [])]
+
+
 @rule_of_keys
 def sources_stand_alone(config: Config) -> Iterator[Mistake]:
-    data = config.data
-    if not data.sources:
-        return
-    origin = config.origin("data.sources")
-    for name, field in Corpus.model_fields.items():
-        value = getattr(data, name)
-        if value != field.default:
-            yield Mistake(
-                key=f"data.{name}",
-                value=value,
-                why=f"is beside data.sources ({origin}), which replace it",
-                instead=(
-                    "it within these, or sources = []; if an extended recipe has it, use"
-                    f" {name} = {in_toml(field.default)}"
-                ),
-            )
+    for section in (config.data, config.validation):
+        table = "data" if section is config.data else "validation"
+        if not section.sources:
+            continue
+        origin = config.origin(f"{table}.sources")
+        for name in Corpus.model_fields:
+            value = getattr(section, name)
+            default = type(section).model_fields[name].default
+            if value != default:
+                yield Mistake(
+                    key=f"{table}.{name}",
+                    value=value,
+                    why=f"is beside {table}.sources ({origin}), which replace it",
+                    instead=(
+                        "it within these, or sources = []; if an extended recipe has it, use"
+                        f" {name} = {in_toml(default)}"
+                    ),
+                )
 
 
 @rule_of_keys
 def sources_differ(config: Config) -> Iterator[Mistake]:
-    first: dict[Corpus, int] = {}  # number of the first source with these documents
-    for number, source in enumerate(config.data.sources, start=1):
-        same = first.setdefault(source.replace(weight=1.0), number)
-        if same != number:
-            yield Mistake(
-                key=f"data.sources[{number}].dataset",
-                value=source.dataset,
-                why=f"has the same documents as data.sources[{same}], which would be read twice",
-                instead="one of them with the sum of both weights",
-            )
+    for data in tables_of_documents(config):
+        first: dict[Corpus, int] = {}  # number of the first source with these documents
+        for number, source in enumerate(data.sources, start=1):
+            same = first.setdefault(source.replace(weight=1.0), number)
+            if same != number:
+                sources = data.key("sources")
+                yield Mistake(
+                    key=f"{sources}[{number}].dataset",
+                    value=source.dataset,
+                    why=f"has the same documents as {sources}[{same}], which would be read twice",
+                    instead="one of them with the sum of both weights",
+                )
 
 
 @rule_of_keys
 def documents_can_be_found(config: Config) -> Iterator[Mistake]:
     examples = {"local": "corpus/*.jsonl", "prepared": "prepared/books"}
-    for _, source in config.data.mixture():
+    defaults = {"subset": "", "split": Corpus.model_fields["split"].default}
+    for source in [part for data in tables_of_documents(config) for _, part in data.mixture()]:
         dataset = source.key("dataset")
         has_path = source.dataset in examples
         if has_path and not source.path:
@@ -388,25 +400,47 @@ def documents_can_be_found(config: Config) -> Iterator[Mistake]:
             why = f'is not read for {dataset} = "{source.dataset}"'
             instead = f'{dataset} = "local" or "prepared", or remove path'
             yield Mistake(source.key("path"), source.path, why, instead)
-        for name in ("subset", "split"):
+        for name, default in defaults.items():
+            key = source.key(name)
             value = getattr(source, name)
-            if value != Corpus.model_fields[name].default and "/" not in source.dataset:
+            is_default = value == (KEYS[key].default if key in KEYS else default)
+            if not is_default and "/" not in source.dataset:
                 why = f'is only for datasets of the hub (dataset = "{source.dataset}")'
                 instead = 'one such as dataset = "HuggingFaceFW/fineweb", or remove it'
-                yield Mistake(source.key(name), value, why, instead)
+                yield Mistake(key, value, why, instead)
 
 
 @rule_of_keys
 def validation_has_documents(config: Config) -> Iterator[Mistake]:
-    if not config.validation.enable or config.data.validation_fraction > 0:
+    validation = config.validation
+    if not validation.enable or validation.has_documents or config.data.validation_fraction > 0:
         return
     if any(source.dataset != "c4" for _, source in config.data.mixture()):
         yield Mistake(
             key="validation.enable",
             value=True,
-            why="needs held-out documents",
-            instead="data.validation_fraction = 0.05, or validation.enable = false",
+            why="needs documents that are not trained on",
+            instead=(
+                "validation.path for files of its own, data.validation_fraction = 0.05, or"
+                " validation.enable = false"
+            ),
         )
+
+
+@rule_of_keys
+def validation_reads_its_documents(config: Config) -> Iterator[Mistake]:
+    validation = config.validation
+    fields = type(validation).model_fields
+    for name in ("path", "dataset", "sources", "subset", "split", "text_field"):
+        value = getattr(validation, name)
+        if value == fields[name].default:
+            continue
+        if not validation.enable and not config.was_set("validation.enable"):
+            why = "has no effect without validation"
+            yield Mistake(f"validation.{name}", value, why, "validation.enable = true")
+        elif validation.enable and not validation.has_documents:
+            why = "has no effect without documents of its own"
+            yield Mistake(f"validation.{name}", value, why, "validation.path or validation.dataset")
 
 
 # The model's shape
@@ -909,11 +943,47 @@ def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
 
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     raise_mistakes(config, _vocabulary_is_too_small(config, layout, tokenizer))
-    check_data(config.data)
-    for _, source in config.data.mixture():
-        if source.dataset == "prepared":
-            check_prepared(source, tokenizer.sha256, tokenizer.vocab_size)
+    tables = tables_of_documents(config) if config.validation.enable else [config.data]
+    for data in tables:
+        check_data(data)
+        for _, source in data.mixture():
+            if source.dataset == "prepared":
+                check_prepared(source, tokenizer.sha256, tokenizer.vocab_size)
+    if len(tables) > 1:
+        raise_mistakes(config, _documents_in_both(*tables))
     return tokenizer
+
+
+def _documents_in_both(data: Data, validation: Data) -> Iterator[Mistake]:
+    """Yield a mistake for each source of validation that is trained on, as far as names tell."""
+    trained = {name: part for _, part in data.mixture() for name in _names_of_documents(part)}
+    for _, part in validation.mixture():
+        both = [name for name in _names_of_documents(part) if name in trained]
+        if both:
+            key = part.key("path" if part.path else "dataset")
+            value = part.path or part.dataset
+            what = f"{len(both)} files" if len(both) > 1 else "a file"
+            if part.dataset != "local":
+                what = "documents"
+            why = f"has {what} that {trained[both[0]].key('dataset')} trains on ({both[0]})"
+            yield Mistake(key, value, why, "documents that are not trained on")
+
+
+def _names_of_documents(data: Data) -> list[str]:
+    """Return the names of local files, or one of a corpus of another kind."""
+    from titan_lite.data.files import local_files
+    from titan_lite.data.readers import is_url
+
+    if data.dataset == "local":
+        files = [file for file, *_ in local_files(data)]
+        return [file if is_url(file) else os.path.realpath(file) for file in files]
+    if data.dataset == "c4":
+        return []  # it has a split for validation
+    if data.dataset == "prepared":
+        return [os.path.realpath(data.path)]
+    if data.dataset == "stdlib":
+        return ["stdlib"]
+    return [" ".join(filter(None, (data.dataset, data.subset, data.split)))]
 
 
 def _vocabulary_is_too_small(

@@ -25,7 +25,7 @@ from titan_lite.checkpoint.resume import compare
 from titan_lite.checkpoint.state import RunState, Stateful
 from titan_lite.checkpoint.weights import load_initial
 from titan_lite.compile.compile import CompileError, compile_function
-from titan_lite.config import Config, flatten, save_recipe
+from titan_lite.config import Config, Data, flatten, save_recipe
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine, peak_flops
 from titan_lite.data.bad_documents import BadDocumentsLog
@@ -222,21 +222,23 @@ class Trainer:
     def build_data(self) -> None:
         """Build the loaders of training and validation."""
         config, layout = self.config, self.layout
-        sources = config.data.source_names()
         self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.counts_reads)
         self.bos_id = self.tokenizer.bos_id
-        self.loader = self.loader_of("train", streams=layout.max_sequences_per_step)
-        self.per_source = PerSource(sources, self.mesh, self.device)
+        self.loader = self.loader_of(config.data, "train", streams=layout.max_sequences_per_step)
+        self.per_source = PerSource(config.data.source_names(), self.mesh, self.device)
         self.validation_loader = None
         self.has_validated = False
         if config.validation.enable:
-            self.validation_loader = self.loader_of("validation", streams=layout.sequences_per_step)
-            self.validation_per_source = PerSource(sources, self.mesh, self.device)
+            data = config.validation_data
+            self.validation_loader = self.loader_of(
+                data, "validation", streams=layout.sequences_per_step
+            )
+            self.validation_per_source = PerSource(data.source_names(), self.mesh, self.device)
 
-    def loader_of(self, split: Literal["train", "validation"], streams: int) -> Loader:
+    def loader_of(self, data: Data, split: Literal["train", "validation"], streams: int) -> Loader:
         """Return a loader of this rank's sequences. streams: of tokens, over all ranks."""
         return build_loader(
-            self.config.data,
+            data,
             self.tokenizer,
             split=split,
             streams=streams,

@@ -35,6 +35,7 @@ class RunIdentity:
     model: Mapping[str, Any] = field(default_factory=dict)  # shape, as dataclasses.asdict
     tokenizer: str = ""  # SHA-256
     documents: str = ""  # SHA-256 of names and sizes (data/documents.py)
+    validation_documents: str = ""  # the same of those of [validation]; "": held out, or none
     sequences: int = 0  # of an optimizer step
     shares: tuple[float, ...] = ()  # of each source in the tokens
     total_steps: int = 0  # of the learning rate's schedule
@@ -67,11 +68,13 @@ def run_identity(
         compression = {axis: degree for axis, degree in layout.degrees.items() if axis != "pp"}
         compression["rank"] = config.parallelism.replicate_rank
 
+    own_validation = config.validation.enable and config.validation.has_documents
     return RunIdentity(
         recipe=config.model_dump(),
         model=shape,
         tokenizer=tokenizer.sha256,
         documents=fingerprint(config.data),
+        validation_documents=fingerprint(config.validation_data) if own_validation else "",
         sequences=layout.sequences_per_step,
         shares=tuple(share for share, _ in config.data.mixture()),
         total_steps=config.total_steps,

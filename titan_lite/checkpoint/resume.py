@@ -72,6 +72,7 @@ FIELDS = {
     "model": ("the model's {} ([model])", Effect.REFUSED),
     "tokenizer": ("SHA-256 of model.tokenizer_path", Effect.REFUSED),
     "documents": ("SHA-256 of the documents' names and sizes ([data])", Effect.RESTARTS_DATA),
+    "validation_documents": ("SHA-256 of the documents of [validation]", Effect.NOTED),
     "sequences": ("sequences a step (training.global_batch_size)", Effect.NOTED),
     "shares": ("share of each source's tokens (data.sources)", Effect.NOTED),
     "total_steps": ("steps of the schedule (lr_scheduler.total_steps)", Effect.NOTED),

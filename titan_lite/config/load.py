@@ -76,6 +76,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(*mistakes)
     if not config.job.dump_folder:
         config = config.replace(job=config.job.replace(dump_folder=f"outputs/{path.stem}"))
+    if config.validation.has_documents and "data.validation_fraction" not in origins:
+        config = config.replace(data=config.data.replace(validation_fraction=0.0))
     config.set_origins({key: origins[key] for key in KEYS if key in origins})
     return config
 
@@ -387,10 +389,13 @@ def nearest_key(key: str) -> str:
     section, _, name = key.partition(".")
     if section not in SECTIONS:
         return did_you_mean(key, KEYS if name else (), otherwise=nearest_section(section))
-    same_name = [known for known in KEYS if known.endswith(f".{name}")]
-    if same_name:
-        return f"; did you mean {' or '.join(same_name)}?"
     known = SECTIONS[section].model_fields
+    if name == "dataset_path" and "path" in known:  # as torchtitan calls it
+        return f"; did you mean {section}.path?"
+    same_name = [known for known in KEYS if known.endswith(f".{name}")]
+    # a key of [data] or [training] would change what is trained on, and not what is validated on
+    if same_name and section != "validation":
+        return f"; did you mean {' or '.join(same_name)}?"
     otherwise = f"; [{section}] has {', '.join(known)}"
     return did_you_mean(name, known, within=f"{section}.", otherwise=otherwise)
 

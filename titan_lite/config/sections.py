@@ -522,7 +522,8 @@ class Data(Corpus):
     text_field and weight; [data] then has none of these."""
 
     validation_fraction: float = Field(0.05, ge=0, lt=1)
-    """Share of documents held out for validation, chosen by a hash of their name."""
+    """Share of documents held out for validation, chosen by a hash of their name; where it is not
+    set and [validation] has documents of its own, 0."""
 
     shuffle: bool = True
     """Shuffle documents with debug.seed, anew in each epoch."""
@@ -580,8 +581,9 @@ class Data(Corpus):
         found: list[tuple[float, Data]] = []
         for number, source in enumerate(self.sources, 1):
             corpus = {name: getattr(source, name) for name in Corpus.model_fields}
-            values = {**dict(self), **corpus, "sources": (), "number": number}
-            found.append((source.weight / total, MixedData(**values)))
+            table = f"{self.key('sources')}[{number}]"
+            values = {**dict(self), **corpus, "sources": (), "table": table}
+            found.append((source.weight / total, TableOfData(**values)))
         return found
 
     def key(self, name: str) -> str:
@@ -589,28 +591,56 @@ class Data(Corpus):
         return f"data.{name}"
 
 
-class MixedData(Data):
-    """One source of a mixture as a [data] section."""
+class TableOfData(Data):
+    """The documents of another table of the recipe, such as a source of a mixture, as [data]."""
 
-    number: int = 0  # position in data.sources, from 1
+    table: str = "data"
+    validation_fraction: float = 0.05  # 1: all documents are for validation
 
     def key(self, name: str) -> str:
-        if name in Corpus.model_fields:
-            return f"data.sources[{self.number}].{name}"
+        if name in Corpus.model_fields or name == "sources":
+            return f"{self.table}.{name}"
         return super().key(name)
 
 
 class Validation(Section):
-    """The loss on held-out documents."""
+    """The loss on documents of its own, or on those held out of [data]."""
 
     enable: bool = False
-    """Measure the loss on held-out documents."""
+    """Measure the loss on documents that are not trained on."""
 
     freq: int = Field(500, ge=1)
     """Interval of validations in steps; there is one at the end, too."""
 
     steps: int = Field(10, ge=1)
     """Global batches per validation, the same ones each time."""
+
+    path: RecipePath = ""
+    """Files to validate on, as data.path; empty: documents held out of [data]
+    (data.validation_fraction)."""
+
+    dataset: (
+        Literal["", "stdlib", "local", "c4", "prepared"]
+        | Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$", title="owner/name")]
+    ) = ""
+    """Documents to validate on, as data.dataset; empty: the files at path, if there is one."""
+
+    subset: str = ""
+    """Subset of a dataset of the hub; empty: its only or default one."""
+
+    split: str = "validation"
+    """Split of a dataset of the hub."""
+
+    text_field: str = ""
+    """Field or column that holds a document's text; empty: that of [data]."""
+
+    sources: tuple[DataSource, ...] = ()
+    """Several corpora to validate on, as data.sources; each has a loss of its own, too."""
+
+    @property
+    def has_documents(self) -> bool:
+        """True for documents of its own; False for those held out of [data]."""
+        return bool(self.path or self.dataset or self.sources)
 
 
 class Metrics(Section):
@@ -700,6 +730,25 @@ class Config(Section):
         """Length of the learning-rate schedule, in steps."""
         total = self.lr_scheduler.total_steps
         return self.training.steps if total == -1 else total
+
+    @property
+    def validation_data(self) -> Data:
+        """The documents of validation as a [data] section, with the loader's settings of [data]."""
+        validation = self.validation
+        if not validation.has_documents:
+            return self.data
+        values = {
+            **dict(self.data),
+            "dataset": validation.dataset or ("local" if validation.path else "stdlib"),
+            "path": validation.path,
+            "subset": validation.subset,
+            "split": validation.split,
+            "text_field": validation.text_field or self.data.text_field,
+            "sources": validation.sources,
+            "validation_fraction": 1.0,
+            "table": "validation",
+        }
+        return TableOfData(**values)
 
     @property
     def first_preconditioned_step(self) -> int:

@@ -248,8 +248,8 @@ def check_data(data: Data) -> None:
     policy = BadDocumentPolicy(data)
     for _, part in data.mixture():
         if part.dataset == "stdlib":
-            source = StdlibSource(part, "train", 0, Stdlib())
-            source.library.document(source.names[0])
+            library = Stdlib()
+            library.document(library.names[0])
         elif part.dataset == "local":
             _check_local(part, policy)
 
@@ -313,7 +313,10 @@ def _no_document(data: Data, split: Split) -> ConfigError:
         instead = " or validation_fraction = 0.5"
     if split == "train" and data.validation_fraction > 0.05:
         instead = " or validation_fraction = 0.05"
+    of_split = f"{split} document with data.validation_fraction = {data.validation_fraction}"
+    if data.validation_fraction == 1:  # validation has documents of its own
+        of_split = "document"
     return ConfigError(
-        f'{data.key("dataset")} = "{data.dataset}"{where} has no {split} document with'
-        f" data.validation_fraction = {data.validation_fraction}; use more documents{instead}"
+        f'{data.key("dataset")} = "{data.dataset}"{where} has no {of_split}; use more'
+        f" documents{instead}"
     )

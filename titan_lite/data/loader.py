@@ -133,11 +133,13 @@ class Loader(Iterator[Batch]):
         """Describe each source: its share of a mixture, and its size as far as it is known."""
         data = self.packing.data
         sources = self.packing.sources
+        table = data.key("dataset").partition(".")[0]  # data or validation
         if not data.sources:
             path = f" ({data.path})" if data.path else ""
-            return [f"data: {data.dataset}{path}, {sources[0].amount}"]
+            return [f"{table}: {data.dataset}{path}, {sources[0].amount}"]
+        of = "validation source" if table == "validation" else "source"
         return [
-            f"source {name}: {100 * share:.3g}% of the tokens; {source.amount}"
+            f"{of} {name}: {100 * share:.3g}% of the tokens; {source.amount}"
             for name, (share, _), source in zip(
                 data.source_names(), data.mixture(), sources, strict=True
             )

@@ -229,7 +229,7 @@ def build_loss(config: Config, layout: Layout, mesh: DeviceMesh) -> Loss:
     return Loss(
         VocabularyShard(layout.model.vocab_size, tp.rank, tp.degree, tp.group),
         chunk=layout.loss_chunk,
-        by_sequence=bool(config.data.sources),
+        by_sequence=bool(config.data.sources or config.validation.sources),
         compile=None if in_model_graph else compile_loss,
     )
 

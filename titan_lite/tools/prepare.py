@@ -9,7 +9,7 @@ RECIPE FOLDER       tokenize the recipe's [data] with its model.tokenizer_path i
 
 Training on the folder reads the same tokens in the same order, and holds out the same documents, as
 training on the text. Of a mixture ([[data.sources]]) each source becomes a folder inside FOLDER,
-and the tables for the recipe are printed.
+and so do documents of [validation]. The tables for the recipe are printed.
 
 `datasets` does the work: Dataset.from_generator reads the documents, Dataset.map tokenizes them in
 several processes, and save_to_disk writes them. Until everything is on disk, the folder is called
@@ -23,6 +23,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ import pyarrow.compute
 
 from titan_lite import manifest
 from titan_lite.cli import Parser, command
-from titan_lite.config import ConfigError, Data, load_config
+from titan_lite.config import Config, ConfigError, Data, load_config
 from titan_lite.config.errors import in_toml
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
 from titan_lite.data.corpora import SPLITS, Corpus, Split, open_corpus
@@ -67,25 +68,53 @@ def prepare(data: Data, tokenizer: Tokenizer, folder: Path, workers: int) -> Pre
         return _fill(unfinished, data, tokenizer, workers)
 
 
-def prepare_mixture(
-    data: Data, tokenizer: Tokenizer, folder: Path, workers: int
+@dataclass(frozen=True)
+class Part:
+    """One of several corpora of a recipe."""
+
+    folder: str  # its name
+    table: str  # of the recipe: "data", "[data.sources]", "validation" or "[validation.sources]"
+    data: Data
+    weight: float | None = None  # of a source
+
+
+def parts_of(config: Config) -> list[Part]:
+    """Return the corpora of a recipe, those of validation last."""
+    tables = {"data": config.data}
+    if config.validation.enable and config.validation.has_documents:
+        tables["validation"] = config.validation_data
+    parts = []
+    for table, data in tables.items():
+        prefix = "" if table == "data" else "validation-"
+        if not data.sources:
+            parts.append(Part(prefix.rstrip("-") or "train", table, data))
+            continue
+        for number, (source, (_, part)) in enumerate(
+            zip(data.sources, data.mixture(), strict=True), start=1
+        ):
+            name = f"{prefix}{number}-{_short_name(part)}"
+            parts.append(Part(name, f"[{table}.sources]", part, source.weight))
+    return parts
+
+
+def prepare_parts(
+    parts: Sequence[Part], tokenizer: Tokenizer, folder: Path, workers: int
 ) -> list[tuple[Path, PreparedInfo | None]]:
-    """Prepare each of data.sources in a folder inside `folder`.
+    """Prepare each part in a folder inside `folder`.
 
     Return (folder, content of prepared.json), or (path, None) of one that was prepared before.
     Raises ConfigError.
     """
     folders: list[tuple[Path, PreparedInfo | None]] = []
     with _whole(folder) as unfinished:
-        for number, (_, source) in enumerate(data.mixture(), start=1):
-            if source.dataset == "prepared":
-                check_prepared(source, tokenizer.sha256, tokenizer.vocab_size)
-                folders.append((Path(source.path), None))
+        for part in parts:
+            if part.data.dataset == "prepared":
+                check_prepared(part.data, tokenizer.sha256, tokenizer.vocab_size)
+                folders.append((Path(part.data.path), None))
                 continue
-            name = f"{number}-{_short_name(source)}"
-            (unfinished / name).mkdir()
-            info = _fill(unfinished / name, source, tokenizer, workers)
-            folders.append((folder / name, info))
+            (unfinished / part.folder).mkdir()
+            info = _fill(unfinished / part.folder, part.data, tokenizer, workers)
+            folders.append((folder / part.folder, info))
     return folders
 
 
@@ -130,7 +159,7 @@ def _fill(folder: Path, data: Data, tokenizer: Tokenizer, workers: int) -> Prepa
     preparation = _Preparation(data, tokenizer, workers)
     parts: dict[str, PreparedPart] = {}
     if data.dataset == "c4":
-        for split in SPLITS:
+        for split in SPLITS if data.validation_fraction < 1 else SPLITS[1:]:
             parts[split] = preparation.write(split, folder / split)
     else:
         parts[BOTH_SPLITS] = preparation.write("train", folder / BOTH_SPLITS)
@@ -352,17 +381,19 @@ def _prepare(options: Namespace, others: Sequence[str]) -> None:
     check_keys(config)
     folder = Path(others[1])
     tokenizer = load_tokenizer(config.model.tokenizer_path)
-    if not config.data.sources:
+    parts = parts_of(config)
+    if [part.table for part in parts] == ["data"]:
         info = prepare(config.data, tokenizer, folder, options.workers)
         print(f"{folder}: {_summary(info)}")
         print(f"--data.dataset prepared --data.path {folder} trains on it")
         return
-    folders = prepare_mixture(config.data, tokenizer, folder, options.workers)
+    folders = prepare_parts(parts, tokenizer, folder, options.workers)
     for path, source_info in folders:
         print(f"{path}: {_summary(source_info) if source_info else 'was prepared before'}")
-    print("\nto train on it, replace [[data.sources]] of the recipe by this:")
-    for (path, _), source in zip(folders, config.data.sources, strict=True):
-        print("\n[[data.sources]]")
+    print("\nto train on it, replace the corpora of the recipe by this:")
+    for part, (path, _) in zip(parts, folders, strict=True):
+        print(f"\n[{part.table}]")
         print(f"dataset = {in_toml('prepared')}")
         print(f"path = {in_toml(str(path.absolute()))}")
-        print(f"weight = {in_toml(source.weight)}")
+        if part.weight is not None:
+            print(f"weight = {in_toml(part.weight)}")

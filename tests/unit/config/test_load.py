@@ -207,7 +207,7 @@ def test_the_default_of_every_key_can_be_typed(key, tmp_path):
         typed = f"--{key}={','.join(default) if isinstance(default, tuple) else default}"
     if key == "model.tokenizer_path":
         typed = f"--{key}={tmp_path}/t.model"
-    if key == "data.sources":
+    if key in ("data.sources", "validation.sources"):
         typed = f"--{key}=[]"
     config = load_config(recipe, [typed])
     assert flatten(config) == flatten(load_config(recipe))

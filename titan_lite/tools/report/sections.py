@@ -165,16 +165,23 @@ def sources(runs: Sequence[RunRecord]) -> str:
 def source_rows(run: RunRecord, *, named: bool) -> list[str]:
     """Return a row for each source of a run. named: with the run's name."""
     prefix = "tokens_by_source/"
+    validated = "validation_loss_by_source/"
     keys = dict.fromkeys(itertools.chain(*run.rows))  # of all rows, in their order
     names = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
     tokens = {name: run.column(prefix + name)[-1] for name in names if run.column(prefix + name)}
     total = sum(tokens.values()) or 1
+    # those of [validation] follow, if it has sources of its own
+    tokens |= {
+        key.removeprefix(validated): 0
+        for key in keys
+        if key.startswith(validated) and key.removeprefix(validated) not in tokens
+    }
     rows = []
     for name, count in tokens.items():
         cells = [
             name,
-            large(count),
-            f"{100 * count / total:.1f}%",
+            large(count) if count else "",
+            f"{100 * count / total:.1f}%" if count else "",
             newest(run, f"loss_by_source/{name}"),
             newest(run, f"validation_loss_by_source/{name}"),
         ]

@@ -29,6 +29,7 @@ from titan_lite.config import (
     Parallelism,
     Profiling,
     Training,
+    Validation,
 )
 from titan_lite.distributed.layout import AXES, DEGREES, resolve_degrees
 from titan_lite.models.float8 import DIM_MULTIPLE
@@ -131,7 +132,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
         compile=_compile(config.compile, SEQ_LEN // layout["cp"] // layout["tp"]),
         checkpoint=Checkpoint(),
         data=Data(num_workers=0),
-        validation=config.validation.replace(enable=True, freq=steps, steps=1),
+        validation=Validation(enable=True, freq=steps, steps=1),
         metrics=Metrics(log_freq=1, enable_tensorboard=False),
         profiling=Profiling(),
     )

@@ -1,0 +1,201 @@
+"""[validation] with documents of its own: the same keys as [data], and nothing of [data] held out."""
+
+import json
+
+import pytest
+from tiny import DEBUG
+
+from titan_lite.config import ConfigError, load_config, to_toml
+from titan_lite.distributed.layout import Layout
+from titan_lite.rules import check_inputs, check_keys
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Ten documents to train on, in two files, and four to validate on."""
+    (tmp_path / "train").mkdir()
+    for name, numbers in (
+        ("train/a.jsonl", range(5)),
+        ("train/b.jsonl", range(5, 10)),
+        ("val.jsonl", range(10, 14)),
+    ):
+        lines = (json.dumps({"text": f"document {i}", "body": f"body {i}"}) for i in numbers)
+        (tmp_path / name).write_text("".join(line + "\n" for line in lines))
+    return tmp_path
+
+
+def on(corpus, *options):
+    """The debug recipe with training on files."""
+    paths = ["--data.dataset=local", f"--data.path={corpus}/train"]
+    return load_config(DEBUG, [*paths, *options])
+
+
+def checked(config):
+    check_keys(config)
+    check_inputs(config, Layout.from_config(config, 2))
+    return config
+
+
+def test_a_path_is_enough(corpus):
+    config = checked(on(corpus, f"--validation.path={corpus}/val.jsonl"))
+    data = config.validation_data
+    assert (data.dataset, data.path) == ("local", f"{corpus}/val.jsonl")
+    assert data.key("path") == "validation.path"
+    assert data.key("num_workers") == "data.num_workers"
+    assert config.data.validation_fraction == 0  # nothing is held out
+    again = corpus / "again.toml"
+    again.write_text(to_toml(config))
+    assert load_config(again).model_dump() == config.model_dump()
+
+
+def test_without_documents_of_its_own_some_are_held_out(corpus):
+    config = checked(on(corpus))
+    assert config.validation_data is config.data
+    assert config.data.validation_fraction == 0.05
+
+
+def test_documents_are_held_out_beside_them_if_asked(corpus):
+    options = [f"--validation.path={corpus}/val.jsonl", "--data.validation_fraction=0.2"]
+    config = checked(on(corpus, *options))
+    assert config.data.validation_fraction == 0.2
+    assert config.validation_data.validation_fraction == 1
+
+
+def test_other_keys_are_as_of_data(corpus):
+    options = [f"--validation.path={corpus}/val.jsonl", "--data.text_field=body"]
+    assert checked(on(corpus, *options)).validation_data.text_field == "body"
+    options += ["--validation.text_field=text", "--data.shuffle_buffer=7"]
+    data = checked(on(corpus, *options)).validation_data
+    assert (data.text_field, data.shuffle_buffer) == ("text", 7)
+    hub = on(corpus, "--validation.dataset=owner/name", "--validation.subset=en").validation_data
+    assert (hub.dataset, hub.subset, hub.split) == ("owner/name", "en", "validation")
+
+
+def test_a_path_is_relative_to_its_recipe(corpus):
+    recipe = corpus / "mine.toml"
+    recipe.write_text(
+        f'extends = "{DEBUG}"\n[validation]\npath = "val.jsonl"\n[data]\ndataset = "local"\n'
+        'path = "train"\n'
+    )
+    assert checked(load_config(recipe)).validation.path == str(corpus / "val.jsonl")
+
+
+def test_a_mixture_to_train_on_has_one_set_to_validate_on_or_several(corpus):
+    two = f'[{{dataset = "local", path = "{corpus}/train/a.jsonl"}}, {{dataset = "stdlib"}}]'
+    config = load_config(DEBUG, [f"--data.sources={two}", f"--validation.path={corpus}/val.jsonl"])
+    assert checked(config).validation_data.source_names() == []
+    assert [part.validation_fraction for _, part in config.data.mixture()] == [0, 0]
+    some = f'[{{dataset = "local", path = "{corpus}/val.jsonl"}}, {{dataset = "c4", weight = 3}}]'
+    data = load_config(DEBUG, [f"--validation.sources={some}"]).validation_data
+    assert data.source_names() == ["val", "c4"]
+    assert [share for share, _ in data.mixture()] == [0.25, 0.75]
+    parts = [part for _, part in data.mixture()]
+    assert [part.key("path") for part in parts] == [
+        "validation.sources[1].path",
+        "validation.sources[2].path",
+    ]
+    assert [part.validation_fraction for part in parts] == [1, 1]
+
+
+WRONG = {
+    "no enable": (
+        ["--validation.path=V", "UNSET"],
+        'validation.path = "V" has no effect without validation; use validation.enable = true',
+    ),
+    "nothing to read": (
+        ["--validation.text_field=x"],
+        'validation.text_field = "x" has no effect without documents of its own; use',
+    ),
+    "no path": (
+        ["--validation.dataset=local"],
+        'validation.dataset = "local" needs validation.path; use one such as path',
+    ),
+    "path that is not read": (
+        ["--validation.dataset=c4", "--validation.path=V"],
+        'validation.path = "V" is not read for validation.dataset = "c4"',
+    ),
+    "split of files": (
+        ["--validation.path=V", "--validation.split=test"],
+        'validation.split = "test" is only for datasets of the hub (dataset = "local")',
+    ),
+    "beside sources": (
+        ["--validation.path=V", '--validation.sources=[{dataset = "c4"}]'],
+        'validation.path = "V" is beside validation.sources (command line), which replace it',
+    ),
+    "twice": (
+        ['--validation.sources=[{dataset = "c4"}, {dataset = "c4"}]'],
+        'validation.sources[2].dataset = "c4" has the same documents as validation.sources[1]',
+    ),
+    "no file": (
+        ["--validation.path=V.absent"],
+        'validation.path = "V.absent": no such file',
+    ),
+    "no text": (
+        ["--validation.path=V", "--validation.text_field=txt"],
+        'validation.text_field = "txt" is not a field of',
+    ),
+    "the files of training": (
+        ["--validation.path=T/b.jsonl"],
+        'validation.path = "T/b.jsonl" has a file that data.dataset trains on (T/b.jsonl); use',
+    ),
+    "more files of training, linked": (
+        ["--validation.path=L"],
+        'validation.path = "L" has 2 files that data.dataset trains on (T/a.jsonl)',
+    ),
+    "what is trained on of another kind": (
+        ["--data.dataset=stdlib", "--data.path=", "--validation.dataset=stdlib"],
+        'validation.dataset = "stdlib" has documents that data.dataset trains on (stdlib',
+    ),
+}
+
+
+@pytest.mark.parametrize("about", WRONG)
+def test_what_cannot_be_is_one_line(about, corpus):
+    options, words = WRONG[about]
+    names = {"V": str(corpus / "val.jsonl"), "T": str(corpus / "train"), "L": str(corpus / "link")}
+    (corpus / "link").symlink_to(corpus / "train")
+
+    def named(text):
+        for letter, path in names.items():
+            text = text.replace(f"={letter}", f"={path}").replace(f'"{letter}', f'"{path}')
+            text = text.replace(f"({letter}", f"({path}")
+        return text
+
+    arguments = [named(option) for option in options if option != "UNSET"]
+    recipe = DEBUG
+    if "UNSET" in options:
+        text = DEBUG.read_text().replace("[validation]\nenable = true", "[validation]")
+        text = text.replace("../assets", str(DEBUG.parents[1] / "assets"))
+        recipe = corpus / "unset.toml"
+        recipe.write_text(text)
+    paths = ["--data.dataset=local", f"--data.path={corpus}/train"]
+    with pytest.raises(ConfigError) as error:
+        checked(load_config(recipe, [*paths, *arguments]))
+    (message,) = error.value.args
+    assert named(words) in message
+
+
+def test_turned_off_its_documents_are_not_read(corpus):
+    config = on(corpus, "--validation.path=absent", "--validation.no-enable")
+    assert checked(config).data.validation_fraction == 0  # training is the same
+
+
+@pytest.mark.parametrize(
+    ("option", "fix"),
+    [
+        ("dataset_path", "did you mean validation.path?"),
+        ("data_path", "did you mean validation."),
+        ("local_batch_size", "[validation] has enable"),
+        ("num_workers", "[validation] has enable"),
+        ("validation_fraction", "[validation] has enable"),
+        ("seq_len", "[validation] has enable"),
+    ],
+)
+def test_a_key_that_it_lacks_is_never_one_of_what_is_trained_on(option, fix, tmp_path):
+    (tmp_path / "r.toml").write_text(f'extends = "{DEBUG}"\n[validation]\n{option} = 1\n')
+    for arguments in ((DEBUG, [f"--validation.{option}=1"]), (tmp_path / "r.toml", [])):
+        with pytest.raises(ConfigError) as error:
+            load_config(*arguments)
+        assert fix in str(error.value)
+        assert "data." not in str(error.value).replace("[data.", "")
+        assert "training." not in str(error.value)
