@@ -127,3 +127,27 @@ def test_ranks_that_read_the_same_are_named_before_a_step(tmp_path):
         in result.stdout
     )
     assert "step    1" not in result.stdout
+
+
+def test_a_validation_set_of_ones_own_is_what_is_validated_on(tmp_path):
+    """New weights have the same loss on it, whatever is trained on; another set has another."""
+    for name, word in (("a", "apples"), ("b", "boats"), ("val", "vales"), ("other", "otters")):
+        lines = (json.dumps({"text": f"{word} {i} " * 40}) + "\n" for i in range(40))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    losses = {}
+    for trained_on, validated_on in (("a", "val"), ("b", "val"), ("a", "other"), ("a", "")):
+        folder = tmp_path / f"{trained_on}-{validated_on}"
+        more = ["--data.dataset=local", f"--data.path={tmp_path}/{trained_on}.jsonl"]
+        if validated_on:
+            more.append(f"--validation.path={tmp_path}/{validated_on}.jsonl")
+        result = train(1, DEBUG, folder, *OPTIONS, *more, "--training.steps=1")
+        assert result.returncode == 0, result.stdout
+        assert (f"validation: local ({tmp_path}/val.jsonl), 1 file" in result.stdout) == (
+            validated_on == "val"
+        )
+        metrics = read_metrics(folder / "metrics.jsonl")
+        losses[trained_on, validated_on] = metrics[0]["validation_loss"], metrics[1]["loss"]
+    assert losses["a", "val"][0] == losses["b", "val"][0]
+    assert losses["a", "val"][1] != losses["b", "val"][1]
+    assert losses["a", "other"][0] not in (losses["a", "val"][0], losses["a", ""][0])
+    assert losses["a", "other"][1] == losses["a", "val"][1]

@@ -97,6 +97,9 @@ HERE = {
         "done: step 1",
         f"{ONE_STEP.replace('--data.dataset stdlib', '')} --job.dump_folder outputs/prepared",
     ),
+    "./run_train.sh --data.dataset local --data.path 'books/*.jsonl' --validation.path validation.jsonl": Run(
+        "validation: local", f"{SHORT} --training.steps 1 --job.dump_folder outputs/validated"
+    ),
     f"{PREPARE} --verify prepared/books": Run("every byte is as written"),
     "python -m titan_lite convert outputs/debug_model exported": Run("exported"),
     "python -m titan_lite convert Llama-3.1-8B initial": Run("initial"),
@@ -309,6 +312,7 @@ def checkout(tmp_path_factory):
         for number in range(200)
     ]
     (folder / "books/one.jsonl").write_text("\n".join(lines))
+    (folder / "validation.jsonl").write_text(lines[0].upper().replace("TEXT", "text", 1))
     return folder
 
 
