@@ -120,9 +120,12 @@ class CheckpointFolder(_DcpFolder):
         manifest.check_bytes(self.folder, {name: self.files[name] for name in names})
 
     def tokenizer_files(self) -> list[Path]:
-        """Return the tokenizer of the run's recipe, if it still exists, and the files beside a
-        tokenizer.json.
+        """Return the tokenizer that `convert` has put into the step, or that of the run's recipe if
+        it still exists, with the files beside it.
         """
+        copied = tokenizer_files(self.folder)
+        if copied:
+            return copied
         path = self.state.identity.recipe.get("model", {}).get("tokenizer_path")
         return tokenizer_files(path) if path and Path(path).is_file() else []
 
@@ -149,7 +152,7 @@ class TorchtitanFolder(_DcpFolder):
         self.special_tokens = dict(NO_SPECIAL_TOKENS)
 
     def tokenizer_files(self) -> list[Path]:
-        return []
+        return tokenizer_files(self.folder)
 
 
 class HuggingFaceFolder:

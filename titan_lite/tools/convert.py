@@ -48,8 +48,22 @@ from titan_lite.models.huggingface import config_to_hf, hf_names, to_hf
 DEFAULT_SHARD_GB = 5.0  # of a safetensors file
 
 
-def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The files of a tokenizer that is copied beside weights."""
+
+    paths: Sequence[Path] = ()  # the tokenizer itself, then others
+    is_required: bool = False  # the user named it, so that it must be readable
+
+
+def write_step(
+    folder: Path,
+    weights: Weights,
+    dtype: torch.dtype | None = None,
+    tokenizer: TokenizerFiles = TokenizerFiles(),
+) -> None:
     """Write a step 0 with only the model, for checkpoint.initial_load_path. Raises ConfigError."""
+    _load_tokenizer(weights, tokenizer)
     identity = RunIdentity(model=dataclasses.asdict(weights.config))
     parts = {
         "converted_from": {"folder": str(weights.folder.resolve())},
@@ -57,21 +71,28 @@ def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None)
     }
     fqns = {fqn: fqn for fqn in weights.shapes}
     with _written_tensors(folder, weights, fqns, dtype) as unfinished:
+        _copy_tokenizer(unfinished, tokenizer.paths)
         write_state(unfinished, 0, ["model"], RunState(identity, parts))
         files = {path.name: manifest.digest(path) for path in unfinished.iterdir()}
         manifest.write(unfinished, 0, files)
 
 
-def write_torchtitan(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:
+def write_torchtitan(
+    folder: Path,
+    weights: Weights,
+    dtype: torch.dtype | None = None,
+    tokenizer: TokenizerFiles = TokenizerFiles(),
+) -> None:
     """Write a checkpoint with only the model, which torchtitan loads as initial_load_path.
 
     Raises ConfigError.
     """
+    _load_tokenizer(weights, tokenizer)
     fqns = {to_torchtitan(fqn): fqn for fqn in weights.shapes}
     if weights.config.tied_embeddings:
         fqns[to_torchtitan("output.weight")] = "tok_embeddings.weight"
-    with _written_tensors(folder, weights, fqns, dtype):
-        pass
+    with _written_tensors(folder, weights, fqns, dtype) as unfinished:
+        _copy_tokenizer(unfinished, tokenizer.paths)
 
 
 class Rounding:
@@ -142,27 +163,19 @@ def _written_tensors(
     rounding.log()
 
 
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """The files of a tokenizer that is copied beside weights."""
-
-    paths: Sequence[Path] = ()  # the tokenizer itself, then others
-    is_required: bool = False  # the user named it, so that it must be readable
-
-
 def write_hf(
     folder: Path,
     weights: Weights,
     dtype: torch.dtype | None = None,
-    *,
     tokenizer: TokenizerFiles = TokenizerFiles(),
+    *,
     shard_bytes: float = DEFAULT_SHARD_GB * 1e9,
 ) -> None:
     """Write a folder that transformers' from_pretrained opens. Raises ConfigError.
 
     shard_bytes: of a safetensors file, at most, but for a tensor that is larger.
     """
-    loaded = _load_tokenizer(weights, tokenizer) if tokenizer.paths else None
+    loaded = _load_tokenizer(weights, tokenizer)
     dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in hf_names(weights.config)}
     sizes = {fqn: weights.shapes[fqn].numel() * dtypes[fqn].itemsize for fqn in dtypes}
     with _whole(folder, sum(sizes.values())) as unfinished:
@@ -170,7 +183,10 @@ def write_hf(
         rounding = Rounding()
         shards = split_into_shards(sizes, shard_bytes)
         _write_shards(unfinished, weights, dtypes, shards, rounding)
-        _copy_tokenizer(unfinished, tokenizer.paths, loaded)
+        _copy_tokenizer(unfinished, tokenizer.paths)
+        if isinstance(loaded, TiktokenTokenizer):  # transformers reads a tokenizer.json alone
+            _write_json(unfinished / "tokenizer.json", to_json(loaded))
+            _write_json(unfinished / "tokenizer_config.json", tokenizer_config())
     rounding.log()
 
 
@@ -243,6 +259,8 @@ def _load_tokenizer(weights: Weights, files: TokenizerFiles) -> Tokenizer | None
 
     Raises ConfigError if it is not the model's.
     """
+    if not files.paths:
+        return None
     path = files.paths[0]
     try:
         tokenizer = load_tokenizer(path, "--tokenizer" if files.is_required else "tokenizer")
@@ -255,16 +273,13 @@ def _load_tokenizer(weights: Weights, files: TokenizerFiles) -> Tokenizer | None
     return tokenizer
 
 
-def _copy_tokenizer(folder: Path, paths: Sequence[Path], tokenizer: Tokenizer | None) -> None:
-    """Copy the files, and write tokenizer.json of one in tiktoken's format, for transformers."""
+def _copy_tokenizer(folder: Path, paths: Sequence[Path]) -> None:
+    """Copy the files, the first under the name of a tokenizer in a Hugging Face folder."""
     for number, path in enumerate(paths):
         name = path.name
         if number == 0:  # it may have any name; transformers looks for these
             name = "tokenizer.json" if path.suffix == ".json" else "tokenizer.model"
         shutil.copyfile(path, folder / name)
-    if isinstance(tokenizer, TiktokenTokenizer):
-        _write_json(folder / "tokenizer.json", to_json(tokenizer))
-        _write_json(folder / "tokenizer_config.json", tokenizer_config())
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -311,14 +326,21 @@ def main(arguments: Sequence[str]) -> None:
     logger.info(f"{weights.folder}: {weights.kind}, {parameters:,} parameters")
     target = options.to or ("hf" if isinstance(weights, CheckpointFolder) else "step")
     dtype = getattr(torch, options.dtype) if options.dtype else None
+    tokenizer = find_tokenizer(options, weights)
     if target == "hf":
-        convert_to_hf(options, weights, dtype)
-    else:
-        refuse_options_of_hf(
-            options, "a step" if target == "step" else "a checkpoint of torchtitan"
+        shard_bytes = (options.max_shard_size or DEFAULT_SHARD_GB) * 1e9
+        write_hf(options.target, weights, dtype, tokenizer, shard_bytes=shard_bytes)
+    elif options.max_shard_size is not None:
+        kind = "a step" if target == "step" else "a checkpoint of torchtitan"
+        raise ConfigError(
+            f"--max-shard-size {options.max_shard_size}: {kind} has a file for each tensor;"
+            " leave it out, or use --to hf"
         )
+    else:
         write = write_step if target == "step" else write_torchtitan
-        write(options.target, weights, dtype)
+        write(options.target, weights, dtype, tokenizer)
+    if not tokenizer.paths:
+        logger.warning("no tokenizer was copied; use --tokenizer PATH to copy one")
     logger.info(f"written to {options.target}")
 
 
@@ -350,34 +372,14 @@ def build_parser() -> Parser:
     return parser
 
 
-def convert_to_hf(options: Namespace, weights: Weights, dtype: torch.dtype | None) -> None:
-    """Write the weights, and the tokenizer that the user names or that lies beside them."""
-    paths = weights.tokenizer_files()
-    if options.tokenizer:
-        paths = tokenizer_files(options.tokenizer)
-        if not paths:
-            names = " or ".join(TOKENIZER_FILES[:2])
-            raise ConfigError(
-                f"--tokenizer {options.tokenizer}: no such file; use a file, or a folder with"
-                f" {names}"
-            )
-    write_hf(
-        options.target,
-        weights,
-        dtype,
-        tokenizer=TokenizerFiles(paths, is_required=bool(options.tokenizer)),
-        shard_bytes=(options.max_shard_size or DEFAULT_SHARD_GB) * 1e9,
-    )
+def find_tokenizer(options: Namespace, weights: Weights) -> TokenizerFiles:
+    """Return the tokenizer that the user names, or that of the weights. Raises ConfigError."""
+    if not options.tokenizer:
+        return TokenizerFiles(weights.tokenizer_files())
+    paths = tokenizer_files(options.tokenizer)
     if not paths:
-        logger.warning("no tokenizer was copied; use --tokenizer PATH to copy one")
-
-
-def refuse_options_of_hf(options: Namespace, target: str) -> None:
-    """Raise ConfigError for an option that only Hugging Face's format has. target: in words."""
-    if options.tokenizer:
-        raise ConfigError(f"--tokenizer: {target} has none, the recipe names it; leave it out")
-    if options.max_shard_size is not None:
+        names = " or ".join(TOKENIZER_FILES[:2])
         raise ConfigError(
-            f"--max-shard-size {options.max_shard_size}: {target} has a file for each tensor;"
-            " leave it out, or use --to hf"
+            f"--tokenizer {options.tokenizer}: no such file; use a file, or a folder with {names}"
         )
+    return TokenizerFiles(paths, is_required=True)

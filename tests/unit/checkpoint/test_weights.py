@@ -29,6 +29,7 @@ from titan_lite.checkpoint.weights import (
     shapes,
 )
 from titan_lite.config import ConfigError
+from titan_lite.config.from_weights import read_model
 from titan_lite.models.huggingface import config_to_hf
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
 from titan_lite.tools import convert
@@ -221,6 +222,55 @@ def test_special_tokens_and_tokenizer_go_along(folder, tmp_path):
         for file in ("config.json", "generation_config.json"):
             assert json.loads((tmp_path / name / file).read_text())["eos_token_id"] == [7, 9]
             assert json.loads((tmp_path / name / file).read_text())["bos_token_id"] == 64
+
+
+FILES = {  # of a tokenizer in a Hugging Face folder
+    "tokenizer.json": json.dumps(
+        {
+            "version": "1.0",
+            "model": {
+                "type": "BPE",
+                "vocab": {"a": 0, "<s>": 1, "</s>": 2, "<unk>": 3},
+                "merges": [],
+                "unk_token": "<unk>",
+            },
+            "added_tokens": [],
+        }
+    ),
+    "tokenizer_config.json": '{"eos_token": "a"}',
+    "special_tokens_map.json": "{}",
+    "chat_template.jinja": "{{ messages }}",
+}
+
+
+@UNTIED_ONLY
+@pytest.mark.parametrize("middle", ["step", "torchtitan"])
+def test_a_tokenizer_is_kept_there_and_back(folder, tmp_path, middle):
+    source = shutil.copytree(folder, tmp_path / "source")
+    for name, text in FILES.items():
+        (source / name).write_text(text)
+    there, back = tmp_path / "there", tmp_path / "back"
+    assert convert.main([str(source), str(there), "--to", middle]) == 0
+    assert {name: (there / name).read_text() for name in FILES} == FILES
+    if middle == "step":
+        assert read_model(str(there)).tokenizer == str(there / "tokenizer.json")
+        assert open_weights(there, every_byte=True).config == TINY
+        assert convert.main([str(there), str(back)]) == 0
+    else:  # which has not the shape that convert needs
+        weights = open_weights(there, model=TINY)
+        write_hf(back, weights, tokenizer=convert.TokenizerFiles(weights.tokenizer_files()))
+    assert {name: (back / name).read_text() for name in FILES} == FILES
+    first_tensors, last_tensors = tensors_of(source), tensors_of(back)
+    assert all(torch.equal(last_tensors[name], each) for name, each in first_tensors.items())
+
+
+@UNTIED_ONLY
+def test_a_tokenizer_that_is_named_goes_into_a_step_too(step, tmp_path):
+    (tmp_path / "mine.json").write_text(FILES["tokenizer.json"])
+    options = ["--to", "step", "--tokenizer", str(tmp_path / "mine.json")]
+    assert convert.main([str(step), str(tmp_path / "out"), *options]) == 0
+    assert (tmp_path / "out/tokenizer.json").read_text() == FILES["tokenizer.json"]
+    open_weights(tmp_path / "out", every_byte=True)  # its manifest has the file
 
 
 @UNTIED_ONLY
@@ -504,8 +554,8 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path,
             "debug.model has 2048 tokens, and the model 320",
         ),
         (
-            ["STEP", "out", "--to", "step", "--tokenizer", "STEP"],
-            "--tokenizer: a step has none, the recipe names it",
+            ["STEP", "out", "--to", "step", "--tokenizer", str(TOKENIZER)],
+            "debug.model has 2048 tokens, and the model 320",
         ),
     ],
 )
