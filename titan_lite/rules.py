@@ -39,7 +39,7 @@ from titan_lite.config import (
 )
 from titan_lite.config.errors import in_toml, shown
 from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
-from titan_lite.config.from_weights import keys_of_shape, read_model, steps_in
+from titan_lite.config.from_weights import ModelOfWeights, keys_of_shape, read_model, steps_in
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.pipeline_schedule import STAGES_PER_RANK, stages_per_rank
 from titan_lite.models.fqns import is_filtered
@@ -57,6 +57,10 @@ from titan_lite.sharding import chunk_range, chunk_size
 
 if TYPE_CHECKING:
     from titan_lite.data.tokenizer import Tokenizer
+
+SAMPLE = (
+    "The 7 quick foxes' den\n\tdef f(x): return x ** 2  # naïve, 汉字, привет"  # for tokenizers
+)
 
 
 @dataclass(frozen=True)
@@ -210,16 +214,8 @@ def there_is_a_tokenizer(config: Config) -> Iterator[Mistake]:
 
 @rule_of_keys
 def initial_weights_are_of_this_model(config: Config) -> Iterator[Mistake]:
-    checkpoint = config.checkpoint
-    path = checkpoint.initial_load_path
-    own_steps = Path(config.job.dump_folder, checkpoint.folder)
-    if not path or (checkpoint.enable and steps_in(own_steps)):
-        return  # a run that has a step goes on from that
-    try:
-        weights = read_model(path)
-    except ConfigError as error:
-        raise ConfigError(f"{config.origin('checkpoint.initial_load_path')}: {error}") from None
-    if weights is None:  # of torchtitan; its tensors are compared when they are opened
+    weights = _initial_weights(config)
+    if weights is None:
         return
     model = config.model
     theirs = keys_of_shape(dataclasses.asdict(shape_of(Model().replace(flavor="", **weights.keys))))
@@ -251,6 +247,20 @@ def initial_weights_are_of_this_model(config: Config) -> Iterator[Mistake]:
             why=f"is not that of checkpoint.initial_load_path ({weights.file}): {words}",
             instead=f'"{FROM_WEIGHTS}"',
         )
+
+
+def _initial_weights(config: Config) -> ModelOfWeights | None:
+    """Return the model of the weights that a run starts with; None if it goes on from a step of its
+    own, or from torchtitan's, whose tensors are compared when they are opened. Raises ConfigError.
+    """
+    checkpoint = config.checkpoint
+    own_steps = Path(config.job.dump_folder, checkpoint.folder)
+    if not checkpoint.initial_load_path or (checkpoint.enable and steps_in(own_steps)):
+        return None
+    try:
+        return read_model(checkpoint.initial_load_path)
+    except ConfigError as error:
+        raise ConfigError(f"{config.origin('checkpoint.initial_load_path')}: {error}") from None
 
 
 @rule_of_keys
@@ -943,6 +953,7 @@ def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
 
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     raise_mistakes(config, _vocabulary_is_too_small(config, layout, tokenizer))
+    raise_mistakes(config, _tokenizer_is_not_that_of_the_weights(config, tokenizer))
     tables = tables_of_documents(config) if config.validation.enable else [config.data]
     for data in tables:
         check_data(data)
@@ -1000,4 +1011,33 @@ def _vocabulary_is_too_small(
                 "that flavor's tokenizer, a flavor with room, or model.vocab_size ="
                 f" {tokenizer.vocab_size}"
             ),
+        )
+
+
+def _tokenizer_is_not_that_of_the_weights(
+    config: Config, tokenizer: "Tokenizer"
+) -> Iterator[Mistake]:
+    """Yield a mistake if text has other ids than those that the initial weights know.
+
+    One tokenizer may be two files, such as Llama's tokenizer.model and tokenizer.json.
+    """
+    from titan_lite.data.tokenizer import load_tokenizer
+
+    weights = _initial_weights(config)
+    path = config.model.tokenizer_path
+    if weights is None or weights.tokenizer in ("", path) or not Path(weights.tokenizer).is_file():
+        return
+    try:
+        theirs = load_tokenizer(weights.tokenizer)
+    except ConfigError:  # such as SentencePiece's, which is not read
+        return
+    if theirs.sha256 != tokenizer.sha256 and theirs.encode(SAMPLE) != tokenizer.encode(SAMPLE):
+        yield Mistake(
+            key="model.tokenizer_path",
+            value=path,
+            why=(
+                "gives text other ids than the tokenizer of checkpoint.initial_load_path,"
+                f" {weights.tokenizer}"
+            ),
+            instead='that, or tokenizer_path = ""',
         )

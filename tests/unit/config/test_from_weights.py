@@ -10,8 +10,11 @@ from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.config import ConfigError, flatten, load_config, to_toml
 from titan_lite.config.from_weights import keys_of_config_json
+from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.data.tokenizer_json import to_json
+from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import ModelConfig, RopeScaling, shape_of
-from titan_lite.rules import check_keys
+from titan_lite.rules import check_inputs, check_keys
 
 JSON = {
     "model_type": "llama",
@@ -194,6 +197,27 @@ def test_a_step_or_the_newest_of_a_run_gives_model_and_tokenizer(tmp_path, flat)
         config = load(tmp_path, RECIPE, f"--checkpoint.initial_load_path={tmp_path / path}")
         assert shape_of(config.model) == dataclasses.replace(SHAPE, n_layers=layers)
         assert config.model.tokenizer_path == str(DEBUG_TOKENIZER)
+
+
+def test_another_tokenizer_than_that_of_the_weights_is_refused(folder, tmp_path):
+    path = f"--checkpoint.initial_load_path={folder}"
+    (folder / "tokenizer.json").write_text(json.dumps(to_json(load_tokenizer(DEBUG_TOKENIZER))))
+    # The same one in the other format is no other one.
+    config = load(tmp_path, RECIPE, path, f"--model.tokenizer_path={DEBUG_TOKENIZER}")
+    check_inputs(config, Layout.from_config(config, 1))
+
+    ranks = DEBUG_TOKENIZER.read_text().splitlines()
+    tokens = [line.split()[0] for line in ranks]
+    swapped = [*tokens[:256], *reversed(tokens[256:])]
+    other = tmp_path / "other.model"
+    other.write_text("".join(f"{token} {rank}\n" for rank, token in enumerate(swapped)))
+    config = load(tmp_path, RECIPE, path, f"--model.tokenizer_path={other}")
+    with pytest.raises(ConfigError) as error:
+        check_inputs(config, Layout.from_config(config, 1))
+    assert str(error.value) == (
+        f'command line: model.tokenizer_path = "{other}" gives text other ids than the tokenizer of'
+        f' checkpoint.initial_load_path, {folder}/tokenizer.json; use that, or tokenizer_path = ""'
+    )
 
 
 ROPE = {
