@@ -5,7 +5,6 @@
 They have the form of those of rules.py, which come first.
 """
 
-import importlib.util
 import math
 import os
 from collections.abc import Iterator
@@ -14,9 +13,7 @@ from pathlib import Path
 import torch
 
 from titan_lite import rules
-from titan_lite.checkpoint.identity import run_identity
-from titan_lite.checkpoint.manager import Checkpointer
-from titan_lite.checkpoint.resume import compare
+from titan_lite.checkpoint.steps import SavedSteps
 from titan_lite.checkpoint.weights import open_weights
 from titan_lite.compile.compile import check_backend
 from titan_lite.config import Config, ConfigError
@@ -55,7 +52,7 @@ def check_machine(config: Config, layout: Layout) -> Tokenizer:
     check_memory(config, layout, device_memory(), host_memory())
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     if os.environ.get("RANK", "0") == "0":  # all ranks would open ranks x files
-        check_checkpoints(config, layout, tokenizer)
+        check_initial_weights(config, layout)
     return tokenizer
 
 
@@ -63,22 +60,20 @@ def mistakes_here(config: Config, layout: Layout) -> list[Mistake]:
     return [mistake for rule in RULES_OF_MACHINE for mistake in rule(config, layout)]
 
 
-def check_checkpoints(config: Config, layout: Layout, tokenizer: Tokenizer) -> None:
-    """Check that the step or the weights that a run begins with fit it. Raises ConfigError."""
-    checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
-    step = checkpointer.step_to_load()
-    if step is not None:
-        changes = compare(checkpointer.read_state(step), run_identity(config, layout, tokenizer))
-        changes.refuse_unless_accepted(config.checkpoint)
+def check_initial_weights(config: Config, layout: Layout) -> None:
+    """Check that the weights that a new run begins with fit it. Raises ConfigError."""
     key = "checkpoint.initial_load_path"
     path = config.checkpoint.initial_load_path
-    if path and step is None:
+    if not path:
+        return
+    step = SavedSteps(config.checkpoint, Path(config.job.dump_folder)).step_to_load()
+    if step is None:
         open_weights(path, key, model=layout.model)
-    elif path:
+    else:
         logger.info(f'{key} = "{path}" has no effect: the run goes on from its own step {step}')
 
 
-# GPUs and packages
+# GPUs
 
 
 @rule_of_machine
@@ -151,26 +146,6 @@ def collectives_of_this_gpu_are_priced(config: Config, layout: Layout) -> Iterat
                 f'compile.machine = {", ".join(PROFILES)} or a .toml file, or bucketing = "block"'
             ),
         )
-
-
-@rule_of_machine
-def wandb_is_installed(config: Config, layout: Layout) -> Iterator[Mistake]:
-    if config.metrics.enable_wandb and not is_installed("wandb"):
-        yield Mistake(
-            key="metrics.enable_wandb",
-            value=True,
-            why="needs wandb, which is not installed here",
-            instead="it after pip install wandb, or enable_wandb = false",
-        )
-
-
-def is_installed(module: str) -> bool:
-    """Return True if a module can be imported.
-
-    A folder without sources, such as wandb's output, cannot.
-    """
-    spec = importlib.util.find_spec(module)
-    return spec is not None and spec.origin is not None
 
 
 @rule_of_machine

@@ -19,6 +19,7 @@ are in config/sections.py. Nothing else refuses a recipe.
 """
 
 import dataclasses
+import importlib.util
 import math
 import os
 from collections import Counter
@@ -942,7 +943,8 @@ def machine_has_a_profile(config: Config, layout: Layout) -> Iterator[Mistake]:
 
 
 def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
-    """Check that the tokenizer fits the model and that documents can be read. Return the tokenizer.
+    """Check what a run needs beside its recipe: packages, a tokenizer that fits the model,
+    documents that can be read, and a step that it can go on from. Return the tokenizer.
 
     Needs no torch, so that one process can check before a run. Raises ConfigError.
     """
@@ -951,6 +953,7 @@ def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
     from titan_lite.data.prepared import check_prepared
     from titan_lite.data.tokenizer import load_tokenizer
 
+    raise_mistakes(config, _missing_packages(config))
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     raise_mistakes(config, _vocabulary_is_too_small(config, layout, tokenizer))
     raise_mistakes(config, _tokenizer_is_not_that_of_the_weights(config, tokenizer))
@@ -962,6 +965,8 @@ def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
                 check_prepared(source, tokenizer.sha256, tokenizer.vocab_size)
     if len(tables) > 1:
         raise_mistakes(config, _documents_in_both(*tables))
+    if os.environ.get("RANK", "0") == "0":  # all ranks would open ranks x files
+        _check_resume(config, layout, tokenizer)
     return tokenizer
 
 
@@ -995,6 +1000,38 @@ def _names_of_documents(data: Data) -> list[str]:
     if data.dataset == "stdlib":
         return ["stdlib"]
     return [" ".join(filter(None, (data.dataset, data.subset, data.split)))]
+
+
+def _missing_packages(config: Config) -> Iterator[Mistake]:
+    if config.metrics.enable_wandb and not is_installed("wandb"):
+        yield Mistake(
+            key="metrics.enable_wandb",
+            value=True,
+            why="needs wandb, which is not installed here",
+            instead="it after pip install wandb, or enable_wandb = false",
+        )
+
+
+def is_installed(module: str) -> bool:
+    """Return True if a module can be imported.
+
+    A folder without sources, such as wandb's output, cannot.
+    """
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
+
+
+def _check_resume(config: Config, layout: Layout, tokenizer: "Tokenizer") -> None:
+    """Raise ConfigError if the run cannot go on from the step that it would load."""
+    from titan_lite.checkpoint.identity import run_identity
+    from titan_lite.checkpoint.resume import compare
+    from titan_lite.checkpoint.steps import SavedSteps
+
+    saved = SavedSteps(config.checkpoint, Path(config.job.dump_folder))
+    step = saved.step_to_load()
+    if step is not None:
+        changes = compare(saved.read_state(step), run_identity(config, layout, tokenizer))
+        changes.refuse_unless_accepted(config.checkpoint)
 
 
 def _vocabulary_is_too_small(

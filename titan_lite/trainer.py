@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite.checkpoint.identity import RunIdentity, git_revision, run_identity
+from titan_lite.checkpoint.identity import RunIdentity, git_revision, run_identity, with_machine
 from titan_lite.checkpoint.manager import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.resume import compare
@@ -544,8 +544,8 @@ class Trainer:
         Without one, load the weights of checkpoint.initial_load_path, if set.
         """
         config = self.config
-        git = git_revision() if self.rank == 0 else ""
-        self.identity = run_identity(config, self.layout, self.tokenizer, git)
+        identity = run_identity(config, self.layout, self.tokenizer)
+        self.identity = with_machine(identity, git=git_revision() if self.rank == 0 else "")
         step = self.checkpointer.verified_step() if config.checkpoint.enable else None
         if step is None:
             path = config.checkpoint.initial_load_path

@@ -235,6 +235,8 @@ def test_a_checkpoint_records_its_recipe_and_run(uninterrupted):
         6,
     )
     assert run["versions"]["torch"] == torch.__version__
+    assert run["numerics"]["threads"] == 1
+    assert run["numerics"]["CPU capability"] == torch.backends.cpu.get_cpu_capability()
     assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?|", run["git"])
     assert state["parts"]["progress"]["tokens_seen"] == 6 * 8 * 32
     assert state["tensors"] == ["model", "optimizer"]
@@ -248,6 +250,24 @@ def test_a_recipe_that_cannot_go_on_is_told_in_one_line_before_anything_starts(u
     starting, line = result.stdout.splitlines()
     assert starting.endswith("starting on 1 rank")
     assert "debug.seed = 4, was 0" in line
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "key"),
+    [("ATEN_CPU_CAPABILITY", "default", "CPU capability"), ("OMP_NUM_THREADS", "2", "threads")],
+)
+def test_a_resume_with_another_order_of_sums_says_that_numbers_change_by_rounding(
+    variable, value, key, uninterrupted, tmp_path
+):
+    # as under launch.py: threads are those of the variable
+    environment = {"MKL_NUM_THREADS": None, "TITAN_LITE_COMMAND": "titan-lite train"}
+    environment[variable] = value
+    shutil.copytree(uninterrupted[0], tmp_path, dirs_exist_ok=True)
+    options = ["--job.dump_folder", tmp_path, *OPTIONS]
+    result = run(*python("-m", "titan_lite.train", DEBUG, *options), **environment)
+    assert result.returncode == 0
+    assert f"numbers change by rounding: {key}: " in result.stdout
+    assert "nothing differs" not in result.stdout
 
 
 RAMP = [

@@ -1,12 +1,15 @@
 """Identify a run: the recipe, and what a recipe does not have, such as hashes and versions.
 
-    identity = run_identity(config, layout, tokenizer, git=git_revision())
+    identity = run_identity(config, layout, tokenizer)    # without torch: what the user has given
+    identity = with_machine(identity)                     # and what computes it
 
 Every step has the identity of the run that saved it (checkpoint/state.py). A run that resumes from
 the step compares it with its own (checkpoint/resume.py).
 """
 
 import dataclasses
+import hashlib
+import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -15,13 +18,33 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
+import titan_lite
 from titan_lite import __version__
 from titan_lite.config import Config
 from titan_lite.data.documents import fingerprint
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.layout import Layout
+
+# Variables of the environment with which torch and its libraries choose other kernels, another
+# precision or another order of sums
+NUMERIC_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCHINDUCTOR_EMULATE_PRECISION_CASTS",
+    "TORCHINDUCTOR_MAX_AUTOTUNE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+)
 
 
 @dataclass(frozen=True)
@@ -43,8 +66,11 @@ class RunIdentity:
     mesh: Mapping[str, int] = field(default_factory=dict)  # ranks along each axis
     # ranks along the axes and rank of the factors that PowerSGD's errors belong to; {}: not used
     compression: Mapping[str, int] = field(default_factory=dict)
-    device: str = ""
+    device: str = ""  # name of the GPU, or "CPU"
+    # what rounding depends on beside recipe, device and versions: threads, CPU, variables
+    numerics: Mapping[str, str | int] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)  # by package
+    sources: str = ""  # SHA-256 of this package's files
     git: str = ""  # commit of the checkout; only rank 0 looks it up
 
     @classmethod
@@ -54,10 +80,8 @@ class RunIdentity:
         return cls(**{name: content[name] for name in names if name in content})
 
 
-def run_identity(
-    config: Config, layout: Layout, tokenizer: Tokenizer, git: str = ""
-) -> RunIdentity:
-    """Return the identity of this run."""
+def run_identity(config: Config, layout: Layout, tokenizer: Tokenizer) -> RunIdentity:
+    """Return what the recipe and its inputs make of the identity of this run."""
     shape = dataclasses.asdict(layout.model)
     del shape["max_seq_len"]  # training.seq_len of this run; parameters do not depend on it
     if config.model.max_seq_len:
@@ -81,14 +105,62 @@ def run_identity(
         world_size=layout.world_size,
         mesh=layout.degrees,
         compression=compression,
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        versions={
-            "titan_lite": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
+    )
+
+
+def with_machine(identity: RunIdentity, *, git: str = "") -> RunIdentity:
+    """Return the identity with what this process computes on, after `init_device`."""
+    import torch  # the rest of this file is needed before it can be imported
+
+    versions = {
+        "titan_lite": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+    numerics: dict[str, str | int] = {
+        name: os.environ[name] for name in NUMERIC_VARIABLES if os.environ.get(name)
+    }
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+        versions["cuDNN"] = str(torch.backends.cudnn.version())
+        numerics["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+    else:
+        device = "CPU"
+        numerics["threads"] = torch.get_num_threads()
+        numerics["CPU capability"] = torch.backends.cpu.get_cpu_capability()
+        numerics["processor"] = _processor()
+    return dataclasses.replace(
+        identity,
+        device=device,
+        numerics=numerics,
+        versions=versions,
+        sources=source_digest(),
         git=git,
     )
+
+
+def _processor() -> str:
+    """Return the name of the CPU, such as "AMD EPYC 7R13 Processor"; its architecture at worst."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    except (OSError, UnicodeError):
+        pass
+    return platform.processor() or platform.machine()
+
+
+@cache
+def source_digest() -> str:
+    """Return a SHA-256 of the names and contents of this package's source files."""
+    package = Path(titan_lite.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(package).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 @cache

@@ -34,7 +34,6 @@ import datetime
 import functools
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -54,7 +53,8 @@ from titan_lite.checkpoint import state as saved_state
 from titan_lite.checkpoint import tensor_files
 from titan_lite.checkpoint.lock import FolderLock
 from titan_lite.checkpoint.names import section_of
-from titan_lite.checkpoint.state import RunState, SavedState
+from titan_lite.checkpoint.state import RunState
+from titan_lite.checkpoint.steps import SMALL_FILES, SavedSteps
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.data.streams import merge_states
 from titan_lite.distributed.process_group import (
@@ -71,9 +71,6 @@ from titan_lite.manifest import CorruptFileError, FileDigest
 
 GROUP = "checkpoint"  # name of the process group of saves, which has a time limit of its own
 SAVE_TIMEOUT = datetime.timedelta(hours=1)  # of a collective of a save, while training goes on
-# Files whose content is checked before there is a process group, which checks the other files
-SMALL_FILES = (tensor_files.NAME, saved_state.NAME)
-NEWEST = -1  # checkpoint.load_step
 
 
 class CheckpointError(RuntimeError):
@@ -88,8 +85,9 @@ class SharedConfigError(ConfigError):
     everywhere = True
 
 
-class Checkpointer:
-    """The steps in one folder. Methods are collectives unless they say otherwise.
+class Checkpointer(SavedSteps):
+    """The steps in one folder, to be loaded and saved. Methods that are not those of SavedSteps are
+    collectives unless they say otherwise.
 
     progress: called from time to time while files are written, read and hashed, which may take
     longer than the limit of a phase (resilience/watchdog.py).
@@ -98,10 +96,7 @@ class Checkpointer:
     def __init__(
         self, config: Checkpoint, dump_folder: Path, progress: Callable[[], None] = lambda: None
     ):
-        self.config = config
-        self.progress = progress
-        self.folder = dump_folder / config.folder
-        self.key = f'checkpoint.folder = "{config.folder}"'  # the beginning of errors
+        super().__init__(config, dump_folder, progress)
         self.folder_lock = FolderLock(self.folder, self.key)
         self.newest_saved = 0  # the last step on disk; 0: none
         self.last_attempted = 0  # the last step whose save has begun
@@ -130,55 +125,10 @@ class Checkpointer:
                 error = str(in_use)
         self._raise_on_all(error)
 
-    # What there is to load
-
-    def path_of(self, step: int) -> Path:
-        return self.folder / f"step-{step}"
-
     def _unfinished(self, step: int) -> Path:
         return self.folder / f"unfinished-step-{step}"
 
-    def present(self) -> list[int]:
-        """Return the steps that have a folder, complete or not, oldest first.
-
-        For one rank or all. Raises ConfigError.
-        """
-        try:
-            names = os.listdir(self.folder)
-        except FileNotFoundError:
-            return []
-        except OSError as error:  # must not start a new run
-            raise ConfigError(
-                f"{self.key}: {self.folder} cannot be read: {error.strerror}; use a folder that can"
-                " be read"
-            ) from None
-        return sorted(
-            int(name.removeprefix("step-"))
-            for name in names
-            if re.fullmatch(r"step-(0|[1-9]\d*)", name)
-        )
-
-    def steps(self) -> list[int]:
-        """Return the steps in which `fault` finds nothing wrong, oldest first.
-
-        For one rank or all.
-        """
-        return [step for step in self.present() if not self.fault(step)]
-
-    def fault(self, step: int) -> str:
-        """Return why a step cannot be loaded, or "" if nothing is wrong. For one rank or all.
-
-        Checks the names and sizes of its files and the content of the small ones.
-        """
-        path = self.path_of(step)
-        try:
-            files = manifest.check_step(path, step)
-            small = {name: files[name] for name in sorted(files.keys() & SMALL_FILES)}
-            manifest.check_bytes(path, small, self.progress)
-            self._check_state(step)
-        except CorruptFileError as error:
-            return str(error)
-        return ""
+    # What there is to load
 
     def _fault_in_share(self, step: int) -> str:
         """Return a fault in this rank's share of a step's files, of which it reads every byte.
@@ -192,80 +142,12 @@ class Checkpointer:
             files = manifest.check_step(path, step, rank, world_size)
             share = {name: files[name] for name in sorted(files)[rank::world_size]}
             manifest.check_bytes(path, share, self.progress)
-            self._check_state(step)
+            self.check_state(step)
             if rank == 0:
                 tensor_files.read_metadata(path)
         except CorruptFileError as error:
             return str(error)
         return ""
-
-    def _check_state(self, step: int) -> None:
-        if saved_state.read_state(self.path_of(step)).step != step:
-            raise CorruptFileError(f"{saved_state.NAME} is of another step")
-
-    def step_to_load(self, damaged: Mapping[int, str] | None = None) -> int | None:
-        """Return the step to start from, or None for a new run.
-
-        damaged: steps that are known to be, and why. Needs no process group. Raises ConfigError.
-        """
-        if not self.config.enable:
-            return None
-        faults = dict(damaged or {})
-        if self.config.load_step == NEWEST:
-            return self._newest_step(faults)
-        return self._chosen_step(self.config.load_step, faults)
-
-    def _newest_step(self, faults: dict[int, str]) -> int | None:
-        """Return the newest step without fault."""
-        present = self.present()
-        for step in reversed(present):
-            if step not in faults:
-                fault = self.fault(step)
-                if not fault:
-                    return step
-                faults[step] = fault
-        if present:
-            reasons = "; ".join(f"step-{step}: {fault}" for step, fault in faults.items())
-            raise ConfigError(
-                f"{self.key}: all steps in {self.folder} are damaged ({reasons}); to start a new"
-                " run, move them away or use another job.dump_folder"
-            )
-        if self.config.must_resume:
-            raise ConfigError(
-                f"checkpoint.must_resume = true: there is no step in {self.folder}; use false to"
-                " start a new run"
-            )
-        return None
-
-    def _chosen_step(self, step: int, faults: dict[int, str]) -> int:
-        """Return the step that checkpoint.load_step names, which must be the newest one.
-
-        If the same command was started before, return the newest step, which it has saved itself.
-        """
-        present = self.present()
-        for other in reversed(present):
-            if other not in faults and (fault := self.fault(other)):
-                faults[other] = fault
-        intact = [other for other in present if other not in faults]
-        if step not in intact:
-            why = f"there is no such step in {self.folder}"
-            if step in faults:
-                why = f"the step is damaged: {faults[step]}"
-            steps = ", ".join(str(other) for other in intact) or "none"
-            raise ConfigError(
-                f"checkpoint.load_step = {step}: {why}; it has {steps}; use -1 for the newest"
-            )
-        newest = intact[-1]
-        if step == newest:
-            return step
-        recipe = self.read_state(newest).identity.recipe
-        if recipe.get("checkpoint", {}).get("load_step") == step:
-            return newest
-        raise ConfigError(
-            f"checkpoint.load_step = {step}: {self.folder} has newer steps, up to {newest}, which"
-            f" this run would save again; move them away, or copy step-{step} into the checkpoint"
-            " folder of another job.dump_folder"
-        )
 
     def verified_step(self) -> int | None:
         """Return `step_to_load` after a check of every byte.
@@ -349,15 +231,6 @@ class Checkpointer:
             path = self.folder / f"{name}-{number}"
             number += 1
         return path
-
-    def read_state(self, step: int) -> SavedState:
-        """Return what a step has beside its tensors. For one rank or all. Raises ConfigError."""
-        try:
-            return saved_state.read_state(self.path_of(step))
-        except CorruptFileError as error:
-            raise ConfigError(
-                f"{self.path_of(step)}/{error}; use another step with checkpoint.load_step"
-            ) from None
 
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Fill the tensors in place, on this rank's layout. Raises ConfigError on all ranks."""

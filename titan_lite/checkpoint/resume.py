@@ -33,6 +33,7 @@ class Effect(Enum):
     RESTARTS_DATA = "the data starts anew"
     RESTARTS_OPTIMIZER = "the optimizer starts anew"
     RESTARTS_COMPRESSION = "gradient compression starts anew"
+    ROUNDING = "numbers change by rounding"
     NOTED = "changed"
 
 
@@ -59,6 +60,17 @@ EFFECT_OF_KEY = {  # all other keys: NOTED
     "optimizer.name": Effect.RESTARTS_OPTIMIZER,
     "optimizer.max_preconditioner_dim": Effect.RESTARTS_OPTIMIZER,
     "optimizer.start_preconditioning_step": Effect.RESTARTS_OPTIMIZER,
+    # the same sums by other kernels or in another order
+    "compile.backend": Effect.ROUNDING,
+    "compile.components": Effect.ROUNDING,
+    "compile.enable": Effect.ROUNDING,
+    "debug.deterministic": Effect.ROUNDING,
+    "parallelism.fsdp_communication": Effect.ROUNDING,
+    "parallelism.pipeline_parallel_microbatch_size": Effect.ROUNDING,
+    "training.attention_kernel": Effect.ROUNDING,
+    "training.float32_matmul_precision": Effect.ROUNDING,
+    "training.local_batch_size": Effect.ROUNDING,
+    "training.loss_chunk_tokens": Effect.ROUNDING,
 }
 # key: (another key, its value) without which the key has no effect, so that a change is NOTED
 ONLY_WITH = {
@@ -76,11 +88,19 @@ FIELDS = {
     "sequences": ("sequences a step (training.global_batch_size)", Effect.NOTED),
     "shares": ("share of each source's tokens (data.sources)", Effect.NOTED),
     "total_steps": ("steps of the schedule (lr_scheduler.total_steps)", Effect.NOTED),
-    "world_size": ("ranks", Effect.NOTED),
-    "mesh": ("ranks along {}", Effect.NOTED),
-    "device": ("device", Effect.NOTED),
+    "world_size": ("ranks", Effect.ROUNDING),
+    "mesh": ("ranks along {}", Effect.ROUNDING),
+    "device": ("device", Effect.ROUNDING),
+    "numerics": ("{}", Effect.ROUNDING),
     "versions": ("version of {}", Effect.NOTED),
+    "sources": ("SHA-256 of titan_lite's source files", Effect.NOTED),
     "git": ("git revision", Effect.NOTED),
+}
+# field and key of its dictionary whose effect is not the field's
+EFFECT_OF_ENTRY = {
+    ("model", "max_seq_len"): Effect.NOTED,  # a limit, which no parameter depends on
+    ("versions", "torch"): Effect.ROUNDING,
+    ("versions", "cuDNN"): Effect.ROUNDING,
 }
 
 ONLY_MODEL = "the step has only the model"
@@ -214,10 +234,8 @@ def _changes_of_fields(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
         if not was[name] or not now[name]:  # one of them is unknown
             continue
         for path, before, after in _differences(was[name], now[name]):
-            # max_seq_len is a limit, which no parameter depends on
-            of_path = Effect.NOTED if path == "max_seq_len" else effect
             text = f"{words.format(path)}: {_short(after)}, was {_short(before)}"
-            yield Change(of_path, text)
+            yield Change(EFFECT_OF_ENTRY.get((name, path), effect), text)
 
 
 def _changes_of_tensors(saved: SavedState, compression: Mapping[str, int]) -> Iterator[Change]:

@@ -41,11 +41,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titan_lite import manifest
-from titan_lite.checkpoint.names import section_of
+from titan_lite.checkpoint.names import METADATA, section_of
 from titan_lite.config import ConfigError
 from titan_lite.manifest import CorruptFileError, FileDigest, short_message
-
-NAME = ".metadata"
 
 
 def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,7 +225,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _member  # as Python up to 3.11.3 pickles a member of an enumeration
         if name not in _METADATA_CLASSES.get(module, ()):
             raise CorruptFileError(
-                f"{NAME} asks for {module}.{name}, which DCP does not write there"
+                f"{METADATA} asks for {module}.{name}, which DCP does not write there"
             )
         return super().find_class(module, name)
 
@@ -243,16 +241,16 @@ def read_metadata(folder: Path) -> Metadata:
     Raises CorruptFileError.
     """
     try:
-        with (folder / NAME).open("rb") as file:
+        with (folder / METADATA).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
     except CorruptFileError:
         raise
     except FileNotFoundError:
-        raise CorruptFileError(f"{NAME} is missing") from None
+        raise CorruptFileError(f"{METADATA} is missing") from None
     except Exception as error:  # arbitrary bytes may raise anything
-        raise CorruptFileError(f"{NAME} cannot be read: {_describe_error(error)}") from None
+        raise CorruptFileError(f"{METADATA} cannot be read: {_describe_error(error)}") from None
     if not isinstance(metadata, Metadata):
-        raise CorruptFileError(f"{NAME} cannot be read: it is a {type(metadata).__name__}")
+        raise CorruptFileError(f"{METADATA} cannot be read: it is a {type(metadata).__name__}")
     return metadata
 
 

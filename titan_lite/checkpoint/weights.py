@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
-from titan_lite.checkpoint.names import from_torchtitan, to_torchtitan
+from titan_lite.checkpoint.names import METADATA, from_torchtitan, to_torchtitan
 from titan_lite.checkpoint.state import NAME as STATE
 from titan_lite.checkpoint.state import read_state
 from titan_lite.config import ConfigError
@@ -344,7 +344,7 @@ def open_weights(
     folder = Path(path)
     subject = f'{key} = "{path}"' if key else f"{path}"
     try:
-        if _has_any(folder, manifest.NAME, tensor_files.NAME):
+        if _has_any(folder, manifest.NAME, METADATA):
             return _open_checkpoint(folder, every_byte, model)
         if (folder / "config.json").is_file():
             return HuggingFaceFolder(folder)
@@ -375,7 +375,7 @@ def _open_checkpoint(folder: Path, every_byte: bool, model: ModelConfig | None) 
     Raises ConfigError, and CorruptFileError for a broken one.
     """
     is_own = _has_any(folder, manifest.NAME, STATE)
-    if is_own or not _has_any(folder, tensor_files.NAME):
+    if is_own or not _has_any(folder, METADATA):
         return CheckpointFolder(folder, every_byte=every_byte)
     if model is None:
         raise ConfigError(

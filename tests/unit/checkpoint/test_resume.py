@@ -10,9 +10,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+import titan_lite
 from titan_lite.checkpoint import identity as identity_module
-from titan_lite.checkpoint.identity import RunIdentity, git_revision
+from titan_lite.checkpoint.identity import (
+    NUMERIC_VARIABLES,
+    RunIdentity,
+    git_revision,
+    source_digest,
+    with_machine,
+)
 from titan_lite.checkpoint.resume import (
     EFFECT_OF_KEY,
     FIELDS,
@@ -35,7 +43,9 @@ FACTS = {
     "world_size": 2,
     "mesh": {"dp_shard": 2, "tp": 1},
     "device": "CPU",
+    "numerics": {"threads": 1, "CPU capability": "AVX512"},
     "versions": {"torch": "2.13.0", "python": "3.11.2"},
+    "sources": "f" * 64,
     "git": "c" * 40,
 }
 
@@ -134,13 +144,30 @@ CASES = [
     (
         [],
         {"mesh": {"dp_shard": 4, "tp": 1}},
-        [(Effect.NOTED, "ranks along dp_shard: 4, was 2")],
+        [(Effect.ROUNDING, "ranks along dp_shard: 4, was 2")],
     ),
     (
         [],
         {"versions": {"torch": "2.11.0", "python": "3.11.2"}},
-        [(Effect.NOTED, 'version of torch: "2.11.0", was "2.13.0"')],
+        [(Effect.ROUNDING, 'version of torch: "2.11.0", was "2.13.0"')],
     ),
+    (
+        [],
+        {"versions": {"torch": "2.13.0", "python": "3.12.1"}},
+        [(Effect.NOTED, 'version of python: "3.12.1", was "3.11.2"')],
+    ),
+    ([], {"device": "NVIDIA H100"}, [(Effect.ROUNDING, 'device: "NVIDIA H100", was "CPU"')]),
+    (
+        [],
+        {"numerics": {"threads": 2, "CPU capability": "DEFAULT", "MKL_CBWR": "COMPATIBLE"}},
+        [
+            (Effect.ROUNDING, "threads: 2, was 1"),
+            (Effect.ROUNDING, 'CPU capability: "DEFAULT", was "AVX512"'),
+            (Effect.ROUNDING, 'MKL_CBWR: "COMPATIBLE", was not set'),
+        ],
+    ),
+    ([], {"numerics": {}}, []),  # a step from before they were saved
+    (["--compile.enable"], {}, [(Effect.ROUNDING, "compile.enable = true, was false")]),
     ([], {"git": ""}, []),  # not looked up on this rank
     (
         ["--training.steps=200"],
@@ -333,3 +360,38 @@ def test_the_git_revision_is_of_the_checkout_that_holds_the_package(tmp_path, mo
     assert git_revision.__wrapped__() == f"{head}+changes"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_revision.__wrapped__() == ""  # without git
+
+
+def test_an_identity_has_what_rounding_depends_on(monkeypatch):
+    for name in NUMERIC_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setenv("LOG_RANK", "0")  # of no number
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = with_machine(identity())
+    finally:
+        torch.set_num_threads(threads)
+    assert found.numerics.keys() == {
+        "threads",
+        "CPU capability",
+        "processor",
+        "NVIDIA_TF32_OVERRIDE",
+    }
+    assert found.numerics["threads"] == 2
+    assert found.numerics["CPU capability"] == torch.backends.cpu.get_cpu_capability()
+    assert found.versions["torch"] == torch.__version__
+    assert len(found.sources) == 64
+
+
+def test_a_changed_source_file_is_another_program(monkeypatch, tmp_path):
+    package = tmp_path / "titan_lite"
+    shutil.copytree(Path(titan_lite.__file__).parent, package, ignore=lambda *_: {"__pycache__"})
+    here = source_digest.__wrapped__()
+    monkeypatch.setattr(titan_lite, "__file__", str(package / "__init__.py"))
+    assert source_digest.__wrapped__() == here  # a copy in another folder
+    with (package / "optim/adamw.py").open("a") as file:
+        file.write("# one line\n")
+    assert source_digest.__wrapped__() != here
