@@ -78,6 +78,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         config = config.replace(job=config.job.replace(dump_folder=f"outputs/{path.stem}"))
     if config.validation.has_documents and "data.validation_fraction" not in origins:
         config = config.replace(data=config.data.replace(validation_fraction=0.0))
+    config = config.replace(data=config.data.without_run(config.job.dump_folder))
     config.set_origins({key: origins[key] for key in KEYS if key in origins})
     return config
 

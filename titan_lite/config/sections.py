@@ -551,6 +551,19 @@ class Data(Corpus):
     prefetch: int = Field(4, ge=1, le=2**16)
     """Microbatches prepared ahead by each loader process."""
 
+    _run_folder: str = PrivateAttr("")
+
+    @property
+    def run_folder(self) -> str:
+        """job.dump_folder, whose files are no documents; empty: not known."""
+        return self._run_folder
+
+    def without_run(self, folder: str) -> "Data":
+        """Return a copy that leaves out the files in the run's own folder."""
+        copy = self.model_copy()
+        copy._run_folder = folder
+        return copy
+
     def source_names(self) -> list[str]:
         """Return a short unique name for each of data.sources: the last part of its path without a
         pattern, or its dataset.
@@ -583,7 +596,8 @@ class Data(Corpus):
             corpus = {name: getattr(source, name) for name in Corpus.model_fields}
             table = f"{self.key('sources')}[{number}]"
             values = {**dict(self), **corpus, "sources": (), "table": table}
-            found.append((source.weight / total, TableOfData(**values)))
+            part = TableOfData(**values).without_run(self.run_folder)
+            found.append((source.weight / total, part))
         return found
 
     def key(self, name: str) -> str:
@@ -748,7 +762,7 @@ class Config(Section):
             "validation_fraction": 1.0,
             "table": "validation",
         }
-        return TableOfData(**values)
+        return TableOfData(**values).without_run(self.data.run_folder)
 
     @property
     def first_preconditioned_step(self) -> int:

@@ -11,17 +11,21 @@ raw form is a ValueError with the reason.
 Files are on disk or at a URL of fsspec, such as s3://corpus/*.jsonl.gz or zip://*.txt::corpus.zip.
 """
 
+import itertools
 import json
 import lzma
 import os
+import posixpath
 import stat
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import lru_cache
-from glob import glob
+from glob import glob, has_magic
 from pathlib import Path
+from typing import NamedTuple
 
 from fsspec.core import url_to_fs
 
@@ -53,6 +57,7 @@ TEXT_PER_COMPRESSED_BYTE = 4  # about
 DAMAGED = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 # of these, what a file that is whole raises
 UNREACHABLE = (FileNotFoundError, PermissionError, ConnectionError, TimeoutError)
+WRITTEN_BY_RUN = ("events.jsonl", "metrics.jsonl")  # which a pattern of documents may match
 _FIX = (
     f"use a file, a folder or a glob of {', '.join(TEXT_FORMATS + COLUMN_FORMATS)} files (all but"
     f' the last two also {", ".join(COMPRESSIONS)}), such as path = "corpus/*.jsonl"'
@@ -64,7 +69,7 @@ class Piece:
     """A part of a corpus: bytes of a jsonl file, a row group of a parquet file, or a whole file."""
 
     file: str
-    name: str  # relative to the corpus; documents are held out by it
+    name: str  # of the file, as in LocalFile
     size: int  # bytes, approximate
     # offsets in a jsonl file, an index of a row group and the next one, or of prepared documents;
     # end = -1: the whole file
@@ -77,31 +82,41 @@ class Piece:
         return _format(self.file)[0]
 
 
-def local_files(data: Data) -> list[tuple[str, str, int]]:
-    """Return (path, name relative to the folder, bytes) of the files at `data.path`, by path.
+class LocalFile(NamedTuple):
+    """A file of a corpus, on disk or at a URL."""
 
-    Raises ConfigError.
-    """
+    path: str
+    # relative to the part of `data.path` without a pattern, however many files there are: documents
+    # are held out by it
+    name: str
+    size: int  # bytes
+
+
+class Match(NamedTuple):
+    """What is at `data.path`."""
+
+    sizes: dict[str, int]  # by path or URL
+    names: dict[str, str]  # by path or URL
+    is_folder: bool  # of which files of other formats are left out
+
+
+def local_files(data: Data) -> list[LocalFile]:
+    """Return the files at `data.path`, by path. Raises ConfigError."""
     where = f'{data.key("path")} = "{data.path}"'
-    folder, sizes = _at_url(data.path, where) if is_url(data.path) else _on_disk(data.path, where)
-    if folder is None:
-        unknown = [file for file in sizes if not _format(file)[0]]
+    match = _at_url(data.path, where) if is_url(data.path) else _on_disk(data, where)
+    if not match.is_folder:
+        unknown = [file for file in match.sizes if not _format(file)[0]]
         if unknown:
             suffix = "".join(Path(unknown[0]).suffixes)
             raise ConfigError(f'{where}: {unknown[0]}: unknown format "{suffix}"; {_FIX}')
-        folder = os.path.commonpath([os.path.dirname(_path_in_container(file)) for file in sizes])
-    files = sorted(file for file in sizes if _format(file)[0])
-    if len(files) < len(sizes):
-        logger.info(f"{where}: {len(sizes) - len(files)} files of other formats are left out")
+    files = sorted(file for file in match.sizes if _format(file)[0])
+    if len(files) < len(match.sizes):
+        logger.info(f"{where}: {len(match.sizes) - len(files)} files of other formats are left out")
     if not files:
         raise ConfigError(
-            f"{where}: none of the {len(sizes)} files in this folder can be read; {_FIX}"
+            f"{where}: none of the {len(match.sizes)} files in this folder can be read; {_FIX}"
         )
-    names = [os.path.relpath(_path_in_container(file), folder) for file in files]
-    return [
-        (file, name.replace(os.sep, "/"), sizes[file])
-        for file, name in zip(files, names, strict=True)
-    ]
+    return [LocalFile(file, match.names[file], match.sizes[file]) for file in files]
 
 
 def _path_in_container(file: str) -> str:
@@ -109,28 +124,73 @@ def _path_in_container(file: str) -> str:
     return file.partition("::")[0] if is_url(file) else file
 
 
-def _on_disk(path: str, where: str) -> tuple[str | None, dict[str, int]]:
-    """Return the folder, or None for a file or pattern, and the sizes of its files.
+def _fixed_part(path: str) -> str:
+    """Return the folder of a file, or the folders of a pattern before its first * ? or [."""
+    parts = path.split("/")
+    fixed = list(itertools.takewhile(lambda part: not has_magic(part), parts[:-1]))
+    return "/".join(fixed) or path[: path.startswith("/")]
 
-    Patterns are those of the standard library: fsspec's do not enter folders that are linked.
-    Raises ConfigError.
+
+def _on_disk(data: Data, where: str) -> Match:
+    """Return the file, the files of the folder, or those that match the pattern at `data.path`.
+
+    Patterns are those of the standard library: fsspec's do not enter folders that are linked. The
+    files of the run itself are left out. Raises ConfigError.
     """
-    path = os.path.abspath(path)
-    if os.path.isdir(path):
-        files = _files_within(path)
-        return path, {file: os.path.getsize(file) for file in files if os.path.isfile(file)}
-    matching = [path] if os.path.isfile(path) else glob(path, recursive=True)
-    sizes = {file: os.path.getsize(file) for file in matching if os.path.isfile(file)}
-    if not sizes and os.path.exists(path):
+    path = os.path.abspath(data.path)
+    is_folder = os.path.isdir(path)
+    is_pattern = not is_folder and not os.path.isfile(path)
+    found: Iterable[str] = [path]
+    if is_folder:
+        found = _files_within(path)
+    elif is_pattern:
+        found = glob(path, recursive=True)
+    folder = path if is_folder else _fixed_part(path)
+    if is_folder or is_pattern:
+        found = _without_run(found, folder, data, where)
+    sizes = {file: os.path.getsize(file) for file in found if os.path.isfile(file)}
+    if not sizes and not is_folder and os.path.exists(path):
         raise ConfigError(
             f"{where} is {kind_of_file(path)}, not a file that can be read again; {_FIX}"
         )
-    if not sizes:
+    if not sizes and not is_folder:
         raise ConfigError(f"{where}: no such file, and no file matches; {_FIX}")
-    return None, sizes
+    names = {file: os.path.relpath(file, folder).replace(os.sep, "/") for file in sizes}
+    return Match(sizes, names, is_folder)
 
 
-def _at_url(url: str, where: str) -> tuple[str | None, dict[str, int]]:
+def _without_run(files: Iterable[str], folder: str, data: Data, where: str) -> list[str]:
+    """Return the files that are not in the run's own folder.
+
+    folder: the one that the files are in. Raises ConfigError if it is the run's own.
+    """
+    found = list(files)
+    if not data.run_folder:
+        return found
+    run_folder = os.path.realpath(data.run_folder)
+    corpus = os.path.realpath(folder)
+    if corpus != run_folder and Path(corpus).is_relative_to(run_folder):
+        return found  # the corpus is in a folder of its own within that of the run
+    if corpus == run_folder:
+        pattern = "*" if os.path.isdir(data.path) else os.path.basename(data.path)
+        if any(fnmatch(name, pattern) for name in WRITTEN_BY_RUN):
+            raise ConfigError(
+                f"{where}: the run itself writes {' and '.join(WRITTEN_BY_RUN)} to this folder,"
+                f' since job.dump_folder = "{data.run_folder}"; use another folder for the run'
+            )
+        return found
+    folders = {os.path.dirname(file) for file in found}
+    own = {each for each in folders if Path(os.path.realpath(each)).is_relative_to(run_folder)}
+    documents = [file for file in found if os.path.dirname(file) not in own]
+    if len(documents) < len(found):
+        logger.info(
+            f"{where}: {len(found) - len(documents)} files of the run itself (job.dump_folder) are"
+            " left out"
+        )
+    return documents
+
+
+def _at_url(url: str, where: str) -> Match:
     """Return what `_on_disk` returns, for a URL of fsspec. Raises ConfigError."""
     _, *containers = url.split("::")  # those of zip://a.txt::corpus.zip
 
@@ -143,10 +203,13 @@ def _at_url(url: str, where: str) -> tuple[str | None, dict[str, int]]:
         entries = fs.find(path, detail=True) if is_folder else fs.glob(path, detail=True)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"{where} cannot be read ({_one_line(error)}); {_FIX}") from error
-    sizes = {full(name): info["size"] for name, info in entries.items() if info["type"] == "file"}
-    if not sizes:
+    found = {name: info["size"] for name, info in entries.items() if info["type"] == "file"}
+    if not found:
         raise ConfigError(f"{where}: no file matches; {_FIX}")
-    return fs.unstrip_protocol(path) if is_folder else None, sizes
+    folder = path if is_folder else _fixed_part(path)
+    sizes = {full(name): size for name, size in found.items()}
+    names = {full(name): posixpath.relpath(name, folder or ".") for name in found}
+    return Match(sizes, names, is_folder)
 
 
 def kind_of_file(path: str | os.PathLike) -> str:

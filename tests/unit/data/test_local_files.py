@@ -1,0 +1,139 @@
+"""Which files are a corpus, and their names: by these documents are held out."""
+
+import itertools
+import json
+import os
+from itertools import islice
+
+import pytest
+
+from titan_lite.config import ConfigError, Data, load_config
+from titan_lite.data.documents import build_source, check_data, fingerprint
+from titan_lite.data.files import local_files
+
+
+def local(path, **more):
+    return Data(dataset="local", path=str(path), **{"shuffle": False, **more})
+
+
+def write_jsonl(path, texts):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def names(data):
+    return [file.name for file in local_files(data)]
+
+
+def split_of(path):
+    """Return (training, held-out documents) of one epoch."""
+    sets = []
+    for split in ("train", "validation"):
+        source = build_source(local(path, validation_fraction=0.2), split=split, seed=0)
+        documents = itertools.takewhile(
+            lambda document, source=source: source.epoch(document[0]) == 0,
+            source.documents(0, lambda ordinal: True),
+        )
+        sets.append({text for _, text in documents})
+    return sets
+
+
+@pytest.mark.parametrize("pattern", ["*/*.jsonl", "**/*.jsonl", "20*/[a-z].jsonl", ""])
+def test_no_document_changes_its_split_when_folders_are_added(pattern, tmp_path):
+    write_jsonl(tmp_path / "2023/a.jsonl", [f"2023 {number}" for number in range(200)])
+    train, held_out = split_of(tmp_path / pattern)
+    assert len(train) + len(held_out) == 200
+    write_jsonl(tmp_path / "2024/a.jsonl", [f"2024 {number}" for number in range(200)])
+    write_jsonl(tmp_path / "2023/b.jsonl", [f"b {number}" for number in range(200)])
+    more_train, more_held_out = split_of(tmp_path / pattern)
+    assert not train & more_held_out
+    assert not held_out & more_train
+    assert len(more_held_out) > len(held_out)
+
+
+def test_the_split_at_a_url_does_not_change_when_folders_are_added():
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    try:
+        memory.pipe("/split/2023/a.txt", b"one")
+        assert names(local("memory://split/*/*.txt")) == ["2023/a.txt"]
+        memory.pipe("/split/2024/a.txt", b"two")
+        assert names(local("memory://split/*/*.txt")) == ["2023/a.txt", "2024/a.txt"]
+        assert names(local("memory://*/2024/a.txt")) == ["split/2024/a.txt"]
+    finally:
+        memory.rm("/split", recursive=True)
+
+
+def test_names_do_not_depend_on_how_a_path_is_written(tmp_path, monkeypatch):
+    for name in ("corpus/2023/a.jsonl", "corpus/2023/part/b.jsonl"):
+        write_jsonl(tmp_path / name, [name])
+    (tmp_path / "link").symlink_to(tmp_path / "corpus", target_is_directory=True)
+    monkeypatch.chdir(tmp_path)
+    for path in ("corpus", "corpus/", "./corpus", str(tmp_path / "corpus"), "x/../corpus", "link"):
+        for end in ("", "/**/*.jsonl", "//**/*.jsonl", "/*/../*/**/*.jsonl"):
+            assert names(local(path + end)) == ["2023/a.jsonl", "2023/part/b.jsonl"], path + end
+    assert names(local("corpus/2023/a.jsonl")) == ["a.jsonl"]
+    assert names(local("corpus/2023/*.jsonl")) == ["a.jsonl"]
+    assert names(local("*/2023/*.jsonl")) == ["corpus/2023/a.jsonl", "link/2023/a.jsonl"]
+
+
+# The folder of the run inside of the corpus
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A corpus with the folder of a run in it."""
+    write_jsonl(tmp_path / "corpus/a.jsonl", ["one", "two"])
+    write_jsonl(tmp_path / "corpus/part/b.jsonl", ["three"])
+    return tmp_path / "corpus"
+
+
+def with_run(path, run_folder):
+    recipe = load_config(
+        "debug_model",
+        [f"--data.path={path}", "--data.dataset=local", f"--job.dump_folder={run_folder}"],
+    )
+    return recipe.data
+
+
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "", "*/*.jsonl"])
+@pytest.mark.parametrize("run", ["run", "part/run", "../link/run"])
+def test_what_the_run_writes_is_not_its_data(pattern, run, corpus, tmp_path):
+    (tmp_path / "link").symlink_to(corpus, target_is_directory=True)
+    data = with_run(corpus / pattern, corpus / run)
+    before = names(data), fingerprint(data)
+    for name in ("metrics.jsonl", "events.jsonl", "graphs/0/a.jsonl", "checkpoint/step-1/x.json"):
+        write_jsonl(corpus / run / name, ["not a document"])
+    assert (names(data), fingerprint(data)) == before
+    check_data(data)
+    assert [text for _, text in islice(texts(data), 3)]
+
+
+def texts(data):
+    return build_source(data.replace(validation_fraction=0.0), split="train", seed=0).documents(
+        0, lambda ordinal: True
+    )
+
+
+def test_the_run_folder_is_left_out_of_every_source_of_a_mixture(corpus):
+    write_jsonl(corpus / "run/metrics.jsonl", ["not a document"])
+    sources = f'[{{dataset = "local", path = "{corpus}/**/*.jsonl"}}, {{weight = 2}}]'
+    recipe = load_config(
+        "debug_model", ["--data.sources", sources, f"--job.dump_folder={corpus}/run"]
+    )
+    (_, part), _ = recipe.data.mixture()
+    assert names(part) == ["a.jsonl", "part/b.jsonl"]
+
+
+def test_a_corpus_within_the_folder_of_the_run_is_one(corpus, tmp_path):
+    assert names(with_run(corpus, tmp_path)) == ["a.jsonl", "part/b.jsonl"]
+    assert names(with_run(corpus / "a.jsonl", corpus)) == ["a.jsonl"]
+    assert names(with_run(corpus / "[ab].jsonl", corpus)) == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("pattern", ["", "*", "*.jsonl", "**/*.jsonl"])
+def test_the_folder_of_the_run_is_not_that_of_the_corpus(pattern, corpus):
+    with pytest.raises(ConfigError) as error:
+        check_data(with_run(corpus / pattern, corpus))
+    for part in ("data.path", "job.dump_folder", os.fspath(corpus), "metrics.jsonl"):
+        assert part in str(error.value)
