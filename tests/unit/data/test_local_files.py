@@ -123,6 +123,10 @@ def test_the_run_folder_is_left_out_of_every_source_of_a_mixture(corpus):
     )
     (_, part), _ = recipe.data.mixture()
     assert names(part) == ["a.jsonl", "part/b.jsonl"]
+    recipe = load_config(
+        "debug_model", [f"--validation.path={corpus}", f"--job.dump_folder={corpus}/run"]
+    )
+    assert names(recipe.validation_data) == ["a.jsonl", "part/b.jsonl"]
 
 
 def test_a_corpus_within_the_folder_of_the_run_is_one(corpus, tmp_path):
