@@ -169,7 +169,7 @@ class GarbageCollection(Hook):
 
 
 class DataPreflight(Hook):
-    """Check the first batch, and the first loss of a new model."""
+    """Check the first batch, and the first loss."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         if not trainer.is_finished:
@@ -181,8 +181,9 @@ class DataPreflight(Hook):
             )
 
     def on_metrics(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        if metrics.step == 1 and not trainer.config.checkpoint.initial_load_path:
-            check_first_loss(metrics.loss, trainer.layout.model.vocab_size)
+        if metrics.step == 1:
+            is_trained = bool(trainer.config.checkpoint.initial_load_path)
+            check_first_loss(metrics.loss, trainer.layout.model.vocab_size, is_trained)
 
 
 class CompareReplicas(Hook):

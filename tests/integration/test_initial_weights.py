@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from commands import train
+from pages import PAGES, blocks
 from safetensors.torch import load_file
 from tiny import DEBUG, DEBUG_TOKENIZER, SMALL, every, steps
 
@@ -15,6 +16,7 @@ from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config import ConfigError, load_config
 from titan_lite.data.loader import build_loader
 from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.data.tokenizer_json import to_json
 from titan_lite.distributed.layout import Layout
 from titan_lite.machine_rules import check_machine
 from titan_lite.metrics.writer import read_metrics
@@ -48,11 +50,11 @@ def folder(tmp_path_factory):
 
 
 @torch.no_grad()
-def their_losses(folder):
+def their_losses(folder, config=None):
     """Return the losses of transformers on the first global batch of training and of validation."""
     import transformers
 
-    config = load_config(DEBUG, OPTIONS)
+    config = config or load_config(DEBUG, OPTIONS)
     model, losses = transformers.AutoModelForCausalLM.from_pretrained(folder), []
     for split in ("train", "validation"):
         loader = build_loader(
@@ -123,6 +125,62 @@ def test_a_run_goes_on_from_transformers_weights_and_transformers_from_the_runs(
         texts.append(capsys.readouterr().out)
     assert texts[0].startswith("import ")
     assert texts == texts[:1] * 3
+
+
+def test_a_recipe_of_the_pages_goes_on_from_weights(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (block,) = blocks(PAGES["docs/llama3.md"], "toml")
+    recipe = tmp_path / "train_configs/mine.toml"
+    recipe.parent.mkdir()
+    recipe.write_text(f'extends = "{DEBUG}"\n{block}')
+    weights = tmp_path / "Llama-3.1-8B"
+    # shape, rotary settings and norm of no flavor
+    theirs = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=2048,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-3,
+        initializer_range=0.2,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 20_000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 3.0,
+            "original_max_position_embeddings": 16,
+        },
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(theirs).save_pretrained(weights)
+    tokenizer = weights / "tokenizer.json"
+    tokenizer.write_text(json.dumps(to_json(load_tokenizer(DEBUG_TOKENIZER))))
+    (tmp_path / "books").mkdir()
+    lines = [
+        json.dumps({"text": f"Chapter {n}. It was the best of times. " * 9}) for n in range(99)
+    ]
+    (tmp_path / "books/one.jsonl").write_text("\n".join(lines))
+
+    run = tmp_path / "run"
+    result = train(2, recipe, run, *OPTIONS)
+    assert result.returncode == 0
+    metrics = read_metrics(run / "metrics.jsonl")
+    config = load_config(recipe, OPTIONS)
+    assert config.model.tokenizer_path == str(tokenizer)
+    assert [metrics[1]["loss"], metrics[0]["validation_loss"]] == pytest.approx(
+        their_losses(weights, config), rel=1e-5
+    )
+    # What is resolved is in config.toml, with which the run goes on.
+    assert load_config(run / "config.toml").model == config.model
+    assert train(2, run / "config.toml", run, *OPTIONS, *steps(2)).returncode == 0
+    assert convert.main([str(run), str(tmp_path / "exported")]) == 0
+    assert (tmp_path / "exported/tokenizer.json").read_text() == tokenizer.read_text()
+    exported = transformers.AutoConfig.from_pretrained(tmp_path / "exported")
+    assert exported.rope_parameters == theirs.rope_parameters
+    assert exported.rms_norm_eps == 1e-3
 
 
 @pytest.mark.slow

@@ -104,8 +104,14 @@ HERE = {
     "python -m titan_lite convert outputs/debug_model exported": Run("exported"),
     "python -m titan_lite convert Llama-3.1-8B initial": Run("initial"),
     "python -m titan_lite convert outputs/debug_model theirs --to torchtitan": Run("theirs"),
-    "./run_train.sh --checkpoint.initial_load_path Llama-3.1-8B": Run(
-        "Llama-3.1-8B", f"{SHORT} --training.steps 1 --job.dump_folder outputs/from_weights"
+    'python -m titan_lite generate Llama-3.1-8B --prompt "The quick brown fox"': Run(
+        "The quick brown fox", "--max-new-tokens 5"
+    ),
+    "python -m titan_lite convert outputs/llama3_8b exported": Run(
+        "exported", instead={" exported": " exported_8b"}
+    ),
+    "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --checkpoint.initial_load_path Llama-3.1-8B": Run(
+        "Llama-3.1-8B, a Hugging Face folder", f"{ONE_STEP} --job.dump_folder outputs/from_weights"
     ),
     'python -m titan_lite generate outputs/debug_model --prompt "def main("': Run(
         "def main(", "--max-new-tokens 5"

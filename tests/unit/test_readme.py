@@ -1,15 +1,19 @@
 """README.md and docs/: names and links exist, and parts written from the sources are up to date."""
 
 import importlib.util
+import json
 import os
 import re
 
 import pytest
+import torch
 from pages import ALL, PAGES, README, ROOT, anchor, anchors, blocks, links
 from tiny import DEBUG
 
 from titan_lite.config import KEYS, load_config
 from titan_lite.distributed.layout import Layout
+from titan_lite.models.huggingface import config_to_hf
+from titan_lite.models.shapes import FLAVORS
 
 
 def test_every_test_and_file_that_a_page_names_is_there():
@@ -32,7 +36,7 @@ def test_every_key_that_a_page_names_is_one():
     named = {
         f"{section}.{name}"
         for section, name in words
-        if section in sections and name not in ("json", "jsonl", "py")
+        if section in sections and name not in ("json", "jsonl", "py", "safetensors")
     }
     assert len(named) > 40
     assert named <= KEYS.keys()
@@ -63,6 +67,7 @@ TRAINED = {
         "test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_sources"
     ),
     "global_batch_ramp": "test_a_ramp_takes_the_same_windows_on_any_ranks_with_any_workers",
+    "from_weights": "test_a_recipe_of_the_pages_goes_on_from_weights",
 }
 
 
@@ -72,11 +77,16 @@ def test_every_part_of_a_recipe_that_a_page_shows_is_one_and_is_trained_by_a_tes
         path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
     )
     assert len(shown) == len(TRAINED)
+    weights = tmp_path / "Llama-3.1-8B"  # of which the recipe has the model
+    weights.mkdir()
+    (weights / "config.json").write_text(json.dumps(config_to_hf(FLAVORS["8B"], torch.bfloat16)))
     for block in shown:
         (test,) = (test for line, test in TRAINED.items() if line in block)
         assert f"def {test}(" in sources
-        (tmp_path / "part.toml").write_text(f'extends = "{DEBUG}"\n{block}')
-        Layout.from_config(load_config(tmp_path / "part.toml"), world_size=2)
+        recipe = tmp_path / "recipes/part.toml"
+        recipe.parent.mkdir(exist_ok=True)
+        recipe.write_text(f'extends = "{DEBUG}"\n{block}')
+        Layout.from_config(load_config(recipe), world_size=2)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Check the first batch and the first loss, to find wrong data, tokenizers or weights early.
 
 check_first_batch(loader.peek(), tokenizer, vocab_size, dp_rank)    # a collective, before step 1
-check_first_loss(loss, vocab_size)                                  # after step 1 of a new model
+check_first_loss(loss, vocab_size, is_trained=False)                # after step 1
 """
 
 import math
@@ -75,10 +75,19 @@ def check_batches(batches: Sequence[BatchSummary], vocab_size: int) -> None:
             )
 
 
-def check_first_loss(loss: float, vocab_size: int) -> None:
-    """Warn if the first loss of a new model is far from that of guessing, ln(vocab_size)."""
+def check_first_loss(loss: float, vocab_size: int, is_trained: bool) -> None:
+    """Warn if the first loss of a new model is far from that of guessing, ln(vocab_size), or if
+    that of initial weights (is_trained) is not far below it.
+    """
     expected = math.log(vocab_size)
-    if not abs(loss - expected) <= LOSS_TOLERANCE * expected:  # also true for nan
+    if is_trained:
+        if not loss < (1 - LOSS_TOLERANCE) * expected:
+            logger.warning(
+                f"the first loss is {loss:.2f}, not far below ln({vocab_size}) = {expected:.2f},"
+                " that of an untrained model: the weights of checkpoint.initial_load_path, the tokenizer"
+                " and the documents may not belong together"
+            )
+    elif not abs(loss - expected) <= LOSS_TOLERANCE * expected:  # also true for nan
         logger.warning(
             f"the first loss is {loss:.2f}, far from ln({vocab_size}) = {expected:.2f}, that of an"
             " untrained model: initial weights, tokenizer or labels may be wrong"

@@ -109,6 +109,15 @@ def test_hashes_tell_batches_apart(other_rank, monkeypatch, same):
     ],
 )
 def test_a_first_loss_far_from_that_of_guessing_is_told(loss, far, caplog):
-    preflight.check_first_loss(loss, 2048)
+    preflight.check_first_loss(loss, 2048, is_trained=False)
     assert bool(caplog.records) == far
     assert not far or f"the first loss is {loss:.2f}, far from ln(2048) = 7.62" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("loss", "far"), [(2.0, False), (6.0, False), (7.6, True), (11.0, True), (math.nan, True)]
+)
+def test_a_first_loss_of_initial_weights_that_is_no_better_than_guessing_is_told(loss, far, caplog):
+    preflight.check_first_loss(loss, 2048, is_trained=True)
+    words = f"the first loss is {loss:.2f}, not far below ln(2048) = 7.62, that of an untrained"
+    assert (words in caplog.text) == bool(caplog.records) == far
