@@ -84,8 +84,8 @@ def check_first_loss(loss: float, vocab_size: int, is_trained: bool) -> None:
         if not loss < (1 - LOSS_TOLERANCE) * expected:
             logger.warning(
                 f"the first loss is {loss:.2f}, not far below ln({vocab_size}) = {expected:.2f},"
-                " that of an untrained model: the weights of checkpoint.initial_load_path, the tokenizer"
-                " and the documents may not belong together"
+                " that of an untrained model: the weights of checkpoint.initial_load_path, the"
+                " tokenizer and the documents may not belong together"
             )
     elif not abs(loss - expected) <= LOSS_TOLERANCE * expected:  # also true for nan
         logger.warning(

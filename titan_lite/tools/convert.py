@@ -96,36 +96,33 @@ def write_torchtitan(
 
 
 class Rounding:
-    """The rounding of tensors to the dtype that is written, which loses no weight unsaid."""
+    """The rounding of tensors to the dtype that is written, with a count of what it makes 0."""
 
     def __init__(self) -> None:
-        self.vanished = 0  # numbers that were not 0, and are
-        self.dtype = torch.float32  # that these have
+        self.vanished = 0  # numbers that were not 0
+        self.dtype = torch.float32  # in which they are
 
     def apply(self, fqn: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the tensor in `dtype`. Raises ConfigError if that has not its numbers."""
+        """Return the tensor in `dtype`. Raises ConfigError if that does not have its numbers."""
         finite = tensor.isfinite()
-        strange = tensor.numel() - int(finite.sum())
-        if strange:
-            logger.warning(f"{fqn}: {strange:,} of {tensor.numel():,} numbers are NaN or infinite")
-        rounded = tensor.to(dtype)
+        others = tensor.numel() - int(finite.sum())
+        if others:
+            logger.warning(f"{fqn}: {others:,} of {tensor.numel():,} numbers are NaN or infinite")
         if dtype == tensor.dtype:
-            return rounded
+            return tensor
+        rounded = tensor.to(dtype)
         overflows = int((finite & ~rounded.isfinite()).sum())
-        if overflows:
-            raise ConfigError(
-                f"--dtype {_name(dtype)}: {fqn}: {overflows:,} of {tensor.numel():,} numbers are"
-                f" above its largest, {torch.finfo(dtype).max:g}, and would be infinite; use"
-                f" --dtype {'bfloat16' if dtype == torch.float16 else _name(tensor.dtype)}"
-            )
         nonzero = tensor != 0
         vanished = int((nonzero & (rounded == 0)).sum())
-        if vanished and vanished == int(nonzero.sum()):
-            raise ConfigError(
-                f"--dtype {_name(dtype)}: {fqn}: all of its {vanished:,} numbers that are not 0"
-                " are below its smallest, and would be 0; use --dtype"
-                f" {'bfloat16' if dtype == torch.float16 else _name(tensor.dtype)}"
-            )
+        why = ""
+        if overflows:
+            largest = torch.finfo(dtype).max
+            why = f"{overflows:,} of {tensor.numel():,} numbers are above its largest, {largest:g}"
+        elif vanished and vanished == int(nonzero.sum()):
+            why = f"all {vanished:,} numbers that are not 0 are too small for it"
+        if why:
+            instead = "bfloat16" if dtype == torch.float16 else _name(tensor.dtype)
+            raise ConfigError(f"--dtype {_name(dtype)}: {fqn}: {why}; use --dtype {instead}")
         self.vanished += vanished
         self.dtype = dtype
         return rounded
