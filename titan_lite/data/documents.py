@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
 from titan_lite.data.corpora import BYTES_PER_DOCUMENT, Corpus, Document, Split, open_corpus
 from titan_lite.data.files import Piece, local_files, local_pieces, read_piece, text_of
+from titan_lite.data.prepared import NAME as PREPARED
 from titan_lite.data.prepared import (
     PreparedCorpus,
     PreparedDocuments,
@@ -255,6 +257,11 @@ def check_data(data: Data) -> None:
 
 
 def _check_local(data: Data, policy: BadDocumentPolicy) -> None:
+    if Path(data.path, PREPARED).is_file():
+        raise ConfigError(
+            f'{data.key("path")} = "{data.path}" was written by `titan-lite prepare`; use'
+            f' {data.key("dataset")} = "prepared"'
+        )
     pieces = local_pieces(data)
     if not any(True for piece in pieces for _ in read_piece(piece, data)):
         raise ConfigError(

@@ -395,3 +395,28 @@ def test_a_changed_source_file_is_another_program(monkeypatch, tmp_path):
     with (package / "optim/adamw.py").open("a") as file:
         file.write("# one line\n")
     assert source_digest.__wrapped__() != here
+
+
+def test_other_documents_to_validate_on_are_told_and_change_no_training():
+    path = "--validation.path=/v.jsonl"
+    found = differences(path, was=(path,), validation_documents="e" * 64)
+    assert found == []  # the step does not know its own
+    changes = compare(
+        saved(path, validation_documents="d" * 64), identity(path, validation_documents="e" * 64)
+    )
+    (change,) = changes.changes
+    assert change.effect is Effect.NOTED
+    assert change.text == "SHA-256 of the documents of [validation]: eeeeeeeeeeee, was dddddddddddd"
+    assert not changes.restarts_data
+
+
+def test_a_validation_set_of_ones_own_may_be_added_if_as_many_documents_stay_held_out():
+    path = "--validation.path=/v.jsonl"
+    refused = compare(saved(), identity(path))
+    with pytest.raises(
+        ConfigError, match=r"data.validation_fraction = 0.0, was 0.05; use the old value, or"
+    ):
+        refused.refuse_unless_accepted(Checkpoint())
+    kept = compare(saved(), identity(path, "--data.validation_fraction=0.05"))
+    kept.refuse_unless_accepted(Checkpoint())
+    assert not kept.restarts_data

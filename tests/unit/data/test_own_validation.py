@@ -6,8 +6,8 @@ import pytest
 from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.checkpoint.identity import run_identity
-from titan_lite.config import load_config
-from titan_lite.data.documents import build_source
+from titan_lite.config import ConfigError, load_config
+from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.loader import build_loader
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
@@ -122,6 +122,8 @@ def test_both_are_prepared_by_one_command(corpus, capsys):
     config = load_config(mine, ["--data.num_workers=0"])
     check_keys(config)
     check_inputs(config, Layout.from_config(config, 2))
+    with pytest.raises(ConfigError, match=r'was written by .*use validation.dataset = "prepared"'):
+        check_data(recipe(corpus, f"--validation.path={corpus}/p/validation").validation_data)
     assert config.data.path == str(corpus / "p/train")
     assert config.validation.path == str(corpus / "p/validation")
     assert documents(config.data, "train") == list(range(40))
