@@ -1,6 +1,6 @@
 """Encode text with a tokenizer.json so that no text has the id of a special token.
 
-    encoder = text_encoder(tokenizer, content, special=("<s>", "</s>"))
+    encoder = text_encoder(tokenizer, content, special={"<s>": 1, "</s>": 2})
     encoder.encode_batch_fast(["</s>"], add_special_tokens=False)[0].ids      # of "</", "s", ">"
 
 `encode_special_tokens` of the package `tokenizers` only ends the search for added tokens. The model
@@ -12,7 +12,7 @@ these entries have other names, that no text has. Ids are the same.
 import json
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
@@ -23,21 +23,24 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")  # a piece for a byte of text, which a file
 
 
 def text_encoder(
-    tokenizer: tokenizers.Tokenizer, content: str, special: Iterable[str]
+    tokenizer: tokenizers.Tokenizer, content: str, special: Mapping[str, int]
 ) -> tokenizers.Tokenizer:
-    """Return a tokenizer whose ids of a text are never those of the tokens named in `special`.
+    """Return a tokenizer whose ids of a text are never special ones.
 
-    It is `tokenizer` itself if its model has none of their names. content: of the file that
-    `tokenizer` was read from. An unknown word or character still has the id of the model's unknown
-    token. Raises ValueError if the file is not understood.
+    It is `tokenizer` itself if its model has none of them. content: of the file that `tokenizer`
+    was read from; special: ids by name. An unknown word or character still has the id of the
+    model's unknown token. Raises ValueError if the file is not understood.
     """
+    ids = set(special.values())
     in_model = tokenizer.get_vocab(with_added_tokens=False)
+    hidden = {piece for piece, id in in_model.items() if id in ids or piece in special}
     added = tokenizer.get_added_tokens_decoder().values()
     skipped = {token.content for token in added if token.special}
     encoder = tokenizer
-    if any(name in in_model or name not in skipped for name in special):
+    if hidden or not special.keys() <= skipped:
+        hidden = {name for name in hidden | special.keys() if not BYTE.fullmatch(name)}
         # random, so that not even a text that was made for it has one
-        names = {name: uuid.uuid4().hex for name in special if not BYTE.fullmatch(name)}
+        names = {name: uuid.uuid4().hex for name in hidden}
         encoder = tokenizers.Tokenizer.from_str(json.dumps(_renamed(json.loads(content), names)))
         for name, other in names.items():
             if encoder.token_to_id(other) != tokenizer.token_to_id(name):

@@ -78,12 +78,22 @@ def with_affixes():
     return tokenizer
 
 
+def two_names():
+    """The id of a special token has a second name in the vocabulary."""
+    vocab = {name: id for id, name in enumerate([*SPECIAL, "the", "cat"])} | {"x</s>y": 2}
+    tokenizer = Tokenizer(models.WordLevel(vocab, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(added())
+    return tokenizer
+
+
 KINDS = {
     "Unigram": unigram(),
     "Unigram with bytes": unigram(byte_fallback=True),
     "Unigram, normalized": normalized(unigram()),
     "Unigram with more added tokens": reordered(),
     "WordLevel": word_level(),
+    "WordLevel with two names for one": two_names(),
     "WordPiece": word_piece(),
     "BPE that ignores merges": split_at_spaces(bpe()),
     "BPE whose merges make them": bpe(ignore_merges=False, merged=True),

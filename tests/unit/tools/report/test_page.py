@@ -245,6 +245,19 @@ def test_the_sources_of_a_mixture_have_a_table_and_figures_of_their_own(run):
     assert "<h2>Sources</h2>" not in page([read_run(run("one"), "one")])
 
 
+def test_sources_of_validation_alone_have_rows_of_their_own(run):
+    """[[validation.sources]], beside one corpus to train on or several."""
+    validated = {"step": 10, "validation_loss_by_source/books": 2.25}
+    mixed = {"tokens_by_source/web": 700, "loss_by_source/web": 3.0}
+    for name, trained, expected in (
+        ("one", {}, ["books", "", "", "", "2.2500"]),
+        ("two", mixed, ["web", "700", "100.0%", "3.0000", "", "books", "", "", "", "2.2500"]),
+    ):
+        text = page([read_run(run(name, metrics=[row(10, **trained), validated]), name)])
+        table = text.partition("<h2>Sources</h2>")[2].partition("</table>")[0]
+        assert re.findall("<td[^>]*>(.*?)</td>", table) == expected
+
+
 def test_several_runs_show_where_their_recipes_differ(run):
     one = read_run(run("one", overrides=("--optimizer.lr", "0.001")), "one")
     two = read_run(run("two", overrides=("--optimizer.lr", "0.005", "--compile.enable")), "two")
