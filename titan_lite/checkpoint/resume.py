@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from titan_lite.checkpoint.identity import RunIdentity
 from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.state import NAME, SavedState
-from titan_lite.config import Checkpoint, ConfigError, is_unset
+from titan_lite.config import KEYS, Checkpoint, ConfigError, is_unset
 from titan_lite.manifest import fields_of
 
 
@@ -212,12 +212,18 @@ def _as_json(identity: RunIdentity) -> dict[str, Any]:
 
 def _changes_of_recipe(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
     for key, before, after in _differences(was, now):
+        if before is None and key in KEYS and after == _as_in_json(KEYS[key].default):
+            continue  # the step is older than the key
         effect = EFFECT_OF_KEY.get(key, Effect.NOTED)
         if not (_matters(key, was) or _matters(key, now)):
             effect = Effect.NOTED
         now_words = f"{key} is not set" if is_unset(key, after) else f"{key} = {_short(after)}"
         was_words = "not set" if is_unset(key, before) else _short(before)
         yield Change(effect, f"{now_words}, was {was_words}")
+
+
+def _as_in_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _matters(key: str, recipe: Mapping[str, Any]) -> bool:

@@ -385,13 +385,18 @@ def _unknown_words(unknown: Sequence[str]) -> Iterator[str]:
             yield f"{COMMAND_LINE}: '{written}' is not an option; {fix}"
 
 
+NAMES_OF_VALIDATION = ("val", "valid", "eval", "evaluation", "dev", "test")  # in other programs
+
+
 def nearest_key(key: str) -> str:
     """Return the end of a message about an unknown key: keys of that name, the nearest, or all."""
     section, _, name = key.partition(".")
+    if section in NAMES_OF_VALIDATION and name:
+        section = "validation"
     if section not in SECTIONS:
         return did_you_mean(key, KEYS if name else (), otherwise=nearest_section(section))
     known = SECTIONS[section].model_fields
-    if name == "dataset_path" and "path" in known:  # as torchtitan calls it
+    if name.endswith("path") and "path" in known:  # dataset_path in torchtitan
         return f"; did you mean {section}.path?"
     same_name = [known for known in KEYS if known.endswith(f".{name}")]
     # a key of [data] or [training] would change what is trained on, and not what is validated on
@@ -403,6 +408,8 @@ def nearest_key(key: str) -> str:
 
 def nearest_section(section: str) -> str:
     """Return the end of a message about an unknown section: a key of that name, or sections."""
+    if section in NAMES_OF_VALIDATION:
+        return "; did you mean validation?"
     same_name = [known for known in KEYS if known.endswith(f".{section}")]
     if same_name:
         return f"; {section} is a key: {' or '.join(same_name)}"

@@ -420,3 +420,12 @@ def test_a_validation_set_of_ones_own_may_be_added_if_as_many_documents_stay_hel
     kept = compare(saved(), identity(path, "--data.validation_fraction=0.05"))
     kept.refuse_unless_accepted(Checkpoint())
     assert not kept.restarts_data
+
+
+def test_a_key_that_the_step_is_older_than_is_no_change_at_its_default():
+    was = saved()
+    for name in ("split", "sources", "text_field"):
+        del was.identity.recipe["validation"][name]
+    assert compare(was, identity()).changes == ()
+    (change,) = compare(was, identity("--validation.split=test")).changes
+    assert change.text == 'validation.split = "test", was not set'

@@ -184,7 +184,7 @@ def test_turned_off_its_documents_are_not_read(corpus):
     ("option", "fix"),
     [
         ("dataset_path", "did you mean validation.path?"),
-        ("data_path", "did you mean validation."),
+        ("data_path", "did you mean validation.path?"),
         ("local_batch_size", "[validation] has enable"),
         ("num_workers", "[validation] has enable"),
         ("validation_fraction", "[validation] has enable"),
@@ -199,3 +199,15 @@ def test_a_key_that_it_lacks_is_never_one_of_what_is_trained_on(option, fix, tmp
         assert fix in str(error.value)
         assert "data." not in str(error.value).replace("[data.", "")
         assert "training." not in str(error.value)
+
+
+@pytest.mark.parametrize("section", ["val", "valid", "eval", "evaluation", "dev", "test"])
+def test_as_other_programs_call_it_it_is_named(section, tmp_path):
+    for name in ("path", "dataset", "dataset_path", "freq", "num_workers"):
+        (tmp_path / "r.toml").write_text(f'extends = "{DEBUG}"\n[{section}]\n{name} = 1\n')
+        for arguments in ((DEBUG, [f"--{section}.{name}=1"]), (tmp_path / "r.toml", [])):
+            with pytest.raises(ConfigError) as error:
+                load_config(*arguments)
+            message = str(error.value)
+            assert "did you mean validation" in message or "[validation] has" in message
+            assert "mean data." not in message
