@@ -250,6 +250,28 @@ def initial_weights_are_of_this_model(config: Config) -> Iterator[Mistake]:
         )
 
 
+@rule_of_keys
+def rotary_scaling_has_a_factor_and_two_bounds(config: Config) -> Iterator[Mistake]:
+    model = config.model
+    scaling = shape_of(model).rope_scaling
+    others = ("low_freq_factor", "high_freq_factor", "original_max_seq_len")
+    idle = [f"rope_scaling_{name}" for name in others if getattr(model, f"rope_scaling_{name}")]
+    if scaling is None and idle:
+        yield Mistake(
+            key="model.rope_scaling_factor",
+            value=model.rope_scaling_factor,
+            why=f"leaves the rotary frequencies as they are, so {', '.join(idle)} has no effect",
+            instead=f"a factor above 1, or remove {' and '.join(idle)}",
+        )
+    if scaling and scaling.high_freq_factor <= scaling.low_freq_factor:
+        yield Mistake(
+            key="model.rope_scaling_high_freq_factor",
+            value=scaling.high_freq_factor,
+            why=f"is not above rope_scaling_low_freq_factor = {scaling.low_freq_factor}",
+            instead=f"at least {2 * scaling.low_freq_factor}",
+        )
+
+
 def _initial_weights(config: Config) -> ModelOfWeights | None:
     """Return the model of the weights that a run starts with; None if it goes on from a step of its
     own, or from torchtitan's, whose tensors are compared when they are opened. Raises ConfigError.

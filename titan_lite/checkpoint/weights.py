@@ -10,6 +10,8 @@ Opening reads only names and shapes, and reports everything that does not fit at
 """
 
 import dataclasses
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -71,6 +73,10 @@ class _DcpFolder:
         _raise_faults(misfits(expected, {name: tensor.size for name, tensor in stored.items()}))
         self.dtypes = {fqn: stored[name].properties.dtype for fqn, name in self.names.items()}
 
+    def digest(self) -> str:
+        """Return a hash of the content: of samples of all files."""
+        return manifest.sampled_digest(self.folder.glob("*.distcp"))
+
     def read(self, fqn: str) -> Tensor:
         tensor = torch.empty(self.shapes[fqn], dtype=self.dtypes[fqn])
         self.read_into({fqn: tensor})
@@ -118,6 +124,9 @@ class CheckpointFolder(_DcpFolder):
         """
         names = sorted(self.files)[share::shares]
         manifest.check_bytes(self.folder, {name: self.files[name] for name in names})
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()
 
     def tokenizer_files(self) -> list[Path]:
         """Return the tokenizer that `convert` has put into the step, or that of the run's recipe if
@@ -288,6 +297,10 @@ class HuggingFaceFolder:
                         tokens[key] = content[key]
         return tokens
 
+    def digest(self) -> str:
+        """Return a hash of the content: of samples of the files that are read."""
+        return manifest.sampled_digest({tensor.file for tensor in self.stored.values()})
+
     def _open(self, name: str) -> Tensor:
         """Return a tensor mapped from its file: bytes are read on use, freed with the tensor."""
         with safe_open(self.stored[name].file, "pt") as file:
@@ -414,6 +427,14 @@ def load_initial(
         folders = " and ".join(dict.fromkeys(all_gather_objects(str(weights.folder))))
         raise ConfigError(
             f'{key} = "{path}": ranks see different newest steps in it, {folders}; use one of them'
+        )
+    digest = weights.digest()
+    if not all_equal(digest):  # each rank reads its part of every file
+        digests = all_gather_objects(digest)
+        others = [rank for rank, each in enumerate(digests) if each != digests[0]]
+        raise ConfigError(
+            f'{key} = "{path}": {len(others)} of {len(digests)} ranks, the first of them rank'
+            f" {others[0]}, find other weights there than rank 0; use the same files on all nodes"
         )
     load(weights, parameters, shard_of)
     dtypes = {str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()}

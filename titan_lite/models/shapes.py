@@ -112,7 +112,7 @@ def shape_words(model: Model) -> str:
             words.append(f"{name} = {_short(value)}")
         elif getattr(flavor, name) != value:
             words.append(f"{name} = {_short(value)} (not {_short(getattr(flavor, name))})")
-    name = model.flavor or "of its own"
+    name = model.flavor or "custom"
     return f"{name} with {', '.join(words)}" if words else name
 
 

@@ -595,6 +595,43 @@ def test_two_that_write_one_folder_do_not_touch_each_others_work(
 # Into a run
 
 
+def refusals_of_copies(folders):
+    """For every (folder of rank 0, of rank 1), which both call by one name, what this rank says."""
+    said = []
+    for by_rank in folders:
+        os.chdir(by_rank[dist.get_rank()])
+        parameters = {fqn: torch.zeros(shape) for fqn, shape in shapes(TINY).items()}
+        try:
+            load_initial("mine", TINY, parameters, lambda each: (each, (0,) * each.dim()))
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+@UNTIED_ONLY
+def test_nodes_with_other_weights_at_one_path_are_refused(step, folder, tmp_path):
+    config = dataclasses.replace(TINY)
+    other = Given(config)
+    other.parameters = {fqn: each.detach() + 1 for fqn, each in other.parameters.items()}
+    folders = []
+    for kind, write, first_folder in (("hf", write_hf, folder), ("step", write_step, step)):
+        for name in ("a", "b", "c"):
+            (tmp_path / kind / name).mkdir(parents=True)
+        shutil.copytree(first_folder, tmp_path / kind / "a/mine")
+        shutil.copytree(first_folder, tmp_path / kind / "b/mine")
+        arguments = {"shard_bytes": 40e3} if kind == "hf" else {}
+        write(tmp_path / kind / "c/mine", other, **arguments)
+        folders += [(tmp_path / kind / "a", tmp_path / kind / name) for name in ("b", "c")]
+    for said in run_ranks(2, refusals_of_copies, folders):
+        for copy, changed in (said[:2], said[2:]):
+            assert copy == ""
+            assert changed == (
+                'checkpoint.initial_load_path = "mine": 1 of 2 ranks, the first of them rank 1,'
+                " find other weights there than rank 0; use the same files on all nodes"
+            )
+
+
 def initial_weights(paths):
     """For every (path of rank 0, path of rank 1) what this rank then has, or says."""
     found = []

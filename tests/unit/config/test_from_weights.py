@@ -309,6 +309,27 @@ def test_rotary_settings_that_are_not_ours_are_refused(change, words):
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["--model.rope_scaling_low_freq_factor=2"],
+            "model.rope_scaling_factor = 0.0 leaves the rotary frequencies as they are, so"
+            " rope_scaling_low_freq_factor has no effect",
+        ),
+        (
+            ["--model.rope_scaling_low_freq_factor=4", "--model.rope_scaling_factor=8"],
+            "model.rope_scaling_high_freq_factor = 4.0 is not above rope_scaling_low_freq_factor ="
+            " 4.0; use at least 8.0",
+        ),
+    ],
+)
+def test_scaling_that_is_none_is_told(options, words):
+    with pytest.raises(ConfigError) as error:
+        check_keys(load_config(DEBUG, options))
+    assert words in str(error.value)
+
+
 def test_a_null_is_as_absent_where_transformers_has_it_so():
     found = keys_of_config_json({**JSON, "num_key_value_heads": None, "head_dim": None})
     assert found["n_kv_heads"] == 4

@@ -14,6 +14,7 @@ from titan_lite.checkpoint.identity import run_identity
 from titan_lite.checkpoint.resume import compare
 from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import KEYS, Config, ConfigError, Model, load_config
+from titan_lite.config.from_weights import keys_of_shape
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import start_lines
@@ -64,12 +65,32 @@ def test_scaling_keeps_what_the_flavor_says_beside_its_factor_and_1_takes_it_awa
     assert not shape_of(Model(flavor="1B", tied_embeddings="no")).tied_embeddings
 
 
+def test_every_field_of_scaling_has_a_key():
+    names = [field.name for field in dataclasses.fields(RopeScaling)]
+    values = dict(zip(names, (16.0, 2.0, 8.0, 4096), strict=True))
+    keys = {f"rope_scaling_{name}": value for name, value in values.items()}
+    assert shape_of(Model(**keys)).rope_scaling == RopeScaling(**values)
+    for name, value in values.items():
+        changed = shape_of(Model(flavor="8B", **{f"rope_scaling_{name}": value})).rope_scaling
+        assert changed == dataclasses.replace(FLAVORS["8B"].rope_scaling, **{name: value})
+    assert shape_words(Model(**keys)) == (
+        "debug with rope_scaling = 16x with 2.0, 8.0, 4096 (not None)"
+    )
+
+
+def test_a_shape_by_keys_has_the_name_of_the_flavor_that_it_is():
+    keys = keys_of_shape(dataclasses.asdict(FLAVORS["1B"]))
+    assert shape_words(Model(flavor="", **keys)) == "1B"
+    assert shape_words(Model(flavor="", **keys | {"max_seq_len": 8192})) == "1B"
+    assert shape_words(Model(flavor="", **keys | {"dim": 4096})).startswith("custom with dim")
+
+
 def test_a_shape_without_a_flavor():
     assert shape_of(OWN) == ModelConfig(96, 3, 6, 6, 128, 2048)
     assert shape_of(OWN.replace(n_kv_heads=2, tied_embeddings="yes")).n_kv_heads == 2
     assert (
         shape_words(OWN)
-        == "of its own with dim = 96, n_layers = 3, n_heads = 6, hidden_dim = 128, vocab_size ="
+        == "custom with dim = 96, n_layers = 3, n_heads = 6, hidden_dim = 128, vocab_size ="
         " 2048"
     )
 
