@@ -2,13 +2,21 @@
 and not one other number.
 """
 
+import gc
+import weakref
+from unittest import mock
+
 import pytest
 import torch
 from parity import assert_same, batch, build, counted, gradients, make_mesh, my_microbatches
 from ranks import run_ranks
-from tiny import TIED, UNTIED
+from tiny import HEADS, TIED, UNTIED
 
-from titan_lite.models.loss import cross_entropy_sum
+from titan_lite.config import Float8
+from titan_lite.distributed.prefetch import PrefetchGatherer
+from titan_lite.distributed.tensor_parallel import axis_of
+from titan_lite.models.llama3 import ModelConfig
+from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 
 EAGER, APART = dict(), dict(compiled="aot_eager")
 BUCKETS = dict(compiled="aot_eager", bucketing="block")
@@ -17,8 +25,8 @@ FULL, SELECTIVE = dict(checkpointing="full"), dict(checkpointing="selective")
 # kept -> gathers in backward, one a parameter: nine a layer, norm and output, and not the
 # embedding, which backward does not need
 AGAIN = {(): 20, ("norm", "output"): 18, ("layers.1", "norm"): 10, ("layers", "norm", "output"): 0}
+AGAIN_WITH_EMBEDDING = {kept: again + 1 for kept, again in AGAIN.items()}  # its result is dropped
 AGAIN_TIED = {(): 20, ("output",): 19, ("tok_embeddings",): 19, ("norm", "output"): 18}
-AGAIN_RECOMPUTED = {(): 20, ("layers.1", "norm"): 19}  # what is recomputed is read again
 # in buckets: one a layer, the last with the norm, and the output's; a bucket is gathered for any of
 # its weights
 AGAIN_IN_BUCKETS = dict(zip(AGAIN, (3, 2, 2, 0), strict=True))
@@ -28,21 +36,24 @@ AGAIN_IN_EAGER_MODE = {
     ("layers.0.attention", "layers.1.ffn_norm.weight"): 3,
 }
 TIED_IN_BUCKETS = {(): 3, ("output",): 2, ("tok_embeddings",): 2, ("norm", "output"): 2}
-RECOMPUTED_IN_BUCKETS = {(): 3, ("layers.1", "norm"): 3}
+BUDGET = dict(checkpointing="memory_budget")
 CASES = {  # model, options, gathers in forward, in backward by what is kept
     "eager": (UNTIED, EAGER, 4, AGAIN_IN_EAGER_MODE),
     "eager, tied": (TIED, EAGER, 4, TIED_IN_BUCKETS),
-    "eager, full checkpointing": (UNTIED, FULL, 4, RECOMPUTED_IN_BUCKETS),
-    "eager, selective checkpointing": (UNTIED, SELECTIVE, 4, RECOMPUTED_IN_BUCKETS),
+    "eager, full checkpointing": (UNTIED, FULL, 4, AGAIN_IN_BUCKETS),
+    "eager, selective checkpointing": (UNTIED, SELECTIVE, 4, AGAIN_IN_BUCKETS),
     "aot_eager": (UNTIED, APART, 21, AGAIN),
     "aot_eager, tied": (TIED, APART, 20, AGAIN_TIED),  # a graph reads tied weights once
-    "aot_eager, full checkpointing": (UNTIED, {**APART, **FULL}, 21, AGAIN_RECOMPUTED),
-    "aot_eager, selective checkpointing": (UNTIED, {**APART, **SELECTIVE}, 21, AGAIN_RECOMPUTED),
+    "aot_eager, full checkpointing": (UNTIED, {**APART, **FULL}, 21, AGAIN),
+    "aot_eager, selective checkpointing": (UNTIED, {**APART, **SELECTIVE}, 21, AGAIN),
     "aot_eager, buckets": (UNTIED, BUCKETS, 4, AGAIN_IN_BUCKETS),
+    "aot_eager, buckets, full checkpointing": (UNTIED, {**BUCKETS, **FULL}, 4, AGAIN_IN_BUCKETS),
+    "aot_eager, memory budget": (UNTIED, {**APART, **BUDGET}, 21, AGAIN_WITH_EMBEDDING),
+    "inductor, full checkpointing": (UNTIED, {**INDUCTOR, **FULL}, 4, AGAIN_IN_BUCKETS),
     "inductor": (UNTIED, {**INDUCTOR, "bucketing": "none"}, 21, AGAIN),
     "inductor, buckets": (UNTIED, INDUCTOR, 4, AGAIN_IN_BUCKETS),
 }
-QUICK = ("eager",)
+QUICK = ("eager", "eager, full checkpointing", "aot_eager, full checkpointing")
 
 
 def steps(config, keeps, options):
@@ -89,3 +100,82 @@ def test_backward_gathers_again_what_is_not_kept_and_computes_the_same(case):
                 grads,
                 **dict(atol=1e-8, rtol=1e-5) if "inductor" in case else dict(atol=0, rtol=0),
             )
+
+
+# fsdp_reshard_after_forward = "never" with recomputation: several microbatches between their
+# forward and their backward, as in a pipeline
+
+OF_FLOAT8 = ModelConfig(
+    dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=64, vocab_size=61, max_seq_len=16
+)
+BFLOAT16 = dict(param=torch.bfloat16)
+FLOAT8 = dict(float8=Float8(enable=True, all_gather=True), **BFLOAT16)
+NEVER = {  # model, ranks along (dp_replicate, dp_shard, tp), options
+    "full": (UNTIED, (1, 2), FULL),
+    "selective": (UNTIED, (1, 2), SELECTIVE),
+    "tied": (TIED, (1, 2), FULL),
+    "bfloat16": (UNTIED, (1, 2), {**FULL, **BFLOAT16}),
+    "float8": (OF_FLOAT8, (1, 2), {**SELECTIVE, **FLOAT8}),
+    "HSDP": (UNTIED, (2, 2), SELECTIVE),
+    "tensor parallel": (HEADS, (1, 2, 2), FULL),
+    "aot_eager, full": (UNTIED, (1, 2), {**APART, **FULL}),
+    "aot_eager, float8": (OF_FLOAT8, (1, 2), {**BUCKETS, **SELECTIVE, **FLOAT8}),
+    "aot_eager, memory budget": (UNTIED, (1, 2), {**APART, **BUDGET}),
+    "aot_eager, tensor parallel": (HEADS, (1, 2, 2), {**BUCKETS, **SELECTIVE}),
+}
+QUICK_NEVER = ("full", "selective", "aot_eager, full")
+
+
+def two_microbatches(config, degrees, options):
+    """(gradients with resharding, without it, counts of gathers in the backwards without it, and
+    how many of the kept weights live after each backward).
+    """
+    torch.set_num_threads(1)
+    gc.disable()  # what is kept is freed by its last use
+    mesh = make_mesh(*degrees)
+    tokens, labels = batch(config.vocab_size)
+    pieces = my_microbatches(mesh, tokens, labels, count=2)
+    tp = axis_of(mesh["tp"])
+    of_logits = Loss(VocabularyShard(config.vocab_size, tp.rank, tp.degree, tp.group)).of_logits
+
+    apart = build(config, mesh, **options)
+    for input, label in pieces:
+        (of_logits(apart(input), label) / 100).backward()
+
+    kept = []
+    gather = PrefetchGatherer.gather
+
+    def noted(*args):
+        weight = gather(*args)
+        kept.append(weakref.ref(weight))
+        return weight
+
+    model = build(config, mesh, reshard=False, **options)
+    of_logits(model(pieces[0][0]), pieces[0][1]).backward()  # compiles, and learns the order
+    model.zero_grad()
+    with mock.patch.object(PrefetchGatherer, "gather", noted):
+        losses = [of_logits(model(input), label) / 100 for input, label in pieces]
+    with counted() as backward:
+        alive = []
+        while losses:
+            losses.pop(0).backward()
+            alive.append(sum(weight() is not None for weight in kept))
+    again = backward["all_gather"]
+    return gradients(apart, whole=False), gradients(model, whole=False), again, alive
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in QUICK_NEVER else pytest.mark.slow) for case in NEVER],
+)
+def test_recomputation_uses_the_weights_that_its_own_microbatch_kept(case):
+    config, degrees, options = NEVER[case]
+    ranks = degrees[0] * degrees[1] * (degrees[2] if degrees[2:] else 1)
+    activations = 0 if len(degrees) == 2 else None  # of which tensor parallelism gathers some
+    for resharded, kept, again, alive in run_ranks(
+        ranks, two_microbatches, config, degrees, options
+    ):
+        assert_same(kept, resharded, atol=0, rtol=0)
+        assert again == activations or activations is None
+        if "aot_eager" not in case:
+            assert alive[0] > alive[1] == 0

@@ -112,6 +112,12 @@ SLOW = [
         for options in ([*COMPILED, *SELECTIVE], [*COMPILED, *INTERLEAVED], KEPT, AT_ONCE)
     ),
     *(("dp_shard=2,pp=2", [*ZBV, *options]) for options in (EVERY_TIME, KEPT)),
+    *(
+        ("dp_shard=2,pp=2", [*name, *KEPT, *recomputed])
+        for name in (NOTHING, GPIPE, INTERLEAVED, ZBV)
+        for recomputed in (FULL, SELECTIVE)
+    ),
+    ("dp_shard=2,pp=2", [*KEPT, *FULL, *COMPILED]),
 ]
 
 

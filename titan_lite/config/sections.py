@@ -336,7 +336,7 @@ class Parallelism(Section):
     """Modules whose gathered weights are kept from forward to backward, such as layers.31, norm and
     output (memory: these weights, unsharded, in mixed_precision_param); norm and output are not
     worth freeing, since backward needs them first. A block that activation_checkpoint recomputes
-    gathers its weights again in any case."""
+    reads the weights that are kept."""
 
     fsdp_communication: Literal["auto", "step", "microbatch"] = "auto"
     """With several microbatches (gradient accumulation, pipeline): step gathers all weights and

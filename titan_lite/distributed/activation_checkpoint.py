@@ -4,13 +4,16 @@ others.
     apply_activation_checkpoint(model.layers, mode="selective", option="op")
 
 Each block's class is replaced by a subclass that runs forward under torch's non-reentrant
-checkpoint; FQNs do not change. Recomputing a block reads its weights again, so SimpleFSDP gathers
-them again. Under torch.compile, checkpointing and resharding (compile/passes/resharding.py) are
-tags on the graph, and one partitioner reads both.
+checkpoint; FQNs do not change. Recomputing a block reads its weights again: SimpleFSDP gathers
+those again that it resharded, and finds the others in `kept_weights`. Under torch.compile,
+checkpointing and resharding (compile/passes/resharding.py) are tags on the graph, and one
+partitioner reads both.
 """
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +25,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from titan_lite.cost.collectives import aten, collectives
+from titan_lite.cost.collectives import aten, collectives, tracing
 from titan_lite.models.attention import OPERATORS
 
 # Operators with results that are expensive to recompute: matrix products, all kernels of
@@ -75,6 +78,29 @@ def recomputes(block: int, mode: str, option: str) -> bool:
     return mode == "full" or option in ("op", "op/2") or block % int(option) == 0
 
 
+# Of the block that runs under checkpoint, or is recomputed; backward has threads of its own.
+_kept_weights: ContextVar[dict[str, Tensor] | None] = ContextVar("_kept_weights", default=None)
+
+
+def kept_weights() -> dict[str, Tensor] | None:
+    """Return the gathered weights, by FQN, that forward keeps for the recomputation of the block
+    that runs; None outside of such blocks.
+
+    Each microbatch has its own, which live until the block's backward is done.
+    """
+    return _kept_weights.get()
+
+
+def _run_keeping_weights(
+    kept: dict[str, Tensor], forward: Callable[..., Tensor], *args: Tensor
+) -> Tensor:
+    token = _kept_weights.set(kept)
+    try:
+        return forward(*args)
+    finally:
+        _kept_weights.reset(token)
+
+
 def selective_contexts(
     every_second: bool, last_product: int
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -124,6 +150,8 @@ def _checkpointed_class(
 
     def forward(self: nn.Module, *args: Tensor) -> Tensor:
         block_forward = functools.partial(cls.forward, self)
+        if not tracing():  # else the partitioner keeps weights
+            block_forward = functools.partial(_run_keeping_weights, {}, block_forward)
         # no dropout, so no random state to restore
         if every_second is None:
             return checkpoint(block_forward, *args, use_reentrant=False, preserve_rng_state=False)

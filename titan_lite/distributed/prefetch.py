@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from titan_lite.distributed.activation_checkpoint import kept_weights
 from titan_lite.distributed.buckets import Specs, gather_blocks
 from titan_lite.distributed.float8_scales import Float8Scales
 from titan_lite.distributed.gradient_reducer import GradientReducer
@@ -61,6 +62,9 @@ class PrefetchGatherer:
     transpose in a matrix product). The entry is valid while the weight is alive: later, an
     activation may have its address.
 
+    A weight that is not resharded is kept for backward by autograd, or, for a block that activation
+    checkpointing recomputes, by `kept_weights`.
+
     Prefetch: a forward or backward keeps the block of its last read gathered. Blocks are read in
     the same order every time, so the next one is in flight meanwhile: two are alive at once.
     """
@@ -95,6 +99,15 @@ class PrefetchGatherer:
         if self.reads is not None and spec.fqn in self.resharded:
             self._remember(weight, parameter, spec)
         return weight if scale is None else Scaled(weight, scale, stand_in)
+
+    def full_weight(self, parameter: nn.Parameter, spec: ShardSpec, scale: Tensor | None) -> Tensor:
+        """Return the full weight: gathered, or for a recomputation the one that forward kept."""
+        kept = kept_weights()
+        if kept is None or spec.fqn in self.resharded or spec.shard_degree == 1:
+            return self.gather(local(parameter), spec, scale)
+        if spec.fqn not in kept:
+            kept[spec.fqn] = self.gather(local(parameter), spec, scale)
+        return kept[spec.fqn]
 
     # Gathering one block ahead
 
@@ -261,7 +274,7 @@ class _PrefetchedGather(torch.autograd.Function):
         ctx.spec = spec
         ctx.gatherer = gatherer
         ctx.set_materialize_grads(False)  # bytes have no gradient, for which autograd makes zeros
-        weight = gatherer.gather(local(parameter), spec, scale)
+        weight = gatherer.full_weight(parameter, spec, scale)
         weight = weight.view_as(weight)  # autograd needs a new tensor if nothing was gathered
         return weight, spec.gradient_stand_in(weight)
 

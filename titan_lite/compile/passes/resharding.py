@@ -9,7 +9,7 @@ This runs on the joint graph of forward and backward, before the partitioner cut
 passes of schedule.py run on each part. The min-cut partitioner keeps every gathered weight by
 default, because it takes collectives for expensive. Tags overrule it (SimpleFSDP, arXiv 2411.00284,
 section on memory). The weights that forward uses last are kept, as in eager mode, since backward
-needs them first.
+needs them first. What activation checkpointing recomputes reads the weights that are kept.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,6 +22,7 @@ from titan_lite.cost.collectives import (
     collectives,
     parameter_all_gathers,
     parameters_of,
+    wait_of,
 )
 
 # The partitioner compares this id between regions of activation checkpointing; it must be above
@@ -48,23 +49,36 @@ def reshard_after_forward(graph: Graph, keep_gathered: Collection[str] | None) -
     keep_gathered: FQNs of parameters to leave gathered until backward, or None for all.
     """
     recompute_waits_for_inputs(graph)
-    if keep_gathered is not None:
-        recompute_parameter_all_gathers(graph, keep_gathered)
+    recompute_parameter_all_gathers(graph, keep_gathered)
 
 
-def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str] = ()) -> int:
+def recompute_parameter_all_gathers(
+    graph: Graph, keep_gathered: Collection[str] | None = ()
+) -> int:
     """Tag every parameter's all-gather, so that the partitioner recomputes it.
 
     Tag its preparation, its wait and its views as well.
 
-    keep_gathered: FQNs of parameters to leave gathered. Returns the number of tagged all-gathers.
+    keep_gathered: FQNs of parameters to leave gathered, or None for all. Returns the number of
+    tagged all-gathers.
     """
     tagged = 0
     for gather, preparation in parameter_all_gathers(graph).items():
-        if set(keep_gathered).isdisjoint(parameters_of(gather)):
+        if keep_gathered is None or not set(keep_gathered).isdisjoint(parameters_of(gather)):
+            _keep_for_recomputation(gather)
+        else:
             _recompute([gather], preparation)
             tagged += 1
     return tagged
+
+
+def _keep_for_recomputation(gather: Node) -> None:
+    """Let forward save a gathered weight within a region of activation checkpointing, which would
+    gather it again.
+    """
+    wait = wait_of(gather)
+    if wait.meta.get("recompute") is not None:
+        wait.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def recompute_waits_for_inputs(graph: Graph) -> int:
