@@ -554,7 +554,7 @@ def compare(row: Row) -> Compared:
     reserved = (plan.memory.reserved + (kept_by_theirs(plan) if theirs else 0.0)) / GIB
     memory = f"{reserved:.1f} | {row.memory:.1f}" if row.memory else f"{reserved:.1f} | -"
     speed = f"{slow:,.0f} to {fast:,.0f} | {published:,.0f} | {nominal / published:.2f}"
-    kept = RATIOS.get(row.name, ("", nominal / published))[1]
+    kept = RATIOS.get(row.name, nominal / published)
     if abs(kept - nominal / published) > 0.005:
         print(f"{row.name}: titan_lite/tools/plan/published.py says {kept:.2f}", file=sys.stderr)
     line = f"| {row.name} | {speed} | {memory} | {row.differs} |"

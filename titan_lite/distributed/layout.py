@@ -203,7 +203,7 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     elif product != world_size:
         raise ConfigError(
             f"parallelism.data_parallel_shard_degree = {degrees['dp_shard']}: the degrees"
-            f" ({factors}) need {product} ranks, but {world_size} are running; start {product}"
+            f" ({factors}) need {product} ranks, and there are {world_size}; start {product}"
             f" ranks (NGPU={product}), or set data_parallel_shard_degree = -1"
         )
     return degrees

@@ -192,15 +192,16 @@ def _best_of(rows: Iterable[Row], name: Callable[[Change], str]) -> str:
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:
-    """Sort rows: plans that fit, by tokens per second; plans that do not fit; changes without a
-    plan.
+    """Sort rows: plans that fit with room, by tokens per second; tight ones; those that do not fit;
+    changes without a plan.
     """
+    classes = ("yes", "tight", "no")
 
     def order(row: Row) -> tuple[int, float]:
         _, plan = row
         if isinstance(plan, str):
-            return 2, 0.0
-        return int(not plan.fits), -plan.tokens_per_second(plan.nominal)
+            return len(classes), 0.0
+        return classes.index(fit_word(plan)), -plan.tokens_per_second(plan.nominal)
 
     return sorted(rows, key=order)
 
@@ -229,15 +230,21 @@ def table(rows: Sequence[Row], name: Callable[[Change], str] = keys_of) -> list[
                 f"{plan.tokens_per_second(slow):,.0f} to {plan.tokens_per_second(fast):,.0f}",
                 f"{100 * plan.mfu(slow):.0f} to {100 * plan.mfu(fast):.0f}",
                 f"{plan.memory.total / GIB:.1f}",
-                "yes" if plan.fits else "no",
+                fit_word(plan),
             )
             why = what_binds(plan)
         lines.append(f"{columns}  {name(change)}; {why}")
     return lines
 
 
+def fit_word(plan: Plan) -> str:
+    if not plan.fits:
+        return "no"
+    return "tight" if plan.is_tight else "yes"
+
+
 def _columns(speed: str, mfu: str, memory: str, fits: str) -> str:
-    return f"{speed:>18}  {mfu:>8}  {memory:>6}  {fits:<4}"
+    return f"{speed:>18}  {mfu:>8}  {memory:>6}  {fits:<5}"
 
 
 def best_changes(plan: Plan, rows: Sequence[Row]) -> list[str]:

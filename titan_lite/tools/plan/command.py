@@ -20,6 +20,7 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,8 +115,8 @@ def build_parser() -> Parser:
         metavar="PLANS",
         help=(
             "find the fastest degrees, local batch size, checkpointing, schedule and bucketing for"
-            " this number of ranks and tokens per step; PLANS: number of layouts to plan, of all"
-            f" that are estimated by formula (default {SEARCHED})"
+            " this number of ranks and tokens per step; PLANS: number of layouts that fit to plan,"
+            f" the fastest by formula first (default {SEARCHED})"
         ),
     )
     answers.add_argument(
@@ -178,6 +179,14 @@ class Subject:
     world_size: int
     machine: "Machine"
 
+    @property
+    def recipe_world_size(self) -> int:
+        """The number of ranks that the recipe is for; `world_size` if it does not say."""
+        try:
+            return world_size_of(find_recipe(Path(self.recipe)))
+        except ConfigError:
+            return self.world_size
+
     def lay_out(self, change: dict[str, str]) -> "PlannedLayout":
         """Return the layout of the changed recipe. Raises ConfigError if it cannot run."""
         config = self.config
@@ -235,9 +244,42 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
 
 
 def search_lines(subject: Subject, count: int, full: bool) -> list[str]:
-    from titan_lite.tools.plan.search import search
+    """Return the lines of a search. Raises ConfigError if no layout shares the tokens of a step."""
+    from titan_lite.tools.plan.search import search, space
 
-    return search(subject.config, subject.world_size, subject.lay_out, subject.machine, count, full)
+    config = subject.config
+    ranks = subject.world_size
+    sequences, origin = sequences_per_step(subject)
+    changes = list(space(config, ranks, subject.machine, sequences))
+    if not changes:
+        raise ConfigError(
+            f"--search: no layout of {ranks} ranks shares {sequences:,} sequences per step"
+            f" ({origin}); use --training.global_batch_size=N, such as {ranks * 8}"
+        )
+    tokens = sequences * config.training.seq_len
+    return [
+        f"{ranks} ranks; {sequences:,} sequences per step = {tokens:,} tokens ({origin})",
+        *search(config, changes, subject.lay_out, subject.machine, count, full),
+    ]
+
+
+def sequences_per_step(subject: Subject) -> tuple[int, str]:
+    """Return the sequences of a step, which all layouts of a search share, and where they are from.
+
+    The recipe's own layout need not run on these ranks: then it has the sequences of the ranks that
+    it is for. Raises ConfigError.
+    """
+    sequences = subject.config.training.global_batch_size
+    if sequences != -1:
+        return sequences, "training.global_batch_size"
+    for ranks in (subject.world_size, subject.recipe_world_size):
+        with suppress(ConfigError):
+            layout = Layout.from_config(subject.config, ranks)  # not checked by rules
+            return layout.sequences_per_step, f"the recipe's, on {ranks} ranks"
+    raise ConfigError(
+        "--search needs the tokens of a step, and the degrees of the recipe have another product"
+        f" than {subject.world_size} ranks; use --training.global_batch_size=N"
+    )
 
 
 def sweep_lines(subject: Subject, sweeps: list[str], full: bool) -> list[str]:

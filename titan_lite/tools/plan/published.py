@@ -6,68 +6,117 @@ microbatches; the script's table has what is missing of the others. Some had asy
 parallelism beside float8, which a run here refuses.
 """
 
-from titan_lite.config import Compile
+import math
+from typing import NamedTuple
+
+from titan_lite.config import Config
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.profiles import PROFILES
+from titan_lite.models.shapes import FLAVORS, ModelConfig, parameter_shapes, shape_words
 
-# name in scripts/compare_published.py -> (compilation or float8, nominal planned tokens per second
-# / published)
-RATIOS = {
-    "TorchTitan paper: 8B on 8, eager": ("eager", 0.89),
-    "TorchTitan paper: 8B on 8, compiled": ("inductor", 0.99),
-    "TorchTitan paper: 8B on 128, eager": ("eager", 0.97),
-    "TorchTitan paper: 8B on 128, compiled": ("inductor", 1.00),
-    "TorchTitan paper: 8B on 8, float8": ("float8", 0.94),
-    "TorchTitan paper: 8B on 128, float8": ("float8", 0.94),
-    "TorchTitan paper: 70B on 256, float8": ("float8", 0.93),
-    "TorchTitan paper: 70B on 256, float8, async TP": ("float8", 0.89),
-    "TorchTitan paper: 405B on 512, float8, 1F1B": ("float8", 0.98),
-    "TorchTitan paper: 405B on 512, float8, interleaved": ("float8", 1.00),
-    "torchtitan 1881: 8B, FSDP 8": ("aot_eager", 0.86),
-    "torchtitan 1881: 8B, FSDP 4 x TP 2": ("aot_eager", 0.93),
-    "torchtitan 2024-12: 8B on 8, eager": ("eager", 0.96),
-    "torchtitan 2024-12: 8B on 8, compiled": ("inductor", 0.99),
-    "torchtitan 2024-12: 8B on 128, eager": ("eager", 0.98),
-    "torchtitan 2024-12: 8B on 128, compiled": ("inductor", 1.00),
-    "torchtitan 2024-12: 8B on 8, float8": ("float8", 1.04),
-    "torchtitan 2024-12: 8B on 128, float8": ("float8", 1.05),
-    "torchtitan 2024-12: 8B on 8, float8, 32k tokens": ("float8", 0.99),
-    "torchtitan 2024-12: 8B, float8, FSDP 4 x CP 2, 64k tokens": ("float8", 0.88),
-    "torchtitan 2024-12: 8B, float8, FSDP 2 x CP 4, 128k tokens": ("float8", 1.15),
-    "torchtitan 2024-12: 70B on 256, float8": ("float8", 1.01),
-    "torchtitan 2024-12: 70B on 256, float8, async TP": ("float8", 1.03),
-    "torchtitan 2024-12: 405B on 512, float8, 1F1B": ("float8", 1.08),
-    "torchtitan 2024-12: 405B on 512, float8, interleaved": ("float8", 1.10),
-    "torchtitan 2024-12: 405B on 512, float8, CP 1, 32k tokens": ("float8", 0.98),
-    "torchtitan 2024-12: 405B on 512, float8, CP 2, 64k tokens": ("float8", 1.12),
-    "torchtitan 2024-12: 405B on 512, float8, CP 4, 128k tokens": ("float8", 1.07),
-    "torchtitan 2025-06: 8B on 64, FSDP 8 x TP 8": ("inductor", 0.99),
-    "torchtitan 2025-06: 8B on 64, FSDP 8 x TP 8, async TP": ("inductor", 0.99),
-    "torchtitan 2025-06: 8B on 64, float8": ("float8", 1.14),
-    "torchtitan 2025-06: 8B on 64, float8, async TP": ("float8", 1.10),
-    "torchtitan 2025-06: 70B on 256, FSDP 32 x TP 8": ("inductor", 0.98),
-    "torchtitan 2025-06: 70B on 256, FSDP 32 x TP 8, async TP": ("inductor", 0.99),
-    "torchtitan 2025-06: 70B on 256, float8": ("float8", 1.03),
-    "torchtitan 2025-06: 70B on 256, float8, async TP": ("float8", 0.96),
-    "torchtitan 2025-06, H200: 8B on 32, float8": ("float8", 1.18),
-    "torchtitan 2025-06, H200: 8B on 64, float8": ("float8", 1.20),
+SIZE_CLASS = 2  # most times as many parameters, or as few, as a model of about the same size
+
+
+class RunKind(NamedTuple):
+    """What published runs have in common."""
+
+    flavor: str
+    mode: str  # eager, or the backend of torch.compile
+    precision: str  # of matrix products
+    machine: str
+
+
+# Nominal planned tokens per second / published, by kind and name in scripts/compare_published.py
+RUNS = {
+    RunKind("8B", "eager", "bfloat16", "H100"): {
+        "TorchTitan paper: 8B on 8, eager": 0.89,
+        "TorchTitan paper: 8B on 128, eager": 0.97,
+        "torchtitan 2024-12: 8B on 8, eager": 0.96,
+        "torchtitan 2024-12: 8B on 128, eager": 0.98,
+    },
+    RunKind("8B", "inductor", "bfloat16", "H100"): {
+        "TorchTitan paper: 8B on 8, compiled": 0.99,
+        "TorchTitan paper: 8B on 128, compiled": 1.00,
+        "torchtitan 2024-12: 8B on 8, compiled": 0.99,
+        "torchtitan 2024-12: 8B on 128, compiled": 1.00,
+        "torchtitan 2025-06: 8B on 64, FSDP 8 x TP 8": 0.99,
+        "torchtitan 2025-06: 8B on 64, FSDP 8 x TP 8, async TP": 0.99,
+    },
+    RunKind("8B", "inductor", "float8", "H100"): {
+        "TorchTitan paper: 8B on 8, float8": 0.94,
+        "TorchTitan paper: 8B on 128, float8": 0.94,
+        "torchtitan 2024-12: 8B on 8, float8": 1.04,
+        "torchtitan 2024-12: 8B on 128, float8": 1.05,
+        "torchtitan 2024-12: 8B on 8, float8, 32k tokens": 0.99,
+        "torchtitan 2024-12: 8B, float8, FSDP 4 x CP 2, 64k tokens": 0.88,
+        "torchtitan 2024-12: 8B, float8, FSDP 2 x CP 4, 128k tokens": 1.15,
+        "torchtitan 2025-06: 8B on 64, float8": 1.14,
+        "torchtitan 2025-06: 8B on 64, float8, async TP": 1.10,
+    },
+    RunKind("70B", "inductor", "float8", "H100"): {
+        "TorchTitan paper: 70B on 256, float8": 0.93,
+        "TorchTitan paper: 70B on 256, float8, async TP": 0.89,
+        "torchtitan 2024-12: 70B on 256, float8": 1.01,
+        "torchtitan 2024-12: 70B on 256, float8, async TP": 1.03,
+        "torchtitan 2025-06: 70B on 256, float8": 1.03,
+        "torchtitan 2025-06: 70B on 256, float8, async TP": 0.96,
+    },
+    RunKind("405B", "inductor", "float8", "H100"): {
+        "TorchTitan paper: 405B on 512, float8, 1F1B": 0.98,
+        "TorchTitan paper: 405B on 512, float8, interleaved": 1.00,
+        "torchtitan 2024-12: 405B on 512, float8, 1F1B": 1.08,
+        "torchtitan 2024-12: 405B on 512, float8, interleaved": 1.10,
+        "torchtitan 2024-12: 405B on 512, float8, CP 1, 32k tokens": 0.98,
+        "torchtitan 2024-12: 405B on 512, float8, CP 2, 64k tokens": 1.12,
+        "torchtitan 2024-12: 405B on 512, float8, CP 4, 128k tokens": 1.07,
+    },
+    RunKind("8B", "aot_eager", "bfloat16", "H100"): {
+        "torchtitan 1881: 8B, FSDP 8": 0.86,
+        "torchtitan 1881: 8B, FSDP 4 x TP 2": 0.93,
+    },
+    RunKind("70B", "inductor", "bfloat16", "H100"): {
+        "torchtitan 2025-06: 70B on 256, FSDP 32 x TP 8": 0.98,
+        "torchtitan 2025-06: 70B on 256, FSDP 32 x TP 8, async TP": 0.99,
+    },
+    RunKind("8B", "inductor", "float8", "H200"): {
+        "torchtitan 2025-06, H200: 8B on 32, float8": 1.18,
+        "torchtitan 2025-06, H200: 8B on 64, float8": 1.20,
+    },
 }
+RATIOS = {name: ratio for runs in RUNS.values() for name, ratio in runs.items()}
 
 
-def bias_of(compile: Compile, machine: Machine, float8: bool = False) -> str:
-    """Return the error of plans of published runs like these, in words; "" for a machine that is
-    not a profile.
+def bias_of(model: ModelConfig, config: Config, machine: Machine) -> str:
+    """Return the error of plans of published runs like this one, in words; or that there is none.
+
+    Alike are runs on the same machine, compiled by the same backend, in the same precision, and of
+    models of about this size.
     """
-    if float8:
-        kind = "float8"
-    elif compile.compiles("model"):
-        kind = compile.backend
-    else:
-        kind = "eager"
-    ratios = [ratio for kind_of_run, ratio in RATIOS.values() if kind_of_run == kind]
-    if PROFILES.get(machine.name) != machine or not ratios:
-        return ""
+    mode = config.compile.backend if config.compile.compiles("model") else "eager"
+    training = config.training
+    precision = "float8" if config.float8.enable else training.mixed_precision_param
+    ratios: list[float] = []
+    flavors: list[str] = []
+    for kind, runs in RUNS.items():
+        is_alike = (kind.mode, kind.precision) == (mode, precision)
+        if is_alike and PROFILES[kind.machine] == machine and is_of_size(model, kind.flavor):
+            ratios += runs.values()
+            flavors.append(kind.flavor)
+    if not ratios:
+        described = ", ".join((shape_words(config.model), mode, precision, machine.name))
+        return f"no published run of this kind ({described}) to compare with"
+    described = ", ".join((" and ".join(flavors), mode, precision, machine.name))
     return (
-        f"plans of {len(ratios)} published runs ({kind}) were {min(ratios):.2f} to"
+        f"plans of {len(ratios)} published runs ({described}) were {min(ratios):.2f} to"
         f" {max(ratios):.2f} times as fast as the runs"
     )
+
+
+def is_of_size(model: ModelConfig, flavor: str) -> bool:
+    """Return whether a model has between half and twice the parameters of a flavor."""
+    times = parameters(model) / parameters(FLAVORS[flavor])
+    return 1 / SIZE_CLASS <= times <= SIZE_CLASS
+
+
+def parameters(model: ModelConfig) -> int:
+    return sum(map(math.prod, parameter_shapes(model).values()))

@@ -1,18 +1,19 @@
-"""Search for the fastest layout on a number of ranks: estimate all layouts by formula, and plan the
-best of them.
+"""Search for the fastest layout that fits on a number of ranks: estimate all layouts by formula,
+and plan the fastest of them until enough fit.
 
     changes = space(config, world_size, machine, sequences)     # [{"section.key": "8", ...}, ...]
-    estimate(layout, machine)       # rough seconds and bytes, in a millisecond
+    estimate(layout, machine)       # rough seconds and a lower bound of the bytes, in a millisecond
     why_lost(plan, best)            # "12% slower: waiting for tensor parallelism +0.31 s per step"
 
-The formulas only choose what is planned; their results are not shown. Their bytes are a lower bound
-(states, and what is kept for backward, without temporary memory), so no layout that fits is
-excluded.
+The formulas only choose what is planned; their results are not shown. Their bytes are at most those
+of a plan, so no layout that fits is excluded. A layout is put aside if one of its kind that needs
+less by formula was planned and does not fit.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from tqdm import tqdm
@@ -42,14 +43,131 @@ from titan_lite.tools.plan.changes import (
 from titan_lite.tools.plan.memory import outside_of_tensors
 from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.summary import describe_degrees, part_name
-from titan_lite.tools.plan.trace import PlannedLayout, blocks_in
+from titan_lite.tools.plan.trace import PROCESSES, PlannedLayout, blocks_in
 
 LONG_SEQUENCE = 32768  # tokens; shorter sequences are not split over ranks
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that may fit, by formula."""
+
+    change: Change
+    seconds: float  # of a step
+    nbytes: float  # of a rank, a lower bound
+    kind: tuple[object, ...]  # of layouts whose plans exceed their bounds about alike
+
+
+@dataclass
+class Search:
+    """A search: its layouts, and what has been planned of them."""
+
+    lay_out: Callable[[Change], PlannedLayout]
+    machine: Machine
+    full: bool
+    layouts: int = 0
+    refused: int = 0  # cannot run
+    too_large: int = 0  # by the lower bound
+    waiting: list[Candidate] = field(default_factory=list)  # the fastest first
+    put_aside: int = 0
+    planned: list[Candidate] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def estimate_all(self, changes: Sequence[Change]) -> None:
+        """Estimate layouts by formula, and drop those that cannot run or fit."""
+        self.layouts = len(changes)
+        for change in tqdm(changes, desc="estimated by formula", leave=False, mininterval=1):
+            try:
+                layout = self.lay_out(change)
+                seconds, nbytes = estimate(layout, self.machine)
+            except ConfigError:
+                self.refused += 1
+                continue
+            if nbytes > self.machine.memory * GIB:
+                self.too_large += 1
+            else:
+                self.waiting.append(Candidate(change, seconds, nbytes, kind_of(layout)))
+        self.waiting.sort(key=lambda candidate: candidate.seconds)
+
+    def plan_until(self, count: int) -> None:
+        """Plan the fastest by formula until `count` fit with room, or none is left.
+
+        Raises Stopped.
+        """
+        while self.waiting:
+            missing = count - len(with_room(self.rows))
+            if missing <= 0:
+                return
+            chosen = self.waiting[: max(missing, PROCESSES)]
+            self.waiting = self.waiting[len(chosen) :]
+            self.planned += chosen
+            self.plan([candidate.change for candidate in chosen])
+            self.put_heavier_aside()
+
+    def plan(self, changes: Sequence[Change]) -> None:
+        """Plan layouts. Raises Stopped, with the rows of all plans so far."""
+        try:
+            rows = plan_changes(self.lay_out, changes, self.machine, self.full, label)
+        except Stopped as stopped:
+            wanted = len(self.rows) + stopped.wanted
+            self.rows = ranked([*self.rows, *stopped.rows])
+            raise Stopped(self.rows, wanted) from None
+        self.rows = ranked([*self.rows, *rows])
+
+    def put_heavier_aside(self) -> None:
+        """Put aside what needs as much by formula as a planned layout of its kind that does not
+        fit.
+        """
+        too_large = [
+            change for change, plan in self.rows if isinstance(plan, Plan) and not plan.fits
+        ]
+        least: dict[tuple[object, ...], float] = {}  # bytes by formula, by kind
+        for candidate in self.planned:
+            if candidate.change in too_large:
+                known = least.get(candidate.kind, math.inf)
+                least[candidate.kind] = min(known, candidate.nbytes)
+        lighter = [
+            candidate
+            for candidate in self.waiting
+            if candidate.nbytes < least.get(candidate.kind, math.inf)
+        ]
+        self.put_aside += len(self.waiting) - len(lighter)
+        self.waiting = lighter
+
+    @property
+    def not_planned(self) -> int:
+        """Number of layouts that may fit by formula and were not planned."""
+        return len(self.waiting) + self.put_aside
+
+    def counts(self) -> str:
+        """Return what was planned, and what was not looked at, in words."""
+        may_fit = self.layouts - self.refused - self.too_large
+        return (
+            f"{self.refused:,} cannot run, {self.too_large:,} cannot fit (parameters, optimizer and"
+            f" kept activations alone); of {may_fit:,} others {may_fit - self.not_planned:,} are"
+            " planned, the fastest by formula first; not looked at:"
+            f" {len(self.waiting):,} that are slower by formula, and {self.put_aside:,} that need"
+            " as much by formula as a planned one of their kind that does not fit"
+        )
+
+
+def kind_of(layout: PlannedLayout) -> tuple[object, ...]:
+    return (
+        layout.config.activation_checkpoint.mode,
+        layout.gathers_once,
+        layout.degrees["tp"],
+        layout.degrees["pp"] > 1,
+    )
+
+
+def with_room(rows: Sequence[Row]) -> list[Plan]:
+    """Return the plans that fit, and are not tight."""
+    return [plan for _, plan in fitting(rows) if not plan.is_tight]
+
+
 def search(
     config: Config,
-    world_size: int,
+    changes: Sequence[Change],
     lay_out: Callable[[Change], PlannedLayout],
     machine: Machine,
     count: int,
@@ -57,76 +175,49 @@ def search(
 ) -> list[str]:
     """Return lines: the number of layouts, a ranked table, and why others are slower.
 
-    count: number of layouts to plan.
+    changes: of `space`. count: number of layouts that fit with room to plan.
 
-    Raises ConfigError, and Stopped with the lines of what was planned.
+    Raises Stopped with the lines of what was planned.
     """
-    sequences = sequences_per_step(config, lay_out)
-    changes = list(space(config, world_size, machine, sequences))
-    estimates: list[tuple[float, Change]] = []  # (seconds, change), of those that may fit
-    refused = too_large = 0
-    for change in tqdm(changes, desc="estimated by formula", leave=False, mininterval=1):
-        try:
-            seconds, nbytes = estimate(lay_out(change), machine)
-        except ConfigError:
-            refused += 1
-            continue
-        if nbytes <= machine.memory * GIB:
-            estimates.append((seconds, change))
-        else:
-            too_large += 1
-    estimates.sort(key=lambda estimated: estimated[0])
-    fastest = [change for _, change in estimates[:count]]
-    lines = [
-        (
-            f"{len(changes):,} layouts of {world_size} ranks with {sequences:,} sequences per step:"
-            f" {refused:,} cannot run, {too_large:,} cannot fit (parameters, optimizer and kept"
-            f" activations alone); of {len(estimates):,} the {len(fastest)} fastest by formula are"
-            " planned, then the best one of them with other buckets"
-        ),
-        "",
-    ]
-    rows: list[Row] = []
+    state = Search(lay_out, machine, full)
+    state.estimate_all(changes)
+    others: list[Change] = []
     try:
-        rows = plan_changes(lay_out, fastest, machine, full, label)
-        fit = fitting(rows)
+        state.plan_until(count)
+        fit = fitting(state.rows)
         if fit:
             change, best = fit[0]
             others = other_buckets(change, best.layout)
-            rows = ranked([*rows, *plan_changes(lay_out, others, machine, full, label)])
+            state.plan(others)
     except Stopped as stopped:
-        all_rows = ranked([*rows, *stopped.rows])
-        partial = Stopped(all_rows, len(rows) + stopped.wanted)
-        partial.lines = [
-            *lines,
-            f"PARTIAL: {partial}",
-            *table(all_rows, label),
-            *outcome(config, all_rows),
+        stopped.lines = [
+            f"{state.layouts:,} layouts: {state.counts()}",
+            "",
+            f"PARTIAL: {stopped}",
+            *table(state.rows, label),
+            *outcome(config, state.rows, state.not_planned),
         ]
-        raise partial from None
-    return [*lines, *table(rows, label), *outcome(config, rows)]
+        raise
+    last = "; then the best one with other buckets" if others else ""
+    return [
+        f"{state.layouts:,} layouts: {state.counts()}{last}",
+        "",
+        *table(state.rows, label),
+        *outcome(config, state.rows, state.not_planned),
+    ]
 
 
-def sequences_per_step(config: Config, lay_out: Callable[[Change], PlannedLayout]) -> int:
-    """Return the sequences of a step, which all layouts of a search share. Raises ConfigError."""
-    sequences = config.training.global_batch_size
-    if sequences != -1:
-        return sequences
-    try:
-        return lay_out({}).sequences_per_step
-    except ConfigError as error:
-        raise ConfigError(
-            f"--search needs the tokens of a step; use --training.global_batch_size=N: {error}"
-        ) from error
+def outcome(config: Config, rows: Sequence[Row], not_planned: int = 0) -> list[str]:
+    """Return the lines below a table: why the others are slower, and the keys of the best.
 
-
-def outcome(config: Config, rows: Sequence[Row]) -> list[str]:
-    """Return the lines below a table: why the others are slower, and the keys of the best."""
-    if not rows:
+    not_planned: layouts that may fit by formula and were not planned.
+    """
+    if not rows and not_planned:
         return ["", "none was planned yet"]
     fit = fitting(rows)
     if not fit:
-        return ["", "no layout fits; use more ranks, fewer sequences per step, or shorter ones"]
+        none = f"none of the {len(rows):,} planned fits" if not_planned else "no layout fits"
+        return ["", f"{none}; use more ranks, fewer sequences per step, or shorter ones"]
     best_change, best = fit[0]
     lost = [
         f"  {why_lost(plan, best)}: {label(change)}"
@@ -286,9 +377,10 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
         recomputed = 1.0
     elif mode == "selective" and not by_operator:
         recomputed = 1 / int(option)
-    # Inputs of products, which selective checkpointing recomputes: the results of two norms and of
-    # the feed-forward.
-    inputs = 0.0 if by_operator else 2 * model.dim + model.hidden_dim
+    # Inputs of products, which selective checkpointing and the compiler recompute: the results of
+    # two norms and of the feed-forward.
+    inputs_are_recomputed = by_operator or layout.config.compile.compiles("model")
+    inputs = 0.0 if inputs_are_recomputed else 2 * model.dim + model.hidden_dim
     # At least queries, keys, values, attention's result and its product, and both halves of the
     # feed-forward.
     results = 3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.hidden_dim
@@ -344,48 +436,92 @@ def _block_seconds(layout: PlannedLayout, machine: Machine, sizes: _Sizes) -> _B
 
 def estimate(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
     """Return the approximate seconds of a step, and a lower bound of a rank's bytes."""
-    model = layout.model
-    config = layout.config
-    pp = layout.degrees["pp"]
-    microbatches = layout.pipeline.microbatches
-    computed, summed = itemsizes(config.training)
     sizes = _sizes(layout)
+    parts = [_part_of_rank(layout, sizes, rank) for rank in range(layout.degrees["pp"])]
+    nbytes = max(_least_bytes(layout, sizes, part) for part in parts)
+    return _step_seconds(layout, machine, sizes, parts), nbytes + outside_of_tensors(layout)
+
+
+@dataclass(frozen=True)
+class _PartOfRank:
+    """The part of the model on a pipeline rank."""
+
+    rank: int
+    blocks: int
+    has_output: bool
+    in_blocks: float  # elements of matrices, before FSDP
+    elements: float  # with embedding and output
+
+
+def _part_of_rank(layout: PlannedLayout, sizes: _Sizes, rank: int) -> _PartOfRank:
+    stages = layout.pipeline.stages_of(rank)
+    modules = [name for stage in stages for name in layout.pipeline.modules[stage]]
+    has_output = "output" in modules
+    tied = layout.model.tied_embeddings
+    tables = ("tok_embeddings" in modules) + (has_output and not tied)
+    blocks = blocks_in(modules)
+    in_blocks = blocks * sizes.block
+    return _PartOfRank(rank, blocks, has_output, in_blocks, in_blocks + tables * sizes.vocabulary)
+
+
+def _step_seconds(
+    layout: PlannedLayout, machine: Machine, sizes: _Sizes, parts: Sequence[_PartOfRank]
+) -> float:
     of_block = _block_seconds(layout, machine, sizes)
-    peak = machine.flops(getattr(torch, config.training.mixed_precision_param))
-    slowest = 0.0  # seconds of a microbatch
-    most_elements = 0.0
-    most_bytes = 0.0
-    for rank in range(pp):
-        modules = [
-            name
-            for stage in layout.pipeline.stages_of(rank)
-            for name in layout.pipeline.modules[stage]
-        ]
-        has_output = "output" in modules
-        blocks = blocks_in(modules)
-        tables = ("tok_embeddings" in modules) + (has_output and not model.tied_embeddings)
-        elements = blocks * sizes.block + sizes.vocabulary * tables
-        seconds = blocks * (of_block.forward + of_block.backward)
-        if has_output:
-            seconds += 6 * sizes.vocabulary * sizes.tokens / (peak * machine.matmul_efficiency)
-        slowest = max(slowest, seconds)
-        most_elements = max(most_elements, elements)
-        kept = STORED_BYTES * elements / layout.fsdp_degree  # of weights, and of gradients
-        in_matrices = blocks * sizes.block / layout.fsdp_degree
-        moments = moment_bytes(config.optimizer, elements / layout.fsdp_degree, in_matrices)
-        state = kept + sum(moments)
-        state += (computed + summed) * elements if layout.gathers_once else kept
-        activations = min(pp - rank, microbatches) * blocks * sizes.kept_bytes
-        if has_output:  # logits, of as many tokens as the loss has at a time
-            tokens = layout.loss_chunk or sizes.tokens
-            activations += computed * tokens * model.vocab_size / layout.degrees["tp"]
-        most_bytes = max(most_bytes, state + activations)
+    peak = machine.flops(getattr(torch, layout.config.training.mixed_precision_param))
+    of_output = 6 * sizes.vocabulary * sizes.tokens / (peak * machine.matmul_efficiency)
+    slowest = max(
+        part.blocks * (of_block.forward + of_block.backward) + part.has_output * of_output
+        for part in parts
+    )
+    pp = layout.degrees["pp"]
     stages_of_rank = len(layout.pipeline.modules) / pp
-    step = layout.accumulation * slowest * (microbatches + (pp - 1) / stages_of_rank)
+    in_turn = layout.pipeline.microbatches + (pp - 1) / stages_of_rank
+    seconds = layout.accumulation * slowest * in_turn
     if layout.gathers_once:
-        step += most_elements / sizes.block * (of_block.gather + of_block.reduce)
-    beside = owner_bytes(config, layout) + 2 * compression_error_bytes(config, layout)
-    return step, most_bytes + beside + outside_of_tensors(layout)
+        most_elements = max(part.elements for part in parts)
+        seconds += most_elements / sizes.block * (of_block.gather + of_block.reduce)
+    return seconds
+
+
+def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank) -> float:
+    """Return a lower bound of a rank's bytes in tensors: the most of two moments of a step."""
+    config = layout.config
+    _, summed = itemsizes(config.training)
+    own = part.elements / layout.fsdp_degree
+    moments = moment_bytes(config.optimizer, own, part.in_blocks / layout.fsdp_degree)
+    errors = compression_error_bytes(config, layout)
+    state = STORED_BYTES * own + sum(moments) + owner_bytes(config, layout) + errors
+
+    # With the most microbatches in flight; there are gradients after the first backward.
+    in_flight = min(layout.degrees["pp"] - part.rank, layout.pipeline.microbatches)
+    in_forward = in_flight * part.blocks * sizes.kept_bytes
+    if layout.accumulation > 1 or layout.pipeline.microbatches > in_flight:
+        in_forward += summed * (part.elements if layout.gathers_once else own)
+    if layout.gathers_once:
+        in_forward += _gathered_bytes(layout, part)
+    if part.has_output:
+        in_forward += _logits_bytes(layout, sizes)
+
+    before_update = summed * own + errors
+    return state + max(in_forward, before_update)
+
+
+def _gathered_bytes(layout: PlannedLayout, part: _PartOfRank) -> float:
+    """Return the least bytes of weights that are gathered for a step."""
+    config = layout.config
+    computed, _ = itemsizes(config.training)
+    if layout.fsdp_degree == 1 and computed == STORED_BYTES:  # they are no copies
+        return 0.0
+    in_float8 = config.float8.enable and config.float8.all_gather
+    return (1 if in_float8 else computed) * part.elements
+
+
+def _logits_bytes(layout: PlannedLayout, sizes: _Sizes) -> float:
+    """Return the bytes of the logits of as many tokens as the loss has at a time."""
+    computed, _ = itemsizes(layout.config.training)
+    tokens = layout.loss_chunk or sizes.tokens
+    return computed * tokens * layout.model.vocab_size / layout.degrees["tp"]
 
 
 def why_lost(plan: Plan, best: Plan) -> str:

@@ -13,7 +13,7 @@ from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.shapes import shape_words
 from titan_lite.optim.state import costs_of
-from titan_lite.tools.plan.plan import Plan
+from titan_lite.tools.plan.plan import MEMORY_ERROR, Plan
 from titan_lite.tools.plan.published import bias_of
 from titan_lite.tools.plan.simulate import StepTimes
 from titan_lite.tools.plan.trace import names_blocks
@@ -101,9 +101,7 @@ def speed_lines(plan: Plan, token_budget: float) -> list[str]:
         return f"{scale * figure(slow):,.0f} to {scale * figure(fast):,.0f}"
 
     speed = slow_to_fast(plan.tokens_per_second)
-    bias = bias_of(config.compile, plan.machine, config.float8.enable)
-    if bias:
-        speed = f"{speed}; {bias}"
+    speed = f"{speed}; {bias_of(layout.model, config, plan.machine)}"
     mfu = slow_to_fast(plan.mfu, 100)
     mfu_full = slow_to_fast(plan.mfu_full_attention, 100)
     hfu = slow_to_fast(plan.hfu, 100)
@@ -153,7 +151,14 @@ def memory_lines(plan: Plan) -> list[str]:
         "outside of tensors (CUDA, NCCL)": memory.outside,
     }
     free = (plan.capacity - memory.total) / GIB
-    verdict = f"fits, {free:.1f} free" if plan.fits else f"does not fit: {-free:.1f} too many"
+    verdict = f"fits, {free:.1f} free"
+    if plan.is_tight:
+        verdict = (
+            f"tight, {free:.1f} free: published runs needed up to {100 * MEMORY_ERROR:.0f}% more"
+            " than planned"
+        )
+    elif not plan.fits:
+        verdict = f"does not fit: {-free:.1f} too many"
     total = f"of {plan.machine.memory:g} on the device"
     return [
         f"peak memory{where} ({memory.phase}), GiB",
@@ -253,7 +258,7 @@ def as_json(plan: Plan) -> str:
         "mfu": each(plan.mfu),
         "mfu_full_attention": each(plan.mfu_full_attention),
         "hfu": each(plan.hfu),
-        "bias": bias_of(layout.config.compile, plan.machine, layout.config.float8.enable),
+        "bias": bias_of(layout.model, layout.config, plan.machine),
         "parts_seconds": step.parts,
         "sent_bytes": step.sent,
         "sent_to_other_nodes_bytes": step.across,
@@ -266,6 +271,7 @@ def as_json(plan: Plan) -> str:
             "total": memory.total,
             "device": plan.capacity,
             "fits": plan.fits,
+            "tight": plan.is_tight,
         },
         "what_binds": what_binds(plan),
         "uncertainty": {name: round(JOINT_SHARE * share, 4) for name, share in UNCERTAINTY.items()},

@@ -4,10 +4,13 @@ them.
 
 import re
 
-from pages import PAGES
+import pytest
+from pages import PAGES, ROOT
 
-from titan_lite.config import Compile
+from titan_lite.config import load_config
+from titan_lite.cost.machine import Machine
 from titan_lite.cost.profiles import PROFILES, machine_from
+from titan_lite.models.shapes import shape_of
 from titan_lite.tools.plan.published import RATIOS, bias_of
 
 
@@ -22,21 +25,44 @@ def test_the_figures_are_those_of_the_table():
         for row in rows
         if len(row) == 7 and re.fullmatch(r"\d\.\d\d", row[3])
     }
-    assert {name: (f"{ratio:.2f}", "") for name, (_, ratio) in RATIOS.items()} == {
+    assert {name: (f"{ratio:.2f}", "") for name, ratio in RATIOS.items()} == {
         name: found for name, found in table.items() if not found[1]
     }
 
 
-def test_a_plan_says_how_those_of_its_kind_came_out():
-    h100 = PROFILES["H100"]
-    assert (
-        bias_of(Compile(enable=True), h100)
-        == "plans of 8 published runs (inductor) were 0.98 to 1.00 times as fast as the runs"
-    )
-    assert "0.89 to 0.98" in bias_of(Compile(enable=False), h100)
-    assert "0.89 to 0.98" in bias_of(Compile(enable=True, components=("loss",)), h100)
-    assert "of 24 published runs (float8)" in bias_of(Compile(enable=True), h100, float8=True)
-    assert "(aot_eager)" in bias_of(Compile(enable=True, backend="aot_eager"), h100)
-    assert (
-        bias_of(Compile(enable=True), machine_from({"like": "H100"}, "mine.toml")) == ""
-    )  # nobody knows
+def bias(flavor: str, machine: Machine, *options: str) -> str:
+    keys = [f"--model.flavor={flavor}", *options]
+    config = load_config(ROOT / "train_configs/llama3_8b.toml", keys)
+    return bias_of(shape_of(config.model), config, machine)
+
+
+EAGER, AOT = "--compile.no-enable", "--compile.backend=aot_eager"
+FLOAT8 = ("--float8.enable", "--compile.backend=inductor")
+FLOAT32 = "--training.mixed_precision_param=float32"
+
+
+@pytest.mark.parametrize(
+    ("flavor", "machine", "options", "words"),
+    [
+        ("8B", "H100", (), "plans of 6 published runs (8B, inductor, bfloat16, H100) were 0.99 to"),
+        ("8B", "H100", (EAGER,), "plans of 4 published runs (8B, eager, bfloat16, H100) were 0.89"),
+        ("8B", "H100", ("--compile.components=loss",), "(8B, eager, bfloat16, H100) were 0.89"),
+        ("8B", "H100", (AOT,), "plans of 2 published runs (8B, aot_eager, bfloat16, H100)"),
+        ("8B", "H100", FLOAT8, "plans of 9 published runs (8B, inductor, float8, H100)"),
+        ("8B", "H200", FLOAT8, "plans of 2 published runs (8B, inductor, float8, H200) were 1.18"),
+        ("70B", "H100", (), "plans of 2 published runs (70B, inductor, bfloat16, H100) were 0.98"),
+        ("405B", "H100", FLOAT8, "(405B, inductor, float8, H100) were 0.98 to 1.12"),
+        ("405B", "H100", (), "no published run of this kind (405B, inductor, bfloat16, H100)"),
+        ("8B", "A100", (), "no published run of this kind (8B, inductor, bfloat16, A100)"),
+        ("8B", "H200", (), "no published run of this kind (8B, inductor, bfloat16, H200)"),
+        ("8B", "H100", (FLOAT32,), "no published run of this kind (8B, inductor, float32, H100)"),
+        ("1B", "H100", (), "no published run of this kind (1B, inductor, bfloat16, H100)"),
+    ],
+)
+def test_a_plan_names_published_runs_of_its_kind_alone(flavor, machine, options, words):
+    assert words in bias(flavor, PROFILES[machine], *options)
+
+
+def test_a_machine_of_a_file_has_no_published_runs():
+    mine = machine_from({"like": "H100"}, "mine.toml")
+    assert bias("8B", mine).startswith("no published run of this kind")

@@ -13,8 +13,24 @@ from test_changes import H100, planned
 
 from titan_lite.config import Config, ConfigError, Model, Training, load_config
 from titan_lite.cost.machine import GIB
-from titan_lite.tools.plan.command import lay_out, main
-from titan_lite.tools.plan.search import differing, estimate, label, outcome, space, why_lost
+from titan_lite.tools.plan import search as searching
+from titan_lite.tools.plan.command import (
+    Subject,
+    build_parser,
+    lay_out,
+    main,
+    sequences_per_step,
+)
+from titan_lite.tools.plan.plan import make_plan
+from titan_lite.tools.plan.search import (
+    differing,
+    estimate,
+    label,
+    outcome,
+    search,
+    space,
+    why_lost,
+)
 
 RECIPES = Path(__file__).parents[4] / "train_configs"
 SEVENTY = str(RECIPES / "llama3_70b.toml")
@@ -154,7 +170,8 @@ def test_a_search_finds_what_fits(capsys):
         == 0
     )
     lines = capsys.readouterr().out.splitlines()
-    assert "the 3 fastest by formula are planned, then the best one" in lines[0]
+    assert lines[0] == "4 ranks; 16 sequences per step = 32,768 tokens (training.global_batch_size)"
+    assert "the fastest by formula first" in lines[1]
     assert "why the others lost" in lines
     assert lines[-1].startswith("best: --")
 
@@ -218,4 +235,183 @@ def test_no_recipe_is_told(capsys):
 
 
 def test_a_search_that_has_planned_nothing_says_so():
-    assert outcome(Config(), []) == ["", "none was planned yet"]
+    assert outcome(Config(), [], not_planned=3) == ["", "none was planned yet"]
+
+
+# What is planned: memory first, then the fastest, until enough fit
+
+
+class Bench:
+    """A search over layouts of one second to as many, whose memory by formula and by plan is
+    given.
+    """
+
+    def __init__(self, monkeypatch, layouts, modes=("full",)):
+        """layouts: (GiB by formula, GiB as planned)."""
+        self.planned = []
+        self.layouts = layouts
+        self.changes = []
+        for change in space(Config(model=Model(flavor="8B")), 16, H100, 32):
+            mode = modes[len(self.changes) % len(modes)]
+            change = change | {"activation_checkpoint.mode": mode}
+            if len(self.changes) < len(layouts) and change not in self.changes:
+                self.changes.append(change)
+        monkeypatch.setattr(searching, "estimate", lambda number, machine: self.estimate(number))
+        monkeypatch.setattr(searching, "plan_changes", self.plan)
+        monkeypatch.setattr(searching, "other_buckets", lambda change, layout: [])
+        monkeypatch.setattr(
+            searching,
+            "kind_of",
+            lambda number: (self.changes[number]["activation_checkpoint.mode"],),
+        )
+
+    def estimate(self, number):
+        return 1.0 + number, self.layouts[number][0] * GIB
+
+    def plan(self, lay_out, changes, *_):
+        rows = []
+        for change in changes:
+            number = self.changes.index(change)
+            self.planned.append(number)
+            # 2 GiB of a plan are outside of tensors
+            rows.append((change, planned(1.0 + number, memory=self.layouts[number][1] - 2)))
+        return rows
+
+    def search(self, count):
+        return search(Config(), self.changes, self.changes.index, H100, count, full=False)
+
+
+def test_a_search_goes_on_until_one_fits_and_counts_the_rest(monkeypatch):
+    """As for 70B on 64 A100: the fastest by formula do not fit, and slower ones do."""
+    bench = Bench(monkeypatch, [(90, 99), (75, 93), (60, 88), (70, 85), (50, 70), (40, 60)])
+    lines = bench.search(1)
+    # the first cannot fit; the fourth needs more by formula than the third, which does not fit
+    assert bench.planned == [1, 2, 4, 5]
+    assert lines[0] == (
+        "6 layouts: 0 cannot run, 1 cannot fit (parameters, optimizer and kept activations alone);"
+        " of 5 others 4 are planned, the fastest by formula first; not looked at: 0 that are slower"
+        " by formula, and 1 that need as much by formula as a planned one of their kind that does"
+        " not fit"
+    )
+    assert lines[-1].startswith("best: --")
+    assert not any("no layout fits" in line for line in lines)
+
+
+def test_a_search_stops_when_enough_fit_with_room(monkeypatch):
+    bench = Bench(monkeypatch, [(50, 79.7), (50, 70), (50, 60), (50, 60), (50, 60)])
+    lines = bench.search(2)
+    assert bench.planned == [0, 1, 2, 3]  # two at a time
+    fits = [line.split()[7] for line in lines[3:7]]
+    assert fits == ["yes", "yes", "yes", "tight"]  # the fastest is tight, and not the best
+    assert "not looked at: 1 that are slower by formula" in lines[0]
+
+
+def test_a_layout_is_put_aside_by_one_of_its_kind_alone(monkeypatch):
+    layouts = [(50, 90), (60, 60), (55, 90), (70, 70), (60, 85)]
+    bench = Bench(monkeypatch, layouts, modes=("none", "full"))
+    bench.search(3)
+    assert bench.planned == [0, 1, 2, 3]  # the last needs more than the first, in mode none
+
+
+def test_only_what_was_planned_does_not_fit(monkeypatch):
+    lines = Bench(monkeypatch, [(50, 90), (50, 90), (60, 90)]).search(1)
+    assert lines[-1].startswith("none of the 2 planned fits; use more ranks")
+    lines = Bench(monkeypatch, [(50, 90), (40, 90), (90, 90)]).search(1)
+    assert lines[-1].startswith("no layout fits; use more ranks")
+
+
+def sequences(arguments):
+    options, overrides = build_parser().parse_with_overrides(arguments)
+    config = load_config(options.recipe, overrides)
+    subject = Subject(options.recipe, overrides, config, options.world_size, H100)
+    return sequences_per_step(subject)
+
+
+def test_the_tokens_of_a_step_are_the_recipes():
+    # 32 x TP 8 of the recipe do not run on 64 ranks, and need not
+    assert sequences([SEVENTY, "--world-size=64"]) == (512, "the recipe's, on 256 ranks")
+    eight = str(RECIPES / "llama3_8b.toml")
+    assert sequences([eight, "--world-size=64"]) == (128, "the recipe's, on 64 ranks")
+    given = [eight, "--world-size=64", "--training.global_batch_size=96"]
+    assert sequences(given) == (96, "training.global_batch_size")
+    with pytest.raises(ConfigError, match=r"use --training.global_batch_size=N"):
+        sequences([SEVENTY, "--world-size=64", "--parallelism.tensor_parallel_degree=3"])
+
+
+# The bound excludes no layout whose plan fits
+
+BOUNDED = {
+    "alone": (1, []),
+    "in float32, alone": (1, ["--training.mixed_precision_param=float32"]),
+    "FSDP": (4, []),
+    "FSDP, eager": (4, ["--compile.no-enable"]),
+    "recomputed": (4, ["--activation_checkpoint.mode=full"]),
+    "selective, eager": (4, ["--activation_checkpoint.mode=selective", "--compile.no-enable"]),
+    "selective": (4, ["--activation_checkpoint.mode=selective"]),
+    "every second product": (
+        4,
+        [
+            "--activation_checkpoint.mode=selective",
+            "--activation_checkpoint.selective_ac_option=op/2",
+        ],
+    ),
+    "accumulation": (2, ["--training.global_batch_size=16"]),
+    "accumulation, each microbatch": (
+        2,
+        ["--training.global_batch_size=16", "--parallelism.fsdp_communication=microbatch"],
+    ),
+    "copies": (4, ["--parallelism.data_parallel_replicate_degree=4"]),
+    "compressed": (
+        4,
+        [
+            "--parallelism.data_parallel_replicate_degree=2",
+            "--parallelism.replicate_compression=powersgd",
+        ],
+    ),
+    "TP": (4, ["--parallelism.tensor_parallel_degree=2"]),
+    "1F1B": (4, ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]),
+    "as few microbatches as ranks": (
+        2,
+        ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2"],
+    ),
+    "interleaved": (
+        2,
+        [
+            "--parallelism.pipeline_parallel_degree=2",
+            "--training.local_batch_size=4",
+            "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+            "--parallelism.fsdp_communication=microbatch",
+        ],
+    ),
+    "float8 gathered": (
+        2,
+        ["--float8.enable", "--float8.all_gather", "--training.global_batch_size=16"],
+    ),
+    "Muon": (4, ["--optimizer.name=Muon"]),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in ("FSDP", "1F1B") else pytest.mark.slow)
+        for case in BOUNDED
+    ],
+)
+def test_by_formula_a_layout_never_needs_more_than_its_plan(case):
+    ranks, options = BOUNDED[case]
+    shrunk = [
+        f"--model.tokenizer_path={RECIPES.parent / 'assets/tokenizer/debug.model'}",
+        "--model.flavor=debug",
+        "--training.seq_len=4096",
+        "--compile.backend=inductor",
+        "--activation_checkpoint.mode=none",
+        "--parallelism.data_parallel_shard_degree=-1",
+        "--training.local_batch_size=1",
+    ]
+    config = load_config(RECIPES / "llama3_8b.toml", [*shrunk, *options])
+    layout = lay_out(config, ranks)
+    memory = make_plan(layout, H100.nominal_slow_fast()).memory
+    in_tensors = memory.peak - memory.parts["workspaces of cuBLAS"]
+    _, bound = estimate(layout, H100)
+    assert 0.2 * in_tensors < bound - memory.outside <= in_tensors
