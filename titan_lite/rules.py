@@ -19,6 +19,7 @@ are in config/sections.py. Nothing else refuses a recipe.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
@@ -1045,14 +1046,16 @@ def is_installed(module: str) -> bool:
 
 def _check_resume(config: Config, layout: Layout, tokenizer: "Tokenizer") -> None:
     """Raise ConfigError if the run cannot go on from the step that it would load."""
-    from titan_lite.checkpoint.identity import run_identity
+    from titan_lite.checkpoint.identity import documents_of_run, run_identity
     from titan_lite.checkpoint.resume import compare
     from titan_lite.checkpoint.steps import SavedSteps
 
     saved = SavedSteps(config.checkpoint, Path(config.job.dump_folder))
     step = saved.step_to_load()
     if step is not None:
-        changes = compare(saved.read_state(step), run_identity(config, layout, tokenizer))
+        identity = run_identity(config, layout, tokenizer)
+        find_documents = functools.partial(documents_of_run, config)
+        changes = compare(saved.read_state(step), identity, find_documents)
         changes.refuse_unless_accepted(config.checkpoint)
 
 

@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite.checkpoint.identity import RunIdentity, git_revision, run_identity, with_machine
+from titan_lite.checkpoint.identity import (
+    DocumentsOfRun,
+    RunIdentity,
+    documents_of_run,
+    git_revision,
+    run_identity,
+    with_machine,
+)
 from titan_lite.checkpoint.manager import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.resume import compare
@@ -130,6 +137,7 @@ class Trainer:
     stragglers: Stragglers
     checkpointer: Checkpointer
     identity: RunIdentity  # of this run, which a resumed run is compared with
+    documents: DocumentsOfRun  # on rank 0, which writes them
 
     deferred: DeferredMetrics  # scalars of the last steps, on their way to the host
     last_metrics: StepMetrics  # of the last step whose scalars have arrived
@@ -535,7 +543,10 @@ class Trainer:
             parts = {name: part.state_dict() for name, part in self.stateful.items()}
             values = {**self.tensors(), **self.torchtitan_values()}
             self.checkpointer.save(
-                self.step, values, RunState(self.identity, parts), last=not self.needs_resume
+                self.step,
+                values,
+                RunState(self.identity, parts, self.documents),
+                last=not self.needs_resume,
             )
 
     def resume(self) -> None:
@@ -546,6 +557,9 @@ class Trainer:
         config = self.config
         identity = run_identity(config, self.layout, self.tokenizer)
         self.identity = with_machine(identity, git=git_revision() if self.rank == 0 else "")
+        self.documents = {}
+        if config.checkpoint.enable and self.rank == 0:
+            self.documents = documents_of_run(config)
         step = self.checkpointer.verified_step() if config.checkpoint.enable else None
         if step is None:
             path = config.checkpoint.initial_load_path
@@ -557,7 +571,7 @@ class Trainer:
     def load(self, step: int) -> None:
         """Load a checkpoint, but for what the changed recipe restarts."""
         saved = self.checkpointer.read_state(step)
-        changes = compare(saved, self.identity)
+        changes = compare(saved, self.identity, functools.partial(documents_of_run, self.config))
         changes.refuse_unless_accepted(self.config.checkpoint)
         for line in changes.describe():
             logger.info(line)

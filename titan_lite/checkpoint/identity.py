@@ -12,7 +12,7 @@ import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import titan_lite
 from titan_lite import __version__
 from titan_lite.config import Config
-from titan_lite.data.documents import fingerprint
+from titan_lite.data.identity import SourceIdentity, digest_of, identify
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.layout import Layout
 
@@ -57,7 +57,7 @@ class RunIdentity:
     recipe: Mapping[str, Any] = field(default_factory=dict)  # resolved: {section: {key: value}}
     model: Mapping[str, Any] = field(default_factory=dict)  # shape, as dataclasses.asdict
     tokenizer: str = ""  # SHA-256
-    documents: str = ""  # SHA-256 of names and sizes (data/documents.py)
+    documents: str = ""  # SHA-256 of their names, sizes and contents (data/identity.py)
     validation_documents: str = ""  # the same of those of [validation]; "": held out, or none
     sequences: int = 0  # of an optimizer step
     shares: tuple[float, ...] = ()  # of each source in the tokens
@@ -80,6 +80,20 @@ class RunIdentity:
         return cls(**{name: content[name] for name in names if name in content})
 
 
+DocumentsOfRun = Mapping[str, Sequence[SourceIdentity]]  # by the field of RunIdentity
+
+
+def documents_of_run(config: Config) -> DocumentsOfRun:
+    """Return the identity of the documents of [data], and of those of [validation], if any.
+
+    Raises ConfigError.
+    """
+    documents = {"documents": identify(config.data)}
+    if config.validation.enable and config.validation.has_documents:
+        documents["validation_documents"] = identify(config.validation_data)
+    return documents
+
+
 def run_identity(config: Config, layout: Layout, tokenizer: Tokenizer) -> RunIdentity:
     """Return what the recipe and its inputs make of the identity of this run."""
     shape = dataclasses.asdict(layout.model)
@@ -92,13 +106,13 @@ def run_identity(config: Config, layout: Layout, tokenizer: Tokenizer) -> RunIde
         compression = {axis: degree for axis, degree in layout.degrees.items() if axis != "pp"}
         compression["rank"] = config.parallelism.replicate_rank
 
-    own_validation = config.validation.enable and config.validation.has_documents
+    digests = {name: digest_of(sources) for name, sources in documents_of_run(config).items()}
     return RunIdentity(
         recipe=config.model_dump(),
         model=shape,
         tokenizer=tokenizer.sha256,
-        documents=fingerprint(config.data),
-        validation_documents=fingerprint(config.validation_data) if own_validation else "",
+        documents=digests["documents"],
+        validation_documents=digests.get("validation_documents", ""),
         sequences=layout.sequences_per_step,
         shares=tuple(share for share, _ in config.data.mixture()),
         total_steps=config.total_steps,

@@ -11,6 +11,7 @@ is on disk.
         step-50/                 a step:
             .metadata, *.distcp      parameters and optimizer state by FQN, resharded on load
             state.json               identity of the run, progress, position in the data
+            documents.json           names, sizes and hashes of the files with its documents
             manifest.json            size and SHA-256 of each of these, written last
         unfinished-step-60/      being written
         deleting-step-20/        older than the newest checkpoint.keep_latest_k
@@ -30,6 +31,7 @@ Open point. A resume reads a step twice: all files are hashed, split over the ra
 first tensor is loaded.
 """
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -299,7 +301,8 @@ class Checkpointer(SavedSteps):
         loaders = [loader for loader in of_ranks if loader is not None]
         if not loaders:
             return state
-        return RunState(state.identity, {**state.parts, "loader": merge_states(loaders)})
+        parts = {**state.parts, "loader": merge_states(loaders)}
+        return dataclasses.replace(state, parts=parts)
 
     def _stager(self) -> AsyncStager | None:
         """Return what copies tensors to memory that is reused for every save, if the recipe asks
@@ -408,7 +411,8 @@ class Checkpointer(SavedSteps):
         self._check_lock()
         unfinished = self._unfinished(step)
         saved_state.write_state(unfinished, step, sections, state)
-        small = {name: manifest.digest(unfinished / name) for name in SMALL_FILES}
+        names = [*SMALL_FILES, *([saved_state.DOCUMENTS] if state.documents else [])]
+        small = {name: manifest.digest(unfinished / name) for name in names}
         manifest.write(unfinished, step, {**files, **small})
         try:
             manifest.check_step(unfinished, step)

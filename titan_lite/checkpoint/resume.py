@@ -13,16 +13,18 @@ the key: another `data.path` with the same documents is the same data.
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_lite.checkpoint.identity import RunIdentity
+from titan_lite.checkpoint.identity import DocumentsOfRun, RunIdentity
 from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.state import NAME, SavedState
 from titan_lite.config import KEYS, Checkpoint, ConfigError, is_unset
+from titan_lite.data.identity import differences as differences_of_documents
+from titan_lite.data.identity import digest_without_contents
 from titan_lite.manifest import fields_of
 
 
@@ -35,6 +37,7 @@ class Effect(Enum):
     RESTARTS_COMPRESSION = "gradient compression starts anew"
     ROUNDING = "numbers change by rounding"
     NOTED = "changed"
+    UNKNOWN = "not known"
 
 
 class Acceptance(NamedTuple):
@@ -83,8 +86,8 @@ ONLY_WITH = {
 FIELDS = {
     "model": ("the model's {} ([model])", Effect.REFUSED),
     "tokenizer": ("SHA-256 of model.tokenizer_path", Effect.REFUSED),
-    "documents": ("SHA-256 of the documents' names and sizes ([data])", Effect.RESTARTS_DATA),
-    "validation_documents": ("SHA-256 of the documents of [validation]", Effect.NOTED),
+    "documents": ("the documents of [data]", Effect.RESTARTS_DATA),
+    "validation_documents": ("the documents of [validation]", Effect.NOTED),
     "sequences": ("sequences a step (training.global_batch_size)", Effect.NOTED),
     "shares": ("share of each source's tokens (data.sources)", Effect.NOTED),
     "total_steps": ("steps of the schedule (lr_scheduler.total_steps)", Effect.NOTED),
@@ -96,6 +99,7 @@ FIELDS = {
     "sources": ("SHA-256 of titan_lite's source files", Effect.NOTED),
     "git": ("git revision", Effect.NOTED),
 }
+DOCUMENTS = ("documents", "validation_documents")  # fields whose files a step has
 # field and key of its dictionary whose effect is not the field's
 EFFECT_OF_ENTRY = {
     ("model", "max_seq_len"): Effect.NOTED,  # a limit, which no parameter depends on
@@ -183,8 +187,14 @@ class Changes:
         }
 
 
-def compare(saved: SavedState, identity: RunIdentity) -> Changes:
+def compare(
+    saved: SavedState,
+    identity: RunIdentity,
+    find_documents: Callable[[], DocumentsOfRun] = dict,
+) -> Changes:
     """Return the differences between the run that saved a step and this run.
+
+    find_documents: returns those of this run, to tell which files differ; called if some do.
 
     Raises ConfigError if the step does not say which run saved it.
     """
@@ -199,6 +209,7 @@ def compare(saved: SavedState, identity: RunIdentity) -> Changes:
         changes = [
             *_changes_of_recipe(was["recipe"], now["recipe"]),
             *_changes_of_fields(was, now),
+            *_changes_of_documents(saved, identity, find_documents),
             *_changes_of_tensors(saved, now["compression"]),
         ]
         is_last_step = saved.step >= now["recipe"]["training"]["steps"]
@@ -239,9 +250,39 @@ def _changes_of_fields(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
     for name, (words, effect) in FIELDS.items():
         if not was[name] or not now[name]:  # one of them is unknown
             continue
+        if name in DOCUMENTS:
+            continue
         for path, before, after in _differences(was[name], now[name]):
             text = f"{words.format(path)}: {_short(after)}, was {_short(before)}"
             yield Change(EFFECT_OF_ENTRY.get((name, path), effect), text)
+
+
+def _changes_of_documents(
+    saved: SavedState, identity: RunIdentity, find_documents: Callable[[], DocumentsOfRun]
+) -> Iterator[Change]:
+    digests = {name: (getattr(saved.identity, name), getattr(identity, name)) for name in DOCUMENTS}
+    different = [name for name, (was, now) in digests.items() if was and now and was != now]
+    if not different:
+        return
+    of_step = saved.read_documents()
+    documents = find_documents()
+    for name in different:
+        words, effect = FIELDS[name]
+        was, now = digests[name]
+        if name in of_step and name in documents:
+            text = "; ".join(differences_of_documents(of_step[name], documents[name]))
+            yield Change(effect, f"{words}: {text}")
+        elif was == digest_without_contents(documents.get(name, ())):
+            text = f"contents of {words} were changed; the step has their names and sizes alone"
+            yield Change(Effect.UNKNOWN, f"whether {text}, which are the same")
+        elif name not in of_step and name in documents:
+            text = (
+                f"{words}: names or sizes of files (until November 2026 names were relative to the"
+                " common folder of all files)"
+            )
+            yield Change(effect, text)
+        else:
+            yield Change(effect, f"SHA-256 of {words}: {_short(now)}, was {_short(was)}")
 
 
 def _changes_of_tensors(saved: SavedState, compression: Mapping[str, int]) -> Iterator[Change]:

@@ -16,6 +16,8 @@ The file has, with the state of each part under its own name:
      "parts": {"progress": {...}, "skipped_steps": {...}, "per_source": {...}, "loader": {...}}
     }
 
+Beside it, documents.json has the names, sizes and hashes of the files that the run reads.
+
 A step that `convert` wrote has only the model, and no part of a run.
 """
 
@@ -27,10 +29,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titan_lite import manifest
-from titan_lite.checkpoint.identity import RunIdentity
+from titan_lite.checkpoint.identity import DocumentsOfRun, RunIdentity
+from titan_lite.data.identity import SourceIdentity
 from titan_lite.manifest import CorruptFileError, fields_of, read_json
 
 NAME = "state.json"
+DOCUMENTS = "documents.json"
 
 
 class Stateful(Protocol):
@@ -47,15 +51,30 @@ class RunState:
 
     identity: RunIdentity = field(default_factory=RunIdentity)
     parts: Mapping[str, Any] = field(default_factory=dict)  # state_dict() of each part, by its name
+    documents: DocumentsOfRun = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState(RunState):
-    """The state of a step on disk."""
+    """The state of a step on disk, without its documents."""
 
     folder: Path  # of the step
     step: int
     tensors: tuple[str, ...]  # sections of tensors that it has, such as "model", "optimizer"
+
+    def read_documents(self) -> DocumentsOfRun:
+        """Return the documents of the run that saved the step; {} if the step does not have them,
+        as until November 2026. Raises CorruptFileError.
+        """
+        path = self.folder / DOCUMENTS
+        if not path.exists():
+            return {}
+        content = read_json(path)
+        with fields_of(f"{path}"):
+            return {
+                name: [SourceIdentity.from_json(source) for source in sources]
+                for name, sources in content.items()
+            }
 
     def load_into(self, stateful: Mapping[str, Stateful]) -> None:
         """Load each part of a run from the state under its name. Raises CorruptFileError."""
@@ -65,7 +84,10 @@ class SavedState(RunState):
 
 
 def write_state(folder: Path, step: int, tensors: Iterable[str], state: RunState) -> None:
-    """Write state.json. tensors: the sections of tensors that the step has. Raises OSError."""
+    """Write state.json and, if there are any, documents.json.
+
+    tensors: the sections of tensors that the step has. Raises OSError.
+    """
     content = {
         "step": step,
         "tensors": sorted(tensors),
@@ -73,6 +95,13 @@ def write_state(folder: Path, step: int, tensors: Iterable[str], state: RunState
         "parts": state.parts,
     }
     manifest.write_text(folder / NAME, json.dumps(content, indent=1) + "\n")
+    if state.documents:
+        by_field = {
+            name: [source.to_json() for source in sources]
+            for name, sources in state.documents.items()
+        }
+        text = json.dumps(by_field, separators=(",", ":"))  # about 60 bytes a file
+        manifest.write_text(folder / DOCUMENTS, text)
 
 
 def read_state(folder: Path) -> SavedState:

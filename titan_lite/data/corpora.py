@@ -16,6 +16,7 @@ import numpy as np
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument
+from titan_lite.data.contents import UnchangedFiles
 from titan_lite.data.files import Piece, local_pieces, read_piece, text_of
 
 if TYPE_CHECKING:
@@ -53,12 +54,16 @@ class Corpus(Protocol):
 
 
 class LocalCorpus:
-    """The files at data.path. A txt file is one document, which is read when it is wanted."""
+    """The files at data.path. A txt file is one document, which is read when it is wanted.
+
+    Reading raises ConfigError if a file has another content than when the corpus was opened.
+    """
 
     def __init__(self, data: Data):
         self.data = data
         self.split_by_name = True
         self.pieces = local_pieces(data)
+        self.files = UnchangedFiles([piece.file for piece in self.pieces], data.path)
         files = len({piece.file for piece in self.pieces})
         mib = sum(piece.size for piece in self.pieces) / 2**20
         self.amount = (
@@ -69,7 +74,9 @@ class LocalCorpus:
         if piece.format == ".txt":
             yield 0, None
         else:
+            self.files.check(piece.file)
             yield from read_piece(piece, self.data)
+            self.files.check(piece.file)
 
     def name(self, piece: Piece, position: int) -> str:
         return piece.name if piece.format == ".txt" else f"{piece.name}:{position}"
@@ -79,6 +86,7 @@ class LocalCorpus:
 
     def document(self, piece: Piece, position: int, raw: object) -> str | BadDocument:
         if piece.format == ".txt":
+            self.files.check(piece.file)
             position, raw = next(read_piece(piece, self.data))
         return text_of(raw, piece, position, self.data)
 

@@ -21,16 +21,22 @@ import numpy as np
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
-from titan_lite.data.corpora import BYTES_PER_DOCUMENT, Corpus, Document, Split, open_corpus
-from titan_lite.data.files import Piece, local_files, local_pieces, read_piece, text_of
+from titan_lite.data.corpora import (
+    BYTES_PER_DOCUMENT,
+    Corpus,
+    Document,
+    LocalCorpus,
+    Split,
+    open_corpus,
+)
+from titan_lite.data.files import Piece, read_piece, text_of
 from titan_lite.data.prepared import NAME as PREPARED
 from titan_lite.data.prepared import (
     PreparedCorpus,
     PreparedDocuments,
     PreparedStdlib,
-    prepared_fingerprint,
 )
-from titan_lite.data.stdlib import Stdlib, stdlib_sizes
+from titan_lite.data.stdlib import Stdlib
 
 # An ordinal of a PiecewiseSource is epoch * EPOCH_STRIDE + group * GROUP_STRIDE + its position in
 # the group. Both are primes: modulo any number of streams each group begins with another stream,
@@ -245,6 +251,8 @@ def build_source(data: Data, *, split: Split, seed: int) -> Source:
 def check_data(data: Data) -> None:
     """Read one document of each local format before any process starts, and nothing of the hub.
 
+    Local files that are not known are hashed, which may take longer than ranks wait for each other.
+
     Raises ConfigError.
     """
     policy = BadDocumentPolicy(data)
@@ -262,7 +270,7 @@ def _check_local(data: Data, policy: BadDocumentPolicy) -> None:
             f'{data.key("path")} = "{data.path}" was written by `titan-lite prepare`; use'
             f' {data.key("dataset")} = "prepared"'
         )
-    pieces = local_pieces(data)
+    pieces = LocalCorpus(data).pieces
     if not any(True for piece in pieces for _ in read_piece(piece, data)):
         raise ConfigError(
             f'{data.key("path")} = "{data.path}" has no document; use files with documents'
@@ -275,31 +283,6 @@ def _check_local(data: Data, policy: BadDocumentPolicy) -> None:
             document = text_of(raw, piece, position, data)
             if isinstance(document, BadDocument):
                 policy.skip(document)
-
-
-def fingerprint(data: Data) -> str:
-    """Return a SHA-256 of the documents, without reading them.
-
-    It covers names and sizes of local files and of the standard library, the name of a dataset of
-    the hub, and the text field; of prepared data it covers every byte.
-    """
-    known = [_fingerprint(part) for _, part in data.mixture()]
-    return known[0] if len(known) == 1 else _sha256(known)
-
-
-def _fingerprint(data: Data) -> str:
-    if data.dataset == "prepared":
-        return prepared_fingerprint(data)
-    if data.dataset == "stdlib":
-        return _sha256(list(stdlib_sizes().items()))
-    if data.dataset == "local":
-        names = [(name, size) for _, name, size in local_files(data)]
-        return _sha256(["by pieces", data.text_field, *names])
-    return _sha256([data.dataset, data.subset, data.split, data.text_field])
-
-
-def _sha256(values: list) -> str:
-    return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
 def _belongs(name: str, split: Split, validation_fraction: float) -> bool:

@@ -25,6 +25,7 @@ import numpy as np
 
 from titan_lite import manifest
 from titan_lite.config import ConfigError, Data
+from titan_lite.data.contents import UnchangedFiles
 from titan_lite.data.corpora import Split
 from titan_lite.data.files import Piece
 
@@ -98,6 +99,8 @@ class PreparedDocuments:
         self.piece_sizes = part.piece_sizes
         self.piece_documents = part.piece_documents
         self.amount = f"{part.documents:,} documents, {part.tokens:,} tokens"
+        in_table = [file for file in info.files if file.startswith(f"{name}/")]
+        self.files = UnchangedFiles([str(folder / file) for file in in_table], data.path)
         table = datasets.load_from_disk(str(folder / name)).data
         self._columns = [table.column(column).chunks for column in ("name", "size", "tokens")]
         lengths = [len(chunk) for chunk in self._columns[0]]
@@ -157,6 +160,7 @@ class PreparedCorpus:
             start += count
 
     def read(self, piece: Piece) -> Iterator[tuple[int, None]]:
+        self.documents.files.check()
         return ((index, None) for index in range(piece.start, piece.end))
 
     def name(self, piece: Piece, position: int) -> str:
@@ -215,9 +219,3 @@ def check_prepared(data: Data, tokenizer_sha256: str, vocab_size: int) -> None:
             f" ({tokenizer_sha256[:12]}, {vocab_size} tokens); use that tokenizer, or prepare it"
             " again"
         )
-
-
-def prepared_fingerprint(data: Data) -> str:
-    """Return the SHA-256 of prepared.json, which covers every byte."""
-    read_prepared(Path(data.path), data.key("path"))
-    return manifest.digest(Path(data.path, NAME))["sha256"]

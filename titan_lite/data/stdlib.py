@@ -2,7 +2,6 @@
 
 library = Stdlib()
 library.document("topics/for"), library.document("argparse.py")
-stdlib_sizes()             # {"argparse.py": 100_000, ...}: bytes of sources, characters of topics
 """
 
 import os
@@ -27,18 +26,6 @@ class Stdlib:
         if name.startswith(TOPIC):
             return _topics()[name.removeprefix(TOPIC)]
         return (FOLDER / name).read_text(encoding="utf-8", errors="replace")
-
-
-def stdlib_sizes() -> dict[str, int]:
-    """Return the size of each document, without reading the sources."""
-    topics = _topics()
-    sizes = {}
-    for name in _names():
-        if name.startswith(TOPIC):
-            sizes[name] = len(topics[name.removeprefix(TOPIC)])
-        else:
-            sizes[name] = os.path.getsize(FOLDER / name)
-    return sizes
 
 
 def _names() -> list[str]:

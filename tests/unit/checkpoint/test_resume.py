@@ -17,6 +17,7 @@ from titan_lite.checkpoint import identity as identity_module
 from titan_lite.checkpoint.identity import (
     NUMERIC_VARIABLES,
     RunIdentity,
+    documents_of_run,
     git_revision,
     source_digest,
     with_machine,
@@ -29,8 +30,9 @@ from titan_lite.checkpoint.resume import (
     Effect,
     compare,
 )
-from titan_lite.checkpoint.state import SavedState
+from titan_lite.checkpoint.state import RunState, SavedState, read_state, write_state
 from titan_lite.config import KEYS, Checkpoint, ConfigError, is_unset, load_config
+from titan_lite.data.identity import digest_of, digest_without_contents
 
 DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"
 FACTS = {
@@ -188,7 +190,7 @@ CASES = [
         [
             (
                 Effect.RESTARTS_DATA,
-                f"SHA-256 of the documents' names and sizes ([data]): {'d' * 12}, was {'b' * 12}",
+                f"SHA-256 of the documents of [data]: {'d' * 12}, was {'b' * 12}",
             )
         ],
     ),
@@ -429,3 +431,89 @@ def test_a_key_that_the_step_is_older_than_is_no_change_at_its_default():
     assert compare(was, identity()).changes == ()
     (change,) = compare(was, identity("--validation.split=test")).changes
     assert change.text == 'validation.split = "test", was not set'
+
+
+# The documents of a step
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"corpus/{name}.txt").parent.mkdir(exist_ok=True)
+        (tmp_path / f"corpus/{name}.txt").write_text(f"text {name}")
+    return tmp_path / "corpus"
+
+
+def run_on(corpus):
+    """The options and documents of a run on a corpus."""
+    options = ("--data.dataset=local", f"--data.path={corpus}")
+    return options, documents_of_run(load_config(DEBUG, options))
+
+
+def step_of(corpus, folder, *, as_before=False):
+    """A step that a run on the corpus has saved; as_before: with names and sizes alone."""
+    options, documents = run_on(corpus)
+    digest = digest_without_contents if as_before else digest_of
+    facts = {"documents": digest(documents["documents"])}
+    folder.mkdir()
+    state = RunState(identity(*options, **facts), documents={} if as_before else documents)
+    write_state(folder, 50, ("model", "optimizer"), state)
+    return read_state(folder)
+
+
+def resumed(step, corpus):
+    """The differences of a run on the corpus that goes on from the step."""
+    options, documents = run_on(corpus)
+    now = identity(*options, documents=digest_of(documents["documents"]))
+    return compare(step, now, lambda: documents)
+
+
+def test_a_corpus_edited_between_stop_and_resume_is_refused(corpus, tmp_path):
+    step = step_of(corpus, tmp_path / "step-50")
+    assert resumed(step, corpus).changes == ()
+    (corpus / "a.txt").write_text("text x")
+    (corpus / "c.txt").write_text("more")
+    (corpus / "b.txt").unlink()
+    changes = resumed(step, corpus)
+    assert changes.restarts_data
+    with pytest.raises(ConfigError) as error:
+        changes.refuse_unless_accepted(Checkpoint())
+    text = (
+        "the documents of [data]: 1 file was changed (a.txt); 1 file was added (c.txt); 1 file was"
+        " removed (b.txt)"
+    )
+    assert text in str(error.value)
+    assert "checkpoint.restart_data = true" in str(error.value)
+    changes.refuse_unless_accepted(Checkpoint(restart_data=True))
+    assert f"the data starts anew: {text}" in changes.describe()
+
+
+def test_a_copy_of_the_corpus_is_resumed(corpus, tmp_path):
+    step = step_of(corpus, tmp_path / "step-50")
+    shutil.copytree(corpus, tmp_path / "copy", copy_function=shutil.copyfile)
+    changes = resumed(step, tmp_path / "copy")
+    changes.refuse_unless_accepted(Checkpoint())
+    assert not changes.restarts_data
+
+
+def test_a_step_of_names_and_sizes_is_resumed_with_a_line(corpus, tmp_path):
+    step = step_of(corpus, tmp_path / "step-50", as_before=True)
+    (corpus / "a.txt").write_text("text x")
+    changes = resumed(step, corpus)
+    changes.refuse_unless_accepted(Checkpoint())
+    assert changes.describe() == [
+        "not known: whether contents of the documents of [data] were changed; the step has their"
+        " names and sizes alone, which are the same"
+    ]
+    (corpus / "a.txt").write_text("a longer text")
+    with pytest.raises(ConfigError, match=r"the documents of \[data\]: names or sizes"):
+        resumed(step, corpus).refuse_unless_accepted(Checkpoint())
+
+
+def test_damaged_documents_of_a_step_are_an_error(corpus, tmp_path):
+    step = step_of(corpus, tmp_path / "step-50")
+    (corpus / "a.txt").write_text("text x")
+    for damage in ("{", "[]", '{"documents": [5]}', '{"documents": [{"settings": {}}]}'):
+        (tmp_path / "step-50/documents.json").write_text(damage)
+        with pytest.raises(ConfigError, match=r"documents\.json"):
+            resumed(step, corpus)

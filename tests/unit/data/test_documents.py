@@ -14,8 +14,8 @@ from titan_lite.data.documents import (
     GROUP_STRIDE,
     build_source,
     check_data,
-    fingerprint,
 )
+from titan_lite.data.identity import digest_of, identify
 
 datasets = pytest.importorskip("datasets")
 
@@ -499,7 +499,7 @@ def test_the_fingerprint_is_of_names_and_sizes_wherever_they_lie(tmp_path):
         (folder / "part").mkdir(parents=True)
         (folder / "part/a.txt").write_text("one")
         write_jsonl(folder / "b.jsonl", ["two", "three"])
-    here, elsewhere = (fingerprint(local(folder)) for folder in folders)
+    here, elsewhere = (digest_of(identify(local(folder))) for folder in folders)
     assert here == elsewhere
     seen = {here}
     for change in (
@@ -509,30 +509,35 @@ def test_the_fingerprint_is_of_names_and_sizes_wherever_they_lie(tmp_path):
         lambda: (folders[0] / "d.txt").write_text("four"),
     ):
         change()
-        seen.add(fingerprint(local(folders[0])))
+        seen.add(digest_of(identify(local(folders[0]))))
     assert len(seen) == 5
 
 
 def test_the_fingerprint_of_the_standard_library_is_of_all_its_documents():
-    assert fingerprint(Data()) == fingerprint(Data(validation_fraction=0.5, shuffle=False))
-    assert len(fingerprint(Data())) == 64
+    assert digest_of(identify(Data())) == digest_of(
+        identify(Data(validation_fraction=0.5, shuffle=False))
+    )
+    assert len(digest_of(identify(Data()))) == 64
 
 
 def test_the_fingerprint_of_several_sources_is_of_all_but_not_of_their_weights(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["x"])
     one, other = DataSource(dataset="local", path=str(tmp_path)), DataSource(dataset="stdlib")
     seen = {
-        fingerprint(Data(sources=sources))
+        digest_of(identify(Data(sources=sources)))
         for sources in ((one, other), (other, one), (one,), (other,))
     }
     assert len(seen) == 4
-    assert fingerprint(
-        Data(sources=(one, DataSource(dataset="stdlib", weight=9.0)))
-    ) == fingerprint(Data(sources=(one, other)))
+    heavy = DataSource(dataset="stdlib", weight=9.0)
+    assert digest_of(identify(Data(sources=(one, heavy)))) == digest_of(
+        identify(Data(sources=(one, other)))
+    )
     assert (
-        fingerprint(Data(dataset="c4"))
-        != fingerprint(Data(dataset="owner/name"))
-        != fingerprint(Data(dataset="owner/name", subset="x"))
+        digest_of(identify(Data(dataset="c4")))
+        != digest_of(identify(Data(dataset="owner/name")))
+        != digest_of(identify(Data(dataset="owner/name", subset="x")))
     )
     other_field = DataSource(dataset="local", path=str(tmp_path), text_field="body")
-    assert fingerprint(Data(sources=(other_field,))) != fingerprint(Data(sources=(one,)))
+    assert digest_of(identify(Data(sources=(other_field,)))) != digest_of(
+        identify(Data(sources=(one,)))
+    )

@@ -8,8 +8,9 @@ from itertools import islice
 import pytest
 
 from titan_lite.config import ConfigError, Data, load_config
-from titan_lite.data.documents import build_source, check_data, fingerprint
+from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.files import local_files
+from titan_lite.data.identity import digest_of, identify
 
 
 def local(path, **more):
@@ -101,10 +102,10 @@ def with_run(path, run_folder):
 def test_what_the_run_writes_is_not_its_data(pattern, run, corpus, tmp_path):
     (tmp_path / "link").symlink_to(corpus, target_is_directory=True)
     data = with_run(corpus / pattern, corpus / run)
-    before = names(data), fingerprint(data)
+    before = names(data), digest_of(identify(data))
     for name in ("metrics.jsonl", "events.jsonl", "graphs/0/a.jsonl", "checkpoint/step-1/x.json"):
         write_jsonl(corpus / run / name, ["not a document"])
-    assert (names(data), fingerprint(data)) == before
+    assert (names(data), digest_of(identify(data))) == before
     check_data(data)
     assert [text for _, text in islice(texts(data), 3)]
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from titan_lite.config import ConfigError, Data, load_config
-from titan_lite.data.documents import build_source, fingerprint
+from titan_lite.data.documents import build_source
+from titan_lite.data.identity import digest_of, identify
 from titan_lite.data.loader import build_loader
 from titan_lite.data.prepared import PreparedDocuments, check_prepared, read_prepared
 from titan_lite.data.streams import merge_states
@@ -340,10 +341,10 @@ def test_what_is_not_whole_is_named(folder, tmp_path, damage, words):
 
 def test_it_is_told_by_its_bytes_wherever_it_lies(corpus, folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
-    assert fingerprint(prepared(folder)) == fingerprint(prepared(copy))
+    assert digest_of(identify(prepared(folder))) == digest_of(identify(prepared(copy)))
     (tmp_path / "a.txt").write_text("another text")
     prepare(local(tmp_path / "a.txt"), TOKENIZER, tmp_path / "p", workers=0)
-    assert fingerprint(prepared(folder)) != fingerprint(prepared(tmp_path / "p"))
+    assert digest_of(identify(prepared(folder))) != digest_of(identify(prepared(tmp_path / "p")))
 
 
 def test_a_deep_place_is_reached_at_once(folder, monkeypatch):

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.data.bad_documents import BadDocument
-from titan_lite.data.documents import build_source, check_data, fingerprint
+from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.files import local_files, local_pieces, read_piece, text_of
+from titan_lite.data.identity import digest_of, identify
 from titan_lite.data.readers import elements, lines, records
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -206,7 +207,7 @@ def test_a_folder_a_file_and_a_pattern_at_a_url_are_read_as_on_disk(tmp_path):
         here, there = local(f"{tmp_path}{path}"), local(f"memory://corpus{path}")
         assert documents(there) == documents(here)
         assert [file[1:] for file in local_files(there)] == [file[1:] for file in local_files(here)]
-        assert fingerprint(there) == fingerprint(here)
+        assert digest_of(identify(there)) == digest_of(identify(here))
         check_data(there)
     with pytest.raises(ConfigError, match=r'data.path = "memory://corpus/x\*": no file matches'):
         check_data(local("memory://corpus/x*"))

@@ -1,0 +1,204 @@
+"""Hash the contents of files: small files as a whole, large ones in samples.
+
+    contents = contents_of(["corpus/a.jsonl", "s3://corpus/b.parquet"], "corpus")
+    contents["corpus/a.jsonl"].sha256            # the same for every copy of the file
+
+While the stamp of a file (size, times, inode) stays the same, its hash is remembered: in the
+process, and where hashing takes long in a file for each corpus and host, below $XDG_CACHE_HOME or
+~/.cache. One process of a host hashes then, and the others wait for it.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
+
+from filelock import FileLock
+from fsspec.core import url_to_fs
+
+from titan_lite.config import ConfigError
+from titan_lite.data.readers import is_url
+from titan_lite.logging import logger
+
+MAX_WHOLE = 2**20  # bytes of a file that is hashed as a whole
+SAMPLES = 16  # of a larger file, the first bytes and the last ones included
+SAMPLE = 2**14  # bytes
+HASH_DIGITS = 16  # of a SHA-256 that are kept: steps have those of all files
+COST_OF_FILE = 2**14  # bytes that are hashed in the time in which a file is opened
+REMEMBER_FROM = 2**27  # bytes to hash, which take less than a second; more are remembered on disk
+THREADS = 8  # since a shared file system has a latency
+
+
+class Content(NamedTuple):
+    """The content of a file."""
+
+    stamp: str  # of the file system; while it is the same, so is the content
+    size: int  # bytes
+    sha256: str  # its first HASH_DIGITS
+
+
+_of_process: dict[str, Content] = {}  # by path
+
+
+def contents_of(files: Iterable[str], corpus: str) -> dict[str, Content]:
+    """Return the contents of files, by path or URL.
+
+    corpus: the path that they were found at; their hashes are remembered together. Raises
+    ConfigError.
+    """
+    stamps = {file: stamp_of(file) for file in files}
+    unknown = [file for file in stamps if not _is_known(_of_process, file, stamps[file])]
+    cost = sum(COST_OF_FILE + min(_size_in(stamps[file]), MAX_WHOLE) for file in unknown)
+    if cost < REMEMBER_FROM:
+        _of_process.update(_hash_all(unknown, stamps))
+    else:
+        with _remembered(corpus) as on_disk:
+            known = {
+                file: on_disk[file] for file in unknown if _is_known(on_disk, file, stamps[file])
+            }
+            rest = [file for file in unknown if file not in known]
+            if rest:
+                logger.info(
+                    f"{len(rest):,} files at {corpus} are new or were touched; their contents are"
+                    " hashed, to know them again"
+                )
+            _of_process.update(known | _hash_all(rest, stamps))
+            on_disk.clear()
+            on_disk.update({file: _of_process[file] for file in stamps})
+    return {file: _of_process[file] for file in stamps}
+
+
+class UnchangedFiles:
+    """Files whose content must stay the same while they are read, again and again."""
+
+    def __init__(self, files: Iterable[str], corpus: str):
+        """corpus: as in `contents_of`. Raises ConfigError."""
+        self.contents = contents_of(dict.fromkeys(files), corpus)
+
+    def check(self, *files: str) -> None:
+        """Raise ConfigError if one of these files, or of all, has another content than at first.
+
+        A file is hashed only if it was written since.
+        """
+        for file in files or self.contents:
+            before = self.contents[file]
+            stamp = stamp_of(file)
+            if stamp == before.stamp:
+                continue
+            now = Content(stamp, _size_in(stamp), hash_of(file))
+            if (now.size, now.sha256) != (before.size, before.sha256):
+                size = f"{before.size:,} bytes"
+                if now.size != before.size:
+                    size = f"{now.size:,} bytes, and had {before.size:,}"
+                raise ConfigError(
+                    f"{file} was changed while the run reads it ({size}): use the file as it was"
+                    " to go on from the newest step, or start with checkpoint.restart_data = true"
+                )
+            self.contents[file] = now
+
+
+def stamp_of(file: str) -> str:
+    """Return the size of a file in bytes, and what tells that it was written. Raises ConfigError.
+
+    The time of the last change is among it, which copying does not keep and no tool can set.
+    """
+    try:
+        if not is_url(file):
+            status = os.stat(file)
+            times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+            return f"{status.st_size} {times} {status.st_ino}"
+        fs, path = url_to_fs(file)
+        return f"{fs.size(path)} {fs.ukey(path)}"
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def _size_in(stamp: str) -> int:
+    return int(stamp.partition(" ")[0])
+
+
+def _is_known(contents: Mapping[str, Content], file: str, stamp: str) -> bool:
+    return file in contents and contents[file].stamp == stamp
+
+
+def _hash_all(files: list[str], stamps: Mapping[str, str]) -> dict[str, Content]:
+    with ThreadPoolExecutor(THREADS) as threads:
+        hashes = threads.map(hash_of, files)
+        return {
+            file: Content(stamps[file], _size_in(stamps[file]), sha256)
+            for file, sha256 in zip(files, hashes, strict=True)
+        }
+
+
+def hash_of(file: str) -> str:
+    """Return the hash of a file's content, or of its samples. Raises ConfigError."""
+    try:
+        if not is_url(file):
+            with open(file, "rb", buffering=0) as opened:
+                return _hash(cast(BinaryIO, opened))
+        fs, path = url_to_fs(file)
+        with fs.open(path, "rb") as opened:
+            return _hash(opened)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def _hash(file: BinaryIO) -> str:
+    sha256 = hashlib.sha256()
+    size = file.seek(0, os.SEEK_END)
+    if size <= MAX_WHOLE:
+        file.seek(0)
+        sha256.update(file.read(size))
+    else:
+        for sample in range(SAMPLES):
+            file.seek(sample * (size - SAMPLE) // (SAMPLES - 1))
+            sha256.update(file.read(SAMPLE))
+    return sha256.hexdigest()[:HASH_DIGITS]
+
+
+@contextmanager
+def _remembered(corpus: str) -> Iterator[dict[str, Content]]:
+    """Return a context of one process of this host with the contents that are remembered on disk,
+    which are those in the dictionary at its end.
+    """
+    name = f"{platform.node()} {corpus if is_url(corpus) else os.path.abspath(corpus)}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "titan_lite" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+    lock = FileLock(f"{path}.lock", fallback_to_soft=False)
+    contents: dict[str, Content] = {}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+        contents = _read(path)
+    except OSError as error:
+        logger.info(f"hashes of {corpus} are not remembered for the next start: {error}")
+    before = dict(contents)
+    try:
+        yield contents
+        if lock.is_locked and contents != before:
+            unfinished = path.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps(contents), encoding="utf-8")
+            unfinished.rename(path)
+    except OSError as error:
+        logger.info(f"hashes of {corpus} are not remembered for the next start: {error}")
+    finally:
+        lock.release()
+
+
+def _read(path: Path) -> dict[str, Content]:
+    """Return remembered contents; none if there are none, or no valid ones."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            file: Content(str(stamp), int(size), str(sha))
+            for file, (stamp, size, sha) in entries.items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError, AttributeError):
+        return {}

@@ -1,0 +1,171 @@
+"""Identify documents, so that a run knows whether those of another run, rank or node are the same.
+
+    sources = identify(config.data)               # a SourceIdentity for each source
+    digest_of(sources)                            # one SHA-256
+    differences(sources_of_step, sources)         # ["2 files changed (a.jsonl, b.jsonl)"]
+
+The identity of a file is its name in the corpus, its size and a hash of its content (contents.py).
+So a copy of a corpus is the same corpus, wherever it lies and whenever it was written. Of a
+dataset of the hub the name, the subset and the split are known.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan_lite.config import Data
+from titan_lite.data.contents import HASH_DIGITS, contents_of
+from titan_lite.data.files import local_files
+from titan_lite.data.prepared import NAME as PREPARED
+from titan_lite.data.prepared import read_prepared
+from titan_lite.data.stdlib import FOLDER, TOPIC, Stdlib
+from titan_lite.manifest import digest
+
+MAX_NAMES = 3  # of files in a message
+
+
+class FileIdentity(NamedTuple):
+    """A file, whatever its path is."""
+
+    size: int  # bytes; of a help text of Python characters
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SourceIdentity:
+    """The documents of one source."""
+
+    settings: Mapping[str, str]  # of [data]: those that decide which documents these are
+    files: Mapping[str, FileIdentity] = field(default_factory=dict)  # by name, in order
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "SourceIdentity":
+        """Raise KeyError, TypeError or AttributeError for another content."""
+        files = {name: FileIdentity(*file) for name, file in content["files"].items()}
+        return cls(content["settings"], files)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"settings": dict(self.settings), "files": dict(self.files)}
+
+
+def identify(data: Data) -> list[SourceIdentity]:
+    """Return the identity of each source. Raises ConfigError."""
+    return [_identify(part) for _, part in data.mixture()]
+
+
+def _identify(data: Data) -> SourceIdentity:
+    match data.dataset:
+        case "local":
+            settings = {"dataset": "local", "text_field": data.text_field}
+            paths = {file.name: file.path for file in local_files(data)}
+            return SourceIdentity(settings, _identify_files(paths, data.path))
+        case "prepared":
+            return SourceIdentity({"dataset": "prepared"}, _identify_prepared(data))
+        case "stdlib":
+            return SourceIdentity({"dataset": "stdlib"}, _identify_stdlib())
+    settings = {name: getattr(data, name) for name in ("dataset", "subset", "split", "text_field")}
+    return SourceIdentity(settings)
+
+
+def _identify_files(paths: Mapping[str, str], corpus: str) -> dict[str, FileIdentity]:
+    """Return the identities of files by name. paths: by name."""
+    contents = contents_of(paths.values(), corpus)
+    found = {name: contents[path] for name, path in paths.items()}
+    return {name: FileIdentity(content.size, content.sha256) for name, content in found.items()}
+
+
+def _identify_prepared(data: Data) -> dict[str, FileIdentity]:
+    """Return the identities of prepared.json, which has a SHA-256 of each other file, and of those
+    files as they are.
+    """
+    folder = Path(data.path)
+    info = read_prepared(folder, data.key("path"))
+    listed = digest(folder / PREPARED)
+    paths = {name: str(folder / name) for name in sorted(info.files)}
+    return {
+        PREPARED: FileIdentity(listed["size"], listed["sha256"]),
+        **_identify_files(paths, data.path),
+    }
+
+
+def _identify_stdlib() -> dict[str, FileIdentity]:
+    library = Stdlib()
+    sources = {name: str(FOLDER / name) for name in library.names if not name.startswith(TOPIC)}
+    identities = _identify_files(sources, str(FOLDER))
+    for name in library.names:
+        if name.startswith(TOPIC):
+            text = library.document(name)
+            sha256 = hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
+            identities[name] = FileIdentity(len(text), sha256)
+    return {name: identities[name] for name in library.names}
+
+
+# Comparing
+
+
+def digest_of(sources: Sequence[SourceIdentity]) -> str:
+    """Return a SHA-256 of the documents of all sources."""
+    return _sha256([(sorted(each.settings.items()), [*each.files.items()]) for each in sources])
+
+
+def digest_without_contents(sources: Sequence[SourceIdentity]) -> str:
+    """Return the SHA-256 of names and sizes that steps have until November 2026.
+
+    Without need once none of them is resumed.
+    """
+    known = [_digest_without_contents(source) for source in sources]
+    return known[0] if len(known) == 1 else _sha256(known)
+
+
+def _digest_without_contents(source: SourceIdentity) -> str:
+    sizes = [(name, file.size) for name, file in source.files.items()]
+    match source.settings["dataset"]:
+        case "prepared":
+            return source.files[PREPARED].sha256
+        case "stdlib":
+            return _sha256(sizes)
+        case "local":
+            return _sha256(["by pieces", source.settings["text_field"], *sizes])
+    return _sha256([*source.settings.values()])
+
+
+def _sha256(values: list) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def differences(was: Sequence[SourceIdentity], now: Sequence[SourceIdentity]) -> list[str]:
+    """Return what differs between documents, in words."""
+    if len(was) != len(now):
+        return [f"there are {len(now)} sources, and were {len(was)}"]
+    words = []
+    for number, (before, after) in enumerate(zip(was, now, strict=True), start=1):
+        of_source = f"source {number}: " if len(now) > 1 else ""
+        words += [f"{of_source}{difference}" for difference in _differences(before, after)]
+    return words
+
+
+def _differences(was: SourceIdentity, now: SourceIdentity) -> list[str]:
+    names = dict.fromkeys((*now.settings, *was.settings))
+    words = [
+        f'{name} is "{now.settings.get(name, "")}", was "{was.settings.get(name, "")}"'
+        for name in names
+        if now.settings.get(name) != was.settings.get(name)
+    ]
+    if now.settings["dataset"] != was.settings["dataset"]:
+        return words[:1]
+    kept = [name for name in now.files if name in was.files]
+    by_kind = {
+        "changed": [name for name in kept if now.files[name] != was.files[name]],
+        "added": [name for name in now.files if name not in was.files],
+        "removed": [name for name in was.files if name not in now.files],
+    }
+    for kind, of_kind in by_kind.items():
+        if of_kind:
+            files = "1 file was" if len(of_kind) == 1 else f"{len(of_kind):,} files were"
+            more = ", ..." if len(of_kind) > MAX_NAMES else ""
+            words.append(f"{files} {kind} ({', '.join(of_kind[:MAX_NAMES])}{more})")
+    if not words and list(now.files) != list(was.files):
+        words.append("files are in another order")
+    return words
