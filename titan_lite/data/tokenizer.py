@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -122,17 +122,25 @@ UNKNOWN_CHARACTER = "\U0010fffd"  # for private use, so that no vocabulary has i
 class JsonTokenizer:
     """A tokenizer of a tokenizer.json. Its `sha256` is of the file and of the ids of BOS and EOS.
 
-    where: the beginning of errors, which says how the user named the file. Pickles.
+    tokenizer: as the library reads the content of the file. where: the beginning of errors, which
+    says how the user named the file. Pickles.
     """
 
-    def __init__(self, content: str, bos_id: int, eos_id: int, where: str):
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        content: str,
+        bos_id: int,
+        eos_id: int,
+        where: str,
+    ):
         # one text is encoded at a time: threads gain nothing, and warn of forks
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._content = content
         self._where = where
         self.bos_id = bos_id
         self.eos_id = eos_id
-        self._tokenizer = tokenizers.Tokenizer.from_str(content)
+        self._tokenizer = tokenizer
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in added.items() if token.special}
@@ -149,9 +157,9 @@ class JsonTokenizer:
         except ConfigError:  # it has no token for "a"
             self._may_cut = False
 
-    def __reduce__(self) -> tuple[type["JsonTokenizer"], tuple[str, int, int, str]]:
+    def __reduce__(self) -> tuple[Callable, tuple[str, int, int, str]]:
         # the library's own pickle loses encode_special_tokens
-        return JsonTokenizer, (self._content, self.bos_id, self.eos_id, self._where)
+        return _read_again, (self._content, self.bos_id, self.eos_id, self._where)
 
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
         """Return the ids of any text; the name of a special token in it is plain text.
@@ -211,6 +219,12 @@ class JsonTokenizer:
                 f"{self._where} cannot encode the text {shown(text)} ({_short(error)}); use a"
                 " tokenizer with a token for unknown text, or with tokens for all bytes"
             ) from None
+
+
+def _read_again(content: str, bos_id: int, eos_id: int, where: str) -> JsonTokenizer:
+    """Return a JsonTokenizer that was pickled."""
+    tokenizer = tokenizers.Tokenizer.from_str(content)
+    return JsonTokenizer(tokenizer, content, bos_id, eos_id, where)
 
 
 Tokenizer = TiktokenTokenizer | JsonTokenizer
@@ -274,7 +288,7 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
         ) from None
     bos_id, eos_id = _ends_of_documents(tokenizer, path, where)
     try:
-        read = JsonTokenizer(text, bos_id, eos_id, where)
+        read = JsonTokenizer(tokenizer, text, bos_id, eos_id, where)
         read.check_characters()
     except ValueError as error:
         raise ConfigError(f"{where} {error}; use another tokenizer") from None
