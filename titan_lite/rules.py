@@ -464,17 +464,17 @@ def validation_has_documents(config: Config) -> Iterator[Mistake]:
 @rule_of_keys
 def validation_reads_its_documents(config: Config) -> Iterator[Mistake]:
     validation = config.validation
-    fields = type(validation).model_fields
-    for name in ("path", "dataset", "sources", "subset", "split", "text_field"):
+    if not validation.enable or validation.has_documents:
+        return
+    for name in ("subset", "split", "text_field"):
         value = getattr(validation, name)
-        if value == fields[name].default:
-            continue
-        if not validation.enable and not config.was_set("validation.enable"):
-            why = "has no effect without validation"
-            yield Mistake(f"validation.{name}", value, why, "validation.enable = true")
-        elif validation.enable and not validation.has_documents:
-            why = "has no effect without documents of its own"
-            yield Mistake(f"validation.{name}", value, why, "validation.path or validation.dataset")
+        if value != type(validation).model_fields[name].default:
+            yield Mistake(
+                key=f"validation.{name}",
+                value=value,
+                why="has no effect without documents of its own",
+                instead="validation.path or validation.dataset",
+            )
 
 
 # The model's shape

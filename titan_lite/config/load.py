@@ -76,10 +76,19 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(*mistakes)
     if not config.job.dump_folder:
         config = config.replace(job=config.job.replace(dump_folder=f"outputs/{path.stem}"))
-    if config.validation.has_documents and "data.validation_fraction" not in origins:
-        config = config.replace(data=config.data.replace(validation_fraction=0.0))
+    if config.validation.has_documents:
+        config = _validated_on_its_own(config, origins)
     config = config.replace(data=config.data.without_run(config.job.dump_folder))
     config.set_origins({key: origins[key] for key in KEYS if key in origins})
+    return config
+
+
+def _validated_on_its_own(config: Config, origins: Origins) -> Config:
+    """Return a recipe whose [validation] has documents, with the defaults that follow from it."""
+    if "validation.enable" not in origins:
+        config = config.replace(validation=config.validation.replace(enable=True))
+    if "data.validation_fraction" not in origins:
+        config = config.replace(data=config.data.replace(validation_fraction=0.0))
     return config
 
 

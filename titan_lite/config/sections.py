@@ -621,7 +621,8 @@ class Validation(Section):
     """The loss on documents of its own, or on those held out of [data]."""
 
     enable: bool = False
-    """Measure the loss on documents that are not trained on."""
+    """Measure the loss on documents that are not trained on. Not set: true where [validation] has
+    documents of its own."""
 
     freq: int = Field(500, ge=1)
     """Interval of validations in steps; there is one at the end, too."""

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny import DEBUG
+from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.config import ConfigError, load_config, to_toml
 from titan_lite.distributed.layout import Layout
@@ -46,6 +46,15 @@ def test_a_path_is_enough(corpus):
     again = corpus / "again.toml"
     again.write_text(to_toml(config))
     assert load_config(again).model_dump() == config.model_dump()
+
+
+def test_a_path_turns_it_on_where_the_recipe_does_not_say(corpus):
+    quiet = corpus / "quiet.toml"
+    quiet.write_text(f'[model]\ntokenizer_path = "{DEBUG_TOKENIZER}"\n')
+    path = f"--validation.path={corpus}/val.jsonl"
+    assert not load_config(quiet).validation.enable
+    assert checked(load_config(quiet, [path])).validation.enable
+    assert not checked(load_config(quiet, [path, "--validation.no-enable"])).validation.enable
 
 
 def test_without_documents_of_its_own_some_are_held_out(corpus):
@@ -98,10 +107,6 @@ def test_a_mixture_to_train_on_has_one_set_to_validate_on_or_several(corpus):
 
 
 WRONG = {
-    "no enable": (
-        ["--validation.path=V", "UNSET"],
-        'validation.path = "V" has no effect without validation; use validation.enable = true',
-    ),
     "nothing to read": (
         ["--validation.text_field=x"],
         'validation.text_field = "x" has no effect without documents of its own; use',
@@ -161,16 +166,10 @@ def test_what_cannot_be_is_one_line(about, corpus):
             text = text.replace(f"({letter}", f"({path}")
         return text
 
-    arguments = [named(option) for option in options if option != "UNSET"]
-    recipe = DEBUG
-    if "UNSET" in options:
-        text = DEBUG.read_text().replace("[validation]\nenable = true", "[validation]")
-        text = text.replace("../assets", str(DEBUG.parents[1] / "assets"))
-        recipe = corpus / "unset.toml"
-        recipe.write_text(text)
+    arguments = [named(option) for option in options]
     paths = ["--data.dataset=local", f"--data.path={corpus}/train"]
     with pytest.raises(ConfigError) as error:
-        checked(load_config(recipe, [*paths, *arguments]))
+        checked(load_config(DEBUG, [*paths, *arguments]))
     (message,) = error.value.args
     assert named(words) in message
 
