@@ -65,14 +65,14 @@ def train(config: Config, hooks: Sequence[Any] = ()) -> int:
 def print_error(error: Exception, code: int) -> int:
     """Print the error in one line, and return the exit code.
 
-    If all ranks of a node have the same error, one of them prints it.
+    If all ranks have the same error, rank 0 prints it, and before the process group is up, one rank
+    of each node.
     """
     prefix = ""
-    if getattr(error, "everywhere", False):
-        prints = os.environ.get("RANK", "0") == "0"
-    elif process_group_is_up():
-        prefix = f"[rank {os.environ['RANK']}] "
-        prints = True
+    if process_group_is_up():
+        everywhere = getattr(error, "everywhere", False)
+        prefix = "" if everywhere else f"[rank {os.environ['RANK']}] "
+        prints = not everywhere or os.environ["RANK"] == "0"
     else:  # with a wrong environment the rank is unknown
         prints = exit_code.is_first_to_record(code) or str(error).startswith("environment:")
     if prints:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_lite.checkpoint.agreement import agree
 from titan_lite.checkpoint.identity import (
     DocumentsOfRun,
     RunIdentity,
@@ -56,7 +57,7 @@ from titan_lite.distributed.parallelize import (
 )
 from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.powersgd import PowerSGD
-from titan_lite.distributed.process_group import init_process_group
+from titan_lite.distributed.process_group import connect_store, init_process_group
 from titan_lite.dtensor import shard_of
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger
@@ -186,11 +187,15 @@ class Trainer:
         self.run_hooks("on_start")
         self.device = init_device(config.debug, config.training.float32_matmul_precision)
         use_kernel(config.training.attention_kernel)
+        limit = config.comm.init_timeout_seconds + PATIENCE
+        store = connect_store(limit)
+        # Before anything that differs with the recipe, and would wait for the other ranks
+        identity = run_identity(config, self.layout, self.tokenizer)
+        self.identity = with_machine(identity, git=git_revision() if self.rank == 0 else "")
+        agree(store, self.rank, self.world_size, self.identity)
         # On a communicator that is connected at once, a pipeline's sends and receives would wait
         # for each other.
-        init_process_group(
-            self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1
-        )
+        init_process_group(self.device, store, limit, connect=degrees["pp"] == 1)
         # From here on a signal ends a step and saves it, and a rank that is killed has failed.
         signals.end_start()
         exit_code.record(exit_code.FAILED)
@@ -555,8 +560,6 @@ class Trainer:
         Without one, load the weights of checkpoint.initial_load_path, if set.
         """
         config = self.config
-        identity = run_identity(config, self.layout, self.tokenizer)
-        self.identity = with_machine(identity, git=git_revision() if self.rank == 0 else "")
         self.documents = {}
         if config.checkpoint.enable and self.rank == 0:
             self.documents = documents_of_run(config)

@@ -27,7 +27,7 @@ LAYERS = (
     ("rules", "machine_rules", "recipe", "hooks", "trainer", "train"),
     ("launch", "tools", "__main__"),
 )
-WITHOUT_TORCH = (*LAYERS[0], "sharding", "recipe", "rules")
+WITHOUT_TORCH = (*LAYERS[0], "sharding", "recipe", "rules", "checkpoint.resume", "checkpoint.steps")
 SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or plain values
     "config",
     "distributed.layout",

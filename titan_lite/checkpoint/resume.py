@@ -222,14 +222,14 @@ def _as_json(identity: RunIdentity) -> dict[str, Any]:
 
 
 def _changes_of_recipe(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    for key, before, after in _differences(was, now):
+    for key, before, after in differences(was, now):
         if before is None and key in KEYS and after == _as_in_json(KEYS[key].default):
             continue  # the step is older than the key
         effect = EFFECT_OF_KEY.get(key, Effect.NOTED)
         if not (_matters(key, was) or _matters(key, now)):
             effect = Effect.NOTED
-        now_words = f"{key} is not set" if is_unset(key, after) else f"{key} = {_short(after)}"
-        was_words = "not set" if is_unset(key, before) else _short(before)
+        now_words = f"{key} is not set" if is_unset(key, after) else f"{key} = {short(after)}"
+        was_words = "not set" if is_unset(key, before) else short(before)
         yield Change(effect, f"{now_words}, was {was_words}")
 
 
@@ -252,8 +252,8 @@ def _changes_of_fields(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
             continue
         if name in DOCUMENTS:
             continue
-        for path, before, after in _differences(was[name], now[name]):
-            text = f"{words.format(path)}: {_short(after)}, was {_short(before)}"
+        for path, before, after in differences(was[name], now[name]):
+            text = f"{words.format(path)}: {short(after)}, was {short(before)}"
             yield Change(EFFECT_OF_ENTRY.get((name, path), effect), text)
 
 
@@ -282,7 +282,7 @@ def _changes_of_documents(
             )
             yield Change(effect, text)
         else:
-            yield Change(effect, f"SHA-256 of {words}: {_short(now)}, was {_short(was)}")
+            yield Change(effect, f"SHA-256 of {words}: {short(now)}, was {short(was)}")
 
 
 def _changes_of_tensors(saved: SavedState, compression: Mapping[str, int]) -> Iterator[Change]:
@@ -294,19 +294,19 @@ def _changes_of_tensors(saved: SavedState, compression: Mapping[str, int]) -> It
         yield Change(Effect.RESTARTS_COMPRESSION, OTHER_ERRORS)
 
 
-def _differences(was: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(was: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted path, value before, value now) of all leaves that differ; None: not present."""
     if isinstance(was, dict | None) and isinstance(now, dict | None):
         was = was or {}
         now = now or {}
         for name in dict.fromkeys((*now, *was)):
             inner_path = f"{path}.{name}" if path else name
-            yield from _differences(was.get(name), now.get(name), inner_path)
+            yield from differences(was.get(name), now.get(name), inner_path)
     elif was != now:
         yield path, was, now
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     """Return a value for a message; of a hash only its first 12 digits."""
     if value is None:
         return "not set"

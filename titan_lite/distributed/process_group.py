@@ -24,7 +24,20 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def init_process_group(device: torch.device, seconds: float, *, connect: bool) -> None:
+def connect_store(seconds: float) -> dist.Store:
+    """Return the store of all ranks, which is torchrun's or, without that, rank 0's.
+
+    seconds: limit of a wait for a key.
+    """
+    timeout = datetime.timedelta(seconds=seconds)
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return store
+
+
+def init_process_group(
+    device: torch.device, store: dist.Store, seconds: float, *, connect: bool
+) -> None:
     """Make the process group, with NCCL for GPUs, else gloo. seconds: limit of a collective.
 
     connect: connect NCCL at once.
@@ -32,6 +45,9 @@ def init_process_group(device: torch.device, seconds: float, *, connect: bool) -
     uses_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if uses_gpu else "gloo",
+        store=dist.PrefixStore("default_pg", store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
         timeout=datetime.timedelta(seconds=seconds),
         device_id=device if uses_gpu and connect else None,
     )

@@ -171,13 +171,13 @@ class Watchdog:
             self.disable()
 
     def _share(self, error: Exception) -> str | None:
-        """Send the error to the other ranks.
+        """Send the error to the other ranks, unless they have it, too.
 
         For an error of communication, return the failure of the rank that caused it; if no rank has
         sent one, end the process with a verdict.
         """
         store = self.store
-        if store is None:
+        if store is None or getattr(error, "everywhere", False):
             return None
         if not is_communication_error(error):
             failure = f"rank {self.rank} failed: {type(error).__name__}: {_first_line(error)}"

@@ -1,0 +1,165 @@
+"""Ranks that were started for different runs are told so, before anything else."""
+
+import dataclasses
+import json
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from titan_lite.checkpoint import agreement
+from titan_lite.checkpoint.agreement import (
+    COMPARED,
+    HARDWARE,
+    VARIABLES,
+    agree,
+    digest_of,
+    parts_of,
+)
+from titan_lite.checkpoint.identity import RunIdentity
+from titan_lite.config import ConfigError, load_config
+
+DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"
+FACTS = {
+    "model": {"dim": 256, "n_layers": 6},
+    "tokenizer": "a" * 64,
+    "documents": "b" * 64,
+    "validation_documents": "c" * 64,
+    "device": "CPU",
+    "numerics": {"threads": 1, "processor": "a processor", "MKL_CBWR": "COMPATIBLE"},
+    "versions": {"torch": "2.13.0", "titan_lite": "0.1.0", "python": "3.11.2"},
+    "sources": "d" * 64,
+}
+
+
+def identity(*overrides, **facts):
+    return RunIdentity(recipe=load_config(DEBUG, overrides).model_dump(), **{**FACTS, **facts})
+
+
+def agreed(monkeypatch, *identities):
+    """What `agree` raises on each rank: the error's lines, or () for none."""
+    monkeypatch.setattr(agreement, "git_revision", lambda: "e" * 40)
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    raised: dict[int, tuple] = {}
+
+    def run(rank):
+        store = dist.TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
+        try:
+            agree(store, rank, len(identities), identities[rank])
+            raised[rank] = ()
+        except ConfigError as error:
+            raised[rank] = error.args
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(identities))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [raised[rank] for rank in range(len(identities))]
+
+
+HERE = socket.gethostname()
+CASES = [
+    (
+        ["--optimizer.lr=2e-2"],
+        {},
+        f"optimizer.lr differs: 0.002 on {HERE} (ranks 0, 2), 0.02 on {HERE} (rank 1)",
+    ),
+    (["--debug.seed=7"], {}, "debug.seed differs: 0 on"),
+    (["--training.steps=9"], {}, "training.steps differs: 100 on"),
+    (["--optimizer.weight_decay=0"], {}, "optimizer.weight_decay differs: 0.1 on"),
+    (["--parallelism.tensor_parallel_degree=2"], {}, "tensor_parallel_degree differs: 1 on"),
+    (["--comm.init_timeout_seconds=9"], {}, "comm.init_timeout_seconds differs: 300 on"),
+    ([], {"tokenizer": "f" * 64}, "SHA-256 of model.tokenizer_path differs: aaaaaaaaaaaa on"),
+    ([], {"documents": "f" * 64}, "differs: bbbbbbbbbbbb on"),
+    ([], {"validation_documents": "f" * 64}, "[validation] differs: cccccccccccc on"),
+    ([], {"model": {"dim": 256, "n_layers": 5}}, "the model's n_layers ([model]) differs: 6 on"),
+    (
+        [],
+        {"versions": {**FACTS["versions"], "python": "3.12.0"}},
+        'version of python differs: "3.11.2" on',
+    ),
+    (
+        [],
+        {"sources": "f" * 64},
+        "SHA-256 of titan_lite's source files differs: dddddddddddd (git eeeeee",
+    ),
+    (
+        [],
+        {"numerics": {"threads": 1, "processor": "a processor"}},
+        'the environment variable MKL_CBWR differs: "COMPATIBLE" on',
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "facts", "line"), CASES)
+def test_all_ranks_raise_the_same_line_for_a_key_that_differs(overrides, facts, line, monkeypatch):
+    other = identity(*overrides, **facts)
+    lines = agreed(monkeypatch, identity(), other, identity())
+    assert lines[0] == lines[1] == lines[2]
+    assert len(lines[0]) == 1
+    assert line in lines[0][0]
+    assert "(ranks 0, 2)" in lines[0][0]
+
+
+def test_every_key_that_differs_has_a_line(monkeypatch):
+    other = identity("--optimizer.lr=1", "--debug.seed=1", "--data.no-shuffle")
+    lines, same = agreed(monkeypatch, identity(), other)
+    assert [line.split()[0] for line in lines] == ["optimizer.lr", "data.shuffle", "debug.seed"]
+    assert lines == same
+
+
+def test_copies_of_a_corpus_and_a_tokenizer_may_have_another_name(monkeypatch):
+    local = ["--data.dataset=local", "--validation.enable"]
+    one = identity(*local, "--data.path=/a", "--validation.path=/v")
+    other = identity(
+        *local, "--data.path=/b", "--validation.path=/w", "--model.tokenizer_path=/t.model"
+    )
+    assert agreed(monkeypatch, one, other) == [(), ()]
+    sources = '[{{dataset = "local", path = "{}"}}]'
+    one = identity(f"--data.sources={sources.format('/a')}")
+    other = identity(f"--data.sources={sources.format('/b')}")
+    assert agreed(monkeypatch, one, other) == [(), ()]
+
+
+def test_other_hardware_is_a_warning(monkeypatch):
+    warnings: list[str] = []
+    monkeypatch.setattr(agreement.logger, "warning", warnings.append)
+    other = identity(device="H100", numerics={**FACTS["numerics"], "threads": 2})
+    assert agreed(monkeypatch, identity(), other) == [(), ()]
+    assert {line.partition(":")[0] for line in warnings} == {
+        "ranks differ in device",
+        "ranks differ in threads",
+    }
+
+
+def test_every_field_of_an_identity_is_compared_or_follows_from_one_that_is():
+    fields = {field.name for field in dataclasses.fields(RunIdentity)}
+    follow = {"sequences", "shares", "total_steps", "world_size", "mesh", "compression", "git"}
+    assert fields - follow == {*COMPARED, "device", "numerics"}
+    assert parts_of(identity()).keys() == {*COMPARED, VARIABLES, HARDWARE}
+
+
+def test_thousands_of_ranks_of_two_kinds_are_told_in_one_line(monkeypatch):
+    """Rank 0 among the records and values that the others have written."""
+    monkeypatch.setattr(agreement, "git_revision", lambda: "")
+    ranks = 4096
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    written = dist.PrefixStore("agreement/0", store)
+    other = parts_of(identity("--optimizer.lr=1"))
+    own = parts_of(identity())
+    for rank in range(1, ranks):
+        parts = other if rank >= 2048 else own
+        digests = {name: digest_of(part) for name, part in parts.items()}
+        written.set(f"record/{rank}", json.dumps({"node": f"node{rank // 8}", "digests": digests}))
+    written.set("values/2048", json.dumps({"parts": other, "git": ""}))
+    written.add("read", ranks - 1)
+    with pytest.raises(ConfigError) as raised:
+        agree(store, 0, ranks, identity())
+    (line,) = raised.value.args
+    assert (
+        f"0.002 on {HERE}, node0, node1, node2 and 253 more (ranks 0-2047), 1.0 on node256" in line
+    )
+    assert "1.0 on node256, node257, node258, node259 and 252 more (ranks 2048-4095)" in line
