@@ -20,6 +20,7 @@ from titan_lite.models.shapes import Shape
 from titan_lite.optim.state import (
     Shapes,
     bytes_by_owner,
+    costs_of,
     is_matrix,
     moment_bytes,
     numbers_in,
@@ -57,6 +58,8 @@ def steady_bytes(config: Config, layout: Layout) -> float:
 
 def owner_bytes(config: Config, layout: Layout) -> float:
     """Return the bytes of whole matrices on the owner with most (optim/matrix_owners.py)."""
+    if not costs_of(config.optimizer).has_owners:
+        return 0.0
     ranks = layout.world_size // layout.degrees["pp"]
     return max(bytes_by_owner(config.optimizer, layout.shapes_of_rank, ranks))
 

@@ -438,8 +438,10 @@ def estimate(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
     """Return the approximate seconds of a step, and a lower bound of a rank's bytes."""
     sizes = _sizes(layout)
     parts = [_part_of_rank(layout, sizes, rank) for rank in range(layout.degrees["pp"])]
-    nbytes = max(_least_bytes(layout, sizes, part) for part in parts)
-    return _step_seconds(layout, machine, sizes, parts), nbytes + outside_of_tensors(layout)
+    errors = compression_error_bytes(layout.config, layout)
+    nbytes = max(_least_bytes(layout, sizes, part, errors) for part in parts)
+    nbytes += owner_bytes(layout.config, layout) + outside_of_tensors(layout)
+    return _step_seconds(layout, machine, sizes, parts), nbytes
 
 
 @dataclass(frozen=True)
@@ -484,14 +486,17 @@ def _step_seconds(
     return seconds
 
 
-def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank) -> float:
-    """Return a lower bound of a rank's bytes in tensors: the most of two moments of a step."""
+def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors: float) -> float:
+    """Return a lower bound of a rank's bytes in tensors, without whole matrices of the optimizer:
+    the most of two moments of a step.
+
+    errors: bytes of those of compressed gradients.
+    """
     config = layout.config
     _, summed = itemsizes(config.training)
     own = part.elements / layout.fsdp_degree
     moments = moment_bytes(config.optimizer, own, part.in_blocks / layout.fsdp_degree)
-    errors = compression_error_bytes(config, layout)
-    state = STORED_BYTES * own + sum(moments) + owner_bytes(config, layout) + errors
+    state = STORED_BYTES * own + sum(moments) + errors
 
     # With the most microbatches in flight; there are gradients after the first backward.
     in_flight = min(layout.degrees["pp"] - part.rank, layout.pipeline.microbatches)
