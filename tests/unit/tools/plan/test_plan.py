@@ -5,14 +5,18 @@ for.
 import contextlib
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
+from tiny import DEBUG_TOKENIZER
 
 from titan_lite.config import find_recipe, load_config
 from titan_lite.cost.machine import GIB
 from titan_lite.cost.profiles import load_machine
+from titan_lite.models.shapes import parameter_shapes
 from titan_lite.tools.plan.command import lay_out, main, world_size_of
+from titan_lite.tools.plan.plan import make_plan
 from titan_lite.tools.plan.search import estimate
 from titan_lite.tools.plan.summary import in_units
 
@@ -276,3 +280,37 @@ def test_the_formula_is_a_lower_bound_and_no_less_than_half_of_a_plan(recipe, ca
 )
 def test_a_duration_has_the_unit_that_fits(seconds, words):
     assert in_units(*seconds) == words
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        "--compile.no-enable",
+        pytest.param("--compile.backend=aot_eager", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_that_are_kept_are_not_gathered_again_by_recomputation(compiled):
+    """fsdp_reshard_after_forward = "never": a gather a step less, and the weights in memory."""
+    options = [
+        f"--model.tokenizer_path={DEBUG_TOKENIZER}",
+        "--model.flavor=debug",
+        "--training.seq_len=256",
+        "--training.local_batch_size=1",
+        "--activation_checkpoint.mode=full",
+        compiled,
+    ]
+    plans = []
+    for mode in ("default", "never"):
+        resharding = f"--parallelism.fsdp_reshard_after_forward={mode}"
+        config = load_config(RECIPES / "llama3_8b.toml", [*options, resharding])
+        plans.append(make_plan(lay_out(config, 4), load_machine("H100").nominal_slow_fast()))
+    again, kept = plans
+    shape = again.layout.model
+    in_blocks = sum(
+        math.prod(size) for fqn, size in parameter_shapes(shape).items() if "layers." in fqn
+    )
+    once = 2 * 3 / 4 * in_blocks  # bfloat16, from 3 of 4 ranks; norm and output are kept in both
+    (axis,) = again.nominal.sent
+    assert again.nominal.sent[axis] - kept.nominal.sent[axis] == pytest.approx(once, rel=0.01)
+    more = kept.memory.parts["activations"] - again.memory.parts["activations"]
+    assert more > 0.8 * 2 * in_blocks
