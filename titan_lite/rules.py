@@ -999,13 +999,19 @@ def _documents_in_both(data: Data, validation: Data) -> Iterator[Mistake]:
     for _, part in validation.mixture():
         both = [name for name in _names_of_documents(part) if name in trained]
         if both:
-            key = part.key("path" if part.path else "dataset")
-            value = part.path or part.dataset
             what = f"{len(both)} files" if len(both) > 1 else "a file"
             if part.dataset != "local":
                 what = "documents"
-            why = f"has {what} that {trained[both[0]].key('dataset')} trains on ({both[0]})"
-            yield Mistake(key, value, why, "documents that are not trained on")
+            yield Mistake(
+                key=_key_of_documents(part),
+                value=part.path or part.dataset,
+                why=f"has {what} of {_key_of_documents(trained[both[0]])} ({both[0]})",
+                instead="documents that are not trained on",
+            )
+
+
+def _key_of_documents(data: Data) -> str:
+    return data.key("path" if data.path else "dataset")
 
 
 def _names_of_documents(data: Data) -> list[str]:

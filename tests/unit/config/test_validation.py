@@ -141,15 +141,15 @@ WRONG = {
     ),
     "the files of training": (
         ["--validation.path=T/b.jsonl"],
-        'validation.path = "T/b.jsonl" has a file that data.dataset trains on (T/b.jsonl); use',
+        'validation.path = "T/b.jsonl" has a file of data.path (T/b.jsonl); use documents that are not trained on',
     ),
     "more files of training, linked": (
         ["--validation.path=L"],
-        'validation.path = "L" has 2 files that data.dataset trains on (T/a.jsonl)',
+        'validation.path = "L" has 2 files of data.path (T/a.jsonl)',
     ),
     "what is trained on of another kind": (
         ["--data.dataset=stdlib", "--data.path=", "--validation.dataset=stdlib"],
-        'validation.dataset = "stdlib" has documents that data.dataset trains on (stdlib',
+        'validation.dataset = "stdlib" has documents of data.dataset (stdlib',
     ),
 }
 
