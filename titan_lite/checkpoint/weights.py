@@ -204,9 +204,7 @@ class HuggingFaceFolder:
         """
         candidates = [WHOLE, INDEX]
         if named is not None:
-            if not isinstance(named, str) or not named.endswith(
-                (".safetensors", ".safetensors.index.json")
-            ):
+            if not isinstance(named, str) or not _is_weights_file(named):
                 raise CorruptFileError(
                     f"config.json: transformers_weights = {named!r:.60}: expected the name of a"
                     " .safetensors file, or of an index of these"
@@ -311,6 +309,12 @@ class HuggingFaceFolder:
 
     def tokenizer_files(self) -> list[Path]:
         return tokenizer_files(self.folder)
+
+
+def _is_weights_file(name: str) -> bool:
+    """Return True for the name of a safetensors file, or of an index, within a folder."""
+    inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+    return inside and name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def _only(path: Path) -> dict[str, StoredTensor]:

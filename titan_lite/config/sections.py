@@ -84,8 +84,8 @@ class Model(Section):
 
     flavor: str = "debug"
     """Size, a key of FLAVORS in models/shapes.py; empty: the keys below give the shape;
-    from_weights: they and the tokenizer are those of checkpoint.initial_load_path, as if no flavor
-    is set beside that path."""
+    from_weights, or no flavor beside checkpoint.initial_load_path: they and the tokenizer are those
+    of that folder."""
 
     dim: Annotated[int, Field(ge=1, le=2**18)] | Literal[0] = 0
     """Width of the residual stream; 0: the flavor's."""

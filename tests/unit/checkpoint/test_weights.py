@@ -802,9 +802,9 @@ def old_shards(copy):
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def name_file(copy):
+def name_file(copy, name="mine.safetensors"):
     content = json.loads((copy / "config.json").read_text())
-    content["transformers_weights"] = "mine.safetensors"
+    content["transformers_weights"] = name
     (copy / "config.json").write_text(json.dumps(content))
 
 
@@ -838,6 +838,10 @@ def without_index(copy):
             " but in model-0000",
         ),
         (lambda copy: name_file(copy), "mine.safetensors is missing, which config.json names"),
+        (
+            lambda copy: name_file(copy, "../mine.safetensors"),
+            r"transformers_weights = '../mine.safetensors': expected the name of a .safetensors",
+        ),
     ],
 )
 def test_a_folder_that_does_not_say_which_weights_is_refused(folder, tmp_path, change, words):
