@@ -245,6 +245,7 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
 
 def search_lines(subject: Subject, count: int, full: bool) -> list[str]:
     """Return the lines of a search. Raises ConfigError if no layout shares the tokens of a step."""
+    from titan_lite.tools.plan.changes import Stopped
     from titan_lite.tools.plan.search import search, space
 
     config = subject.config
@@ -257,10 +258,15 @@ def search_lines(subject: Subject, count: int, full: bool) -> list[str]:
             f" ({origin}); use --training.global_batch_size=N, such as {ranks * 8}"
         )
     tokens = sequences * config.training.seq_len
-    return [
-        f"{ranks} ranks; {sequences:,} sequences per step = {tokens:,} tokens ({origin})",
-        *search(config, changes, subject.lay_out, subject.machine, count, full),
-    ]
+    title = f"{ranks} ranks; {sequences:,} sequences per step = {tokens:,} tokens ({origin})"
+    try:
+        return [
+            title,
+            *search(config, changes, subject.lay_out, subject.machine, count, full),
+        ]
+    except Stopped as stopped:
+        stopped.lines = [title, *stopped.lines]
+        raise
 
 
 def sequences_per_step(subject: Subject) -> tuple[int, str]:

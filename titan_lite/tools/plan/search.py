@@ -135,19 +135,26 @@ class Search:
         self.waiting = lighter
 
     @property
+    def may_fit(self) -> int:
+        """Number of layouts that may fit by formula."""
+        return self.layouts - self.refused - self.too_large
+
+    @property
     def not_planned(self) -> int:
-        """Number of layouts that may fit by formula and were not planned."""
-        return len(self.waiting) + self.put_aside
+        """Number of those that were not planned."""
+        has_row = [change for change, _ in self.rows]
+        return self.may_fit - sum(candidate.change in has_row for candidate in self.planned)
 
     def counts(self) -> str:
         """Return what was planned, and what was not looked at, in words."""
-        may_fit = self.layouts - self.refused - self.too_large
+        planned = self.may_fit - self.not_planned
+        slower = self.not_planned - self.put_aside
         return (
             f"{self.refused:,} cannot run, {self.too_large:,} cannot fit (parameters, optimizer and"
-            f" kept activations alone); of {may_fit:,} others {may_fit - self.not_planned:,} are"
-            " planned, the fastest by formula first; not looked at:"
-            f" {len(self.waiting):,} that are slower by formula, and {self.put_aside:,} that need"
-            " as much by formula as a planned one of their kind that does not fit"
+            f" kept activations alone); of {self.may_fit:,} others {planned:,} are planned, the"
+            f" fastest by formula first; not looked at: {slower:,} that are slower by formula, and"
+            f" {self.put_aside:,} that need as much by formula as a planned one of their kind that"
+            " does not fit"
         )
 
 

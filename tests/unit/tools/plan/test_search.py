@@ -14,6 +14,7 @@ from test_changes import H100, planned
 from titan_lite.config import Config, ConfigError, Model, Training, load_config
 from titan_lite.cost.machine import GIB
 from titan_lite.tools.plan import search as searching
+from titan_lite.tools.plan.changes import Stopped
 from titan_lite.tools.plan.command import (
     Subject,
     build_parser,
@@ -221,9 +222,9 @@ def test_a_search_that_is_stopped_shows_what_it_has_and_leaves_nothing_behind(na
             time.sleep(0.1)
         if name != "SIGKILL":
             lines = (tmp_path / "out").read_text().splitlines()
-            assert re.fullmatch(r"PARTIAL: stopped after \d+ of 30 plans", lines[2])
+            assert re.fullmatch(r"PARTIAL: stopped after \d+ of 30 plans", lines[3])
             assert lines[-1].startswith("best: --")
-            assert job.output.splitlines()[-1] == lines[2].removeprefix("PARTIAL: ")
+            assert job.output.splitlines()[-1] == lines[3].removeprefix("PARTIAL: ")
             assert not re.search("Traceback|resource_tracker", job.output)
 
 
@@ -415,3 +416,19 @@ def test_by_formula_a_layout_never_needs_more_than_its_plan(case):
     in_tensors = memory.peak - memory.parts["workspaces of cuBLAS"]
     _, bound = estimate(layout, H100)
     assert 0.2 * in_tensors < bound - memory.outside <= in_tensors
+
+
+def test_a_search_that_is_stopped_counts_what_it_did_not_plan(monkeypatch):
+    bench = Bench(monkeypatch, [(50, 60)] * 5)
+
+    def stop(lay_out, changes, *_):
+        raise Stopped(bench.plan(lay_out, changes[:1]), len(changes))
+
+    monkeypatch.setattr(searching, "plan_changes", stop)
+    with pytest.raises(Stopped) as stopped:
+        bench.search(3)
+    lines = stopped.value.lines
+    assert "of 5 others 1 are planned" in lines[0]
+    assert "not looked at: 4 that are slower" in lines[0]
+    assert lines[2] == "PARTIAL: stopped after 1 of 3 plans"
+    assert lines[-1].startswith("best: --")
