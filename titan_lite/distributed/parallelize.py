@@ -162,7 +162,7 @@ def parallelize(
     """Build this rank's stages on the meta device. A collective: it may make process groups.
 
     The order matters. Context and tensor parallelism decide which tokens and weights a rank has.
-    Checkpointing comes before SimpleFSDP, so that recomputing a block gathers its weights again.
+    Checkpointing comes before SimpleFSDP, so that recomputing a block reads its weights again.
     The compiler comes last, to see all collectives.
 
     machine: what the passes estimate times on. schedule: replaces the passes of the recipe; with
