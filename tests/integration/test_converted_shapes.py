@@ -40,7 +40,7 @@ def test_a_shape_in_a_recipe_from_training_to_text(tmp_path, capsys):
     result = train(2, recipe, run, *OPTIONS, *steps(1))
     assert result.returncode == 0
     assert (
-        "model: llama3 of its own with dim = 96, n_layers = 2, n_heads = 6, n_kv_heads = 2,"
+        "model: llama3 custom with dim = 96, n_layers = 2, n_heads = 6, n_kv_heads = 2,"
         " hidden_dim = 100" in result.stdout
     )
     model = ModelConfig(
