@@ -328,7 +328,7 @@ WRONG_FOR_THIS_RUN = [
     ),
     (
         ["--parallelism.data_parallel_shard_degree", "4"],
-        r"data_parallel_shard_degree = 4: .* need 4 ranks, but 1 are",
+        r"data_parallel_shard_degree = 4: .* need 4 ranks, and there are 1",
     ),
     (
         ["--parallelism.tensor_parallel_degree", "2"],

@@ -80,7 +80,7 @@ WRONG = {
     "too few ranks": Wrong(
         4, "shard=8 global=16", ("data_parallel_shard_degree = 8", "NGPU=8"), "shard=4"
     ),
-    "too many ranks": Wrong(8, "shard=4", ("need 4 ranks, but 8", "NGPU=4"), "", 4),
+    "too many ranks": Wrong(8, "shard=4", ("need 4 ranks, and there are 8", "NGPU=4"), "", 4),
     "product of all five": Wrong(
         8,
         "shard=2 tp=2 pp=2 cp=2 replicate=2",

@@ -72,7 +72,7 @@ def test_degrees_that_fit(replicate, shard, world_size, expected):
             8,
             [
                 "data_parallel_shard_degree = 4",
-                "(dp_shard 4) need 4 ranks, but 8",
+                "(dp_shard 4) need 4 ranks, and there are 8",
                 "NGPU=4",
                 "data_parallel_shard_degree = -1",
             ],
