@@ -83,7 +83,7 @@ def test_degrees_that_fit(replicate, shard, world_size, expected):
             4,
             [
                 "data_parallel_shard_degree = 4",
-                "(dp_replicate 2 x dp_shard 4) need 8 ranks, but 4",
+                "(dp_replicate 2 x dp_shard 4) need 8 ranks, and there are 4",
                 "NGPU=8",
             ],
             id="too few ranks",
@@ -93,7 +93,7 @@ def test_degrees_that_fit(replicate, shard, world_size, expected):
             2,
             [
                 "data_parallel_shard_degree = 1",
-                "(all 1) need 1 ranks, but 2",
+                "(all 1) need 1 ranks, and there are 2",
                 "data_parallel_shard_degree = -1",
             ],
             id="one rank asked for",
