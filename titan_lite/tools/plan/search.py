@@ -537,8 +537,8 @@ def _logits_bytes(layout: PlannedLayout, sizes: _Sizes) -> float:
 
 
 def why_lost(plan: Plan, best: Plan) -> str:
-    """Return why a plan is not the best one: its excess of memory, or the largest additional wait
-    for the same tokens.
+    """Return why a plan is not the best one: its excess of memory, that it is tight though faster,
+    or the largest additional wait for the same tokens.
     """
     if not plan.fits:
         excess = (plan.memory.total - plan.capacity) / GIB
@@ -546,6 +546,9 @@ def why_lost(plan: Plan, best: Plan) -> str:
     own = plan.nominal
     other = best.nominal
     slower = own.seconds * best.layout.tokens / plan.layout.tokens / other.seconds - 1
+    if slower < 0 and plan.is_tight:
+        free = (plan.capacity - plan.memory.total) / GIB
+        return f"tight, {free:.1f} GiB free; it would take {-100 * slower:.1f}% less time"
     longer = {part: seconds - other.parts.get(part, 0.0) for part, seconds in own.parts.items()}
     longest = max(longer, key=lambda part: longer[part])
     return f"{100 * slower:.1f}% slower: {part_name(longest)} {longer[longest]:+.2g} s per step"

@@ -138,6 +138,8 @@ def test_those_that_lost_are_told_why():
     )
     assert why_lost(slow, best).startswith("50.0% slower: waiting for other pipeline ranks +0.5 s")
     assert why_lost(large, best).startswith("12.0 GiB too many, mostly activations")
+    tight = planned(0.9, memory=77.7)
+    assert why_lost(tight, best) == "tight, 0.3 GiB free; it would take 10.0% less time"
 
 
 @pytest.mark.parametrize(
