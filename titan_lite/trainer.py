@@ -38,6 +38,7 @@ from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine, peak_flops
 from titan_lite.data.bad_documents import BadDocumentsLog
 from titan_lite.data.loader import Batch, Loader, build_loader
+from titan_lite.data.preflight import tell_repeated_documents
 from titan_lite.data.processes import LoaderError
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.device import device_memory, init_device
@@ -470,6 +471,9 @@ class Trainer:
             sum_of_losses(nats, self.mesh)
             sum_over_tokens(tokens, self.mesh)
             values = {"validation_loss": float(nats / tokens), **per_source.values("validation_")}
+        if not self.has_validated:
+            sequences = self.config.validation.steps * self.layout.sequences_per_step
+            tell_repeated_documents(loader, sequences)
         loader.load_state_dict(beginning)
         self.metrics.log(self.step, values)
         self.has_validated = True
@@ -538,11 +542,13 @@ class Trainer:
             "skipped_steps": self.skipped_steps,
             "per_source": self.per_source,
             "loader": self.loader,
+            "bad_documents": self.bad_documents,
         }
 
     def save(self) -> None:
         """Save this step."""
         self.read_metrics(wait=True)
+        self.bad_documents.gather([loader.pop_skipped() for loader in self.loaders])
         self.run_hooks("on_save")
         with self.throughput.exclude(), self.watchdog.phase("save", "init_timeout_seconds"):
             parts = {name: part.state_dict() for name, part in self.stateful.items()}
@@ -565,10 +571,13 @@ class Trainer:
             self.documents = documents_of_run(config)
         step = self.checkpointer.verified_step() if config.checkpoint.enable else None
         if step is None:
+            self.bad_documents.load_state_dict({"listed": 0})
             path = config.checkpoint.initial_load_path
             load_initial(path, self.layout.model, self.parameters, shard_of)
         else:
             self.load(step)
+        if self.rank == 0:
+            self.bad_documents.rewrite()
         self.model.refresh_float8_scales()
 
     def load(self, step: int) -> None:
@@ -582,6 +591,8 @@ class Trainer:
         stateful = self.stateful
         if changes.restarts_data:
             del stateful["loader"]
+        if "bad_documents" not in saved.parts:  # as until November 2026
+            del stateful["bad_documents"]
         saved.load_into(stateful)
         if not self.config.validation.enable:
             self.progress.validation_due = False

@@ -51,6 +51,14 @@ class SkippedDocuments:
     bad: list[BadDocument] = field(default_factory=list)
     short: int = 0  # number of documents below data.min_document_tokens
 
+    def __bool__(self) -> bool:
+        return bool(self.bad or self.short)
+
+    def add(self, other: "SkippedDocuments", *, counts_short: bool = True) -> None:
+        self.bad += other.bad
+        if counts_short:
+            self.short += other.short
+
 
 class BadDocumentPolicy:
     """Applies data.on_bad_document and data.max_bad_documents, and collects what is skipped."""
@@ -107,8 +115,29 @@ class BadDocumentsLog:
         self.path = dump_folder / "bad_documents.jsonl"
         self.entries = self._read()  # the lines of the file
         self.policy = BadDocumentPolicy(data, map(_key_of, self.entries))
-        self.bad = 0  # different bad documents of the run, resumed parts included
+        self.bad = len(self.policy.known)  # different ones of the run, resumed parts included
         self.short = 0  # documents below data.min_document_tokens, since this start
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the length of the list: documents listed later are found again after a resume."""
+        return {"listed": self.bad}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Forget what was listed after the step was saved."""
+        self.entries = self.entries[: state["listed"]]
+        self.policy.known = set(map(_key_of, self.entries))
+        self.bad = len(self.policy.known)
+
+    def rewrite(self) -> None:
+        """Write the list again without what a resume has forgotten, or a kill has cut off."""
+        if not self.path.exists():
+            return
+        unfinished = self.path.with_name(f"unfinished-{self.path.name}")
+        try:
+            unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries))
+            unfinished.replace(self.path)
+        except OSError as error:  # no reason to end the run
+            logger.warning(f"{self.path} cannot be written again: {error.strerror}")
 
     def gather(self, skipped: Sequence[SkippedDocuments]) -> dict[str, float]:
         """Return the counts by their names in metrics.jsonl; {} if the recipe skips no documents.

@@ -69,6 +69,7 @@ class Loader(Iterator[Batch]):
         for number in self.streams.windows(self.windows_taken, self.batch_size):
             window = self.received.pop(number)
             self.positions[number % self.streams.num_streams][window.source] = window.position
+            self._count_skipped(window.skipped)
         self.windows_taken += self.batch_size * self.streams.dp_degree
         return batch
 
@@ -95,14 +96,18 @@ class Loader(Iterator[Batch]):
         if self.processes is None:
             self.processes = self._start_processes()
         packed = next(self.processes)
-        self.skipped.bad += packed.skipped.bad
-        if self.streams.is_first_of_group:  # the others skip the same documents
-            self.skipped.short += packed.skipped.short
         if packed.error:
+            for window in (*self.received.values(), *packed.windows):
+                self._count_skipped(window.skipped)
+            self._count_skipped(packed.skipped)
             self._end_processes()
             raise packed.error
         for window in packed.windows:
             self.received[window.number] = window
+
+    def _count_skipped(self, skipped: SkippedDocuments | None) -> None:
+        if skipped:  # ranks of one group skip the same documents
+            self.skipped.add(skipped, counts_short=self.streams.is_first_of_group)
 
     def _start_processes(self) -> PackingProcesses:
         data = self.packing.data
@@ -124,10 +129,21 @@ class Loader(Iterator[Batch]):
         self.received = {}
 
     def pop_skipped(self) -> SkippedDocuments:
-        """Return the documents skipped since the last call, including those packed ahead."""
+        """Return the documents skipped since the last call, before the tokens of batches so far."""
         skipped = self.skipped
         self.skipped = SkippedDocuments()
         return skipped
+
+    def times_read(self) -> list[int]:
+        """Return for each source how often one of its documents was read at most."""
+        times = []
+        for index, source in enumerate(self.packing.sources):
+            last = 0
+            for by_source in self.positions.values():
+                ordinal, used = by_source[index]
+                last = max(last, ordinal if used else ordinal - 1)
+            times.append(source.epoch(last) + 1)
+        return times
 
     def source_lines(self) -> list[str]:
         """Describe each source: its share of a mixture, and its size as far as it is known."""

@@ -1,7 +1,7 @@
 """Pack the tokens of documents into windows.
 
     for packed in WindowPacker(packing, streams, state, windows_at_once=8):    # in a loader process
-        packed.windows, packed.skipped
+        packed.windows
 
     a stream's documents      [BOS a b EOS] [BOS c EOS] [BOS d e f g ...
     its windows, seq_len = 4   BOS a b EOS   BOS c EOS   BOS d e f g ...
@@ -47,14 +47,15 @@ class Window(NamedTuple):
     # rank that reads the same stream keeps the window
     tokens: bytes
     position: StreamPosition  # of the stream in this source, after the window
+    skipped: SkippedDocuments | None  # on the way to its tokens
 
 
 class Packed(NamedTuple):
     """Windows that a loader process hands over together."""
 
     windows: list[Window]
-    skipped: SkippedDocuments  # since the last time
     error: ConfigError | None = None  # in the data; nothing follows
+    skipped: SkippedDocuments | None = None  # on the way to the error
 
 
 class Mixture:
@@ -246,14 +247,17 @@ class WindowPacker(IterableDataset):
         numbers = self._numbers(streams)
         # The same number from every process, since all have as many streams: none gets ahead.
         windows_at_once = min(self.windows_at_once, len(streams))
+        windows: list[Window] = []
         try:
             while True:
                 some = itertools.islice(numbers, windows_at_once)
-                windows = [self._window(number, readers) for number in some]
-                yield Packed(windows, policy.pop_skipped())
+                windows = []
+                for number in some:
+                    windows.append(self._window(number, readers, policy))
+                yield Packed(windows)
         except ConfigError as error:
             # yielded, since a raised error would arrive wrapped in the worker's traceback
-            yield Packed([], policy.pop_skipped(), error)
+            yield Packed(windows, error, policy.pop_skipped())
 
     def _readers(self, streams: range, policy: BadDocumentPolicy) -> list[SourceReader]:
         """Return a reader of these streams for each source."""
@@ -273,9 +277,12 @@ class WindowPacker(IterableDataset):
             for first in first_of_each:
                 yield first + turn * num_streams
 
-    def _window(self, number: int, readers: Sequence[SourceReader]) -> Window:
+    def _window(
+        self, number: int, readers: Sequence[SourceReader], policy: BadDocumentPolicy
+    ) -> Window:
         source = self.packing.mixture.source_of(number)
         tokens = np.empty(self.packing.seq_len + 1, dtype=np.int32)
         position = readers[source].fill(tokens, number % self.streams.num_streams)
         kept = tokens.tobytes() if self.streams.keeps(number) else b""
-        return Window(number, source, kept, position)
+        skipped = policy.pop_skipped()
+        return Window(number, source, kept, position, skipped if skipped else None)

@@ -2,6 +2,7 @@
 
 check_first_batch(loader.peek(), tokenizer, vocab_size, dp_rank)    # a collective, before step 1
 check_first_loss(loss, vocab_size, is_trained=False)                # after step 1
+tell_repeated_documents(validation_loader, sequences)               # after the first validation
 """
 
 import math
@@ -12,9 +13,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from titan_lite.config import ConfigError
-from titan_lite.data.loader import Batch
+from titan_lite.data.documents import Source
+from titan_lite.data.loader import Batch, Loader
 from titan_lite.data.tokenizer import Tokenizer
-from titan_lite.distributed.process_group import all_gather_ints, hash64
+from titan_lite.distributed.process_group import all_gather_ints, hash64, max_over_ranks
 from titan_lite.logging import logger
 
 SAMPLE_CHARACTERS = 200  # of the first sequence in the log
@@ -46,6 +48,37 @@ def check_first_batch(batch: Batch, tokenizer: Tokenizer, vocab_size: int, dp_ra
         logger.info(
             f"first sequence of {batch.input.shape[1]} tokens: {text[:SAMPLE_CHARACTERS]!r}{dots}"
         )
+
+
+def tell_repeated_documents(loader: Loader, sequences: int) -> None:
+    """Warn if a validation has read documents several times. A collective.
+
+    loader: of validation, after it. sequences: that all ranks have read.
+    """
+    times = max_over_ranks(*loader.times_read())
+    if dist.get_rank() != 0:
+        return
+    names = loader.packing.data.source_names() or [""]
+    for name, source, most in zip(names, loader.packing.sources, times, strict=True):
+        if most == 1:
+            continue
+        count = _documents_of_an_epoch(source)
+        of_source = f" of source {name}" if name else ""
+        logger.warning(
+            f"validation reads its documents{of_source} up to {most} times: there are {count:,} of"
+            f" them, and it takes {sequences:,} sequences; use smaller validation.steps or more"
+            " documents"
+        )
+
+
+def _documents_of_an_epoch(source: Source) -> int:
+    """Return the number of documents, of which there are few."""
+    count = 0
+    for ordinal, _ in source.documents(0, lambda ordinal: True):
+        if source.epoch(ordinal) > 0:
+            break
+        count += 1
+    return count
 
 
 def check_batches(batches: Sequence[BatchSummary], vocab_size: int) -> None:

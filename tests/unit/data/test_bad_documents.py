@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -13,6 +14,7 @@ from titan_lite.data.bad_documents import (
     BadDocumentsLog,
     SkippedDocuments,
 )
+from titan_lite.data.loader import build_loader
 from titan_lite.distributed import process_group as ranks
 
 SKIP = Data(on_bad_document="skip", min_document_tokens=5, max_bad_documents=3)
@@ -123,3 +125,100 @@ def test_a_list_of_a_run_before_locations_is_continued(tmp_path, others):
     documents = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
     assert documents.gather([SkippedDocuments([bad(3), bad(4)])])["bad_documents"] == 2
     assert len((tmp_path / "bad_documents.jsonl").read_text().splitlines()) == 2
+
+
+# Resumed runs
+
+
+def with_bad_lines(tmp_path):
+    """A corpus whose every third line is bad."""
+    lines = ['{"text": "%s"}' % (f"document {n} " * 3) if n % 3 else "{" for n in range(90)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+    return Data(
+        dataset="local",
+        path=str(tmp_path / "corpus.jsonl"),
+        validation_fraction=0.0,
+        shuffle_buffer=10,
+        on_bad_document="skip",
+        num_workers=0,
+    )
+
+
+class Letters:
+    """A tokenizer of one token a character."""
+
+    bos_id, eos_id = 0, 1
+
+    def encode_document(self, text):
+        return np.array([0, *map(ord, text), 1])
+
+
+def loader_of(data, batch_size):
+    return build_loader(
+        data,
+        Letters(),
+        split="train",
+        streams=4,
+        batch_size=batch_size,
+        seq_len=16,
+        dp_rank=0,
+        dp_degree=1,
+        seed=0,
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_resumed_run_counts_what_one_without_a_stop_counts(
+    batch_size, num_workers, tmp_path, others
+):
+    """Documents that were packed ahead, or read in steps that do not count, are counted when their
+    turn has come.
+    """
+    data = with_bad_lines(tmp_path).replace(num_workers=num_workers)
+
+    def count(loader, log, sequences):
+        counts = []
+        for _ in range(sequences // batch_size):
+            next(loader)
+            counts.append(log.gather([loader.pop_skipped()])["bad_documents"])
+        return counts
+
+    loader = loader_of(data, batch_size)
+    log = BadDocumentsLog(data, tmp_path, counts_short=True)
+    count(loader, log, 12)
+    state, state_of_log = loader.state_dict(), log.state_dict()
+    without_stop = count(loader, log, 48)
+    in_list = {each.key for each in listed(tmp_path)}
+    assert without_stop[0] < without_stop[-1]
+
+    resumed = loader_of(data, 1 if batch_size == 2 else batch_size)
+    resumed.load_state_dict(state)
+    log = BadDocumentsLog(data, tmp_path, counts_short=True)
+    log.load_state_dict(state_of_log)
+    log.rewrite()
+    assert len(listed(tmp_path)) == state_of_log["listed"]
+    if batch_size == 2:
+        log_of_pairs = []
+        for _ in range(24):
+            next(resumed)
+            skipped = resumed.pop_skipped()
+            next(resumed)
+            log_of_pairs.append(log.gather([skipped, resumed.pop_skipped()])["bad_documents"])
+        assert log_of_pairs == without_stop
+    else:
+        assert count(resumed, log, 48) == without_stop
+    assert {each.key for each in listed(tmp_path)} == in_list
+    assert len(listed(tmp_path)) == len(in_list)
+
+
+def test_half_a_line_that_a_kill_has_left_is_removed(tmp_path, others):
+    log = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
+    log.gather([SkippedDocuments([bad(1), bad(2)])])
+    path = tmp_path / "bad_documents.jsonl"
+    path.write_text(path.read_text()[:-20])
+    log = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
+    log.load_state_dict({"listed": 2})
+    log.rewrite()
+    assert log.gather([SkippedDocuments([bad(2)])])["bad_documents"] == 2
+    assert listed(tmp_path) == [bad(1), bad(2)]

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_lite.config import ConfigError
+from titan_lite.config import ConfigError, Data
 from titan_lite.data import preflight
-from titan_lite.data.loader import Batch
+from titan_lite.data.loader import Batch, build_loader
 from titan_lite.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -121,3 +121,35 @@ def test_a_first_loss_of_initial_weights_that_is_no_better_than_guessing_is_told
     preflight.check_first_loss(loss, 2048, is_trained=True)
     words = f"the first loss is {loss:.2f}, not far below ln(2048) = 7.62, that of an untrained"
     assert (words in caplog.text) == bool(caplog.records) == far
+
+
+def test_a_validation_that_repeats_its_documents_is_told(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(preflight, "max_over_ranks", lambda *numbers: list(numbers))
+    (tmp_path / "a.jsonl").write_text('{"text": "five documents of some tokens"}\n' * 5)
+    data = Data(dataset="local", path=str(tmp_path), validation_fraction=0.0, num_workers=0)
+    tokenizer = load_tokenizer(str(ROOT / "assets/tokenizer/debug.model"))
+
+    def after(batches):
+        loader = build_loader(
+            data,
+            tokenizer,
+            split="train",
+            streams=2,
+            batch_size=2,
+            seq_len=8,
+            dp_rank=0,
+            dp_degree=1,
+            seed=0,
+        )
+        for _ in range(batches):
+            next(loader)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            preflight.tell_repeated_documents(loader, 2 * batches)
+        return caplog.text
+
+    assert after(1) == ""
+    text = after(20)
+    assert "there are 5 of them, and it takes 40 sequences" in text
+    assert "validation.steps" in text
