@@ -114,7 +114,7 @@ SLOW = [
     *(("dp_shard=2,pp=2", [*ZBV, *options]) for options in (EVERY_TIME, KEPT)),
     *(
         ("dp_shard=2,pp=2", [*name, *KEPT, *recomputed])
-        for name in (NOTHING, GPIPE, INTERLEAVED, ZBV)
+        for name in (NOTHING, GPIPE, INTERLEAVED)
         for recomputed in (FULL, SELECTIVE)
     ),
     ("dp_shard=2,pp=2", [*KEPT, *FULL, *COMPILED]),
