@@ -31,6 +31,7 @@ SAMPLE = 2**14  # bytes
 HASH_DIGITS = 16  # of a SHA-256 that are kept: steps have those of all files
 COST_OF_FILE = 2**14  # bytes that are hashed in the time in which a file is opened
 REMEMBER_FROM = 2**27  # bytes to hash, which take less than a second; more are remembered on disk
+THREADS_FROM = 1000  # files
 THREADS = 8  # since a shared file system has a latency
 
 
@@ -127,12 +128,15 @@ def _is_known(contents: Mapping[str, Content], file: str, stamp: str) -> bool:
 
 
 def _hash_all(files: list[str], stamps: Mapping[str, str]) -> dict[str, Content]:
-    with ThreadPoolExecutor(THREADS) as threads:
-        hashes = threads.map(hash_of, files)
-        return {
-            file: Content(stamps[file], _size_in(stamps[file]), sha256)
-            for file, sha256 in zip(files, hashes, strict=True)
-        }
+    if len(files) < THREADS_FROM:
+        hashes = [hash_of(file) for file in files]
+    else:
+        with ThreadPoolExecutor(THREADS) as threads:
+            hashes = list(threads.map(hash_of, files))
+    return {
+        file: Content(stamps[file], _size_in(stamps[file]), sha256)
+        for file, sha256 in zip(files, hashes, strict=True)
+    }
 
 
 def hash_of(file: str) -> str:
@@ -167,11 +171,13 @@ def _remembered(corpus: str) -> Iterator[dict[str, Content]]:
     which are those in the dictionary at its end.
     """
     name = f"{platform.node()} {corpus if is_url(corpus) else os.path.abspath(corpus)}"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = cache / "titan_lite" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = Path(cache) / "titan_lite" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
     lock = FileLock(f"{path}.lock", fallback_to_soft=False)
     contents: dict[str, Content] = {}
     try:
+        if not path.is_absolute():
+            raise OSError("this user has no home folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
         contents = _read(path)

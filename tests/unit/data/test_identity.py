@@ -183,6 +183,11 @@ def test_hashes_that_cannot_be_remembered_are_no_error(corpus, cache, monkeypatc
     cache.write_text("a file")
     paths = [str(path) for path in corpus.glob("**/*.jsonl")]
     assert len(contents_of(paths, str(corpus))) == 3
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without a home
+    contents._of_process.clear()
+    assert len(contents_of(paths, str(corpus))) == 3
+    assert not os.path.lexists("~")
 
 
 # Steps of before
@@ -283,3 +288,27 @@ def test_a_file_at_a_url_is_looked_at_when_it_is_opened(corpus):
             list(islice(documents, 20))
     finally:
         memory.rm("/changed", recursive=True)
+
+
+@pytest.mark.parametrize("part", ["first epoch", "second epoch"])
+def test_a_prepared_file_that_is_changed_within_a_run_ends_it(part, corpus, tmp_path):
+    from titan_lite.data.prepared import NAME
+    from titan_lite.tools import prepare
+
+    folder = tmp_path / "prepared"
+    options = [f"--data.path={corpus}", "--data.dataset=local"]
+    assert prepare.main(["debug_model", str(folder), *options]) == 0
+    data = Data(dataset="prepared", path=str(folder), validation_fraction=0.0)
+    before = identify(data)
+    assert NAME in before[0].files
+    documents = epochs(data)
+    list(islice(documents, 10 if part == "first epoch" else 60))
+    (table,) = folder.glob("documents/*.arrow")
+    content = bytearray(table.read_bytes())
+    content[len(content) // 2] ^= 1
+    with table.open("r+b") as file:
+        file.write(content)
+    name = f"documents/{table.name}"
+    assert differences(before, identify(data)) == [f"1 file was changed ({name})"]
+    with pytest.raises(ConfigError, match=rf"{table.name} was changed while the run reads it"):
+        list(islice(documents, 60))
