@@ -66,6 +66,7 @@ class RankRecord(TypedDict):
 
     phase: str  # of the run, such as "step 7"
     code: str  # position of its Python code
+    computes: bool  # its code has used a CPU core since its last progress
     groups: dict[str, GroupRecord]
 
 
@@ -153,6 +154,26 @@ def _describe_function(frame: FrameType) -> str:
             path = os.path.relpath(path, root)
             break
     return f"{frame.f_code.co_name} ({path}:{frame.f_lineno})"
+
+
+def slow_ranks(records: Mapping[int, RankRecord], world_size: int) -> list[int]:
+    """Return the ranks that compute, if all others wait for them in collectives: the run is slow.
+
+    [] if a rank has not answered, or neither computes nor waits in a collective: the run hangs.
+    """
+    not_waiting = [
+        rank for rank, record in sorted(records.items()) if _oldest_waiting(record) is None
+    ]
+    compute = all(records[rank]["computes"] for rank in not_waiting)
+    return not_waiting if compute and len(records) == world_size else []
+
+
+def describe_slow(ranks: Collection[int], limit_key: str) -> str:
+    """Return what to do about ranks that compute for longer than comm.<limit_key>."""
+    return (
+        f"{_clause(ranks, 'compute')} all the time: if a step takes so long, as with a large"
+        f" training.seq_len on a CPU, raise comm.{limit_key}"
+    )
 
 
 def verdict(records: Mapping[int, RankRecord], world_size: int) -> str:

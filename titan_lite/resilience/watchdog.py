@@ -1,4 +1,5 @@
-"""End a run that hangs, on all ranks, with a verdict that names the rank that the others wait for.
+"""End a run that hangs or is too slow, on all ranks, with a verdict that names the rank that the
+others wait for.
 
     watchdog = Watchdog(config.comm, rank=0, world_size=4)
     watchdog.start_phase("start", "init_timeout_seconds")    # a key of [comm]
@@ -42,6 +43,8 @@ from titan_lite.resilience.hang_report import (
     collectives_by_group,
     describe_frame,
     describe_rank,
+    describe_slow,
+    slow_ranks,
     verdict,
 )
 
@@ -53,6 +56,8 @@ PATIENCE = 3 * GRACE
 GRACE_AFTER_LOST_CONNECTION = 3.0
 # Seconds to live after the verdict: if this rank hosts the store, the others must read it, too
 STORE_LIFETIME = 1.0
+# Of the time without progress: less CPU time of the training thread is none. Cores may be shared.
+MIN_CPU_SHARE = 0.1
 CHECK_INTERVAL = 0.25  # seconds between looks for progress
 CALL_INTERVAL = 1.0  # seconds between looks for a call of another rank
 NO_LIMIT = float("inf")
@@ -91,10 +96,11 @@ class Watchdog:
         self.limit_key = ""  # of [comm]
         self.limit = NO_LIMIT  # seconds without progress
         self.last_progress = time.monotonic()
+        self.training_thread = threading.get_ident()  # its code's position is recorded
+        self.cpu_at_progress = cpu_seconds(self.training_thread)
         # Collectives, and where the compiler is, at the last look: a change is progress.
         self.last_look: tuple[str, int | None] = ("", None)
 
-        self.training_thread = threading.get_ident()  # its code's position is recorded
         self.failed_frame: FrameType | None = None  # in which a collective failed
         self.store: dist.Store | None = None  # shared by all ranks
         self.ending = threading.Lock()  # held by the thread that ends the process
@@ -134,6 +140,7 @@ class Watchdog:
         if phase:
             self.phase_name = phase
         self.last_progress = time.monotonic()
+        self.cpu_at_progress = cpu_seconds(self.training_thread)
 
     def disable(self) -> None:
         """Remove the limit."""
@@ -145,6 +152,18 @@ class Watchdog:
 
     def is_hanging(self) -> bool:
         return time.monotonic() - self.last_progress > self.limit
+
+    def computes(self) -> bool:
+        """Return True if the training thread has used a CPU core since the last progress.
+
+        Without a flight recorder a wait for a GPU, which also uses a core, may be one for another
+        rank.
+        """
+        if not self.comm.trace_buf_size:
+            return False
+        seconds = time.monotonic() - self.last_progress
+        used = cpu_seconds(self.training_thread) - self.cpu_at_progress
+        return used > MIN_CPU_SHARE * seconds
 
     # Errors
 
@@ -217,9 +236,10 @@ class Watchdog:
                 self.progress()
             if self.is_hanging():
                 self._end(
-                    f"hang: rank {self.rank} has made no progress for {self.limit:g} s in"
+                    f"rank {self.rank} has made no progress for {self.limit:g} s in"
                     f" {self.phase_name} (comm.{self.limit_key} = {self.limit:g})",
                     min(GRACE, self.limit),
+                    self.limit_key,
                 )
 
     def _end_if_interpreter_is_held(self) -> None:
@@ -266,15 +286,15 @@ class Watchdog:
         logger.error(f"stopped, since {cause}")
         self._exit()
 
-    def _end(self, reason: str, grace: float) -> NoReturn:
+    def _end(self, reason: str, grace: float, limit_key: str = "") -> NoReturn:
         """Agree on the verdict, print it and exit.
 
         reason: of this rank's call, or "" if another rank called. grace: seconds to wait for the
-        records of other ranks.
+        records of other ranks. limit_key: of [comm], the limit that is over, "" after an error.
         """
         self.ending.acquire()  # never released: a second thread waits here for the end
         faulthandler.dump_traceback_later(2 * PATIENCE, exit=True, file=sys.__stderr__ or 2)
-        text = _call_within(grace + GRACE, lambda: self._exchange_records(reason, grace))
+        text = _call_within(grace + GRACE, lambda: self._exchange_records(reason, grace, limit_key))
         if text is None:
             store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             logger.error(
@@ -289,7 +309,7 @@ class Watchdog:
             handler.flush()
         os._exit(1)
 
-    def _exchange_records(self, reason: str, grace: float) -> str:
+    def _exchange_records(self, reason: str, grace: float, limit_key: str) -> str:
         """Write this rank's record.
 
         The first rank that arrives makes, prints and returns the verdict; the others return "".
@@ -298,7 +318,8 @@ class Watchdog:
         assert store is not None
         store.set(f"record/{self.rank}", json.dumps(self.record()))
         is_first = store.add("arrived", 1) == 1
-        reason = store.compare_set("call", "", reason or "called").decode()
+        call = store.compare_set("call", "", json.dumps([reason or "called", limit_key]))
+        reason, limit_key = json.loads(call)
         if not is_first:
             # The process that hosts the store may end after the verdict.
             with contextlib.suppress(dist.DistError):
@@ -313,6 +334,11 @@ class Watchdog:
         for rank in range(self.world_size):
             if store.check([f"record/{rank}"]):
                 records[rank] = json.loads(store.get(f"record/{rank}"))
+        slow = slow_ranks(records, self.world_size) if limit_key else []
+        if slow:
+            reason = f"slow: {reason}; {describe_slow(slow, limit_key)}"
+        elif limit_key:
+            reason = f"hang: {reason}"
         text = f"{reason}\n{verdict(records, self.world_size)}"
         logger.error(text)
         store.set("verdict", text)
@@ -334,6 +360,7 @@ class Watchdog:
         return {
             "phase": self.phase_name,
             "code": describe_frame(frame),
+            "computes": self.computes(),
             "groups": collectives_by_group(entries, members, self.started_collectives),
         }
 
@@ -363,6 +390,13 @@ def compiler_position(frame: FrameType | None) -> int | None:
         compiles |= frame.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py")
         frame = frame.f_back
     return hash(tuple(positions)) if compiles else None
+
+
+def cpu_seconds(thread: int) -> float:
+    """Return the CPU time of a thread, by its identifier; 0 where the system does not tell."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def _first_line(error: Exception) -> str:

@@ -10,6 +10,7 @@ from titan_lite.resilience.hang_report import (
     collectives_by_group,
     describe_frame,
     name_ranks,
+    slow_ranks,
     verdict,
 )
 
@@ -39,10 +40,19 @@ def entry(
     }
 
 
-def record(*entries, members=(0, 1, 2, 3), started=(), phase="step 7", code="forward (model.py:3)"):
+def record(
+    *entries,
+    members=(0, 1, 2, 3),
+    started=(),
+    phase="step 7",
+    code="forward (model.py:3)",
+    computes=False,
+):
     names = {one["process_group"][0] for one in entries}
     groups = collectives_by_group(entries, dict.fromkeys(names, members), started)
-    return json.loads(json.dumps({"phase": phase, "code": code, "groups": groups}))  # as it travels
+    return json.loads(
+        json.dumps({"phase": phase, "code": code, "computes": computes, "groups": groups})
+    )  # as it travels
 
 
 def lines(records, world_size=4):
@@ -196,3 +206,14 @@ def test_a_frame_is_described_by_the_innermost_function_and_the_innermost_of_the
     assert found[0].startswith("split (")
     assert ", called by abbreviate (titan_lite/resilience/hang_report.py:" in found[0]
     assert describe_frame(sys._getframe()).startswith("test_a_frame_is_described_by")
+
+
+def test_ranks_that_compute_while_all_others_wait_for_them_are_slow():
+    waits = record(entry("0", 214))
+    computes = record(entry("0", 213, retired=True), computes=True)
+    sleeps = record(entry("0", 213, retired=True))
+    assert slow_ranks({0: waits, 1: waits, 2: waits, 3: computes}, 4) == [3]
+    assert slow_ranks({0: computes, 1: computes}, 2) == [0, 1]
+    assert slow_ranks({0: waits, 1: computes, 2: sleeps, 3: computes}, 4) == []
+    assert slow_ranks({0: waits, 1: waits}, 2) == []  # for each other
+    assert slow_ranks({0: waits, 1: computes}, 3) == []  # a rank gives no sign of life
