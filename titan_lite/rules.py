@@ -287,6 +287,46 @@ def _initial_weights(config: Config) -> ModelOfWeights | None:
         raise ConfigError(f"{config.origin('checkpoint.initial_load_path')}: {error}") from None
 
 
+# Files that a run writes over, or appends to, in its folder and in the folder of its steps
+WRITTEN = (
+    "config.toml",
+    "*.jsonl",
+    "compile.json",
+    "restarts.json*",
+    "lock",
+    "loss.png",
+    "timeline.*",
+    "wandb_id",
+)
+
+
+@rule
+def no_file_of_the_run_is_a_link_out_of_its_folder(
+    config: Config, layout: Layout
+) -> Iterator[Mistake]:
+    """The run would write into a file that is not its own. A folder may be a link, as to a disk."""
+    run_folder = Path(config.job.dump_folder)
+    steps = run_folder / config.checkpoint.folder
+    for folder in dict.fromkeys((run_folder, steps)):
+        for path in sorted(path for pattern in WRITTEN for path in folder.glob(pattern)):
+            if path.is_symlink() and not path.is_dir() and not _is_within(path, run_folder, steps):
+                yield Mistake(
+                    key="job.dump_folder",
+                    value=config.job.dump_folder,
+                    why=f"has the link {path} to {os.readlink(path)}, which the run would write to",
+                    instead="a folder without it, or remove the link",
+                )
+
+
+def _is_within(path: Path, *folders: Path) -> bool:
+    """Return True if what a path leads to lies in one of the folders. A loop of links does not."""
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError):
+        return False
+    return any(folder.resolve() in target.parents for folder in folders)
+
+
 @rule_of_keys
 def there_is_something_to_compile(config: Config) -> Iterator[Mistake]:
     compile = config.compile

@@ -200,8 +200,7 @@ class Trainer:
         # From here on a signal ends a step and saves it, and a rank that is killed has failed.
         signals.end_start()
         exit_code.record(exit_code.FAILED)
-        if config.checkpoint.enable:
-            self.checkpointer.lock_on_first()
+        self.checkpointer.lock_on_first()
         check_agreement(self.layout)
         self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from commands import Job, python, run, train
 from filelock import FileLock
-from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
+from tiny import DEBUG, NO_CHECKPOINT, NO_VALIDATION, SMALL, every, steps
 
 from titan_lite.checkpoint import manager as checkpoint
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
@@ -243,19 +243,32 @@ def test_a_run_that_is_done_and_has_the_model_alone_has_nothing_to_do(tmp_path):
     assert "the step has only the model" in longer.stdout
 
 
-def test_a_second_run_in_one_folder_ends_before_it_begins(tmp_path):
-    (tmp_path / "checkpoint").mkdir()
-    with FileLock(tmp_path / "checkpoint/lock"):
+@pytest.mark.parametrize(
+    ("locked", "options", "key"),
+    [
+        (".", NO_CHECKPOINT, "job.dump_folder"),
+        (".", [], "job.dump_folder"),
+        ("checkpoint", [], "checkpoint.folder"),  # which may be in another run's folder
+    ],
+)
+def test_a_second_run_in_one_folder_ends_before_it_begins(tmp_path, locked, options, key):
+    folder = tmp_path / locked
+    folder.mkdir(exist_ok=True)
+    (tmp_path / "config.toml").write_text("of the first run")
+    with FileLock(folder / "lock"):
         result = run(
-            *python("-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path, *OPTIONS)
+            *python("-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path),
+            *OPTIONS,
+            *options,
         )
     assert result.returncode == 2
     _, line = result.stdout.splitlines()  # after the one that says it starts
     assert re.fullmatch(
-        r'error: checkpoint.folder = "checkpoint": \S+ is in use by another run; end that run,'
-        r" or .*",
+        rf"error: {key} = \S+: {folder.resolve()} is in use by another run; end that run, or .*",
         line,
     )
+    assert (tmp_path / "config.toml").read_text() == "of the first run"
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_recipe_that_must_resume_does_not_begin(tmp_path):

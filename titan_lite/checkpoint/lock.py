@@ -1,6 +1,6 @@
-"""Lock a checkpoint folder, so that only one run writes there, and detect its removal.
+"""Lock the folder of a run, or of its steps, so that no other run writes there.
 
-    lock = FolderLock(folder, 'checkpoint.folder = "checkpoint"')
+    lock = FolderLock(folder, 'checkpoint.folder = "checkpoint"', instead="another folder")
     lock.acquire()               # raises ConfigError if another run has it
     lock.is_held()               # False once the lock file is gone or replaced
 
@@ -30,21 +30,25 @@ class FileIdentity(NamedTuple):
 class FolderLock:
     """The file `lock` of a folder, which one process holds until it ends.
 
-    key: the beginning of errors.
+    key: the beginning of errors. instead: what to use in place of a folder that cannot be written.
     """
 
-    def __init__(self, folder: Path, key: str):
+    def __init__(self, folder: Path, key: str, instead: str):
         self.folder = folder
         self.key = key
+        self.instead = instead
         self.path = folder / "lock"
         self.file_lock: FileLock | None = None  # of this process, once it has the lock
         self.locked_file: FileIdentity | None = None
 
     def acquire(self) -> bool:
-        """Acquire the lock; return False if the file system has no locks.
+        """Acquire the lock, if this process does not have it; return False if the file system has
+        no locks.
 
         Raises ConfigError if another run has it.
         """
+        if self.locked_file is not None:
+            return True
         file_lock = FileLock(self.path, blocking=False, fallback_to_soft=False)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -62,9 +66,7 @@ class FolderLock:
                 )
                 return False
             raise ConfigError(
-                f"{self.key}: {error.filename or self.folder}: {error.strerror}; use a"
-                " job.dump_folder or checkpoint.folder that can be written, or checkpoint.enable ="
-                " false"
+                f"{self.key}: {error.filename or self.folder}: {error.strerror}; use {self.instead}"
             ) from None
         self.file_lock = file_lock
         self.locked_file = self._identity()

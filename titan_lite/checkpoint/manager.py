@@ -58,6 +58,7 @@ from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.state import RunState
 from titan_lite.checkpoint.steps import SMALL_FILES, SavedSteps
 from titan_lite.config import Checkpoint, ConfigError
+from titan_lite.config.errors import shown
 from titan_lite.data.streams import merge_states
 from titan_lite.distributed.process_group import (
     all_equal,
@@ -99,7 +100,17 @@ class Checkpointer(SavedSteps):
         self, config: Checkpoint, dump_folder: Path, progress: Callable[[], None] = lambda: None
     ):
         super().__init__(config, dump_folder, progress)
-        self.folder_lock = FolderLock(self.folder, self.key)
+        self.folder_lock = FolderLock(
+            self.folder,
+            self.key,
+            instead="a job.dump_folder or checkpoint.folder that can be written, or"
+            " checkpoint.enable = false",
+        )
+        self.run_lock = FolderLock(
+            dump_folder,
+            f"job.dump_folder = {shown(str(dump_folder))}",
+            instead="a folder that can be written",
+        )
         self.newest_saved = 0  # the last step on disk; 0: none
         self.last_attempted = 0  # the last step whose save has begun
         self.background_save: Future | None = None
@@ -111,18 +122,22 @@ class Checkpointer(SavedSteps):
 
         Raises ConfigError if another run has it.
         """
+        if self.folder.resolve() == self.run_lock.folder.resolve():
+            self.folder_lock = self.run_lock  # a process cannot lock a file twice
         if self.folder_lock.acquire():
             self._remove_leftovers()
 
     def lock_on_first(self) -> None:
-        """Lock the folder until the process of rank 0 ends.
+        """Lock the folder of the run, and that of its steps, until the process of rank 0 ends.
 
-        Raises SharedConfigError if another run has it.
+        Raises SharedConfigError if another run has one of them.
         """
         error = ""
         if dist.get_rank() == 0:
             try:
-                self.lock()
+                self.run_lock.acquire()
+                if self.config.enable:
+                    self.lock()
             except ConfigError as in_use:
                 error = str(in_use)
         self._raise_on_all(error)

@@ -19,7 +19,7 @@ import os, sys, time
 from pathlib import Path
 from titan_lite.checkpoint.lock import FolderLock
 
-lock = FolderLock(Path(sys.argv[1]), "key")
+lock = FolderLock(Path(sys.argv[1]), "key", "another")
 lock.acquire()
 if os.fork() == 0:  # a worker, as of a data loader
     print("taken", flush=True)
@@ -48,7 +48,7 @@ def is_free(folder):
 
 
 def test_the_second_run_in_a_folder_is_refused_in_one_line(tmp_path):
-    lock = FolderLock(tmp_path, 'checkpoint.folder = "checkpoint"')
+    lock = FolderLock(tmp_path, 'checkpoint.folder = "checkpoint"', "another folder")
     with another_run(tmp_path), pytest.raises(ConfigError) as refused:
         lock.acquire()
     assert (
@@ -62,12 +62,12 @@ def test_a_killed_run_leaves_the_lock_free_although_a_worker_of_it_lives(tmp_pat
     with another_run(tmp_path) as process:
         process.kill()
         process.wait()
-        assert FolderLock(tmp_path, "key").acquire()
+        assert FolderLock(tmp_path, "key", "another folder").acquire()
 
 
 @pytest.mark.parametrize("gone", ["lock", "checkpoint", "out"])
 def test_a_removed_folder_is_noticed_and_nothing_is_made_there(gone, tmp_path):
-    lock = FolderLock(tmp_path / "out/checkpoint", "key")
+    lock = FolderLock(tmp_path / "out/checkpoint", "key", "another folder")
     assert lock.acquire()
     assert lock.is_held()
     assert not is_free(lock.folder)
@@ -80,7 +80,7 @@ def test_a_removed_folder_is_noticed_and_nothing_is_made_there(gone, tmp_path):
 
 
 def test_a_run_that_has_not_taken_the_lock_makes_nothing(tmp_path):
-    lock = FolderLock(tmp_path / "nowhere", "key")
+    lock = FolderLock(tmp_path / "nowhere", "key", "another folder")
     assert lock.is_held()
     assert not lock.folder.exists()
 
@@ -91,6 +91,6 @@ def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monke
             raise OSError(module.errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(module, "FileLock", NoLocks)
-    lock = FolderLock(tmp_path, "key")
+    lock = FolderLock(tmp_path, "key", "another folder")
     assert not lock.acquire()
     assert lock.is_held()
