@@ -30,6 +30,7 @@ TOOLS = {
     "convert": "titan_lite.tools.convert",
     "generate": "titan_lite.tools.generate",
 }
+_forking = 0  # process id of the process that forks
 USAGE = """\
 usage: titan-lite PROGRAM [ARGUMENT ...]      --help after a program's name prints its arguments
 
@@ -63,22 +64,31 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def own_process() -> None:
-    """Make SIGTERM the same as Ctrl-C, and end processes that this one forks with it.
+    """Make SIGTERM and SIGHUP the same as Ctrl-C, and end processes that this one forks with it.
 
-    A tool then removes what is unfinished, and shows what it has.
+    A tool then removes what is unfinished, and shows what it has. A SIGHUP that is ignored, as
+    under nohup, stays ignored.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    os.register_at_fork(after_in_child=_end_with_tool)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    os.register_at_fork(before=_note_parent, after_in_child=_end_with_tool)
+
+
+def _note_parent() -> None:
+    global _forking
+    _forking = os.getpid()
 
 
 def _end_with_tool() -> None:
     """Run in a process that a tool has forked: `datasets` has such, which would wait for ever.
 
-    Ctrl-C reaches all processes of a terminal; the tool alone handles it.
+    Ctrl-C and SIGHUP reach all processes of a terminal; the tool alone handles them.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal_when_parent_dies(signal.SIGKILL)
+    signal_when_parent_dies(signal.SIGKILL, _forking)
 
 
 def run() -> None:

@@ -1,7 +1,7 @@
 """Tie the end of a process to that of its parent.
 
-signal_when_parent_dies(signal.SIGTERM)    # in a process that its parent has forked
-end_with_parent()                          # in a worker of a multiprocessing pool
+signal_when_parent_dies(signal.SIGTERM, parent)     # in a process that `parent` has started
+end_with_parent()                                   # in a worker of a multiprocessing pool
 """
 
 import ctypes
@@ -14,22 +14,28 @@ import threading
 PR_SET_PDEATHSIG = 1  # an operation of Linux's prctl
 
 
-def signal_when_parent_dies(number: signal.Signals) -> None:
+def signal_when_parent_dies(number: signal.Signals, parent: int) -> None:
     """Have the kernel send this process `number` when its parent dies, even by SIGKILL.
 
-    Only Linux can do it; elsewhere nothing happens. A parent that has died before is not noticed.
+    SIGKILL ends a process that is stopped by SIGSTOP, too, where no thread could notice anything.
+    parent: its process id, as known before this process was started: one that has died meanwhile
+    counts, too. Only Linux can do it; elsewhere nothing happens. The kernel means the thread that
+    has started this process: one that ends before its process counts as dead.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 def end_with_parent() -> None:
-    """End this worker of a pool with the program, which handles Ctrl-C and SIGTERM itself.
+    """End this worker of a pool with the program, which handles Ctrl-C, SIGTERM and SIGHUP itself.
 
     A worker's parent to the kernel may be multiprocessing's fork server, which lives as long as its
     workers do. So a thread waits for the program.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     program = multiprocessing.parent_process()
     assert program is not None

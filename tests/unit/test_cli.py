@@ -1,6 +1,12 @@
 """A command's exit codes, and the line that each of its ends is told in."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
+from tiny import ROOT
 
 from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
@@ -54,3 +60,40 @@ def test_help_is_the_docstring_and_the_options(capsys):
     assert Parser("", needs_arguments=False).parse_args([]) is not None
     with pytest.raises(ConfigError, match="invalid int value: 'few'"):
         parser.parse_args(["--steps", "few"])
+
+
+TOOL = """
+import os, signal, sys
+from titan_lite.__main__ import own_process
+own_process()
+try:
+    for name in sys.argv[1:]:
+        os.kill(os.getpid(), getattr(signal, name))
+        print("goes on after", name)
+except KeyboardInterrupt:
+    print("tidies up after", name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "is_ignored", "said"),
+    [
+        (["SIGTERM"], False, "tidies up after SIGTERM"),
+        (["SIGHUP"], False, "tidies up after SIGHUP"),
+        (["SIGHUP", "SIGTERM"], True, "goes on after SIGHUP\ntidies up after SIGTERM"),
+    ],
+)
+def test_a_tool_tidies_up_where_it_is_stopped_and_not_where_the_signal_is_ignored(
+    names, is_ignored, said
+):
+    def ignore():  # as nohup does
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+
+    tool = subprocess.run(
+        [sys.executable, "-c", TOOL, *names],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=ignore,
+        capture_output=True,
+        text=True,
+    )
+    assert (tool.returncode, tool.stdout.strip()) == (0, said)

@@ -2,12 +2,14 @@
 again, the exit code.
 """
 
+import os
+import pty
 import re
 import signal
 import time
 
 import pytest
-from commands import Job, launcher
+from commands import ENVIRONMENT, Job, launcher
 
 from titan_lite.launch import describe_failures
 
@@ -78,6 +80,20 @@ def test_signals_reach_the_ranks_once_which_save_and_are_not_restarted(names, la
     assert first in names
     assert job.output.count("stopping") == job.output.count("listening") // 2 == 1
     assert "Traceback" not in job.output
+
+
+def test_a_terminal_that_closes_stops_the_run_saved(tmp_path):
+    """Its processes get SIGHUP, and can write no more to where they were started."""
+    (tmp_path / "rank.py").write_text(RANK)
+    command = launcher(2, tmp_path / "rank.py", "stop", 1)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe(command[0], list(map(str, command)), {**os.environ, **ENVIRONMENT})
+    output = b""
+    while output.count(b"training") < 2:
+        output += os.read(terminal, 10_000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
 
 
 @pytest.mark.slow

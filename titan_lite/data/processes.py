@@ -5,26 +5,31 @@
 
 The processes are those of torchdata's StatefulDataLoader, without its state: only the same number
 of processes could load it, and it counts windows received, not those in batches. They run torch on
-one thread, and end with the iterator or with the training process.
+one thread, and end with the iterator or with the training process, even if they are stopped.
 """
 
 import errno
+import functools
+import multiprocessing
+import multiprocessing.util
 import os
 import shutil
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful_dataloader import _StatefulMultiProcessingDataLoaderIter
 
 from titan_lite.data.packing import Packed, WindowPacker
+from titan_lite.processes import signal_when_parent_dies
 
-STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP}
 HAS_SIGTIMEDWAIT = hasattr(signal, "sigtimedwait")  # not on macOS
 
 
@@ -43,6 +48,9 @@ class PackingProcesses(Iterator[Packed]):
             # the destructor of the incomplete iterator would print a traceback (torchdata 0.11)
             _StatefulMultiProcessingDataLoaderIter._shutdown = True
             raise LoaderError(_why_not_started(num_workers, error)) from error
+        # before multiprocessing and torchdata wait for their end
+        workers = getattr(self._packed, "_workers", ())
+        multiprocessing.util.Finalize(self, _continue, args=(workers,), exitpriority=0)
 
     def __next__(self) -> Packed:
         try:
@@ -58,6 +66,7 @@ def _start(packer: WindowPacker, num_workers: int, prefetch: int) -> Iterator[Pa
     # torch's handler would raise anywhere in the training process; `next` detects the end of a
     # worker, too
     on_child = signal.getsignal(signal.SIGCHLD)
+    is_main_thread = threading.current_thread() is threading.main_thread()
     with _stop_signals_blocked(), warnings.catch_warnings():
         # torchdata 0.11 with torch 2.13
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
@@ -68,13 +77,20 @@ def _start(packer: WindowPacker, num_workers: int, prefetch: int) -> Iterator[Pa
             prefetch_factor=prefetch if num_workers else None,
             # the default would draw from the generator of the training process
             generator=torch.Generator(),
-            worker_init_fn=_outlive_signals,
+            worker_init_fn=functools.partial(_start_worker, ends_with_program=is_main_thread),
             snapshot_every_n_steps=None,  # never; a snapshot takes 0.1 ms
         )
         packed = iter(loader)
-    if threading.current_thread() is threading.main_thread():
+    if is_main_thread:
         signal.signal(signal.SIGCHLD, on_child)
     return packed
+
+
+def _continue(workers: Iterable[BaseProcess]) -> None:
+    """Continue processes that are stopped (SIGSTOP), so that they can end."""
+    for worker in workers:
+        if worker.is_alive() and worker.pid:
+            os.kill(worker.pid, signal.SIGCONT)
 
 
 @contextmanager
@@ -89,22 +105,29 @@ def _stop_signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _outlive_signals(worker: int) -> None:
+def _start_worker(worker: int, *, ends_with_program: bool) -> None:
     """Ignore stop signals that all processes get, since training still needs batches.
 
     Runs in a loader process. A thread waits for SIGTERM from the training process, since Python's
     handlers do not know the sender. It also waits for the end of the training process, after which
-    this process would otherwise block for ever.
+    this process would otherwise block for ever. On Linux the kernel ends it then, even while it is
+    stopped (SIGSTOP), unless its parent is multiprocessing's fork server.
+
+    ends_with_program: the main thread has started this process, so that its end is the program's.
     """
-    parent = os.getppid()
+    program = multiprocessing.parent_process()
+    assert program is not None
+    assert program.pid is not None
+    if ends_with_program and multiprocessing.get_start_method() != "forkserver":
+        signal_when_parent_dies(signal.SIGKILL, program.pid)
 
     def wait() -> None:
-        while os.getppid() == parent:
+        while program.is_alive():
             if not HAS_SIGTIMEDWAIT:
                 time.sleep(1)
                 continue
             received = signal.sigtimedwait(STOP_SIGNALS, 1)
-            if received and received.si_pid == parent:
+            if received and received.si_pid == program.pid:
                 break
         os._exit(0)
 

@@ -104,9 +104,7 @@ def _watch_launcher() -> int:
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return 0
     launcher = int(os.environ.get(LAUNCHER) or os.getppid())
-    signal_when_parent_dies(signal.SIGTERM)
-    if os.getppid() != launcher:  # it has died before
-        os.kill(os.getpid(), signal.SIGTERM)
+    signal_when_parent_dies(signal.SIGTERM, launcher)
     return launcher
 
 

@@ -634,7 +634,7 @@ def test_a_signal_to_all_processes_leaves_the_loader_process_to_the_training_pro
     )  # of loaders that no garbage collection has met yet
     assert same(next(loader), next(expected))
     (process,) = set(multiprocessing.active_children()) - others
-    for name in ("TERM", "USR1", "INT"):
+    for name in ("TERM", "USR1", "INT", "HUP"):
         subprocess.run(["sh", "-c", f"kill -{name} {process.pid}"], check=True)
     for _ in range(20):
         assert same(next(loader), next(expected))
@@ -668,10 +668,12 @@ print(*[child.pid for child in multiprocessing.active_children()])
 """
 
 
-def test_a_program_ends_with_its_loader_open_and_takes_it_along():
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_program_ends_with_its_loader_open_and_takes_it_along(is_stopped):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    stop = "import os; [os.kill(child.pid, 19) for child in multiprocessing.active_children()]"
     run = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", SCRIPT],
+        [sys.executable, "-W", "error::UserWarning", "-c", SCRIPT + (stop if is_stopped else "")],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -684,12 +686,16 @@ def test_a_program_ends_with_its_loader_open_and_takes_it_along():
         os.kill(worker, 0)
 
 
-def test_a_program_that_is_killed_takes_its_loader_along(tmp_path):
-    """Also where that is in the middle of handing over a batch, which is more than a pipe holds."""
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_program_that_is_killed_takes_its_loader_along(is_stopped, tmp_path):
+    """Also where that is in the middle of handing over a batch, which is more than a pipe holds;
+    and where the loader process was stopped, so that none of its threads can notice.
+    """
+    stop = "[os.kill(child.pid, signal.SIGSTOP) for child in multiprocessing.active_children()]"
     die = (
-        "; import os, signal, sys, time; sys.stdout.flush(); time.sleep(1); os.kill(os.getpid(),"
-        " signal.SIGKILL)"
-    )
+        "; import os, signal, sys, time; sys.stdout.flush(); time.sleep(1);"
+        f" {stop if is_stopped else ''}; os.kill(os.getpid(), signal.SIGKILL)"
+    ).replace("; ;", ";")
     script = SCRIPT.strip().replace("seq_len=8", "seq_len=20_000") + die
     with (tmp_path / "out").open("w") as out:  # no pipe, which the loader process would hold open
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -196,10 +196,11 @@ def test_the_command_prepares_says_what_and_verifies(corpus, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "number",
+    [signal.SIGKILL, signal.SIGHUP, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
 )
 def test_when_the_command_ends_its_processes_do(tmp_path, number):
-    """Killed; and by Ctrl-C, which all processes get."""
+    """Killed; and by a closed terminal or Ctrl-C, which all processes get."""
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text(i) * 100}) + "\n" for i in range(5000)))
     words = [sys.executable, "-m", "titan_lite", "prepare", *options(tmp_path / "p", corpus)]
@@ -215,14 +216,14 @@ def test_when_the_command_ends_its_processes_do(tmp_path, number):
         command.kill()
     else:
         os.killpg(command.pid, number)
-    assert command.wait(60) == (130 if number == signal.SIGINT else -number)
+    assert command.wait(60) == (-number if number == signal.SIGKILL else 130)
     for _ in range(500):
         if not any(map(runs, started)):
             break
         time.sleep(0.01)
     else:
         pytest.fail("processes outlived the command")
-    if number == signal.SIGINT:
+    if number != signal.SIGKILL:
         assert "Traceback" not in command.stderr.read()
         assert os.listdir(tmp_path) == ["corpus.jsonl"]
     assert not (tmp_path / "p").exists()

@@ -7,6 +7,7 @@ observed.gradients["layers.0.attention.wq.weight"]       # of the first step, un
 import logging
 import math
 import os
+import signal
 import socket
 import tempfile
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from titan_lite.hooks import Hook
 from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.metrics.run_files import read_metrics
 from titan_lite.models.llama3 import ModelConfig
+from titan_lite.processes import signal_when_parent_dies
 from titan_lite.trainer import Trainer
 
 Prepare = Callable[[Trainer], None]
@@ -95,6 +97,10 @@ def _train(
     prepare: Prepare | None,
 ) -> None:
     """Run in each process: train, and write what was observed."""
+    program = mp.parent_process()
+    assert program is not None
+    assert program.pid is not None
+    signal_when_parent_dies(signal.SIGKILL, program.pid)
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(processes)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
