@@ -1,12 +1,13 @@
 """Inductor's code for a GPU, of a stage of a recipe's layout, written on a machine that has none.
 
     graphs = lower_stage("llama3_8b.toml", 8, ["--compile.bucketing=greedy"])
-    graphs["backward"].replay.order == graphs["backward"].asked     # "forward" and "inference", too
+    graphs["backward"].launches         # what a GPU is given, in order; "forward", "inference", too
 
-A stage is traced as the trainer builds it, on fake CPU tensors in a fake process group. Each graph
-that the passes leave is copied onto fake CUDA tensors and goes through the real compile_fx_inner,
-which is stopped where the code is written. To be called in a process of its own (ranks.run_ranks):
-the process group is one per process, and fake CUDA tensors may abort the interpreter.
+A stage is traced as the trainer builds it, on fake CPU tensors in a fake process group. Each
+different segment of a graph is copied onto fake CUDA tensors and goes through the real
+compile_fx_inner, which is stopped where the code is written. To be called in a process of its own
+(ranks.run_ranks): the process group is one per process, and fake CUDA tensors may abort the
+interpreter.
 """
 
 import ast
@@ -29,7 +30,6 @@ import torch._inductor.config as inductor_config
 from tiny import RECIPES
 from torch import Tensor
 from torch._dynamo.device_interface import CudaInterface
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx, ir, scheduler
 from torch._inductor.exc import InductorError
 from torch._inductor.graph import GraphLowering
@@ -43,9 +43,10 @@ from wrapper_code import Replay, triton_kernels
 from titan_lite.compile import backends
 from titan_lite.compile.backends import FUSED_PRODUCTS
 from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.segments import Program, SegmentCall, compile_segments
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import load_config
-from titan_lite.cost.collectives import aten, collectives, start_of
+from titan_lite.cost.collectives import aten
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
@@ -85,28 +86,55 @@ H100 = SimpleNamespace(
 
 
 @dataclasses.dataclass(frozen=True)
-class Lowered:
-    """The code of a graph, and the order that it should have."""
+class Segment:
+    """The code of a segment."""
 
-    asked: list[tuple[str, str]]  # order of the graph that the passes left, as in Replay.order
-    # the same, once Inductor has put collectives of tensor parallelism and products into one
-    # operator, where the recipe says so
-    fused: list[tuple[str, str]]
     source: str  # the module that Inductor writes
     kernels: dict[str, list[str]]  # as in Replay
-    nbytes: dict[str, int]  # as in Replay
 
     @functools.cached_property
     def replay(self) -> Replay:
-        return Replay(self.source, self.kernels, self.nbytes)
+        return Replay(self.source, self.kernels)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """The code of a graph."""
+
+    calls: list[Segment | tuple[str, str]]  # a collective: ("start" or "wait", operator)
+    marked: int  # collectives that Inductor is to fuse with products
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Those that are called, each as often as it is."""
+        return [call for call in self.calls if isinstance(call, Segment)]
+
+    @functools.cached_property
+    def launches(self) -> list[tuple[str, str]]:
+        """As in Replay, with collectives and waits."""
+        found = []
+        for call in self.calls:
+            found += call.replay.launches if isinstance(call, Segment) else [call]
+        return found
+
+    def block(self) -> list[tuple[str, str]]:
+        """The launches of one block: from the first attention to the second."""
+        first, second, *_ = (
+            index for index, (kind, _) in enumerate(self.launches) if kind == "attention"
+        )
+        return self.launches[first:second]
+
+
+@dataclasses.dataclass(eq=False)
 class _Captured:
+    """A segment in place of its code, which gives fake results."""
+
     module: GraphModule
-    asked: list[tuple[str, str]]
-    options: dict[str, Any]  # of compile_fx_inner
     settings: dict[str, Any]  # of Inductor
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        (results,) = self.module.graph.find_nodes(op="output")[0].args
+        return [result.meta["val"] for result in results]
 
 
 def lower_stage(
@@ -116,46 +144,50 @@ def lower_stage(
     and "inference".
     """
     start_fake_world(world_size)
-    captured = capture(RECIPES / recipe, world_size, options, 3, number)
+    programs = capture(RECIPES / recipe, world_size, options, 3, number)
     _guard_cuda()
-    return {name: lower(each) for name, each in captured.items()}
+    return {name: lower(program) for name, program in programs.items()}
 
 
 def capture(
     recipe: Path, world_size: int, options: Sequence[str], blocks: int, number: int
-) -> dict[str, _Captured]:
-    """Each graph of a stage as the passes leave it, on fake CPU tensors: with gradients, then
+) -> dict[str, Program]:
+    """The program of each graph of a stage, of segments on fake CPU tensors: with gradients, then
     without.
     """
     config = load_config(recipe, options)
     layout = PlannedLayout(**vars(Layout.from_config(config, world_size)), config=config)
     mesh = build_mesh(layout.degrees, "cpu")
     beside = modules_beside_blocks(layout.pipeline.modules[number])
-    schedule = Schedule(PassSettings(config.compile, load_machine("H100"), fused=True))
+    settings = PassSettings(
+        config.compile,
+        load_machine("H100"),
+        fused=True,
+        async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
+    )
+    schedule = Schedule(settings)
     (stage,) = parallelize_stage(layout, mesh, beside, blocks, schedule).stages
-    graphs: dict[str, _Captured] = {}
+    programs: dict[str, Program] = {}
     defaults = inductor_config.get_config_copy()
 
-    def keep(module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    def keep_segment(module: GraphModule, inputs: Sequence[Any]) -> _Captured:
         """In place of compile_fx_inner."""
-        settings = {
+        changed = {
             key: value
             for key, value in inductor_config.get_config_copy().items()
             if value != defaults[key]
         }
-        graphs[backends.graph_name(options)] = _Captured(
-            module, events(module.graph), options, settings
-        )
-        (results,) = next(iter(reversed(module.graph.nodes))).args
-        return make_boxed_func(
-            lambda *_: [
-                result.meta["val"] if isinstance(result, Node) else result for result in results
-            ]
-        )
+        return _Captured(module, changed)
+
+    def keep_program(*arguments: Any) -> Program:
+        program = compile_segments(*arguments)
+        programs[schedule.reports[-1].graph] = program
+        return program
 
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        mock.patch.object(backends, "compile_fx_inner", keep),
+        mock.patch.object(backends, "compile_fx_inner", keep_segment),
+        mock.patch.object(backends, "compile_segments", keep_program),
     ):
         materialize_stage(layout, stage)
         inputs = stage_inputs(layout, stage, load_machine("H100"))
@@ -163,45 +195,30 @@ def capture(
         stage(inputs.input, **documents)
         with torch.no_grad():
             stage(inputs.input.detach(), **documents)
-    return graphs
+    return programs
 
 
-def events(graph: Graph) -> list[tuple[str, str]]:
-    """The order of a graph, as in Replay.order."""
-    found = []
-    for node in graph.nodes:
-        if _is_collective(node):
-            found.append(("start", node.name))
-        elif node.target is collectives.wait_tensor.default:
-            found.append(("wait", start_of(node).name))
-        elif _is_product(node):
-            found.append(("product", node.name))
-        elif _is_attention(node):
-            found.append(("attention", node.name))
-    return found
-
-
-def _is_collective(node: Node) -> bool:
-    """True of Inductor's collectives in place, too."""
-    return (
-        str(node.target).startswith("_c10d_functional.")
-        and node.target is not collectives.wait_tensor.default
-    )
-
-
-def _is_product(node: Node) -> bool:
-    return node.target in PRODUCTS or str(node.target) in FUSED_PRODUCTS
-
-
-def _is_attention(node: Node) -> bool:
-    return node.op == "call_function" and any(
-        word in str(node.target) for word in ("scaled_dot_product", "flash_attention")
-    )
-
-
-def lower(captured: _Captured) -> Lowered:
+def lower(program: Program) -> Lowered:
     """The code of a graph for an H100, by Inductor as the compile stage has set it."""
-    asked = events(captured.module.graph)
+    captured = {call.function: None for call in program.calls if isinstance(call, SegmentCall)}
+    segments = {function: lower_segment(function) for function in captured}
+    calls: list[Segment | tuple[str, str]] = []
+    for call in program.calls:
+        if isinstance(call, SegmentCall):
+            calls.append(segments[call.function])
+        else:
+            name = call.operator.name()
+            calls.append(("wait" if "wait" in name else "start", name))
+    marked = sum(
+        "fused_with" in node.meta
+        for call in program.calls
+        if isinstance(call, SegmentCall)
+        for node in call.function.module.graph.nodes
+    )
+    return Lowered(calls, marked)
+
+
+def lower_segment(captured: _Captured) -> Segment:
     module, inputs = on_cuda(captured.module)
     found: list[tuple[str, GraphLowering]] = []
 
@@ -219,12 +236,22 @@ def lower(captured: _Captured) -> Lowered:
         _symmetric_memory._test_mode(),
     ):
         try:
-            compile_fx.compile_fx_inner(module, inputs, **captured.options)
+            compile_fx.compile_fx_inner(module, inputs)
         except InductorError:
             if not found:
                 raise
     ((source, graph),) = found
-    return Lowered(asked, events(module.graph), source, _kernels(graph), _sizes(graph))
+    return Segment(source, _kernels(graph))
+
+
+def _is_product(node: Node) -> bool:
+    return node.target in PRODUCTS or str(node.target) in FUSED_PRODUCTS
+
+
+def _is_attention(node: Node) -> bool:
+    return node.op == "call_function" and any(
+        word in str(node.target) for word in ("scaled_dot_product", "flash_attention")
+    )
 
 
 def on_cuda(module: GraphModule) -> tuple[GraphModule, list[Any]]:
@@ -295,25 +322,11 @@ def _kernels(graph: GraphLowering) -> dict[str, list[str]]:
     """As in Replay."""
     found: dict[str, list[str]] = defaultdict(list)
     for kernel in graph.operations:
-        if not isinstance(kernel, ir.ExternKernel) or isinstance(kernel, ir._WaitKernel):
-            continue
-        collective = isinstance(kernel, ir._CollectiveKernel)
-        in_place = collective and isinstance(kernel.layout, ir.NoneLayout)
-        for node in kernel.get_origins():
-            if _is_collective(node) if collective else _is_product(node) or _is_attention(node):
-                found[(kernel.inputs[0] if in_place else kernel).get_name()].append(node.name)
+        if isinstance(kernel, ir.ExternKernel):
+            for node in kernel.get_origins():
+                if _is_product(node) or _is_attention(node):
+                    found[kernel.get_name()].append(node.name)
     return dict(found)
-
-
-def _sizes(graph: GraphLowering) -> dict[str, int]:
-    """Bytes of each buffer and input that is one tensor."""
-    found = {}
-    for name, value in [*graph.name_to_buffer.items(), *graph.graph_inputs.items()]:
-        if name.startswith("primals"):  # parameters stay where they are
-            continue
-        with contextlib.suppress(NotImplementedError, AttributeError):
-            found[name] = int(value.get_layout().storage_size()) * value.get_dtype().itemsize
-    return found
 
 
 def _guard_cuda() -> None:
@@ -381,8 +394,8 @@ def _cuda_there() -> Iterator[None]:
         yield
 
 
-def compile_kernels(graph: Lowered, capability: int) -> dict[str, int]:
-    """Bytes of machine code of each kernel of a graph, by triton's own assembler.
+def compile_kernels(segment: Segment, capability: int) -> dict[str, int]:
+    """Bytes of machine code of each kernel of a segment, by triton's own assembler.
 
     capability: 90 for an H100, 100 for a B200.
     """
@@ -403,7 +416,7 @@ def compile_kernels(graph: Lowered, capability: int) -> dict[str, int]:
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(triton_helpers, "set_driver_to_gpu"),
     ):
-        for name, text in triton_kernels(ast.parse(graph.source)):
+        for name, text in triton_kernels(ast.parse(segment.source)):
             path = Path(folder) / f"{name}.py"
             path.write_text(text)  # triton reads a function's source from its file
             kernel = runpy.run_path(str(path))[name]

@@ -4,7 +4,7 @@
     model.compile(backend=backend, fullgraph=True)
 
     joint graph -> resharding.py -> partitioner -> forward, backward -> `compiling`: the passes
-    -> Inductor (pin_order.py keeps the order) or, with aot_eager, the graph as it is
+    -> Inductor, in segments between collectives (segments.py), or the graph as it is (aot_eager)
 
 compile.py chooses the backend.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import detect_fake_mode
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -22,20 +23,24 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
+from torch._ops import OpOverload
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_lite.compile.passes import pin_order, resharding
-from titan_lite.compile.torch_patches import meshes_in_cache_keys, no_random_state_saved
+from titan_lite.compile.passes import resharding
+from titan_lite.compile.report import Compilation
+from titan_lite.compile.segments import BoxedFunction, Program, compile_segments
+from titan_lite.compile.torch_patches import no_random_state_saved
 from titan_lite.config import ConfigError
 from titan_lite.cost import collectives
 
 # (graph, inputs) -> what runs it, as torch.compile wants it
 Backend = Callable[[GraphModule, Sequence[torch.Tensor]], Any]
 # (graph, its name: "forward", "backward" or "inference") -> context in which it is compiled
-Compiling = Callable[[GraphModule, str], AbstractContextManager]
+Compiling = Callable[[GraphModule, str], AbstractContextManager[Compilation]]
 
+TAKE_GRADIENT = "titan_lite::take_gradient"  # distributed/step_gather.py
 FUSED_PRODUCTS = (
     "symm_mem.fused_all_gather_matmul.default",
     "symm_mem.fused_matmul_reduce_scatter.default",
@@ -45,7 +50,7 @@ FUSED_PRODUCTS = (
 class CachedPass(CustomGraphPass):
     """A graph pass of Inductor, with a key for its cache: name, arguments and sources."""
 
-    def __init__(self, function: Callable[..., None], **arguments: object):
+    def __init__(self, function: Callable[..., object], **arguments: object):
         self.function = function
         self.arguments = arguments
 
@@ -54,7 +59,7 @@ class CachedPass(CustomGraphPass):
 
     def uuid(self) -> bytes:
         call = f"{self.function.__name__} {self.arguments}".encode()
-        sources = (__file__, collectives.__file__, pin_order.__file__, resharding.__file__)
+        sources = (__file__, collectives.__file__, resharding.__file__)
         return call + get_hash_for_files(sources)
 
 
@@ -110,17 +115,31 @@ def save_as_autograd(graph: Graph) -> None:
 def inductor_backend(
     compiling: Compiling, reshard: CachedPass | None = None, async_tensor_parallel_group: str = ""
 ) -> Backend:
-    """Return a backend that makes kernels, and keeps the order of the passes.
+    """Return a backend that makes kernels, and calls collectives in the order of the passes.
 
     reshard: the pass on the joint graph. async_tensor_parallel_group: as in `compile_model`.
     """
-    settings = inductor_settings(reshard, async_tensor_parallel_group)
+    settings: dict[str, object] = {}
+    if reshard is not None:
+        settings["joint_custom_post_pass"] = reshard
+    if async_tensor_parallel_group:
+        enable_symm_mem_for_group(async_tensor_parallel_group)  # type: ignore[arg-type]
+        settings["_micro_pipeline_tp"] = True
 
     def compile_graph(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:  # noqa: ANN401 torch's
         """Run the passes here, since graphs from Inductor's cache skip its own hooks for passes."""
-        with compiling(graph, graph_name(options)), meshes_in_cache_keys():
-            pin_order.record_order(graph.graph)
-            return compile_fx_inner(graph, inputs, **options)
+        with compiling(graph, graph_name(options)) as compilation:
+            nodes = graph.graph.nodes
+            if async_tensor_parallel_group and not any(map(is_fused, nodes)):
+                raise nothing_fused()
+            if not any(map(is_outside, nodes)):
+                return compile_fx_inner(graph, inputs, **options)
+            program = compile_segments(
+                graph, compile_segment, is_outside, preparations(graph.graph)
+            )
+            compilation.segments = program.segments
+            compilation.different_segments = program.different_segments
+            return boxed(program)
 
     def compile_both(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:  # noqa: ANN401 torch's
         with no_random_state_saved():
@@ -129,40 +148,65 @@ def inductor_backend(
     return compile_both
 
 
+def compile_segment(segment: GraphModule, inputs: Sequence[Any]) -> BoxedFunction:
+    """Compile a segment with Inductor.
+
+    It has a tracing context of its own: that of the graph describes the graph's inputs and outputs.
+    """
+    settings: dict[str, object] = {}
+    if any(map(is_fused, segment.graph.nodes)):
+        settings["post_grad_custom_post_pass"] = CachedPass(expect_fused_products)
+    context = torch._guards.TracingContext(detect_fake_mode(inputs))
+    with torch._guards.tracing(context), inductor_config.patch(settings):
+        return compile_fx_inner(segment, inputs)
+
+
+def is_outside(node: Node) -> bool:
+    """Return True for operators between segments: collectives, waits, and `take_gradient`.
+
+    The last one has an FQN as an argument, so that no two segments with it would be equal.
+    """
+    if not isinstance(node.target, OpOverload) or is_fused(node):
+        return False
+    return node.target.namespace == "_c10d_functional" or node.target.name() == TAKE_GRADIENT
+
+
+def preparations(graph: Graph) -> list[list[Node]]:
+    """Return what prepares the shards of each all-gather: casts and copies into a bucket.
+
+    A pass may move all of it to the first all-gather. In one segment it would grow with the model.
+    """
+    found: list[list[Node]] = []
+    seen: set[Node] = set()
+    for nodes in collectives.parameter_all_gathers(graph).values():
+        if seen.isdisjoint(nodes):  # tied weights share some
+            found.append(nodes)
+            seen.update(nodes)
+    return found
+
+
+def is_fused(node: Node) -> bool:
+    """Return True for a collective that Inductor fuses with products, and for its wait."""
+    if node.target is collectives.collectives.wait_tensor.default:
+        (node,) = node.all_input_nodes
+    return "fused_with" in node.meta
+
+
+def boxed(program: Program) -> BoxedFunction:
+    """Return a program as AOTAutograd calls it: marked as a function that takes a list."""
+
+    def call(inputs: list[Any]) -> list[Any]:
+        return program(inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
 def graph_name(options: Mapping[str, object]) -> str:
     """Return "forward", "backward" or "inference", from the options of compile_fx_inner."""
     if options.get("is_backward"):
         return "backward"
     return "inference" if options.get("is_inference") else "forward"
-
-
-def inductor_settings(
-    reshard: CachedPass | None, async_tensor_parallel_group: str
-) -> dict[str, object]:
-    """Return the settings of Inductor for one compilation."""
-    settings: dict[str, object] = {
-        "_pre_fusion_custom_pass": pin_order.PinnedOrder(),
-        # Inductor's own reordering would change the order of our passes.
-        "reorder_for_peak_memory": False,
-        "reorder_for_compute_comm_overlap": False,
-        "reorder_for_locality": False,
-    }
-    if hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"):
-        # torch >= 2.14 moves collectives by default, after our passes
-        settings["aten_distributed_optimizations.enable_simple_overlap"] = False
-    if reshard is not None:
-        settings["joint_custom_post_pass"] = reshard
-    if async_tensor_parallel_group:
-        enable_symm_mem_for_group(async_tensor_parallel_group)  # type: ignore[arg-type]
-        settings["_micro_pipeline_tp"] = True
-        settings["post_grad_custom_post_pass"] = CachedPass(check_fused_products)
-    return settings
-
-
-def check_fused_products(graph: Graph) -> None:
-    """Raise as expect_fused_products does, and restore the order that fusing changed."""
-    expect_fused_products(graph)
-    pin_order.restore_order(graph)
 
 
 def expect_fused_products(graph: Graph) -> int:
@@ -176,11 +220,15 @@ def expect_fused_products(graph: Graph) -> int:
         if node.op == "call_function" and str(node.target) in FUSED_PRODUCTS
     ]
     if not fused:
-        raise ConfigError(
-            "parallelism.enable_async_tensor_parallel = true: Inductor found no collective beside a"
-            " matrix product to overlap it with; use false"
-        )
+        raise nothing_fused()
     return len(fused)
+
+
+def nothing_fused() -> ConfigError:
+    return ConfigError(
+        "parallelism.enable_async_tensor_parallel = true: Inductor found no collective beside a"
+        " matrix product to overlap it with; use false"
+    )
 
 
 def compiled_at_first_call(backend: Backend, memory_budget: float = 1.0) -> Backend:

@@ -33,6 +33,7 @@ from titan_lite.compile.backends import (
     inductor_backend,
 )
 from titan_lite.compile.passes.resharding import reshard_after_forward as reshard_graph
+from titan_lite.compile.report import Compilation
 from titan_lite.compile.schedule import Schedule
 from titan_lite.config import Compile, ConfigError
 from titan_lite.models.fqns import parameters_within
@@ -102,9 +103,9 @@ def compile_function(function: Callable[P, R], config: Compile, component: str) 
     return with_compile_errors(compiled, config, component)
 
 
-def without_passes(graph: GraphModule, name: str) -> AbstractContextManager:
+def without_passes(graph: GraphModule, name: str) -> AbstractContextManager[Compilation]:
     """Return the context in which a function's graph is compiled."""
-    return nullcontext()
+    return nullcontext(Compilation())
 
 
 def with_compile_errors(

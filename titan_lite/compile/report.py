@@ -56,7 +56,17 @@ class CompileReport:
     compile_seconds: float = 0.0
     copied: int | None = None  # bytes copied into and out of buckets; None for Inductor's buckets
     cache: str = ""  # "hit" or "miss" of Inductor's cache, "" without it
+    segments: int = 0  # parts between collectives, which Inductor compiles; 0: the graph is whole
+    different_segments: int = 0  # that were compiled, once each (segments.py)
     pp_rank: int | None = None  # the pipeline rank that runs the graph
+
+
+@dataclass
+class Compilation:
+    """What a backend reports of the compilation of a graph."""
+
+    segments: int = 0  # as in CompileReport
+    different_segments: int = 0
 
 
 def count_collectives(graph: Graph) -> dict[str, int]:
@@ -95,8 +105,11 @@ def _describe(report: CompileReport) -> str:
     passes = ", ".join(f"{name} {count}" for name, count in report.passes.items())
     if passes:
         parts.append(passes)
+    segments = ""
+    if report.segments:
+        segments = f", {report.different_segments} of {report.segments} segments differ"
     cache = f", cache {report.cache}" if report.cache else ""
-    parts.append(f"compiled in {report.compile_seconds:.1f} s{cache}")
+    parts.append(f"compiled in {report.compile_seconds:.1f} s{segments}{cache}")
     rank = "" if report.pp_rank is None else f"pipeline rank {report.pp_rank}, "
     return f"{rank}{report.graph} graph: {'; '.join(parts)}"
 

@@ -5,9 +5,9 @@
     schedule.run(graph_module, "forward")          # in place; appends to schedule.reports
 
 `choose_passes` is the list of passes. To add one, write `my_pass(graph, settings) -> int` in a file
-of passes/, and put it into the list. Both backends run the passes on the same graphs. Two more
-passes work elsewhere in the compiler (backends.py): resharding.py on the joint graph of forward and
-backward, and pin_order.py in Inductor, which keeps the order of this list's result.
+of passes/, and put it into the list. Both backends run the passes on the same graphs. One more pass
+works elsewhere in the compiler (backends.py): resharding.py on the joint graph of forward and
+backward.
 """
 
 import dataclasses
@@ -36,6 +36,7 @@ from titan_lite.compile.passes.reordering import overlap_collectives
 from titan_lite.compile.passes.token_chunks import cut_token_chunks, mark_fused_collectives
 from titan_lite.compile.rank_agreement import check_same_order
 from titan_lite.compile.report import (
+    Compilation,
     CompileReport,
     copied_by_buckets,
     count_collectives,
@@ -105,21 +106,25 @@ class Schedule:
         self.reports: list[CompileReport] = []
 
     @contextmanager
-    def compiling(self, module: GraphModule, name: str) -> Iterator[None]:
+    def compiling(self, module: GraphModule, name: str) -> Iterator[Compilation]:
         """Run the passes on a graph that is compiled within the context, and time both."""
         started = time.perf_counter()
         hits_before, misses_before = inductor_cache_lookups()
         self.run(module, name)
-        yield
+        compilation = Compilation()
+        yield compilation
         hits, misses = inductor_cache_lookups()
         cache = ""
-        if hits > hits_before:
-            cache = "hit"
-        elif misses > misses_before:
+        if misses > misses_before:
             cache = "miss"
-        seconds = time.perf_counter() - started
+        elif hits > hits_before:
+            cache = "hit"
         self.reports[-1] = dataclasses.replace(
-            self.reports[-1], compile_seconds=seconds, cache=cache
+            self.reports[-1],
+            compile_seconds=time.perf_counter() - started,
+            cache=cache,
+            segments=compilation.segments,
+            different_segments=compilation.different_segments,
         )
 
     def run(self, module: GraphModule, name: str) -> None:

@@ -1,21 +1,18 @@
 """Replace attributes of torch for a while: each with its reason, and the versions that need it.
 
-    with meshes_in_cache_keys():
-        compile_fx_inner(graph, inputs)
+    with no_random_state_saved():
+        min_cut_rematerialization_partition(joint, inputs)
 
 The links are to the code that is replaced. Each context restores what it found.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch._functorch import partitioners
 from torch._inductor import utils as inductor_utils
-from torch._inductor.codecache import FxGraphCachePickler
 from torch._inductor.fx_passes import overlap_scheduling
-from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Node
 from torch.utils import _runtime_estimation
 
@@ -31,26 +28,6 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-@contextmanager
-def meshes_in_cache_keys() -> Iterator[None]:
-    """Return a context in which keys of Inductor's cache identify a DeviceMesh by its ranks.
-
-    A mesh is an input of graphs with DTensors. torch 2.13 pickles it with pickle's memo, which
-    depends on the identity of equal strings, so that no key matches another run's:
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_inductor/codecache.py#L827
-    """
-    reduce: Any = FxGraphCachePickler._reduce_fake_script_object
-
-    def reduce_mesh(pickler: FxGraphCachePickler, script_object: Any) -> Any:  # noqa: ANN401 torch's
-        mesh = script_object.real_obj
-        if not isinstance(mesh, DeviceMesh):
-            return reduce(pickler, script_object)
-        return str, (f"{mesh.device_type} {mesh.mesh_dim_names} {mesh.mesh.tolist()}",)
-
-    with replaced(FxGraphCachePickler, "_reduce_fake_script_object", reduce_mesh):
-        yield
 
 
 @contextmanager

@@ -6,8 +6,6 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor import config as inductor_config
 
 from titan_lite.compile import backends
 from titan_lite.compile import compile as stage
@@ -208,25 +206,6 @@ def test_an_error_of_the_run_is_none_of_the_compiler():
     compiled(logits, labels)
     with pytest.raises(IndexError):
         compiled(logits, labels + 7)
-
-
-@pytest.mark.skipif(
-    not hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"),
-    reason="torch < 2.14 has no such pass",
-)
-def test_inductor_moves_no_collective_after_the_passes(monkeypatch):
-    found = []
-
-    def compile_none(graph, inputs, **options):
-        found.append(inductor_config.aten_distributed_optimizations.enable_simple_overlap)
-        return make_boxed_func(graph.forward)
-
-    monkeypatch.setattr(backends, "compile_fx_inner", compile_none)
-    torch._dynamo.reset()
-    config = Compile(enable=True, components=("loss",))
-    compile_function(torch.square, config, "loss")(torch.ones(3))
-    assert found == [False]
-    assert inductor_config.aten_distributed_optimizations.enable_simple_overlap  # the default
 
 
 def test_what_triton_needs_of_a_machine_is_asked_before_a_start(monkeypatch, tmp_path):

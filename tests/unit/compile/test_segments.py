@@ -1,0 +1,161 @@
+"""Segments: what is compiled, what runs in which order, what is freed when."""
+
+import weakref
+
+import pytest
+import torch
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from titan_lite.compile.segments import OperatorCall, SegmentCall, compile_segments, split
+
+aten = torch.ops.aten
+
+
+def is_sine(node):
+    """An operator that stands for a collective."""
+    return node.target is aten.sin.default
+
+
+def traced(function, *shapes):
+    with FakeTensorMode():
+        return make_fx(function)(*(torch.empty(shape) for shape in shapes))
+
+
+def as_traced(segment, inputs):
+    return make_boxed_func(segment.forward)
+
+
+def chain(x, w):
+    """Three equal blocks."""
+    for _ in range(3):
+        x = torch.sin(torch.relu(x @ w) + 1)
+    return (x,)
+
+
+def test_equal_segments_are_compiled_once_and_called_each_time():
+    compiled = []
+
+    def compile_segment(segment, inputs):
+        compiled.append([value.shape for value in inputs])
+        return make_boxed_func(segment.forward)
+
+    program = compile_segments(traced(chain, (4, 4), (4, 4)), compile_segment, is_sine)
+    assert compiled == [[(4, 4), (4, 4)]]
+    assert program.segments == 3
+    assert program.different_segments == 1
+    kinds = [type(call) for call in program.calls]
+    assert kinds == [SegmentCall, OperatorCall] * 3
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    assert torch.equal(*program([x, w]), *chain(x, w))
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda x: torch.sin(x * 3.0),
+        lambda x: torch.sin(x.double() * 2.0),
+        lambda x: torch.sin(x[:2] * 2.0),
+        lambda x: torch.sin(x.t() * 2.0),
+        lambda x: torch.sin(x + 2.0),
+    ],
+    ids=["another constant", "another dtype", "another shape", "other strides", "another operator"],
+)
+def test_segments_that_differ_are_compiled_apart(second):
+    def both(x):
+        first = torch.sin(x * 2.0)
+        return torch.sin(first), second(first)
+
+    program = compile_segments(traced(both, (3, 4)), as_traced, is_sine)
+    assert program.different_segments == 2
+    x = torch.randn(3, 4)
+    for result, expected in zip(program([x]), both(x), strict=True):
+        assert torch.equal(result, expected)
+
+
+def test_operators_outside_keep_their_order_and_arguments():
+    def function(x, y):
+        late = torch.relu(y)
+        first = torch.sin(x)
+        second = torch.sin(y)
+        return first + late, second, x
+
+    graph = traced(function, (4,), (4,))
+    program = compile_segments(graph, as_traced, is_sine)
+    sines = [node for node in graph.graph.nodes if is_sine(node)]
+    assert len(sines) == sum(isinstance(call, OperatorCall) for call in program.calls) == 2
+    x, y = torch.randn(4), torch.randn(4)
+    inputs = [x, y]
+    results = program(inputs)
+    assert inputs == []
+    assert results[2] is x
+    for result, expected in zip(results, function(x, y), strict=True):
+        assert torch.equal(result, expected)
+
+
+def test_the_results_of_an_operator_stay_with_it():
+    def function(x):
+        values, indices = torch.max(x, dim=0)
+        return torch.sin(values), indices
+
+    graph = traced(function, (3, 4))
+    sine = next(node for node in graph.graph.nodes if is_sine(node))
+    sine.append(sine.prev)  # the indices
+    parts = split(graph.graph, is_sine)
+    assert [len(part) for part in parts] == [3, 1]
+    x = torch.randn(3, 4)
+    for result, expected in zip(
+        compile_segments(graph, as_traced, is_sine)([x]), function(x), strict=True
+    ):
+        assert torch.equal(result, expected)
+
+
+def test_nodes_apart_are_a_segment_of_their_own():
+    """So that those of equal blocks are equal, wherever a pass has moved them."""
+
+    def function(x, first, second):
+        x = x * 2.0
+        first, second = first + 1.0, second + 1.0
+        x = x * 3.0
+        first, second = torch.sin(first * 5.0), torch.sin(second * 5.0)
+        return (x + first + second,)
+
+    graph = traced(function, *[(4,)] * 3)
+    sines = [node for node in graph.graph.nodes if is_sine(node)]
+    apart = [[sine.args[0].args[0], sine.args[0]] for sine in sines]
+    parts = split(graph.graph, is_sine, apart)
+    assert [len(part) for part in parts] == [2, 2, 2, 1, 1, 2]
+    assert [set(part) for part in parts[:2]] == [set(nodes) for nodes in apart]
+    program = compile_segments(graph, as_traced, is_sine, apart)
+    assert (program.segments, program.different_segments) == (4, 3)
+    inputs = [torch.randn(4) for _ in range(3)]
+    assert torch.equal(*program([*inputs]), *function(*inputs))
+
+
+def test_values_are_freed_after_their_last_read():
+    """Inputs are, too: backward's are the activations that forward saved."""
+
+    def function(x, unread, w):
+        hidden = torch.relu(x)
+        for _ in range(2):
+            hidden = torch.sin(hidden) @ w
+        return (hidden,)
+
+    x, unread, w = (torch.randn(4, 4) for _ in range(3))
+    alive = {"x": weakref.ref(x), "unread": weakref.ref(unread), "w": weakref.ref(w)}
+    seen = []
+
+    def compile_segment(segment, inputs):
+        def run(arguments):
+            seen.append([name for name, tensor in alive.items() if tensor() is not None])
+            return segment.forward(*arguments)
+
+        return run
+
+    program = compile_segments(traced(function, *[(4, 4)] * 3), compile_segment, is_sine)
+    inputs = [x, unread, w]
+    del x, unread, w
+    program(inputs)
+    # `run` itself holds x in the first segment, and w in the others
+    assert seen == [["x", "w"], ["w"], ["w"]]

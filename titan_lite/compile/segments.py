@@ -1,0 +1,279 @@
+"""Compile a graph in segments: what lies between two collectives, and equal segments only once.
+
+    program = compile_segments(module, compile_segment, is_outside)
+    results = program([*inputs])
+
+    graph      x = mm(a, b); g = all_gather(s); y = relu(x); w = wait(g); z = mm(y, w)
+    program    x = segment_0(a, b); g = all_gather(s); y = segment_1(x); w = wait(g); ...
+
+The blocks of a transformer are alike, so a deep model has as many different segments as a shallow
+one. Collectives run in the order of the graph: the compiler does not see them, so it cannot fuse an
+operator that leads to one with an operator that waits for another.
+"""
+
+import operator
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+# Takes the list of its inputs, which it clears.
+BoxedFunction = Callable[[list[Any]], Sequence[Any]]
+CompileSegment = Callable[[GraphModule, Sequence[Any]], BoxedFunction]  # (segment, fake inputs)
+
+
+class Slot(int):
+    """The index of a value in the values of a running program."""
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """The call of an operator outside of the segments."""
+
+    operator: Callable[..., Any]
+    arguments: Sequence[object]  # a Slot stands for its value
+    keywords: Mapping[str, object]
+    result: Slot
+    last_reads: Sequence[Slot]  # values that nothing reads later
+
+    def run(self, values: list[Any]) -> None:
+        arguments = [_value(values, argument) for argument in self.arguments]
+        keywords = {name: _value(values, argument) for name, argument in self.keywords.items()}
+        values[self.result] = self.operator(*arguments, **keywords)
+        for slot in self.last_reads:
+            values[slot] = None
+
+
+@dataclass(frozen=True)
+class SegmentCall:
+    """The call of a compiled segment."""
+
+    function: BoxedFunction
+    inputs: Sequence[Slot]
+    outputs: Sequence[Slot]
+    last_reads: Sequence[Slot]  # values that nothing reads later
+
+    def run(self, values: list[Any]) -> None:
+        inputs = [values[slot] for slot in self.inputs]
+        for slot in self.last_reads:
+            values[slot] = None  # so that the segment can free it
+        for slot, output in zip(self.outputs, self.function(inputs), strict=True):
+            values[slot] = output
+
+
+@dataclass(frozen=True)
+class Program:
+    """The calls of a graph, in order."""
+
+    inputs: int  # number of values that are inputs: the first ones
+    unread: Sequence[Slot]  # inputs that nothing reads
+    values: int  # number of all values
+    calls: Sequence[OperatorCall | SegmentCall]
+    outputs: Sequence[object]  # a Slot stands for its value
+    different_segments: int
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        """Run the graph. Clears `inputs`; each value is freed after its last read."""
+        values: list[Any] = inputs + [None] * (self.values - self.inputs)
+        inputs.clear()
+        for slot in self.unread:
+            values[slot] = None
+        for call in self.calls:
+            call.run(values)
+        return [_value(values, output) for output in self.outputs]
+
+    @property
+    def segments(self) -> int:
+        return sum(isinstance(call, SegmentCall) for call in self.calls)
+
+
+def _value(values: Sequence[Any], argument: object) -> Any:  # noqa: ANN401 any argument
+    return values[argument] if isinstance(argument, Slot) else argument
+
+
+def compile_segments(
+    module: GraphModule,
+    compile_segment: CompileSegment,
+    is_outside: Callable[[Node], bool],
+    apart: Iterable[Collection[Node]] = (),
+) -> Program:
+    """Return the program of a graph, whose nodes have fake results in meta["val"].
+
+    is_outside: True for operators with one result that are called between segments. apart: as in
+    `split`.
+    """
+    builder = _ProgramBuilder(module, compile_segment)
+    parts = split(module.graph, is_outside, apart)
+    last_reads = last_reads_of(module.graph, parts)
+    for number, part in enumerate(parts):
+        read_last = [node for node in inputs_of(part) if last_reads[node] == number]
+        if is_outside(part[0]):
+            (node,) = part
+            builder.call_operator(node, read_last)
+        else:
+            read_later = [node for node in part if last_reads.get(node, number) > number]
+            builder.call_segment(part, read_later, read_last)
+    return builder.program()
+
+
+def split(
+    graph: Graph, is_outside: Callable[[Node], bool], apart: Iterable[Collection[Node]] = ()
+) -> list[list[Node]]:
+    """Return the parts of a graph in order: an outside node alone, or the nodes between two.
+
+    apart: sets of nodes that are a part of their own, before the segment of the first one. They
+    read inputs of the graph and each other. The results of an operator with several results are in
+    its part.
+    """
+    part_of: dict[Node, list[Node]] = {}
+    for nodes in apart:
+        part_of.update(dict.fromkeys(nodes, []))  # one list for all of them
+    parts: list[list[Node]] = []
+    segment: list[Node] = []  # that is open
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if is_outside(node):
+            parts.append([node])
+            segment = []
+            continue
+        if node.target is operator.getitem:
+            (source,) = node.all_input_nodes
+            part_of[node] = part_of[source]
+        part = part_of.setdefault(node, segment)
+        if not part:
+            position = len(parts)
+            if part is not segment and segment:
+                position -= 1
+            parts.insert(position, part)
+        part.append(node)
+    return parts
+
+
+def inputs_of(part: Sequence[Node]) -> list[Node]:
+    """Return the nodes that a part reads and does not have."""
+    members = set(part)
+    read = dict.fromkeys(source for node in part for source in node.all_input_nodes)
+    return [node for node in read if node not in members]
+
+
+def last_reads_of(graph: Graph, parts: Sequence[Sequence[Node]]) -> dict[Node, int]:
+    """Return the number of the last part that reads a node; len(parts): the graph's output does."""
+    last_reads: dict[Node, int] = {}
+    for number, part in enumerate(parts):
+        for node in part:
+            last_reads.update(dict.fromkeys(node.all_input_nodes, number))
+    (output,) = graph.find_nodes(op="output")
+    last_reads.update(dict.fromkeys(output.all_input_nodes, len(parts)))
+    return last_reads
+
+
+class _ProgramBuilder:
+    """Makes the calls of a program, and compiles each different segment."""
+
+    def __init__(self, module: GraphModule, compile_segment: CompileSegment):
+        self.module = module
+        self.compile_segment = compile_segment
+        self.compiled: dict[Hashable, BoxedFunction] = {}  # by `structure_of` a segment
+        self.slots: dict[Node, Slot] = {}
+        self.calls: list[OperatorCall | SegmentCall] = []
+        self.placeholders = module.graph.find_nodes(op="placeholder")
+        for node in self.placeholders:
+            self._add_slot(node)
+
+    def call_operator(self, node: Node, read_last: Sequence[Node]) -> None:
+        assert callable(node.target)
+        call = OperatorCall(
+            operator=node.target,
+            arguments=[self._slot(argument) for argument in node.args],
+            keywords={name: self._slot(argument) for name, argument in node.kwargs.items()},
+            result=self._add_slot(node),
+            last_reads=[self.slots[source] for source in read_last],
+        )
+        self.calls.append(call)
+
+    def call_segment(
+        self, part: Sequence[Node], outputs: Sequence[Node], read_last: Sequence[Node]
+    ) -> None:
+        """Call the segment with the nodes of `part`. outputs: those that are read outside of it."""
+        inputs = inputs_of(part)
+        segment = extract(self.module, part, inputs, outputs)
+        structure = structure_of(segment)
+        if structure not in self.compiled:
+            fake_inputs = [node.meta["val"] for node in inputs]
+            self.compiled[structure] = self.compile_segment(segment, fake_inputs)
+        call = SegmentCall(
+            function=self.compiled[structure],
+            inputs=[self.slots[node] for node in inputs],
+            outputs=[self._add_slot(node) for node in outputs],
+            last_reads=[self.slots[node] for node in read_last],
+        )
+        self.calls.append(call)
+
+    def program(self) -> Program:
+        (output,) = self.module.graph.find_nodes(op="output")
+        (results,) = output.args
+        return Program(
+            inputs=len(self.placeholders),
+            unread=[self.slots[node] for node in self.placeholders if not node.users],
+            values=len(self.slots),
+            calls=self.calls,
+            outputs=[self._slot(result) for result in results],
+            different_segments=len(self.compiled),
+        )
+
+    def _add_slot(self, node: Node) -> Slot:
+        self.slots[node] = Slot(len(self.slots))
+        return self.slots[node]
+
+    def _slot(self, argument: object) -> object:
+        return self.slots[argument] if isinstance(argument, Node) else argument
+
+
+def extract(
+    module: GraphModule, part: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
+) -> GraphModule:
+    """Return a part of a graph as a graph of its own, with `inputs` as its placeholders."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for number, node in enumerate(inputs):
+        copies[node] = graph.placeholder(f"input_{number}")
+        copies[node].meta = dict(node.meta)
+    for node in part:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    output = graph.output(tuple(copies[node] for node in outputs))
+    # The next segment is compiled for the strides of these.
+    output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
+    return GraphModule(module, graph)
+
+
+def structure_of(segment: GraphModule) -> Hashable:
+    """Return a value that is equal for segments of the same code."""
+    numbers = {node: number for number, node in enumerate(segment.graph.nodes)}
+
+    def describe(argument: object) -> str:
+        if isinstance(argument, Node):
+            return f"%{numbers[argument]}"
+        if isinstance(argument, list | tuple):
+            return f"[{', '.join(map(describe, argument))}]"
+        return repr(argument)
+
+    lines = []
+    for node in segment.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            if isinstance(value, Tensor):
+                lines.append(
+                    f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
+                    f" {value.storage_offset()}"
+                )
+            else:
+                lines.append(repr(value))
+        elif node.op == "get_attr":
+            lines.append(f"{node.target}")
+        else:
+            keywords = [f"{name}={describe(value)}" for name, value in node.kwargs.items()]
+            lines.append(f"{node.target} {describe(node.args)} {keywords}")
+    return "\n".join(lines)
