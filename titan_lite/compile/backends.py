@@ -23,14 +23,19 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
-from torch._ops import OpOverload
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_lite.compile.passes import resharding
 from titan_lite.compile.report import Compilation
-from titan_lite.compile.segments import BoxedFunction, Program, compile_segments
+from titan_lite.compile.segments import (
+    BoxedFunction,
+    Program,
+    compile_segments,
+    is_fused,
+    is_outside,
+)
 from titan_lite.compile.torch_patches import no_random_state_saved
 from titan_lite.config import ConfigError
 from titan_lite.cost import collectives
@@ -40,7 +45,6 @@ Backend = Callable[[GraphModule, Sequence[torch.Tensor]], Any]
 # (graph, its name: "forward", "backward" or "inference") -> context in which it is compiled
 Compiling = Callable[[GraphModule, str], AbstractContextManager[Compilation]]
 
-TAKE_GRADIENT = "titan_lite::take_gradient"  # distributed/step_gather.py
 FUSED_PRODUCTS = (
     "symm_mem.fused_all_gather_matmul.default",
     "symm_mem.fused_matmul_reduce_scatter.default",
@@ -161,16 +165,6 @@ def compile_segment(segment: GraphModule, inputs: Sequence[Any]) -> BoxedFunctio
         return compile_fx_inner(segment, inputs)
 
 
-def is_outside(node: Node) -> bool:
-    """Return True for operators between segments: collectives, waits, and `take_gradient`.
-
-    The last one has an FQN as an argument, so that no two segments with it would be equal.
-    """
-    if not isinstance(node.target, OpOverload) or is_fused(node):
-        return False
-    return node.target.namespace == "_c10d_functional" or node.target.name() == TAKE_GRADIENT
-
-
 def preparations(graph: Graph) -> list[list[Node]]:
     """Return what prepares the shards of each all-gather: casts and copies into a bucket.
 
@@ -183,13 +177,6 @@ def preparations(graph: Graph) -> list[list[Node]]:
             found.append(nodes)
             seen.update(nodes)
     return found
-
-
-def is_fused(node: Node) -> bool:
-    """Return True for a collective that Inductor fuses with products, and for its wait."""
-    if node.target is collectives.collectives.wait_tensor.default:
-        (node,) = node.all_input_nodes
-    return "fused_with" in node.meta
 
 
 def boxed(program: Program) -> BoxedFunction:

@@ -31,6 +31,7 @@ from titan_lite.compile.passes.defer_weight_grads import (
     defer_weight_grads,
     order_activation_collectives,
 )
+from titan_lite.compile.passes.fused_collectives import keep_with_products
 from titan_lite.compile.passes.inductor_overlap import overlap_by_inductor
 from titan_lite.compile.passes.reordering import overlap_collectives
 from titan_lite.compile.passes.token_chunks import cut_token_chunks, mark_fused_collectives
@@ -85,6 +86,8 @@ def choose_passes(settings: PassSettings) -> list[Pass]:
         passes.append(overlap_by_inductor)
     if config.reordering and config.bucketing != "auto":  # which has reordered as well
         passes.append(overlap_collectives)
+    if settings.async_tensor_parallel:
+        passes.append(keep_with_products)
     return passes
 
 

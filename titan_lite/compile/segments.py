@@ -17,8 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from titan_lite.cost.collectives import collectives, start_of
+
+TAKE_GRADIENT = "titan_lite::take_gradient"  # distributed/step_gather.py
 # Takes the list of its inputs, which it clears.
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 CompileSegment = Callable[[GraphModule, Sequence[Any]], BoxedFunction]  # (segment, fake inputs)
@@ -93,6 +97,23 @@ def _value(values: Sequence[Any], argument: object) -> Any:  # noqa: ANN401 any 
     return values[argument] if isinstance(argument, Slot) else argument
 
 
+def is_outside(node: Node) -> bool:
+    """Return True for operators between segments: collectives, waits, and `take_gradient`.
+
+    The last one has an FQN as an argument, so that no two segments with it would be equal.
+    """
+    if not isinstance(node.target, OpOverload) or is_fused(node):
+        return False
+    return node.target.namespace == "_c10d_functional" or node.target.name() == TAKE_GRADIENT
+
+
+def is_fused(node: Node) -> bool:
+    """Return True for a collective that Inductor fuses with products, and for its wait."""
+    if node.target is collectives.wait_tensor.default:
+        node = start_of(node)
+    return "fused_with" in node.meta
+
+
 def compile_segments(
     module: GraphModule,
     compile_segment: CompileSegment,
@@ -129,7 +150,8 @@ def split(
     """
     part_of: dict[Node, list[Node]] = {}
     for nodes in apart:
-        part_of.update(dict.fromkeys(nodes, []))  # one list for all of them
+        part: list[Node] = []
+        part_of.update((node, part) for node in nodes)
     parts: list[list[Node]] = []
     segment: list[Node] = []  # that is open
     for node in graph.nodes:

@@ -16,8 +16,12 @@ from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch.distributed import _symmetric_memory
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_lite.compile.backends import expect_fused_products
-from titan_lite.config import ConfigError
+from titan_lite.compile.backends import FUSED_PRODUCTS, expect_fused_products
+from titan_lite.compile.passes.fused_collectives import keep_with_products
+from titan_lite.compile.passes.token_chunks import mark_fused_collectives
+from titan_lite.compile.segments import compile_segments, is_fused, is_outside
+from titan_lite.compile.settings import PassSettings
+from titan_lite.config import Compile, ConfigError
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
@@ -74,3 +78,29 @@ def test_the_matrix_products_of_every_block_overlap_with_their_collectives(mesh)
     # Backward gathers before wo and w2; what it scatters is a sum of two or three products, but for
     # the output's.
     assert expect_fused_products(backward.graph) == 2 * HEADS.n_layers + 1
+
+
+def test_segments_keep_collectives_and_their_products_together(mesh):
+    """Collectives of parameters stand between them in the traced graphs."""
+    group = mesh.get_group("tp").group_name
+    settings = PassSettings(Compile(enable=True), async_tensor_parallel=True)
+    for graph in graphs_of(mesh):
+        marked = mark_fused_collectives(graph.graph, settings)
+        assert keep_with_products(graph.graph, settings) > 0
+        fused = 0
+
+        def compile_segment(segment, inputs):
+            nonlocal fused
+            view_to_reshape(segment)
+            micro_pipeline_tp_pass(segment.graph)
+            fused += sum(str(node.target) in FUSED_PRODUCTS for node in segment.graph.nodes)
+            assert not any(map(is_fused, segment.graph.nodes))
+            return lambda inputs: []
+
+        with (
+            _symmetric_memory._test_mode({group}),
+            mock.patch("torch.distributed.is_nccl_available", return_value=True),
+        ):
+            compile_segments(graph, compile_segment, is_outside)
+        assert fused > 0
+        assert marked >= fused
