@@ -346,7 +346,7 @@ def test_a_command_of_the_pages_does_what_it_says(command, checkout, request):
     wanted = HERE[command]
     if not wanted.quick:
         request.getfixturevalue("trained")
-    if "data.prepare train_configs" in command:
+    if command.startswith(f"{PREPARE} train_configs"):
         shutil.rmtree(checkout / "prepared")
     words = command
     for written, here in wanted.instead.items():
