@@ -28,8 +28,9 @@ def test_prepared_data_has_the_losses_of_its_text(tmp_path):
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     (tmp_path / "corpus.jsonl").write_text("".join(lines))
     tokenizer = tmp_path / "tokenizer.json"
-    tokenizer.write_text(json.dumps(to_json(load_tiktoken(DEBUG_TOKENIZER))))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config()))
+    ours = load_tiktoken(DEBUG_TOKENIZER)
+    tokenizer.write_text(json.dumps(to_json(ours)))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(ours)))
 
     data = [f"--model.tokenizer_path={tokenizer}", "--data.validation_fraction=0.2"]
     text = ["--data.dataset=local", f"--data.path={tmp_path}/corpus.jsonl", *data]

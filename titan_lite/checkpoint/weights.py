@@ -12,6 +12,7 @@ Opening reads only names and shapes, and reports everything that does not fit at
 import dataclasses
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ from titan_lite.checkpoint.names import METADATA, from_torchtitan, to_torchtitan
 from titan_lite.checkpoint.state import NAME as STATE
 from titan_lite.checkpoint.state import read_state
 from titan_lite.config import ConfigError
-from titan_lite.config.from_weights import TOKENIZER_FILES, steps_in
+from titan_lite.config.from_weights import TOKENIZER_FILES, steps_in, why_not_weights
 from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
 from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError, fields_of, read_json, short_message
@@ -42,6 +43,7 @@ NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 MAX_FAULTS = 40  # shown of a folder that does not fit
 WHOLE = "model.safetensors"  # in a Hugging Face folder
 INDEX = f"{WHOLE}.index.json"
+SHARD = re.compile(r"-\d+-of-(\d+)\.")  # in the name of one of several files
 
 
 class StoredTensor(NamedTuple):
@@ -249,18 +251,20 @@ class HuggingFaceFolder:
         return stored
 
     def _tensors_of_all_files(self) -> dict[str, StoredTensor]:
+        files = self._names_of_files()
+        _check_one_save(files)
         stored: dict[str, StoredTensor] = {}
         twice: dict[str, str] = {}  # names of two files: a tensor that is in both
-        for file in self._names_of_files():
+        for file in files:
             for name, tensor in _read_header(self.folder / file).items():
                 if name in stored:
                     twice.setdefault(f"{stored[name].file.name} and {file}", name)
                 stored[name] = tensor
         if twice:
-            files, name = next(iter(twice.items()))
+            two_files, name = next(iter(twice.items()))
             raise CorruptFileError(
-                f"{name} is in {files}, and there is neither {WHOLE} nor {INDEX} to choose; move"
-                " the files of other weights away"
+                f"{name} is in {two_files}, and there is neither {WHOLE} nor {INDEX} to choose;"
+                " move the files of other weights away"
             )
         if not stored:
             raise CorruptFileError(
@@ -315,6 +319,20 @@ def _is_weights_file(name: str) -> bool:
     """Return True for the name of a safetensors file, or of an index, within a folder."""
     inside = not Path(name).is_absolute() and ".." not in Path(name).parts
     return inside and name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def _check_one_save(files: Iterable[str]) -> None:
+    """Raise CorruptFileError if the names of shards give different numbers of shards."""
+    first_of: dict[str, str] = {}  # the number of shards: the first file with it
+    for file in files:
+        shard = SHARD.search(file)
+        if shard:
+            first_of.setdefault(shard[1], file)
+    if len(first_of) > 1:
+        raise CorruptFileError(
+            f"{' and '.join(first_of.values())} are of different saves, and there is neither"
+            f" {WHOLE} nor {INDEX} to choose; move the files of other weights away"
+        )
 
 
 def _only(path: Path) -> dict[str, StoredTensor]:
@@ -379,10 +397,10 @@ def open_weights(
         raise ConfigError(
             f"{subject}: all of its {len(steps)} steps are damaged; use another folder"
         )
-    what = "has no weights" if folder.is_dir() else "is not a folder"
     raise ConfigError(
-        f"{subject} {what}; use a step (such as outputs/NAME/checkpoint/step-100), a run's folder,"
-        " a checkpoint of torchtitan, or a Hugging Face folder (config.json and *.safetensors)"
+        f"{subject} {why_not_weights(folder)}; use a step (such as"
+        " outputs/NAME/checkpoint/step-100), a run's folder, a checkpoint of torchtitan, or a"
+        " Hugging Face folder (config.json and *.safetensors)"
     )
 
 

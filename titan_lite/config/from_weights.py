@@ -74,10 +74,19 @@ def read_model(path: str) -> ModelOfWeights | None:
         for step in steps_in(folder):
             if _has_any(step, "state.json", ".metadata"):
                 return _model_of_checkpoint(step)
-        what = "has no weights" if folder.is_dir() else "is not a folder"
-        raise ConfigError(f"{what}; use a Hugging Face folder, a step or a run's folder")
+        why = why_not_weights(folder)
+        raise ConfigError(f"{why}; use a Hugging Face folder, a step or a run's folder")
     except ConfigError as error:
         raise ConfigError(f"{KEY} = {shown(path)}: {error}") from None
+
+
+def why_not_weights(path: Path) -> str:
+    """Return what is wrong with a path that is neither a checkpoint nor a Hugging Face folder."""
+    if not path.is_dir():
+        return "is not a folder"
+    if any(path.glob("*.safetensors")):
+        return "has *.safetensors, but not config.json, which says of which model they are"
+    return "has no weights"
 
 
 def _has_any(folder: Path, *names: str) -> bool:

@@ -196,6 +196,12 @@ def read_prepared(folder: Path, key: str = "data.path", every_byte: bool = False
     try:
         info = PreparedInfo.from_json((folder / NAME).read_text(encoding="utf-8"))
     except OSError as error:
+        parts = sorted(path.parent.name for path in folder.glob(f"*/{NAME}"))
+        if parts:  # `prepare` writes a folder for each corpus of a recipe
+            raise ConfigError(
+                f"{where}: it has no {NAME}, but {' and '.join(parts)} in it have; use"
+                f' "{folder / parts[0]}"{" or another of these" if len(parts) > 1 else ""}'
+            ) from None
         raise ConfigError(f"{where}: {NAME} cannot be read ({error.strerror}); {_FIX}") from None
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{where}: {NAME} is damaged; {_FIX}") from None

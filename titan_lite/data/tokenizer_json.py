@@ -1,7 +1,7 @@
 """Convert a tokenizer in tiktoken's format to Hugging Face's tokenizer.json, for AutoTokenizer.
 
     to_json(load_tiktoken("assets/tokenizer/debug.model"))       # the content of tokenizer.json
-    tokenizer_config()                                           # that of tokenizer_config.json
+    tokenizer_config(load_tokenizer("tokenizer.json"))           # that of tokenizer_config.json
 
 A file in tiktoken's format has the ranks of tokens. tokenizer.json has pairs to merge, in the order
 of the rank of the merged token. Bytes are written as printable characters: themselves, or from
@@ -10,7 +10,7 @@ U+0100 on.
 
 from typing import Any
 
-from titan_lite.data.tokenizer import PATTERN, TiktokenTokenizer
+from titan_lite.data.tokenizer import PATTERN, TiktokenTokenizer, Tokenizer
 
 _PRINTABLE = [
     byte for byte in range(256) if 33 <= byte <= 126 or (161 <= byte <= 255 and byte != 173)
@@ -64,7 +64,7 @@ def _added_token(id: int, name: str) -> dict[str, Any]:
 
 def _begin_with_bos(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
     """Return the processor that puts BOS before a text."""
-    bos = next(name for name, id in tokenizer.special_tokens.items() if id == tokenizer.bos_id)
+    bos = _name_of(tokenizer, tokenizer.bos_id)
     before = {"SpecialToken": {"id": bos, "type_id": 0}}
     text = {"Sequence": {"id": "A", "type_id": 0}}
     second_text = {"Sequence": {"id": "B", "type_id": 1}}
@@ -96,14 +96,19 @@ def _merges(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
     }
 
 
-def tokenizer_config() -> dict[str, Any]:
+def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a tokenizer_config.json, which AutoTokenizer needs to know BOS and EOS."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|end_of_text|>",
+        "bos_token": _name_of(tokenizer, tokenizer.bos_id),
+        "eos_token": _name_of(tokenizer, tokenizer.eos_id),
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
+
+
+def _name_of(tokenizer: Tokenizer, special_id: int) -> str:
+    return next(name for name, id in tokenizer.special_tokens.items() if id == special_id)
 
 
 def _pairs(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:

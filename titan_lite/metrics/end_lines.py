@@ -4,6 +4,7 @@ log_compile_reports(reports, dump_folder)
 for line in end_lines(dump_folder, RunEnd(...)): logger.info(line)
 """
 
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,9 +60,10 @@ def end_lines(dump_folder: Path, end: RunEnd) -> list[str]:
     lines += exposed_communication(end.reports)
     saved = ", ".join(f"step-{step}" for step in end.saved_steps)
     lines.append(f"checkpoints: {saved or 'none'}")
-    look = f"to look at: python -m titan_lite report {dump_folder}"
+    folder = shlex.quote(str(dump_folder))
+    look = f"to look at: python -m titan_lite report {folder}"
     if end.tensorboard:
-        look += f"; tensorboard --logdir {dump_folder}"
+        look += f"; tensorboard --logdir {folder}"
     lines.append(look)
     if end.stopped:
         lines.append(f"to go on: {end.command}")

@@ -183,7 +183,9 @@ def write_hf(
         _copy_tokenizer(unfinished, tokenizer.paths)
         if isinstance(loaded, TiktokenTokenizer):  # transformers reads a tokenizer.json alone
             _write_json(unfinished / "tokenizer.json", to_json(loaded))
-            _write_json(unfinished / "tokenizer_config.json", tokenizer_config())
+            _write_json(unfinished / "tokenizer_config.json", tokenizer_config(loaded))
+        elif loaded is not None and not (unfinished / "tokenizer_config.json").is_file():
+            _write_json(unfinished / "tokenizer_config.json", tokenizer_config(loaded))
     rounding.log()
 
 

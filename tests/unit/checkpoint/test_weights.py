@@ -30,6 +30,7 @@ from titan_lite.checkpoint.weights import (
 )
 from titan_lite.config import ConfigError
 from titan_lite.config.from_weights import read_model
+from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.models.huggingface import config_to_hf
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
 from titan_lite.tools import convert
@@ -274,6 +275,30 @@ def test_a_tokenizer_that_is_named_goes_into_a_step_too(step, tmp_path):
 
 
 @UNTIED_ONLY
+@pytest.mark.parametrize(
+    ("names", "begin", "end"),
+    [(("<s>", "</s>"), "<s>", "</s>"), (("<|endoftext|>", "z"), "<|endoftext|>", "<|endoftext|>")],
+    ids=["two tokens", "one for both"],
+)
+def test_a_lone_tokenizer_json_is_exported_with_the_tokens_that_begin_and_end(
+    step, tmp_path, names, begin, end
+):
+    path, out = tmp_path / "mine.json", tmp_path / "out"
+    content = json.loads(FILES["tokenizer.json"])
+    content["model"]["vocab"] = {"a": 0, names[0]: 1, names[1]: 2, "<unk>": 3}
+    path.write_text(json.dumps(content))
+    assert convert.main([str(step), str(out), "--tokenizer", str(path)]) == 0
+    written = json.loads((out / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (written["bos_token"], written["eos_token"]) == (begin, end)
+    assert load_tokenizer(out / "tokenizer.json").sha256 == load_tokenizer(path).sha256
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert (theirs.bos_token, theirs.eos_token) == (begin, end)
+    assert theirs("aa")["input_ids"] == load_tokenizer(path).encode("aa")
+
+
+@UNTIED_ONLY
 def test_a_tokenizer_that_is_named_must_be_understood(step, tmp_path, capsys):
     path, out = tmp_path / "mine.json", tmp_path / "out"
     path.write_text("{}")
@@ -466,6 +491,15 @@ def rewrite(step, identity):
         0,
         {path.name: manifest.digest(path) for path in step.iterdir() if path.name != manifest.NAME},
     )
+
+
+@UNTIED_ONLY
+def test_weights_without_config_json_are_told(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "config.json").unlink()
+    for read in (open_weights, lambda path: read_model(str(path))):
+        with pytest.raises(ConfigError, match=r"has \*.safetensors, but not config.json, which"):
+            read(copy)
 
 
 def test_no_folder_of_any_kind(tmp_path):
@@ -823,6 +857,16 @@ def without_index(copy):
             ),
             r"\.weight is in model-0000.* and model.fp16.safetensors, and there is neither"
             r" model.safetensors nor model.safetensors.index.json to choose",
+        ),
+        (
+            lambda copy: (
+                without_index(copy),
+                (copy / "model-00002-of-00004.safetensors").rename(
+                    copy / "model-00002-of-900004.safetensors"
+                ),
+            ),
+            "model-00001-of-00004.safetensors and model-00002-of-900004.safetensors are of"
+            " different saves, and there is neither model.safetensors nor",
         ),
         (
             lambda copy: [path.unlink() for path in copy.glob("model-*")],

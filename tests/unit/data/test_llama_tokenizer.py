@@ -37,7 +37,7 @@ def as_json(ours, tmp_path_factory):
     path = tmp_path_factory.mktemp("exported") / "tokenizer.json"
     path.write_text(json.dumps(to_json(ours)), encoding="utf-8")
     path.with_name("tokenizer_config.json").write_text(
-        json.dumps(tokenizer_config()), encoding="utf-8"
+        json.dumps(tokenizer_config(ours)), encoding="utf-8"
     )
     return load_tokenizer(path)
 

@@ -314,6 +314,17 @@ def test_what_is_wrong_is_found_before_anything_starts(folder, tmp_path):
         checked(load_config(RECIPE, [*more, f"--data.path={tmp_path}"]))
 
 
+def test_a_folder_that_holds_prepared_ones_names_them(folder, tmp_path):
+    for name in ("validation", "train"):
+        shutil.copytree(folder, tmp_path / name)
+    with pytest.raises(ConfigError) as error:
+        read_prepared(tmp_path)
+    assert str(error.value) == (
+        f'data.path = "{tmp_path}": it has no prepared.json, but train and validation in it have;'
+        f' use "{tmp_path}/train" or another of these'
+    )
+
+
 def cut(path):
     os.truncate(path, path.stat().st_size - 8)
 

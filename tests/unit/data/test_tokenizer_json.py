@@ -65,7 +65,7 @@ def test_every_byte_has_a_character_of_its_own():
 def test_transformers_opens_it(tmp_path):
     transformers = pytest.importorskip("transformers")
     (tmp_path / "tokenizer.json").write_text(json.dumps(to_json(OURS)))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config()))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(OURS)))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = "def main():\n    return 'ü'"
     assert theirs(text)["input_ids"] == OURS.encode(text, bos=True)

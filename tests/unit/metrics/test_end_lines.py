@@ -113,6 +113,22 @@ def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_pat
     assert len(end_lines(tmp_path, nothing)) == 3
 
 
+def test_the_commands_to_look_at_a_run_may_be_pasted_whatever_its_folder_is_called(tmp_path):
+    folder = tmp_path / "my runs"
+    end = RunEnd(
+        stopped=False,
+        step=1,
+        tokens=9,
+        skipped_steps=0,
+        saved_steps=(),
+        reports=[],
+        tensorboard=True,
+    )
+    assert end_lines(folder, end)[-1] == (
+        f"to look at: python -m titan_lite report '{folder}'; tensorboard --logdir '{folder}'"
+    )
+
+
 def test_the_end_of_a_run_whose_folder_is_gone_is_told_without_figures(tmp_path):
     done = RunEnd(stopped=False, step=3, tokens=9, skipped_steps=0, saved_steps=(), reports=[])
     told = end_lines(tmp_path / "gone", done)
