@@ -4,13 +4,14 @@
 
 Ranks whose learning rate, seed or corpus differ would train together without a word. So each rank
 writes hashes of the parts of its identity to the store of the process group, and rank 0 compares
-them. If some differ, one rank of each kind writes the values, and all raise the same error:
+them. If some differ, one rank of each kind writes the values (of 8 kinds at most; the others are
+counted), and all raise the same error:
 
     optimizer.lr differs: 0.002 on node0 (rank 0), 0.02 on node1 (rank 1)
 
 The recipe has to be the same in every key but for the names of files whose content is compared: a
-node may have its own copy of the corpus or the tokenizer. A difference of the hardware alone, such
-as another processor, is a warning.
+node may have its own copy of the corpus or the tokenizer. A difference of the hardware or of
+Python alone, such as another processor, is a warning.
 """
 
 import hashlib
@@ -42,6 +43,9 @@ COMPARED = (
 )
 VARIABLES = "variables"  # those of `numerics` that the user has set
 HARDWARE = "hardware"  # the rest of it
+PYTHON = "python"
+PARTS_OF_ERRORS = (*COMPARED, VARIABLES)
+PARTS_OF_WARNINGS = (HARDWARE, PYTHON)
 MAX_KINDS = 8  # of ranks, whose values are told
 MAX_NODES = 4  # named for a value
 SECONDS_TO_READ = 5.0  # for all ranks to read the verdict, before the store may end with rank 0
@@ -59,11 +63,25 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class RankValues:
-    """The values of the ranks of one kind, which have the same hashes."""
+    """The values of the ranks of one kind: the values of its first rank."""
 
     ranks: list[int]
     parts: Parts
     git: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All ranks by kind. Errors and warnings have kinds of their own: hardware hides no recipe."""
+
+    nodes: list[str]  # by rank
+    of_errors: list[list[int]]  # the ranks of each kind, by PARTS_OF_ERRORS
+    of_warnings: list[list[int]]  # by PARTS_OF_WARNINGS
+
+    def asked(self) -> list[int]:
+        """Return the ranks whose values are needed: one of each kind that is told."""
+        kinds = (*_told(self.of_errors), *_told(self.of_warnings))
+        return sorted({ranks[0] for ranks in kinds})
 
 
 def agree(store: dist.Store, rank: int, world_size: int, identity: RunIdentity) -> None:
@@ -76,38 +94,68 @@ def agree(store: dist.Store, rank: int, world_size: int, identity: RunIdentity) 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"agreement/{attempt}", store)
     parts = parts_of(identity)
-    record = RankRecord(socket.gethostname(), {name: digest_of(parts[name]) for name in parts})
-    store.set(f"record/{rank}", json.dumps(asdict(record)))
-    records: list[RankRecord] = []
-    if rank == 0:
-        contents = store.multi_get([f"record/{other}" for other in range(world_size)])
-        records = [RankRecord(**json.loads(content)) for content in contents]
-        asked = list(_ranks_by_kind(records))
-        store.set("asked", json.dumps(asked if len(asked) > 1 else []))
-
+    _publish_digests(store, rank, parts)
+    comparison = _compare_digests(store, world_size) if rank == 0 else None
     asked = json.loads(store.get("asked"))
     if not asked:
         return
-    if rank in asked:
-        store.set(f"values/{rank}", json.dumps({"parts": parts, "git": git_revision()}))
-    if rank == 0:
-        by_kind = _ranks_by_kind(records)
-        kinds = [
-            RankValues(by_kind[first], **json.loads(store.get(f"values/{first}")))
-            for first in asked
-        ]
-        nodes = [other.node for other in records]
-        store.set("verdict", json.dumps([_errors(kinds, nodes), _warnings(kinds, nodes)]))
 
+    if rank in asked:
+        _publish_values(store, rank, parts)
+    if comparison is not None:
+        _publish_verdict(store, comparison)
+    errors, warnings = _read_verdict(store, rank, world_size)
+    for line in warnings:
+        logger.warning(line)
+    if errors:
+        raise SharedConfigError(*errors)
+
+
+def _publish_digests(store: dist.Store, rank: int, parts: Parts) -> None:
+    """Write record/RANK, on all ranks."""
+    digests = {name: digest_of(part) for name, part in parts.items()}
+    store.set(f"record/{rank}", json.dumps(asdict(RankRecord(socket.gethostname(), digests))))
+
+
+def _compare_digests(store: dist.Store, world_size: int) -> Comparison:
+    """Write asked, the ranks whose values are needed, on rank 0."""
+    contents = store.multi_get([f"record/{rank}" for rank in range(world_size)])
+    records = [RankRecord(**json.loads(content)) for content in contents]
+    comparison = Comparison(
+        nodes=[record.node for record in records],
+        of_errors=_kinds(records, PARTS_OF_ERRORS),
+        of_warnings=_kinds(records, PARTS_OF_WARNINGS),
+    )
+    store.set("asked", json.dumps(comparison.asked()))
+    return comparison
+
+
+def _publish_values(store: dist.Store, rank: int, parts: Parts) -> None:
+    """Write values/RANK, on the ranks that are asked."""
+    store.set(f"values/{rank}", json.dumps({"parts": parts, "git": git_revision()}))
+
+
+def _publish_verdict(store: dist.Store, comparison: Comparison) -> None:
+    """Write verdict, the lines of errors and of warnings, on rank 0."""
+    nodes = comparison.nodes
+    errors = _errors(_values_of(store, comparison.of_errors), nodes)
+    warnings = _warnings(_values_of(store, comparison.of_warnings), nodes)
+    for lines, kinds in ((errors, comparison.of_errors), (warnings, comparison.of_warnings)):
+        if lines and len(kinds) > MAX_KINDS:
+            lines[-1] += _more(kinds[MAX_KINDS:])
+    if errors:
+        errors[-1] += "; start all nodes with the same recipe, command line, files and versions"
+    store.set("verdict", json.dumps([errors, warnings]))
+
+
+def _read_verdict(store: dist.Store, rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """Return the lines of errors and of warnings, and count the reader in read, on all ranks."""
     errors, warnings = json.loads(store.get("verdict"))
     store.add("read", 1)
     deadline = time.monotonic() + SECONDS_TO_READ
     while rank == 0 and store.add("read", 0) < world_size and time.monotonic() < deadline:
         time.sleep(0.01)
-    for line in warnings:
-        logger.warning(line)
-    if errors:
-        raise SharedConfigError(*errors)
+    return errors, warnings
 
 
 def parts_of(identity: RunIdentity) -> dict[str, Any]:
@@ -121,6 +169,7 @@ def parts_of(identity: RunIdentity) -> dict[str, Any]:
     numerics = fields["numerics"]
     parts[VARIABLES] = {name: numerics[name] for name in numerics if name in NUMERIC_VARIABLES}
     hardware = {name: numerics[name] for name in numerics if name not in NUMERIC_VARIABLES}
+    parts[PYTHON] = {"version of Python": parts["versions"].pop("python", None)}
     parts[HARDWARE] = {"device": fields["device"], **hardware}
     return parts
 
@@ -130,39 +179,58 @@ def digest_of(part: object) -> str:
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _ranks_by_kind(records: Sequence[RankRecord]) -> dict[int, list[int]]:
-    """Return the ranks with the same hashes, by the first of them; MAX_KINDS of these."""
-    by_digests: dict[str, list[int]] = {}
+def _kinds(records: Sequence[RankRecord], parts: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each kind, which have the same hashes of these parts."""
+    by_digests: dict[tuple[str, ...], list[int]] = {}
     for rank, record in enumerate(records):
-        by_digests.setdefault(json.dumps(record.digests), []).append(rank)
-    return {ranks[0]: ranks for ranks in list(by_digests.values())[:MAX_KINDS]}
+        digests = tuple(record.digests[part] for part in parts)
+        by_digests.setdefault(digests, []).append(rank)
+    return list(by_digests.values())
+
+
+def _values_of(store: dist.Store, kinds: Sequence[list[int]]) -> list[RankValues]:
+    """Return the values of the kinds that are told."""
+    return [
+        RankValues(ranks, **json.loads(store.get(f"values/{ranks[0]}"))) for ranks in _told(kinds)
+    ]
+
+
+def _told(kinds: Sequence[list[int]]) -> Sequence[list[int]]:
+    """Return the kinds whose values are told: MAX_KINDS at most, and none of a single one."""
+    return kinds[:MAX_KINDS] if len(kinds) > 1 else []
+
+
+def _more(kinds: Sequence[list[int]]) -> str:
+    """Return what is said of the kinds whose values are not told."""
+    ranks = sorted(rank for kind in kinds for rank in kind)
+    return f"; and {len(kinds)} more kind{'s' * (len(kinds) > 1)} of ranks ({name_ranks(ranks)})"
 
 
 def _errors(kinds: Sequence[RankValues], nodes: Sequence[str]) -> list[str]:
     """Return a line for each key that differs between ranks. nodes: by rank."""
-    lines = [
+    return [
         f"{_name(part, path)} differs: {_values(kinds, part, path, nodes)}"
-        for part in (*COMPARED, VARIABLES)
+        for part in PARTS_OF_ERRORS
         for path in _paths_that_differ(kinds, part)
     ]
-    if lines:
-        lines[-1] += "; start all nodes with the same recipe, command line, files and versions"
-    return lines
 
 
 def _warnings(kinds: Sequence[RankValues], nodes: Sequence[str]) -> list[str]:
-    """Return a line for each difference of the hardware."""
+    """Return a line for each difference of the hardware and of Python."""
+    effects = {HARDWARE: "; sums differ by rounding", PYTHON: ""}
     return [
-        f"ranks differ in {path}: {_values(kinds, HARDWARE, path, nodes)}; sums differ by rounding"
-        for path in _paths_that_differ(kinds, HARDWARE)
+        f"ranks differ in {path}: {_values(kinds, part, path, nodes)}{effects[part]}"
+        for part in PARTS_OF_WARNINGS
+        for path in _paths_that_differ(kinds, part)
     ]
 
 
 def _paths_that_differ(kinds: Sequence[RankValues], part: str) -> list[str]:
     """Return the dotted paths, "" for the part itself, whose values some ranks have otherwise."""
-    first, *others = kinds
     paths = [
-        path for other in others for path, _, _ in differences(first.parts[part], other.parts[part])
+        path
+        for other in kinds[1:]
+        for path, _, _ in differences(kinds[0].parts[part], other.parts[part])
     ]
     return list(dict.fromkeys(paths))
 

@@ -1,4 +1,4 @@
-"""Ranks that were started for different runs are told so, before anything else."""
+"""Ranks that were started for different runs are told so, before a process group starts."""
 
 import dataclasses
 import json
@@ -13,6 +13,7 @@ from titan_lite.checkpoint import agreement
 from titan_lite.checkpoint.agreement import (
     COMPARED,
     HARDWARE,
+    PYTHON,
     VARIABLES,
     agree,
     digest_of,
@@ -41,22 +42,24 @@ def identity(*overrides, **facts):
 def agreed(monkeypatch, *identities):
     """What `agree` raises on each rank: the error's lines, or () for none."""
     monkeypatch.setattr(agreement, "git_revision", lambda: "e" * 40)
-    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.HashStore()
     raised: dict[int, tuple] = {}
 
     def run(rank):
-        store = dist.TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
         try:
             agree(store, rank, len(identities), identities[rank])
             raised[rank] = ()
         except ConfigError as error:
             raised[rank] = error.args
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(identities))]
+    threads = [
+        threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(identities))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
+    assert not [thread for thread in threads if thread.is_alive()]
     return [raised[rank] for rank in range(len(identities))]
 
 
@@ -78,8 +81,18 @@ CASES = [
     ([], {"model": {"dim": 256, "n_layers": 5}}, "the model's n_layers ([model]) differs: 6 on"),
     (
         [],
-        {"versions": {**FACTS["versions"], "python": "3.12.0"}},
-        'version of python differs: "3.11.2" on',
+        {"versions": {**FACTS["versions"], "torch": "2.14.1"}},
+        'version of torch differs: "2.13.0" on',
+    ),
+    (
+        [],
+        {"versions": {**FACTS["versions"], "cuDNN": "91900"}},
+        "version of cuDNN differs: not set on",
+    ),
+    (
+        [],
+        {"versions": {**FACTS["versions"], "titan_lite": "0.2.0"}},
+        'version of titan_lite differs: "0.1.0" on',
     ),
     (
         [],
@@ -124,9 +137,14 @@ def test_copies_of_a_corpus_and_a_tokenizer_may_have_another_name(monkeypatch):
     assert agreed(monkeypatch, one, other) == [(), ()]
 
 
-def test_other_hardware_is_a_warning(monkeypatch):
-    warnings: list[str] = []
-    monkeypatch.setattr(agreement.logger, "warning", warnings.append)
+@pytest.fixture
+def warnings(monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(agreement.logger, "warning", lines.append)
+    return lines
+
+
+def test_other_hardware_is_a_warning(monkeypatch, warnings):
     other = identity(device="H100", numerics={**FACTS["numerics"], "threads": 2})
     assert agreed(monkeypatch, identity(), other) == [(), ()]
     assert {line.partition(":")[0] for line in warnings} == {
@@ -135,18 +153,54 @@ def test_other_hardware_is_a_warning(monkeypatch):
     }
 
 
+def test_another_python_is_a_warning(monkeypatch, warnings):
+    other = identity(versions={**FACTS["versions"], "python": "3.11.9"})
+    assert agreed(monkeypatch, identity(), other) == [(), ()]
+    line = (
+        f'ranks differ in version of Python: "3.11.2" on {HERE} (rank 0), "3.11.9" on {HERE}'
+        " (rank 1)"
+    )
+    assert warnings == [line, line]  # one on each rank
+
+
+def of_threads(*overrides, threads):
+    return identity(*overrides, numerics={**FACTS["numerics"], "threads": threads})
+
+
+def test_hardware_of_many_kinds_hides_no_recipe(monkeypatch, warnings):
+    alike = [of_threads(threads=threads) for threads in range(1, 9)]
+    ranks = agreed(monkeypatch, *alike, of_threads("--optimizer.lr=2e-2", threads=9))
+    assert len(set(ranks)) == 1
+    (line,) = ranks[0]
+    assert f"lr differs: 0.002 on {HERE} (ranks 0-7), 0.02 on {HERE} (rank 8); start" in line
+    (warning,) = set(warnings)
+    assert warning.startswith(f"ranks differ in threads: 1 on {HERE} (rank 0), 2 on")
+    assert f"8 on {HERE} (rank 7); sums" in warning
+    assert warning.endswith("; and 1 more kind of ranks (rank 8)")
+
+
+def test_kinds_beyond_the_eighth_are_counted(monkeypatch):
+    """The last two differ in another key, which rank 0 cannot name without their values."""
+    seeds = [identity(f"--debug.seed={seed}") for seed in range(8)]
+    others = [identity("--optimizer.lr=1"), identity("--optimizer.lr=2")]
+    ranks = agreed(monkeypatch, *seeds, *others)
+    assert len(set(ranks)) == 1
+    (line,) = ranks[0]
+    assert f"7 on {HERE} (rank 7); and 2 more kinds of ranks (ranks 8-9); start" in line
+
+
 def test_every_field_of_an_identity_is_compared_or_follows_from_one_that_is():
     fields = {field.name for field in dataclasses.fields(RunIdentity)}
     follow = {"sequences", "shares", "total_steps", "world_size", "mesh", "compression", "git"}
     assert fields - follow == {*COMPARED, "device", "numerics"}
-    assert parts_of(identity()).keys() == {*COMPARED, VARIABLES, HARDWARE}
+    assert parts_of(identity()).keys() == {*COMPARED, VARIABLES, HARDWARE, PYTHON}
 
 
 def test_thousands_of_ranks_of_two_kinds_are_told_in_one_line(monkeypatch):
     """Rank 0 among the records and values that the others have written."""
     monkeypatch.setattr(agreement, "git_revision", lambda: "")
     ranks = 4096
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.HashStore()
     written = dist.PrefixStore("agreement/0", store)
     other = parts_of(identity("--optimizer.lr=1"))
     own = parts_of(identity())
