@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from titan_lite.config import ConfigError
+from titan_lite.environment import check_working_folder
+from titan_lite.processes import describe_limit
 
 Program = Callable[[Sequence[str]], int]  # arguments -> exit code
 
@@ -88,6 +90,7 @@ def command(*, gone: int = 0) -> Callable[[Callable[[Sequence[str]], int | None]
         @functools.wraps(main)
         def run(arguments: Sequence[str]) -> int:
             try:
+                check_working_folder()
                 code = main(arguments) or 0
                 sys.stdout.flush()
                 return code
@@ -102,6 +105,12 @@ def command(*, gone: int = 0) -> Callable[[Callable[[Sequence[str]], int | None]
                     file=sys.stderr,
                 )
                 return 2
+            except (RuntimeError, BlockingIOError) as error:
+                reason = describe_limit(error)
+                if not reason:
+                    raise
+                print(f"error: {reason}", file=sys.stderr)
+                return 1
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return gone

@@ -63,7 +63,33 @@ def check_environment() -> tuple[int, int]:
             wrong.append(str(error))
     if wrong:
         raise ConfigError(f"environment: {'; '.join(wrong)}")
+    if not resolves(os.environ["MASTER_ADDR"]):
+        raise ConfigError(
+            f"MASTER_ADDR={os.environ['MASTER_ADDR']}: this node knows no such host; use a name or"
+            " an address of rank 0's node that all nodes know (LOCAL_ADDR, where the launcher sets"
+            " MASTER_ADDR)"
+        )
     return values["RANK"], values["WORLD_SIZE"]
+
+
+def resolves(host: str) -> bool:
+    """Return True if this node knows the address of a host."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
+def check_working_folder() -> None:
+    """Raise ConfigError if the current folder was removed: libraries then fail to load."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        last = os.environ.get("PWD", "")
+        raise ConfigError(
+            f"the current folder {last}: {error.strerror}; change to a folder that exists"
+        ) from None
 
 
 def _run_alone() -> None:

@@ -29,8 +29,9 @@ from typing import NoReturn
 
 from titan_lite import recipe, rules
 from titan_lite.config import SHIPPED, ConfigError, load_config
+from titan_lite.distributed import endpoint
 from titan_lite.distributed.layout import Layout
-from titan_lite.environment import usable_cores
+from titan_lite.environment import LAST_PORT, check_working_folder, resolves, usable_cores
 from titan_lite.resilience import exit_code
 from titan_lite.resilience.signals import LAUNCHER, STOPPING, write_line
 
@@ -41,6 +42,8 @@ SAVE_LIMIT = 3600
 NODES_LIMIT = 20
 FLOPS_OF_CORE = 1e11  # a second, in float32
 SLOW_STEP = 120  # seconds
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29400  # torchrun's, of an endpoint without one
 RESTART_LIMIT = 600  # where ranks may start again: the time of torchrun, too
 VARIABLES = {  # name: (pattern, meaning)
     "OMP_NUM_THREADS": ("[1-9][0-9]{0,5}", "a number of threads, such as OMP_NUM_THREADS=1"),
@@ -65,12 +68,16 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line, and return the exit code."""
     listen()
     try:
+        check_working_folder()
         if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
             return recipe.main(arguments)
         options = launcher_options(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code.WRONG_INPUT
+    except endpoint.EndpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_code.FAILED
     return launch(options, may_restart=int(os.environ.get("MAX_RESTARTS") or 0) > 0)
 
 
@@ -80,18 +87,17 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     config = load_config(path, keys)
     rules.check_keys(config)
     nodes, rendezvous = check_variables()
-    if nodes != "1":  # otherwise every node waits for it, with many warnings
-        check_host(os.environ["RDZV_ENDPOINT"])
+    address = split_endpoint(os.environ["RDZV_ENDPOINT"]) if nodes != "1" else None
     gpus = count_gpus()
     processes = int(os.environ.get("NGPU") or gpus or 2)
     if 0 < gpus < processes:
         fix = f"use NGPU={gpus}, or CUDA_VISIBLE_DEVICES= for CPU processes"
         raise ConfigError(f"NGPU={processes} is more than the {gpus} GPUs here; {fix}")
     world_size = int(nodes.rpartition(":")[2]) * processes
-    if not gpus and not gpus_are_hidden():
-        warn_of_slow_steps(Layout.from_config(config, world_size), usable_cores())
     if ":" not in nodes:
         recipe.check_world(config, world_size)
+        if not gpus and not gpus_are_hidden():
+            warn_of_slow_steps(Layout.from_config(config, world_size), usable_cores())
     restarts = os.environ.get("MAX_RESTARTS") or "0"
     set_environment(arguments, gpus, processes)
     if restarts != "0" or nodes != "1":
@@ -105,6 +111,10 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     if nodes != "1":
         line += f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}"
     write_line(line)
+    if address is None:
+        use_loopback()
+    else:
+        check_endpoint(*address, os.environ.get("NODE_RANK", ""))
     return [
         *("--nnodes", nodes),
         *("--nproc-per-node", str(processes)),
@@ -123,11 +133,14 @@ def check_variables() -> tuple[str, list[str]]:
         if name in environment and not re.fullmatch(pattern, environment[name]):
             raise ConfigError(f"{name}={environment[name]}: expected {meaning}")
     nodes = environment.get("NNODES", "1")
-    endpoint = environment.get("RDZV_ENDPOINT", "localhost:0")  # port 0: a free one
-    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    alone = f"{LOOPBACK}:0"  # port 0: a free one
+    address = alone if nodes == "1" else environment.get("RDZV_ENDPOINT", "")
+    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address]
     options += ["--rdzv-id", environment.get("RDZV_ID", "titan_lite")]
-    if nodes != "1":
-        if "RDZV_ENDPOINT" not in environment:
+    if nodes == "1":  # otherwise ranks look up this node's name, which need not be known
+        options += ["--local-addr", LOOPBACK]
+    else:
+        if not address:
             raise ConfigError(
                 f"NNODES={nodes} needs RDZV_ENDPOINT=HOST:PORT of a node, such as node0:29500"
             )
@@ -139,14 +152,41 @@ def check_variables() -> tuple[str, list[str]]:
     return nodes, options
 
 
-def check_host(endpoint: str) -> None:
-    """Raise ConfigError if this node cannot resolve the rendezvous host."""
-    host = endpoint.rpartition(":")[0] or endpoint
-    try:
-        socket.getaddrinfo(host.strip("[]"), None)
-    except (OSError, UnicodeError):
-        wrong = f"RDZV_ENDPOINT={endpoint}: this node knows no host {host}"
-        raise ConfigError(f"{wrong}; use a name or an address that it knows") from None
+def split_endpoint(address: str) -> tuple[str, int]:
+    """Return the host and the port of RDZV_ENDPOINT. Raises ConfigError if this node does not know
+    the host.
+    """
+    match = re.fullmatch(r"(\[.+\]|[^:]+)(?::([0-9]{1,5}))?", address)
+    if not match or int(match[2] or 1) not in range(1, LAST_PORT + 1):
+        raise ConfigError(f"RDZV_ENDPOINT={address}: expected HOST:PORT, such as node0:29500")
+    host = match[1].strip("[]")
+    if not resolves(host):
+        wrong = f"RDZV_ENDPOINT={address}: this node knows no host {host}"
+        raise ConfigError(f"{wrong}; use a name or an address that it knows")
+    return host, int(match[2] or DEFAULT_PORT)
+
+
+def check_endpoint(host: str, port: int, node_rank: str) -> None:
+    """Check that this node can serve the rendezvous, or that its server answers.
+
+    Raises ConfigError or EndpointError.
+    """
+    name = f"RDZV_ENDPOINT={host}:{port}"
+    is_free = endpoint.port_is_free(port)
+    if node_rank and int(node_rank) == 0:
+        if not is_free:
+            raise ConfigError(
+                f"{name}: tried to listen on port {port} of this node (NODE_RANK=0), which another"
+                " program uses; end that program, or use another port on all nodes"
+            )
+    elif node_rank or not (is_free and endpoint.is_here(host)):
+        endpoint.check_store(name, host, port, endpoint.CONNECT_LIMIT)
+
+
+def use_loopback() -> None:
+    """Have gloo connect the ranks of one node without looking up its name."""
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def count_gpus() -> int:

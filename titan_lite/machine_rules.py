@@ -148,20 +148,6 @@ def collectives_of_this_gpu_are_priced(config: Config, layout: Layout) -> Iterat
         )
 
 
-@rule_of_machine
-def dump_folder_can_be_written(config: Config, layout: Layout) -> Iterator[Mistake]:
-    folder = Path(config.job.dump_folder).resolve()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir():
-        why = f"cannot be made: {existing} is no folder"
-    elif not os.access(existing, os.W_OK):
-        why = f"cannot be made: {existing} may not be written"
-    else:
-        return
-    instead = "a folder that can be created and written"
-    yield Mistake("job.dump_folder", config.job.dump_folder, why, instead)
-
-
 # Memory
 
 

@@ -5,6 +5,7 @@ end_with_parent()                                   # in a worker of a multiproc
 """
 
 import ctypes
+import errno
 import multiprocessing
 import os
 import signal
@@ -27,6 +28,19 @@ def signal_when_parent_dies(number: signal.Signals, parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def describe_limit(error: BaseException) -> str:
+    """Return why no further thread or process could be started, or "" for another error."""
+    no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    no_process = isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN
+    if not (no_thread or no_process):
+        return ""
+    return (
+        f"no further {'thread' if no_thread else 'process'} can be started: raise the limit"
+        " (ulimit -u, or pids.max of the container or job), or use fewer: NGPU, OMP_NUM_THREADS,"
+        " data.num_workers"
+    )
 
 
 def end_with_parent() -> None:

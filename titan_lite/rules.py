@@ -1006,8 +1006,8 @@ def machine_has_a_profile(config: Config, layout: Layout) -> Iterator[Mistake]:
 
 
 def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
-    """Check what a run needs beside its recipe: packages, a tokenizer that fits the model,
-    documents that can be read, and a step that it can go on from. Return the tokenizer.
+    """Check what a run needs beside its recipe: packages, its folder, a tokenizer that fits the
+    model, documents that can be read, and a step that it can go on from. Return the tokenizer.
 
     Needs no torch, so that one process can check before a run. Raises ConfigError.
     """
@@ -1017,6 +1017,7 @@ def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
     from titan_lite.data.tokenizer import load_tokenizer
 
     raise_mistakes(config, _missing_packages(config))
+    raise_mistakes(config, _dump_folder_cannot_be_written(config))
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     raise_mistakes(config, _vocabulary_is_too_small(config, layout, tokenizer))
     raise_mistakes(config, _tokenizer_is_not_that_of_the_weights(config, tokenizer))
@@ -1031,6 +1032,30 @@ def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
     if os.environ.get("RANK", "0") == "0":  # all ranks would open ranks x files
         _check_resume(config, layout, tokenizer)
     return tokenizer
+
+
+def _dump_folder_cannot_be_written(config: Config) -> Iterator[Mistake]:
+    """Yield a mistake if the run's folder is not there and cannot be made, or is not writable."""
+    folder = Path(config.job.dump_folder).absolute()
+    why = ""
+    for path in (folder, *folder.parents):
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if not path.is_symlink():
+                continue  # to be made
+            why = f"cannot be made: {path} is a link to {os.readlink(path)}, which is not there"
+        except OSError as error:  # such as a link that leads to itself
+            why = f"cannot be made: {path}: {error.strerror}"
+        else:
+            if not path.is_dir():
+                why = f"cannot be made: {path} is no folder"
+            elif not os.access(path, os.W_OK):
+                why = f"cannot be made: {path} may not be written"
+        break
+    if why:
+        instead = "a folder that can be created and written"
+        yield Mistake("job.dump_folder", config.job.dump_folder, why, instead)
 
 
 def _documents_in_both(data: Data, validation: Data) -> Iterator[Mistake]:

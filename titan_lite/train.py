@@ -16,8 +16,9 @@ from typing import Any
 
 from titan_lite import recipe, rules
 from titan_lite.config import Config, ConfigError, load_config
+from titan_lite.distributed.endpoint import EndpointError
 from titan_lite.distributed.layout import Layout
-from titan_lite.environment import check_environment, number
+from titan_lite.environment import check_environment, check_working_folder, number
 from titan_lite.logging import events, init_logging, logger
 from titan_lite.resilience import TrainingError, exit_code, signals
 from titan_lite.resilience.restarts import RepeatedFault, Restarts
@@ -28,6 +29,7 @@ def main(arguments: list[str], hooks: Sequence[Any] = ()) -> int:
     if exit_code.has_ended():
         return exit_code.TRAINED  # torchrun started the ranks again, where no start can help
     try:
+        check_working_folder()
         if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
             return recipe.main(arguments) if number("RANK", 0) == 0 else 0
         config = load_config(arguments[0], arguments[1:])
@@ -55,7 +57,7 @@ def train(config: Config, hooks: Sequence[Any] = ()) -> int:
     try:
         with events.failures():
             trained = Trainer(config, hooks=hooks).train()
-    except TrainingError as error:
+    except (TrainingError, EndpointError) as error:
         return print_error(error, exit_code.FAILED)
     # Not after a failure, since this would wait for the other ranks.
     close_process_group()

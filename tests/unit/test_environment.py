@@ -5,14 +5,20 @@ import os
 import pytest
 
 from titan_lite.config import ConfigError
-from titan_lite.environment import ALONE, WORLD, check_environment, number
+from titan_lite.environment import (
+    ALONE,
+    WORLD,
+    check_environment,
+    check_working_folder,
+    number,
+)
 
 LAUNCHED = {
     "RANK": "3",
     "WORLD_SIZE": "4",
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "n0",
+    "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
 }
 
@@ -41,7 +47,7 @@ def test_a_launchers(environment):
         **LAUNCHED, LOG_RANK="0,3", TORCHELASTIC_RESTART_COUNT="1", TORCHELASTIC_MAX_RESTARTS="20"
     )
     assert check_environment() == (3, 4)
-    assert os.environ["MASTER_ADDR"] == "n0"
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -112,3 +118,20 @@ def test_several_are_told_together(environment):
     with pytest.raises(ConfigError) as error:
         check_environment()
     assert all(part in str(error.value) for part in ("RANK=a: ", "LOCAL_RANK=b: ", "LOG_RANK=c: "))
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 300, "a..b", "[::1"])
+def test_a_host_of_rank_0_that_is_not_known(host, environment):
+    environment(**{**LAUNCHED, "MASTER_ADDR": host})
+    with pytest.raises(ConfigError) as error:
+        check_environment()
+    assert str(error.value).startswith(f"MASTER_ADDR={host}: this node knows no such host")
+
+
+def test_a_working_folder_that_was_removed(tmp_path, monkeypatch):
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
+    with pytest.raises(ConfigError, match=r"the current folder .*: No such file or directory"):
+        check_working_folder()

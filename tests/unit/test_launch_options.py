@@ -1,12 +1,14 @@
 """The processes of this machine: the environment variables, the GPUs and the command that goes on."""
 
 import os
+import socket
 
 import pytest
 from tiny import DEBUG_TOKENIZER
 
 from titan_lite import launch as start
 from titan_lite.config import ConfigError
+from titan_lite.distributed import endpoint
 
 
 @pytest.fixture(autouse=True)
@@ -150,3 +152,58 @@ def test_a_wrong_recipe_is_told_before_gpus_are_counted(monkeypatch):
     monkeypatch.setattr(start, "count_gpus", lambda: pytest.fail("counted"))
     with pytest.raises(ConfigError, match=r"unknown option --training\.stepz"):
         start.launcher_options(["debug_model", "--training.stepz", "5"])
+
+
+def test_a_node_alone_needs_no_host_name(environment):
+    environment["RDZV_ENDPOINT"] = "no-such-host.invalid:29500"
+    options = " ".join(start.launcher_options(["debug_model"]))
+    assert "--rdzv-endpoint 127.0.0.1:0" in options
+    assert "--local-addr 127.0.0.1" in options
+    loopback = "lo" if "lo" in (name for _, name in socket.if_nameindex()) else None
+    assert environment.get("GLOO_SOCKET_IFNAME") == loopback
+
+
+def test_a_number_of_nodes_that_may_change_is_not_refused_on_cpus(environment):
+    environment |= {"NNODES": "1:2", "NGPU": "1", "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}
+    options = ["--parallelism.data_parallel_shard_degree=1"]
+    assert start.launcher_options(["debug_model", *options])[:2] == ["--nnodes", "1:2"]
+
+
+@pytest.mark.parametrize("endpoint", ["node0:http", "node0:0", "node0:65536", ":29500", "a:b:1"])
+def test_an_endpoint_that_is_no_address(endpoint):
+    with pytest.raises(ConfigError, match=f"RDZV_ENDPOINT={endpoint}: expected HOST:PORT"):
+        start.split_endpoint(endpoint)
+
+
+def test_an_endpoint_without_a_port_has_that_of_torchrun():
+    assert start.split_endpoint("[::1]:29500") == ("::1", 29500)
+    assert start.split_endpoint("127.0.0.1") == ("127.0.0.1", 29400)
+
+
+def test_a_port_that_another_program_uses(environment):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: tried to listen on port {port}"):
+            start.check_endpoint("127.0.0.1", port, "0")
+    start.check_endpoint("127.0.0.1", port, "0")
+
+
+@pytest.mark.parametrize("node_rank", ["1", ""])
+def test_a_program_that_accepts_and_says_nothing(node_rank, monkeypatch):
+    monkeypatch.setattr(endpoint, "ANSWER_LIMIT", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(endpoint.EndpointError, match=f"^RDZV_ENDPOINT=127.0.0.1:{port}: "):
+            start.check_endpoint("127.0.0.1", port, node_rank)
+
+
+def test_a_node_that_does_not_listen_yet(monkeypatch):
+    monkeypatch.setattr(endpoint, "CONNECT_LIMIT", 0.5)
+    port = free_port()
+    with pytest.raises(endpoint.EndpointError, match=f"{port}: tried to connect for 0.5 s: "):
+        start.check_endpoint("127.0.0.1", port, "1")
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]

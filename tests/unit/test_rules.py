@@ -9,7 +9,14 @@ from titan_lite.config import Config, ConfigError, load_config
 from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import owners_line
 from titan_lite.models.shapes import FLAVORS
-from titan_lite.rules import RULES, Mistake, check, nearest_divisors, nearest_multiples
+from titan_lite.rules import (
+    RULES,
+    Mistake,
+    check,
+    check_inputs,
+    nearest_divisors,
+    nearest_multiples,
+)
 
 
 def checked(*options, ranks=2):
@@ -239,3 +246,38 @@ def test_a_link_to_itself_is_refused(tmp_path):
     config = load_config(DEBUG, ["--job.dump_folder", str(tmp_path)])
     with pytest.raises(ConfigError, match=r"has the link \S+metrics.jsonl to metrics.jsonl"):
         check(config, Layout.from_config(config, 1))
+
+
+# The folder of a run
+
+
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [
+        ("file", "{0}/file is no folder"),
+        ("file/run", "{0}/file is no folder"),
+        ("loop", "{0}/loop: Too many levels of symbolic links"),
+        ("loop/run", "{0}/loop/run: Too many levels of symbolic links"),
+        ("dangling", "{0}/dangling is a link to nowhere, which is not there"),
+        ("dangling/run", "{0}/dangling is a link to nowhere, which is not there"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_named_by_its_own_key(folder, why, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    config = load_config(DEBUG, ["--job.dump_folder", str(tmp_path / folder)])
+    with pytest.raises(ConfigError) as refused:
+        check_inputs(config, Layout.from_config(config, 1))
+    line = str(refused.value)
+    assert line.startswith("command line: job.dump_folder = ")
+    assert why.format(tmp_path) in line
+    assert "\n" not in line
+
+
+def test_a_folder_that_can_be_made_is_not_refused(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    config = load_config(DEBUG, ["--job.dump_folder", str(tmp_path / "link/new/run")])
+    check_inputs(config, Layout.from_config(config, 1))

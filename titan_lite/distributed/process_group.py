@@ -21,14 +21,20 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from titan_lite.distributed.endpoint import check_store
+
 T = TypeVar("T")
 
 
 def connect_store(seconds: float) -> dist.Store:
     """Return the store of all ranks, which is torchrun's or, without that, rank 0's.
 
-    seconds: limit of a wait for a key.
+    seconds: limit of a wait for a key. Raises EndpointError if nothing answers as a store.
     """
+    serves = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not serves:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        check_store(f"MASTER_ADDR={host} MASTER_PORT={port}", host, port, seconds)
     timeout = datetime.timedelta(seconds=seconds)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)

@@ -27,6 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from titan_lite.processes import describe_limit
+
 TRAINED = 0
 FAILED = 1
 WRONG_INPUT = 2
@@ -117,6 +119,12 @@ def end_with(main: Callable[[], int]) -> NoReturn:
         codes.append(main())
     except SystemExit as error:
         codes.append(int(error.code or 0))
+    except (RuntimeError, BlockingIOError) as error:
+        reason = describe_limit(error)
+        if not reason:
+            raise
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        codes.append(FAILED)
     sys.exit(codes[0])
 
 

@@ -1,11 +1,13 @@
 """The exit code of a run, which ranks record for the process that runs torchrun."""
 
+import errno
 import os
 import subprocess
 import sys
 
 import pytest
 
+from titan_lite.processes import describe_limit
 from titan_lite.resilience import exit_code
 from titan_lite.resilience.exit_code import ENDINGS, FAILED, REPEATED, STOPPED, TRAINED, WRONG_INPUT
 
@@ -74,3 +76,35 @@ def test_a_pipe_that_is_gone_leaves_the_exit_code():
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.wait(60) == 75
+
+
+@pytest.mark.parametrize("module", ["titan_lite.launch", "titan_lite.train"])
+def test_a_limit_of_threads_is_told_in_a_line(module, tmp_path):
+    program = f"""
+import runpy, sys, threading
+
+def refuse(self):
+    raise RuntimeError("can't start new thread")
+
+threading.Thread.start = refuse
+sys.argv = ["program", "debug_model", "--job.dump_folder", {str(tmp_path)!r}]
+runpy.run_module({module!r}, run_name="__main__")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == FAILED
+    assert ended.stderr.startswith("error: no further thread can be started: raise the limit")
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "noun"),
+    [
+        (RuntimeError("can't start new thread"), "thread"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "process"),
+        (RuntimeError("another"), ""),
+        (OSError(errno.ENOENT, "No such file or directory"), ""),
+    ],
+)
+def test_limits_of_threads_and_processes(error, noun):
+    assert describe_limit(error).startswith(f"no further {noun} can be started" if noun else "")
+    assert bool(describe_limit(error)) == bool(noun)
