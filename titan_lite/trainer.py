@@ -570,13 +570,11 @@ class Trainer:
             self.documents = documents_of_run(config)
         step = self.checkpointer.verified_step() if config.checkpoint.enable else None
         if step is None:
-            self.bad_documents.load_state_dict({"listed": 0})
+            self.bad_documents.start_anew(keeps_file=self.rank == 0)
             path = config.checkpoint.initial_load_path
             load_initial(path, self.layout.model, self.parameters, shard_of)
         else:
             self.load(step)
-        if self.rank == 0:
-            self.bad_documents.rewrite()
         self.model.refresh_float8_scales()
 
     def load(self, step: int) -> None:
@@ -589,10 +587,14 @@ class Trainer:
         self.checkpointer.load(step, changes.tensors_to_load(self.tensors()))
         stateful = self.stateful
         if changes.restarts_data:
-            del stateful["loader"]
-        if "bad_documents" not in saved.parts:  # as until November 2026
+            del stateful["loader"], stateful["bad_documents"]
+        elif "bad_documents" not in saved.parts:  # as until November 2026
             del stateful["bad_documents"]
         saved.load_into(stateful)
+        if changes.restarts_data:
+            self.bad_documents.start_anew(keeps_file=self.rank == 0)
+        elif self.rank == 0:
+            self.bad_documents.rewrite()
         if not self.config.validation.enable:
             self.progress.validation_due = False
 

@@ -71,6 +71,33 @@ def test_a_mix_with_bad_documents_trains_and_goes_on(options, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("both", "again"),
+    [
+        pytest.param(["--checkpoint.no-enable"], [], id="no step"),
+        pytest.param([], ["--debug.seed=7", "--checkpoint.restart_data"], id="restart_data"),
+    ],
+)
+def test_data_that_starts_anew_has_a_new_list_of_bad_documents(both, again, tmp_path):
+    lines = [json.dumps({"text": f"document {i} " * 5}) if i % 3 else "{" for i in range(60)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+    folder = tmp_path / "out"
+    data = [
+        f"--data.path={tmp_path / 'corpus.jsonl'}",
+        *("--data.dataset=local", "--data.validation_fraction=0", "--data.on_bad_document=skip"),
+    ]
+    options = [*OPTIONS, *NO_VALIDATION, *data, *both]
+    assert train(1, DEBUG, folder, *options, *steps(3)).returncode == 0
+    before = (folder / "bad_documents.jsonl").read_bytes()
+    assert before
+    assert train(1, DEBUG, folder, *options, *steps(4), *again).returncode == 0
+    assert (folder / "bad_documents-1.jsonl").read_bytes() == before
+    listed = (folder / "bad_documents.jsonl").read_text().splitlines()
+    count = read_metrics(folder / "metrics.jsonl")[4]["bad_documents"]
+    assert len(listed) == count > 0
+
+
+@pytest.mark.slow
 def test_more_bad_documents_than_allowed_end_the_run_on_all_ranks(options, tmp_path):
     result = train(
         2, DEBUG, tmp_path / "out", *options, *steps(12), "--data.max_bad_documents", "2"

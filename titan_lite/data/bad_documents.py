@@ -7,11 +7,13 @@
     metrics = log.gather([loader.pop_skipped()])     # a collective; raises ConfigError on all ranks
 
 A line of `bad_documents.jsonl` is one document. Each one is listed once, however many epochs and
-ranks read it. A resumed run continues the list and its count.
+ranks read it. A resumed run continues the list and its count. A run whose data starts anew begins
+another list, and keeps the former one as `bad_documents-1.jsonl`.
 
     {"file": "a.jsonl", "location": "line 34", "reason": "not JSON (...)"}
 """
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -128,6 +130,29 @@ class BadDocumentsLog:
         self.policy.known = set(map(_key_of, self.entries))
         self.bad = len(self.policy.known)
 
+    def start_anew(self, *, keeps_file: bool) -> None:
+        """Begin an empty list, since the data starts anew.
+
+        keeps_file: rename the list of the start before; True on one rank.
+        """
+        self.entries = []
+        self.policy.known = set()
+        self.bad = 0
+        if not keeps_file or not self.path.exists():
+            return
+        kept = self._unused_path()
+        try:
+            self.path.rename(kept)
+        except OSError as error:  # no reason to end the run
+            logger.warning(f"{self.path} cannot be renamed, and is continued: {error.strerror}")
+        else:
+            logger.info(f"{self.path} is of a start before, and is kept as {kept.name}")
+
+    def _unused_path(self) -> Path:
+        """Return the first free one of bad_documents-1.jsonl, bad_documents-2.jsonl and so on."""
+        names = (f"{self.path.stem}-{number}.jsonl" for number in itertools.count(1))
+        return next(path for path in map(self.path.with_name, names) if not path.exists())
+
     def rewrite(self) -> None:
         """Write the list again without what a resume has forgotten, or a kill has cut off."""
         if not self.path.exists():
@@ -199,10 +224,11 @@ class BadDocumentsLog:
         return words
 
     def _read(self) -> list[dict]:
-        if not self.path.exists():
+        try:
+            # a kill may leave half a line, which is None
+            return [entry for _, entry in read_lines(self.path) if entry is not None]
+        except FileNotFoundError:  # another rank has just renamed it
             return []
-        # a kill may leave half a line, which is None
-        return [entry for _, entry in read_lines(self.path) if entry is not None]
 
     def _list(self, documents: Sequence[BadDocument]) -> None:
         """Log the documents that are new, and append them to the file."""

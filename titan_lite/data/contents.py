@@ -5,20 +5,20 @@
 
 While the stamp of a file (size, times, inode) stays the same, its hash is remembered: in the
 process, and where hashing takes long in a file for each corpus and host, below $XDG_CACHE_HOME or
-~/.cache. One process of a host hashes then, and the others wait for it.
+~/.cache. One process of a host hashes then, and the others wait for it, but not for ever.
 """
 
 import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from fsspec.core import url_to_fs
 
 from titan_lite.config import ConfigError
@@ -33,6 +33,7 @@ COST_OF_FILE = 2**14  # bytes that are hashed in the time in which a file is ope
 REMEMBER_FROM = 2**27  # bytes to hash, which take less than a second; more are remembered on disk
 THREADS_FROM = 1000  # files
 THREADS = 8  # since a shared file system has a latency
+MAX_WAIT = 300  # seconds for the process that hashes, which may be stopped
 
 
 class Content(NamedTuple):
@@ -55,23 +56,27 @@ def contents_of(files: Iterable[str], corpus: str) -> dict[str, Content]:
     stamps = {file: stamp_of(file) for file in files}
     unknown = [file for file in stamps if not _is_known(_of_process, file, stamps[file])]
     cost = sum(COST_OF_FILE + min(_size_in(stamps[file]), MAX_WHOLE) for file in unknown)
-    if cost < REMEMBER_FROM:
+    lock = None
+    if cost >= REMEMBER_FROM:
+        path = _path_of_remembered(corpus)
+        lock = _acquire_lock(path, corpus)
+    if lock is None:
         _of_process.update(_hash_all(unknown, stamps))
-    else:
-        with _remembered(corpus) as on_disk:
-            known = {
-                file: on_disk[file] for file in unknown if _is_known(on_disk, file, stamps[file])
-            }
-            rest = [file for file in unknown if file not in known]
-            if rest:
-                logger.info(
-                    f"{len(rest):,} files at {corpus} are new or were touched; their contents are"
-                    " hashed, to know them again"
-                )
-            _of_process.update(known | _hash_all(rest, stamps))
-            on_disk.clear()
-            on_disk.update({file: _of_process[file] for file in stamps})
-    return {file: _of_process[file] for file in stamps}
+        return {file: _of_process[file] for file in stamps}
+    with lock:
+        on_disk = read_remembered(path, corpus)
+        known = {file: on_disk[file] for file in unknown if _is_known(on_disk, file, stamps[file])}
+        rest = [file for file in unknown if file not in known]
+        if rest:
+            logger.info(
+                f"{len(rest):,} files at {corpus} are new or were touched; their contents are"
+                " hashed, to know them again"
+            )
+        _of_process.update(known | _hash_all(rest, stamps))
+        contents = {file: _of_process[file] for file in stamps}
+        if contents != on_disk:
+            write_remembered(path, contents, corpus)
+    return contents
 
 
 class UnchangedFiles:
@@ -165,38 +170,35 @@ def _hash(file: BinaryIO) -> str:
     return sha256.hexdigest()[:HASH_DIGITS]
 
 
-@contextmanager
-def _remembered(corpus: str) -> Iterator[dict[str, Content]]:
-    """Return a context of one process of this host with the contents that are remembered on disk,
-    which are those in the dictionary at its end.
-    """
+# Contents that are remembered on disk
+
+
+def _path_of_remembered(corpus: str) -> Path:
+    """Return the file of this host with the contents of a corpus, relative if there is no home."""
     name = f"{platform.node()} {corpus if is_url(corpus) else os.path.abspath(corpus)}"
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path = Path(cache) / "titan_lite" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
-    lock = FileLock(f"{path}.lock", fallback_to_soft=False)
-    contents: dict[str, Content] = {}
+    return Path(cache) / "titan_lite" / f"{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}.json"
+
+
+def _acquire_lock(path: Path, corpus: str) -> AbstractContextManager | None:
+    """Return the lock of this file, held until its context ends; None if it cannot be had."""
     try:
         if not path.is_absolute():
             raise OSError("this user has no home folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-        contents = _read(path)
+        return FileLock(f"{path}.lock", fallback_to_soft=False).acquire(timeout=MAX_WAIT)
+    except Timeout:
+        logger.warning(
+            f"another process of this host has hashed the files at {corpus} for more than"
+            f" {MAX_WAIT} s, or is stopped: they are hashed here, too, and not remembered for the"
+            f" next start ({path}.lock)"
+        )
     except OSError as error:
-        logger.info(f"hashes of {corpus} are not remembered for the next start: {error}")
-    before = dict(contents)
-    try:
-        yield contents
-        if lock.is_locked and contents != before:
-            unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps(contents), encoding="utf-8")
-            unfinished.rename(path)
-    except OSError as error:
-        logger.info(f"hashes of {corpus} are not remembered for the next start: {error}")
-    finally:
-        lock.release()
+        _say_not_remembered(corpus, error)
+    return None
 
 
-def _read(path: Path) -> dict[str, Content]:
+def read_remembered(path: Path, corpus: str) -> dict[str, Content]:
     """Return remembered contents; none if there are none, or no valid ones."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
@@ -206,5 +208,22 @@ def _read(path: Path) -> dict[str, Content]:
         }
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        _say_not_remembered(corpus, error)
+        return {}
     except (ValueError, TypeError, AttributeError):
         return {}
+
+
+def write_remembered(path: Path, contents: Mapping[str, Content], corpus: str) -> None:
+    """Remember contents; without room or permission a line of the log says that they are not."""
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        unfinished.write_text(json.dumps(contents), encoding="utf-8")
+        unfinished.rename(path)
+    except OSError as error:
+        _say_not_remembered(corpus, error)
+
+
+def _say_not_remembered(corpus: str, error: OSError) -> None:
+    logger.info(f"hashes of {corpus} are not remembered for the next start: {error}")

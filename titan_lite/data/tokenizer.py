@@ -211,9 +211,10 @@ class JsonTokenizer:
         """Return the ids of a piece. Raises ConfigError."""
         encode = self._encoder.encode_batch_fast  # `encode` stores offsets, in twice the time
         try:
-            return encode([text], add_special_tokens=False)[0].ids
-        except (UnicodeEncodeError, TypeError):
-            return self._ids(_without_halves(text))
+            try:
+                return encode([text], add_special_tokens=False)[0].ids
+            except (UnicodeEncodeError, TypeError):  # as for half of a surrogate pair
+                return encode([_without_halves(text)], add_special_tokens=False)[0].ids
         except Exception as error:  # the library raises no subclass of it
             raise ConfigError(
                 f"{self._where} cannot encode the text {shown(text)} ({_short(error)}); use a"

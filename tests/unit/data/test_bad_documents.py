@@ -1,6 +1,7 @@
 """Counts of all ranks; each bad document once, in any number of epochs, ranks and starts."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -125,6 +126,50 @@ def test_a_list_of_a_run_before_locations_is_continued(tmp_path, others):
     documents = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
     assert documents.gather([SkippedDocuments([bad(3), bad(4)])])["bad_documents"] == 2
     assert len((tmp_path / "bad_documents.jsonl").read_text().splitlines()) == 2
+
+
+# Runs that start anew
+
+
+def test_a_list_of_a_start_before_is_kept_and_its_documents_count_again(tmp_path, others):
+    path = tmp_path / "bad_documents.jsonl"
+    kept = tmp_path / "bad_documents-1.jsonl"
+    BadDocumentsLog(SKIP, tmp_path, counts_short=True).gather([SkippedDocuments([bad(3), bad(4)])])
+    before = path.read_bytes() + b'{"file": "a.js'  # a kill cut it off
+    path.write_bytes(before)
+    again = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
+    again.start_anew(keeps_file=True)
+    assert kept.read_bytes() == before
+    assert again.gather([SkippedDocuments([bad(3)])])["bad_documents"] == 1
+    assert listed(tmp_path) == [bad(3)]
+
+    third = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
+    third.start_anew(keeps_file=True)
+    assert kept.read_bytes() == before
+    assert len((tmp_path / "bad_documents-2.jsonl").read_text().splitlines()) == 1
+    third.start_anew(keeps_file=True)  # there is no list, and none to keep
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_one_rank_keeps_the_list_and_all_forget_it(tmp_path, others):
+    BadDocumentsLog(SKIP, tmp_path, counts_short=True).gather([SkippedDocuments([bad(3)])])
+    other = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
+    other.start_anew(keeps_file=False)
+    assert other.state_dict() == {"listed": 0}
+    assert listed(tmp_path) == [bad(3)]
+
+
+def test_a_list_that_cannot_be_renamed_is_continued(tmp_path, others, monkeypatch, caplog):
+    def rename(path, target):
+        raise OSError(13, "Permission denied")
+
+    BadDocumentsLog(SKIP, tmp_path, counts_short=True).gather([SkippedDocuments([bad(3)])])
+    monkeypatch.setattr(Path, "rename", rename)
+    again = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
+    again.start_anew(keeps_file=True)
+    assert "cannot be renamed, and is continued: Permission denied" in caplog.text
+    assert again.gather([SkippedDocuments([bad(9)])])["bad_documents"] == 1
+    assert listed(tmp_path) == [bad(3), bad(9)]
 
 
 # Resumed runs

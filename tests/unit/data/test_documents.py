@@ -493,7 +493,7 @@ def test_an_unreachable_hub_is_said_with_a_way_out(monkeypatch):
 # What tells the documents of a run from others
 
 
-def test_the_fingerprint_is_of_names_and_sizes_wherever_they_lie(tmp_path):
+def test_documents_are_known_by_names_and_contents_wherever_they_lie(tmp_path):
     folders = [tmp_path / "here", tmp_path / "elsewhere"]
     for folder in folders:
         (folder / "part").mkdir(parents=True)
@@ -502,7 +502,9 @@ def test_the_fingerprint_is_of_names_and_sizes_wherever_they_lie(tmp_path):
     here, elsewhere = (digest_of(identify(local(folder))) for folder in folders)
     assert here == elsewhere
     seen = {here}
+    (tmp_path / "two.txt").write_text("two")
     for change in (
+        lambda: (tmp_path / "two.txt").rename(folders[0] / "part/a.txt"),  # of the same size
         lambda: (folders[0] / "part/a.txt").write_text("ones"),
         lambda: (folders[0] / "part/a.txt").rename(folders[0] / "part/c.txt"),
         lambda: (folders[0] / "b.jsonl").unlink(),
@@ -510,17 +512,17 @@ def test_the_fingerprint_is_of_names_and_sizes_wherever_they_lie(tmp_path):
     ):
         change()
         seen.add(digest_of(identify(local(folders[0]))))
-    assert len(seen) == 5
+    assert len(seen) == 6
 
 
-def test_the_fingerprint_of_the_standard_library_is_of_all_its_documents():
+def test_the_identity_of_the_standard_library_is_of_all_its_documents():
     assert digest_of(identify(Data())) == digest_of(
         identify(Data(validation_fraction=0.5, shuffle=False))
     )
     assert len(digest_of(identify(Data()))) == 64
 
 
-def test_the_fingerprint_of_several_sources_is_of_all_but_not_of_their_weights(tmp_path):
+def test_the_identity_of_several_sources_is_of_all_but_not_of_their_weights(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["x"])
     one, other = DataSource(dataset="local", path=str(tmp_path)), DataSource(dataset="stdlib")
     seen = {

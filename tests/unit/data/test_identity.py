@@ -8,6 +8,7 @@ import shutil
 from itertools import islice
 
 import pytest
+from filelock import FileLock
 
 from titan_lite.config import ConfigError, Data, DataSource
 from titan_lite.data import contents
@@ -188,6 +189,66 @@ def test_hashes_that_cannot_be_remembered_are_no_error(corpus, cache, monkeypatc
     contents._of_process.clear()
     assert len(contents_of(paths, str(corpus))) == 3
     assert not os.path.lexists("~")
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is gone"), RuntimeError("no thread")])
+def test_an_error_in_hashing_is_not_one_of_remembering(error, corpus, monkeypatch, caplog):
+    def fail(file):
+        raise error
+
+    monkeypatch.setattr(contents, "REMEMBER_FROM", 0)
+    caplog.set_level("INFO")
+    with monkeypatch.context() as patched:
+        patched.setattr(contents, "hash_of", fail)
+        with pytest.raises(type(error), match=str(error)):
+            contents_of([str(corpus / "a.jsonl")], str(corpus))
+    assert "not remembered" not in caplog.text
+    assert len(contents_of([str(corpus / "a.jsonl")], str(corpus))) == 1  # the lock is free
+
+
+def test_a_process_that_never_ends_its_hashing_is_waited_for_a_while(
+    corpus, cache, monkeypatch, caplog
+):
+    monkeypatch.setattr(contents, "REMEMBER_FROM", 0)
+    paths = [str(corpus / "a.jsonl")]
+    before = contents_of(paths, str(corpus))
+    (remembered,) = (cache / "titan_lite").glob("*.json")
+    written = remembered.read_bytes()
+    monkeypatch.setattr(contents, "MAX_WAIT", 0.1)
+    contents._of_process.clear()
+    (corpus / "a.jsonl").touch()
+    with FileLock(f"{remembered}.lock"):
+        found = contents_of(paths, str(corpus))
+    assert found[paths[0]].sha256 == before[paths[0]].sha256
+    assert "another process of this host has hashed" in caplog.text
+    assert remembered.read_bytes() == written
+    contents._of_process.clear()
+    assert contents_of(paths, str(corpus)) == found
+    assert remembered.read_bytes() != written
+
+
+def test_a_memory_that_cannot_be_read_or_written_is_no_error(corpus, cache, monkeypatch, caplog):
+    monkeypatch.setattr(contents, "REMEMBER_FROM", 0)
+    paths = [str(corpus / "a.jsonl")]
+    caplog.set_level("INFO")
+    before = contents_of(paths, str(corpus))
+    (remembered,) = (cache / "titan_lite").glob("*.json")
+    remembered.unlink()
+    remembered.mkdir()  # as a file without permission, also for root
+    contents._of_process.clear()
+    assert contents_of(paths, str(corpus)) == before
+    assert caplog.text.count("not remembered for the next start") == 2
+
+
+def test_hashes_at_a_path_that_is_no_utf_8_are_remembered(corpus, cache, monkeypatch):
+    monkeypatch.setattr(contents, "REMEMBER_FROM", 0)
+    renamed = corpus.rename(os.fsdecode(os.fsencode(corpus) + b"\xff"))
+    paths = [str(renamed / "a.jsonl")]
+    before = contents_of(paths, str(renamed))
+    contents._of_process.clear()
+    files = hashed(monkeypatch)
+    assert contents_of(paths, str(renamed)) == before
+    assert files == []
 
 
 # Steps of before

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_lite.config import ConfigError
+from titan_lite.data import tokenizer
 from titan_lite.data.tokenizer import SPECIAL_TOKENS, TiktokenTokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import CHARACTERS, to_json, tokenizer_config
 
@@ -135,6 +136,35 @@ def test_a_limit_of_length_and_padding_in_the_file_are_left_out(path):
         "one two three four five six"
     )
     assert load_tokenizer(path).encode("a") == OURS.encode("a")
+
+
+def test_half_of_a_surrogate_pair_is_an_unknown_character(path):
+    for text in ("a\ud83d b", "\udc00", "x\ud800\ud800"):
+        assert load_tokenizer(path).encode(text) == OURS.encode(text)
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("another type"), UnicodeEncodeError("x", "", 0, 1, "y")]
+)
+def test_a_text_that_the_library_refuses_twice_is_named(error, path, monkeypatch):
+    refused = []
+
+    class Refusing:
+        def __init__(self, encoder):
+            self.model = encoder.model
+            self.encoder = encoder
+
+        def encode_batch_fast(self, texts, add_special_tokens):
+            if "some" not in texts[0]:
+                return self.encoder.encode_batch_fast(texts, add_special_tokens=False)
+            refused.append(texts[0])
+            raise error
+
+    text_encoder = tokenizer.text_encoder
+    monkeypatch.setattr(tokenizer, "text_encoder", lambda *given: Refusing(text_encoder(*given)))
+    with pytest.raises(ConfigError, match=r"cannot encode the text .*some.* words"):
+        load_tokenizer(path).encode("some \ud800 words")
+    assert refused == ["some \ud800 words", "some \ufffd words"]
 
 
 @pytest.mark.parametrize("unit", ["a", " ", "ab "])
