@@ -1059,41 +1059,40 @@ def _dump_folder_cannot_be_written(config: Config) -> Iterator[Mistake]:
 
 
 def _documents_in_both(data: Data, validation: Data) -> Iterator[Mistake]:
-    """Yield a mistake for each source of validation that is trained on, as far as names tell."""
-    trained = {name: part for _, part in data.mixture() for name in _names_of_documents(part)}
-    for _, part in validation.mixture():
-        both = [name for name in _names_of_documents(part) if name in trained]
-        if both:
-            what = f"{len(both)} files" if len(both) > 1 else "a file"
-            if part.dataset != "local":
-                what = "documents"
-            yield Mistake(
-                key=_key_of_documents(part),
-                value=part.path or part.dataset,
-                why=f"has {what} of {_key_of_documents(trained[both[0]])} ({both[0]})",
-                instead="documents that are not trained on",
-            )
+    """Yield a mistake for each source of validation that is trained on, or a copy of it."""
+    from titan_lite.data.identity import identify
+
+    trained = {
+        content: (name, part)
+        for (_, part), source in zip(data.mixture(), identify(data), strict=True)
+        for content, name in source.documents().items()
+    }
+    for (_, part), source in zip(validation.mixture(), identify(validation), strict=True):
+        both = {
+            name: trained[content]
+            for content, name in source.documents().items()
+            if content in trained
+        }
+        if not both:
+            continue
+        name, (name_in_training, part_of_training) = next(iter(both.items()))
+        trained_key = _key_of_documents(part_of_training)
+        what = f"documents of {trained_key}"
+        if part.dataset == "local":
+            several = len(both) > 1
+            what = f"{len(both):,} files" if several else "a file"
+            what += f" of {trained_key}, or {'copies' if several else 'a copy'}"
+        same = name if name == name_in_training else f"{name} is {name_in_training} there"
+        yield Mistake(
+            key=_key_of_documents(part),
+            value=part.path or part.dataset,
+            why=f"has {what} ({same})",
+            instead="documents that are not trained on",
+        )
 
 
 def _key_of_documents(data: Data) -> str:
     return data.key("path" if data.path else "dataset")
-
-
-def _names_of_documents(data: Data) -> list[str]:
-    """Return the names of local files, or one of a corpus of another kind."""
-    from titan_lite.data.files import local_files
-    from titan_lite.data.readers import is_url
-
-    if data.dataset == "local":
-        files = [file for file, *_ in local_files(data)]
-        return [file if is_url(file) else os.path.realpath(file) for file in files]
-    if data.dataset == "c4":
-        return []  # it has a split for validation
-    if data.dataset == "prepared":
-        return [os.path.realpath(data.path)]
-    if data.dataset == "stdlib":
-        return ["stdlib"]
-    return [" ".join(filter(None, (data.dataset, data.subset, data.split)))]
 
 
 def _missing_packages(config: Config) -> Iterator[Mistake]:

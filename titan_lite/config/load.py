@@ -394,7 +394,9 @@ def _unknown_words(unknown: Sequence[str]) -> Iterator[str]:
             yield f"{COMMAND_LINE}: '{written}' is not an option; {fix}"
 
 
-NAMES_OF_VALIDATION = ("val", "valid", "eval", "evaluation", "dev", "test")  # in other programs
+# in other programs
+NAMES_OF_VALIDATION = ("val", "valid", "eval", "evaluation", "dev", "test")
+NAMES_OF_PATH = ("dataset_path", "data_path")
 
 
 def nearest_key(key: str) -> str:
@@ -405,11 +407,14 @@ def nearest_key(key: str) -> str:
     if section not in SECTIONS:
         return did_you_mean(key, KEYS if name else (), otherwise=nearest_section(section))
     known = SECTIONS[section].model_fields
-    if name.endswith("path") and "path" in known:  # dataset_path in torchtitan
-        return f"; did you mean {section}.path?"
-    same_name = [known for known in KEYS if known.endswith(f".{name}")]
-    # a key of [data] or [training] would change what is trained on, and not what is validated on
-    if same_name and section != "validation":
+    if name in NAMES_OF_PATH and "path" in known:
+        name = "path"
+    if name in known:
+        return f"; did you mean {section}.{name}?"
+    same_name = [each for each in KEYS if each.endswith(f".{name}")]
+    if section == "validation":  # what is trained on must not change with it
+        same_name = [each for each in same_name if not each.startswith(("data.", "training."))]
+    if same_name:
         return f"; did you mean {' or '.join(same_name)}?"
     otherwise = f"; [{section}] has {', '.join(known)}"
     return did_you_mean(name, known, within=f"{section}.", otherwise=otherwise)
@@ -422,6 +427,14 @@ def nearest_section(section: str) -> str:
     same_name = [known for known in KEYS if known.endswith(f".{section}")]
     if same_name:
         return f"; {section} is a key: {' or '.join(same_name)}"
+    if section in NAMES_OF_PATH:
+        return "; did you mean data.path?"
+    with_underscore = [known for known in KEYS if known.replace(".", "_") == section]
+    if with_underscore:
+        return f"; did you mean {' or '.join(with_underscore)}?"
+    of_validation, _, name = section.partition("_")
+    if of_validation in NAMES_OF_VALIDATION and name:
+        return nearest_key(f"validation.{name}")
     return did_you_mean(section, SECTIONS, otherwise=f"; known sections: {', '.join(SECTIONS)}")
 
 

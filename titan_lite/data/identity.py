@@ -49,6 +49,26 @@ class SourceIdentity:
     def to_json(self) -> dict[str, Any]:
         return {"settings": dict(self.settings), "files": dict(self.files)}
 
+    def documents(self) -> dict[str, str]:
+        """Return names of its documents by what another source with the same ones has, too.
+
+        These are contents of files, without those that are empty. A dataset of the hub has one
+        entry, its name with subset and split; c4 has none, since it has a split for validation.
+        """
+        dataset = self.settings["dataset"]
+        if dataset == "c4":
+            return {}
+        if not self.files:
+            names = (dataset, self.settings["subset"], self.settings["split"])
+            name = " ".join(filter(None, names))
+            return {name: name}
+        found: dict[str, str] = {}
+        for name, file in self.files.items():
+            describes = dataset == "prepared" and name.endswith(".json")  # and has no documents
+            if file.size and not describes:
+                found.setdefault(f"{file.size} {file.sha256}", name)
+        return found
+
 
 def identify(data: Data) -> list[SourceIdentity]:
     """Return the identity of each source. Raises ConfigError."""

@@ -1,13 +1,16 @@
 """[validation] with documents of its own: the same keys as [data], and nothing of [data] held out."""
 
 import json
+import shutil
 
 import pytest
 from tiny import DEBUG, DEBUG_TOKENIZER
 
-from titan_lite.config import ConfigError, load_config, to_toml
+from titan_lite.config import ConfigError, Data, load_config, to_toml
+from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
 from titan_lite.rules import check_inputs, check_keys
+from titan_lite.tools.prepare import prepare
 
 
 @pytest.fixture
@@ -141,15 +144,15 @@ WRONG = {
     ),
     "the files of training": (
         ["--validation.path=T/b.jsonl"],
-        'validation.path = "T/b.jsonl" has a file of data.path (T/b.jsonl); use documents that are not trained on',
+        'validation.path = "T/b.jsonl" has a file of data.path, or a copy (b.jsonl); use documents that are not trained on',
     ),
     "more files of training, linked": (
         ["--validation.path=L"],
-        'validation.path = "L" has 2 files of data.path (T/a.jsonl)',
+        'validation.path = "L" has 2 files of data.path, or copies (a.jsonl); use',
     ),
     "what is trained on of another kind": (
         ["--data.dataset=stdlib", "--data.path=", "--validation.dataset=stdlib"],
-        'validation.dataset = "stdlib" has documents of data.dataset (stdlib',
+        'validation.dataset = "stdlib" has documents of data.dataset (',
     ),
 }
 
@@ -172,6 +175,62 @@ def test_what_cannot_be_is_one_line(about, corpus):
         checked(load_config(DEBUG, [*paths, *arguments]))
     (message,) = error.value.args
     assert named(words) in message
+
+
+def message_of(config):
+    with pytest.raises(ConfigError) as error:
+        checked(config)
+    (message,) = error.value.args
+    return message
+
+
+def test_a_copy_of_what_is_trained_on_is_one_line_with_both_names(corpus):
+    copy = corpus / "copy.jsonl"
+    shutil.copy(corpus / "train" / "b.jsonl", copy)
+    assert message_of(on(corpus, f"--validation.path={copy}")) == (
+        f'command line: validation.path = "{copy}" has a file of data.path, or a copy'
+        " (copy.jsonl is b.jsonl there); use documents that are not trained on"
+    )
+    shutil.copytree(corpus / "train", corpus / "copies")
+    sources = f'[{{dataset = "local", path = "{corpus}/copies/*.jsonl"}}]'
+    message = message_of(on(corpus, f"--validation.sources={sources}"))
+    assert "validation.sources[1].path" in message
+    assert "has 2 files of data.path, or copies (a.jsonl); use" in message
+
+
+def test_a_large_copy_is_known(corpus):
+    text = "".join(json.dumps({"text": f"number {i}"}) + "\n" for i in range(200_000))
+    (corpus / "train" / "large.jsonl").write_text(text)
+    (corpus / "copy.jsonl").write_text(text)
+    message = message_of(on(corpus, f"--validation.path={corpus}/copy.jsonl"))
+    assert "(copy.jsonl is large.jsonl there)" in message
+
+
+def test_empty_files_are_no_copies_of_each_other(corpus):
+    own = corpus / "own"
+    own.mkdir()
+    shutil.copy(corpus / "val.jsonl", own / "val.jsonl")
+    for folder in (own, corpus / "train"):
+        (folder / "empty.jsonl").write_text("")
+    checked(on(corpus, f"--validation.path={own}"))
+
+
+def prepared(corpus, source, name):
+    """Prepare documents and return the folder."""
+    data = Data(dataset="local", path=str(source), num_workers=0)
+    prepare(data, load_tokenizer(str(DEBUG_TOKENIZER)), corpus / name, workers=0)
+    return corpus / name
+
+
+def test_a_copy_of_what_is_prepared_is_known_and_other_documents_are_not(corpus):
+    training = prepared(corpus, corpus / "train", "prepared")
+    own = prepared(corpus, corpus / "val.jsonl", "own")
+    copy = shutil.copytree(training, corpus / "copy")
+    options = ["--data.dataset=prepared", f"--data.path={training}"]
+    options += ["--validation.dataset=prepared"]
+    checked(load_config(DEBUG, [*options, f"--validation.path={own}"]))
+    message = message_of(load_config(DEBUG, [*options, f"--validation.path={copy}"]))
+    assert f'validation.path = "{copy}" has documents of data.path (' in message
 
 
 def test_turned_off_its_documents_are_not_read(corpus):
@@ -198,6 +257,33 @@ def test_a_key_that_it_lacks_is_never_one_of_what_is_trained_on(option, fix, tmp
         assert fix in str(error.value)
         assert "data." not in str(error.value).replace("[data.", "")
         assert "training." not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "fix"),
+    [
+        ("data.dataset_path", "data.path"),
+        ("data.tokenizer_path", "model.tokenizer_path"),
+        ("data.initial_load_path", "checkpoint.initial_load_path"),
+        ("validation.tokenizer_path", "model.tokenizer_path"),
+        ("validation.initial_load_path", "checkpoint.initial_load_path"),
+        ("validation.val_path", "validation.path"),
+        ("val.path", "validation.path"),
+        ("val.tokenizer_path", "model.tokenizer_path"),
+        ("val_path", "validation.path"),
+        ("eval_dataset", "validation.dataset"),
+        ("val_freq", "validation.freq"),
+        ("validation_path", "validation.path"),
+        ("data_path", "data.path"),
+        ("dataset_path", "data.path"),
+        ("training_steps", "training.steps"),
+    ],
+)
+def test_a_path_or_a_key_without_its_section_is_answered_with_the_key_meant(option, fix):
+    with pytest.raises(ConfigError) as error:
+        load_config(DEBUG, [f"--{option}=1"])
+    (message,) = error.value.args
+    assert message == f"command line: unknown option --{option}=1; did you mean {fix}?"
 
 
 @pytest.mark.parametrize("section", ["val", "valid", "eval", "evaluation", "dev", "test"])
