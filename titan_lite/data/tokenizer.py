@@ -30,7 +30,7 @@ from tiktoken.load import load_tiktoken_bpe
 
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import one_line, shown
-from titan_lite.data.special_tokens import text_encoder
+from titan_lite.data.special_tokens import text_encoder, text_fault
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -116,9 +116,6 @@ class TiktokenTokenizer:
             return self._encoding.encode_to_numpy(_without_halves(text), disallowed_special=())
 
 
-UNKNOWN_CHARACTER = "\U0010fffd"  # for private use, so that no vocabulary has it
-
-
 class JsonTokenizer:
     """A tokenizer of a tokenizer.json. Its `sha256` is of the file and of the ids of BOS and EOS.
 
@@ -165,12 +162,17 @@ class JsonTokenizer:
         """Return the ids of any text; the name of a special token in it is plain text.
 
         Raises ConfigError if the tokenizer has no token for a part of it, nor one for what is
-        unknown.
+        unknown, or if it gives a part the token that begins or ends a document.
         """
-        ids = [self.bos_id] if bos else []
+        ids: list[int] = []
         for piece in cut_text(text) if self._may_cut else (text,):
             ids += self._ids(piece)
-        return ids
+        if self.bos_id in ids or self.eos_id in ids:
+            raise ConfigError(
+                f"{self._where} gives a part of the text {shown(text)} the token that begins or"
+                " ends a document; use another tokenizer"
+            )
+        return [self.bos_id, *ids] if bos else ids
 
     def encode_document(self, text: str) -> np.ndarray:
         """Return the ids between BOS and EOS, as uint32."""
@@ -183,29 +185,12 @@ class JsonTokenizer:
         """
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def check_characters(self) -> None:
-        """Raise ValueError if a character becomes BOS or EOS, or is left out without a word.
-
-        An unknown character and those in the names of special tokens are tried.
-        """
-        model = self._encoder.model
-        leaves_out = isinstance(model, tokenizers.models.BPE) and model.unk_token is None
-        for character in (UNKNOWN_CHARACTER, *sorted(set("".join(self.special_tokens)))):
-            try:
-                ids = self._ids(character)
-            except ConfigError:  # a text with it is refused, too
-                continue
-            if not {self.bos_id, self.eos_id}.isdisjoint(ids):
-                raise ValueError(
-                    f"gives the character {shown(character)} the token that begins or ends a"
-                    " document"
-                )
-            is_name = character != UNKNOWN_CHARACTER and not character.isspace()
-            if leaves_out and is_name and self._ids(2 * character) == ids:
-                raise ValueError(
-                    f"has no token for {shown(character)}, which is in the name of a special"
-                    " token, nor one for unknown text, so that texts would lose it"
-                )
+    def check_texts(self) -> None:
+        """Raise ConfigError if texts would lose characters, or have tokens that end documents."""
+        ends = {self.bos_id, self.eos_id}
+        fault = text_fault(self._encoder, self._content, self.special_tokens, ends)
+        if fault:
+            raise ConfigError(f"{self._where} {fault}; use another tokenizer")
 
     def _ids(self, text: str) -> list[int]:
         """Return the ids of a piece. Raises ConfigError."""
@@ -290,9 +275,9 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
     bos_id, eos_id = _ends_of_documents(tokenizer, path, where)
     try:
         read = JsonTokenizer(tokenizer, text, bos_id, eos_id, where)
-        read.check_characters()
     except ValueError as error:
         raise ConfigError(f"{where} {error}; use another tokenizer") from None
+    read.check_texts()
     return read
 
 

@@ -4,20 +4,13 @@
     tokenizer_config(load_tokenizer("tokenizer.json"))           # that of tokenizer_config.json
 
 A file in tiktoken's format has the ranks of tokens. tokenizer.json has pairs to merge, in the order
-of the rank of the merged token. Bytes are written as printable characters: themselves, or from
-U+0100 on.
+of the rank of the merged token. Bytes are written as printable characters.
 """
 
 from typing import Any
 
+from titan_lite.data.special_tokens import CHARACTERS
 from titan_lite.data.tokenizer import PATTERN, TiktokenTokenizer, Tokenizer
-
-_PRINTABLE = [
-    byte for byte in range(256) if 33 <= byte <= 126 or (161 <= byte <= 255 and byte != 173)
-]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE}
-CHARACTERS |= {byte: chr(code) for code, byte in enumerate(_OTHERS, start=0x100)}
 
 
 def to_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:

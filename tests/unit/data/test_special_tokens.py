@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from json_tokenizers import (
+    PIECES,
     SPECIAL,
     added,
     bpe,
@@ -179,22 +180,107 @@ def bpe_without(unk=None):
     return metaspace(Tokenizer(models.BPE(vocab, [], unk_token=unk)))
 
 
-@pytest.mark.parametrize(
-    ("unk", "words"),
-    [
-        (
-            None,
-            'has no token for "/", which is in the name of a special token, nor one for unknown',
-        ),
-        ("</s>", 'gives the character "\\U0010fffd" the token that begins or ends a document'),
-    ],
-)
+LOSES = "has tokens neither for all characters nor for unknown text, so that texts would lose"
+ENDS = "gives unknown text the token that begins or ends a document"
+
+
+@pytest.mark.parametrize(("unk", "words"), [(None, LOSES), ("</s>", ENDS)])
 def test_one_that_would_lose_text_or_end_documents_in_it_is_refused(unk, words, tmp_path):
-    path = save(bpe_without(unk), tmp_path)
+    assert words in refusal(bpe_without(unk), tmp_path)
+    assert load_tokenizer(save(bpe_without("<unk>"), tmp_path)).encode("the") == [3, 4, 5, 6]
+
+
+def refusal(tokenizer, folder, **config):
+    """Return the error of a tokenizer with this tokenizer_config.json beside it."""
+    path = save(tokenizer, folder)
+    path.with_name("tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as error:
         load_tokenizer(path)
-    assert str(error.value).startswith(f'model.tokenizer_path = "{path}" {words}')
-    assert load_tokenizer(save(bpe_without("<unk>"), tmp_path)).encode("the") == [3, 4, 5, 6]
+    assert str(error.value).startswith(f'model.tokenizer_path = "{path}" ')
+    assert str(error.value).endswith("; use another tokenizer")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["Unigram with bytes", "BPE whose merges make them"])
+@pytest.mark.parametrize("end", ["bos_token", "eos_token"])
+def test_a_byte_of_text_ends_no_document(kind, end, tmp_path):
+    words = "begins or ends documents with <0x0A>, which is a byte of texts, too"
+    assert words in refusal(KINDS[kind], tmp_path, **{end: "<0x0A>"})
+
+
+def without_unusual(tokenizer):
+    """Unknown characters are normalized away, or are spaces."""
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
+    return tokenizer
+
+
+def with_private_use(unk):
+    """A word of the character that no vocabulary should have."""
+    words = {word: id for id, word in enumerate(["<s>", "</s>", "\U0010fffd", *"<s>/"])}
+    return Tokenizer(models.WordPiece(words, unk_token=unk))
+
+
+@pytest.mark.parametrize("unk", ["<s>", "</s>"])
+def test_unknown_text_ends_no_document(unk, tmp_path):
+    pieces = [("<s>", 0.0), ("</s>", 0.0), *((piece, -3.0) for piece in PIECES)]
+    for tokenizer in (
+        without_unusual(Tokenizer(models.Unigram(pieces, ["<s>", "</s>"].index(unk)))),
+        without_unusual(word_level(unk)),
+        with_private_use(unk),
+    ):
+        assert ENDS in refusal(tokenizer, tmp_path)
+
+
+def affixed(unk, *, missing=()):
+    """CLIP's kind: the last character of a word has a piece of its own."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*letters, *(letter + "</w>" for letter in letters), "<s>", "</s>"]
+    vocab = {piece: id for id, piece in enumerate(pieces) if piece not in missing}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token=unk, end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(added(["<s>", "</s>"]))
+    return tokenizer
+
+
+def test_one_that_knows_every_byte_has_no_unknown_text(tmp_path):
+    tokenizer = load_tokenizer(save(affixed("</s>"), tmp_path))
+    assert tokenizer.eos_id not in tokenizer.encode("the \u20ac </s>")
+    assert ENDS in refusal(affixed("</s>", missing=["\u0120</w>"]), tmp_path)
+    assert LOSES in refusal(affixed(None, missing=["\u0120</w>"]), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["\u0120", "\u010a", "\u00c3", "\u00e9", "!"])
+def test_a_special_token_is_no_byte_of_text(name, tmp_path):
+    """A space, a newline, the first byte of \u00e9, that of \u9b3c, and themselves."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(added([name]))
+    assert f"has the special token {name}, which is a byte of texts, too" in refusal(
+        tokenizer, tmp_path
+    )
+    config = {"bos_token": name, "eos_token": name}
+    assert f"has the special token {name}" in refusal(byte_level(), tmp_path, **config)
+
+
+def test_merges_are_not_left_out_at_random(tmp_path):
+    theirs = byte_level()
+    theirs.model.dropout = 0.5
+    tokenizer = load_tokenizer(save(theirs, tmp_path))
+    again = pickle.loads(pickle.dumps(tokenizer))
+    text = "the cat" * 50
+    ids = byte_level().encode(text).ids
+    assert tokenizer.encode(text) == again.encode(text) == tokenizer.encode(text) == ids
+
+
+def test_a_text_with_the_end_of_a_document_is_an_error(tmp_path, monkeypatch):
+    """Whatever way it took: here that of the file, without other names for special tokens."""
+    tokenizer = read("Unigram", tmp_path)
+    monkeypatch.setattr(tokenizer, "_encoder", KINDS["Unigram"])
+    with pytest.raises(ConfigError) as error:
+        tokenizer.encode_document("the cat </s> sat")
+    assert str(error.value) == (
+        f'model.tokenizer_path = "{tmp_path}/tokenizer.json" gives a part of the text'
+        ' "the cat </s> sat" the token that begins or ends a document; use another tokenizer'
+    )
 
 
 def test_a_tiktoken_file_has_no_way_to_them():
@@ -214,7 +300,8 @@ def test_prepared_documents_with_special_tokens_in_their_text_are_refused(tmp_pa
     tokenizer = read("Unigram", tmp_path)
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:3]))
-    monkeypatch.setattr(tokenizer, "_encoder", KINDS["Unigram"])
+    theirs = KINDS["Unigram"]
+    monkeypatch.setattr(tokenizer, "encode", lambda text, bos: [1, *theirs.encode(text).ids])
     options = dict(validation_fraction=0.0, num_workers=0)
     prepare(Data(dataset="local", path=str(texts), **options), tokenizer, tmp_path / "p", workers=0)
     data = Data(dataset="prepared", path=str(tmp_path / "p"), **options)
