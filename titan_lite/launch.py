@@ -169,17 +169,12 @@ def split_endpoint(address: str) -> tuple[str, int]:
 def check_endpoint(host: str, port: int, node_rank: str) -> None:
     """Check that this node can serve the rendezvous, or that its server answers.
 
-    Raises ConfigError or EndpointError.
+    Raises EndpointError.
     """
     name = f"RDZV_ENDPOINT={host}:{port}"
-    is_free = endpoint.port_is_free(port)
     if node_rank and int(node_rank) == 0:
-        if not is_free:
-            raise ConfigError(
-                f"{name}: tried to listen on port {port} of this node (NODE_RANK=0), which another"
-                " program uses; end that program, or use another port on all nodes"
-            )
-    elif node_rank or not (is_free and endpoint.is_here(host)):
+        endpoint.check_port(name, port)
+    elif node_rank or not (endpoint.port_is_free(port) and endpoint.is_here(host)):
         endpoint.check_store(name, host, port, endpoint.CONNECT_LIMIT)
 
 

@@ -183,7 +183,9 @@ def test_an_endpoint_without_a_port_has_that_of_torchrun():
 def test_a_port_that_another_program_uses(environment):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: tried to listen on port {port}"):
+        with pytest.raises(
+            endpoint.EndpointError, match=f"127.0.0.1:{port}: tried to listen on port {port}"
+        ):
             start.check_endpoint("127.0.0.1", port, "0")
     start.check_endpoint("127.0.0.1", port, "0")
 

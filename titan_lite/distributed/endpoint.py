@@ -76,6 +76,15 @@ def is_here(host: str) -> bool:
     return False
 
 
+def check_port(name: str, port: int) -> None:
+    """Raise EndpointError if this node cannot serve a store at a port. name: as in check_store."""
+    if not port_is_free(port):
+        raise EndpointError(
+            f"{name}: tried to listen on port {port} of this node, which another program uses; end"
+            " that program, or use another port on all nodes"
+        )
+
+
 def port_is_free(port: int) -> bool:
     """Return True if no program of this node listens on the port."""
     with socket.socket() as own:

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from titan_lite.distributed.endpoint import check_store
+from titan_lite.distributed.endpoint import check_port, check_store
 
 T = TypeVar("T")
 
@@ -29,12 +29,16 @@ T = TypeVar("T")
 def connect_store(seconds: float) -> dist.Store:
     """Return the store of all ranks, which is torchrun's or, without that, rank 0's.
 
-    seconds: limit of a wait for a key. Raises EndpointError if nothing answers as a store.
+    seconds: limit of a wait for a key. Raises EndpointError if nothing answers as a store, or if
+    rank 0 cannot serve it.
     """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    name = f"MASTER_ADDR={host} MASTER_PORT={port}"
     serves = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if not serves:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        check_store(f"MASTER_ADDR={host} MASTER_PORT={port}", host, port, seconds)
+    if serves:
+        check_port(name, port)
+    else:
+        check_store(name, host, port, seconds)
     timeout = datetime.timedelta(seconds=seconds)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)

@@ -33,14 +33,21 @@ def test_a_silent_program_is_named_with_what_was_tried(silent):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("agents_store", [True, False])
-def test_a_rank_does_not_wait_for_a_silent_program(agents_store, silent, monkeypatch):
-    monkeypatch.setenv("RANK", "0" if agents_store else "1")
+@pytest.mark.parametrize(
+    ("rank", "agents_store", "why"),
+    [
+        (0, True, "a program there"),
+        (1, False, "a program there"),
+        (0, False, "tried to listen on port"),
+    ],
+)
+def test_a_rank_does_not_wait_for_a_silent_program(rank, agents_store, why, silent, monkeypatch):
+    monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(silent))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agents_store))
-    with pytest.raises(endpoint.EndpointError, match=f"MASTER_PORT={silent}: a program there"):
+    with pytest.raises(endpoint.EndpointError, match=f"MASTER_PORT={silent}: {why}"):
         process_group.connect_store(600)
 
 
