@@ -163,7 +163,9 @@ def test_a_node_alone_needs_no_host_name(environment):
     assert environment.get("GLOO_SOCKET_IFNAME") == loopback
 
 
-def test_a_number_of_nodes_that_may_change_is_not_refused_on_cpus(environment):
+def test_a_number_of_nodes_that_may_change_is_not_refused_on_cpus(environment, monkeypatch):
+    del environment["CUDA_VISIBLE_DEVICES"]
+    monkeypatch.setattr(start, "count_gpus", lambda: 0)
     environment |= {"NNODES": "1:2", "NGPU": "1", "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}
     options = ["--parallelism.data_parallel_shard_degree=1"]
     assert start.launcher_options(["debug_model", *options])[:2] == ["--nnodes", "1:2"]

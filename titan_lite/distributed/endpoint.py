@@ -69,6 +69,8 @@ def _connect(name: str, host: str, port: int, seconds: float) -> None:
 
 def is_here(host: str) -> bool:
     """Return True if a name or an address is that of this node."""
+    if host == socket.gethostname():
+        return True
     for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         with contextlib.suppress(OSError), socket.socket(family, kind) as own:
             own.bind(address)
