@@ -1163,13 +1163,30 @@ def _tokenizer_is_not_that_of_the_weights(
         theirs = load_tokenizer(weights.tokenizer)
     except ConfigError:  # such as SentencePiece's, which is not read
         return
-    if theirs.sha256 != tokenizer.sha256 and theirs.encode(SAMPLE) != tokenizer.encode(SAMPLE):
+    if theirs.sha256 == tokenizer.sha256:
+        return
+    other = _other_token(tokenizer, theirs)
+    if other or theirs.encode(SAMPLE) != tokenizer.encode(SAMPLE):
         yield Mistake(
             key="model.tokenizer_path",
             value=path,
             why=(
                 "gives text other ids than the tokenizer of checkpoint.initial_load_path,"
-                f" {weights.tokenizer}"
+                f" {weights.tokenizer}{other}"
             ),
             instead='that, or tokenizer_path = ""',
         )
+
+
+def _other_token(tokenizer: "Tokenizer", theirs: "Tokenizer") -> str:
+    """Return words for the first id that is another token of text there, "" if none is.
+
+    Special tokens may have other names, as Llama 3's reserved ones, and one may have more tokens.
+    """
+    ours = tokenizer.pieces()
+    others = theirs.pieces()
+    ids = [id for id, piece in others.items() if ours.get(id, piece) != piece]
+    if not ids:
+        return ""
+    first = min(ids)
+    return f" (first {first}: {shown(ours[first])}, and there {shown(others[first])})"

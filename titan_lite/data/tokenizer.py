@@ -30,7 +30,7 @@ from tiktoken.load import load_tiktoken_bpe
 
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import one_line, shown
-from titan_lite.data.special_tokens import text_encoder, text_fault
+from titan_lite.data.special_tokens import CHARACTERS, text_encoder, text_fault
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -109,6 +109,12 @@ class TiktokenTokenizer:
         """
         return self._encoding.decode(ids)
 
+    def pieces(self) -> dict[int, str]:
+        """Return the tokens of text by id, with a character for each byte as in tokenizer.json."""
+        return {
+            id: token.decode("latin-1").translate(CHARACTERS) for token, id in self.ranks.items()
+        }
+
     def _ids(self, text: str) -> np.ndarray:
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
@@ -184,6 +190,12 @@ class JsonTokenizer:
         Invalid UTF-8 becomes U+FFFD, special tokens become their names.
         """
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def pieces(self) -> dict[int, str]:
+        """Return the tokens of text by id, as they are written in the file."""
+        special = set(self.special_tokens.values())
+        vocabulary = sorted(self._tokenizer.get_vocab(with_added_tokens=True).items())
+        return {id: piece for piece, id in vocabulary if id not in special}
 
     def check_texts(self) -> None:
         """Raise ConfigError if texts would lose characters, or have tokens that end documents."""

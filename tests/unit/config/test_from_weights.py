@@ -2,6 +2,7 @@
 an error.
 """
 
+import base64
 import dataclasses
 import json
 
@@ -10,6 +11,7 @@ from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.config import ConfigError, flatten, load_config, to_toml
 from titan_lite.config.from_weights import keys_of_config_json
+from titan_lite.data.special_tokens import CHARACTERS
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.data.tokenizer_json import to_json
 from titan_lite.distributed.layout import Layout
@@ -206,18 +208,62 @@ def test_another_tokenizer_than_that_of_the_weights_is_refused(folder, tmp_path)
     config = load(tmp_path, RECIPE, path, f"--model.tokenizer_path={DEBUG_TOKENIZER}")
     check_inputs(config, Layout.from_config(config, 1))
 
-    ranks = DEBUG_TOKENIZER.read_text().splitlines()
-    tokens = [line.split()[0] for line in ranks]
-    swapped = [*tokens[:256], *reversed(tokens[256:])]
+    lines = DEBUG_TOKENIZER.read_text().splitlines()
+    first, last = token_of(lines[256]), token_of(lines[-1])
+    words = other_tokenizer(folder, tmp_path, [*lines[:256], *reversed(lines[256:])])
+    assert words == f' (first 256: "{last}", and there "{first}")'
+
+
+def token_of(line):
+    """Return the token of a line in tiktoken's format, as tokenizer.json has it."""
+    token = base64.b64decode(line.split()[0])
+    return "".join(CHARACTERS[byte] for byte in token)
+
+
+def other_tokenizer(folder, tmp_path, lines):
+    """Return what the error for a tokenizer of these lines says beside the names of the files."""
     other = tmp_path / "other.model"
-    other.write_text("".join(f"{token} {rank}\n" for rank, token in enumerate(swapped)))
-    config = load(tmp_path, RECIPE, path, f"--model.tokenizer_path={other}")
+    ranked = (f"{line.split()[0]} {rank}\n" for rank, line in enumerate(lines))
+    other.write_text("".join(ranked))
+    options = (f"--checkpoint.initial_load_path={folder}", f"--model.tokenizer_path={other}")
+    config = load(tmp_path, RECIPE, *options)
     with pytest.raises(ConfigError) as error:
         check_inputs(config, Layout.from_config(config, 1))
-    assert str(error.value) == (
+    before = (
         f'command line: model.tokenizer_path = "{other}" gives text other ids than the tokenizer of'
-        f' checkpoint.initial_load_path, {folder}/tokenizer.json; use that, or tokenizer_path = ""'
+        f" checkpoint.initial_load_path, {folder}/tokenizer.json"
     )
+    after = '; use that, or tokenizer_path = ""'
+    assert str(error.value).startswith(before)
+    assert str(error.value).endswith(after)
+    return str(error.value)[len(before) : -len(after)]
+
+
+@pytest.mark.parametrize("ids", [(1000, 1500), (0x80, 0x81)], ids=["pieces", "bytes"])
+def test_two_tokens_that_changed_their_ids_make_another_tokenizer(ids, folder, tmp_path):
+    """Also bytes, which are no text alone."""
+    theirs = to_json(load_tokenizer(DEBUG_TOKENIZER))
+    (folder / "tokenizer.json").write_text(json.dumps(theirs))
+    lines = DEBUG_TOKENIZER.read_text().splitlines()
+    one, two = ids
+    lines[one], lines[two] = lines[two], lines[one]
+    words = f' (first {one}: "{token_of(lines[one])}", and there "{token_of(lines[two])}")'
+    assert other_tokenizer(folder, tmp_path, lines) == words
+
+
+def test_a_tokenizer_may_have_other_names_of_special_tokens_and_more_tokens(folder, tmp_path):
+    content = to_json(load_tokenizer(DEBUG_TOKENIZER))
+    added = content["added_tokens"]
+    assert added[2]["content"] == "<|reserved_special_token_0|>"
+    added[2]["content"] = "<|think|>"
+    added.append({**added[-1], "id": added[-1]["id"] + 1, "content": "more", "special": False})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    options = (
+        f"--checkpoint.initial_load_path={folder}",
+        f"--model.tokenizer_path={DEBUG_TOKENIZER}",
+    )
+    config = load(tmp_path, RECIPE, *options)
+    check_inputs(config, Layout.from_config(config, 1))
 
 
 ROPE = {
