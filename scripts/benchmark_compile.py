@@ -59,7 +59,7 @@ def measure(rank: int, config: Config, blocks: int, steps: int, folder: str) -> 
     optimizer = torch.optim.AdamW(model.parameters.values(), lr=1e-3)
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(0, 256, (LOCAL_BATCH_SIZE, SEQ_LEN + 1), generator=generator)
-    batch = model.to_device(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), bos_id=0)
+    batch = model.to_device(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), bos_id=0, eos_id=1)
     tokens = torch.tensor(float(RANKS * LOCAL_BATCH_SIZE * SEQ_LEN))
 
     ends = [started]
