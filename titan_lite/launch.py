@@ -222,11 +222,12 @@ def warn_of_slow_steps(layout: Layout, cores: int) -> None:
     A step has 6 FLOPs for each parameter and token (Kaplan et al., 2020), without attention.
     """
     seconds = 6 * layout.parameters * layout.tokens / (FLOPS_OF_CORE * cores)
+    duration = f"{seconds / 3600:,.1f} hours" if seconds > 7200 else f"{seconds / 60:.0f} minutes"
     if seconds > SLOW_STEP:
         write_line(
             f"titan_lite: no GPU found: a step of {layout.parameters / 1e9:.1f}B parameters and"
-            f" {layout.tokens:,} tokens takes about {seconds / 3600:,.1f} hours on {cores} CPU"
-            " cores; `titan-lite plan RECIPE --world-size 8` predicts it on GPUs"
+            f" {layout.tokens:,} tokens takes about {duration} on {cores} CPU cores;"
+            " `titan-lite plan RECIPE --world-size 8` predicts it on GPUs"
         )
 
 
