@@ -41,7 +41,13 @@ from titan_lite.config import (
 )
 from titan_lite.config.errors import in_toml, shown
 from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
-from titan_lite.config.from_weights import ModelOfWeights, keys_of_shape, read_model, steps_in
+from titan_lite.config.from_weights import (
+    TOKENIZER_FILES,
+    ModelOfWeights,
+    keys_of_shape,
+    read_model,
+    steps_in,
+)
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.pipeline_schedule import STAGES_PER_RANK, stages_per_rank
 from titan_lite.models.fqns import is_filtered
@@ -209,9 +215,14 @@ def lr_schedule_is_as_long_as_the_run(config: Config) -> Iterator[Mistake]:
 @rule_of_keys
 def there_is_a_tokenizer(config: Config) -> Iterator[Mistake]:
     path = config.model.tokenizer_path
+    weights = config.checkpoint.initial_load_path
     if not path:
+        why = "names no file"
+        if weights and Path(weights).is_dir():  # whose tokenizer would stand for the empty path
+            names = " nor ".join(TOKENIZER_FILES[:2])
+            why += f", and {weights} (checkpoint.initial_load_path) has neither {names}"
         instead = 'a tokenizer file, such as "../assets/tokenizer/debug.model"'
-        yield Mistake("model.tokenizer_path", path, "names no file", instead)
+        yield Mistake("model.tokenizer_path", path, why, instead)
 
 
 @rule_of_keys
@@ -1018,6 +1029,7 @@ def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
 
     raise_mistakes(config, _missing_packages(config))
     raise_mistakes(config, _dump_folder_cannot_be_written(config))
+    raise_mistakes(config, _only_the_weights_have_a_tokenizer(config))
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     raise_mistakes(config, _vocabulary_is_too_small(config, layout, tokenizer))
     raise_mistakes(config, _tokenizer_is_not_that_of_the_weights(config, tokenizer))
@@ -1143,6 +1155,18 @@ def _vocabulary_is_too_small(
                 "that flavor's tokenizer, a flavor with room, or model.vocab_size ="
                 f" {tokenizer.vocab_size}"
             ),
+        )
+
+
+def _only_the_weights_have_a_tokenizer(config: Config) -> Iterator[Mistake]:
+    path = config.model.tokenizer_path
+    weights = None if Path(path).exists() else _initial_weights(config)
+    if weights is not None and Path(weights.tokenizer).is_file():
+        yield Mistake(
+            key="model.tokenizer_path",
+            value=path,
+            why=f"is not there, but checkpoint.initial_load_path has {weights.tokenizer}",
+            instead='that, or tokenizer_path = ""',
         )
 
 

@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from titan_lite.config.errors import ConfigError, did_you_mean, in_toml, one_line, shown
 from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
 from titan_lite.config.from_weights import KEY as INITIAL_LOAD_PATH
-from titan_lite.config.from_weights import read_model
+from titan_lite.config.from_weights import read_model, steps_in, tokenizer_in
 from titan_lite.config.help import accepted
 from titan_lite.config.sections import (
     KEYS,
@@ -67,7 +67,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     tables, origins = read_recipe(path)
     typed, mistakes = parse_command_line(overrides)
     _merge(tables, origins, typed, COMMAND_LINE)
-    mistakes += _fill_from_weights(tables, origins)
+    mistakes += _fill_from_weights(tables, origins, path.stem)
     try:
         config = Config.model_validate(tables)
     except ValidationError as error:
@@ -230,21 +230,23 @@ def _merge(tables: Tables, origins: Origins, upper: Tables, origin: str) -> None
 # The folder of weights
 
 
-def _fill_from_weights(tables: Tables, origins: Origins) -> list[str]:
+def _fill_from_weights(tables: Tables, origins: Origins, name: str) -> list[str]:
     """Set the keys of [model] that are not set to those of checkpoint.initial_load_path, and
-    flavor to "", where that is "from_weights" or the path stands without a flavor.
+    flavor to "", where that is "from_weights" or the path stands without a flavor. With another
+    flavor, set tokenizer_path alone.
 
-    Return messages.
+    name: of the recipe. Return messages.
     """
     model = tables.get("model", {})
     checkpoint = tables.get("checkpoint", {})
     if not isinstance(model, dict) or not isinstance(checkpoint, dict):
         return []  # which pydantic tells
     path = checkpoint.get("initial_load_path", "")
-    if (
-        not isinstance(path, str)
-        or model.get("flavor", FROM_WEIGHTS if path else "") != FROM_WEIGHTS
-    ):
+    if not isinstance(path, str):
+        return []
+    if model.get("flavor", FROM_WEIGHTS if path else "") != FROM_WEIGHTS:
+        if path and not model.get("tokenizer_path"):
+            _fill_tokenizer(tables, origins, path)
         return []
     if not path:
         return [
@@ -254,14 +256,16 @@ def _fill_from_weights(tables: Tables, origins: Origins) -> list[str]:
     try:
         weights = read_model(path)
     except ConfigError as error:
-        return [f"{origins[INITIAL_LOAD_PATH]}: {error}"]
+        return [f"{origins[INITIAL_LOAD_PATH]}: {error}{_way_without_weights(tables, name)}"]
     if weights is None:
         return [
             f"{origins[INITIAL_LOAD_PATH]}: {INITIAL_LOAD_PATH} = {shown(path)}: a checkpoint of"
             " torchtitan does not have the shape of its model; use it with model.flavor, or with"
             " the keys of [model]"
         ]
-    keys = {**weights.keys, "tokenizer_path": weights.tokenizer}
+    keys = dict(weights.keys)
+    if weights.tokenizer:
+        keys["tokenizer_path"] = weights.tokenizer
     unset = {
         name: value
         for name, value in keys.items()
@@ -269,6 +273,34 @@ def _fill_from_weights(tables: Tables, origins: Origins) -> list[str]:
     }
     _merge(tables, origins, {"model": {"flavor": "", **unset}}, str(weights.file))
     return []
+
+
+def _fill_tokenizer(tables: Tables, origins: Origins, path: str) -> None:
+    """Set model.tokenizer_path to the tokenizer of checkpoint.initial_load_path, if it has one."""
+    try:
+        weights = read_model(path)
+    except ConfigError:  # which a rule tells, if the run begins with the weights
+        weights = None
+    tokenizer = weights.tokenizer if weights else tokenizer_in(Path(path))
+    if tokenizer:
+        _merge(tables, origins, {"model": {"tokenizer_path": str(tokenizer)}}, path)
+
+
+def _way_without_weights(tables: Tables, name: str) -> str:
+    """Return the end of a message about weights that cannot be read: the way on for a run that has
+    steps of its own; "" for another.
+    """
+    job = tables.get("job")
+    dump_folder = job.get("dump_folder") if isinstance(job, dict) else None
+    folder = Path(
+        dump_folder if dump_folder and isinstance(dump_folder, str) else f"outputs/{name}"
+    )
+    steps = steps_in(folder)
+    recipe = folder / "config.toml"
+    resumes = tables["checkpoint"].get("enable", KEYS["checkpoint.enable"].default)
+    if resumes is not True or not steps or not recipe.is_file():
+        return ""
+    return f"; with {recipe} as recipe the run goes on from its own {steps[0].name} without weights"
 
 
 # The command line

@@ -131,7 +131,8 @@ class Model(Section):
     """Upper bound of training.seq_len, and of a generated text; 0: the flavor's."""
 
     tokenizer_path: RecipePath = ""
-    """Tokenizer in tiktoken's format (base64 token and rank per line), or a tokenizer.json."""
+    """Tokenizer in tiktoken's format (base64 token and rank per line), or a tokenizer.json; empty:
+    that of checkpoint.initial_load_path."""
 
 
 class Training(Section):

@@ -7,6 +7,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.config import ConfigError, flatten, load_config, to_toml
@@ -15,7 +16,8 @@ from titan_lite.data.special_tokens import CHARACTERS
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.data.tokenizer_json import to_json
 from titan_lite.distributed.layout import Layout
-from titan_lite.models.shapes import ModelConfig, RopeScaling, shape_of
+from titan_lite.models.huggingface import config_to_hf
+from titan_lite.models.shapes import FLAVORS, ModelConfig, RopeScaling, shape_of
 from titan_lite.rules import check_inputs, check_keys
 
 JSON = {
@@ -107,7 +109,61 @@ def test_a_tokenizer_json_comes_first_and_one_that_is_set_stays(folder, tmp_path
 def test_without_a_tokenizer_in_the_folder_one_is_asked_for(folder, tmp_path):
     (folder / "tokenizer.model").unlink()
     (message,) = mistakes(tmp_path, RECIPE, f"--checkpoint.initial_load_path={folder}")
-    assert 'model.tokenizer_path = "" names no file' in message
+    assert message == (
+        f'default: model.tokenizer_path = "" names no file, and {folder}'
+        " (checkpoint.initial_load_path) has neither tokenizer.json nor tokenizer.model; use a"
+        ' tokenizer file, such as "../assets/tokenizer/debug.model"'
+    )
+
+
+FLAVOR_DEBUG = ["--model.flavor=debug", "--model.tokenizer_path="]
+
+
+def test_an_empty_path_is_the_tokenizer_of_the_folder_with_any_flavor(folder, tmp_path):
+    content = config_to_hf(FLAVORS["debug"], torch.bfloat16)
+    (folder / "config.json").write_text(json.dumps(content))
+    path = f"--checkpoint.initial_load_path={folder}"
+    config = load(tmp_path, RECIPE, path, *FLAVOR_DEBUG)
+    assert config.model.flavor == "debug"
+    assert config.model.tokenizer_path == str(folder / "tokenizer.model")
+    check_inputs(config, Layout.from_config(config, 1))
+    # also beside weights of torchtitan, which give no shape
+    (folder / "config.json").unlink()
+    (folder / ".metadata").touch()
+    config = load(tmp_path, RECIPE, path, *FLAVOR_DEBUG)
+    assert config.model.tokenizer_path == str(folder / "tokenizer.model")
+
+
+def test_a_missing_tokenizer_is_told_with_that_of_the_folder(folder, tmp_path):
+    missing = tmp_path / "llama3/tokenizer.model"
+    more = [f"--checkpoint.initial_load_path={folder}", f"--model.tokenizer_path={missing}"]
+    config = load(tmp_path, RECIPE, *more)
+    with pytest.raises(ConfigError) as error:
+        check_inputs(config, Layout.from_config(config, 1))
+    assert str(error.value) == (
+        f'command line: model.tokenizer_path = "{missing}" is not there, but'
+        f" checkpoint.initial_load_path has {folder}/tokenizer.model; use that, or"
+        ' tokenizer_path = ""'
+    )
+
+
+def test_a_run_with_steps_whose_weights_are_gone_is_told_the_way_on(folder, tmp_path):
+    run = tmp_path / "run"
+    options = [f"--job.dump_folder={run}", "--checkpoint.enable"]
+    options.append(f"--checkpoint.initial_load_path={folder}")
+    resolved = to_toml(load(tmp_path, RECIPE, *options))
+    (folder / "config.json").unlink()
+    (message,) = mistakes(tmp_path, RECIPE, *options)
+    assert message.endswith("has no weights; use a Hugging Face folder, a step or a run's folder")
+    (run / "checkpoint/step-20").mkdir(parents=True)
+    (run / "config.toml").write_text(resolved)
+    (message,) = mistakes(tmp_path, RECIPE, *options)
+    assert message.endswith(
+        f"; with {run}/config.toml as recipe the run goes on from its own step-20 without weights"
+    )
+    config = load_config(run / "config.toml")
+    check_keys(config)
+    assert shape_of(config.model) == SHAPE
 
 
 def test_every_key_that_differs_is_told_at_once(folder, tmp_path):
