@@ -26,10 +26,10 @@ SHRUNK = (
     "--model.flavor debug --model.tokenizer_path assets/tokenizer/debug.model --data.dataset stdlib"
     " --compile.no-enable"
 )
-ONE_STEP = (
-    f"{SHRUNK} {SHORT} --training.steps 1 --training.local_batch_size 1"
-    " --training.global_batch_size 2"
+SMALLEST = (
+    f"{SHORT} --training.steps 1 --training.local_batch_size 1 --training.global_batch_size 2"
 )
+ONE_STEP = f"{SHRUNK} {SMALLEST}"
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,19 @@ HERE = {
     'python -m titan_lite generate Llama-3.1-8B --prompt "The quick brown fox"': Run(
         "The quick brown fox", "--max-new-tokens 5"
     ),
-    "python -m titan_lite convert outputs/llama3_8b exported": Run(
-        "exported", instead={" exported": " exported_8b"}
+    f"{PLANNER} train_configs/mine.toml --world-size 8": Run(
+        "step time", "--hardware h100 --training.seq_len 64"
     ),
-    "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --checkpoint.initial_load_path Llama-3.1-8B": Run(
-        "Llama-3.1-8B, a Hugging Face folder", f"{ONE_STEP} --job.dump_folder outputs/from_weights"
+    "CONFIG_FILE=train_configs/mine.toml ./run_train.sh --metrics.log_freq 1": Run(
+        "Llama-3.1-8B, a Hugging Face folder",
+        f"{SMALLEST} --compile.no-enable --job.dump_folder outputs/continued",
+    ),
+    "python -m titan_lite convert outputs/mine exported": Run(
+        "exported", instead={" exported": " exported_mine"}
+    ),
+    'CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --checkpoint.initial_load_path Llama-3.1-8B --model.flavor from_weights --model.tokenizer_path ""': Run(
+        "Llama-3.1-8B, a Hugging Face folder",
+        f"{SMALLEST} --data.dataset stdlib --compile.no-enable --job.dump_folder outputs/from_weights",
     ),
     'python -m titan_lite generate outputs/debug_model --prompt "def main("': Run(
         "def main(", "--max-new-tokens 5"
@@ -328,9 +336,11 @@ def trained(checkout):
     assert "done: step 4" in typed(checkout, f"{FIRST} {SHORT}")
     outputs = checkout / "outputs"
     assert len(read_metrics(outputs / "debug_model/metrics.jsonl")) >= 4
-    for name in ("a", "b", "llama3_8b"):
+    for name in ("a", "b", "llama3_8b", "mine"):
         shutil.copytree(outputs / "debug_model", outputs / name)
     typed(checkout, "python -m titan_lite convert outputs/debug_model Llama-3.1-8B")
+    (block,) = blocks(PAGES["docs/llama3.md"], "toml")
+    (checkout / "train_configs/mine.toml").write_text(f'extends = "llama3_8b.toml"\n{block}')
     typed(checkout, f"{PREPARE} train_configs/debug_model.toml {BOOKS}")
     return checkout
 
