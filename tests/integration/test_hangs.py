@@ -114,20 +114,17 @@ def test_a_rank_that_does_not_enter_a_collective_is_named_with_the_layer(tmp_pat
 
 
 def test_a_step_that_is_merely_slow_is_called_slow(tmp_path):
-    """Attention over 30,000 tokens takes a CPU more than the limit of two seconds."""
-    long = [
-        "--training.seq_len=30000",
-        "--model.max_seq_len=30000",
-        "--training.local_batch_size=1",
-        "--training.global_batch_size=2",
-        "--comm.init_timeout_seconds=2",
-    ]
-    with Ranks(2, tmp_path, *long) as jobs:
+    """One rank computes for longer than the limit, and the other waits for it in a collective."""
+    with Ranks(
+        2,
+        tmp_path,
+        *LIMIT,
+        fault={"rank": 1, "at": "layer", "layer": 2, "step": 3, "compute": 1000},
+    ) as jobs:
         text = all_ended(jobs)
     assert re.search(
-        r"slow: rank \d has made no progress for 2 s in (the first )?step( 1)?"
-        r" \(comm.init_timeout_seconds = 2\); ranks? .* computes? all the time: .*"
-        r" raise comm.init_timeout_seconds",
+        r"slow: rank \d has made no progress for 3 s in step 3 \(comm.train_timeout_seconds = 3\);"
+        r" rank 1 .*computes all the time: .* raise comm.train_timeout_seconds",
         text,
     )
     assert "hang: " not in text

@@ -124,7 +124,7 @@ def end_with(main: Callable[[], int]) -> NoReturn:
         if not reason:
             raise
         print(f"error: {reason}", file=sys.stderr, flush=True)
-        codes.append(FAILED)
+        _leave([FAILED])  # other exit handlers would wait for loader processes
     sys.exit(codes[0])
 
 
