@@ -86,6 +86,10 @@ class Events(logging.Handler):
         self.path = folder / "events.jsonl"
         self.setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
+    def stop(self) -> None:
+        """Write nothing more, since the folder is another run's."""
+        self.path = None
+
     def emit(self, record: logging.LogRecord) -> None:
         of_level = record.levelname.lower() if record.levelno >= logging.WARNING else None
         event = getattr(record, "event", of_level)

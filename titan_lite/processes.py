@@ -31,11 +31,14 @@ def signal_when_parent_dies(number: signal.Signals, parent: int) -> None:
 
 
 def describe_limit(error: BaseException) -> str:
-    """Return why no further thread or process could be started, or "" for another error."""
+    """Return why no further thread or process could be started, or "" for another error.
+
+    What a library raises while it tidies up after that has it as its context.
+    """
     no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
     no_process = isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN
     if not (no_thread or no_process):
-        return ""
+        return describe_limit(error.__context__) if error.__context__ else ""
     return (
         f"no further {'thread' if no_thread else 'process'} can be started: raise the limit"
         " (ulimit -u, or pids.max of the container or job), or use fewer: NGPU, OMP_NUM_THREADS,"

@@ -319,7 +319,7 @@ def no_file_of_the_run_is_a_link_out_of_its_folder(
     run_folder = Path(config.job.dump_folder)
     steps = run_folder / config.checkpoint.folder
     for folder in dict.fromkeys((run_folder, steps)):
-        for path in sorted(path for pattern in WRITTEN for path in folder.glob(pattern)):
+        for path in files_written(folder):
             if path.is_symlink() and not path.is_dir() and not _is_within(path, run_folder, steps):
                 yield Mistake(
                     key="job.dump_folder",
@@ -327,6 +327,11 @@ def no_file_of_the_run_is_a_link_out_of_its_folder(
                     why=f"has the link {path} to {os.readlink(path)}, which the run would write to",
                     instead="a folder without it, or remove the link",
                 )
+
+
+def files_written(folder: Path) -> list[Path]:
+    """Return the files of the folder that a run would write over, or append to."""
+    return sorted(path for pattern in WRITTEN for path in folder.glob(pattern))
 
 
 def _is_within(path: Path, *folders: Path) -> bool:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_lite import manifest
 from titan_lite.checkpoint.agreement import agree
 from titan_lite.checkpoint.identity import (
     DocumentsOfRun,
@@ -79,6 +80,7 @@ from titan_lite.resilience.skipped_steps import SkippedSteps
 from titan_lite.resilience.stop_signal import StopSignal
 from titan_lite.resilience.stragglers import Stragglers
 from titan_lite.resilience.watchdog import PATIENCE, Watchdog
+from titan_lite.rules import files_written
 
 
 @dataclass
@@ -201,12 +203,27 @@ class Trainer:
         signals.end_start()
         exit_code.record(exit_code.FAILED)
         self.checkpointer.lock_on_first()
+        if self.rank == 0:
+            self.detach_files()
         check_agreement(self.layout)
         self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
         self.counts_reads = all(
             self.mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp")
         )
+
+    def detach_files(self) -> None:
+        """Keep what is written from changing files of other folders that are hard links."""
+        for path in files_written(self.dump_folder):
+            if path.name == "lock":  # held; nothing is written to it
+                continue
+            try:
+                manifest.detach(path)
+            except OSError as error:
+                logger.warning(
+                    f"{path} has other names, whose content changes with it, and could not be"
+                    f" copied: {error.strerror}"
+                )
 
     def build_model(self) -> None:
         """Build this rank's stages on the meta device, fill them, and build their optimizer."""

@@ -69,7 +69,7 @@ from titan_lite.distributed.process_group import (
     max_over_ranks,
     new_gloo_group,
 )
-from titan_lite.logging import logger
+from titan_lite.logging import events, logger
 from titan_lite.manifest import CorruptFileError, FileDigest
 
 GROUP = "checkpoint"  # name of the process group of saves, which has a time limit of its own
@@ -140,7 +140,11 @@ class Checkpointer(SavedSteps):
                     self.lock()
             except ConfigError as in_use:
                 error = str(in_use)
-        self._raise_on_all(error)
+        try:
+            self._raise_on_all(error)
+        except SharedConfigError:
+            events.stop()
+            raise
 
     def _unfinished(self, step: int) -> Path:
         return self.folder / f"unfinished-step-{step}"

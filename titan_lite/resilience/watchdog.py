@@ -294,7 +294,11 @@ class Watchdog:
         """
         self.ending.acquire()  # never released: a second thread waits here for the end
         faulthandler.dump_traceback_later(2 * PATIENCE, exit=True, file=sys.__stderr__ or 2)
-        text = _call_within(grace + GRACE, lambda: self._exchange_records(reason, grace, limit_key))
+        text = None
+        if self.store is not None:  # else it was not even reached
+            text = _call_within(
+                grace + GRACE, lambda: self._exchange_records(reason, grace, limit_key)
+            )
         if text is None:
             store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             logger.error(

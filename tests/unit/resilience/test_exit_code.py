@@ -108,3 +108,9 @@ runpy.run_module({module!r}, run_name="__main__")
 def test_limits_of_threads_and_processes(error, noun):
     assert describe_limit(error).startswith(f"no further {noun} can be started" if noun else "")
     assert bool(describe_limit(error)) == bool(noun)
+
+
+def test_a_limit_is_known_from_what_it_led_to():
+    error = RuntimeError("cannot join thread before it is started")
+    error.__context__ = RuntimeError("can't start new thread")
+    assert describe_limit(error).startswith("no further thread can be started")

@@ -183,3 +183,14 @@ def test_the_verdict_on_a_rank_that_computes_is_that_it_is_slow(
     one.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     text = one._exchange_records("rank 0 has made no progress", 0.0, limit_key)
     assert text.startswith(words)
+
+
+def test_a_store_that_was_not_reached_is_named_with_this_ranks_record(monkeypatch, caplog, capfd):
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    one = Watchdog(Comm(), 1, 2)
+    monkeypatch.setattr(one, "_exit", lambda: None)
+    one._end("rank 1 has made no progress", 0.0, "init_timeout_seconds")
+    assert "the store at node0:29500 does not answer" in caplog.text
+    assert "Traceback" not in capfd.readouterr().err

@@ -16,6 +16,7 @@ The run may still be going on. page.html has the frame of the page, its style an
 """
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -49,8 +50,11 @@ def main(arguments: Sequence[str]) -> None:
     try:
         names = name_runs(options.folders)
         runs = [read_run(folder, name) for folder, name in zip(options.folders, names, strict=True)]
+        content = page(runs)
+        if options.output is None:  # a link there may lead to a file that is no report
+            path.unlink(missing_ok=True)
         # JSON may have halves of a surrogate pair.
-        path.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
+        path.write_text(content, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
     except RecordError as error:
@@ -63,7 +67,7 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
 
     Raises RecordError for a repeated folder.
     """
-    parts = [folder.resolve().parts for folder in folders]
+    parts = [Path(os.path.realpath(folder)).parts for folder in folders]
     for folder, own in zip(folders, parts, strict=True):
         if parts.count(own) > 1:
             raise RecordError(f"{folder} is given twice; use each run once")

@@ -4,6 +4,7 @@ becomes a part of the page.
 
 import html.parser
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -550,3 +551,14 @@ def test_no_torch_is_needed(run):
         ).returncode
         == 0
     )
+
+
+@pytest.mark.parametrize("kind", ["symbolic", "hard"])
+def test_a_page_that_is_a_link_to_another_file_is_replaced(kind, run, tmp_path):
+    own = tmp_path / "own.html"
+    own.write_text("of the user")
+    folder = run()
+    (os.symlink if kind == "symbolic" else os.link)(own, folder / "report.html")
+    assert main([str(folder)]) == 0
+    assert own.read_text() == "of the user"
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
