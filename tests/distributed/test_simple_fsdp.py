@@ -143,16 +143,13 @@ def test_what_one_step_communicates(layout, model, variant):
     """
     options = VARIANTS[variant]
     in_blocks = 18 if "compiled" in options else 2
-    read = in_blocks + (
-        3 if "compiled" in options else 2
-    )  # embedding, norm (in the last block's bucket) and output
+    beside = 3 if "compiled" in options else 2  # embedding, norm (in the last bucket) and output
+    read = in_blocks + beside
     gathered = read - ("compiled" in options and model == "tied")  # a graph reads tied weights once
     if options["reshard"]:
         gathered += (
             read - 1 - ("chunk" in options)
         )  # backward of the embedding, or of a loss in chunks, needs no weight
-    elif "checkpointing" in options:
-        gathered += in_blocks  # recomputing a block reads its weights
     replicate, shard = LAYOUTS[layout]
     expected = {"all_gather": gathered, "reduce_scatter": read} if shard > 1 else {}
     expected |= {"all_reduce": read} if replicate > 1 else {}

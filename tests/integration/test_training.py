@@ -68,6 +68,7 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
         "tb",
         "checkpoint",
         "loss.png",
+        "lock",
     }
     assert "layout: 2 ranks = dp_shard 2, each one CPU" in first.stdout
     said = [line.partition(" ")[2] for line in first.stdout.splitlines()]
