@@ -345,9 +345,11 @@ def test_overlap_with_the_first_forward_and_the_last_backward_changes_no_number(
             OVERLAPPED[mode], ranks, strict=True
         ):
             assert len(tensors) == len(expected) > 2
-            for tensor, other in zip(tensors, expected, strict=True):
+            first_step = len(tensors) // 2
+            for number, (tensor, other) in enumerate(zip(tensors, expected, strict=True)):
                 if name == "bfloat16":  # waits part the graph; a fused kernel rounds less often
-                    assert (tensor - other).norm() < 0.1 * other.norm(), name
+                    share = 0.02 if number < first_step else 0.1  # AdamW enlarges differences
+                    assert (tensor - other).norm() < share * other.norm(), name
                 else:
                     assert torch.equal(tensor, other), name
             begin, last, end = (events.index(each) for each in ("backward 0", "backward 1", "end"))

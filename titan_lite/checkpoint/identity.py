@@ -157,9 +157,8 @@ def _processor() -> str:
     """Return the name of the CPU, such as "AMD EPYC 7R13 Processor"; its architecture at worst."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     except (OSError, UnicodeError):
         pass
     return platform.processor() or platform.machine()

@@ -63,7 +63,7 @@ class CompileReport:
 
 @dataclass
 class Compilation:
-    """What a backend reports of the compilation of a graph."""
+    """A backend's report on the compilation of a graph."""
 
     segments: int = 0  # as in CompileReport
     different_segments: int = 0

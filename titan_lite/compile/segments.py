@@ -117,20 +117,20 @@ def is_fused(node: Node) -> bool:
 def compile_segments(
     module: GraphModule,
     compile_segment: CompileSegment,
-    is_outside: Callable[[Node], bool],
+    runs_outside: Callable[[Node], bool],
     apart: Iterable[Collection[Node]] = (),
 ) -> Program:
     """Return the program of a graph, whose nodes have fake results in meta["val"].
 
-    is_outside: True for operators with one result that are called between segments. apart: as in
+    runs_outside: True for operators with one result that are called between segments. apart: as in
     `split`.
     """
     builder = _ProgramBuilder(module, compile_segment)
-    parts = split(module.graph, is_outside, apart)
+    parts = split(module.graph, runs_outside, apart)
     last_reads = last_reads_of(module.graph, parts)
     for number, part in enumerate(parts):
         read_last = [node for node in inputs_of(part) if last_reads[node] == number]
-        if is_outside(part[0]):
+        if runs_outside(part[0]):
             (node,) = part
             builder.call_operator(node, read_last)
         else:
@@ -140,7 +140,7 @@ def compile_segments(
 
 
 def split(
-    graph: Graph, is_outside: Callable[[Node], bool], apart: Iterable[Collection[Node]] = ()
+    graph: Graph, runs_outside: Callable[[Node], bool], apart: Iterable[Collection[Node]] = ()
 ) -> list[list[Node]]:
     """Return the parts of a graph in order: an outside node alone, or the nodes between two.
 
@@ -157,7 +157,7 @@ def split(
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if is_outside(node):
+        if runs_outside(node):
             parts.append([node])
             segment = []
             continue

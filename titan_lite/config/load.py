@@ -464,8 +464,9 @@ def nearest_section(section: str) -> str:
     with_underscore = [known for known in KEYS if known.replace(".", "_") == section]
     if with_underscore:
         return f"; did you mean {' or '.join(with_underscore)}?"
-    of_validation, _, name = section.partition("_")
-    if of_validation in NAMES_OF_VALIDATION and name:
+    prefix = section.partition("_")[0]
+    name = section.removeprefix(f"{prefix}_")
+    if prefix in NAMES_OF_VALIDATION and name:
         return nearest_key(f"validation.{name}")
     return did_you_mean(section, SECTIONS, otherwise=f"; known sections: {', '.join(SECTIONS)}")
 

@@ -93,7 +93,7 @@ class LocalFile(NamedTuple):
 
 
 class Match(NamedTuple):
-    """What is at `data.path`."""
+    """The files at `data.path`."""
 
     sizes: dict[str, int]  # by path or URL
     names: dict[str, str]  # by path or URL

@@ -40,7 +40,8 @@ def connect_store(seconds: float) -> dist.Store:
     else:
         check_store(name, host, port, seconds)
     timeout = datetime.timedelta(seconds=seconds)
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    connected = next(dist.rendezvous("env://", timeout=timeout))
+    store: dist.Store = connected[0]  # beside it, this rank and the number of ranks
     store.set_timeout(timeout)
     return store
 

@@ -7,6 +7,7 @@ Each matrix has one owner (matrix_owners.py). A part of it goes there from every
 its update returns.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -18,11 +19,11 @@ from titan_lite.optim.matrix_owners import MatrixOwners
 from titan_lite.optim.state import costs_of
 
 
-class MatrixOptimizer(torch.optim.Optimizer):
+class MatrixOptimizer(torch.optim.Optimizer, ABC):
     """The part of a step that is the same for all optimizers of matrices.
 
-    matrices: by FQN. A subclass has the methods that raise here. It refers to a matrix by its index
-    in `matrices`.
+    matrices: by FQN. A subclass has the abstract methods. It refers to a matrix by its index in
+    `matrices`.
     """
 
     def __init__(self, matrices: Mapping[str, nn.Parameter], config: Optimizer):
@@ -40,20 +41,20 @@ class MatrixOptimizer(torch.optim.Optimizer):
         )
         self.skipped = torch.zeros((), dtype=torch.bool)  # True in a step that is skipped
 
+    @abstractmethod
     def initial_state(self, index: int) -> dict[str, Tensor]:
         """Return the state of a matrix before its first step, beside its count of steps."""
-        raise NotImplementedError
 
+    @abstractmethod
     def local_part(self, index: int) -> Tensor:
         """Return this rank's part of what the owner of a matrix needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole_update(self, index: int, whole: Tensor) -> Tensor:
         """Return the update of a matrix from the whole of what `local_part` has the parts of.
 
         Called by its owner alone.
         """
-        raise NotImplementedError
 
     def update_scale(self, index: int) -> float:
         """Return the factor of an update, beside the learning rate."""

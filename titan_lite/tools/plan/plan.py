@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def is_tight(self) -> bool:
-        """Whether it fits by less than published runs of this design exceeded their plans."""
+        """Return True if it fits, but by less than published runs exceeded their plans."""
         return self.fits and self.memory.total * (1 + MEMORY_ERROR) > self.capacity
 
     def tokens_per_second(self, step: StepTimes) -> float:

@@ -18,7 +18,7 @@ SIZE_CLASS = 2  # most times as many parameters, or as few, as a model of about 
 
 
 class RunKind(NamedTuple):
-    """What published runs have in common."""
+    """A kind of published runs: of one model, mode, precision and machine."""
 
     flavor: str
     mode: str  # eager, or the backend of torch.compile

@@ -118,8 +118,10 @@ def facts_of_last_start(run: RunRecord) -> dict[str, str]:
     starts = [event["facts"] for event in run.events if event.get("facts")]
     facts = dict(starts[-1]) if starts else {}
     if "revision" in facts:
-        commit, changes, _ = facts["revision"].partition("+changes")
-        facts["revision"] = f"{commit[:12]}{changes}"
+        revision = facts["revision"]
+        commit = revision.removesuffix("+changes")
+        changes = revision.removeprefix(commit)
+        facts["revision"] = commit[:12] + changes
     return facts
 
 
