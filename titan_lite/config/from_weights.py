@@ -236,7 +236,8 @@ def _llama3_scaling(
     # As transformers: the one beside the settings, if any, else the one in them.
     original = json.get(length, rope.get(length, json.get("max_position_embeddings", 2048)))
     given = {**rope, length: original}
-    lines = _not_numbers(given, list(SCALING.values())[:3]) + _not_sizes(given, [length])
+    lines = _not_numbers(given, ("factor", "low_freq_factor", "high_freq_factor"))
+    lines += _not_sizes(given, [length])
     if not lines and given["factor"] < 1:
         lines.append(f"factor = {given['factor']!r}: expected a number at least 1")
     if not lines and given["high_freq_factor"] <= given["low_freq_factor"]:

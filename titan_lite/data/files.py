@@ -128,7 +128,9 @@ def _fixed_part(path: str) -> str:
     """Return the folder of a file, or the folders of a pattern before its first * ? or [."""
     parts = path.split("/")
     fixed = list(itertools.takewhile(lambda part: not has_magic(part), parts[:-1]))
-    return "/".join(fixed) or path[: path.startswith("/")]
+    if fixed in ([], [""]):  # of a relative path, or of one at the root
+        return "/" if path.startswith("/") else ""
+    return "/".join(fixed)
 
 
 def _on_disk(data: Data, where: str) -> Match:

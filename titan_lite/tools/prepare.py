@@ -87,7 +87,8 @@ def parts_of(config: Config) -> list[Part]:
     for table, data in tables.items():
         prefix = "" if table == "data" else "validation-"
         if not data.sources:
-            parts.append(Part(prefix.rstrip("-") or "train", table, data))
+            name = "train" if table == "data" else "validation"
+            parts.append(Part(name, table, data))
             continue
         for number, (source, (_, part)) in enumerate(
             zip(data.sources, data.mixture(), strict=True), start=1
