@@ -192,6 +192,9 @@ HERE = {
         "Loader, prepared", "--tokens 400000 --rounds 1 --seq-len 64 --mean-document 100"
     ),
     "python scripts/benchmark_checkpoint.py": Run("async", "--flavor debug --saves 1"),
+    "python scripts/benchmark_compile.py --blocks 4 16": Run(
+        "| 1 |", "--blocks 1 --backend aot_eager --steps 2"
+    ),
     "python scripts/benchmark_schedule.py predict --layers 6": Run(
         "greedy", "--layers 2 --world-sizes 8 --batch-sizes 1"
     ),
