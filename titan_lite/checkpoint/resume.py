@@ -62,7 +62,6 @@ EFFECT_OF_KEY = {  # all other keys: NOTED
     "debug.seed": Effect.RESTARTS_DATA,
     "optimizer.name": Effect.RESTARTS_OPTIMIZER,
     "optimizer.max_preconditioner_dim": Effect.RESTARTS_OPTIMIZER,
-    "optimizer.start_preconditioning_step": Effect.RESTARTS_OPTIMIZER,
     # the same sums by other kernels or in another order
     "compile.backend": Effect.ROUNDING,
     "compile.components": Effect.ROUNDING,
@@ -80,7 +79,6 @@ ONLY_WITH = {
     "data.shuffle_buffer": ("data.shuffle", True),
     "debug.seed": ("data.shuffle", True),
     "optimizer.max_preconditioner_dim": ("optimizer.name", "Shampoo"),
-    "optimizer.start_preconditioning_step": ("optimizer.name", "Shampoo"),
 }
 # field of RunIdentity: what it is called ({}: of its dictionary, the key that differs), its effect
 FIELDS = {
@@ -209,6 +207,7 @@ def compare(
         changes = [
             *_changes_of_recipe(was["recipe"], now["recipe"]),
             *_changes_of_fields(was, now),
+            *_changes_of_preconditioning(was, now),
             *_changes_of_documents(saved, identity, find_documents),
             *_changes_of_tensors(saved, now["compression"]),
         ]
@@ -255,6 +254,26 @@ def _changes_of_fields(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
         for path, before, after in differences(was[name], now[name]):
             text = f"{words.format(path)}: {short(after)}, was {short(before)}"
             yield Change(EFFECT_OF_ENTRY.get((name, path), effect), text)
+
+
+def _changes_of_preconditioning(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    """Yield another first step with Shampoo's roots, which also depends on a short schedule."""
+    before = _first_preconditioned_step(was)
+    after = _first_preconditioned_step(now)
+    if before and after and before != after:
+        text = (
+            f"the first step with roots (optimizer.start_preconditioning_step): {after},"
+            f" was {before}"
+        )
+        yield Change(Effect.RESTARTS_OPTIMIZER, text)
+
+
+def _first_preconditioned_step(identity: Mapping[str, Any]) -> int:
+    """Return Config.first_preconditioned_step of a run; 0: not Shampoo."""
+    optimizer = identity["recipe"]["optimizer"]
+    if optimizer["name"] != "Shampoo":
+        return 0
+    return min(optimizer["start_preconditioning_step"], identity["total_steps"])
 
 
 def _changes_of_documents(

@@ -250,6 +250,24 @@ def test_of_shampoo_the_size_of_blocks_is_of_its_state():
     ]
 
 
+def test_of_shampoo_the_first_step_with_roots_is_of_its_state_whatever_gives_it():
+    shampoo = ["--optimizer.name=Shampoo"]
+    other_schedule = {"was": shampoo, "total_steps": 6}
+    found = differences(*shampoo, **other_schedule)
+    roots = "the first step with roots (optimizer.start_preconditioning_step): 6, was 10"
+    assert (Effect.RESTARTS_OPTIMIZER, roots) in found
+    assert differences(*shampoo, "--optimizer.start_preconditioning_step=40", was=shampoo)[0] == (
+        Effect.RESTARTS_OPTIMIZER,
+        "the first step with roots (optimizer.start_preconditioning_step): 40, was 10",
+    )
+
+
+def test_a_later_start_of_roots_than_the_schedule_has_steps_changes_nothing():
+    shampoo = ["--optimizer.name=Shampoo", "--optimizer.start_preconditioning_step=200"]
+    later = ["--optimizer.name=Shampoo", "--optimizer.start_preconditioning_step=300"]
+    assert [effect for effect, _ in differences(*later, was=shampoo)] == [Effect.NOTED]
+
+
 def test_a_key_that_only_one_side_has_is_told():
     state = saved()
     state.identity.recipe["training"]["old_key"] = 3
