@@ -30,7 +30,7 @@ from titan_lite.data.corpora import (
     open_corpus,
 )
 from titan_lite.data.files import Piece, read_piece, text_of
-from titan_lite.data.prepared import NAME as PREPARED
+from titan_lite.data.outputs import PREPARED
 from titan_lite.data.prepared import (
     PreparedCorpus,
     PreparedDocuments,

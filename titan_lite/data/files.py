@@ -21,17 +21,18 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import lru_cache
 from glob import glob, has_magic
 from pathlib import Path
 from typing import NamedTuple
 
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.errors import one_line
 from titan_lite.data.bad_documents import BadDocument
+from titan_lite.data.outputs import refuse_folder_of_run, without_outputs
 from titan_lite.data.readers import (
     BLOCK,
     NoText,
@@ -57,7 +58,7 @@ TEXT_PER_COMPRESSED_BYTE = 4  # about
 DAMAGED = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 # of these, what a file that is whole raises
 UNREACHABLE = (FileNotFoundError, PermissionError, ConnectionError, TimeoutError)
-WRITTEN_BY_RUN = ("events.jsonl", "metrics.jsonl")  # which a pattern of documents may match
+LOCAL_URLS = ("file://", "local://")
 _FIX = (
     f"use a file, a folder or a glob of {', '.join(TEXT_FORMATS + COLUMN_FORMATS)} files (all but"
     f' the last two also {", ".join(COMPRESSIONS)}), such as path = "corpus/*.jsonl"'
@@ -103,7 +104,8 @@ class Match(NamedTuple):
 def local_files(data: Data) -> list[LocalFile]:
     """Return the files at `data.path`, by path. Raises ConfigError."""
     where = f'{data.key("path")} = "{data.path}"'
-    match = _at_url(data.path, where) if is_url(data.path) else _on_disk(data, where)
+    path = _path_on_disk(data.path)
+    match = _at_url(data.path, where) if path is None else _on_disk(path, data.run_folder, where)
     if not match.is_folder:
         unknown = [file for file in match.sizes if not _format(file)[0]]
         if unknown:
@@ -133,13 +135,21 @@ def _fixed_part(path: str) -> str:
     return "/".join(fixed)
 
 
-def _on_disk(data: Data, where: str) -> Match:
-    """Return the file, the files of the folder, or those that match the pattern at `data.path`.
+def _path_on_disk(path: str) -> str | None:
+    """Return the absolute path of what is on disk, also of file:// URLs; None for other URLs."""
+    if not is_url(path):
+        return os.path.abspath(path)
+    if path.startswith(LOCAL_URLS) and "::" not in path:
+        return LocalFileSystem._strip_protocol(path)
+    return None
 
-    Patterns are those of the standard library: fsspec's do not enter folders that are linked. The
-    files of the run itself are left out. Raises ConfigError.
+
+def _on_disk(path: str, run_folder: str, where: str) -> Match:
+    """Return the file, the files of the folder, or those that match the pattern at a path.
+
+    Patterns are those of the standard library: fsspec's do not enter folders that are linked. What
+    titan_lite has written is left out. Raises ConfigError.
     """
-    path = os.path.abspath(data.path)
     is_folder = os.path.isdir(path)
     is_pattern = not is_folder and not os.path.isfile(path)
     found: Iterable[str] = [path]
@@ -149,7 +159,9 @@ def _on_disk(data: Data, where: str) -> Match:
         found = glob(path, recursive=True)
     folder = path if is_folder else _fixed_part(path)
     if is_folder or is_pattern:
-        found = _without_run(found, folder, data, where)
+        pattern = "*" if is_folder else os.path.basename(path)
+        refuse_folder_of_run(folder, pattern, run_folder, where)
+        found = without_outputs(found, folder, run_folder, where)
     sizes = {file: os.path.getsize(file) for file in found if os.path.isfile(file)}
     if not sizes and not is_folder and os.path.exists(path):
         raise ConfigError(
@@ -159,37 +171,6 @@ def _on_disk(data: Data, where: str) -> Match:
         raise ConfigError(f"{where}: no such file, and no file matches; {_FIX}")
     names = {file: os.path.relpath(file, folder).replace(os.sep, "/") for file in sizes}
     return Match(sizes, names, is_folder)
-
-
-def _without_run(files: Iterable[str], folder: str, data: Data, where: str) -> list[str]:
-    """Return the files that are not in the run's own folder.
-
-    folder: the one that the files are in. Raises ConfigError if it is the run's own.
-    """
-    found = list(files)
-    if not data.run_folder:
-        return found
-    run_folder = os.path.realpath(data.run_folder)
-    corpus = os.path.realpath(folder)
-    if corpus != run_folder and Path(corpus).is_relative_to(run_folder):
-        return found  # the corpus is in a folder of its own within that of the run
-    if corpus == run_folder:
-        pattern = "*" if os.path.isdir(data.path) else os.path.basename(data.path)
-        if any(fnmatch(name, pattern) for name in WRITTEN_BY_RUN):
-            raise ConfigError(
-                f"{where}: the run itself writes {' and '.join(WRITTEN_BY_RUN)} to this folder,"
-                f' since job.dump_folder = "{data.run_folder}"; use another folder for the run'
-            )
-        return found
-    folders = {os.path.dirname(file) for file in found}
-    own = {each for each in folders if Path(os.path.realpath(each)).is_relative_to(run_folder)}
-    documents = [file for file in found if os.path.dirname(file) not in own]
-    if len(documents) < len(found):
-        logger.info(
-            f"{where}: {len(found) - len(documents)} files of the run itself (job.dump_folder) are"
-            " left out"
-        )
-    return documents
 
 
 def _at_url(url: str, where: str) -> Match:

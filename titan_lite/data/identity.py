@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from titan_lite.config import Data
 from titan_lite.data.contents import HASH_DIGITS, contents_of
 from titan_lite.data.files import local_files
-from titan_lite.data.prepared import NAME as PREPARED
+from titan_lite.data.outputs import PREPARED
 from titan_lite.data.prepared import read_prepared
 from titan_lite.data.stdlib import FOLDER, TOPIC, Stdlib
 from titan_lite.manifest import digest

@@ -28,12 +28,12 @@ from titan_lite.config import ConfigError, Data
 from titan_lite.data.contents import UnchangedFiles
 from titan_lite.data.corpora import Split
 from titan_lite.data.files import Piece
+from titan_lite.data.outputs import PREPARED
 
 if TYPE_CHECKING:
     import pyarrow
 
 FORMAT = 2
-NAME = "prepared.json"
 BOTH_SPLITS = "documents"  # the folder of a corpus that is split by the names of documents
 MAX_OPEN_BATCHES = 1000  # of a thousand documents; a group that is shuffled has some hundred
 _FIX = "use `titan-lite prepare` to prepare it again"
@@ -194,17 +194,19 @@ def read_prepared(folder: Path, key: str = "data.path", every_byte: bool = False
     """
     where = f'{key} = "{folder}"'
     try:
-        info = PreparedInfo.from_json((folder / NAME).read_text(encoding="utf-8"))
+        info = PreparedInfo.from_json((folder / PREPARED).read_text(encoding="utf-8"))
     except OSError as error:
-        parts = sorted(path.parent.name for path in folder.glob(f"*/{NAME}"))
+        parts = sorted(path.parent.name for path in folder.glob(f"*/{PREPARED}"))
         if parts:  # `prepare` writes a folder for each corpus of a recipe
             raise ConfigError(
-                f"{where}: it has no {NAME}, but {' and '.join(parts)} in it have; use"
+                f"{where}: it has no {PREPARED}, but {' and '.join(parts)} in it have; use"
                 f' "{folder / parts[0]}"{" or another of these" if len(parts) > 1 else ""}'
             ) from None
-        raise ConfigError(f"{where}: {NAME} cannot be read ({error.strerror}); {_FIX}") from None
+        raise ConfigError(
+            f"{where}: {PREPARED} cannot be read ({error.strerror}); {_FIX}"
+        ) from None
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{where}: {NAME} is damaged; {_FIX}") from None
+        raise ConfigError(f"{where}: {PREPARED} is damaged; {_FIX}") from None
     if info.format != FORMAT:
         raise ConfigError(f"{where}: its format is {info.format}, not {FORMAT}; {_FIX}")
     check = manifest.check_bytes if every_byte else manifest.check_sizes

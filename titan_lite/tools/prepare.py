@@ -36,10 +36,10 @@ from titan_lite.config import Config, ConfigError, Data, load_config
 from titan_lite.config.errors import in_toml
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
 from titan_lite.data.corpora import SPLITS, Corpus, Split, open_corpus
+from titan_lite.data.outputs import PREPARED
 from titan_lite.data.prepared import (
     BOTH_SPLITS,
     FORMAT,
-    NAME,
     PreparedInfo,
     PreparedPart,
     check_prepared,
@@ -316,7 +316,7 @@ def write_info(
         bad=[document.to_dict() for document in bad],
         files={str(path.relative_to(folder)): manifest.digest(path) for path in files},
     )
-    manifest.write_text(folder / NAME, info.to_json())
+    manifest.write_text(folder / PREPARED, info.to_json())
     return info
 
 
@@ -333,7 +333,7 @@ def _summary(info: PreparedInfo) -> str:
         for name, part in info.parts.items()
     ]
     if info.bad:
-        words.append(f"{len(info.bad)} bad documents among them, which {NAME} lists")
+        words.append(f"{len(info.bad)} bad documents among them, which {PREPARED} lists")
     return "; ".join(words)
 
 
@@ -351,7 +351,7 @@ def main(arguments: Sequence[str]) -> None:
         "--verify",
         type=Path,
         metavar="FOLDER",
-        help=f"compare every byte with the SHA-256 in {NAME}, and write nothing",
+        help=f"compare every byte with the SHA-256 in {PREPARED}, and write nothing",
     )
     init_logging()
     options, others = parser.parse_known_args(arguments)

@@ -353,7 +353,7 @@ def test_a_file_at_a_url_is_looked_at_when_it_is_opened(corpus):
 
 @pytest.mark.parametrize("part", ["first epoch", "second epoch"])
 def test_a_prepared_file_that_is_changed_within_a_run_ends_it(part, corpus, tmp_path):
-    from titan_lite.data.prepared import NAME
+    from titan_lite.data.outputs import PREPARED
     from titan_lite.tools import prepare
 
     folder = tmp_path / "prepared"
@@ -361,7 +361,7 @@ def test_a_prepared_file_that_is_changed_within_a_run_ends_it(part, corpus, tmp_
     assert prepare.main(["debug_model", str(folder), *options]) == 0
     data = Data(dataset="prepared", path=str(folder), validation_fraction=0.0)
     before = identify(data)
-    assert NAME in before[0].files
+    assert PREPARED in before[0].files
     documents = epochs(data)
     list(islice(documents, 10 if part == "first epoch" else 60))
     (table,) = folder.glob("documents/*.arrow")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import os
 from itertools import islice
 
@@ -128,6 +129,52 @@ def test_the_run_folder_is_left_out_of_every_source_of_a_mixture(corpus):
         "debug_model", [f"--validation.path={corpus}", f"--job.dump_folder={corpus}/run"]
     )
     assert names(recipe.validation_data) == ["a.jsonl", "part/b.jsonl"]
+
+
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "", "*/*.jsonl"])
+def test_in_a_file_url_what_the_run_writes_is_not_its_data_either(pattern, corpus):
+    data = with_run(f"file://{corpus / pattern}", corpus / "run")
+    before = names(data), digest_of(identify(data))
+    assert before == (names(with_run(corpus / pattern, "")), before[1])
+    write_jsonl(corpus / "run/events.jsonl", ["not a document"])
+    assert (names(data), digest_of(identify(data))) == before
+    assert [text for _, text in islice(texts(data), 3)]
+
+
+# What other runs and programs have written into the corpus
+
+OF_RUN = ("config.toml", "events.jsonl", "graphs/0/a.txt")
+OF_STEP = ("manifest.json", "state.json", "documents.json")
+OF_PREPARED = ("prepared.json", "documents/a.jsonl")
+
+
+@pytest.mark.parametrize("written", [OF_RUN, OF_STEP, OF_PREPARED])
+@pytest.mark.parametrize("folder", ["old", "part/old", "old/deeper"])
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_what_other_runs_have_written_is_no_data(prefix, folder, written, corpus, caplog):
+    data = local(f"{prefix}{corpus}", validation_fraction=0.0)
+    before = names(data), digest_of(identify(data))
+    for name in written:
+        write_jsonl(corpus / folder / name, ["not a document"])
+    with caplog.at_level(logging.INFO, logger="titan_lite"):
+        assert (names(data), digest_of(identify(data))) == before
+    assert f"that titan_lite has written are left out ({corpus / folder})" in caplog.text
+
+
+def test_files_with_a_name_that_runs_have_are_documents(corpus):
+    write_jsonl(corpus / "github/events.jsonl", ["a push"])
+    write_jsonl(corpus / "github/manifest.json", ["a list"])
+    assert {"github/events.jsonl", "github/manifest.json"} < set(names(local(corpus)))
+
+
+@pytest.mark.parametrize("pattern", ["", "*.jsonl", "**/*.jsonl"])
+def test_the_folder_of_another_run_is_no_corpus(pattern, corpus):
+    for name in ("lock", "events.jsonl"):
+        write_jsonl(corpus / name, ["not a document"])
+    with pytest.raises(ConfigError, match=r"data\.path.*a run has written events\.jsonl"):
+        check_data(local(corpus / pattern))
+    assert names(local(corpus / "part/*.jsonl")) == ["b.jsonl"]
+    assert names(local(corpus / "[ab].jsonl")) == ["a.jsonl"]
 
 
 def test_a_corpus_within_the_folder_of_the_run_is_one(corpus, tmp_path):

@@ -1,0 +1,108 @@
+"""Leave out of a corpus what titan_lite itself has written below it: it is no document.
+
+    refuse_folder_of_run("/corpus", "*.jsonl", run_folder, 'data.path = "/corpus/**/*.jsonl"')
+    documents = without_outputs(files, "/corpus", run_folder, 'data.path = "/corpus/**/*.jsonl"')
+
+A pattern such as /corpus/**/*.jsonl matches the events.jsonl of a run whose folder is in /corpus,
+and each event has a text.
+
+corpus, here: the absolute path of the folder that the files are in. run_folder: that of the run
+that reads them, or "". where: the key and its value, for messages.
+"""
+
+import os
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+from titan_lite import manifest
+from titan_lite.config import ConfigError
+from titan_lite.logging import logger
+
+WRITTEN_BY_RUN = ("events.jsonl", "metrics.jsonl")  # which a pattern of documents may match
+PREPARED = "prepared.json"
+MAX_NAMED = 3  # folders in a line of the log
+
+
+class Mark(NamedTuple):
+    """Files by which a folder that titan_lite has written is known: one of each of the two."""
+
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+
+
+RUN = Mark(("config.toml", "lock"), WRITTEN_BY_RUN)
+STEP_OF_CHECKPOINT = Mark((manifest.NAME,), ("state.json",))
+PREPARED_DOCUMENTS = Mark((PREPARED,), (PREPARED,))
+
+
+def refuse_folder_of_run(corpus: str, pattern: str, run_folder: str, where: str) -> None:
+    """Raise ConfigError if the corpus is the folder of a run, and a file's pattern matches what
+    runs write there.
+    """
+    is_own = bool(run_folder) and os.path.realpath(corpus) == os.path.realpath(run_folder)
+    if not is_own and not _has(corpus, RUN):
+        return
+    if not any(fnmatch(name, pattern) for name in WRITTEN_BY_RUN):
+        return
+    names = " and ".join(WRITTEN_BY_RUN)
+    if is_own:
+        raise ConfigError(
+            f"{where}: the run itself writes {names} to this folder, since job.dump_folder ="
+            f' "{run_folder}"; use another folder for the run'
+        )
+    raise ConfigError(
+        f"{where}: a run has written {names} to this folder; use the folder of the documents, or a"
+        " pattern that matches them alone"
+    )
+
+
+def without_outputs(files: Iterable[str], corpus: str, run_folder: str, where: str) -> list[str]:
+    """Return the files that are in no folder of a run, of a checkpoint's step or of prepared
+    documents.
+
+    The corpus itself may be in one.
+    """
+    outputs = _Outputs(corpus, run_folder)
+    found = list(files)
+    documents = [file for file in found if not outputs.root_of(os.path.dirname(file))]
+    if len(documents) < len(found):
+        roots = sorted({root for root in outputs.roots.values() if root})
+        more = ", ..." if len(roots) > MAX_NAMED else ""
+        logger.info(
+            f"{where}: {len(found) - len(documents)} files that titan_lite has written are left out"
+            f" ({', '.join(roots[:MAX_NAMED])}{more})"
+        )
+    return documents
+
+
+class _Outputs:
+    """The folders below a corpus that titan_lite has written."""
+
+    def __init__(self, corpus: str, run_folder: str):
+        self.corpus = corpus
+        self.run_folder = Path(os.path.realpath(run_folder)) if run_folder else None
+        if self.run_folder and Path(os.path.realpath(corpus)).is_relative_to(self.run_folder):
+            self.run_folder = None  # the corpus has a folder of its own within that of the run
+        # folder below the corpus -> the written folder that it is or lies in, "" if none
+        self.roots: dict[str, str] = {}
+
+    def root_of(self, folder: str) -> str:
+        """Return the written folder that a folder is or lies in; "" if there is none."""
+        parent = os.path.dirname(folder)
+        if folder == self.corpus or parent == folder:
+            return ""
+        if folder not in self.roots:
+            self.roots[folder] = self.root_of(parent) or (folder if self._is_root(folder) else "")
+        return self.roots[folder]
+
+    def _is_root(self, folder: str) -> bool:
+        if self.run_folder and Path(os.path.realpath(folder)).is_relative_to(self.run_folder):
+            return True
+        return any(_has(folder, mark) for mark in (RUN, STEP_OF_CHECKPOINT, PREPARED_DOCUMENTS))
+
+
+def _has(folder: str, mark: Mark) -> bool:
+    """Return whether a folder is of the kind that a mark tells."""
+    return all(any(os.path.isfile(os.path.join(folder, name)) for name in names) for names in mark)
