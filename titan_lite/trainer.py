@@ -203,6 +203,7 @@ class Trainer:
         signals.end_start()
         exit_code.record(exit_code.FAILED)
         self.checkpointer.lock_on_first()
+        self.checkpointer.check_shared()
         if self.rank == 0:
             self.detach_files()
         check_agreement(self.layout)

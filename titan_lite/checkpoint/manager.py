@@ -37,6 +37,9 @@ import functools
 import json
 import os
 import shutil
+import socket
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -73,6 +76,9 @@ from titan_lite.logging import events, logger
 from titan_lite.manifest import CorruptFileError, FileDigest
 
 GROUP = "checkpoint"  # name of the process group of saves, which has a time limit of its own
+LOOKED_FOR = "looked-for-by-all-ranks-"  # the beginning of a file's name
+# Seconds until a rank gives up: NFS remembers for up to 60 that a new folder is not there.
+SECONDS_TO_APPEAR = 75.0
 SAVE_TIMEOUT = datetime.timedelta(hours=1)  # of a collective of a save, while training goes on
 
 
@@ -145,6 +151,35 @@ class Checkpointer(SavedSteps):
         except SharedConfigError:
             events.stop()
             raise
+
+    def check_shared(self) -> None:
+        """Check that all ranks see the folder of the first one, where each writes its part of a
+        step. After `lock_on_first`.
+
+        The first rank makes a file of a random name, and the others look for it: content and inode
+        of one that was there before could be alike on two disks. Raises SharedConfigError.
+        """
+        if not self.config.enable:
+            return
+        name = error = ""
+        if dist.get_rank() == 0:
+            name = f"{LOOKED_FOR}{uuid.uuid4().hex}"
+            try:
+                (self.folder / name).touch()
+            except OSError as wrong:
+                error = f"{self.key}: {self.folder} cannot be written: {wrong.strerror}"
+        self._raise_on_all(error)
+        try:
+            if not _appears(self.folder / first_nonempty(name, self._processes())):
+                error = (
+                    f"{self.key}: {self.folder} of rank {dist.get_rank()} on"
+                    f" {socket.gethostname()} is not that of rank 0; use a job.dump_folder on a"
+                    " file system that all nodes share"
+                )
+            self._raise_on_all(error)
+        finally:
+            if name:
+                (self.folder / name).unlink(missing_ok=True)
 
     def _unfinished(self, step: int) -> Path:
         return self.folder / f"unfinished-step-{step}"
@@ -473,6 +508,8 @@ class Checkpointer(SavedSteps):
                 logger.info(f"removed {path}, left by a killed run")
             except OSError as error:
                 logger.warning(f"{path}, left by a killed run, was not removed: {error}")
+        for path in self.folder.glob(f"{LOOKED_FOR}*"):
+            path.unlink(missing_ok=True)
 
     # Communication, also in the background
 
@@ -486,6 +523,16 @@ class Checkpointer(SavedSteps):
         shared = first_nonempty(error, self._processes())
         if shared:
             raise SharedConfigError(shared)
+
+
+def _appears(path: Path) -> bool:
+    """Return whether a file is there, or comes to be within SECONDS_TO_APPEAR."""
+    deadline = time.monotonic() + SECONDS_TO_APPEAR
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def _reason(error: BaseException) -> str:

@@ -576,6 +576,34 @@ def test_ranks_agree_on_what_failed_and_on_what_is_whole(mode, tmp_path):
     assert of(tmp_path).read_state(1).tensors == ("model", "optimizer")
 
 
+def ranks_with_folders(folders):
+    rank = dist.get_rank()
+    checkpoint.SECONDS_TO_APPEAR = 0.5
+    steps_of = of(folders[rank])
+    steps_of.lock_on_first()
+    told = ""
+    try:
+        steps_of.check_shared()
+    except ConfigError as error:
+        told = str(error)
+    dist.barrier()
+    return told, sorted(path.name for path in folders[rank].rglob("*") if path.is_file())
+
+
+def test_a_folder_that_the_nodes_do_not_share_is_refused_before_anything_is_trained(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    (there / "checkpoint").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(here)
+    results = run_ranks(2, ranks_with_folders, [here, there])
+    for told, _ in results:
+        folder = there / "checkpoint"
+        assert told.startswith(f'checkpoint.folder = "checkpoint": {folder} of rank 1 on ')
+        assert "is not that of rank 0; use a job.dump_folder on a file system that all" in told
+    assert [files for _, files in results] == [["lock", "lock"], []]
+    shared = run_ranks(2, ranks_with_folders, [here, tmp_path / "link"])
+    assert shared == [("", ["lock", "lock"])] * 2
+
+
 @pytest.mark.parametrize(
     ("newest", "tried", "enable", "words"),
     [
