@@ -7,7 +7,7 @@ them. Imports no torch.
 from titan_lite.config.batch_sizes import batch_ramp, gradient_accumulation_steps
 from titan_lite.config.errors import ConfigError
 from titan_lite.config.help import save_recipe, to_toml
-from titan_lite.config.load import SHIPPED, find_recipe, load_config
+from titan_lite.config.load import SHIPPED, base_of, find_recipe, load_config
 from titan_lite.config.sections import (
     KEYS,
     SECTIONS,
@@ -58,6 +58,7 @@ __all__ = [
     "Profiling",
     "Training",
     "Validation",
+    "base_of",
     "batch_ramp",
     "find_recipe",
     "flatten",

@@ -139,6 +139,12 @@ def read_recipe(path: Path, chain: tuple[str, ...] = ()) -> tuple[Tables, Origin
     return tables, origins
 
 
+def base_of(path: Path) -> Path | None:
+    """Return the recipe that a recipe extends; None if it extends none. Raises ConfigError."""
+    base = read_toml(path, "recipe").get("extends")
+    return None if base is None else _extended(path, base)
+
+
 def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
     """Return the tables of a TOML file. Raises ConfigError."""
     try:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from titan_lite import rules
 from titan_lite.cli import Parser, at_least_one, command
-from titan_lite.config import Config, ConfigError, find_recipe, load_config
+from titan_lite.config import Config, ConfigError, base_of, find_recipe, load_config
 from titan_lite.config.load import option
 from titan_lite.distributed.layout import Layout
 
@@ -60,7 +60,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--world-size",
         type=at_least_one,
-        help="ranks (default: N of the recipe's line `# world_size: N`)",
+        help="ranks (default: N of the line `# world_size: N` of the recipe, or of one it extends)",
     )
     parser.add_argument(
         "--hardware",
@@ -377,12 +377,18 @@ def find_hardware(hardware: str | None, config: Config) -> "Machine":
 
 
 def world_size_of(recipe: Path) -> int:
-    """Return the number of ranks in a recipe's comment. Raises ConfigError if there is none."""
-    text = recipe.read_text(encoding="utf-8")
-    comment = re.search(r"^# world_size: (\d+)$", text, re.MULTILINE)
-    if comment is None:
-        raise ConfigError(
-            f"{recipe} has no line `# world_size: N`; use --world-size 8, or another number of"
-            " ranks"
-        )
-    return int(comment[1])
+    """Return the number of ranks in a recipe's comment, or in that of one that it extends.
+
+    Raises ConfigError if there is none.
+    """
+    path: Path | None = recipe
+    while path is not None:
+        text = path.read_text(encoding="utf-8")
+        comment = re.search(r"^# world_size: (\d+)$", text, re.MULTILINE)
+        if comment is not None:
+            return int(comment[1])
+        path = base_of(path)
+    raise ConfigError(
+        f"{recipe} has no line `# world_size: N`, nor has a recipe that it extends; use"
+        " --world-size 8, or another number of ranks"
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tiny import DEBUG_TOKENIZER
 
-from titan_lite.config import find_recipe, load_config
+from titan_lite.config import ConfigError, find_recipe, load_config
 from titan_lite.cost.machine import GIB
 from titan_lite.cost.profiles import load_machine
 from titan_lite.models.shapes import parameter_shapes
@@ -147,11 +147,22 @@ def test_an_option_before_the_recipe_is_not_taken_for_the_recipe(capsys):
     )
 
 
+def test_the_ranks_of_a_recipe_are_those_of_the_one_it_extends_where_it_says_nothing(tmp_path):
+    assert world_size_of(find_recipe(Path("llama3_405b"))) == 512
+    (tmp_path / "own.toml").write_text(f'extends = "{RECIPES.resolve() / "llama3_405b.toml"}"\n')
+    (tmp_path / "later.toml").write_text('extends = "own.toml"\n')
+    (tmp_path / "other.toml").write_text('# world_size: 64\nextends = "own.toml"\n')
+    (tmp_path / "none.toml").write_text("")
+    assert world_size_of(tmp_path / "later.toml") == 512
+    assert world_size_of(tmp_path / "other.toml") == 64
+    with pytest.raises(ConfigError, match=r"none\.toml has no line `# world_size: N`"):
+        world_size_of(tmp_path / "none.toml")
+
+
 def test_no_tokenizer_and_no_data_are_looked_at(capsys):
     """The shipped tokenizer path has no file; a recipe of a mistake that comes later than it is
     found.
     """
-    assert world_size_of(find_recipe(Path("llama3_405b"))) == 512
     assert not Path(RECIPES / "../assets/tokenizer/llama3/tokenizer.model").exists()
     assert main([EIGHT, "--training.seq_len=200000"]) == 2
     assert "training.seq_len = 200000" in capsys.readouterr().err
