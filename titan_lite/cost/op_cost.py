@@ -234,7 +234,7 @@ def _bytes_moved(node: Node, fused: bool, on_gpu: bool) -> int:
     if target is aten.gather.default and fused:
         return 3 * nbytes
     sources: Sequence[Node] = node.all_input_nodes
-    if fused and _fuses_with_inputs(node):
+    if fused and fuses_with_inputs(node):
         sources = [source for source in sources if not _is_pointwise(_base_of(source))]
     written = 0 if fused and is_fused_away(node) else nbytes
     return sum(map(nbytes_of, sources)) + written
@@ -282,7 +282,7 @@ def is_fused_away(node: Node) -> bool:
     """Return whether Inductor stores no result for `node`, since each reader is fused with it or
     recomputes it.
     """
-    return _is_pointwise(node) and bool(node.users) and all(map(_fuses_with_inputs, _readers(node)))
+    return _is_pointwise(node) and bool(node.users) and all(map(fuses_with_inputs, _readers(node)))
 
 
 def _is_pointwise(node: Node) -> bool:
@@ -301,12 +301,12 @@ def _is_complex(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.is_complex()
 
 
-def _fuses_with_inputs(node: Node) -> bool:
+def fuses_with_inputs(node: Node) -> bool:
     """Return whether `node` is fused into the kernel that computes its inputs."""
     return _is_pointwise(node) or node.target in REDUCTIONS
 
 
-def _is_view(node: Node) -> bool:
+def is_view(node: Node) -> bool:
     return (
         node.op == "call_function"
         and is_free(node)
@@ -316,7 +316,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _base_of(node: Node) -> Node:
-    while _is_view(node):
+    while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
@@ -324,7 +324,7 @@ def _base_of(node: Node) -> Node:
 def _readers(node: Node) -> Iterator[Node]:
     """Yield the nodes that read `node` or a view of it."""
     for user in node.users:
-        if _is_view(user):
+        if is_view(user):
             yield from _readers(user)
         else:
             yield user
