@@ -25,6 +25,7 @@ from typing import TypeAlias
 
 import networkx as nx
 import torch
+from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, GraphModule, Node
 
 from titan_lite.cost.collectives import (
@@ -162,7 +163,7 @@ def _fewest_bytes(
             flow.add_edge((node, "inputs"), "sink")
         if node in last:
             flow.add_edge((node, "result"), "sink")
-    _, (_, in_weight) = nx.minimum_cut(flow, "source", "sink")
+    _, (_, in_weight) = nx.minimum_cut(flow, "source", "sink", flow_func=boykov_kolmogorov)
     return [
         node
         for node in graph.nodes
