@@ -19,7 +19,7 @@ are divided such that the fewest bytes live from one half to the other, saved ac
 a minimum cut, as the partitioner of torch.compile finds it between forward and backward.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -30,6 +30,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from titan_lite.cost.collectives import (
     KINDS,
+    ancestors,
     aten,
     collectives,
     is_all_gather,
@@ -68,10 +69,10 @@ def split_backward(
     weights: placeholders that are weights, as where no graph gathers them.
     """
     graph = module.graph
-    results = _results_of(graph)
+    results = results_of(graph)
     needed_first = [] if through is None else [through]
     readers = readers_of(graph, weights)
-    in_input = ancestors_of([*needed_first, *gathers_of(graph), *readers])
+    in_input = ancestors([*needed_first, *gathers_of(graph), *readers])
     first = {*needed_first, *graph.find_nodes(op="placeholder")}  # meshes are returned as they are
     of_input = [result if result in first else None for result in results]
     of_weight = [None if result in first else result for result in results]
@@ -85,21 +86,6 @@ def split_backward(
         saved=tuple(node.name for node in saved),
         crossing=tuple(node.name for node in crossing),
     )
-
-
-def ancestors_of(nodes: Iterable[Node], stop_at: Collection[Node] = ()) -> set[Node]:
-    """Return `nodes` and all nodes that they depend on, but not what `stop_at` depends on."""
-    found = set(nodes)
-    open_nodes = list(found)
-    while open_nodes:
-        node = open_nodes.pop()
-        if node in stop_at:
-            continue
-        for source in node.all_input_nodes:
-            if source not in found:
-                found.add(source)
-                open_nodes.append(source)
-    return found
 
 
 def gathers_of(graph: Graph) -> list[Node]:
@@ -143,7 +129,7 @@ def _fewest_bytes(
         or node in readers
         or (node in in_input and not _computes_little(node))
     }
-    needed = ancestors_of(last, stop_at=given)
+    needed = ancestors(last, stop_at=given)
     late = _computed_late(graph, in_input) & needed
 
     flow = nx.DiGraph()
@@ -192,7 +178,7 @@ def _has_parts(node: Node) -> bool:
     return isinstance(node.meta.get("val"), list | tuple)
 
 
-def _results_of(graph: Graph) -> Results:
+def results_of(graph: Graph) -> Results:
     (output,) = graph.find_nodes(op="output")
     return output.args[0]
 
@@ -204,7 +190,7 @@ def _extract(module: GraphModule, inputs: Collection[Node], results: Results) ->
     for node in inputs:
         copies[node] = part.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-    wanted = ancestors_of([node for node in results if node is not None], stop_at=inputs)
+    wanted = ancestors([node for node in results if node is not None], stop_at=inputs)
     for node in module.graph.nodes:
         if node in wanted and node not in copies:
             copies[node] = part.node_copy(node, copies.__getitem__)

@@ -6,7 +6,7 @@
 Edits of a graph are in compile/graph.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -181,3 +181,18 @@ def descendants(*starts: Node) -> set[Node]:
                 dependent.add(user)
                 open_nodes.append(user)
     return dependent
+
+
+def ancestors(nodes: Iterable[Node], stop_at: Collection[Node] = ()) -> set[Node]:
+    """Return `nodes` and all nodes that they depend on, but not what `stop_at` depends on."""
+    found = set(nodes)
+    open_nodes = list(found)
+    while open_nodes:
+        node = open_nodes.pop()
+        if node in stop_at:
+            continue
+        for source in node.all_input_nodes:
+            if source not in found:
+                found.add(source)
+                open_nodes.append(source)
+    return found

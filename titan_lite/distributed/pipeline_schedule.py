@@ -30,6 +30,8 @@ STAGES_PER_RANK = {
     "Interleaved1F1B": 2,  # or more
     "ZBVZeroBubble": 2,
 }
+# Their backward is in two halves, which may run apart: gradients of inputs, and of weights.
+IN_HALVES = frozenset({"ZBVZeroBubble"})
 # kind of action -> actions that must be done before it: (stage relative to its own, kind). I counts
 # as B for the stage before.
 NEEDS = {"F": [(-1, "F")], "B": [(0, "F"), (1, "B")], "I": [(0, "F"), (1, "B")], "W": [(0, "B")]}
@@ -83,6 +85,12 @@ def stages_per_rank(parallelism: Parallelism) -> int:
     if parallelism.pipeline_parallel_stages_per_rank == -1:
         return STAGES_PER_RANK[parallelism.pipeline_parallel_schedule]
     return parallelism.pipeline_parallel_stages_per_rank
+
+
+def runs_halves(parallelism: Parallelism) -> bool:
+    """Return True if the schedule runs backward in two halves."""
+    is_split = parallelism.pipeline_parallel_degree > 1
+    return is_split and parallelism.pipeline_parallel_schedule in IN_HALVES
 
 
 def _ranks_of_stages(parallelism: Parallelism) -> tuple[int, ...]:

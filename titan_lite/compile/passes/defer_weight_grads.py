@@ -20,7 +20,13 @@ from torch.fx import Graph, Node
 
 from titan_lite.compile.rank_agreement import first_ranks_choice
 from titan_lite.compile.settings import PassSettings
-from titan_lite.cost.collectives import activation_collectives, descendants, group_of, wait_of
+from titan_lite.cost.collectives import (
+    activation_collectives,
+    ancestors,
+    descendants,
+    group_of,
+    wait_of,
+)
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.op_cost import MATMULS, node_seconds
 from titan_lite.cost.timeline import Span, simulate
@@ -74,7 +80,7 @@ def choose_products(
 
     activations = activation_collectives(graph)
     started_by = {wait_of(node): node for node in activations}
-    path = _ancestors(activations)
+    path = ancestors(activations)
     product_number = {node: number for number, node in enumerate(_products(graph))}
     collective_number = {node: number for number, node in enumerate(activations)}
     ready: deque[Node] = deque(maxlen=MAX_DEFERRED)  # the latest first
@@ -160,15 +166,3 @@ def start_behind(graph: Graph, chosen: Pairs) -> None:
 
 def _products(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.target in MATMULS]
-
-
-def _ancestors(nodes: Sequence[Node]) -> set[Node]:
-    """Return `nodes` and all nodes that they depend on."""
-    ancestors = set(nodes)
-    open_nodes = list(nodes)
-    while open_nodes:
-        for source in open_nodes.pop().all_input_nodes:
-            if source not in ancestors:
-                ancestors.add(source)
-                open_nodes.append(source)
-    return ancestors

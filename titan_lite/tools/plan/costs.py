@@ -31,9 +31,23 @@ from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets, reduce
 from titan_lite.distributed.powersgd import SHARD_PASSES, factor_sizes
 from titan_lite.models.fqns import block_of, last_block
 
-GRAPHS = ("forward", "loss_forward", "loss_backward", "backward")  # in the order they run
-FORWARD = ("forward", "loss_forward")
-BACKWARD = ("backward", "loss_backward")
+# The graphs of a stage, in the order they run. Backward is one graph, or two halves where the
+# pipeline schedule runs these apart (compile/backward_halves.py).
+GRAPHS = (
+    "forward",
+    "loss_forward",
+    "loss_backward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+)
+# By the kind of a pipeline's action: forward, backward, and backward of inputs or of weights.
+GRAPHS_OF_ACTION = {
+    "F": ("forward", "loss_forward"),
+    "B": ("loss_backward", "backward", "backward_input", "backward_weight"),
+    "I": ("loss_backward", "backward_input"),
+    "W": ("backward_weight",),
+}
 
 ByAxis = dict[str, float]
 

@@ -19,7 +19,7 @@ from titan_lite.distributed.pipeline_schedule import computations, order_of
 from titan_lite.distributed.step_gather import IN_FLIGHT
 from titan_lite.optim.state import WHOLE_MATRICES, costs_of, moment_bytes
 from titan_lite.tools.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
-from titan_lite.tools.plan.costs import GRAPHS
+from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION
 from titan_lite.tools.plan.tape import Stage, Weight, buckets_of
 from titan_lite.tools.plan.trace import PlannedLayout
 
@@ -52,6 +52,8 @@ PHASE_OF_GRAPH = {
     "loss_forward": "loss",
     "loss_backward": "backward of the loss",
     "backward": "backward",
+    "backward_input": "backward of inputs",
+    "backward_weight": "backward of weights",
 }
 
 
@@ -165,19 +167,12 @@ def replay(
         # In a second local batch, gradients of the first exist.
         for _ in range(min(2, layout.accumulation)):
             for kind, stage, microbatch in actions:
-                for graph in graphs_of_action(kind):
+                for graph in GRAPHS_OF_ACTION[kind]:
                     run.run_graph(stage, graph, microbatch)
         run.reduce_gradients()
         run.compress_gradients()
         run.update()
     return run
-
-
-def graphs_of_action(kind: str) -> tuple[str, ...]:
-    """Return the graphs that run in an action: F, B, I (of inputs) or W (of weights)."""
-    if kind == "F":
-        return GRAPHS[:2]
-    return GRAPHS[2:] if kind in ("B", "I") else ()
 
 
 class Replay:

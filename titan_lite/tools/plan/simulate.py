@@ -18,7 +18,7 @@ from titan_lite.cost.machine import Machine
 from titan_lite.distributed.memory import STORED_BYTES, itemsizes
 from titan_lite.distributed.pipeline_schedule import Timetable, order_of, run_order
 from titan_lite.optim.state import costs_of, share_of_matrices
-from titan_lite.tools.plan.costs import BACKWARD, FORWARD, ByAxis, Costs, StageCosts
+from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION, ByAxis, Costs, StageCosts
 from titan_lite.tools.plan.owned import Owned, owned_matrices
 from titan_lite.tools.plan.trace import PlannedLayout
 
@@ -68,13 +68,8 @@ def simulate_step(
     """Simulate a step. stages: the costs of each stage, in order, on `machine`."""
     degree = layout.degrees["pp"]
     owned = owned_matrices(layout, machine)
-    forward = [stage.of_microbatch(FORWARD).seconds for stage in stages]
     accumulation = [accumulation_seconds(layout, stage, machine) for stage in stages]
-    backward = [
-        stage.of_microbatch(BACKWARD).seconds + accumulating
-        for stage, accumulating in zip(stages, accumulation, strict=True)
-    ]
-    run = _run_pipeline(layout, forward, backward, stages[0].hidden_bytes, machine)
+    run = _run_pipeline(layout, stages, accumulation, machine)
     ranks = []
     for rank in range(degree):
         own = layout.pipeline.stages_of(rank)
@@ -82,7 +77,7 @@ def simulate_step(
         step = _sum_of_steps(costs, layout.microbatches)
         accumulating = layout.microbatches * sum(accumulation[stage] for stage in own)
         update = _update_parts(layout, costs, owned, machine)
-        busy = sum(forward[stage] + backward[stage] for stage in own)
+        busy = sum(stages[stage].of_microbatch().seconds + accumulation[stage] for stage in own)
         ranks.append(_Rank(busy, step, accumulating, update, _ends_of_step(costs, update)))
 
     pipeline = layout.accumulation * run.seconds
@@ -127,23 +122,23 @@ def simulate_step(
 
 def _run_pipeline(
     layout: PlannedLayout,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    hidden_bytes: float,
+    stages: Sequence[StageCosts],
+    accumulation: Sequence[float],
     machine: Machine,
 ) -> Timetable:
-    """Return when the actions of a local batch run. forward, backward: seconds of each stage."""
+    """Return when the actions of a local batch run. accumulation: seconds of each stage."""
+    of_action = {
+        kind: [stage.of_microbatch(graphs).seconds for stage in stages]
+        for kind, graphs in GRAPHS_OF_ACTION.items()
+    }
 
     def seconds(kind: str, stage: int) -> float:
-        if kind == "F":
-            return forward[stage]
-        if kind == "B":
-            return backward[stage]
-        return backward[stage] / 2  # of inputs, or of weights
+        makes_weight_gradients = kind in ("B", "W")
+        return of_action[kind][stage] + (accumulation[stage] if makes_weight_gradients else 0.0)
 
     travel = 0.0
     if layout.degrees["pp"] > 1:
-        travel = machine.send(hidden_bytes, *_neighbours(layout))
+        travel = machine.send(stages[0].hidden_bytes, *_neighbours(layout))
     return run_order(order_of(layout.config.parallelism, layout.pipeline), seconds, travel)
 
 

@@ -152,14 +152,17 @@ def lifetimes_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int)
     """
     recorder = _LifetimeRecorder()
     ends: dict[str, int] = {}
-    attention: dict[str, list[int]] = {}
+    positions: dict[str, list[int]] = {}
     for name in GRAPHS:
         if name in graphs:
             recorder.add_graph(name, graphs[name])
             nodes = list(graphs[name].graph.nodes)
             ends[name] = 2 * len(nodes) - 1
-            attention[name] = _attention_positions(nodes)
-    sections = _sections(attention, ends, blocks, period)
+            if name == "backward_weight":
+                positions[name] = _product_positions(nodes, blocks)
+            elif not name.startswith("loss"):
+                positions[name] = _attention_positions(nodes)
+    sections = _sections(positions, ends, blocks, period)
     return StageLifetimes(blocks, period, tuple(recorder.tensors), ends, sections)
 
 
@@ -170,6 +173,9 @@ class _LifetimeRecorder:
         self.tensors: list[Lifetime] = []
         # Index of the tensor of each input, by graph; None: it is not of the stage's graphs.
         self.received: dict[str, list[int | None]] = {}
+        # Of a backward in halves, what the half that runs first has for the other one.
+        self.saved: dict[str, int | None] = {}  # by name
+        self.crossing: Sequence[int | None] = ()
         self.forward_inputs: list[Node] = []
 
     def add_graph(self, name: str, scheduled: ScheduledGraph) -> None:
@@ -193,6 +199,19 @@ class _LifetimeRecorder:
             self.received.setdefault("backward", []).append(returned[0])
         else:
             self._mark_gradients(name, scheduled, results, returned)
+        if name == "backward_input":
+            inputs = scheduled.graph.find_nodes(op="placeholder")
+            self.saved = {node.name: index_of.get(node) for node in inputs}
+            self.crossing = returned[len(self.forward_inputs) :]
+
+    def _received_by(self, name: str, inputs: Sequence[Node]) -> Sequence[int | None]:
+        """Return the index of the tensor of each input of a graph, as in `received`."""
+        if name == "backward_input":
+            return self.received["backward"]
+        if name == "backward_weight":
+            saved = inputs[: len(inputs) - len(self.crossing)]
+            return [*(self.saved[node.name] for node in saved), *self.crossing]
+        return self.received.get(name, ())
 
     def _allocate(
         self, name: str, scheduled: ScheduledGraph, nodes: Sequence[Node]
@@ -204,7 +223,7 @@ class _LifetimeRecorder:
         position = {node: index for index, node in enumerate(nodes)}
         inputs = [node for node in nodes if node.op == "placeholder"]
         index_of: dict[Node, int | None] = dict(
-            zip(inputs, self.received.get(name, ()), strict=False)
+            zip(inputs, self._received_by(name, inputs), strict=False)
         )
         uses = last_uses(
             scheduled.graph, fused=scheduled.fused, keeps_inputs=scheduled.keeps_inputs, sends=True
@@ -237,7 +256,7 @@ class _LifetimeRecorder:
             for source in (node, *node.all_input_nodes):
                 last_needed[storage[source]] = index
         for weight, result, tensor in zip(self.forward_inputs, results, returned, strict=False):
-            if tensor is None or not isinstance(result, Node) or not _is_weight(weight):
+            if tensor is None or not isinstance(result, Node) or not is_of_weight(weight):
                 continue
             end = 2 * len(nodes) - 1
             if scheduled.accumulates_at_once:
@@ -249,8 +268,10 @@ class _LifetimeRecorder:
         self.tensors[index] = replace(self.tensors[index], **fields)  # type: ignore[arg-type]
 
 
-def _is_weight(node: Node) -> bool:
-    """Return whether an input of a forward is a weight, not the (B, T, C) of a stage before."""
+def is_of_weight(node: Node) -> bool:
+    """Return whether an input of a forward, or a gradient, is of a weight, and not of the (B, T, C)
+    of a stage before.
+    """
     return bool(nbytes_of(node)) and node.meta["val"].dim() <= 2
 
 
@@ -265,32 +286,40 @@ def _attention_positions(nodes: Sequence[Node]) -> list[int]:
     return backward or forward
 
 
+def _product_positions(nodes: Sequence[Node], blocks: int) -> list[int]:
+    """Return the position of the first product of each block, in the half of the weights.
+
+    Products of other modules come first, and are fewer than the blocks.
+    """
+    positions = [position for position, node in enumerate(nodes) if flops_of(node)[0]]
+    others = len(positions) % blocks
+    return positions[others :: len(positions) // blocks]
+
+
 def _sections(
-    attention: Mapping[str, Sequence[int]], ends: Mapping[str, int], blocks: int, period: int
+    positions: Mapping[str, Sequence[int]], ends: Mapping[str, int], blocks: int, period: int
 ) -> dict[str, Section]:
     """Return the sections that more blocks repeat, from the middle, since the first and the last
     blocks are not like others.
+
+    positions: in each graph, of attention, or of one other node per block.
     """
-    if blocks <= period or "backward" not in ends:
+    if blocks <= period:
         return {}
+    sections = {}
     # A section begins after `first` blocks.
     first = (blocks - period + 1) // 2
-    in_forward = attention["forward"]
-    in_backward = attention["backward"]
-    # Context parallelism has two operators of attention per block.
-    per_block = len(in_forward) // blocks
-    forward = Section(
-        2 * in_forward[per_block * first - 1] + 1,
-        2 * in_forward[per_block * (first + period) - 1] + 1,
-        ends["forward"],
-    )
-    per_block = len(in_backward) // blocks
-    backward = Section(
-        2 * in_backward[per_block * (blocks - first - period)] - 1,
-        2 * in_backward[per_block * (blocks - first)] - 1,
-        ends["backward"],
-    )
-    return {"forward": forward, "backward": backward}
+    for graph, in_graph in positions.items():
+        # Context parallelism has two operators of attention per block.
+        per_block = len(in_graph) // blocks
+        if graph == "forward":
+            begin = 2 * in_graph[per_block * first - 1] + 1
+            end = 2 * in_graph[per_block * (first + period) - 1] + 1
+        else:
+            begin = 2 * in_graph[per_block * (blocks - first - period)] - 1
+            end = 2 * in_graph[per_block * (blocks - first)] - 1
+        sections[graph] = Section(begin, end, ends[graph])
+    return sections
 
 
 def tape_of(lifetimes: StageLifetimes, n_layers: int, pipelined: bool) -> Tape:
@@ -317,7 +346,7 @@ def tape_of(lifetimes: StageLifetimes, n_layers: int, pipelined: bool) -> Tape:
 def _with_output_kept(lifetimes: StageLifetimes, pipelined: bool) -> Iterable[Lifetime]:
     """Yield the tensors, of which the output lives as long as the stage's caller has it."""
     if pipelined:
-        last = "backward"
+        last = "backward_input" if "backward_input" in lifetimes.ends else "backward"
     else:
         last = "loss_forward" if "loss_forward" in lifetimes.ends else "forward"
     for tensor in lifetimes.tensors:
@@ -346,8 +375,12 @@ def _events(tensors: Sequence[Lifetime], graph: str) -> list[int]:
 def _part_of_memory(tensor: Lifetime) -> str:
     if tensor.kind == "gradient":
         return "gradients"
-    is_kept = tensor.allocated[0].endswith("forward") and tensor.freed[0].endswith("backward")
-    return "activations" if is_kept else "working"
+    (allocated, _), (freed, _) = tensor.allocated, tensor.freed
+    if allocated.endswith("forward") and "backward" in freed:
+        return "activations"
+    if allocated == "backward_input" and freed == "backward_weight":
+        return "kept for gradients of weights"
+    return "working"
 
 
 def _repeated(tensor: Lifetime, lifetimes: StageLifetimes, repetitions: int) -> Iterator[Lifetime]:
@@ -381,7 +414,8 @@ def _freed_time(tensor: Lifetime, lifetimes: StageLifetimes, repetitions: int, c
     sections_before = 0
     if time == section.last:
         sections_before = repetitions
-    elif tensor.allocated[0] == graph:  # later sections are shifted as the allocation is
+    elif allocating is not None and tensor.allocated[0] != "forward":
+        # later sections are shifted as the allocation is
         if side >= 0:
             sections_before = copy
         elif section.side(time) > 0:

@@ -38,6 +38,11 @@ from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
+from titan_lite.compile.backward_halves import (
+    BackwardHalves,
+    results_of,
+    split_backward,
+)
 from titan_lite.compile.compile import compile_model
 from titan_lite.compile.graph import merge_waits
 from titan_lite.compile.passes.bucketing import merge_buckets
@@ -47,6 +52,7 @@ from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, Config, Parallelism
 from titan_lite.cost.collectives import (
+    nbytes_of,
     parameter_all_gathers,
     parameters_of,
     wait_of,
@@ -60,7 +66,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import ParallelModel, parallelize
 from titan_lite.distributed.param_collectives import ShardSpec
-from titan_lite.distributed.pipeline_schedule import PipelineSchedule
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule, runs_halves
 from titan_lite.distributed.powersgd import factor_sizes
 from titan_lite.distributed.simple_fsdp import materialize, sharded_model
 from titan_lite.distributed.step_gather import OncePerStepGatherer, StepGradients
@@ -78,7 +84,13 @@ from titan_lite.tools.plan.costs import (
     graph_costs,
     once_per_step_costs,
 )
-from titan_lite.tools.plan.tape import ScheduledGraph, StageTensors, Weight, lifetimes_of
+from titan_lite.tools.plan.tape import (
+    ScheduledGraph,
+    StageTensors,
+    Weight,
+    is_of_weight,
+    lifetimes_of,
+)
 
 PROCESSES = 2
 StageModules = tuple[str, ...]  # a stage's modules other than blocks
@@ -193,6 +205,7 @@ def trace_key(layout: PlannedLayout) -> tuple[Hashable, ...]:
         layout.model,
         layout.microbatch_size,
         layout.gathers_once,
+        runs_halves(config.parallelism),
         degrees,
         config.compile,
         config.float8,
@@ -302,7 +315,14 @@ def costs_once(
     """Return the costs of what happens once in a step. index: of the machine."""
     once: dict[str, Costs] = {}
     if layout.gathers_once:
-        computing = {name: graphs[name].costs[index].compute for name in ("forward", "backward")}
+        computing = {
+            phase: sum(
+                graph.costs[index].compute
+                for name, graph in graphs.items()
+                if name.startswith(phase)
+            )
+            for phase in ("forward", "backward")
+        }
         hidden_under = {} if machine.is_cpu else computing
         once = once_per_step_costs(specs, machine, axes, hidden_under)
     once["copies"] = compression_costs(specs, machine, axes, layout.config.parallelism)
@@ -497,9 +517,37 @@ class PricedSchedule(Schedule):
         # The caller of a graph of aot_eager keeps its inputs until it returns, and so does an eager
         # autograd.Function.
         self.keeps_inputs = priced_as == "" or (is_eager and not is_model)
+        self.runs_halves = is_model and runs_halves(config.parallelism)
+        self.forward_inputs: list[str] = []
         self.graphs: dict[str, PricedGraph] = {}
 
     def run(self, module: GraphModule, name: str) -> None:
+        """Price a graph, or the halves of a backward if the pipeline schedule runs them apart."""
+        if name == "forward":
+            self.forward_inputs = [node.name for node in module.graph.find_nodes(op="placeholder")]
+        if name != "backward" or not self.runs_halves:
+            self.price(module, name)
+            return
+        halves = self.halves_of(module)
+        self.price(halves.input, "backward_input")
+        self.price(halves.weight, "backward_weight")
+
+    def halves_of(self, module: GraphModule) -> BackwardHalves:
+        gradients = {
+            name: gradient
+            for name, gradient in zip(self.forward_inputs, results_of(module.graph), strict=True)
+            if gradient is not None and nbytes_of(gradient)
+        }
+        weights = {name for name, gradient in gradients.items() if is_of_weight(gradient)}
+        of_hidden = [gradient for name, gradient in gradients.items() if name not in weights]
+        placeholders = module.graph.find_nodes(op="placeholder")
+        return split_backward(
+            module,
+            through=of_hidden[0] if of_hidden else None,
+            weights=[node for node in placeholders if node.name in weights],
+        )
+
+    def price(self, module: GraphModule, name: str) -> None:
         fused = self.settings.fused
         if self.priced_as == "eager":
             schedule_as_in_eager_mode(module.graph)
