@@ -9,6 +9,7 @@ of each microbatch in the order of the schedule, then reduced gradients, and at 
 step the optimizer's state. The second step finds the gaps that the first one left.
 """
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,27 +102,28 @@ def memory_of(layout: PlannedLayout, stages: Sequence[Stage], machine: Machine) 
 
 
 def ranks_to_replay(layout: PlannedLayout, stages: Sequence[Stage]) -> list[int]:
-    """Return a pipeline rank for each kind of stages, the one with most microbatches in flight."""
+    """Return a pipeline rank for each kind of stages, the one with most bytes between actions."""
     order = order_of(layout.config.parallelism, layout.pipeline)
-    chosen: dict[tuple[int, ...], tuple[int, int]] = {}  # by stages: (most in flight, rank)
+    chosen: dict[tuple[int, ...], tuple[int, int]] = {}  # by stages: (most bytes, rank)
     for rank in range(layout.degrees["pp"]):
         alike = tuple(id(stages[stage].tape) for stage in layout.pipeline.stages_of(rank))
-        most = most_in_flight([kind for kind, *_ in computations(order[rank])])
+        most = most_between(computations(order[rank]), stages)
         if alike not in chosen or most > chosen[alike][0]:
             chosen[alike] = (most, rank)
     return [rank for _, rank in chosen.values()]
 
 
-def most_in_flight(kinds: Sequence[str]) -> int:
-    """Return the most microbatches between forward and backward. kinds: of actions, in order."""
-    in_flight = most = 0
-    for kind in kinds:
-        if kind == "F":
-            in_flight += 1
-        elif kind in ("B", "I"):
-            in_flight -= 1
-        most = max(most, in_flight)
-    return most
+def most_between(actions: Sequence[tuple[str, int, int | None]], stages: Sequence[Stage]) -> int:
+    """Return the most bytes that a rank's microbatches have between two actions, without
+    gradients of weights.
+    """
+    own = {stage for _, stage, _ in actions}
+    kept = {
+        (kind, stage): sum(stages[stage].tape.kept_by(graph) for graph in graphs)
+        for kind, graphs in GRAPHS_OF_ACTION.items()
+        for stage in own
+    }
+    return max(itertools.accumulate(kept[kind, stage] for kind, stage, _ in actions))
 
 
 def memory_of_rank(

@@ -163,6 +163,26 @@ def test_of_ranks_with_alike_stages_the_one_with_most_microbatches_is_replayed()
     assert memory_of(layout(4, 8), [same, same, other, same], CPU).rank == 2
 
 
+def test_what_the_half_of_the_weights_needs_lives_until_it_runs():
+    """In a V of 4 ranks, the last one has 7 microbatches whose gradients of weights are left for
+    the end.
+    """
+    halves = Stage(
+        Tape(
+            [4 * MIB, 100 * MIB, 300 * MIB],
+            [MIB],
+            ["gradients", "activations", "kept for gradients of weights"],
+            {"forward": [1], "backward_input": [2, ~1], "backward_weight": [0, ~2, ~0]},
+        ),
+        (WEIGHT,),
+        0,
+        0,
+    )
+    found = memory_of(layout(4, 8, schedule="ZBVZeroBubble"), [halves] * 8, CPU)
+    assert found.rank == 3
+    assert found.parts["kept for gradients of weights"] == 7 * 300 * MIB
+
+
 def test_a_stage_receives_each_microbatch_in_a_buffer_of_its_own():
     rows = [
         replayed(layout(4, 8), [stage(hidden=MIB)] * 4, rank).peak_parts["received by the pipeline"]

@@ -93,6 +93,25 @@ def test_the_bubble_of_interleaved_stages(degree, microbatches):
     )  # arXiv 2104.04473, section 2.2
 
 
+@pytest.mark.parametrize(("input", "weight"), [(1.0, 1.0), (2.0, 1.0), (1.5, 0.5)])
+def test_a_backward_in_halves_takes_the_seconds_of_both_graphs(input, weight):
+    mine = layout(4, 8, "ZBVZeroBubble")
+    halves = {
+        "forward": Costs(1.0),
+        "backward_input": Costs(input),
+        "backward_weight": Costs(weight),
+    }
+    stages = [dataclasses.replace(stage(), graphs=halves) for _ in mine.pipeline.modules]
+    step = simulate_step(mine, stages, AT_ONCE)
+    assert step.parts["compute"] == pytest.approx(2 * 8 * (1.0 + input + weight))
+    seconds = {
+        (kind, end - begin) for row in step.run.actions.values() for kind, _, _, begin, end in row
+    }
+    assert seconds == {("F", 1.0), ("I", input), ("W", weight)}
+    if input == weight == 1.0:  # a V is idle while the first microbatch goes down it
+        assert step.parts["bubble"] == pytest.approx(3.0)
+
+
 def test_the_order_is_that_which_torch_runs():
     mine = layout(2, 4, "Interleaved1F1B")
     order = order_of(mine.config.parallelism, mine.pipeline)
