@@ -172,8 +172,8 @@ def test_sums_over_tokens_cross_and_not_what_they_sum():
     check_same(module, halves, hand.inputs)
 
 
-def test_an_all_gather_of_tokens_is_in_the_half_that_needs_it():
-    """Both need that of the gradient: it is shared. The weights alone need that of the input."""
+def test_tokens_are_gathered_again_for_the_weights():
+    """Both halves need those of the gradient; the weights alone need those of the input."""
     hand = Hand()
     x, dy = hand.input(2, 6), hand.input(2, 8)
     wait = collectives.wait_tensor.default
@@ -183,9 +183,10 @@ def test_an_all_gather_of_tokens_is_in_the_half_that_needs_it():
     dw = hand.call(aten.mm.default, hand.call(aten.t.default, all_dy), all_x)
     module = as_module(hand.output(hand.reduce(dw, "layers.0"), dx))
     halves = split_backward(module, dx)
-    assert halves.crossing == (all_dy.name,)
-    assert halves.saved == (x.name,)
-    assert count(halves.weight.graph, GATHER) == 1
+    assert halves.crossing == ()
+    assert halves.saved == (x.name, dy.name)
+    assert count(halves.input.graph, GATHER) == 2  # of tokens, and of the weight
+    assert count(halves.weight.graph, GATHER) == 2
     check_same(module, halves, hand.inputs)
 
 
@@ -279,7 +280,7 @@ def test_a_stages_weights_are_gathered_for_one_half_and_reduced_in_the_other(
 ):
     module = backwards[stage, mode]
     halves = split_backward(module, gradient_of_hidden(module))
-    kinds = {
+    kinds = {  # is it gathered, or reduced
         name: {is_all_gather(node) for node in half.graph.nodes if parameters_of(node)}
         for name, half in (("input", halves.input), ("weight", halves.weight))
     }
@@ -293,15 +294,18 @@ def test_a_stages_weights_are_gathered_for_one_half_and_reduced_in_the_other(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stage_needs_no_more_between_its_halves_than_a_product_needs(backwards, mode):
-    """The factors of the weights' gradients, each once, are a way to divide the graph."""
+    """The factors of the weights' gradients, each once, are a way to divide the graph. Gathered
+    tokens count as one rank's, but for inputs that forward saves after it has gathered them.
+    """
     module = backwards["middle", mode]
     halves = split_backward(module, gradient_of_hidden(module))
     by_name = {node.name: node for node in module.graph.nodes}
     received = sum(nbytes_of(by_name[name]) for name in (*halves.saved, *halves.crossing))
     dim, hidden, heads = HEADS.dim, HEADS.hidden_dim // 2, HEADS.n_heads // 2
     head = HEADS.dim // HEADS.n_heads
-    of_attention = 3 * dim + 2 * heads * head + 2 * (HEADS.n_kv_heads // 2) * head
-    of_feed_forward = 2 * dim + 3 * hidden
+    tokens = dim / 2 + (dim if mode == "none" else dim / 2)
+    of_attention = tokens + 2 * heads * head + 2 * (HEADS.n_kv_heads // 2) * head
+    of_feed_forward = tokens + 3 * hidden
     factors = 2 * 2 * TOKENS * 2 * (of_attention + of_feed_forward)
     of_norms = 2 * 2 * 2 * dim
     assert received <= factors + of_norms
