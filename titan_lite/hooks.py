@@ -131,6 +131,23 @@ class LogRun(Hook):
             logger.info(line)
 
 
+class LogStart(Hook):
+    """Log where the seconds of a start went, after the first step."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        self.first_step = trainer.step + 1
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.step != self.first_step:
+            return
+        times = trainer.start_times
+        times.end()
+        logger.info(
+            f"start to the end of step {trainer.step}: {times.describe()}",
+            extra={"event": "first step", "facts": times.seconds},
+        )
+
+
 class LogCompilation(Hook):
     """Log and write what the compiler did, after the first step."""
 
@@ -274,6 +291,7 @@ def build_hooks(config: Config) -> list[Hook]:
     """Return the hooks of every run, in their order."""
     return [
         LogRun(),
+        LogStart(),
         LogCompilation(),
         GarbageCollection(config.training.gc_freq),
         RecordRestarts(Path(config.job.dump_folder)),

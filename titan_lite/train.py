@@ -20,6 +20,7 @@ from titan_lite.distributed.endpoint import EndpointError
 from titan_lite.distributed.layout import Layout
 from titan_lite.environment import check_environment, check_working_folder, number
 from titan_lite.logging import events, init_logging, logger
+from titan_lite.metrics.start_times import StartTimes
 from titan_lite.resilience import TrainingError, exit_code, signals
 from titan_lite.resilience.restarts import RepeatedFault, Restarts
 
@@ -42,6 +43,7 @@ def main(arguments: list[str], hooks: Sequence[Any] = ()) -> int:
 
 def train(config: Config, hooks: Sequence[Any] = ()) -> int:
     """Train a recipe on this rank, and return the exit code."""
+    start_times = StartTimes.of_process()
     signals.listen()
     rank, world_size = check_environment()
     init_logging(rank, world_size, all_warnings=config.metrics.show_all_warnings)
@@ -52,11 +54,12 @@ def train(config: Config, hooks: Sequence[Any] = ()) -> int:
     except RepeatedFault as error:
         return print_error(error, exit_code.REPEATED)
     logger.info("starting on 1 rank" if world_size == 1 else f"starting on {world_size} ranks")
+    start_times.begin("imports")
     from titan_lite.trainer import Trainer
 
     try:
         with events.failures():
-            trained = Trainer(config, hooks=hooks).train()
+            trained = Trainer(config, hooks=hooks, start_times=start_times).train()
     except (TrainingError, EndpointError) as error:
         return print_error(error, exit_code.FAILED)
     # Not after a failure, since this would wait for the other ranks.

@@ -67,6 +67,7 @@ from titan_lite.machine_rules import check_agreement, check_machine
 from titan_lite.metrics.deferred import DeferredMetrics, StepMetrics
 from titan_lite.metrics.per_source import PerSource
 from titan_lite.metrics.profiler import set_flight_recorder
+from titan_lite.metrics.start_times import StartTimes
 from titan_lite.metrics.throughput import Throughput
 from titan_lite.metrics.writer import MetricsWriter, peak_memory_gib
 from titan_lite.models.attention import use_kernel
@@ -104,6 +105,7 @@ class Trainer:
     """One rank of a run.
 
     model: replaces the recipe's model shape. hooks: observers, called after those of every run.
+    start_times: those of this process so far.
     """
 
     config: Config
@@ -113,6 +115,7 @@ class Trainer:
     rank: int
     world_size: int
     tokenizer: Tokenizer
+    start_times: StartTimes
 
     device: torch.device
     mesh: DeviceMesh
@@ -150,8 +153,15 @@ class Trainer:
     metrics: MetricsWriter
 
     def __init__(
-        self, config: Config, *, model: ModelConfig | None = None, hooks: Sequence[Hook] = ()
+        self,
+        config: Config,
+        *,
+        model: ModelConfig | None = None,
+        hooks: Sequence[Hook] = (),
+        start_times: StartTimes | None = None,
     ):
+        self.start_times = start_times or StartTimes()
+        self.start_times.begin("checks")
         self.config = config
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
@@ -186,6 +196,7 @@ class Trainer:
     def connect_ranks(self) -> None:
         """Set up the device, the process group and the mesh."""
         config, degrees = self.config, self.layout.degrees
+        self.start_times.begin("agreement of ranks")
         self.watchdog.start_phase("start", "init_timeout_seconds")
         self.run_hooks("on_start")
         self.device = init_device(config.debug, config.training.float32_matmul_precision)
@@ -196,6 +207,7 @@ class Trainer:
         identity = run_identity(config, self.layout, self.tokenizer)
         self.identity = with_machine(identity, git=git_revision() if self.rank == 0 else "")
         agree(store, self.rank, self.world_size, self.identity)
+        self.start_times.begin("process group")
         # On a communicator that is connected at once, a pipeline's sends and receives would wait
         # for each other.
         init_process_group(self.device, store, limit, connect=degrees["pp"] == 1)
@@ -229,6 +241,7 @@ class Trainer:
     def build_model(self) -> None:
         """Build this rank's stages on the meta device, fill them, and build their optimizer."""
         config = self.config
+        self.start_times.begin("model")
         self.machine = None
         if config.compile.enable:
             self.machine = find_machine(config.compile.machine, self.device)
@@ -253,6 +266,7 @@ class Trainer:
     def build_data(self) -> None:
         """Build the loaders of training and validation."""
         config, layout = self.config, self.layout
+        self.start_times.begin("data")
         self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.counts_reads)
         self.bos_id = self.tokenizer.bos_id
         self.loader = self.loader_of(config.data, "train", streams=layout.max_sequences_per_step)
@@ -290,6 +304,7 @@ class Trainer:
     def build_metrics(self) -> None:
         """Build what measures the run and writes it."""
         config, layout = self.config, self.layout
+        self.start_times.begin("metrics")
         if self.rank == 0 and not self.is_finished:  # a finished run keeps its recipe
             save_recipe(config, self.dump_folder)
         dist.barrier()
@@ -339,7 +354,9 @@ class Trainer:
 
         stops = self.stop.poll()
         if self.progress.validation_due and not stops:
+            self.start_times.begin("validation")
             self.validate()
+        self.start_times.begin("first step")
         while not self.is_finished and not self.stop.requested:
             self.begin_step()
             self.train_step()
@@ -583,6 +600,7 @@ class Trainer:
         Without one, load the weights of checkpoint.initial_load_path, if set.
         """
         config = self.config
+        self.start_times.begin("checkpoint")
         self.documents = {}
         if config.checkpoint.enable and self.rank == 0:
             self.documents = documents_of_run(config)

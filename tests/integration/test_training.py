@@ -109,10 +109,13 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
     assert "nothing to do: step 8 is done" in done.stdout
 
     events = [(event["event"], event["step"]) for event in read_run(tmp_path, "run").events]
-    saved = [("start", 0), ("checkpoint", 3), ("checkpoint", 6), ("done", 6)]
+    saved = [("checkpoint", 3), ("checkpoint", 6), ("done", 6)]
     assert events == [
+        ("start", 0),
+        ("first step", 1),
         *saved,
         ("resume", 6),
+        ("first step", 7),
         ("checkpoint", 8),
         ("done", 8),
         ("resume", 8),

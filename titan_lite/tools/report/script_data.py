@@ -10,7 +10,7 @@ from titan_lite.tools.report.run_record import RunRecord
 MAX_ROWS = 4000  # of metrics that are drawn for a run; of more, windows keep their extremes
 EXTREMES = ("loss", "grad_norm", "tps", "step_time", "memory_gib", "data_wait")
 AXES = {"step", "time", "tokens", "hours"}  # of a row of metrics; the rest are curves
-NOT_MARKED = ("start", "done", "restart")  # events
+NOT_MARKED = ("start", "first step", "done", "restart")  # events
 
 
 def script_data(run: RunRecord, number: int) -> dict[str, Any]:
