@@ -32,6 +32,7 @@ from titan_lite.config import SHIPPED, ConfigError, load_config
 from titan_lite.distributed import endpoint
 from titan_lite.distributed.layout import Layout
 from titan_lite.environment import LAST_PORT, check_working_folder, resolves, usable_cores
+from titan_lite.processes import large_imports
 from titan_lite.resilience import exit_code
 from titan_lite.resilience.signals import LAUNCHER, STOPPING, write_line
 
@@ -298,11 +299,11 @@ def pass_signal_on() -> None:
 
 def launch(options: Sequence[str], *, may_restart: bool) -> int:
     """Run torchrun with these arguments, and return the exit code of the run."""
-    # Imports that take seconds
-    from torch.distributed import DistError, run
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    with large_imports():
+        from torch.distributed import DistError, run
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
 
     # It has a line of its own for each rank that fails; this function tells how they ended.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)

@@ -15,7 +15,6 @@ import torch
 from titan_lite import rules
 from titan_lite.checkpoint.steps import SavedSteps
 from titan_lite.checkpoint.weights import open_weights
-from titan_lite.compile.compile import check_backend
 from titan_lite.config import Config, ConfigError
 from titan_lite.cost.profiles import PROFILES, profile_of
 from titan_lite.data.tokenizer import Tokenizer
@@ -50,7 +49,10 @@ def check_machine(config: Config, layout: Layout) -> Tokenizer:
     check_kernel(config.training.attention_kernel)
     rules.raise_mistakes(config, mistakes_here(config, layout))
     check_memory(config, layout, device_memory(), host_memory())
-    check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
+    if config.compile.enable:
+        from titan_lite.compile.compile import check_backend  # with Inductor, a second to import
+
+        check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     if os.environ.get("RANK", "0") == "0":  # all ranks would open ranks x files
         check_initial_weights(config, layout)
     return tokenizer

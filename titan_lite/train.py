@@ -21,6 +21,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.environment import check_environment, check_working_folder, number
 from titan_lite.logging import events, init_logging, logger
 from titan_lite.metrics.start_times import StartTimes
+from titan_lite.processes import large_imports
 from titan_lite.resilience import TrainingError, exit_code, signals
 from titan_lite.resilience.restarts import RepeatedFault, Restarts
 
@@ -55,7 +56,8 @@ def train(config: Config, hooks: Sequence[Any] = ()) -> int:
         return print_error(error, exit_code.REPEATED)
     logger.info("starting on 1 rank" if world_size == 1 else f"starting on {world_size} ranks")
     start_times.begin("imports")
-    from titan_lite.trainer import Trainer
+    with large_imports():
+        from titan_lite.trainer import Trainer
 
     try:
         with events.failures():

@@ -33,7 +33,6 @@ from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.resume import compare
 from titan_lite.checkpoint.state import RunState, Stateful
 from titan_lite.checkpoint.weights import load_initial
-from titan_lite.compile.compile import CompileError, compile_function
 from titan_lite.config import Config, Data, flatten, save_recipe
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine, peak_flops
@@ -183,7 +182,7 @@ class Trainer:
         self.checkpointer = Checkpointer(
             config.checkpoint, self.dump_folder, progress=self.watchdog.progress
         )
-        with self.watchdog.share_errors(CompileError, CheckpointError, LoaderError):
+        with self.watchdog.share_errors(*shared_errors(config)):
             self.connect_ranks()
             self.build_model()
             self.build_data()
@@ -256,6 +255,8 @@ class Trainer:
         self.grad_compression = PowerSGD(self.model.stages, config.parallelism, config.debug.seed)
         compile_update = None
         if config.compile.compiles("optimizer"):
+            from titan_lite.compile.compile import compile_function
+
             compile_update = functools.partial(
                 compile_function, config=config.compile, component="optimizer"
             )
@@ -337,9 +338,7 @@ class Trainer:
         Raises TrainingError.
         """
         with ExitStack() as contexts:
-            contexts.enter_context(
-                self.watchdog.share_errors(CompileError, CheckpointError, LoaderError)
-            )
+            contexts.enter_context(self.watchdog.share_errors(*shared_errors(self.config)))
             contexts.enter_context(self.bad_documents.listing_on_error(self.loaders))
             for hook in self.hooks:
                 contexts.enter_context(hook.around_training(self))
@@ -680,3 +679,12 @@ class Trainer:
         """Call a method of all hooks, such as "on_save"."""
         for hook in self.hooks:
             getattr(hook, moment)(self, *arguments)
+
+
+def shared_errors(config: Config) -> tuple[type[Exception], ...]:
+    """Return the errors that a rank tells the others of."""
+    if not config.compile.enable:
+        return CheckpointError, LoaderError
+    from titan_lite.compile.compile import CompileError  # with Inductor, a second to import
+
+    return CheckpointError, LoaderError, CompileError

@@ -13,16 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite.compile.compile import compile_function, compile_model
 from titan_lite.compile.report import CompileReport
-from titan_lite.compile.schedule import Schedule
-from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Config, Parallelism
 from titan_lite.cost.machine import Machine
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
@@ -51,6 +48,9 @@ from titan_lite.models.attention import doc_starts, doc_stats, masks_by_kernel
 from titan_lite.models.float8 import apply_float8
 from titan_lite.models.llama3 import Transformer
 from titan_lite.models.loss import Loss, VocabularyShard
+
+if TYPE_CHECKING:  # Inductor takes a second to import, and an eager run does without
+    from titan_lite.compile.schedule import Schedule
 
 
 class DeviceBatch(NamedTuple):
@@ -156,7 +156,7 @@ def parallelize(
     mesh: DeviceMesh,
     *,
     machine: Machine | None = None,
-    schedule: Schedule | None = None,
+    schedule: "Schedule | None" = None,
     attend: Attend | None = None,
 ) -> ParallelModel:
     """Build this rank's stages on the meta device. A collective: it may make process groups.
@@ -224,18 +224,25 @@ def resharding(parallelism: Parallelism) -> tuple[bool, tuple[str, ...]]:
 def build_loss(config: Config, layout: Layout, mesh: DeviceMesh) -> Loss:
     """Return the loss of the recipe: of logits, or of hidden states a chunk of tokens at a time."""
     tp = axis_of(mesh["tp"])
-    compile_loss = functools.partial(compile_function, config=config.compile, component="loss")
+    compile_loss = None
     in_model_graph = layout.loss_chunk > 0 and config.compile.compiles("model")
+    if config.compile.compiles("loss") and not in_model_graph:
+        from titan_lite.compile.compile import compile_function
+
+        compile_loss = functools.partial(compile_function, config=config.compile, component="loss")
     return Loss(
         VocabularyShard(layout.model.vocab_size, tp.rank, tp.degree, tp.group),
         chunk=layout.loss_chunk,
         by_sequence=bool(config.data.sources or config.validation.sources),
-        compile=None if in_model_graph else compile_loss,
+        compile=compile_loss,
     )
 
 
-def build_schedule(config: Config, mesh: DeviceMesh, machine: Machine | None) -> Schedule:
+def build_schedule(config: Config, mesh: DeviceMesh, machine: Machine | None) -> "Schedule":
     """Return the passes that the recipe selects, which run on each graph."""
+    from titan_lite.compile.schedule import Schedule
+    from titan_lite.compile.settings import PassSettings
+
     settings = PassSettings(
         config.compile,
         machine,
@@ -262,9 +269,11 @@ def compile_stages(
     stages: Iterable[Transformer],
     config: Config,
     mesh: DeviceMesh,
-    schedule: Schedule,
+    schedule: "Schedule",
 ) -> None:
     """Compile each stage as one graph, in place. Graphs are made at the first call of a stage."""
+    from titan_lite.compile.compile import compile_model
+
     reshard, keep_gathered = resharding(config.parallelism)
     checkpointing = config.activation_checkpoint
     budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else 1.0
