@@ -79,7 +79,7 @@ def start(checkout: Path, folder: Path, steps: int, options: list[str]) -> Secon
         sys.exit(f"{' '.join(command)}: exit code {process.returncode}\n{''.join(output)[-3000:]}")
 
     events = read_lines(folder / "run/events.jsonl")
-    parts = [event["facts"] for event in events if event["event"] == "first step"][-1]
+    parts = [event["seconds"] for event in events if event["event"] == "first step"][-1]
     later = [row["step_time"] for row in read_lines(folder / "run/metrics.jsonl") if "loss" in row]
     launcher = parts.pop("launcher")
     first_step = parts.pop("first step")

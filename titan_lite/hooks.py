@@ -144,7 +144,7 @@ class LogStart(Hook):
         times.end()
         logger.info(
             f"start to the end of step {trainer.step}: {times.describe()}",
-            extra={"event": "first step", "facts": times.seconds},
+            extra={"event": "first step", "seconds": times.seconds},
         )
 
 

@@ -6,7 +6,8 @@
     logger.info("saved", extra={"event": "checkpoint"})    # a line there
 
 `events.jsonl` has an object per line: time, event, step, text, and of a start what it ran on
-(`extra={"facts": ...}`). It has records with `extra={"event": ...}`, warnings and errors.
+(`extra={"facts": ...}`) and the seconds of its parts ("seconds"). It has records with
+`extra={"event": ...}`, warnings and errors.
 """
 
 import json
@@ -102,8 +103,9 @@ class Events(logging.Handler):
             "step": getattr(record, "step", self.step),
             "text": record.getMessage(),
         }
-        if hasattr(record, "facts"):
-            entry["facts"] = record.facts
+        for name in ("facts", "seconds"):
+            if hasattr(record, name):
+                entry[name] = getattr(record, name)
         line = json.dumps(entry).encode() + b"\n"
         # The run goes on without a folder or on a full disk. One write, since ranks share the file.
         with suppress(OSError), self.path.open("ab", buffering=0) as file:
