@@ -47,6 +47,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from titan_lite.compile.compile import compile_function, compile_model
+from titan_lite.compile.model_parts import TraceableModel
 from titan_lite.compile.report import CompileReport
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
@@ -55,7 +56,12 @@ from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine
 from titan_lite.distributed.layout import resolve_degrees
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
-from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, materialize
+from titan_lite.distributed.simple_fsdp import (
+    FSDPOptions,
+    apply_simple_fsdp,
+    materialize,
+    sharded_model,
+)
 from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.dtensor import shard_of
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
@@ -135,7 +141,7 @@ def simple_fsdp(  # noqa: PLR0913 - what variants differ in
         )
         schedule = Schedule(settings)
         reports = schedule.reports
-        compile_model(model, schedule, reshard_after_forward=reshard, keep_gathered=keep_gathered)
+        compile_model(TraceableModel(model, sharded_model(model), model.layers), schedule)
     materialize(model, device)
     return reports
 

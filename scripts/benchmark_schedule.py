@@ -67,7 +67,9 @@ from benchmark_fsdp import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_lite.compile.compile import CompileError, check_backend, compile_model
+from titan_lite.compile.compile import check_backend, compile_model
+from titan_lite.compile.errors import CompileError
+from titan_lite.compile.model_parts import TraceableModel
 from titan_lite.compile.report import CompileReport
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
@@ -77,7 +79,12 @@ from titan_lite.cost.measure import find_machine
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.layout import resolve_degrees
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
-from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, materialize
+from titan_lite.distributed.simple_fsdp import (
+    FSDPOptions,
+    apply_simple_fsdp,
+    materialize,
+    sharded_model,
+)
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 
 MODES = ("none", "block", "auto", "greedy")
@@ -109,7 +116,6 @@ def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machi
     """The model, for sequences of max_seq_len tokens, as a rank of a recipe that only trains with
     FSDP compiles it.
     """
-    torch._dynamo.reset()
     gc.collect()  # the graphs before
     mesh = build_mesh(resolve_degrees(Parallelism(), dist.get_world_size()), "cpu")
     stage = Compile(enable=True, backend="aot_eager", bucketing=mode)
@@ -123,7 +129,7 @@ def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machi
     apply_simple_fsdp(model, parameter_mesh(mesh), options)
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize(model, torch.device("cpu"))
-        compile_model(model, schedule, reshard_after_forward=True, keep_gathered=keep_gathered)
+        compile_model(TraceableModel(model, sharded_model(model), model.layers), schedule)
         tokens = torch.zeros(batch_size, config.max_seq_len, dtype=torch.long)
         start = time.perf_counter()
         model(tokens)  # compiles backward as well

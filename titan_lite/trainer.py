@@ -33,6 +33,7 @@ from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.resume import compare
 from titan_lite.checkpoint.state import RunState, Stateful
 from titan_lite.checkpoint.weights import load_initial
+from titan_lite.compile.errors import CompileError
 from titan_lite.config import Config, Data, flatten, save_recipe
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine, peak_flops
@@ -182,7 +183,7 @@ class Trainer:
         self.checkpointer = Checkpointer(
             config.checkpoint, self.dump_folder, progress=self.watchdog.progress
         )
-        with self.watchdog.share_errors(*shared_errors(config)):
+        with self.watchdog.share_errors(CompileError, CheckpointError, LoaderError):
             self.connect_ranks()
             self.build_model()
             self.build_data()
@@ -338,7 +339,9 @@ class Trainer:
         Raises TrainingError.
         """
         with ExitStack() as contexts:
-            contexts.enter_context(self.watchdog.share_errors(*shared_errors(self.config)))
+            contexts.enter_context(
+                self.watchdog.share_errors(CompileError, CheckpointError, LoaderError)
+            )
             contexts.enter_context(self.bad_documents.listing_on_error(self.loaders))
             for hook in self.hooks:
                 contexts.enter_context(hook.around_training(self))
@@ -679,12 +682,3 @@ class Trainer:
         """Call a method of all hooks, such as "on_save"."""
         for hook in self.hooks:
             getattr(hook, moment)(self, *arguments)
-
-
-def shared_errors(config: Config) -> tuple[type[Exception], ...]:
-    """Return the errors that a rank tells the others of."""
-    if not config.compile.enable:
-        return CheckpointError, LoaderError
-    from titan_lite.compile.compile import CompileError  # with Inductor, a second to import
-
-    return CheckpointError, LoaderError, CompileError

@@ -24,6 +24,7 @@ from titan_lite.distributed.parallelize import parallelize
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.simple_fsdp import sharded_model
 from titan_lite.distributed.stage_ranks import stage_ranks
+from titan_lite.distributed.step_gather import OncePerStepGatherer
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.dtensor import as_shard_of, local
 from titan_lite.models.float8 import Scaled
@@ -181,6 +182,7 @@ class GathererOfEach:
 
     def __init__(self, model):
         self.model = model
+        self.scales = model.scales
         self.weights, self.leaves, self.sums = {}, {}, {}
         for parameter, spec in model.specs.items():
             scale = model.scales.get(spec.fqn)
@@ -191,6 +193,9 @@ class GathererOfEach:
             if parameter.requires_grad:
                 leaf.register_post_accumulate_grad_hook(functools.partial(self.add, spec))
             self.weights[spec.fqn], self.leaves[spec.fqn] = weight, leaf
+
+    graph_inputs = OncePerStepGatherer.graph_inputs
+    read_inputs = OncePerStepGatherer.read_inputs
 
     def read(self, parameter, spec):
         scale, weight = self.model.scales.get(spec.fqn), self.weights[spec.fqn]
@@ -218,7 +223,9 @@ def gathered_apart(root, microbatches=0):
     the last backward.
     """
     model = sharded_model(root)
-    model.step = GathererOfEach(model)
+    gatherer = GathererOfEach(model)
+    model.step = model.reader = gatherer
     yield
-    model.step.reduce()
+    gatherer.reduce()
     model.step = None
+    model.reader = model.graph

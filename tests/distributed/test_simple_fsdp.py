@@ -32,12 +32,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_lite.compile.compile import compile_model
+from titan_lite.compile.model_parts import TraceableModel
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile
 from titan_lite.distributed.buckets import Bucket
 from titan_lite.distributed.mesh import parameter_mesh
-from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, gathered_for_step
+from titan_lite.distributed.simple_fsdp import (
+    FSDPOptions,
+    apply_simple_fsdp,
+    gathered_for_step,
+    sharded_model,
+)
 from titan_lite.dtensor import shard_of
 from titan_lite.models.llama3 import Transformer
 from titan_lite.models.loss import cross_entropy_sum
@@ -270,7 +276,7 @@ def uneven():
                 torch._dynamo.reset()
                 config = Compile(enable=True, backend="aot_eager", bucketing="none")
                 schedule = Schedule(PassSettings(config))
-                compile_model(model, schedule, reshard_after_forward=reshard)
+                compile_model(TraceableModel(model, sharded_model(model)), schedule)
             model(inputs[rank]).backward()
             for fqn, parameter in exact.named_parameters():
                 sharded = dict(model.named_parameters())[fqn]

@@ -399,7 +399,7 @@ def test_a_compiled_model_gathers_and_reduces_between_its_products():
 
 
 def storages_of_weights(model):
-    weights = sharded_model(model).step.weights.values()
+    weights = sharded_model(model).reader.weights.values()
     return [StorageWeakRef(each.untyped_storage()) for each in weights]
 
 

@@ -31,6 +31,17 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 @contextmanager
+def is_compiling() -> Iterator[None]:
+    """Return a context in which `torch.compiler.is_compiling()` is True.
+
+    torch.compile has its own; tracing without it has none. All versions:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/compiler/__init__.py#L472
+    """
+    with replaced(torch.compiler, "_is_compiling_flag", True):
+        yield
+
+
+@contextmanager
 def no_random_state_saved() -> Iterator[None]:
     """Return a context in which the partitioner saves no random-number state.
 

@@ -5,16 +5,16 @@ others.
 
 Each block's class is replaced by a subclass that runs forward under torch's non-reentrant
 checkpoint; FQNs do not change. Recomputing a block reads its weights again: SimpleFSDP gathers
-those again that it resharded, and finds the others in `kept_weights`. Under torch.compile,
-checkpointing and resharding (compile/passes/resharding.py) are tags on the graph, and one
-partitioner reads both.
+those again that it resharded, and finds the others in `kept_weights`. Under the compiler,
+checkpointing (`checkpoint_rule`) and resharding (compile/passes/resharding.py) are tags on the
+graph, and one partitioner reads both.
 """
 
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch._ops import OpOverload
@@ -27,6 +27,9 @@ from torch.utils.checkpoint import (
 
 from titan_lite.cost.collectives import aten, collectives, tracing
 from titan_lite.models.attention import OPERATORS
+
+if TYPE_CHECKING:  # with Inductor, a second to import
+    from titan_lite.compile.joint import CheckpointRule
 
 # Operators with results that are expensive to recompute: matrix products, all kernels of
 # F.scaled_dot_product_attention and ours, and of tensor parallelism reduce-scatters and
@@ -105,12 +108,20 @@ def selective_contexts(
     every_second: bool, last_product: int
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the contexts of a block's forward and of its recomputation."""
-    return create_selective_checkpoint_contexts(KeepExpensive(every_second, last_product))
+    of_forward = KeepExpensive(every_second, last_product)
+    of_recomputation = KeepExpensive(every_second, last_product)
+
+    def policy(
+        context: SelectiveCheckpointContext, operator: OpOverload, *_: object, **__: object
+    ) -> CheckpointPolicy:
+        return of_recomputation(operator) if context.is_recompute else of_forward(operator)
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 class KeepExpensive:
-    """A policy of torch's selective checkpointing for one forward of a block and its recomputation:
-    keep results of EXPENSIVE operators.
+    """A policy of activation checkpointing for one forward of a block, or its recomputation: keep
+    results of EXPENSIVE operators.
 
     every_second: of matrix products only the first, third, ..., as TorchTitan does (arXiv
     2410.06511). last_product: the product, counted from 1, at which recomputation ends: results
@@ -120,21 +131,29 @@ class KeepExpensive:
     def __init__(self, every_second: bool, last_product: int):
         self.every_second = every_second
         self.last_product = last_product
-        self.products = {False: 0, True: 0}  # so far, in forward and in recomputation
+        self.products = 0  # so far
 
-    def __call__(
-        self, context: SelectiveCheckpointContext, operator: OpOverload, *_: object, **__: object
-    ) -> CheckpointPolicy:
+    def __call__(self, operator: OpOverload) -> CheckpointPolicy:
         is_product = operator in PRODUCTS
         if is_product:
-            self.products[context.is_recompute] += 1
-        count = self.products[context.is_recompute]
-        is_skipped = count == self.last_product
-        if self.every_second and is_product and count % 2 == 0:
+            self.products += 1
+        is_skipped = self.products == self.last_product
+        if self.every_second and is_product and self.products % 2 == 0:
             is_skipped = True
         if operator in EXPENSIVE and not is_skipped:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_nothing(operator: OpOverload) -> CheckpointPolicy:
+    """The policy of full activation checkpointing: keep the block's input alone."""
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint_rule(block: nn.Module) -> "CheckpointRule | None":
+    """Return what is kept of one forward of a block; None: the block is not checkpointed."""
+    new_rule = getattr(block, "new_checkpoint_rule", None)
+    return None if new_rule is None else new_rule()
 
 
 @functools.cache
@@ -145,13 +164,16 @@ def _checkpointed_class(
 
     every_second: as for `KeepExpensive`; None: keep the input alone.
     """
-    # a partial of constants, which torch.compile can trace
-    contexts = functools.partial(selective_contexts, bool(every_second), last_product)
+
+    def new_checkpoint_rule(self: nn.Module) -> "CheckpointRule":
+        return keep_nothing if every_second is None else KeepExpensive(every_second, last_product)
 
     def forward(self: nn.Module, *args: Tensor) -> Tensor:
-        block_forward = functools.partial(cls.forward, self)
-        if not tracing():  # else the partitioner keeps weights
-            block_forward = functools.partial(_run_keeping_weights, {}, block_forward)
+        if tracing():  # the compiler asks for the rule
+            return cls.forward(self, *args)
+        block_forward = functools.partial(
+            _run_keeping_weights, {}, functools.partial(cls.forward, self)
+        )
         # no dropout, so no random state to restore
         if every_second is None:
             return checkpoint(block_forward, *args, use_reentrant=False, preserve_rng_state=False)
@@ -160,7 +182,12 @@ def _checkpointed_class(
             *args,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=contexts,
+            context_fn=functools.partial(selective_contexts, every_second, last_product),
         )
 
-    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    members = {
+        "forward": forward,
+        "new_checkpoint_rule": new_checkpoint_rule,
+        "__module__": cls.__module__,
+    }
+    return type(cls.__name__, (cls,), members)

@@ -22,7 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_lite.compile.report import CompileReport
 from titan_lite.config import Config, Parallelism
 from titan_lite.cost.machine import Machine
-from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_lite.distributed.activation_checkpoint import (
+    apply_activation_checkpoint,
+    checkpoint_rule,
+)
 from titan_lite.distributed.axes import axes_of, by_axis
 from titan_lite.distributed.context_parallel import (
     Attend,
@@ -273,18 +276,16 @@ def compile_stages(
 ) -> None:
     """Compile each stage as one graph, in place. Graphs are made at the first call of a stage."""
     from titan_lite.compile.compile import compile_model
+    from titan_lite.compile.model_parts import TraceableModel
 
-    reshard, keep_gathered = resharding(config.parallelism)
     checkpointing = config.activation_checkpoint
     budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else 1.0
     for stage in stages:
         # Blocks alone have matrix products that collectives overlap with.
         overlaps = config.parallelism.enable_async_tensor_parallel and len(stage.layers) > 0
         compile_model(
-            stage,
+            TraceableModel(stage, sharded_model(stage), stage.layers, checkpoint_rule),
             schedule,
-            reshard_after_forward=reshard,
-            keep_gathered=keep_gathered,
             memory_budget=budget,
             async_tensor_parallel_group=mesh.get_group("tp").group_name if overlaps else "",
         )

@@ -32,7 +32,7 @@ the number of tokens of all ranks.
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -45,7 +45,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.traceback import annotate
 
-from titan_lite.cost.collectives import tracing
 from titan_lite.distributed.buckets import Specs
 from titan_lite.distributed.float8_scales import Float8Scales
 from titan_lite.distributed.param_collectives import ShardSpec
@@ -119,20 +118,56 @@ class AllGather(torch.autograd.Function):
 
 
 class GraphGatherer:
-    """Under torch.compile: collectives are nodes of the graph, which passes move and merge."""
+    """Under the compiler: collectives are nodes of the graph, which passes move and merge.
+
+    Graphs have shards as inputs.
+    """
 
     def __init__(self, scales: Float8Scales):
         self.scales = scales
 
-    def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor | Scaled:
+    def graph_inputs(self, parameter: nn.Parameter, spec: ShardSpec) -> tuple[Tensor, ...]:
         scale = self.scales.get(spec.fqn)
-        with annotate({"fqn": spec.fqn}):  # names the nodes for passes, those of backward too
-            weight, stand_in = AllGather.apply(local(parameter), spec, scale)
+        return (parameter,) if scale is None else (parameter, scale)
+
+    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Tensor | Scaled:
+        """Return the full weight, as nodes of a graph with these inputs."""
+        shard, *scales = inputs
+        scale = scales[0] if scales else None
+        weight, stand_in = AllGather.apply(shard, spec, scale)
         return weight if scale is None else Scaled(weight, scale, stand_in)
 
 
+class GraphReader(Protocol):
+    """Reads parameters from the inputs of a graph."""
+
+    def graph_inputs(self, parameter: nn.Parameter, spec: ShardSpec) -> tuple[Tensor, ...]:
+        """Return the tensors that graphs have as inputs for a parameter."""
+        ...
+
+    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Tensor | Scaled:
+        """Return the full weight, given what stands for `graph_inputs`."""
+        ...
+
+
+@dataclass(frozen=True)
+class TracedGatherer:
+    """The Gatherer of a model that is traced."""
+
+    reader: GraphReader
+    inputs: Mapping[str, Sequence[Tensor]]  # of the graph, by FQN
+
+    def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor | Scaled:
+        """Return the full weight as nodes of the graph."""
+        with annotate({"fqn": spec.fqn}):  # names the nodes for passes, those of backward too
+            return self.reader.read_inputs(self.inputs[spec.fqn], spec)
+
+
 class ShardedModel:
-    """The specs of parameters and the gatherers, which all modules of a model share."""
+    """The specs of parameters and the gatherers, which all modules of a model share.
+
+    It is the ModelWeights of a compiled model (compile/model_parts.py).
+    """
 
     def __init__(self, specs: Specs, scales: Float8Scales, resharded: frozenset[str]):
         self.specs = specs
@@ -140,19 +175,52 @@ class ShardedModel:
         self.resharded = resharded  # FQNs of weights that are dropped after forward
         self.graph = GraphGatherer(scales)
         self.prefetch = PrefetchGatherer(specs, scales, resharded)
-        self.step: Gatherer | None = None  # within `gathered_for_step` alone
+        # within `gathered_for_step` alone, of eager mode
+        self.step: Gatherer | None = None
+        # A compiled model that is called outside of a step, for validation, has its own graph.
+        self.reader: GraphReader = self.graph
+        self.traced: TracedGatherer | None = None  # within `reading` alone
 
     @property
     def gatherer(self) -> Gatherer:
-        """The gatherer of a read.
+        """The gatherer of a read."""
+        if self.traced is not None:
+            return self.traced
+        return self.prefetch if self.step is None else self.step
 
-        A compiled model that is called outside of a step, for validation, has its own graph.
-        """
-        if self.step is not None:
-            return self.step
-        if tracing():
-            return self.graph
-        return self.prefetch
+    @property
+    def variant(self) -> Hashable:
+        return type(self.reader)
+
+    @property
+    def kept(self) -> frozenset[str] | None:
+        """FQNs of weights that stay gathered until backward; None: all."""
+        if not self.resharded:
+            return None
+        return frozenset(spec.fqn for spec in self.specs.values()).difference(self.resharded)
+
+    def graph_inputs(self) -> dict[str, tuple[Tensor, ...]]:
+        return {
+            spec.fqn: self.reader.graph_inputs(parameter, spec)
+            for parameter, spec in self.specs.items()
+        }
+
+    def described(self, modules: Iterable[nn.Module]) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for module in modules:
+            sharded: ShardedParameters = module._fsdp  # type: ignore[assignment]
+            for spec in sharded.specs.values():
+                found[spec.fqn] = (replace(spec, fqn=""), spec.fqn in self.resharded)
+        return found
+
+    @contextmanager
+    def reading(self, inputs: Mapping[str, Sequence[Tensor]]) -> Iterator[None]:
+        """Return a context in which reads are nodes of a graph with these inputs."""
+        self.traced = TracedGatherer(self.reader, inputs)
+        try:
+            yield
+        finally:
+            self.traced = None
 
     def replace_parameters(self, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
         self.specs = {replaced[parameter]: spec for parameter, spec in self.specs.items()}
@@ -193,15 +261,16 @@ def gathered_for_step(root: nn.Module, microbatches: int) -> Iterator[None]:
     gradients = StepGradients(model.specs, model.prefetch, microbatches)
     step: OncePerStepGatherer | CompiledStepGatherer
     if root._compiled_call_impl is None:
-        step = OncePerStepGatherer(model.scales, model.prefetch, gradients)
+        model.step = step = OncePerStepGatherer(model.scales, model.prefetch, gradients)
     else:
         step = CompiledStepGatherer(model.specs, model.scales, gradients, reads_of(root))
-    model.step = step
+        model.reader = step
     try:
         yield
         step.finish()
     finally:
         model.step = None
+        model.reader = model.graph
         step.close()
 
 
@@ -321,9 +390,9 @@ def _sharded_class(cls: type[Any], names: tuple[str, ...], is_root: bool) -> typ
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        if tracing():
-            return cls.forward(self, *args, **kwargs)
         model = sharded_model(self)
+        if model.traced is not None:
+            return cls.forward(self, *args, **kwargs)
         reshard = bool(model.resharded) and model.step is None and torch.is_grad_enabled()
         with model.prefetch.forward(reshard):
             return cls.forward(self, *args, **kwargs)

@@ -18,6 +18,7 @@ bucket.
 
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -99,6 +100,21 @@ class OncePerStepGatherer:
             return weight
         return Scaled(weight, scale, self.leaves[spec.fqn] if spec.float8 else None)
 
+    def graph_inputs(self, parameter: nn.Parameter, spec: ShardSpec) -> tuple[Tensor, ...]:
+        """Return what graphs have as inputs for a parameter, when they are priced as eager mode."""
+        inputs = (self.weights[spec.fqn],)
+        scale = self.scales.get(spec.fqn)
+        if scale is None:
+            return inputs
+        return (*inputs, scale, self.leaves[spec.fqn]) if spec.float8 else (*inputs, scale)
+
+    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Tensor | Scaled:
+        """Return the full weight, an input of the graph."""
+        weight, *scaled = inputs
+        if not scaled:
+            return weight
+        return Scaled(weight, scaled[0], scaled[1] if spec.float8 else None)
+
     @_disable_current_modes()
     @torch.no_grad()
     def _gather_block(self, spec: ShardSpec) -> None:
@@ -177,13 +193,17 @@ class CompiledStepGatherer:
             self._allocate(bucket)
         self._start_next()
 
-    def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor | Scaled:
-        """Return the full weight, as nodes of a graph that wait for it."""
+    def graph_inputs(self, parameter: nn.Parameter, spec: ShardSpec) -> tuple[Tensor, ...]:
+        """Return what graphs have as inputs for a parameter."""
+        inputs = (self.weights[spec.fqn], self.handles[spec.fqn])
         scale = self.scales.get(spec.fqn)
-        weight, stand_in = _ArrivingWeight.apply(
-            self.weights[spec.fqn], self.handles[spec.fqn], spec
-        )
-        return weight if scale is None else Scaled(weight, scale, stand_in)
+        return inputs if scale is None else (*inputs, scale)
+
+    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Tensor | Scaled:
+        """Return the full weight, as nodes of a graph with these inputs that wait for it."""
+        weight, handle, *scales = inputs
+        weight, stand_in = _ArrivingWeight.apply(weight, handle, spec)
+        return Scaled(weight, scales[0], stand_in) if scales else weight
 
     def _allocate(self, bucket: Bucket) -> None:
         """Allocate the weights of a bucket, and their handles."""

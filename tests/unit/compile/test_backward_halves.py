@@ -12,15 +12,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_lite.compile.backward_halves import split_backward
 from titan_lite.compile.compile import compile_model
+from titan_lite.compile.model_parts import TraceableModel
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile
 from titan_lite.cost.collectives import is_all_gather, nbytes_of, parameters_of
 from titan_lite.cost.op_cost import MATMULS
-from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_lite.distributed.activation_checkpoint import (
+    apply_activation_checkpoint,
+    checkpoint_rule,
+)
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.pipeline import keep_modules
-from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp
+from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, sharded_model
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
 from titan_lite.models.llama3 import Transformer
 
@@ -221,7 +225,9 @@ def backward_of(mesh, stage, mode):
     options = FSDPOptions(param_dtype=torch.bfloat16)
     apply_simple_fsdp(model, parameter_mesh(mesh), options)
     schedule = Captured()
-    compile_model(model, schedule, reshard_after_forward=True)
+    compile_model(
+        TraceableModel(model, sharded_model(model), model.layers, checkpoint_rule), schedule
+    )
     if stage == "first":
         input = torch.zeros(2, TOKENS, dtype=torch.int64)
     else:
@@ -237,7 +243,6 @@ def backwards():
     mesh = build_mesh(dict(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=2), "cpu")
     yield {(stage, mode): backward_of(mesh, stage, mode) for stage in STAGES for mode in MODES}
     dist.destroy_process_group()
-    torch._dynamo.reset()
 
 
 def example(node):

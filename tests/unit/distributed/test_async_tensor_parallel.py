@@ -8,22 +8,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny import HEADS
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch.distributed import _symmetric_memory
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_lite.compile.backends import FUSED_PRODUCTS, expect_fused_products
+from titan_lite.compile.joint import TraceSettings
+from titan_lite.compile.model_graph import compose
+from titan_lite.compile.model_parts import TraceableModel, trace_parts
 from titan_lite.compile.passes.fused_collectives import keep_with_products
 from titan_lite.compile.passes.token_chunks import mark_fused_collectives
 from titan_lite.compile.segments import compile_segments, is_fused, is_outside
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, ConfigError
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
-from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp
+from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, sharded_model
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
 from titan_lite.models.llama3 import Transformer
 
@@ -35,7 +35,6 @@ def mesh():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield build_mesh(dict(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=2), "cpu")
     dist.destroy_process_group()
-    torch._dynamo.reset()
 
 
 def graphs_of(mesh):
@@ -44,18 +43,10 @@ def graphs_of(mesh):
     model.init_weights(0)
     apply_tensor_parallel(model, mesh["tp"])
     apply_simple_fsdp(model, parameter_mesh(mesh), FSDPOptions())
-    graphs = []
-
-    def capture(graph, inputs):
-        graphs.append(graph)
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(
-        fw_compiler=capture, bw_compiler=capture, decompositions=select_decomp_table()
-    )
-    model.compile(backend=backend, fullgraph=True)
-    model(torch.zeros(4, 16, dtype=torch.int64)).sum().backward()
-    return graphs
+    traceable = TraceableModel(model, sharded_model(model), model.layers)
+    tokens = torch.zeros(4, 16, dtype=torch.int64)
+    graphs = compose(trace_parts(traceable, {"tokens": tokens}, TraceSettings(decomposes=True)))
+    return graphs.forward, graphs.backward
 
 
 def test_the_matrix_products_of_every_block_overlap_with_their_collectives(mesh):

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_lite.compile.compile import compile_model
+from titan_lite.compile.model_parts import PlainWeights, TraceableModel
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile
@@ -131,11 +132,10 @@ def test_a_graph_has_an_eighth_of_the_bytes_of_logits(dtype):
     """
     peaks = {}
     for chunk in (0, 1024):
-        torch._dynamo.reset()
         stage = LastStage(chunk)
         recorded = Recorded(PassSettings(Compile(enable=True, backend="aot_eager")))
         recorded.peaks = peaks[chunk] = {}
-        compile_model(stage, recorded, reshard_after_forward=False)
+        compile_model(TraceableModel(stage, PlainWeights(stage)), recorded)
         with FakeTensorMode(allow_non_fake_inputs=True):
             hidden = torch.zeros(1, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
             weight = torch.zeros(VOCABULARY, WIDTH, dtype=dtype, requires_grad=True)

@@ -12,6 +12,7 @@ differs between torch 2.11 and 2.13 is handled here and in torch_patches.py.
 import inspect
 from typing import Any
 
+from torch import Tensor
 from torch._inductor.fx_passes import overlap_scheduling
 from torch.fx import Graph, Node
 
@@ -32,6 +33,7 @@ def overlap_by_inductor(graph: Graph, settings: PassSettings) -> int:
     """Reorder and bucket collectives, in place. Return how many are then overlapped."""
     if not parameter_collectives(graph):
         return 0
+    give_own_values(graph)
     machine = settings.required_machine()
     shard_work = shards_of(graph)
 
@@ -63,3 +65,18 @@ def overlap_by_inductor(graph: Graph, settings: PassSettings) -> int:
         )
     assert module.graph is graph
     return sum(node.next is not wait_of(node) for node in parameter_collectives(graph))
+
+
+def give_own_values(graph: Graph) -> None:
+    """Give each node a fake result of its own.
+
+    Copies of a block share theirs (model_graph.py), and Inductor tells the inputs of a bucket
+    apart by their fake tensors.
+    """
+    seen = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and id(value) in seen:
+            value = value.detach()
+            node.meta["val"] = value
+        seen.add(id(value))

@@ -45,6 +45,7 @@ from titan_lite.compile.backward_halves import (
 )
 from titan_lite.compile.compile import compile_model
 from titan_lite.compile.graph import merge_waits
+from titan_lite.compile.model_parts import PlainWeights, TraceableModel
 from titan_lite.compile.passes.bucketing import merge_buckets
 from titan_lite.compile.passes.choose_buckets import by_block
 from titan_lite.compile.passes.reordering import move_gather_before, wait_for_reductions_late
@@ -259,7 +260,6 @@ def trace_stage(
     """Trace a stage of `n_layers` blocks and the modules `beside` them in a fake world, and price
     it on each machine.
     """
-    torch._dynamo.reset()
     gc.collect()  # graphs of earlier traces
     config = layout.config
     mesh = build_mesh(layout.degrees, "cpu")
@@ -398,7 +398,7 @@ def materialize_stage(layout: PlannedLayout, stage: Transformer) -> None:
         for spec in model.specs.values():
             full = torch.zeros(spec.rows, *spec.row_shape, dtype=spec.gather_dtype)
             step.keep(full, spec, requires_grad=True)
-        model.step = step
+        model.reader = step
 
 
 class StageInputs(NamedTuple):
@@ -441,7 +441,7 @@ def masks_by_kernel_on(machine: Machine, layout: PlannedLayout) -> bool:
 def run_loss(layout: PlannedLayout, model: ParallelModel, schedule: "PricedSchedule") -> None:
     """Run the loss of logits, so that its graphs are compiled."""
     loss = _LossModule(model.loss)
-    compile_model(loss, schedule, reshard_after_forward=False)
+    compile_model(TraceableModel(loss, PlainWeights(loss)), schedule)
     labels = torch.zeros(layout.microbatch_size, len(model.stages[0].positions), dtype=torch.long)
     logits = torch.zeros(
         model.loss.output_shape(*labels.shape),

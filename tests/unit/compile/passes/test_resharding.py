@@ -9,7 +9,6 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_lite.compile.backends import CachedPass
 from titan_lite.compile.passes.resharding import (
     recompute_parameter_all_gathers,
     reshard_after_forward,
@@ -117,21 +116,6 @@ def test_what_is_kept_is_left_alone():
     )
     tagged = [node for node in graph.nodes if "recompute" in node.meta]
     assert tagged == [gathers["layers.31.wq.weight"], *gathers["layers.31.wq.weight"].users]
-
-
-def test_inductors_cache_tells_apart_what_is_kept():
-    keeps = [
-        dict(),
-        dict(keep_gathered=()),
-        dict(keep_gathered=("norm.weight",)),
-        dict(keep_gathered=("output.weight",)),
-    ]
-    passes = [CachedPass(recompute_parameter_all_gathers, **keep) for keep in keeps]
-    assert len({each.uuid() for each in passes}) == 4
-    assert (
-        passes[2].uuid()
-        == CachedPass(recompute_parameter_all_gathers, keep_gathered=("norm.weight",)).uuid()
-    )
 
 
 def joint_graph(rows):

@@ -1,0 +1,180 @@
+"""The graphs of a model, put together from traced parts: the results and gradients of eager mode,
+bit by bit, and one traced block for each kind.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from titan_lite.compile import model_parts
+from titan_lite.compile.compile import compile_model
+from titan_lite.compile.joint import TraceSettings
+from titan_lite.compile.model_graph import compose
+from titan_lite.compile.model_parts import PlainWeights, TraceableModel, trace_parts
+from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.settings import PassSettings
+from titan_lite.config import Compile
+from titan_lite.distributed.activation_checkpoint import (
+    apply_activation_checkpoint,
+    checkpoint_rule,
+)
+from titan_lite.models.attention import doc_starts
+from titan_lite.models.llama3 import ModelConfig, Transformer
+
+UNTIED = ModelConfig(
+    dim=32, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=64, max_seq_len=16
+)
+TIED = ModelConfig(
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    hidden_dim=96,
+    vocab_size=64,
+    max_seq_len=16,
+    tied_embeddings=True,
+)
+TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def build(config=UNTIED, without=()):
+    model = Transformer(config)
+    model.init_weights(0)
+    for name in without:
+        setattr(model, name, None)
+    return model
+
+
+def parts_of(model, **arguments):
+    traceable = TraceableModel(model, PlainWeights(model), model.layers, checkpoint_rule)
+    return trace_parts(traceable, arguments, TraceSettings())
+
+
+def run(model, *arguments, **keywords):
+    """(output, gradients of the inputs and of the parameters by FQN)"""
+    inputs = [
+        argument.clone().requires_grad_() if argument.is_floating_point() else argument
+        for argument in arguments
+    ]
+    output = model(*inputs, **keywords)
+    torch.manual_seed(1)
+    output.backward(torch.randn(output.shape))
+    gradients = {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
+    model.zero_grad()
+    return output.detach(), [each.grad for each in inputs], gradients
+
+
+def check(model, *arguments, **keywords):
+    expected = run(model, *arguments, **keywords)
+    with torch.no_grad():
+        without_gradients = model(*arguments, **keywords)
+    schedule = Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
+    traceable = TraceableModel(model, PlainWeights(model), model.layers, checkpoint_rule)
+    compile_model(traceable, schedule)
+    for _ in range(2):  # compiled, and again
+        torch.testing.assert_close(run(model, *arguments, **keywords), expected, rtol=0, atol=0)
+    with torch.no_grad():
+        assert torch.equal(model(*arguments, **keywords), without_gradients)
+    assert [report.graph for report in schedule.reports] == ["forward", "backward", "inference"]
+
+
+def test_a_model_is_equal_to_the_bit():
+    check(build(), TOKENS)
+
+
+def test_a_tied_weight_has_one_gradient():
+    check(build(TIED), TOKENS)
+
+
+def test_a_mask_is_made_once_for_all_blocks():
+    starts = doc_starts(TOKENS, bos_id=1, eos_id=2)
+    assert (starts > 0).any()
+    check(build(), TOKENS, doc_starts=starts)
+    parts = parts_of(build(), tokens=TOKENS, doc_starts=starts)
+    assert parts.different_blocks == 1
+
+
+@pytest.mark.parametrize(
+    "without",
+    [
+        ["norm", "output"],
+        ["tok_embeddings"],
+        ["tok_embeddings", "norm", "output"],
+    ],
+)
+def test_the_stages_of_a_pipeline(without):
+    model = build(without=without)
+    hidden = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(2))
+    check(model, hidden if "tok_embeddings" in without else TOKENS)
+
+
+def test_a_stage_without_blocks():
+    model = build(without=["tok_embeddings"])
+    model.layers.clear()
+    check(model, torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(2)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "option", "kinds"),
+    [("none", "op", 1), ("full", "op", 1), ("selective", "op", 1), ("selective", "2", 2)],
+)
+def test_checkpointed_blocks(mode, option, kinds):
+    model = build()
+    apply_activation_checkpoint(model.layers, mode, option, compiled=True)
+    assert parts_of(model, tokens=TOKENS).different_blocks == kinds
+    check(model, TOKENS)
+
+
+def test_full_checkpointing_saves_the_input_of_a_block_alone():
+    model = build()
+    apply_activation_checkpoint(model.layers, "full", compiled=True)
+    graphs = compose(parts_of(model, tokens=TOKENS))
+    saved = graphs.forward.graph.find_nodes(op="output")[0].args[0][1:]
+    computed = [node for node in saved if node.op != "placeholder"]
+    # the input of each block, and what the norm and the output save
+    assert sum(node.meta["val"].shape == (2, 16, 32) for node in computed) <= UNTIED.n_layers + 2
+
+
+def test_tracing_takes_as_long_for_a_deep_model(monkeypatch):
+    traced = []
+    trace = model_parts.trace
+    monkeypatch.setattr(
+        model_parts,
+        "trace",
+        lambda *arguments, **keywords: traced.append(1) or trace(*arguments, **keywords),
+    )
+    for layers in (2, 12):
+        traced.clear()
+        model = Transformer(ModelConfig(**{**vars(UNTIED), "n_layers": layers}))
+        parts = parts_of(model, tokens=TOKENS)
+        assert len(traced) == 2
+        assert [block.fqn for block in parts.blocks] == [f"layers.{i}" for i in range(layers)]
+
+
+def test_a_block_that_differs_in_anything_its_code_may_read_is_traced():
+    model = build()
+    model.layers["2"].attention_norm.eps = 0.5
+    assert parts_of(model, tokens=TOKENS).different_blocks == 2
+    model.layers["3"].feed_forward.w1 = nn.Linear(32, 96)
+    assert parts_of(model, tokens=TOKENS).different_blocks == 3
+    model.layers["1"].requires_grad_(False)
+    assert parts_of(model, tokens=TOKENS).different_blocks == 4
+    check(model, TOKENS)
+
+
+def test_weights_before_which_nothing_is_trained():
+    model = build()
+    model.tok_embeddings.requires_grad_(False)
+    model.layers["0"].requires_grad_(False)
+    check(model, TOKENS)
+
+
+def test_a_gradient_of_other_strides_is_copied():
+    model = build()
+    schedule = Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
+    model(TOKENS).sum().backward()
+    expected = model.output.weight.grad
+    model.zero_grad()
+    compile_model(TraceableModel(model, PlainWeights(model), model.layers), schedule)
+    model(TOKENS).sum().backward()
+    assert torch.equal(model.output.weight.grad, expected)

@@ -1,0 +1,167 @@
+"""Trace a function and its backward as FX graphs, and divide them into forward and backward.
+
+    traced = trace(function, inputs, settings)
+    traced.forward          # inputs -> outputs and saved values
+    traced.backward         # saved values and gradients of outputs -> gradients of inputs
+
+torch's AOTAutograd traces operators: no Dynamo reads the code, so a function must not depend on
+values of tensors, and what it reads beside its inputs is a constant of the graphs. Activation
+checkpointing and resharding are tags on the joint graph of forward and backward, which the
+partitioner reads when it divides the graph.
+"""
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from titan_lite.compile.passes import resharding
+from titan_lite.compile.torch_patches import is_compiling, no_random_state_saved
+
+# Takes and returns tensors.
+TensorFunction = Callable[..., Sequence[Tensor]]
+# What activation checkpointing does with the result of an operator. It is called for the operators
+# of a forward in order.
+CheckpointRule = Callable[[OpOverload], CheckpointPolicy]
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """How functions are traced, and their graphs divided."""
+
+    decomposes: bool = False  # operators, as Inductor does
+    rewrites: bool = False  # operators, by Inductor's passes on joint graphs
+    # FQNs of parameters that stay gathered until backward; None: all
+    keep_gathered: Collection[str] | None = None
+    # share of the activations saved at 1.0 that may be saved; the partitioner recomputes the
+    # cheapest per byte
+    memory_budget: float = 1.0
+    # Save what autograd saves: for graphs that are priced as eager mode, and do not run.
+    saves_as_autograd: bool = False
+
+
+@dataclass(frozen=True)
+class TracedFunction:
+    """The graphs of a function. Nodes have fake results in meta["val"]."""
+
+    forward: GraphModule  # inputs -> (*outputs, *saved values)
+    outputs: int
+    backward: GraphModule | None  # None: no output has a gradient
+    differentiable: Sequence[int]  # the outputs that have a gradient, in the order of backward
+
+
+def trace(
+    function: TensorFunction,
+    inputs: Sequence[Tensor],
+    mode: FakeTensorMode,
+    settings: TraceSettings,
+    checkpoint: CheckpointRule | None = None,
+    static: Collection[int] = (),
+) -> TracedFunction:
+    """Return the graphs of `function` for inputs of such shapes, with or without gradients.
+
+    inputs: fake tensors of `mode`. The results of `function` must not be views of its inputs.
+    checkpoint: None: the partitioner saves what is expensive to recompute. static: indices of the
+    inputs that stay in memory in any case, so that saving them is free.
+    """
+    with mode, is_compiling():
+        results = function(*inputs)
+    differentiable = [index for index, result in enumerate(results) if result.requires_grad]
+    graphs: dict[str, GraphModule] = {}
+
+    def compile_forward(gm: GraphModule, example_inputs: object) -> Callable[[list[Any]], Any]:
+        graphs.setdefault("forward", gm)  # without gradients there was no partition
+        results = [node.meta["val"] for node in results_of(gm)]
+        return make_boxed_func(lambda *inputs: results)
+
+    def partition(
+        joint: GraphModule, *args: Any, **options: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        assert options["num_fwd_outputs"] == len(results), "a result is a view"
+        if checkpoint is not None:
+            tag_for_checkpointing(joint.graph, checkpoint)
+        if settings.rewrites:
+            joint_graph_passes(joint, inputs[0].device)
+        resharding.reshard_after_forward(joint.graph, settings.keep_gathered)
+        if settings.saves_as_autograd:
+            save_as_autograd(joint.graph)
+        options["static_lifetime_input_indices"] = list(static)
+        with no_random_state_saved():
+            forward, backward = min_cut_rematerialization_partition(joint, *args, **options)
+        graphs.update(forward=forward, backward=backward)
+        return forward, backward
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        with torch.fx.traceback.preserve_node_meta():
+            return tuple(function(*tensors))
+
+    traced = aot_function(
+        run,
+        fw_compiler=compile_forward,
+        partition_fn=partition,
+        decompositions=select_decomp_table() if settings.decomposes else None,
+    )
+    budget = functorch_config.patch(activation_memory_budget=settings.memory_budget)
+    with is_compiling(), budget, V.set_fake_mode(mode):
+        traced(*inputs)  # traces at its first call, and computes nothing
+    return TracedFunction(graphs["forward"], len(results), graphs.get("backward"), differentiable)
+
+
+def results_of(forward: GraphModule) -> list[Node]:
+    """Return what a forward graph returns."""
+    (output,) = forward.graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def gradients_of(backward: GraphModule) -> list[Node | None]:
+    """Return what a backward graph returns: gradients, None for some inputs of forward."""
+    (output,) = backward.graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def tag_for_checkpointing(graph: Graph, checkpoint: CheckpointRule) -> None:
+    """Tag the operators of forward, as torch's checkpointing does under torch.compile."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not is_forward(node):
+            continue
+        if node.target is operator.getitem:
+            node.meta["recompute"] = node.args[0].meta["recompute"]
+        else:
+            node.meta["recompute"] = checkpoint(node.target)
+        node.meta["ac_graph_id"] = 1
+
+
+def is_forward(node: Node) -> bool:
+    """Return True for a node of the forward of a joint graph."""
+    return node.meta.get("partitioner_tag") != "is_backward"
+
+
+def save_as_autograd(graph: Graph) -> None:
+    """Let forward save what autograd saves.
+
+    These are all activations but those within checkpointed blocks. Forward computes nothing of
+    backward.
+    """
+    in_forward = [node for node in graph.nodes if node.meta.get("partitioner_tag") == "is_forward"]
+    plain = {node for node in in_forward if not node.meta.get("recompute")}
+    for node in graph.nodes:
+        is_checkpointed = node.meta.get("ac_graph_id", resharding.REGION) != resharding.REGION
+        is_read_outside = is_checkpointed and plain & node.users.keys()
+        if node in plain or is_read_outside:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif node.op == "call_function" and node.meta.get("partitioner_tag") != "is_forward":
+            node.meta["partitioner_tag"] = "must_be_in_backward"

@@ -1,0 +1,480 @@
+"""Trace the parts of a model: one block of each kind, and what is beside the blocks.
+
+    parts = trace_parts(TraceableModel(model, weights, model.layers), {"tokens": tokens}, settings)
+
+model_graph.py makes the graphs of the model from copies of these.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._dynamo.utils import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from titan_lite.compile.joint import (
+    CheckpointRule,
+    TracedFunction,
+    TraceSettings,
+    results_of,
+    trace,
+)
+from titan_lite.compile.torch_patches import is_compiling
+from titan_lite.dtensor import local
+
+# Attributes of every module, and of sharded ones (`ModelWeights.described` describes parameters).
+MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "_fsdp"})
+
+
+class ModelWeights(Protocol):
+    """The parameters of a model as inputs of its graphs."""
+
+    @property
+    def variant(self) -> Hashable:
+        """Models with equal variants have equal graphs."""
+        ...
+
+    @property
+    def kept(self) -> Collection[str] | None:
+        """FQNs of those that stay gathered until backward; None: all."""
+        ...
+
+    def graph_inputs(self) -> Mapping[str, Sequence[Tensor]]:
+        """Return the tensors that graphs read for each parameter, by FQN."""
+        ...
+
+    def described(self, modules: Iterable[nn.Module]) -> Mapping[str, object]:
+        """Return the parameters that these modules themselves have, by FQN, described.
+
+        Descriptions of two parameters are equal if graphs that read them are.
+        """
+        ...
+
+    def reading(self, inputs: Mapping[str, Sequence[Tensor]]) -> AbstractContextManager[None]:
+        """Return a context in which modules read these tensors in place of `graph_inputs`."""
+        ...
+
+
+class PlainWeights:
+    """ModelWeights of a model whose parameters are not sharded."""
+
+    variant = None
+    kept = None
+
+    def __init__(self, model: nn.Module):
+        self.fqns = {parameter: fqn for fqn, parameter in model.named_parameters()}
+        self.modules = list(model.modules())
+
+    def graph_inputs(self) -> dict[str, tuple[Tensor]]:
+        return {fqn: (parameter,) for parameter, fqn in self.fqns.items()}
+
+    def described(self, modules: Iterable[nn.Module]) -> dict[str, object]:
+        return {
+            self.fqns[parameter]: None
+            for module in modules
+            for parameter in module._parameters.values()
+            if parameter is not None
+        }
+
+    @contextmanager
+    def reading(self, inputs: Mapping[str, Sequence[Tensor]]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in self.modules:
+                read = {
+                    name: inputs[self.fqns[parameter]][0]
+                    for name, parameter in module._parameters.items()
+                    if parameter is not None and self.fqns[parameter] in inputs
+                }
+                stack.enter_context(entries_replaced(module._parameters, read))
+            yield
+
+
+@contextmanager
+def entries_replaced(entries: dict[str, Any], replaced: Mapping[str, Any]) -> Iterator[None]:
+    """Return a context in which a dictionary has other values for these keys."""
+    with entries_exchanged(entries, {**entries, **replaced}):
+        yield
+
+
+@contextmanager
+def entries_exchanged(entries: dict[str, Any], exchanged: Mapping[str, Any]) -> Iterator[None]:
+    """Return a context in which a dictionary has these entries alone."""
+    before = dict(entries)
+    entries.clear()
+    entries.update(exchanged)
+    try:
+        yield
+    finally:
+        entries.clear()
+        entries.update(before)
+
+
+@dataclass(frozen=True)
+class Value:
+    """An input of a model's graphs, or what one part of the model gives to another."""
+
+    # Inputs are arguments of the model, buffers, and tensors of weights. "hidden": the hidden
+    # states before a block; "after": those after the last block; "shared": what all blocks read.
+    kind: Literal["argument", "buffer", "weight", "hidden", "after", "shared", "output"]
+    name: str = ""  # of an argument; FQN of a buffer or a weight
+    index: int = 0  # among the weight's tensors, or among what blocks read
+
+    @property
+    def is_input(self) -> bool:
+        return self.kind in ("argument", "buffer", "weight")
+
+    @property
+    def label(self) -> str:
+        """The name of an input's node in a graph."""
+        name = self.name.replace(".", "_")
+        return f"{name}_{self.index}" if self.index else name
+
+
+HIDDEN = Value("hidden")
+AFTER = Value("after")
+OUTPUT = Value("output")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A traced part of a model: its graphs, and what their inputs and results are."""
+
+    traced: TracedFunction
+    inputs: Sequence[Value]
+    results: Sequence[Value]
+
+    @property
+    def differentiable(self) -> list[Value]:
+        """The results that have a gradient, in the order in which backward takes it."""
+        return [self.results[index] for index in self.traced.differentiable]
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """All that the graphs of a block depend on."""
+
+    modules: Sequence[tuple[str, type, Mapping[str, object]]]  # name, class and attributes
+    weights: Mapping[str, object]  # by name within the block
+    tensors: Sequence[tuple[object, ...]]  # of its inputs: shape, stride, dtype, ...
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a model, and the traced block of its kind."""
+
+    fqn: str
+    part: Part
+    traced_fqn: str
+
+    def name(self, traced: str) -> str:
+        """Return the FQN in this block for an FQN in the traced block, and other names as such."""
+        prefix = f"{self.traced_fqn}."
+        if not traced.startswith(prefix):
+            return traced
+        return f"{self.fqn}.{traced.removeprefix(prefix)}"
+
+    def value(self, traced: Value) -> Value:
+        """Return the value of this block for one of the traced block."""
+        return replace(traced, name=self.name(traced.name))
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The traced parts of a model.
+
+    Values that the model passes on as they are have no node in the graphs of `rest`: `output` may
+    be AFTER, and `hidden` an argument.
+    """
+
+    rest: Part  # what the model does before and after its blocks
+    blocks: Sequence[Block]
+    output: Value
+    hidden: Value | None  # that enters the first block; None: there are no blocks
+    different_blocks: int
+
+
+class Cut(nn.Module):
+    """Stands in for the blocks of a model, and records their arguments."""
+
+    def __init__(self, after: Tensor | None):
+        super().__init__()
+        self.after = after  # what the last block returns; None: something like the first argument
+        self.arguments: tuple[object, ...] = ()
+
+    def forward(self, hidden: Tensor, *others: object) -> Tensor:
+        self.arguments = (hidden, *others)
+        if self.after is None:
+            self.after = torch.empty_like(hidden, requires_grad=torch.is_grad_enabled())
+        return self.after
+
+
+@dataclass(frozen=True)
+class TraceableModel:
+    """A model, and what a compiler must know of it."""
+
+    model: nn.Module
+    weights: ModelWeights
+    # The module that has the model's blocks. They are called one after the other, each with the
+    # result of the one before and with the same other arguments, which have no gradients.
+    blocks: nn.ModuleDict = field(default_factory=nn.ModuleDict)
+    # of a block that activation checkpointing recomputes; None of others
+    checkpoint_rule: Callable[[nn.Module], CheckpointRule | None] = lambda block: None
+
+
+def trace_parts(
+    traceable: TraceableModel, arguments: Mapping[str, Tensor], settings: TraceSettings
+) -> ModelParts:
+    """Return the parts for arguments like these, by name."""
+    tracer = _Tracer(traceable, arguments, settings)
+    rest = tracer.trace_rest()
+    blocks = [tracer.trace_block(block) for block in traceable.blocks.values()]
+    hidden = None if tracer.of_blocks is None else tracer.of_blocks.hidden
+    return ModelParts(rest, blocks, tracer.output, hidden, len(tracer.traced))
+
+
+class _Tracer:
+    """Traces the parts of a model: what is beside the blocks, then the blocks in order."""
+
+    def __init__(
+        self,
+        traceable: TraceableModel,
+        arguments: Mapping[str, Tensor],
+        settings: TraceSettings,
+    ):
+        self.model = traceable.model
+        self.weights = traceable.weights
+        self.settings = settings
+        self.blocks = traceable.blocks
+        self.checkpoint_rule = traceable.checkpoint_rule
+        self.fqns = {module: fqn for fqn, module in self.model.named_modules()}
+        self.weight_tensors = self.weights.graph_inputs()
+        self.mode = detect_fake_mode(list(arguments.values())) or FakeTensorMode()
+        self.arguments = {
+            Value("argument", name): self.fake(tensor) for name, tensor in arguments.items()
+        }
+        self.output = OUTPUT
+        self.of_blocks: BlockArguments | None = None  # None: there are no blocks
+        self.hidden: Tensor  # fake, that enters the next block
+        self.shared: dict[Value, Tensor] = {}  # fake, that all blocks read
+        self.traced: list[tuple[BlockKind, Block]] = []  # a block of each kind
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """Return a fake tensor like this rank's part of `tensor`."""
+        part = local(tensor.detach())
+        with self.mode:
+            fake = torch.empty_strided(
+                part.shape, part.stride(), dtype=part.dtype, device=part.device
+            )
+        return fake.requires_grad_(tensor.requires_grad and torch.is_grad_enabled())
+
+    def inputs_of(self, modules: Sequence[nn.Module]) -> dict[Value, Tensor]:
+        """Return the buffers and the weights' tensors that these modules have, fake."""
+        inputs: dict[Value, Tensor] = {}
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    fqn = f"{self.fqns[module]}.{name}".removeprefix(".")
+                    inputs[Value("buffer", fqn)] = self.fake(buffer)
+        for fqn in self.weights.described(modules):
+            for index, tensor in enumerate(self.weight_tensors[fqn]):
+                inputs[Value("weight", fqn, index)] = self.fake(tensor)
+        return inputs
+
+    @contextmanager
+    def reading(self, given: Mapping[Value, Tensor]) -> Iterator[None]:
+        """Return a context in which modules read these buffers and weights."""
+        weights: dict[str, list[Tensor]] = defaultdict(list)
+        with ExitStack() as stack:
+            for value, tensor in given.items():
+                if value.kind == "weight":
+                    weights[value.name].append(tensor)
+                elif value.kind == "buffer":
+                    owner, _, name = value.name.rpartition(".")
+                    buffers = self.model.get_submodule(owner)._buffers
+                    stack.enter_context(entries_replaced(buffers, {name: tensor}))
+            stack.enter_context(self.weights.reading(weights))
+            yield
+
+    def trace_rest(self) -> Part:
+        """Trace what the model does before and after its blocks."""
+        within_blocks = set(self.blocks.modules())
+        others = [module for module in self.model.modules() if module not in within_blocks]
+        inputs = {**self.arguments, **self.inputs_of(others)}
+        if len(self.blocks):
+            first_call = _RestCall(self, list(inputs))
+            with self.mode, is_compiling():
+                first_call(*inputs.values())
+            assert first_call.of_blocks is not None, "the model does not call its blocks"
+            inputs[AFTER] = self.fake(first_call.of_blocks.after)
+        call = _RestCall(self, list(inputs))
+        traced = trace(
+            call, list(inputs.values()), self.mode, self.settings, static=static_inputs(inputs)
+        )
+        rest = Part(traced, list(inputs), list(call.results))
+        self.output = call.output
+        self.of_blocks = call.of_blocks
+        if self.of_blocks is not None:
+            known = {**inputs, **fake_results(rest)}
+            self.hidden = known[self.of_blocks.hidden]
+            self.shared = {value: known[value] for value in self.of_blocks.shared}
+        return rest
+
+    def trace_block(self, module: nn.Module) -> Block:
+        """Return the next block, traced if no block of its kind was."""
+        assert self.of_blocks is not None
+        fqn = self.fqns[module]
+        modules = list(module.modules())
+        inputs = {HIDDEN: self.hidden, **self.shared, **self.inputs_of(modules)}
+        kind = self.kind_of(module, inputs)
+        alike = [block for other_kind, block in self.traced if kind == other_kind]
+        if alike:
+            block = replace(alike[0], fqn=fqn)
+        else:
+            traced = trace(
+                _BlockCall(self, list(inputs), module, self.of_blocks),
+                list(inputs.values()),
+                self.mode,
+                self.settings,
+                self.checkpoint_rule(module),
+                static_inputs(inputs),
+            )
+            block = Block(fqn, Part(traced, list(inputs), [HIDDEN]), traced_fqn=fqn)
+            self.traced.append((kind, block))
+        self.hidden = fake_results(block.part)[HIDDEN]
+        return block
+
+    def kind_of(self, block: nn.Module, inputs: Mapping[Value, Tensor]) -> BlockKind:
+        described = self.weights.described(list(block.modules()))
+        prefix = f"{self.fqns[block]}."
+        return BlockKind(
+            modules=[
+                (name, type(module), attributes_of(module))
+                for name, module in block.named_modules()
+            ],
+            weights={fqn.removeprefix(prefix): value for fqn, value in described.items()},
+            tensors=[
+                (
+                    tensor.shape,
+                    tensor.stride(),
+                    tensor.dtype,
+                    tensor.device,
+                    tensor.requires_grad,
+                )
+                for tensor in inputs.values()
+            ],
+        )
+
+
+def attributes_of(module: nn.Module) -> dict[str, object]:
+    """Return the attributes that a module's code may read, beside parameters and buffers."""
+    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+
+
+def static_inputs(inputs: Iterable[Value]) -> list[int]:
+    """Return the indices of the inputs that stay in memory during a step."""
+    return [i for i, value in enumerate(inputs) if value.kind in ("buffer", "weight")]
+
+
+def fake_results(part: Part) -> dict[Value, Tensor]:
+    """Return fake tensors like the results of a part."""
+    fakes = {}
+    for value, node in zip(part.results, results_of(part.traced.forward), strict=False):
+        fakes[value] = node.meta["val"].detach().requires_grad_(value in part.differentiable)
+    return fakes
+
+
+@dataclass(frozen=True)
+class BlockArguments:
+    """The arguments of the first block, and what the last one returns."""
+
+    hidden: Value
+    others: Sequence[object]  # all other arguments, flat: Values, and constants
+    tree: pytree.TreeSpec  # of the others
+    after: Tensor
+
+    @property
+    def shared(self) -> list[Value]:
+        """The values that all blocks read."""
+        return list(dict.fromkeys(other for other in self.others if isinstance(other, Value)))
+
+
+class _RestCall:
+    """The model without its blocks, as a function of tensors.
+
+    It returns the model's output and the arguments of the first block, without those that are
+    inputs. The attributes describe the last call.
+    """
+
+    def __init__(self, tracer: _Tracer, values: Sequence[Value]):
+        self.tracer = tracer
+        self.values = values  # of the arguments
+        self.results: dict[Value, Tensor] = {}
+        self.output = OUTPUT
+        self.of_blocks: BlockArguments | None = None
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        given = dict(zip(self.values, tensors, strict=True))
+        cut = Cut(given.get(AFTER))
+        blocks = self.tracer.blocks._modules
+        in_place_of_blocks = {"cut": cut} if blocks else {}
+        with self.tracer.reading(given), entries_exchanged(blocks, in_place_of_blocks):
+            output = self.tracer.model.forward(
+                **{value.name: given[value] for value in self.tracer.arguments}
+            )
+        self.results = {}
+        known = {id(tensor): value for value, tensor in given.items()}
+
+        def value_of(tensor: Tensor, new: Value) -> Value:
+            """Return which value a tensor is: one that is known, or a new result."""
+            if id(tensor) not in known:
+                known[id(tensor)] = new
+                self.results[new] = tensor
+            return known[id(tensor)]
+
+        self.output = value_of(output, OUTPUT)
+        if cut.arguments:
+            hidden, *others = cut.arguments
+            leaves, tree = pytree.tree_flatten(tuple(others))
+            assert isinstance(hidden, Tensor)
+            assert cut.after is not None
+            self.of_blocks = BlockArguments(
+                hidden=value_of(hidden, HIDDEN),
+                others=[
+                    value_of(leaf, Value("shared", index=index))
+                    if isinstance(leaf, Tensor)
+                    else leaf
+                    for index, leaf in enumerate(leaves)
+                ],
+                tree=tree,
+                after=cut.after,
+            )
+        return list(self.results.values())
+
+
+class _BlockCall:
+    """A block, as a function of tensors."""
+
+    def __init__(
+        self,
+        tracer: _Tracer,
+        values: Sequence[Value],
+        block: nn.Module,
+        arguments: BlockArguments,
+    ):
+        self.tracer = tracer
+        self.values = values  # of the arguments
+        self.block = block
+        self.arguments = arguments
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        given = dict(zip(self.values, tensors, strict=True))
+        others = [
+            given[other] if isinstance(other, Value) else other for other in self.arguments.others
+        ]
+        with self.tracer.reading(given):
+            return [self.block(given[HIDDEN], *pytree.tree_unflatten(others, self.arguments.tree))]
