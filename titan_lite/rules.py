@@ -49,7 +49,12 @@ from titan_lite.config.from_weights import (
     steps_in,
 )
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.pipeline_schedule import STAGES_PER_RANK, stages_per_rank
+from titan_lite.distributed.pipeline_schedule import (
+    ROUND,
+    STAGES_PER_RANK,
+    runs_halves,
+    stages_per_rank,
+)
 from titan_lite.models.fqns import is_filtered
 from titan_lite.models.loss_chunk import MAX_CHUNKS
 from titan_lite.models.shapes import (
@@ -668,10 +673,10 @@ def schedule_has_its_stages_per_rank(config: Config, layout: Layout) -> Iterator
     name = config.parallelism.pipeline_parallel_schedule
     usual = STAGES_PER_RANK[name]
     per_rank = stages_per_rank(config.parallelism)
-    if name == "Interleaved1F1B" and per_rank < 2:
+    if name in ROUND and per_rank < 2:
         why = f'is not for pipeline_parallel_schedule = "{name}", which has {usual} or more'
         instead = f'-1 or {usual}, or "1F1B"'
-    elif name != "Interleaved1F1B" and per_rank != usual:
+    elif name not in ROUND and per_rank != usual:
         other = "Interleaved1F1B" if per_rank > 1 else "1F1B"
         why = f'is not for pipeline_parallel_schedule = "{name}", which has {usual}'
         instead = f'-1 or {usual}, or "{other}"'
@@ -696,10 +701,14 @@ def schedule_has_its_microbatches(config: Config, layout: Layout) -> Iterator[Mi
         why = f"needs as many microbatches as stages, {degree}, but {batch}"
         yield Mistake(key, name, why, f'{degree} of them, or "GPipe"')
     rounds = max(1, microbatches // degree)
-    if name == "Interleaved1F1B" and microbatches % rounds:
+    if name in ROUND and microbatches % rounds:
         why = f"with {degree} ranks goes in {rounds} rounds, which do not divide {batch}"
         fitting = [microbatches // degree * degree, (microbatches // degree + 1) * degree]
         yield Mistake(key, name, why, f"{alternatives(fitting)} of them")
+    stages = 2 * degree
+    if name == "DualPipeV" and microbatches < stages:
+        why = f"needs as many microbatches as stages, {stages}, but {batch}"
+        yield Mistake(key, name, why, f'{stages} of them, or "ZBVZeroBubble"')
 
 
 @rule
@@ -708,7 +717,7 @@ def zero_bubble_cuts_a_backward_that_can_be_cut(
 ) -> Iterator[Mistake]:
     key = "parallelism.pipeline_parallel_schedule"
     name = config.parallelism.pipeline_parallel_schedule
-    if layout.degrees["pp"] == 1 or name != "ZBVZeroBubble":
+    if not runs_halves(config.parallelism):
         return
     if config.compile.compiles("model") or config.compile.compiles("loss"):
         why = "cuts backward in two, which a compiled graph cannot be (compile.enable = true)"

@@ -44,9 +44,13 @@ def schedule(name):
 
 MASKED = ["--training.mask_documents"]
 ZBV, INTERLEAVED, GPIPE = schedule("ZBVZeroBubble"), schedule("Interleaved1F1B"), schedule("GPipe")
+DUAL = schedule("DualPipeV")
+INTERLEAVED_HALVES = schedule("InterleavedZeroBubble")
 QUICK = [  # of every kind and of every two kinds one, and every schedule
     ("pp=2", GPIPE),
     ("pp=2", ZBV),
+    ("pp=2", DUAL),
+    ("pp=2", INTERLEAVED_HALVES),
     ("cp=2", [*SELECTIVE, *MASKED]),
     ("dp_shard=2", [*COMPILED, *EVERY_TIME, *CHUNKED]),
     ("dp_shard=2,pp=2", FULL),
@@ -101,6 +105,11 @@ SLOW = [
     ),
     ("dp_shard=2,tp=2", [*COMPILED, *FULL]),
     *((layout, name) for layout in PIPELINES for name in (GPIPE, INTERLEAVED, ZBV)),
+    *(
+        (layout, name)
+        for layout in ("dp_shard=2,pp=2", "pp=2,tp=2", "pp=4")
+        for name in (DUAL, INTERLEAVED_HALVES)
+    ),
     *((layout, options) for layout in PIPELINES for options in (FULL, SELECTIVE, EVERY_TIME)),
     *(
         ("dp_shard=2,pp=2", [*name, *options])
@@ -111,7 +120,11 @@ SLOW = [
         ("dp_shard=2,pp=2", options)
         for options in ([*COMPILED, *SELECTIVE], [*COMPILED, *INTERLEAVED], KEPT, AT_ONCE)
     ),
-    *(("dp_shard=2,pp=2", [*ZBV, *options]) for options in (EVERY_TIME, KEPT)),
+    *(
+        ("dp_shard=2,pp=2", [*name, *options])
+        for name in (ZBV, DUAL, INTERLEAVED_HALVES)
+        for options in (EVERY_TIME, KEPT)
+    ),
     *(
         ("dp_shard=2,pp=2", [*name, *KEPT, *recomputed])
         for name in (NOTHING, GPIPE, INTERLEAVED)

@@ -178,6 +178,24 @@ WRONG = {
         ("stages_per_rank = 3", '"ZBVZeroBubble", which has 2;'),
         "stages=2",
     ),
+    "one virtual stage, interleaved without a bubble": Wrong(
+        2,
+        "pp=2 stages=1 schedule=InterleavedZeroBubble",
+        ("stages_per_rank = 1", "has 2 or more"),
+        "stages=2",
+    ),
+    "three virtual stages of DualPipeV": Wrong(
+        2,
+        "pp=2 stages=3 schedule=DualPipeV batch=4",
+        ("stages_per_rank = 3", '"DualPipeV", which has 2;'),
+        "stages=2",
+    ),
+    "fewer microbatches than stages of DualPipeV": Wrong(
+        2,
+        "pp=2 schedule=DualPipeV batch=2",
+        ("needs as many microbatches as stages, 4, but", '4 of them, or "ZBVZeroBubble"'),
+        "batch=4",
+    ),
     "ZBV compiled": Wrong(
         2,
         "pp=2 schedule=ZBVZeroBubble compile=true backend=aot_eager",
@@ -349,6 +367,8 @@ def test_a_wrong_layout_is_refused_and_the_way_out_works(wrong, monkeypatch):
         (8, "replicate=2 shard=2 cp=2"),
         (4, "pp=4 schedule=GPipe"),
         (2, "pp=2 schedule=ZBVZeroBubble batch=4"),
+        (2, "pp=2 schedule=DualPipeV batch=4"),
+        (2, "pp=2 schedule=InterleavedZeroBubble stages=3 batch=4"),
         (2, "pp=2 schedule=Interleaved1F1B stages=3 batch=4"),
         (2, "pp=2 points=output"),
         (2, "pp=2 keep=tok_embeddings,layers.0.attention,output.weight"),  # of both stages

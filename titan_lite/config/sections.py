@@ -307,11 +307,12 @@ class Parallelism(Section):
     pipeline_parallel_degree: int = Field(1, ge=1)
     """Groups of ranks that the layers are split over."""
 
-    pipeline_parallel_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"] = (
-        "1F1B"
-    )
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
     """Order of forwards and backwards in the pipeline: GPipe and 1F1B have one stage per rank,
-    Interleaved1F1B two or more, ZBVZeroBubble two, with a backward in two halves."""
+    Interleaved1F1B two or more, InterleavedZeroBubble two or more, and ZBVZeroBubble and DualPipeV
+    two. The last three have a backward in two halves, of inputs and of weights."""
 
     pipeline_parallel_microbatch_size: int = Field(1, ge=1)
     """Sequences per pipeline microbatch, of the local_batch_size."""

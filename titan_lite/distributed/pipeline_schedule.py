@@ -27,11 +27,17 @@ Order: TypeAlias = "Mapping[int, Sequence[_Action | None]]"
 STAGES_PER_RANK = {
     "GPipe": 1,
     "1F1B": 1,
-    "Interleaved1F1B": 2,  # or more
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
     "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
 }
-# Their backward is in two halves, which may run apart: gradients of inputs, and of weights.
-IN_HALVES = frozenset({"ZBVZeroBubble"})
+# Stages go round the ranks, that many times or more.
+ROUND = frozenset({"Interleaved1F1B", "InterleavedZeroBubble"})
+# Stages go down the ranks and back, so that the first and the last one share a rank.
+V_SHAPED = frozenset({"ZBVZeroBubble", "DualPipeV"})
+# Backward is in two halves, which may run apart: gradients of inputs, and of weights.
+IN_HALVES = V_SHAPED | {"InterleavedZeroBubble"}
 # kind of action -> actions that must be done before it: (stage relative to its own, kind). I counts
 # as B for the stage before.
 NEEDS = {"F": [(-1, "F")], "B": [(0, "F"), (1, "B")], "I": [(0, "F"), (1, "B")], "W": [(0, "B")]}
@@ -96,7 +102,7 @@ def runs_halves(parallelism: Parallelism) -> bool:
 def _ranks_of_stages(parallelism: Parallelism) -> tuple[int, ...]:
     """Return the rank of each stage."""
     degree = parallelism.pipeline_parallel_degree
-    if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":  # a V: down the ranks, and back
+    if parallelism.pipeline_parallel_schedule in V_SHAPED:
         return (*range(degree), *reversed(range(degree)))
     return tuple(range(degree)) * stages_per_rank(parallelism)
 

@@ -56,7 +56,9 @@ def test_layers_are_shared_out(n_layers, keys, layers):
     [
         (dict(degree=3), (0, 1, 2)),
         (dict(degree=2, schedule="Interleaved1F1B", stages_per_rank=3), (0, 1, 0, 1, 0, 1)),
+        (dict(degree=2, schedule="InterleavedZeroBubble"), (0, 1, 0, 1)),
         (dict(degree=2, schedule="ZBVZeroBubble"), (0, 1, 1, 0)),
+        (dict(degree=2, schedule="DualPipeV"), (0, 1, 1, 0)),
     ],
 )
 def test_stages_go_to_ranks_as_the_schedule_wants(keys, rank_of):

@@ -28,6 +28,7 @@ from titan_lite.distributed.memory import (
     itemsizes,
     owner_bytes,
 )
+from titan_lite.distributed.pipeline_schedule import IN_HALVES, runs_halves
 from titan_lite.models.shapes import shape_of
 from titan_lite.optim.state import moment_bytes
 from titan_lite.tools.plan.changes import (
@@ -164,6 +165,7 @@ def kind_of(layout: PlannedLayout) -> tuple[object, ...]:
         layout.gathers_once,
         layout.degrees["tp"],
         layout.degrees["pp"] > 1,
+        layout.config.parallelism.pipeline_parallel_schedule,
     )
 
 
@@ -279,7 +281,7 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
         has_pipeline = degrees["pp"] > 1
         schedules = [config.parallelism.pipeline_parallel_schedule]
         if has_pipeline:
-            schedules = ["1F1B", "Interleaved1F1B"]
+            schedules = ["1F1B", "Interleaved1F1B", *sorted(IN_HALVES)]
         compression = "none"
         if degrees["dp_replicate"] > 1:
             compression = config.parallelism.replicate_compression
@@ -408,6 +410,7 @@ class _BlockSeconds:
 
     forward: float
     backward: float
+    weights: float  # the part of backward that computes their gradients
     gather: float  # of its weights
     reduce: float  # of its gradients
 
@@ -437,7 +440,11 @@ def _block_seconds(layout: PlannedLayout, machine: Machine, sizes: _Sizes) -> _B
         forward = max(forward, gather)
         backward = max(backward, gather + reduce)
     return _BlockSeconds(
-        forward + exchange, backward + exchange * (1 + sizes.recomputed), gather, reduce
+        forward=forward + exchange,
+        backward=backward + exchange * (1 + sizes.recomputed),
+        weights=products,
+        gather=gather,
+        reduce=reduce,
     )
 
 
@@ -485,7 +492,11 @@ def _step_seconds(
     )
     pp = layout.degrees["pp"]
     stages_of_rank = len(layout.pipeline.modules) / pp
-    in_turn = layout.pipeline.microbatches + (pp - 1) / stages_of_rank
+    waits = (pp - 1) / stages_of_rank  # in turns of a microbatch
+    if runs_halves(layout.config.parallelism):  # gradients of weights fill them
+        both = of_block.forward + of_block.backward
+        waits *= 1 - 2 * of_block.weights / both
+    in_turn = layout.pipeline.microbatches + waits
     seconds = layout.accumulation * slowest * in_turn
     if layout.gathers_once:
         most_elements = max(part.elements for part in parts)

@@ -64,6 +64,9 @@ def test_the_space_keeps_the_tokens_of_a_step_and_the_ranks():
     assert {change["parallelism.pipeline_parallel_schedule"] for change in found} == {
         "1F1B",
         "Interleaved1F1B",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
     }
     assert {change["parallelism.data_parallel_replicate_degree"] for change in found} >= {"1", "2"}
 
