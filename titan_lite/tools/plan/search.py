@@ -279,7 +279,7 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
     for degrees in degrees_on(config, world_size, machine, sequences):
         of_rank = sequences // (degrees["dp_replicate"] * degrees["dp_shard"])
         has_pipeline = degrees["pp"] > 1
-        schedules = [config.parallelism.pipeline_parallel_schedule]
+        schedules: list[str] = [config.parallelism.pipeline_parallel_schedule]
         if has_pipeline:
             schedules = ["1F1B", "Interleaved1F1B", *sorted(IN_HALVES)]
         compression = "none"
