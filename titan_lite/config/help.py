@@ -16,6 +16,7 @@ from titan_lite.config.errors import ConfigError, in_toml
 from titan_lite.config.sections import SECTIONS, Config, choices_of, kind_of, table_of
 
 WIDTH = 100  # columns of the help
+WIDTH_OF_OPTIONS = 130  # of the line with an option's name, default and values
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
@@ -68,7 +69,8 @@ def section_help(name: str) -> list[str]:
         else:
             option = f"--{name}.{key}"
             words += f"; {accepted(field)}"
-        lines += [f"  {option} ({words})", *_wrapped(field.description or "")]
+        lines += _wrapped(f"  {option} ({words})", WIDTH_OF_OPTIONS, first_indent="")
+        lines += _wrapped(field.description or "", WIDTH)
     return lines
 
 
@@ -77,13 +79,12 @@ def doc_of(section: str) -> str:
     return " ".join((SECTIONS[section].__doc__ or "").split())
 
 
-def _wrapped(text: str) -> list[str]:
-    indent = " " * 6
+def _wrapped(text: str, width: int, first_indent: str = " " * 6) -> list[str]:
     return textwrap.wrap(
         text,
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
+        width,
+        initial_indent=first_indent,
+        subsequent_indent=" " * 6,
         break_on_hyphens=False,
     )
 
