@@ -78,6 +78,7 @@ def main() -> None:
 def run(python: str, program: str, options: list[str], cache: str) -> Measurement:
     """Measure in fresh processes. cache: the folder of Inductor's compiled code."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed program has its bytecode
     if program != "titan_lite":  # an environment of its own
         environment.pop("PYTHONPATH", None)
     command = [python, str(FIRST_STEP), program, *options]

@@ -62,6 +62,7 @@ def start(checkout: Path, folder: Path, steps: int, options: list[str]) -> Secon
         "PYTHONPATH": str(checkout),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
     }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else our modules are compiled at each start
     environment["CONFIG_FILE"] = str(checkout / "train_configs/debug_model.toml")
     started = time.perf_counter()
     output = []

@@ -191,10 +191,12 @@ HERE = {
     "python scripts/benchmark_data.py read --tokens 20000000 --rounds 5": Run(
         "Loader, prepared", "--tokens 400000 --rounds 1 --seq-len 64 --mean-document 100"
     ),
-    "python scripts/benchmark_start.py": Run("| imports", "--modes eager --rounds 1"),
+    "python scripts/benchmark_start.py --modes eager --beside BEFORE": Run(
+        "| imports", "--rounds 1", {" --beside BEFORE": ""}
+    ),
     "python scripts/benchmark_checkpoint.py": Run("async", "--flavor debug --saves 1"),
     "python scripts/benchmark_compile.py --blocks 4 16": Run(
-        "| 1 |", "--blocks 1 --backend aot_eager --steps 2"
+        "| 1 |", "--blocks 1 --backends aot_eager --steps 2"
     ),
     "python scripts/benchmark_schedule.py predict --layers 6": Run(
         "greedy", "--layers 2 --world-sizes 8 --batch-sizes 1"
