@@ -423,10 +423,10 @@ def _freed_time(tensor: Lifetime, lifetimes: StageLifetimes, repetitions: int, c
     allocating = lifetimes.sections.get(tensor.allocated[0])
     side = allocating.side(tensor.allocated[1]) if allocating is not None else 0
     sections_before = 0
+    in_same_direction = (tensor.allocated[0] == "forward") == (graph == "forward")
     if time == section.last:
         sections_before = repetitions
-    elif allocating is not None and tensor.allocated[0] != "forward":
-        # later sections are shifted as the allocation is
+    elif allocating is not None and in_same_direction:  # shifted as the allocation is
         if side >= 0:
             sections_before = copy
         elif section.side(time) > 0:

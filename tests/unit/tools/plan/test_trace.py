@@ -90,6 +90,11 @@ WANTED = {
     ("chunks", 3): CHUNKED,
 }
 WANTED |= {("copies", 3): COPIES}
+PIPELINE = dict(pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble")
+HALVES, HALVES_ONCE = (
+    layout(**PIPELINE, fsdp_communication=when) for when in ("microbatch", "step")
+)
+WANTED |= {("halves", blocks): HALVES for blocks in (3, 4, 5)} | {("once", 3): HALVES_ONCE}
 LONG = {("fsdp", 8): FSDP, ("full", 3): RECOMPUTED}
 
 
@@ -208,21 +213,21 @@ def test_products_and_attention_are_those_of_the_formula(traced, blocks):
     assert needed == 3 * forward.matmul_flops + 3 * forward.attention_flops
 
 
-def check_line(traces, depths, blocks):
+def check_line(traces, depths, blocks, what="fsdp"):
     line, full = (
-        costs_at({depth: traces["fsdp", depth] for depth in depths}, blocks, 0),
-        traces["fsdp", blocks].costs[0],
+        costs_at({depth: traces[what, depth] for depth in depths}, blocks, 0),
+        traces[what, blocks].costs[0],
     )
     assert (line.shard_elements, line.full_elements) == (full.shard_elements, full.full_elements)
     assert line.graphs.keys() == full.graphs.keys()
     for name, costs in full.graphs.items():
         for field in ("sent", "sent_to_other_nodes", "matmul_flops", "attention_flops"):
             assert getattr(line.graphs[name], field) == getattr(costs, field), (name, field)
-        if name in ("forward", "backward"):
+        if not name.startswith("loss"):
             assert line.graphs[name].compute == pytest.approx(costs.compute, rel=0.02)
     steps = [simulate_step(FSDP, [costs], H100).seconds for costs in (line, full)]
     assert steps[0] == pytest.approx(steps[1], rel=0.02)
-    check_tensors(traces["fsdp", max(depths)], traces["fsdp", blocks], blocks)
+    check_tensors(traces[what, max(depths)], traces[what, blocks], blocks)
 
 
 def check_tensors(less, full, blocks):
@@ -239,18 +244,46 @@ def check_tensors(less, full, blocks):
     assert memories[0].reserved == pytest.approx(memories[1].reserved, abs=3 * LARGE_BUFFER)
 
 
-def kept(stage):
+def kept(stage, what="activations"):
     """Bytes that forward makes for backward."""
     return sum(
-        size
-        for size, part in zip(stage.tape.sizes, stage.tape.parts, strict=True)
-        if part == "activations"
+        size for size, part in zip(stage.tape.sizes, stage.tape.parts, strict=True) if part == what
     )
 
 
 def test_two_depths_tell_of_a_third(traces):
     assert depths_to_trace(FSDP.config) == (3, 4)
     check_line(traces, (3, 4), 5)
+
+
+@pytest.mark.parametrize("what", ["halves", "once"])
+def test_a_backward_in_halves_computes_what_a_whole_one_does(traced, what):
+    graphs = traced[what, 3].graphs
+    forward, inputs, weights = (
+        graphs[name] for name in ("forward", "backward_input", "backward_weight")
+    )
+    assert inputs.matmul_flops == weights.matmul_flops == forward.matmul_flops
+    assert (inputs.attention_flops, weights.attention_flops) == (2.5 * forward.attention_flops, 0)
+    share = (RANKS // 2 - 1) / (RANKS // 2)  # of a ring of the ranks of a stage
+    parameters = 3 * BLOCK + 2 * TABLE + MODEL.dim
+    gathered = 2 * 3 * BLOCK * share  # in bfloat16; what forward reads last is kept: the output
+    if what == "once":
+        assert not inputs.sent
+        assert not weights.sent
+    else:
+        assert inputs.sent["dp_shard"] == pytest.approx(gathered)
+        assert weights.sent["dp_shard"] == 4 * parameters * share
+
+
+def test_two_depths_tell_of_a_third_in_halves(traces):
+    check_line(traces, (3, 4), 5, "halves")
+    repeated, traced = (
+        stage_of(traces["halves", blocks].tensors, 5, pipelined=True) for blocks in (4, 5)
+    )
+    between = "kept for gradients of weights"
+    assert kept(repeated, between) == kept(traced, between) > 0
+    for graph in ("forward", "backward_input", "backward_weight"):
+        assert repeated.tape.kept_by(graph) == traced.tape.kept_by(graph), graph
 
 
 @pytest.mark.slow
