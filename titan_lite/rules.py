@@ -1086,7 +1086,7 @@ def _dump_folder_cannot_be_written(config: Config) -> Iterator[Mistake]:
 
 def _documents_in_both(data: Data, validation: Data) -> Iterator[Mistake]:
     """Yield a mistake for each source of validation that is trained on, or a copy of it."""
-    from titan_lite.data.identity import identify
+    from titan_lite.data.source_identity import identify
 
     trained = {
         content: (name, part)
@@ -1142,8 +1142,8 @@ def is_installed(module: str) -> bool:
 
 def _check_resume(config: Config, layout: Layout, tokenizer: "Tokenizer") -> None:
     """Raise ConfigError if the run cannot go on from the step that it would load."""
-    from titan_lite.checkpoint.identity import documents_of_run, run_identity
     from titan_lite.checkpoint.resume import compare
+    from titan_lite.checkpoint.run_identity import documents_of_run, run_identity
     from titan_lite.checkpoint.steps import SavedSteps
 
     saved = SavedSteps(config.checkpoint, Path(config.job.dump_folder))

@@ -20,7 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite import manifest
 from titan_lite.checkpoint.agreement import agree
-from titan_lite.checkpoint.identity import (
+from titan_lite.checkpoint.manager import GROUP as CHECKPOINT_GROUP
+from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
+from titan_lite.checkpoint.resume import compare
+from titan_lite.checkpoint.run_identity import (
     DocumentsOfRun,
     RunIdentity,
     documents_of_run,
@@ -28,9 +31,6 @@ from titan_lite.checkpoint.identity import (
     run_identity,
     with_machine,
 )
-from titan_lite.checkpoint.manager import GROUP as CHECKPOINT_GROUP
-from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
-from titan_lite.checkpoint.resume import compare
 from titan_lite.checkpoint.state import RunState, Stateful
 from titan_lite.checkpoint.weights import load_initial
 from titan_lite.compile.errors import CompileError

@@ -36,7 +36,7 @@ SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or pl
     "rules",
     "machine_rules",
     "recipe",
-    "checkpoint.identity",
+    "checkpoint.run_identity",
     "metrics.start_lines",
     "hooks",
     "trainer",

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan_lite.checkpoint.identity import NUMERIC_VARIABLES, RunIdentity, git_revision
 from titan_lite.checkpoint.manager import SharedConfigError
-from titan_lite.checkpoint.resume import FIELDS, differences, short
+from titan_lite.checkpoint.resume import FIELDS, leaves_that_differ, short
+from titan_lite.checkpoint.run_identity import NUMERIC_VARIABLES, RunIdentity, git_revision
 from titan_lite.logging import logger
 from titan_lite.resilience.hang_report import name_ranks
 
@@ -54,7 +54,7 @@ Parts = Mapping[str, Any]  # of an identity, by name
 
 
 @dataclass(frozen=True)
-class RankRecord:
+class RankDigests:
     """The hashes of a rank."""
 
     node: str
@@ -114,13 +114,13 @@ def agree(store: dist.Store, rank: int, world_size: int, identity: RunIdentity) 
 def _publish_digests(store: dist.Store, rank: int, parts: Parts) -> None:
     """Write record/RANK, on all ranks."""
     digests = {name: digest_of(part) for name, part in parts.items()}
-    store.set(f"record/{rank}", json.dumps(asdict(RankRecord(socket.gethostname(), digests))))
+    store.set(f"record/{rank}", json.dumps(asdict(RankDigests(socket.gethostname(), digests))))
 
 
 def _compare_digests(store: dist.Store, world_size: int) -> Comparison:
     """Write asked, the ranks whose values are needed, on rank 0."""
     contents = store.multi_get([f"record/{rank}" for rank in range(world_size)])
-    records = [RankRecord(**json.loads(content)) for content in contents]
+    records = [RankDigests(**json.loads(content)) for content in contents]
     comparison = Comparison(
         nodes=[record.node for record in records],
         of_errors=_kinds(records, PARTS_OF_ERRORS),
@@ -179,7 +179,7 @@ def digest_of(part: object) -> str:
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _kinds(records: Sequence[RankRecord], parts: Sequence[str]) -> list[list[int]]:
+def _kinds(records: Sequence[RankDigests], parts: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each kind, which have the same hashes of these parts."""
     by_digests: dict[tuple[str, ...], list[int]] = {}
     for rank, record in enumerate(records):
@@ -230,7 +230,7 @@ def _paths_that_differ(kinds: Sequence[RankValues], part: str) -> list[str]:
     paths = [
         path
         for other in kinds[1:]
-        for path, _, _ in differences(kinds[0].parts[part], other.parts[part])
+        for path, _, _ in leaves_that_differ(kinds[0].parts[part], other.parts[part])
     ]
     return list(dict.fromkeys(paths))
 

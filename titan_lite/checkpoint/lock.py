@@ -20,7 +20,7 @@ from titan_lite.logging import logger
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system without locks
 
 
-class FileIdentity(NamedTuple):
+class Inode(NamedTuple):
     """A file, whatever its path is. Its number stays in use while a process has it open."""
 
     device: int
@@ -39,7 +39,7 @@ class FolderLock:
         self.instead = instead
         self.path = folder / "lock"
         self.file_lock: FileLock | None = None  # of this process, once it has the lock
-        self.locked_file: FileIdentity | None = None
+        self.locked_file: Inode | None = None
 
     def acquire(self) -> bool:
         """Acquire the lock, if this process does not have it; return False if the file system has
@@ -69,19 +69,19 @@ class FolderLock:
                 f"{self.key}: {error.filename or self.folder}: {error.strerror}; use {self.instead}"
             ) from None
         self.file_lock = file_lock
-        self.locked_file = self._identity()
+        self.locked_file = self._inode()
         return True
 
     def is_held(self) -> bool:
         """Return False if the lock file of this process is gone or replaced; True also if this
         process has no lock.
         """
-        return self.locked_file is None or self._identity() == self.locked_file
+        return self.locked_file is None or self._inode() == self.locked_file
 
-    def _identity(self) -> FileIdentity | None:
+    def _inode(self) -> Inode | None:
         """Return the file that is at the path now."""
         try:
             status = os.stat(self.path)
         except OSError:
             return None
-        return FileIdentity(status.st_dev, status.st_ino)
+        return Inode(status.st_dev, status.st_ino)

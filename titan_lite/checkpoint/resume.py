@@ -7,8 +7,8 @@
     the optimizer starts anew: optimizer.name = "Muon", was "AdamW"
     changed: training.steps = 200, was 100
 
-Where the identity of a run (checkpoint/identity.py) has more than the recipe, it decides, and not
-the key: another `data.path` with the same documents is the same data.
+Where the identity of a run (checkpoint/run_identity.py) has more than the recipe, it decides, and
+not the key: another `data.path` with the same documents is the same data.
 """
 
 import dataclasses
@@ -19,12 +19,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_lite.checkpoint.identity import DocumentsOfRun, RunIdentity
 from titan_lite.checkpoint.names import section_of
+from titan_lite.checkpoint.run_identity import DocumentsOfRun, RunIdentity
 from titan_lite.checkpoint.state import NAME, SavedState
 from titan_lite.config import KEYS, Checkpoint, ConfigError, is_unset
-from titan_lite.data.identity import differences as differences_of_documents
-from titan_lite.data.identity import digest_without_contents
+from titan_lite.data.source_identity import differences_in_words, digest_without_contents
 from titan_lite.manifest import fields_of
 
 
@@ -221,7 +220,7 @@ def _as_json(identity: RunIdentity) -> dict[str, Any]:
 
 
 def _changes_of_recipe(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    for key, before, after in differences(was, now):
+    for key, before, after in leaves_that_differ(was, now):
         if before is None and key in KEYS and after == _as_in_json(KEYS[key].default):
             continue  # the step is older than the key
         effect = EFFECT_OF_KEY.get(key, Effect.NOTED)
@@ -251,7 +250,7 @@ def _changes_of_fields(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
             continue
         if name in DOCUMENTS:
             continue
-        for path, before, after in differences(was[name], now[name]):
+        for path, before, after in leaves_that_differ(was[name], now[name]):
             text = f"{words.format(path)}: {short(after)}, was {short(before)}"
             yield Change(EFFECT_OF_ENTRY.get((name, path), effect), text)
 
@@ -289,7 +288,7 @@ def _changes_of_documents(
         words, effect = FIELDS[name]
         was, now = digests[name]
         if name in of_step and name in documents:
-            text = "; ".join(differences_of_documents(of_step[name], documents[name]))
+            text = "; ".join(differences_in_words(of_step[name], documents[name]))
             yield Change(effect, f"{words}: {text}")
         elif was == digest_without_contents(documents.get(name, ())):
             text = f"contents of {words} were changed; the step has their names and sizes alone"
@@ -313,14 +312,14 @@ def _changes_of_tensors(saved: SavedState, compression: Mapping[str, int]) -> It
         yield Change(Effect.RESTARTS_COMPRESSION, OTHER_ERRORS)
 
 
-def differences(was: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def leaves_that_differ(was: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted path, value before, value now) of all leaves that differ; None: not present."""
     if isinstance(was, dict | None) and isinstance(now, dict | None):
         was = was or {}
         now = now or {}
         for name in dict.fromkeys((*now, *was)):
             inner_path = f"{path}.{name}" if path else name
-            yield from differences(was.get(name), now.get(name), inner_path)
+            yield from leaves_that_differ(was.get(name), now.get(name), inner_path)
     elif was != now:
         yield path, was, now
 

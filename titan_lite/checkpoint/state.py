@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titan_lite import manifest
-from titan_lite.checkpoint.identity import DocumentsOfRun, RunIdentity
-from titan_lite.data.identity import SourceIdentity
+from titan_lite.checkpoint.run_identity import DocumentsOfRun, RunIdentity
+from titan_lite.data.source_identity import SourceIdentity
 from titan_lite.manifest import CorruptFileError, fields_of, read_json
 
 NAME = "state.json"

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
-from titan_lite.checkpoint.identity import RunIdentity
 from titan_lite.checkpoint.names import to_torchtitan
+from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.checkpoint.state import RunState, write_state
 from titan_lite.checkpoint.weights import (
     CheckpointFolder,

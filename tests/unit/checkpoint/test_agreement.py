@@ -19,7 +19,7 @@ from titan_lite.checkpoint.agreement import (
     digest_of,
     parts_of,
 )
-from titan_lite.checkpoint.identity import RunIdentity
+from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.config import ConfigError, load_config
 
 DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"

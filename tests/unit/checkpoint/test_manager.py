@@ -22,8 +22,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titan_lite import manifest
 from titan_lite.checkpoint import manager as checkpoint
-from titan_lite.checkpoint.identity import RunIdentity
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
+from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.checkpoint.state import RunState
 from titan_lite.checkpoint.tensor_files import ProgressSavePlanner, StepWriter, read_metadata
 from titan_lite.config import Checkpoint, ConfigError

@@ -13,15 +13,7 @@ import pytest
 import torch
 
 import titan_lite
-from titan_lite.checkpoint import identity as identity_module
-from titan_lite.checkpoint.identity import (
-    NUMERIC_VARIABLES,
-    RunIdentity,
-    documents_of_run,
-    git_revision,
-    source_digest,
-    with_machine,
-)
+from titan_lite.checkpoint import run_identity as identity_module
 from titan_lite.checkpoint.resume import (
     EFFECT_OF_KEY,
     FIELDS,
@@ -30,9 +22,17 @@ from titan_lite.checkpoint.resume import (
     Effect,
     compare,
 )
+from titan_lite.checkpoint.run_identity import (
+    NUMERIC_VARIABLES,
+    RunIdentity,
+    documents_of_run,
+    git_revision,
+    source_digest,
+    with_machine,
+)
 from titan_lite.checkpoint.state import RunState, SavedState, read_state, write_state
 from titan_lite.config import KEYS, Checkpoint, ConfigError, is_unset, load_config
-from titan_lite.data.identity import digest_of, digest_without_contents
+from titan_lite.data.source_identity import digest_of, digest_without_contents
 
 DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"
 FACTS = {

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from titan_lite.checkpoint.identity import RunIdentity
+from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.checkpoint.state import RunState, read_state, write_state
 from titan_lite.manifest import CorruptFileError
 

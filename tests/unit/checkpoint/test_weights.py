@@ -18,7 +18,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from titan_lite import manifest
-from titan_lite.checkpoint.identity import RunIdentity
+from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.checkpoint.state import RunState, write_state
 from titan_lite.checkpoint.weights import (
     CheckpointFolder,

@@ -15,7 +15,7 @@ from titan_lite.data.documents import (
     build_source,
     check_data,
 )
-from titan_lite.data.identity import digest_of, identify
+from titan_lite.data.source_identity import digest_of, identify
 
 datasets = pytest.importorskip("datasets")
 

@@ -11,7 +11,7 @@ import pytest
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.files import local_files
-from titan_lite.data.identity import digest_of, identify
+from titan_lite.data.source_identity import digest_of, identify
 
 
 def local(path, **more):

@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny import DEBUG, DEBUG_TOKENIZER
 
-from titan_lite.checkpoint.identity import run_identity
+from titan_lite.checkpoint.run_identity import run_identity
 from titan_lite.config import ConfigError, load_config
 from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.loader import build_loader

@@ -19,9 +19,9 @@ import torch
 
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.data.documents import build_source
-from titan_lite.data.identity import digest_of, identify
 from titan_lite.data.loader import build_loader
 from titan_lite.data.prepared import PreparedDocuments, check_prepared, read_prepared
+from titan_lite.data.source_identity import digest_of, identify
 from titan_lite.data.streams import merge_states
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout

@@ -20,8 +20,8 @@ from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.files import local_files, local_pieces, read_piece, text_of
-from titan_lite.data.identity import digest_of, identify
 from titan_lite.data.readers import elements, lines, records
+from titan_lite.data.source_identity import digest_of, identify
 
 pyarrow = pytest.importorskip("pyarrow")
 ROOT = Path(__file__).parents[3]

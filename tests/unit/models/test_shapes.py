@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny import DEBUG, DEBUG_TOKENIZER
 
-from titan_lite.checkpoint.identity import run_identity
 from titan_lite.checkpoint.resume import compare
+from titan_lite.checkpoint.run_identity import run_identity
 from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import KEYS, Config, ConfigError, Model, load_config
 from titan_lite.config.from_weights import keys_of_shape

@@ -2,7 +2,7 @@
 
     sources = identify(config.data)               # a SourceIdentity for each source
     digest_of(sources)                            # one SHA-256
-    differences(sources_of_step, sources)         # ["2 files changed (a.jsonl, b.jsonl)"]
+    differences_in_words(of_step, sources)        # ["2 files changed (a.jsonl, b.jsonl)"]
 
 The identity of a file is its name in the corpus, its size and a hash of its content (contents.py).
 So a copy of a corpus is the same corpus, wherever it lies and whenever it was written. Of a
@@ -26,8 +26,8 @@ from titan_lite.manifest import digest
 MAX_NAMES = 3  # of files in a message
 
 
-class FileIdentity(NamedTuple):
-    """A file, whatever its path is."""
+class FileContent(NamedTuple):
+    """The content of a file, whatever its path is."""
 
     size: int  # bytes; of a help text of Python characters
     sha256: str
@@ -38,12 +38,12 @@ class SourceIdentity:
     """The documents of one source."""
 
     settings: Mapping[str, str]  # of [data]: those that decide which documents these are
-    files: Mapping[str, FileIdentity] = field(default_factory=dict)  # by name, in order
+    files: Mapping[str, FileContent] = field(default_factory=dict)  # by name, in order
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "SourceIdentity":
         """Raise KeyError, TypeError or AttributeError for another content."""
-        files = {name: FileIdentity(*file) for name, file in content["files"].items()}
+        files = {name: FileContent(*file) for name, file in content["files"].items()}
         return cls(content["settings"], files)
 
     def to_json(self) -> dict[str, Any]:
@@ -89,14 +89,14 @@ def _identify(data: Data) -> SourceIdentity:
     return SourceIdentity(settings)
 
 
-def _identify_files(paths: Mapping[str, str], corpus: str) -> dict[str, FileIdentity]:
+def _identify_files(paths: Mapping[str, str], corpus: str) -> dict[str, FileContent]:
     """Return the identities of files by name. paths: by name."""
     contents = contents_of(paths.values(), corpus)
     found = {name: contents[path] for name, path in paths.items()}
-    return {name: FileIdentity(content.size, content.sha256) for name, content in found.items()}
+    return {name: FileContent(content.size, content.sha256) for name, content in found.items()}
 
 
-def _identify_prepared(data: Data) -> dict[str, FileIdentity]:
+def _identify_prepared(data: Data) -> dict[str, FileContent]:
     """Return the identities of prepared.json, which has a SHA-256 of each other file, and of those
     files as they are.
     """
@@ -105,12 +105,12 @@ def _identify_prepared(data: Data) -> dict[str, FileIdentity]:
     listed = digest(folder / PREPARED)
     paths = {name: str(folder / name) for name in sorted(info.files)}
     return {
-        PREPARED: FileIdentity(listed["size"], listed["sha256"]),
+        PREPARED: FileContent(listed["size"], listed["sha256"]),
         **_identify_files(paths, data.path),
     }
 
 
-def _identify_stdlib() -> dict[str, FileIdentity]:
+def _identify_stdlib() -> dict[str, FileContent]:
     library = Stdlib()
     sources = {name: str(FOLDER / name) for name in library.names if not name.startswith(TOPIC)}
     identities = _identify_files(sources, str(FOLDER))
@@ -118,7 +118,7 @@ def _identify_stdlib() -> dict[str, FileIdentity]:
         if name.startswith(TOPIC):
             text = library.document(name)
             sha256 = hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
-            identities[name] = FileIdentity(len(text), sha256)
+            identities[name] = FileContent(len(text), sha256)
     return {name: identities[name] for name in library.names}
 
 
@@ -155,18 +155,20 @@ def _sha256(values: list) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
-def differences(was: Sequence[SourceIdentity], now: Sequence[SourceIdentity]) -> list[str]:
+def differences_in_words(was: Sequence[SourceIdentity], now: Sequence[SourceIdentity]) -> list[str]:
     """Return what differs between documents, in words."""
     if len(was) != len(now):
         return [f"there are {len(now)} sources, and were {len(was)}"]
     words = []
     for number, (before, after) in enumerate(zip(was, now, strict=True), start=1):
         of_source = f"source {number}: " if len(now) > 1 else ""
-        words += [f"{of_source}{difference}" for difference in _differences(before, after)]
+        words += [
+            f"{of_source}{difference}" for difference in _differences_of_source(before, after)
+        ]
     return words
 
 
-def _differences(was: SourceIdentity, now: SourceIdentity) -> list[str]:
+def _differences_of_source(was: SourceIdentity, now: SourceIdentity) -> list[str]:
     names = dict.fromkeys((*now.settings, *was.settings))
     words = [
         f'{name} is "{now.settings.get(name, "")}", was "{was.settings.get(name, "")}"'

@@ -14,9 +14,9 @@ from titan_lite.config import ConfigError, Data, DataSource
 from titan_lite.data import contents
 from titan_lite.data.contents import MAX_WHOLE, contents_of
 from titan_lite.data.documents import build_source
-from titan_lite.data.identity import (
+from titan_lite.data.source_identity import (
     SourceIdentity,
-    differences,
+    differences_in_words,
     digest_of,
     digest_without_contents,
     identify,
@@ -67,7 +67,7 @@ def test_a_copy_of_a_corpus_is_the_same_corpus(corpus, tmp_path):
     assert digest_of(identify(local(copy))) == digest_of(identify(local(corpus)))
     (corpus / "b.jsonl").touch()
     assert digest_of(identify(local(copy))) == digest_of(identify(local(corpus)))
-    assert differences(identify(local(copy)), identify(local(corpus))) == []
+    assert differences_in_words(identify(local(copy)), identify(local(corpus))) == []
 
 
 @pytest.mark.parametrize("lines", [20, 200_000])
@@ -86,8 +86,8 @@ def test_an_edit_at_equal_size_is_another_corpus(change, lines, corpus):
     }[change]
     written_again(path, after)
     now = identify(local(corpus))
-    assert differences(before, now) == ["1 file was changed (a.jsonl)"]
-    assert differences(before, before) == []
+    assert differences_in_words(before, now) == ["1 file was changed (a.jsonl)"]
+    assert differences_in_words(before, before) == []
 
 
 def test_what_differs_is_named_and_counted(corpus):
@@ -96,7 +96,7 @@ def test_what_differs_is_named_and_counted(corpus):
     (corpus / "b.jsonl").rename(corpus / "d.jsonl")
     for name in range(5):
         write_jsonl(corpus / f"new {name}.jsonl", ["one"])
-    assert differences(before, identify(local(corpus))) == [
+    assert differences_in_words(before, identify(local(corpus))) == [
         "1 file was changed (a.jsonl)",
         "6 files were added (d.jsonl, new 0.jsonl, new 1.jsonl, ...)",
         "1 file was removed (b.jsonl)",
@@ -113,7 +113,7 @@ def test_what_differs_is_named_with_its_source(corpus):
         ((field, other), ['source 1: text_field is "body", was "text"']),
         ((one, hub), ['source 2: dataset is "owner/name", was "stdlib"']),
     ):
-        assert differences(before, identify(Data(sources=sources))) == expected
+        assert differences_in_words(before, identify(Data(sources=sources))) == expected
 
 
 def test_an_identity_is_kept_as_json(corpus):
@@ -370,6 +370,6 @@ def test_a_prepared_file_that_is_changed_within_a_run_ends_it(part, corpus, tmp_
     with table.open("r+b") as file:
         file.write(content)
     name = f"documents/{table.name}"
-    assert differences(before, identify(data)) == [f"1 file was changed ({name})"]
+    assert differences_in_words(before, identify(data)) == [f"1 file was changed ({name})"]
     with pytest.raises(ConfigError, match=rf"{table.name} was changed while the run reads it"):
         list(islice(documents, 60))

@@ -21,7 +21,7 @@ from typing import Any
 import titan_lite
 from titan_lite import __version__
 from titan_lite.config import Config
-from titan_lite.data.identity import SourceIdentity, digest_of, identify
+from titan_lite.data.source_identity import SourceIdentity, digest_of, identify
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.layout import Layout
 
@@ -57,7 +57,7 @@ class RunIdentity:
     recipe: Mapping[str, Any] = field(default_factory=dict)  # resolved: {section: {key: value}}
     model: Mapping[str, Any] = field(default_factory=dict)  # shape, as dataclasses.asdict
     tokenizer: str = ""  # SHA-256
-    documents: str = ""  # SHA-256 of their names, sizes and contents (data/identity.py)
+    documents: str = ""  # SHA-256 of their names, sizes and contents (data/source_identity.py)
     validation_documents: str = ""  # the same of those of [validation]; "": held out, or none
     sequences: int = 0  # of an optimizer step
     shares: tuple[float, ...] = ()  # of each source in the tokens
