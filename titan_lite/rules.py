@@ -717,17 +717,22 @@ def zero_bubble_cuts_a_backward_that_can_be_cut(
 ) -> Iterator[Mistake]:
     key = "parallelism.pipeline_parallel_schedule"
     name = config.parallelism.pipeline_parallel_schedule
-    if not runs_halves(config.parallelism):
-        return
-    if config.compile.compiles("model") or config.compile.compiles("loss"):
-        why = "cuts backward in two, which a compiled graph cannot be (compile.enable = true)"
-        yield Mistake(key, name, why, 'compile.enable = false or "Interleaved1F1B"')
+    if not runs_halves(config.parallelism) or config.compile.compiles("model"):
+        return  # a compiled backward has graphs of the halves
+    if config.compile.compiles("loss"):
+        why = "cuts backward in two, which a compiled loss with a model in eager mode cannot be"
+        yield Mistake(key, name, why, 'compile.components = ["model", "loss"] or "Interleaved1F1B"')
     if config.activation_checkpoint.mode != "none":
         why = (
-            "cuts backward in two, and each half would recompute every block, the second one once"
-            " for each weight"
+            "cuts backward in two, and in eager mode each half would recompute every block, the"
+            " second one once for each weight"
         )
-        yield Mistake(key, name, why, 'activation_checkpoint.mode = "none" or "Interleaved1F1B"')
+        yield Mistake(
+            key,
+            name,
+            why,
+            'compile.enable = true, activation_checkpoint.mode = "none" or "Interleaved1F1B"',
+        )
 
 
 # FSDP, and gradients between replicas

@@ -51,6 +51,7 @@ QUICK = [  # of every kind and of every two kinds one, and every schedule
     ("pp=2", ZBV),
     ("pp=2", DUAL),
     ("pp=2", INTERLEAVED_HALVES),
+    ("pp=2", [*ZBV, *COMPILED, *SELECTIVE]),
     ("cp=2", [*SELECTIVE, *MASKED]),
     ("dp_shard=2", [*COMPILED, *EVERY_TIME, *CHUNKED]),
     ("dp_shard=2,pp=2", FULL),
@@ -124,6 +125,21 @@ SLOW = [
         ("dp_shard=2,pp=2", [*name, *options])
         for name in (ZBV, DUAL, INTERLEAVED_HALVES)
         for options in (EVERY_TIME, KEPT)
+    ),
+    *(
+        ("dp_shard=2,pp=2", [*ZBV, *COMPILED, *communication, *recomputed])
+        for communication in (NOTHING, EVERY_TIME, KEPT)
+        for recomputed in (NOTHING, FULL, SELECTIVE)
+    ),
+    *(
+        (layout, [*ZBV, *COMPILED, *options])
+        for layout in ("pp=2,tp=2", "pp=2,cp=2", "pp=4")
+        for options in (FULL, [*EVERY_TIME, *SELECTIVE])
+    ),
+    *(
+        ("dp_shard=2,pp=2", [*name, *COMPILED, *options])
+        for name in (DUAL, INTERLEAVED_HALVES, GPIPE)
+        for options in (FULL, SELECTIVE)
     ),
     *(
         ("dp_shard=2,pp=2", [*name, *KEPT, *recomputed])

@@ -196,23 +196,17 @@ WRONG = {
         ("needs as many microbatches as stages, 4, but", '4 of them, or "ZBVZeroBubble"'),
         "batch=4",
     ),
-    "ZBV compiled": Wrong(
-        2,
-        "pp=2 schedule=ZBVZeroBubble compile=true backend=aot_eager",
-        ("cuts backward in two", "compile.enable = false"),
-        "compile=false",
-    ),
     "ZBV with a compiled loss": Wrong(
         2,
         "pp=2 schedule=ZBVZeroBubble compile=true components=loss backend=aot_eager",
-        ("cuts backward in two", "compile.enable = false"),
-        "components=optimizer",
+        ("cuts backward in two", 'compile.components = ["model", "loss"]'),
+        "components=model,loss",
     ),
     "ZBV with checkpointing": Wrong(
         2,
         "pp=2 schedule=ZBVZeroBubble ac=full",
-        ("cuts backward in two", 'mode = "none" or "Interleaved1F1B"'),
-        "ac=none",
+        ("cuts backward in two", "compile.enable = true"),
+        "compile=true backend=aot_eager",
     ),
     "tied weights in a pipeline": Wrong(
         2,

@@ -5,7 +5,8 @@ model(tokens).sum().backward()
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
+from titan_lite.compile.backward_halves import BackwardHalves
 from titan_lite.compile.errors import compile_errors
 from titan_lite.compile.joint import TraceSettings, results_of
-from titan_lite.compile.model_graph import compose
+from titan_lite.compile.model_graph import ModelGraphs, compose
 from titan_lite.compile.model_parts import TraceableModel, Value, trace_parts
 from titan_lite.compile.segments import BoxedFunction
 from titan_lite.config import Compile
@@ -28,13 +30,26 @@ CompileGraph = Callable[[GraphModule, str], BoxedFunction]
 
 
 @dataclass(frozen=True)
+class CompiledHalves:
+    """A compiled backward in halves (backward_halves.py)."""
+
+    # saved values, gradient of the output -> gradients of inputs, values for the other half
+    input: BoxedFunction
+    weight: BoxedFunction  # some inputs of the first half, values from it -> gradients of inputs
+    saved: Sequence[int]  # indices of those inputs
+
+
+@dataclass(frozen=True)
 class CompiledGraphs:
     """The compiled graphs of a model, for arguments of certain shapes."""
 
     inputs: Sequence[Value]
-    forward: BoxedFunction  # inputs -> output, saved values
-    backward: BoxedFunction | None  # saved values, gradient of the output -> gradients of inputs
     output_stride: Sequence[int]  # and that of its gradient
+    forward: BoxedFunction  # inputs -> output, saved values
+    # Saved values, gradient of the output -> gradients of inputs. None: there are none, or there
+    # are halves.
+    backward: BoxedFunction | None = None
+    halves: CompiledHalves | None = None
 
 
 class CompiledModel:
@@ -53,6 +68,7 @@ class CompiledModel:
         self.compile_graph = compile_graph
         self.signature = inspect.signature(traceable.model.forward)
         self.graphs: dict[Hashable, CompiledGraphs] = {}  # by what they depend on
+        self.second_halves: list[SecondHalf] | None = None  # within `first_halves`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         arguments = {
@@ -63,10 +79,10 @@ class CompiledModel:
         graphs = self.compiled(arguments)
         weights = self.traceable.weights.graph_inputs()
         inputs = [self.tensor_of(value, arguments, weights) for value in graphs.inputs]
-        if graphs.backward is None:
+        if graphs.backward is None and graphs.halves is None:
             with torch.no_grad():
                 return graphs.forward([local(tensor) for tensor in inputs])[0]
-        return _Run.apply(graphs, *inputs)
+        return _Run.apply(self, graphs, *inputs)
 
     def tensor_of(
         self,
@@ -98,12 +114,40 @@ class CompiledModel:
         output, *_ = results_of(graphs.forward)
         stride = output.meta["val"].stride()
         with compile_errors(self.config, "model", in_backend=True):
-            if graphs.backward is None:
-                forward = self.compile_graph(graphs.forward, "inference")
-                return CompiledGraphs(graphs.inputs, forward, None, stride)
+            return self.compile_graphs(graphs, stride)
+
+    def compile_graphs(self, graphs: ModelGraphs, stride: Sequence[int]) -> CompiledGraphs:
+        """Compile in the order in which graphs run."""
+        if graphs.halves is not None:
+            forward = self.compile_graph(graphs.forward, "forward")
+            halves = self.compile_halves(graphs.halves)
+            return CompiledGraphs(graphs.inputs, stride, forward, halves=halves)
+        if graphs.backward is not None:
             forward = self.compile_graph(graphs.forward, "forward")
             backward = self.compile_graph(graphs.backward, "backward")
-        return CompiledGraphs(graphs.inputs, forward, backward, stride)
+            return CompiledGraphs(graphs.inputs, stride, forward, backward)
+        forward = self.compile_graph(graphs.forward, "inference")
+        return CompiledGraphs(graphs.inputs, stride, forward)
+
+    def compile_halves(self, halves: BackwardHalves) -> CompiledHalves:
+        names = [node.name for node in halves.input.graph.find_nodes(op="placeholder")]
+        return CompiledHalves(
+            input=self.compile_graph(halves.input, "backward_input"),
+            weight=self.compile_graph(halves.weight, "backward_weight"),
+            saved=[names.index(name) for name in halves.saved],
+        )
+
+    @contextmanager
+    def first_halves(self) -> Iterator[list["SecondHalf"]]:
+        """Return a context in which a backward makes the gradient of the model's argument alone.
+
+        The list receives what is left to do.
+        """
+        self.second_halves = []
+        try:
+            yield self.second_halves
+        finally:
+            self.second_halves = None
 
 
 def described(tensor: Tensor) -> tuple[Hashable, ...]:
@@ -117,22 +161,52 @@ def described(tensor: Tensor) -> tuple[Hashable, ...]:
     )
 
 
+@dataclass(frozen=True)
+class SecondHalf:
+    """The half of a backward that makes the gradients of weights."""
+
+    halves: CompiledHalves
+    values: list[Any]  # its inputs
+    weights: Sequence[Tensor | None]  # of the model's inputs, those with gradients
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Compute the gradients, and add them to `.grad`. It can run once."""
+        gradients = self.halves.weight(self.values)
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            if weight is None or gradient is None:
+                continue
+            if weight.grad is not None:
+                local(weight.grad).add_(gradient)
+            elif isinstance(weight, DTensor):
+                weight.grad = as_shard_of(weight, gradient)
+            else:
+                weight.grad = gradient
+
+
 class _RunContext(FunctionCtx):
     """What a forward keeps for backward."""
 
     saved_tensors: Sequence[Tensor]
     maybe_clear_saved_tensors: Callable[[], None]
+    model: CompiledModel
     graphs: CompiledGraphs
-    parameters: Sequence[DTensor | None]  # by input: itself if it is sharded
+    weights: Sequence[Tensor | None]  # the inputs that are weights with gradients, by input
 
 
 class _Run(torch.autograd.Function):
     """Inputs -> output of a model, by its compiled graphs."""
 
     @staticmethod
-    def forward(ctx: _RunContext, graphs: CompiledGraphs, *inputs: Tensor) -> Tensor:
+    def forward(
+        ctx: _RunContext, model: CompiledModel, graphs: CompiledGraphs, *inputs: Tensor
+    ) -> Tensor:
+        ctx.model = model
         ctx.graphs = graphs
-        ctx.parameters = [tensor if isinstance(tensor, DTensor) else None for tensor in inputs]
+        ctx.weights = [
+            tensor if value.kind == "weight" and tensor.requires_grad else None
+            for value, tensor in zip(graphs.inputs, inputs, strict=True)
+        ]
         output, *saved = graphs.forward([local(tensor) for tensor in inputs])
         ctx.save_for_backward(*saved)
         return output
@@ -142,19 +216,41 @@ class _Run(torch.autograd.Function):
         values = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # so that the graph can free them
         values.append(with_stride(gradient, ctx.graphs.output_stride))
-        assert ctx.graphs.backward is not None
-        gradients = ctx.graphs.backward(values)
+        if ctx.graphs.halves is not None:
+            gradients = run_halves(ctx, ctx.graphs.halves, values)
+        else:
+            assert ctx.graphs.backward is not None
+            gradients = ctx.graphs.backward(values)
         of_inputs = [
-            gradient if gradient is None or parameter is None else as_shard_of(parameter, gradient)
-            for gradient, parameter in zip(gradients, ctx.parameters, strict=True)
+            as_shard_of(weight, gradient)
+            if gradient is not None and isinstance(weight, DTensor)
+            else gradient
+            for weight, gradient in zip(ctx.weights, gradients, strict=True)
         ]
-        return None, *of_inputs
+        return None, None, *of_inputs
+
+
+def run_halves(
+    ctx: _RunContext, halves: CompiledHalves, values: list[Any]
+) -> Sequence[Tensor | None]:
+    """Return the gradients of inputs: all, or those of the first half within `first_halves`."""
+    kept = [values[index] for index in halves.saved]
+    results = halves.input(values)
+    gradients = results[: len(ctx.weights)]
+    second = SecondHalf(halves, [*kept, *results[len(ctx.weights) :]], ctx.weights)
+    if ctx.model.second_halves is not None:
+        ctx.model.second_halves.append(second)
+        return gradients
+    others = halves.weight(second.values)
+    return [
+        other if gradient is None else gradient
+        for gradient, other in zip(gradients, others, strict=True)
+    ]
 
 
 def with_stride(tensor: Tensor, stride: Sequence[int]) -> Tensor:
     """Return the tensor, copied if it has another layout in memory."""
     if tensor.stride() == stride:
         return tensor
-    return torch.empty_strided(
-        tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
-    ).copy_(tensor)
+    copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)

@@ -50,6 +50,7 @@ class TraceSettings:
     # share of the activations saved at 1.0 that may be saved; the partitioner recomputes the
     # cheapest per byte
     memory_budget: float = 1.0
+    splits_backward: bool = False  # in halves (backward_halves.py)
     # Save what autograd saves: for graphs that are priced as eager mode, and do not run.
     saves_as_autograd: bool = False
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
+from titan_lite.compile.backward_halves import BackwardHalves
 from titan_lite.compile.graph import add_call
 from titan_lite.compile.joint import gradients_of, results_of
 from titan_lite.compile.model_parts import (
@@ -38,8 +39,9 @@ class ModelGraphs:
     inputs: Sequence[Value]  # of the forward graph
     forward: GraphModule  # inputs -> output, saved values
     # Saved values, gradient of the output -> gradients of the inputs, None for some. None: the
-    # output has no gradient.
+    # output has no gradient, or backward is split.
     backward: GraphModule | None
+    halves: BackwardHalves | None
     different_blocks: int  # that were traced
 
 
@@ -47,10 +49,12 @@ def compose(parts: ModelParts) -> ModelGraphs:
     """Return the graphs of a model."""
     forward = _compose_forward(parts)
     makes_output = parts.blocks[-1].part if parts.output == AFTER else parts.rest
-    backward = None
-    if makes_output.traced.backward is not None:
-        backward = _compose_backward(parts, forward)
-    return ModelGraphs(forward.inputs, forward.module, backward, parts.different_blocks)
+    backward = halves = None
+    if makes_output.halves is not None:
+        halves = _Backward(parts, forward).halves()
+    elif makes_output.traced.backward is not None:
+        backward = _Backward(parts, forward).module()
+    return ModelGraphs(forward.inputs, forward.module, backward, halves, parts.different_blocks)
 
 
 class _GrowingGraph:
@@ -113,14 +117,6 @@ class _Copy:
             if self.block is not None:
                 rename(copied, self.block)
 
-    def results(self) -> list[Node]:
-        """Return what stands for the results of a forward graph."""
-        return [self.nodes[node] for node in results_of(self.source)]
-
-    def gradients(self) -> list[Node | None]:
-        """Return what stands for the results of a backward graph."""
-        return [None if node is None else self.nodes[node] for node in gradients_of(self.source)]
-
 
 def rename(node: Node, block: Block) -> None:
     """Replace the names of the traced block's parameters by those of `block`."""
@@ -175,14 +171,14 @@ def _compose_forward(parts: ModelParts) -> _Forward:
         for value, placeholder in zip(block.part.inputs, placeholders(copy.source), strict=True):
             copy.give(placeholder, known[block.value(value)])
         copy.add(copy.source.graph.nodes)
-        known[HIDDEN], *saved = copy.results()
+        known[HIDDEN], *saved = copied_results(copy)
         saved_by_blocks.append(saved)
 
     if parts.hidden is not None:
         known[AFTER] = known[HIDDEN]
         rest.give(after, known[AFTER])
     rest.add(node for node in module.graph.nodes if node not in before_blocks)
-    saved_by_rest = rest.results()[parts.rest.traced.outputs :]
+    saved_by_rest = copied_results(rest)[parts.rest.traced.outputs :]
     output = rest.nodes[results[OUTPUT]] if OUTPUT in results else known[parts.output]
     every_saved = dict.fromkeys(itertools.chain(saved_by_rest, *saved_by_blocks))
     return _Forward(
@@ -193,6 +189,11 @@ def _compose_forward(parts: ModelParts) -> _Forward:
         saved_by_blocks=saved_by_blocks,
         saved=list(every_saved),
     )
+
+
+def copied_results(copy: _Copy) -> list[Node]:
+    """Return what stands for the results of a forward graph."""
+    return [copy.nodes[node] for node in results_of(copy.source)]
 
 
 def _add_inputs(target: _GrowingGraph, parts: ModelParts) -> dict[Value, Node]:
@@ -214,70 +215,22 @@ def _add_inputs(target: _GrowingGraph, parts: ModelParts) -> dict[Value, Node]:
     return found
 
 
-def _compose_backward(parts: ModelParts, forward: _Forward) -> GraphModule:
-    gradients = _Gradients(forward)
-    hidden: Node | None = gradients.of_output  # that enters the backward of the next part
-    rest = None
-    before_blocks: set[Node] = set()
-    if parts.rest.traced.backward is not None:
-        rest = gradients.start(parts.rest, forward.saved_by_rest)
-        tangents = placeholders(rest.source)[len(forward.saved_by_rest) :]
-        tangent_of = dict(zip(parts.rest.differentiable, tangents, strict=True))
-        if HIDDEN in tangent_of:
-            before_blocks = reached_from(tangent_of[HIDDEN], tangent_of.get(OUTPUT))
-        if OUTPUT in tangent_of:
-            rest.give(tangent_of[OUTPUT], gradients.of_output)
-        rest.add(node for node in rest.source.graph.nodes if node not in before_blocks)
-        if AFTER in parts.rest.inputs and OUTPUT in tangent_of:
-            of_after = gradients_of(rest.source)[parts.rest.inputs.index(AFTER)]
-            hidden = None if of_after is None else rest.nodes[of_after]
-
-    for block, saved in zip(reversed(parts.blocks), reversed(forward.saved_by_blocks), strict=True):
-        if hidden is None or block.part.traced.backward is None:
-            hidden = None  # no part before this one has a gradient
-            break
-        copy = gradients.start(block.part, saved, block)
-        copy.give(placeholders(copy.source)[-1], hidden)
-        copy.add(copy.source.graph.nodes)
-        hidden = gradients.collect(block.part, copy, block)
-
-    if parts.hidden is not None and hidden is not None:
-        if parts.hidden == HIDDEN:
-            assert rest is not None
-            rest.give(tangent_of[HIDDEN], hidden)
-        else:
-            gradients.add(parts.hidden, hidden)
-    if rest is not None:
-        rest.add(node for node in rest.source.graph.nodes if node in before_blocks)
-        gradients.collect(parts.rest, rest)
-    return gradients.target.finish([gradients.known.get(value) for value in forward.inputs])
-
-
 class _Gradients:
-    """The backward graph of a model, as it grows."""
+    """The gradients that a backward graph, or a half of it, returns."""
 
-    def __init__(self, forward: _Forward):
-        self.target = _GrowingGraph()
-        self.saved = {node: self.target.placeholder(node.name, node) for node in forward.saved}
-        self.of_output = self.target.placeholder("gradient", forward.output)
-        self.known: dict[Value, Node] = {}  # gradients of inputs
+    def __init__(self, target: _GrowingGraph):
+        self.target = target
+        self.known: dict[Value, Node] = {}
 
-    def start(self, part: Part, saved: Sequence[Node], block: Block | None = None) -> _Copy:
-        """Return a copy of a part's backward that has its saved values, and no nodes yet."""
-        assert part.traced.backward is not None
-        copy = _Copy(self.target, part.traced.backward, block)
-        for placeholder, node in zip(placeholders(copy.source), saved, strict=False):
-            copy.give(placeholder, self.saved[node])
-        return copy
-
-    def collect(self, part: Part, copy: _Copy, block: Block | None = None) -> Node | None:
-        """Take the gradients of inputs. Returns that of HIDDEN."""
+    def collect(self, copy: "_PartBackward") -> Node | None:
+        """Take the gradients of the model's inputs. Returns that of HIDDEN."""
         hidden = None
-        for value, node in zip(part.inputs, copy.gradients(), strict=True):
+        gradients = copy.results()[: len(copy.part.inputs)]
+        for value, node in zip(copy.part.inputs, gradients, strict=True):
             if value == HIDDEN:
                 hidden = node
             elif node is not None and value != AFTER:
-                self.add(value if block is None else block.value(value), node)
+                self.add(value if copy.block is None else copy.block.value(value), node)
         return hidden
 
     def add(self, value: Value, gradient: Node) -> None:
@@ -285,6 +238,120 @@ class _Gradients:
         if value in self.known:
             gradient = add_call(self.target.graph, aten.add.Tensor, self.known[value], gradient)
         self.known[value] = gradient
+
+
+class _PartBackward(_Copy):
+    """A copy of a part's backward, or of a half of it."""
+
+    def __init__(self, target: _GrowingGraph, part: Part, source: GraphModule, block: Block | None):
+        super().__init__(target, source, block)
+        self.part = part
+
+    def results(self) -> list[Node | None]:
+        """Return what stands for the results: gradients, and what crosses to the other half."""
+        return [None if node is None else self.nodes[node] for node in gradients_of(self.source)]
+
+
+class _Backward:
+    """The backward graph of a model, or the half that makes gradients of hidden states."""
+
+    def __init__(self, parts: ModelParts, forward: _Forward):
+        self.parts = parts
+        self.inputs = forward.inputs
+        self.target = _GrowingGraph()
+        self.saved = {node: self.target.placeholder(node.name, node) for node in forward.saved}
+        self.of_output = self.target.placeholder("gradient", forward.output)
+        self.gradients = _Gradients(self.target)
+        self.copies: list[_PartBackward] = []  # in the order in which they run
+        self._compose(forward)
+
+    def _compose(self, forward: _Forward) -> None:
+        hidden: Node | None = self.of_output  # that enters the backward of the next part
+        rest = None
+        before_blocks: set[Node] = set()
+        if self.parts.rest.traced.backward is not None:
+            rest = self._start(self.parts.rest, forward.saved_by_rest)
+            tangents = placeholders(rest.source)[len(forward.saved_by_rest) :]
+            tangent_of = dict(zip(self.parts.rest.differentiable, tangents, strict=True))
+            if HIDDEN in tangent_of:
+                before_blocks = reached_from(tangent_of[HIDDEN], tangent_of.get(OUTPUT))
+            if OUTPUT in tangent_of:
+                rest.give(tangent_of[OUTPUT], self.of_output)
+            rest.add(node for node in rest.source.graph.nodes if node not in before_blocks)
+            if AFTER in self.parts.rest.inputs and OUTPUT in tangent_of:
+                of_after = gradients_of(rest.source)[self.parts.rest.inputs.index(AFTER)]
+                hidden = None if of_after is None else rest.nodes[of_after]
+
+        for block, saved in zip(
+            reversed(self.parts.blocks), reversed(forward.saved_by_blocks), strict=True
+        ):
+            if hidden is None or block.part.traced.backward is None:
+                hidden = None  # no part before this one has a gradient
+                break
+            copy = self._start(block.part, saved, block)
+            copy.give(placeholders(copy.source)[-1], hidden)
+            copy.add(copy.source.graph.nodes)
+            hidden = self.gradients.collect(copy)
+
+        if self.parts.hidden is not None and hidden is not None:
+            if self.parts.hidden == HIDDEN:
+                assert rest is not None
+                rest.give(tangent_of[HIDDEN], hidden)
+            else:
+                self.gradients.add(self.parts.hidden, hidden)
+        if rest is not None:
+            rest.add(node for node in rest.source.graph.nodes if node in before_blocks)
+            self.gradients.collect(rest)
+
+    def _start(
+        self, part: Part, saved: Sequence[Node], block: Block | None = None
+    ) -> _PartBackward:
+        """Return a copy of a part's backward that has its saved values, and no nodes yet."""
+        source = part.traced.backward if part.halves is None else part.halves.input
+        assert source is not None
+        copy = _PartBackward(self.target, part, source, block)
+        for placeholder, node in zip(placeholders(source), saved, strict=False):
+            copy.give(placeholder, self.saved[node])
+        self.copies.append(copy)
+        return copy
+
+    def module(self) -> GraphModule:
+        """Return the whole graph."""
+        return self.target.finish([self.gradients.known.get(value) for value in self.inputs])
+
+    def halves(self) -> BackwardHalves:
+        """Return this half, and the other one, which makes gradients of weights."""
+        target = _GrowingGraph()
+        gradients = _Gradients(target)
+        received = {copy: _received_by_weight_half(copy) for copy in self.copies}
+        nodes = dict.fromkeys(itertools.chain(*received.values()))
+        saved = [node for node in nodes if node.op == "placeholder"]
+        crossing = [node for node in nodes if node.op != "placeholder"]
+        given = {node: target.placeholder(node.name, node) for node in [*saved, *crossing]}
+        for copy in self.copies:
+            assert copy.part.halves is not None
+            other = _PartBackward(target, copy.part, copy.part.halves.weight, copy.block)
+            for placeholder, node in zip(placeholders(other.source), received[copy], strict=True):
+                other.give(placeholder, given[node])
+            other.add(other.source.graph.nodes)
+            gradients.collect(other)
+        of_hidden = [self.gradients.known.get(value) for value in self.inputs]
+        return BackwardHalves(
+            input=self.target.finish([*of_hidden, *crossing]),
+            weight=target.finish([gradients.known.get(value) for value in self.inputs]),
+            saved=tuple(node.name for node in saved),
+            crossing=tuple(node.name for node in crossing),
+        )
+
+
+def _received_by_weight_half(copy: _PartBackward) -> list[Node]:
+    """Return what the other half of a part's backward receives, as nodes of this half's graph."""
+    halves = copy.part.halves
+    assert halves is not None
+    by_name = {node.name: node for node in placeholders(copy.source)}
+    saved = [copy.nodes[by_name[name]] for name in halves.saved]
+    crossing = copy.results()[len(copy.part.inputs) :]
+    return [*saved, *(node for node in crossing if node is not None)]
 
 
 def reached_from(start: Node, other: Node | None) -> set[Node]:

@@ -16,11 +16,14 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._dynamo.utils import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
 
+from titan_lite.compile.backward_halves import BackwardHalves, split_backward
 from titan_lite.compile.joint import (
     CheckpointRule,
     TracedFunction,
     TraceSettings,
+    gradients_of,
     results_of,
     trace,
 )
@@ -147,6 +150,7 @@ class Part:
     traced: TracedFunction
     inputs: Sequence[Value]
     results: Sequence[Value]
+    halves: BackwardHalves | None = None  # of its backward, if that is split
 
     @property
     def differentiable(self) -> list[Value]:
@@ -315,7 +319,7 @@ class _Tracer:
         traced = trace(
             call, list(inputs.values()), self.mode, self.settings, static=static_inputs(inputs)
         )
-        rest = Part(traced, list(inputs), list(call.results))
+        rest = self.part(traced, inputs, list(call.results))
         self.output = call.output
         self.of_blocks = call.of_blocks
         if self.of_blocks is not None:
@@ -343,10 +347,18 @@ class _Tracer:
                 self.checkpoint_rule(module),
                 static_inputs(inputs),
             )
-            block = Block(fqn, Part(traced, list(inputs), [HIDDEN]), traced_fqn=fqn)
+            block = Block(fqn, self.part(traced, inputs, [HIDDEN]), traced_fqn=fqn)
             self.traced.append((kind, block))
         self.hidden = fake_results(block.part)[HIDDEN]
         return block
+
+    def part(
+        self, traced: TracedFunction, inputs: Mapping[Value, Tensor], results: Sequence[Value]
+    ) -> Part:
+        halves = None
+        if traced.backward is not None and self.settings.splits_backward:
+            halves = halves_of(traced, traced.backward, list(inputs))
+        return Part(traced, list(inputs), results, halves)
 
     def kind_of(self, block: nn.Module, inputs: Mapping[Value, Tensor]) -> BlockKind:
         described = self.weights.described(list(block.modules()))
@@ -368,6 +380,29 @@ class _Tracer:
                 for tensor in inputs.values()
             ],
         )
+
+
+def halves_of(
+    traced: TracedFunction, backward: GraphModule, inputs: Sequence[Value]
+) -> BackwardHalves:
+    """Split the backward of a part: gradients of hidden states first, then those of weights."""
+    of_hidden = [
+        gradient
+        for value, gradient in zip(inputs, gradients_of(backward), strict=True)
+        if gradient is not None and value.kind in ("argument", "hidden", "after")
+    ]
+    forward_inputs = traced.forward.graph.find_nodes(op="placeholder")
+    weights = {
+        node for value, node in zip(inputs, forward_inputs, strict=True) if value.kind == "weight"
+    }
+    saved = results_of(traced.forward)[traced.outputs :]
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    saved_weights = [
+        placeholder
+        for node, placeholder in zip(saved, placeholders, strict=False)
+        if node in weights
+    ]
+    return split_backward(backward, of_hidden[0] if of_hidden else None, saved_weights)
 
 
 def attributes_of(module: nn.Module) -> dict[str, object]:

@@ -36,6 +36,7 @@ from titan_lite.distributed.context_parallel import (
 from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.pipeline import MicrobatchShapes, Pipeline, SingleStage, keep_modules
+from titan_lite.distributed.pipeline_schedule import runs_halves
 from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.distributed.simple_fsdp import (
     FSDPOptions,
@@ -287,6 +288,7 @@ def compile_stages(
             TraceableModel(stage, sharded_model(stage), stage.layers, checkpoint_rule),
             schedule,
             memory_budget=budget,
+            splits_backward=runs_halves(config.parallelism),
             async_tensor_parallel_group=mesh.get_group("tp").group_name if overlaps else "",
         )
 

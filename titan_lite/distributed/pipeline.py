@@ -11,10 +11,9 @@ A microbatch's loss is divided by the number of tokens of the step, so gradients
 averaged, and do not depend on the number of microbatches.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,9 @@ from torch.distributed.pipelining.schedules import (
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.simple_fsdp import sharded_model
 from titan_lite.models.shapes import module_fqns
+
+if TYPE_CHECKING:  # with Inductor, a second to import
+    from titan_lite.compile.compiled_model import CompiledModel
 
 
 def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
@@ -239,12 +241,25 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict] | None]:
-        """Run the half of a backward that computes gradients of weights as one."""
-        backward = functools.partial(
-            super().backward_maybe_with_nosync, backward_type, bwd_kwargs, last_backward
-        )
-        if backward_type != "weight":
-            return backward()
+        """Run a backward, or a half of it: "input", then "weight".
+
+        A compiled model has graphs of the halves; of other models, torch cuts the autograd graph.
+        """
+        backward = super().backward_maybe_with_nosync
         assert isinstance(self.submod, _Leaves)
-        with sharded_model(self.submod.model).backward_of_weights():
-            return backward()
+        compiled: CompiledModel | None = self.submod.model._compiled_call_impl  # type: ignore[assignment]
+        if backward_type == "input" and compiled is not None:
+            if bwd_kwargs["output_grads"] is None:  # the loss, in a tuple
+                (loss,) = bwd_kwargs["stage_output"]
+                bwd_kwargs = {**bwd_kwargs, "stage_output": loss}
+            with compiled.first_halves() as second_halves:
+                of_input, _ = backward("full", bwd_kwargs, last_backward)
+            return of_input, second_halves  # type: ignore[return-value]
+        if backward_type == "weight" and compiled is not None:
+            for half in bwd_kwargs["param_groups"]:
+                half.run()
+            return (), None
+        if backward_type == "weight":
+            with sharded_model(self.submod.model).backward_of_weights():
+                return backward("weight", bwd_kwargs, last_backward)
+        return backward(backward_type, bwd_kwargs, last_backward)

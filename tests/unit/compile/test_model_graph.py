@@ -178,3 +178,38 @@ def test_a_gradient_of_other_strides_is_copied():
     compile_model(TraceableModel(model, PlainWeights(model), model.layers), schedule)
     model(TOKENS).sum().backward()
     assert torch.equal(model.output.weight.grad, expected)
+
+
+# Backward in halves
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("config", [UNTIED, TIED])
+@pytest.mark.parametrize("without", [(), ("norm", "output"), ("tok_embeddings",)])
+def test_halves_are_the_whole_to_the_bit(config, without, mode):
+    if config.tied_embeddings and without:
+        pytest.skip("a pipeline has no tied weights")
+    model = build(config, without)
+    apply_activation_checkpoint(model.layers, mode, compiled=True)
+    hidden = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(2))
+    argument = hidden if "tok_embeddings" in without else TOKENS
+    output, of_input, of_weights = run(model, argument)
+    schedule = Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
+    traceable = TraceableModel(model, PlainWeights(model), model.layers, checkpoint_rule)
+    compile_model(traceable, schedule, splits_backward=True)
+
+    whole = run(model, argument)
+    torch.testing.assert_close(whole, (output, of_input, of_weights), rtol=0, atol=0)
+    second_halves = []
+    for _ in range(2):  # two microbatches
+        with model._compiled_call_impl.first_halves() as second:
+            _, gradients, nothing = run(model, argument)
+        assert set(nothing.values()) == {None}
+        torch.testing.assert_close(gradients, of_input, rtol=0, atol=0)
+        second_halves += second
+    for half in second_halves:
+        half.run()
+    for fqn, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, 2 * of_weights[fqn]), fqn
+    names = [report.graph for report in schedule.reports]
+    assert names == ["forward", "backward_input", "backward_weight"]

@@ -38,11 +38,6 @@ from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
-from titan_lite.compile.backward_halves import (
-    BackwardHalves,
-    results_of,
-    split_backward,
-)
 from titan_lite.compile.compile import compile_model
 from titan_lite.compile.graph import merge_waits
 from titan_lite.compile.model_parts import PlainWeights, TraceableModel
@@ -53,7 +48,6 @@ from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, Config, Parallelism
 from titan_lite.cost.collectives import (
-    nbytes_of,
     parameter_all_gathers,
     parameters_of,
     wait_of,
@@ -89,7 +83,6 @@ from titan_lite.tools.plan.tape import (
     ScheduledGraph,
     StageTensors,
     Weight,
-    is_of_weight,
     lifetimes_of,
 )
 
@@ -517,37 +510,9 @@ class PricedSchedule(Schedule):
         # The caller of a graph of aot_eager keeps its inputs until it returns, and so does an eager
         # autograd.Function.
         self.keeps_inputs = priced_as == "" or (is_eager and not is_model)
-        self.runs_halves = is_model and runs_halves(config.parallelism)
-        self.forward_inputs: list[str] = []
         self.graphs: dict[str, PricedGraph] = {}
 
     def run(self, module: GraphModule, name: str) -> None:
-        """Price a graph, or the halves of a backward if the pipeline schedule runs them apart."""
-        if name == "forward":
-            self.forward_inputs = [node.name for node in module.graph.find_nodes(op="placeholder")]
-        if name != "backward" or not self.runs_halves:
-            self.price(module, name)
-            return
-        halves = self.halves_of(module)
-        self.price(halves.input, "backward_input")
-        self.price(halves.weight, "backward_weight")
-
-    def halves_of(self, module: GraphModule) -> BackwardHalves:
-        gradients = {
-            name: gradient
-            for name, gradient in zip(self.forward_inputs, results_of(module.graph), strict=True)
-            if gradient is not None and nbytes_of(gradient)
-        }
-        weights = {name for name, gradient in gradients.items() if is_of_weight(gradient)}
-        of_hidden = [gradient for name, gradient in gradients.items() if name not in weights]
-        placeholders = module.graph.find_nodes(op="placeholder")
-        return split_backward(
-            module,
-            through=of_hidden[0] if of_hidden else None,
-            weights=[node for node in placeholders if node.name in weights],
-        )
-
-    def price(self, module: GraphModule, name: str) -> None:
         fused = self.settings.fused
         if self.priced_as == "eager":
             schedule_as_in_eager_mode(module.graph)
