@@ -163,17 +163,11 @@ def lifetimes_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int)
     """
     recorder = _LifetimeRecorder()
     ends: dict[str, int] = {}
-    positions: dict[str, list[int]] = {}
     for name in GRAPHS:
         if name in graphs:
             recorder.add_graph(name, graphs[name])
-            nodes = list(graphs[name].graph.nodes)
-            ends[name] = 2 * len(nodes) - 1
-            if name == "backward_weight":
-                positions[name] = _product_positions(nodes, blocks)
-            elif not name.startswith("loss"):
-                positions[name] = _attention_positions(nodes)
-    sections = _sections(positions, ends, blocks, period)
+            ends[name] = 2 * len(graphs[name].graph.nodes) - 1
+    sections = _sections(graphs, ends, blocks, period)
     return StageLifetimes(blocks, period, tuple(recorder.tensors), ends, sections)
 
 
@@ -308,19 +302,24 @@ def _product_positions(nodes: Sequence[Node], blocks: int) -> list[int]:
 
 
 def _sections(
-    positions: Mapping[str, Sequence[int]], ends: Mapping[str, int], blocks: int, period: int
+    graphs: Mapping[str, ScheduledGraph], ends: Mapping[str, int], blocks: int, period: int
 ) -> dict[str, Section]:
     """Return the sections that more blocks repeat, from the middle, since the first and the last
     blocks are not like others.
-
-    positions: in each graph, of attention, or of one other node per block.
     """
     if blocks <= period:
         return {}
     sections = {}
     # A section begins after `first` blocks.
     first = (blocks - period + 1) // 2
-    for graph, in_graph in positions.items():
+    for graph in ends:
+        if graph.startswith("loss"):
+            continue
+        nodes = list(graphs[graph].graph.nodes)
+        if graph == "backward_weight":
+            in_graph = _product_positions(nodes, blocks)
+        else:
+            in_graph = _attention_positions(nodes)
         # Context parallelism has two operators of attention per block.
         per_block = len(in_graph) // blocks
         if graph == "forward":

@@ -307,6 +307,46 @@ def test_the_gradients_of_a_compiled_backward_are_there_until_its_end():
     assert gradient.freed == ("backward", 2 * len(graphs["backward"].graph.nodes) - 1)
 
 
+def test_what_crosses_to_the_half_of_the_weights_lives_until_it_has_used_it():
+    """Backward of y = exp(x) @ w: x's gradient first, from a saved e that w's gradient needs, too.
+    The stage has no blocks.
+    """
+
+    def forward(w: Tensor, x: Tensor):
+        e = x.exp()
+        return [e @ w, e, w]
+
+    def backward_input(e: Tensor, w: Tensor, upstream: Tensor):
+        scaled = upstream * 2
+        return [None, (scaled @ w.t()) * e, scaled]
+
+    def backward_weight(e: Tensor, mul: Tensor):
+        return [e.t() @ mul, None]
+
+    made = {
+        "forward": graph_of(forward, (64, 64), (128, 64)),
+        "backward_input": graph_of(backward_input, (128, 64), (64, 64), (128, 64)),
+        "backward_weight": graph_of(backward_weight, (128, 64), (128, 64)),
+    }
+    for first, second in zip(
+        made["backward_input"].find_nodes(op="placeholder"),
+        made["backward_weight"].find_nodes(op="placeholder")[:1],
+        strict=False,
+    ):  # a saved value is found by its name
+        second.name = first.name
+    graphs = {name: ScheduledGraph(graph, False, False, True) for name, graph in made.items()}
+    lives = lifetimes_of(graphs, blocks=0, period=1).tensors
+    saved = next(life for life in lives if life.allocated[0] == "forward" and not life.kind)
+    crossing = next(
+        life
+        for life in lives
+        if life.allocated[0] == "backward_input" and life.freed[0] == "backward_weight"
+    )
+    assert saved.freed == crossing.freed
+    gradients = [life for life in lives if life.allocated[0] == "backward_weight"]
+    assert [(life.kind, life.nbytes) for life in gradients] == [("gradient", 64 * 64 * 4)]
+
+
 def repeated_by_hand():
     """Three blocks: forward makes one tensor a block, at moments 10, 20, 30, and backward frees
     them at 31, 21, 11.
