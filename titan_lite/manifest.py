@@ -20,14 +20,15 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, BinaryIO, TypedDict
 
 from titan_lite.config.errors import ConfigError
 
 NAME = "manifest.json"
 BLOCK_BYTES = 4 * 2**20  # read at once to hash a file
-SAMPLES = 9  # of a file in `sampled_digest`
-SAMPLE_BYTES = 2**16
+MAX_WHOLE = 2**20  # bytes of a file of which `sampled_sha256` reads every one
+SAMPLES = 16  # of a larger file, the first bytes and the last ones included
+SAMPLE_BYTES = 2**14
 MAX_MESSAGE = 300  # characters of another library's error
 
 
@@ -135,19 +136,32 @@ def digest(path: Path, progress: Callable[[], None] = lambda: None) -> FileDiges
     return {"sha256": sha256.hexdigest(), "size": size}
 
 
-def sampled_digest(paths: Iterable[Path]) -> str:
-    """Return a hash of the files' names, sizes, first bytes and blocks at equal distances.
+def sampled_sha256(file: BinaryIO) -> str:
+    """Return a SHA-256 of a file's content: of a small file as a whole, of a large one of samples
+    at equal distances. It takes a few milliseconds, however large the file is. Raises OSError.
+    """
+    sha256 = hashlib.sha256()
+    size = file.seek(0, os.SEEK_END)
+    if size <= MAX_WHOLE:
+        file.seek(0)
+        sha256.update(file.read(size))
+    else:
+        for sample in range(SAMPLES):
+            file.seek(sample * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+            sha256.update(file.read(SAMPLE_BYTES))
+    return sha256.hexdigest()
 
-    It takes a few milliseconds a file, however large. Raises OSError.
+
+def sampled_digest(paths: Iterable[Path]) -> str:
+    """Return a hash of the files' names, sizes and contents, as `sampled_sha256` reads them.
+
+    Raises OSError.
     """
     sha256 = hashlib.sha256()
     for path in sorted(paths):
-        size = path.stat().st_size
-        sha256.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            for number in range(SAMPLES):
-                file.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
-                sha256.update(file.read(SAMPLE_BYTES))
+            content = sampled_sha256(file)
+        sha256.update(f"{path.name} {path.stat().st_size} {content}\n".encode())
     return sha256.hexdigest()
 
 

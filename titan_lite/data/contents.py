@@ -24,10 +24,8 @@ from fsspec.core import url_to_fs
 from titan_lite.config import ConfigError
 from titan_lite.data.readers import is_url
 from titan_lite.logging import logger
+from titan_lite.manifest import MAX_WHOLE, sampled_sha256
 
-MAX_WHOLE = 2**20  # bytes of a file that is hashed as a whole
-SAMPLES = 16  # of a larger file, the first bytes and the last ones included
-SAMPLE = 2**14  # bytes
 HASH_DIGITS = 16  # of a SHA-256 that are kept: steps have those of all files
 COST_OF_FILE = 2**14  # bytes that are hashed in the time in which a file is opened
 REMEMBER_FROM = 2**27  # bytes to hash, which take less than a second; more are remembered on disk
@@ -149,25 +147,12 @@ def hash_of(file: str) -> str:
     try:
         if not is_url(file):
             with open(file, "rb", buffering=0) as opened:
-                return _hash(cast(BinaryIO, opened))
+                return sampled_sha256(cast(BinaryIO, opened))[:HASH_DIGITS]
         fs, path = url_to_fs(file)
         with fs.open(path, "rb") as opened:
-            return _hash(opened)
+            return sampled_sha256(opened)[:HASH_DIGITS]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
-
-
-def _hash(file: BinaryIO) -> str:
-    sha256 = hashlib.sha256()
-    size = file.seek(0, os.SEEK_END)
-    if size <= MAX_WHOLE:
-        file.seek(0)
-        sha256.update(file.read(size))
-    else:
-        for sample in range(SAMPLES):
-            file.seek(sample * (size - SAMPLE) // (SAMPLES - 1))
-            sha256.update(file.read(SAMPLE))
-    return sha256.hexdigest()[:HASH_DIGITS]
 
 
 # Contents that are remembered on disk
