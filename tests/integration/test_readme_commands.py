@@ -195,8 +195,10 @@ HERE = {
         "| imports", "--rounds 1", {" --beside BEFORE": ""}
     ),
     "python scripts/benchmark_checkpoint.py": Run("async", "--flavor debug --saves 1"),
-    "python scripts/benchmark_compile.py --blocks 4 16": Run(
-        "| 1 |", "--blocks 1 --backends aot_eager --steps 2"
+    "python scripts/benchmark_compile.py --blocks 6 16 32 --torchtitan PYTHON": Run(
+        "| 1 | titan_lite | aot_eager |",
+        "--blocks 1 --backends aot_eager --steps 2",
+        {" --torchtitan PYTHON": ""},
     ),
     "python scripts/benchmark_schedule.py predict --layers 6": Run(
         "greedy", "--layers 2 --world-sizes 8 --batch-sizes 1"
