@@ -137,6 +137,9 @@ HERE = {
     f"{PLANNER} train_configs/llama3_8b.toml --sweep activation_checkpoint.mode=none,selective,full": Run(
         "activation_checkpoint.mode=full", PLAN, PLANNED_8B
     ),
+    f"{PLANNER} train_configs/llama3_8b.toml --world-size 128": Run(
+        "step time", "--hardware h100 --training.global_batch_size=256", PLANNED_8B
+    ),
     f"{PLANNER} train_configs/llama3_8b.toml --world-size 128 --training.local_batch_size 1 --training.global_batch_size 512 --parallelism.fsdp_communication step": Run(
         "8 microbatches", PLAN, PLANNED_8B
     ),
