@@ -7,12 +7,16 @@
 Questions about a graph are in cost/collectives.py.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch._dynamo.utils import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import Argument, Target
+from torch.utils._pytree import tree_leaves
 
 from titan_lite.cost.collectives import KINDS, wait_of, waits_of
 
@@ -22,13 +26,36 @@ def add_call(graph: Graph, target: Target, *args: Argument, **kwargs: Argument) 
     assert not isinstance(target, str)  # the name of a method
     node = graph.call_function(target, args, kwargs)
     values = [_fake_value(argument) for argument in args]
-    mode = detect_fake_mode([value for value in values if isinstance(value, Tensor)])
+    mode = detect_fake_mode([value for value in tree_leaves(values) if isinstance(value, Tensor)])
     if mode is None:  # a graph of real or meta tensors, built by hand
         node.meta["val"] = target(*values, **kwargs)
-    else:
+        return node
+    known = _fake_results.setdefault(mode, {})
+    call = (str(target), _described(values), repr(kwargs))
+    if call not in known:
         with mode:
-            node.meta["val"] = target(*values, **kwargs)
+            known[call] = target(*values, **kwargs)
+    node.meta["val"] = known[call]
     return node
+
+
+# By mode, what calls of operators return: blocks are alike, so most calls were made before.
+_fake_results: WeakKeyDictionary[FakeTensorMode, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def _described(value: object) -> Hashable:
+    """Return all of an argument that the shape and dtype of a result depend on."""
+    if isinstance(value, Tensor):
+        return (
+            tuple(value.shape),
+            value.stride(),
+            value.storage_offset(),
+            value.dtype,
+            value.device,
+        )
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return repr(value)
 
 
 def _fake_value(argument: object) -> object:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from titan_lite.compile.backward_halves import BackwardHalves
 from titan_lite.compile.graph import add_call
@@ -81,7 +82,7 @@ class _GrowingGraph:
 
     def finish(self, results: Sequence[Node | None]) -> GraphModule:
         self.graph.output(tuple(results))
-        return GraphModule(self.constants, self.graph)
+        return _LazyGraphModule(self.constants, self.graph)  # no code until it is called
 
 
 class _Copy:

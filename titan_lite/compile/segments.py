@@ -221,11 +221,12 @@ class _ProgramBuilder:
     ) -> None:
         """Call the segment with the nodes of `part`. outputs: those that are read outside of it."""
         inputs = inputs_of(part)
-        segment = extract(self.module, part, inputs, outputs)
+        segment = extract(part, inputs, outputs)
         structure = structure_of(segment)
         if structure not in self.compiled:
             fake_inputs = [node.meta["val"] for node in inputs]
-            self.compiled[structure] = self.compile_segment(segment, fake_inputs)
+            module = GraphModule(self.module, segment)
+            self.compiled[structure] = self.compile_segment(module, fake_inputs)
         call = SegmentCall(
             function=self.compiled[structure],
             inputs=[self.slots[node] for node in inputs],
@@ -254,9 +255,7 @@ class _ProgramBuilder:
         return self.slots[argument] if isinstance(argument, Node) else argument
 
 
-def extract(
-    module: GraphModule, part: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
-) -> GraphModule:
+def extract(part: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> Graph:
     """Return a part of a graph as a graph of its own, with `inputs` as its placeholders."""
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -268,12 +267,12 @@ def extract(
     output = graph.output(tuple(copies[node] for node in outputs))
     # The next segment is compiled for the strides of these.
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
-    return GraphModule(module, graph)
+    return graph
 
 
-def structure_of(segment: GraphModule) -> Hashable:
+def structure_of(segment: Graph) -> Hashable:
     """Return a value that is equal for segments of the same code."""
-    numbers = {node: number for number, node in enumerate(segment.graph.nodes)}
+    numbers = {node: number for number, node in enumerate(segment.nodes)}
 
     def describe(argument: object) -> str:
         if isinstance(argument, Node):
@@ -283,7 +282,7 @@ def structure_of(segment: GraphModule) -> Hashable:
         return repr(argument)
 
     lines = []
-    for node in segment.graph.nodes:
+    for node in segment.nodes:
         if node.op == "placeholder":
             value = node.meta["val"]
             if isinstance(value, Tensor):
