@@ -82,13 +82,33 @@ def inductor_backend(compiling: Compiling, async_tensor_parallel_group: str = ""
             if async_tensor_parallel_group and not any(map(is_fused, graph.graph.nodes)):
                 raise nothing_fused()
             program = compile_segments(
-                graph, compile_segment, is_outside, preparations(graph.graph)
+                graph,
+                compile_segment,
+                is_outside,
+                apart=preparations(graph.graph),
+                starts=starts_of_blocks(graph.graph),
             )
             compilation.segments = program.segments
             compilation.different_segments = program.different_segments
         return program
 
     return compile_graph
+
+
+def starts_of_blocks(graph: Graph) -> set[Node]:
+    """Return the first nodes of blocks and of what is behind them, if there are no collectives.
+
+    Otherwise these are what parts a graph into segments that are alike.
+    """
+    if any(map(is_outside, graph.nodes)):
+        return set()
+    starts = set()
+    block = None
+    for node in graph.nodes:
+        if node.op == "call_function" and node.meta.get("block") != block:
+            block = node.meta.get("block")
+            starts.add(node)
+    return starts
 
 
 def compile_segment(segment: GraphModule, inputs: Sequence[Any]) -> BoxedFunction:

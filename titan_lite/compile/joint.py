@@ -85,9 +85,15 @@ def trace(
     graphs: dict[str, GraphModule] = {}
 
     def compile_forward(gm: GraphModule, example_inputs: object) -> Callable[[list[Any]], Any]:
-        graphs.setdefault("forward", gm)  # without gradients there was no partition
+        if not graphs:  # without gradients there was no partition
+            rewrite(gm)
+            graphs["forward"] = gm
         results = [node.meta["val"] for node in results_of(gm)]
         return make_boxed_func(lambda *inputs: results)
+
+    def rewrite(graph: GraphModule) -> None:
+        if settings.rewrites:
+            joint_graph_passes(graph, inputs[0].device)
 
     def partition(
         joint: GraphModule, *args: Any, **options: Any
@@ -95,8 +101,7 @@ def trace(
         assert options["num_fwd_outputs"] == len(results), "a result is a view"
         if checkpoint is not None:
             tag_for_checkpointing(joint.graph, checkpoint)
-        if settings.rewrites:
-            joint_graph_passes(joint, inputs[0].device)
+        rewrite(joint)
         resharding.reshard_after_forward(joint.graph, settings.keep_gathered)
         if settings.saves_as_autograd:
             save_as_autograd(joint.graph)

@@ -116,6 +116,7 @@ class _Copy:
             if node.op == "get_attr":
                 copied.target = self.target.constant_name(self.source, str(node.target))
             if self.block is not None:
+                copied.meta["block"] = self.block.fqn
                 rename(copied, self.block)
 
 

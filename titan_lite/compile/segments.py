@@ -7,8 +7,9 @@
     program    x = segment_0(a, b); g = all_gather(s); y = segment_1(x); w = wait(g); ...
 
 The blocks of a transformer are alike, so a deep model has as many different segments as a shallow
-one. Collectives run in the order of the graph: the compiler does not see them, so it cannot fuse an
-operator that leads to one with an operator that waits for another.
+one. A graph without collectives is parted between blocks. Collectives run in the order of the
+graph: the compiler does not see them, so it cannot fuse an operator that leads to one with an
+operator that waits for another.
 """
 
 import operator
@@ -119,14 +120,15 @@ def compile_segments(
     compile_segment: CompileSegment,
     runs_outside: Callable[[Node], bool],
     apart: Iterable[Collection[Node]] = (),
+    starts: Collection[Node] = (),
 ) -> Program:
     """Return the program of a graph, whose nodes have fake results in meta["val"].
 
-    runs_outside: True for operators with one result that are called between segments. apart: as in
-    `split`.
+    runs_outside: True for operators with one result that are called between segments. apart,
+    starts: as in `split`.
     """
     builder = _ProgramBuilder(module, compile_segment)
-    parts = split(module.graph, runs_outside, apart)
+    parts = split(module.graph, runs_outside, apart, starts)
     last_reads = last_reads_of(module.graph, parts)
     for number, part in enumerate(parts):
         read_last = [node for node in inputs_of(part) if last_reads[node] == number]
@@ -140,13 +142,16 @@ def compile_segments(
 
 
 def split(
-    graph: Graph, runs_outside: Callable[[Node], bool], apart: Iterable[Collection[Node]] = ()
+    graph: Graph,
+    runs_outside: Callable[[Node], bool],
+    apart: Iterable[Collection[Node]] = (),
+    starts: Collection[Node] = (),
 ) -> list[list[Node]]:
     """Return the parts of a graph in order: an outside node alone, or the nodes between two.
 
     apart: sets of nodes that are a part of their own, before the segment of the first one. They
-    read inputs of the graph and each other. The results of an operator with several results are in
-    its part.
+    read inputs of the graph and each other. starts: nodes that begin a segment. The results of an
+    operator with several results are in its part.
     """
     part_of: dict[Node, list[Node]] = {}
     for nodes in apart:
@@ -161,6 +166,8 @@ def split(
             parts.append([node])
             segment = []
             continue
+        if node in starts:
+            segment = []
         if node.target is operator.getitem:
             (source,) = node.all_input_nodes
             part_of[node] = part_of[source]

@@ -8,7 +8,18 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from titan_lite.compile.segments import OperatorCall, SegmentCall, compile_segments, split
+from titan_lite.compile.backends import starts_of_blocks
+from titan_lite.compile.joint import TraceSettings
+from titan_lite.compile.model_graph import compose
+from titan_lite.compile.model_parts import PlainWeights, TraceableModel, trace_parts
+from titan_lite.compile.segments import (
+    OperatorCall,
+    SegmentCall,
+    compile_segments,
+    is_outside,
+    split,
+)
+from titan_lite.models.llama3 import ModelConfig, Transformer
 
 aten = torch.ops.aten
 
@@ -159,3 +170,23 @@ def test_values_are_freed_after_their_last_read():
     program(inputs)
     # `run` itself holds x in the first segment, and w in the others
     assert seen == [["x", "w"], ["w"], ["w"]]
+
+
+@pytest.mark.parametrize("layers", [3, 7])
+def test_without_collectives_blocks_are_segments_that_are_compiled_once(layers):
+    shapes = dict(dim=32, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=64, max_seq_len=16)
+    model = Transformer(ModelConfig(n_layers=layers, **shapes))
+    model.init_weights(0)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    traceable = TraceableModel(model, PlainWeights(model), model.layers)
+    graphs = compose(trace_parts(traceable, {"tokens": tokens}, TraceSettings()))
+
+    def compile_segment(segment, inputs):
+        return lambda values: segment(*values)
+
+    for graph in (graphs.forward, graphs.backward):
+        starts = starts_of_blocks(graph.graph)
+        program = compile_segments(graph, compile_segment, is_outside, starts=starts)
+        # what is before the blocks, behind them, and the blocks
+        assert program.segments == layers + 2
+        assert program.different_segments == 3
