@@ -211,8 +211,9 @@ def trace_key(layout: PlannedLayout) -> tuple[Hashable, ...]:
 
 def depths_to_trace(config: Config) -> tuple[int, int] | None:
     """Return two depths to extrapolate from, or None if blocks differ."""
-    by_inductor = config.compile.compiles("model") and config.compile.bucketing == "auto"
-    if by_inductor or names_blocks(config):
+    # Buckets by price do not repeat with blocks.
+    by_price = config.compile.compiles("model") and config.compile.bucketing in ("greedy", "auto")
+    if by_price or names_blocks(config):
         return None
     period = checkpointing_period(config)
     # Of two blocks, the first would have the embedding's all-gather and the second the output's.

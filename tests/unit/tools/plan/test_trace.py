@@ -373,6 +373,8 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
             dict(compile=Compile(enable=True, bucketing="listed", buckets=("layers.0 layers.1",))),
             None,
         ),
+        (dict(compile=Compile(enable=True, bucketing="greedy")), None),
+        (dict(compile=Compile(enable=False, bucketing="greedy")), (3, 4)),
         (dict(float8=Float8(enable=True, filter_fqns=("attention.wk", "w2"))), (3, 4)),
         (dict(float8=Float8(enable=True, filter_fqns=("layers.31",))), None),
         (dict(float8=Float8(enable=True, filter_fqns=("31.attention",))), None),
