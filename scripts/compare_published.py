@@ -89,6 +89,7 @@ AS_THERE = (
 SELECTIVE = (
     "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op/2"
 )
+FULL = "--activation_checkpoint.mode=full"
 # torch chose FlashAttention 2 in 2024, and in 2025-06 torchtitan did (models/attention.py at its
 # commit e7c0cae)
 FA2 = "--training.attention_kernel=FA2"
@@ -101,7 +102,7 @@ LLAMA = (
     " --parallelism.data_parallel_shard_degree={shard}"
     " --parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 )
-LONG = f"{BLOCKS} {FA2} --training.local_batch_size=1 --activation_checkpoint.mode=full"
+LONG = f"{BLOCKS} {FA2} {FULL} --training.local_batch_size=1"
 CP2 = (
     "--training.seq_len=65536 --parallelism.data_parallel_shard_degree=4"
     " --parallelism.context_parallel_degree=2"
@@ -117,15 +118,19 @@ TP8_OF_70B = f"{FA2} {TP8} --training.local_batch_size=16"
 WIDE = "--float8.no-all_gather"  # weights travel in bfloat16
 # A local batch of 32 sequences. How many microbatches: not published; the default then was the
 # degree of the pipeline.
-PP16 = f"{BLOCKS} {FA2} --parallelism.pipeline_parallel_microbatch_size=2"
+PP16 = f"{BLOCKS} {FA2} {FULL} --parallelism.pipeline_parallel_microbatch_size=2"
 DEGREES = (
     "--parallelism.pipeline_parallel_degree=8 --parallelism.data_parallel_shard_degree={shard}"
 )
-PP8 = f"{BLOCKS} {FA2} {DEGREES.format(shard=8)} --parallelism.pipeline_parallel_microbatch_size=4"
+PP8 = (
+    f"{BLOCKS} {FA2} {FULL} {DEGREES.format(shard=8)}"
+    " --parallelism.pipeline_parallel_microbatch_size=4"
+)
 ONE = "--parallelism.pipeline_parallel_schedule=1F1B"
 TWO = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 FOUR_D = (
-    f"{BLOCKS} {FA2} {DEGREES} {ONE} --training.local_batch_size=8 --training.seq_len={{tokens}}"
+    f"{BLOCKS} {FA2} {FULL} {DEGREES} {ONE}"
+    " --training.local_batch_size=8 --training.seq_len={tokens}"
 )
 # pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and
 # benchmarks/llama3_h100_202412_torchtitan.md, asyncTP_llama3_h100_2025-06_torchtitan.md and

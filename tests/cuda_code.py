@@ -179,8 +179,8 @@ def capture(
         }
         return _Captured(module, changed)
 
-    def keep_program(*arguments: Any) -> Program:
-        program = compile_segments(*arguments)
+    def keep_program(*arguments: Any, **keywords: Any) -> Program:
+        program = compile_segments(*arguments, **keywords)
         programs[schedule.reports[-1].graph] = program
         return program
 

@@ -77,9 +77,9 @@ def train_shrunk(config: Config) -> tuple[int, list[float]]:
 def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
     config = load_config(recipe)
     pp = min(2, config.parallelism.pipeline_parallel_degree)
-    small = dict(local_batch_size=pp, seq_len=32, steps=2)
+    small = dict(local_batch_size=2 * pp, seq_len=32, steps=2)  # DualPipeV needs 2 * pp
     if config.training.global_batch_size != -1:
-        small["global_batch_size"] = 4
+        small["global_batch_size"] = 8
     config = config.replace(
         job=config.job.replace(dump_folder=str(tmp_path)),
         model=config.model.replace(flavor="debug", tokenizer_path=str(DEBUG_TOKENIZER)),
