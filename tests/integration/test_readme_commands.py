@@ -128,6 +128,11 @@ HERE = {
     f"{PLANNER} train_configs/llama3_405b.toml": Run(
         "bottleneck: waiting for other pipeline ranks"
     ),
+    f"{PLANNER} train_configs/llama3_405b.toml --sweep activation_checkpoint.mode=selective,full --sweep parallelism.pipeline_parallel_schedule=Interleaved1F1B,InterleavedZeroBubble,ZBVZeroBubble,DualPipeV": Run(
+        "pipeline_parallel_schedule=DualPipeV",
+        f"{PLAN} --parallelism.pipeline_parallel_degree=2 --training.local_batch_size=4 --compile.enable",
+        PLANNED_405B,
+    ),
     f"{PLANNER} train_configs/llama3_405b.toml --picture plan.png": Run(
         "step time", PLAN, PLANNED_405B
     ),
