@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from titan_lite.compile.backward_halves import BackwardHalves, split_backward
 from titan_lite.compile.joint import (
@@ -257,7 +258,10 @@ class _Tracer:
         self.checkpoint_rule = traceable.checkpoint_rule
         self.fqns = {module: fqn for fqn, module in self.model.named_modules()}
         self.weight_tensors = self.weights.graph_inputs()
-        self.mode = detect_fake_mode(list(arguments.values())) or FakeTensorMode()
+        # Inductor's cache of graphs asks for a ShapeEnv, though all shapes are static.
+        self.mode = detect_fake_mode(list(arguments.values())) or FakeTensorMode(
+            shape_env=ShapeEnv(), static_shapes=True
+        )
         self.arguments = {
             Value("argument", name): self.fake(tensor) for name, tensor in arguments.items()
         }
