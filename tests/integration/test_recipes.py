@@ -77,9 +77,10 @@ def train_shrunk(config: Config) -> tuple[int, list[float]]:
 def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
     config = load_config(recipe)
     pp = min(2, config.parallelism.pipeline_parallel_degree)
+    tp = min(2 // pp, config.parallelism.tensor_parallel_degree)
     small = dict(local_batch_size=2 * pp, seq_len=32, steps=2)  # DualPipeV needs 2 * pp
-    if config.training.global_batch_size != -1:
-        small["global_batch_size"] = 8
+    if config.training.global_batch_size != -1:  # two batches, of each of 2 / (pp * tp) ranks
+        small["global_batch_size"] = 8 // tp
     config = config.replace(
         job=config.job.replace(dump_folder=str(tmp_path)),
         model=config.model.replace(flavor="debug", tokenizer_path=str(DEBUG_TOKENIZER)),
@@ -87,7 +88,7 @@ def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
         lr_scheduler=config.lr_scheduler.replace(warmup_steps=0),
         parallelism=config.parallelism.replace(
             data_parallel_shard_degree=-1,
-            tensor_parallel_degree=min(2 // pp, config.parallelism.tensor_parallel_degree),
+            tensor_parallel_degree=tp,
             context_parallel_degree=min(2, config.parallelism.context_parallel_degree),
             pipeline_parallel_degree=pp,
         ),

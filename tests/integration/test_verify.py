@@ -202,7 +202,7 @@ def test_a_twin_has_the_kinds_of_its_recipe(recipe, layout):
         ("debug_model", 4, "dp_shard=4"),
         ("debug_model", 512, "dp_shard=8"),
         ("llama3_70b", 64, "dp_shard=4,tp=2"),
-        ("llama3_70b", 16, "dp_shard=2,tp=2"),
+        ("llama3_70b", 8, "dp_shard=2,tp=2"),
     ],
 )
 def test_a_twin_is_that_of_the_recipe_on_a_number_of_ranks(recipe, world_size, layout):

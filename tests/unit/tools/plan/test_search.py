@@ -35,6 +35,11 @@ from titan_lite.tools.plan.search import (
 
 RECIPES = Path(__file__).parents[4] / "train_configs"
 SEVENTY = str(RECIPES / "llama3_70b.toml")
+OF_256 = (
+    "--world-size=64",
+    "--training.global_batch_size=-1",
+    "--training.local_batch_size=8",  # of 64
+)
 
 
 def changed(recipe, world_size, **changes):
@@ -334,14 +339,15 @@ def sequences(arguments):
 
 
 def test_the_tokens_of_a_step_are_the_recipes():
-    # 32 x TP 8 of the recipe do not run on 64 ranks, and need not
-    assert sequences([SEVENTY, "--world-size=64"]) == (512, "the recipe's, on 256 ranks")
+    # the recipe's FSDP 64 x TP 4 do not run on 64 ranks, and need not
+    seventy = [SEVENTY, *OF_256]
+    assert sequences(seventy) == (512, "the recipe's, on 256 ranks")
     eight = str(RECIPES / "llama3_8b.toml")
     assert sequences([eight, "--world-size=64"]) == (128, "the recipe's, on 64 ranks")
     given = [eight, "--world-size=64", "--training.global_batch_size=96"]
     assert sequences(given) == (96, "training.global_batch_size")
     with pytest.raises(ConfigError, match=r"use --training.global_batch_size=N"):
-        sequences([SEVENTY, "--world-size=64", "--parallelism.tensor_parallel_degree=3"])
+        sequences([*seventy, "--parallelism.tensor_parallel_degree=3"])
 
 
 # The bound excludes no layout whose plan fits
