@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 
-from titan_lite.compile import backends
+from titan_lite.compile import joint
 from titan_lite.hooks import Hook
 from titan_lite.resilience.exit_code import end_with
 from titan_lite.train import main
@@ -86,7 +86,7 @@ if __name__ == "__main__":
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     here = os.environ["RANK"] == str(FAULT["rank"]) and (first or FAULT.get("every"))
     if here and FAULT["at"] == "compile":  # in the middle of which nobody looks on
-        backends.min_cut_rematerialization_partition = before(
-            backends.min_cut_rematerialization_partition
+        joint.min_cut_rematerialization_partition = before(
+            joint.min_cut_rematerialization_partition
         )
     end_with(lambda: main(sys.argv[1:], hooks=[Fault()] if here else []))

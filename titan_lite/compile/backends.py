@@ -31,7 +31,7 @@ from titan_lite.compile.segments import (
 from titan_lite.config import ConfigError
 from titan_lite.cost import collectives
 
-# (graph, its name: "forward", "backward" or "inference") -> context in which it is compiled
+# (graph, its name as in Schedule.run) -> context in which it is compiled
 Compiling = Callable[[GraphModule, str], AbstractContextManager[Compilation]]
 
 FUSED_PRODUCTS = (

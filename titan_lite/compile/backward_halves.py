@@ -76,7 +76,7 @@ def split_backward(
     needed_first = [] if through is None else [through]
     readers = readers_of(graph, weights)
     in_input = ancestors([*needed_first, *gathers_of(graph), *readers])
-    first = {*needed_first, *graph.find_nodes(op="placeholder")}  # meshes are returned as they are
+    first = {*needed_first, *graph.find_nodes(op="placeholder")}
     of_input = [result if result in first else None for result in results]
     of_weight = [None if result in first else result for result in results]
 

@@ -25,7 +25,7 @@ from titan_lite.compile.segments import BoxedFunction
 from titan_lite.config import Compile
 from titan_lite.dtensor import as_shard_of, local
 
-# (graph, its name: "forward", "backward" or "inference") -> what runs it
+# (graph, its name as in Schedule.run) -> what runs it
 CompileGraph = Callable[[GraphModule, str], BoxedFunction]
 
 
@@ -76,8 +76,8 @@ class CompiledModel:
             for name, argument in self.signature.bind(*args, **kwargs).arguments.items()
             if argument is not None
         }
-        graphs = self.compiled(arguments)
         weights = self.traceable.weights.graph_inputs()
+        graphs = self.graphs_for(arguments, weights)
         inputs = [self.tensor_of(value, arguments, weights) for value in graphs.inputs]
         if graphs.backward is None and graphs.halves is None:
             with torch.no_grad():
@@ -96,18 +96,22 @@ class CompiledModel:
             return self.traceable.model.get_buffer(value.name)
         return weights[value.name][value.index]
 
-    def compiled(self, arguments: Mapping[str, Tensor]) -> CompiledGraphs:
+    def graphs_for(
+        self, arguments: Mapping[str, Tensor], weights: Mapping[str, Sequence[Tensor]]
+    ) -> CompiledGraphs:
         """Return the graphs for such arguments. Traces and compiles those that are new."""
         key = (
             torch.is_grad_enabled(),
+            self.traceable.model.training,
             self.traceable.weights.variant,
+            tuple(tensor.requires_grad for tensors in weights.values() for tensor in tensors),
             *((name, *described(argument)) for name, argument in arguments.items()),
         )
         if key not in self.graphs:
-            self.graphs[key] = self.compile(arguments)
+            self.graphs[key] = self.make_graphs(arguments)
         return self.graphs[key]
 
-    def compile(self, arguments: Mapping[str, Tensor]) -> CompiledGraphs:
+    def make_graphs(self, arguments: Mapping[str, Tensor]) -> CompiledGraphs:
         """Trace and compile. Backward is compiled before forward runs, as are its errors found."""
         with compile_errors(self.config, "model", in_backend=False):
             graphs = compose(trace_parts(self.traceable, arguments, self.settings))
@@ -241,6 +245,7 @@ def run_halves(
     if ctx.model.second_halves is not None:
         ctx.model.second_halves.append(second)
         return gradients
+    del kept, results  # so that the second half can free them
     others = halves.weight(second.values)
     return [
         other if gradient is None else gradient

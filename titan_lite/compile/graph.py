@@ -9,7 +9,6 @@ Questions about a graph are in cost/collectives.py.
 
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch._dynamo.utils import detect_fake_mode
@@ -30,7 +29,7 @@ def add_call(graph: Graph, target: Target, *args: Argument, **kwargs: Argument) 
     if mode is None:  # a graph of real or meta tensors, built by hand
         node.meta["val"] = target(*values, **kwargs)
         return node
-    known = _fake_results.setdefault(mode, {})
+    known = _results_of(mode)
     call = (str(target), _described(values), repr(kwargs))
     if call not in known:
         with mode:
@@ -39,8 +38,12 @@ def add_call(graph: Graph, target: Target, *args: Argument, **kwargs: Argument) 
     return node
 
 
-# By mode, what calls of operators return: blocks are alike, so most calls were made before.
-_fake_results: WeakKeyDictionary[FakeTensorMode, dict[Hashable, Any]] = WeakKeyDictionary()
+def _results_of(mode: FakeTensorMode) -> dict[Hashable, Any]:
+    """Return what calls of operators returned: blocks are alike, so most calls were made before.
+
+    It lives as long as the mode, which its values refer to.
+    """
+    return mode.__dict__.setdefault("titan_lite_results", {})
 
 
 def _described(value: object) -> Hashable:

@@ -5,6 +5,7 @@
 model_graph.py makes the graphs of the model from copies of these.
 """
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -31,8 +32,15 @@ from titan_lite.compile.joint import (
 from titan_lite.compile.torch_patches import is_compiling
 from titan_lite.dtensor import local
 
-# Attributes of every module, and of sharded ones (`ModelWeights.described` describes parameters).
-MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "_fsdp"})
+# Attributes of every module but `training`, and of sharded ones: `ModelWeights.described` describes
+# parameters.
+MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "_fsdp"}) - {"training"}
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 class ModelWeights(Protocol):
@@ -100,21 +108,12 @@ class PlainWeights:
 
 @contextmanager
 def entries_replaced(entries: dict[str, Any], replaced: Mapping[str, Any]) -> Iterator[None]:
-    """Return a context in which a dictionary has other values for these keys."""
-    with entries_exchanged(entries, {**entries, **replaced}):
-        yield
-
-
-@contextmanager
-def entries_exchanged(entries: dict[str, Any], exchanged: Mapping[str, Any]) -> Iterator[None]:
-    """Return a context in which a dictionary has these entries alone."""
+    """Return a context in which a dictionary has other values for some of its keys."""
     before = dict(entries)
-    entries.clear()
-    entries.update(exchanged)
+    entries.update(replaced)
     try:
         yield
     finally:
-        entries.clear()
         entries.update(before)
 
 
@@ -203,19 +202,58 @@ class ModelParts:
     different_blocks: int
 
 
-class Cut(nn.Module):
-    """Stands in for the blocks of a model, and records their arguments."""
+class BlockCalls:
+    """The calls of a model's blocks while the model is traced without them.
 
-    def __init__(self, after: Tensor | None):
-        super().__init__()
+    Raises ValueError for a model that does not call its blocks one after the other, each with the
+    result of the one before and with the same other arguments.
+    """
+
+    def __init__(self, blocks: nn.ModuleDict, after: Tensor | None):
+        self.stand_ins = {name: _StandIn(self, name) for name in blocks}
         self.after = after  # what the last block returns; None: something like the first argument
-        self.arguments: tuple[object, ...] = ()
+        self.arguments: tuple[object, ...] = ()  # of the first one
+        self.called: list[str] = []
 
-    def forward(self, hidden: Tensor, *others: object) -> Tensor:
-        self.arguments = (hidden, *others)
+    def call(self, name: str, arguments: tuple[object, ...]) -> object:
+        """Return what stands for the result of a block."""
+        if not self.called:
+            self.arguments = arguments
+        expected = pytree.tree_leaves(self.arguments)
+        given = pytree.tree_leaves(arguments)
+        alike = len(given) == len(expected) and all(map(operator.is_, given, expected))
+        in_order = [*self.called, name] == list(self.stand_ins)[: len(self.called) + 1]
+        if not in_order or not alike:
+            raise ValueError(
+                f"block {name} is not called once, with the result of the block before it and with"
+                " its other arguments, so blocks cannot be traced one by one"
+            )
+        self.called.append(name)
+        if len(self.called) < len(self.stand_ins):
+            return arguments[0]
         if self.after is None:
+            hidden = arguments[0]
+            assert isinstance(hidden, Tensor)
             self.after = torch.empty_like(hidden, requires_grad=torch.is_grad_enabled())
         return self.after
+
+    def check_complete(self) -> None:
+        if len(self.called) < len(self.stand_ins):
+            raise ValueError(
+                f"the model calls {len(self.called)} of its {len(self.stand_ins)} blocks"
+            )
+
+
+class _StandIn(nn.Module):
+    """Stands in for a block."""
+
+    def __init__(self, calls: BlockCalls, name: str):
+        super().__init__()
+        self.calls = calls
+        self.name = name
+
+    def forward(self, *arguments: object) -> object:
+        return self.calls.call(self.name, arguments)
 
 
 @dataclass(frozen=True)
@@ -235,11 +273,20 @@ def trace_parts(
     traceable: TraceableModel, arguments: Mapping[str, Tensor], settings: TraceSettings
 ) -> ModelParts:
     """Return the parts for arguments like these, by name."""
+    check_no_hooks(traceable.model)
     tracer = _Tracer(traceable, arguments, settings)
     rest = tracer.trace_rest()
     blocks = [tracer.trace_block(block) for block in traceable.blocks.values()]
     hidden = None if tracer.of_blocks is None else tracer.of_blocks.hidden
     return ModelParts(rest, blocks, tracer.output, hidden, len(tracer.traced))
+
+
+def check_no_hooks(model: nn.Module) -> None:
+    """Raise ValueError for a hook of a module: one of a block would be that of all, or of none."""
+    for fqn, module in model.named_modules():
+        for name in HOOKS:
+            if getattr(module, name):
+                raise ValueError(f"{fqn or 'the model'} has hooks ({name}), which graphs leave out")
 
 
 class _Tracer:
@@ -317,7 +364,7 @@ class _Tracer:
             first_call = _RestCall(self, list(inputs))
             with self.mode, is_compiling():
                 first_call(*inputs.values())
-            assert first_call.of_blocks is not None, "the model does not call its blocks"
+            assert first_call.of_blocks is not None
             inputs[AFTER] = self.fake(first_call.of_blocks.after)
         call = _RestCall(self, list(inputs))
         traced = trace(
@@ -411,7 +458,11 @@ def halves_of(
 
 def attributes_of(module: nn.Module) -> dict[str, object]:
     """Return the attributes that a module's code may read, beside parameters and buffers."""
-    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+    return {
+        name: (type(value), value)  # 1 == True
+        for name, value in vars(module).items()
+        if name not in MODULE_ATTRIBUTES
+    }
 
 
 def static_inputs(inputs: Iterable[Value]) -> list[int]:
@@ -458,13 +509,13 @@ class _RestCall:
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         given = dict(zip(self.values, tensors, strict=True))
-        cut = Cut(given.get(AFTER))
+        calls = BlockCalls(self.tracer.blocks, given.get(AFTER))
         blocks = self.tracer.blocks._modules
-        in_place_of_blocks = {"cut": cut} if blocks else {}
-        with self.tracer.reading(given), entries_exchanged(blocks, in_place_of_blocks):
+        with self.tracer.reading(given), entries_replaced(blocks, calls.stand_ins):
             output = self.tracer.model.forward(
                 **{value.name: given[value] for value in self.tracer.arguments}
             )
+        calls.check_complete()
         self.results = {}
         known = {id(tensor): value for value, tensor in given.items()}
 
@@ -476,11 +527,11 @@ class _RestCall:
             return known[id(tensor)]
 
         self.output = value_of(output, OUTPUT)
-        if cut.arguments:
-            hidden, *others = cut.arguments
+        if calls.arguments:
+            hidden, *others = calls.arguments
             leaves, tree = pytree.tree_flatten(tuple(others))
             assert isinstance(hidden, Tensor)
-            assert cut.after is not None
+            assert calls.after is not None
             self.of_blocks = BlockArguments(
                 hidden=value_of(hidden, HIDDEN),
                 others=[
@@ -490,7 +541,7 @@ class _RestCall:
                     for index, leaf in enumerate(leaves)
                 ],
                 tree=tree,
-                after=cut.after,
+                after=calls.after,
             )
         return list(self.results.values())
 

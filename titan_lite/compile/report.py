@@ -46,7 +46,9 @@ class Collective:
 class CompileReport:
     """The effect of the passes on one graph, and the time to compile it."""
 
-    graph: str  # "forward", "backward", or "inference" (without gradients)
+    # "forward", "backward" or its halves "backward_input" and "backward_weight", or "inference"
+    # (without gradients)
+    graph: str
     before: dict[str, int]  # number of parameters' collectives before the passes, by kind
     after: tuple[Collective, ...]  # those that are left, in order
     passes: dict[str, int]  # the number that each pass returned, in the order they ran

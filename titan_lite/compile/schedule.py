@@ -6,8 +6,7 @@
 
 `choose_passes` is the list of passes. To add one, write `my_pass(graph, settings) -> int` in a file
 of passes/, and put it into the list. Both backends run the passes on the same graphs. One more pass
-works elsewhere in the compiler (backends.py): resharding.py on the joint graph of forward and
-backward.
+works elsewhere (joint.py): resharding.py on the joint graphs of forward and backward.
 """
 
 import dataclasses
@@ -131,7 +130,8 @@ class Schedule:
         )
 
     def run(self, module: GraphModule, name: str) -> None:
-        """Run the passes on the graph `name`: "forward", "backward" or "inference".
+        """Run the passes on the graph `name`: "forward", "backward", "backward_input",
+        "backward_weight" or "inference".
 
         Raises ConfigError if bucketing merges nothing, or if the order of collectives differs
         between ranks.

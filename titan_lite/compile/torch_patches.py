@@ -46,8 +46,7 @@ def no_random_state_saved() -> Iterator[None]:
     """Return a context in which the partitioner saves no random-number state.
 
     It would for operators that it recomputes. Attention operators count as random because of
-    dropout, which Llama does not use. torch 2.13 confuses saved states with the meshes of DTensors,
-    which it saves as well:
+    dropout, which Llama does not use. All versions:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/partitioners.py#L190
     """
 

@@ -388,7 +388,7 @@ class Float8(Section):
 
 
 class Compile(Section):
-    """torch.compile, and the passes that bucket and overlap communication."""
+    """The compiler, and the passes that bucket and overlap communication."""
 
     enable: bool = False
     """Compile each of components as one graph."""

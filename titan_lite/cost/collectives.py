@@ -52,7 +52,7 @@ KINDS = {
 
 
 def tracing() -> bool:
-    """Return True while torch.compile or make_fx traces this code."""
+    """Return True while this code is traced: of a model, of a function, or by make_fx."""
     return torch.compiler.is_compiling() or _are_we_tracing()
 
 

@@ -7,7 +7,7 @@
     computation          embedding         layers.0         layers.1
     all-gather           layers.0          layers.1         layers.2
 
-Both are passes of SimpleFSDP's compiler (arXiv 2411.00284), and under torch.compile passes do them.
+Both are passes of SimpleFSDP's compiler (arXiv 2411.00284), and in graphs passes do them.
 Eager mode has no graph to look ahead in, so it records the order of blocks.
 """
 

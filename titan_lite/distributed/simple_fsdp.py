@@ -7,14 +7,16 @@ backward reduces its gradient.
 
 Each module's class is replaced by a subclass whose parameters are properties (`read_parameter`): no
 module hooks, no streams, no flat parameters. FQNs, `parameters()` and `state_dict()` read
-`_parameters`, which holds the shards; they never communicate. A gatherer decides when collectives
-run; `ShardedModel.gatherer` selects one of them, and `gathered_for_step` those of a whole step:
+`_parameters`, which holds the shards; they never communicate. In eager mode a gatherer decides when
+collectives run (`ShardedModel.gatherer`). A compiled model is traced with a `TracedGatherer`, whose
+reader says what graphs have as inputs (`ShardedModel.reader`). `gathered_for_step` selects those of
+a whole step:
 
                 eager                                    compiled
-    each        PrefetchGatherer (prefetch.py):          GraphGatherer: plain collectives in the
+    each        PrefetchGatherer (prefetch.py):          ShardReader: plain collectives in the
     microbatch  one block ahead, resharded               graph, which passes move and merge
                 after forward
-    each step   OncePerStepGatherer (step_gather.py):    CompiledStepGatherer (step_gather.py):
+    each step   OncePerStepGatherer (step_gather.py):    StepReader (step_gather.py):
                 once for all microbatches, at            full weights are inputs of the graph,
                 the first read                           gathered while it runs
 
@@ -50,9 +52,9 @@ from titan_lite.distributed.float8_scales import Float8Scales
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.prefetch import PrefetchGatherer
 from titan_lite.distributed.step_gather import (
-    CompiledStepGatherer,
     OncePerStepGatherer,
     StepGradients,
+    StepReader,
 )
 from titan_lite.dtensor import as_shard_of, local
 from titan_lite.models.float8 import Float8Linear, Scaled
@@ -117,7 +119,7 @@ class AllGather(torch.autograd.Function):
         return rows.to(ctx.shard_dtype), None, None
 
 
-class GraphGatherer:
+class ShardReader:
     """Under the compiler: collectives are nodes of the graph, which passes move and merge.
 
     Graphs have shards as inputs.
@@ -173,7 +175,7 @@ class ShardedModel:
         self.specs = specs
         self.scales = scales
         self.resharded = resharded  # FQNs of weights that are dropped after forward
-        self.graph = GraphGatherer(scales)
+        self.graph = ShardReader(scales)
         self.prefetch = PrefetchGatherer(specs, scales, resharded)
         # within `gathered_for_step` alone, of eager mode
         self.step: Gatherer | None = None
@@ -259,11 +261,11 @@ def gathered_for_step(root: nn.Module, microbatches: int) -> Iterator[None]:
     """
     model = sharded_model(root)
     gradients = StepGradients(model.specs, model.prefetch, microbatches)
-    step: OncePerStepGatherer | CompiledStepGatherer
+    step: OncePerStepGatherer | StepReader
     if root._compiled_call_impl is None:
         model.step = step = OncePerStepGatherer(model.scales, model.prefetch, gradients)
     else:
-        step = CompiledStepGatherer(model.specs, model.scales, gradients, reads_of(root))
+        step = StepReader(model.specs, model.scales, gradients, reads_of(root))
         model.reader = step
     try:
         yield

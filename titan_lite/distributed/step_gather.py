@@ -164,7 +164,7 @@ class OncePerStepGatherer:
         self.leaves.clear()
 
 
-class CompiledStepGatherer:
+class StepReader:
     """Gathers the weights of a compiled model once per step, while its graph runs.
 
     One graph serves all microbatches: full weights are inputs, allocated before they are gathered.
@@ -319,7 +319,7 @@ class _ArrivingContext(FunctionCtx):
 class _ArrivingWeight(torch.autograd.Function):
     """(weight, its handle (0,)) -> the results of simple_fsdp.AllGather.
 
-    Backward gives their gradient to the CompiledStepGatherer.
+    Backward gives their gradient to the StepReader.
     """
 
     @staticmethod
@@ -341,7 +341,7 @@ class _ArrivingWeight(torch.autograd.Function):
 
 # The gatherer of the step that runs, by FQN. An operator of a graph has only tensors and plain
 # values as arguments, so it finds the gatherer here.
-_receivers: dict[str, CompiledStepGatherer] = {}
+_receivers: dict[str, StepReader] = {}
 
 
 @torch.library.custom_op("titan_lite::take_gradient", mutates_args=())

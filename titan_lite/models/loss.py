@@ -308,5 +308,5 @@ def _sum_of_tokens(losses: Tensor, labels: Tensor, by_sequence: bool) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
-    """Reduce over a process group by its name, as a node of the graph under torch.compile."""
+    """Reduce over a process group by its name, as a node of the graph where there is one."""
     return collectives.wait_tensor(collectives.all_reduce(tensor, operation, group))

@@ -27,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -385,15 +385,22 @@ def compiler_position(frame: FrameType | None) -> int | None:
     """Return a number for the position at which a thread compiles, which changes with progress;
     None if it does not compile.
 
-    Compiling a graph of 80 blocks takes longer than a reasonable time limit.
+    A first compilation may take longer than a reasonable time limit.
     """
     positions = []
     compiles = False
     while frame is not None:
         positions.append((frame.f_code, frame.f_lineno))
-        compiles |= frame.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py")
+        compiles |= is_compiler(frame.f_code)
         frame = frame.f_back
     return hash(tuple(positions)) if compiles else None
+
+
+def is_compiler(code: CodeType) -> bool:
+    """Return True for a function that is on the stack while a function or a model is compiled."""
+    if code.co_filename.endswith("titan_lite/compile/compiled_model.py"):
+        return code.co_name == "make_graphs"
+    return code.co_filename.endswith("torch/_dynamo/convert_frame.py")
 
 
 def cpu_seconds(thread: int) -> float:

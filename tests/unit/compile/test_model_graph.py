@@ -8,6 +8,7 @@ from torch import nn
 
 from titan_lite.compile import model_parts
 from titan_lite.compile.compile import compile_model
+from titan_lite.compile.errors import CompileError
 from titan_lite.compile.joint import TraceSettings
 from titan_lite.compile.model_graph import compose
 from titan_lite.compile.model_parts import PlainWeights, TraceableModel, trace_parts
@@ -213,3 +214,62 @@ def test_halves_are_the_whole_to_the_bit(config, without, mode):
         assert torch.equal(parameter.grad, 2 * of_weights[fqn]), fqn
     names = [report.graph for report in schedule.reports]
     assert names == ["forward", "backward_input", "backward_weight"]
+
+
+# What cannot be traced block by block
+
+
+class Chain(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): nn.Linear(4, 4) for i in range(3)})
+        self.call = call
+
+    def forward(self, x):
+        return self.call(x, list(self.layers.values()))
+
+
+def scaled_between(x, blocks):
+    for block in blocks:
+        x = block(2 * x)
+    return x
+
+
+def first_two(x, blocks):
+    return blocks[1](blocks[0](x))
+
+
+def twice(x, blocks):
+    for block in [*blocks, *blocks]:
+        x = block(x)
+    return x
+
+
+@pytest.mark.parametrize("call", [scaled_between, first_two, twice])
+def test_a_model_whose_blocks_are_no_chain_is_refused(call):
+    model = Chain(call)
+    schedule = Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
+    compile_model(TraceableModel(model, PlainWeights(model), model.layers), schedule)
+    with pytest.raises(CompileError, match="blocks"):
+        model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("fqn", ["", "layers.2", "layers.1.attention"])
+def test_hooks_are_refused(fqn):
+    model = build()
+    model.get_submodule(fqn).register_forward_hook(lambda module, inputs, output: 2 * output)
+    schedule = Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
+    compile_model(TraceableModel(model, PlainWeights(model), model.layers), schedule)
+    with pytest.raises(CompileError, match="has hooks"):
+        model(TOKENS)
+
+
+def test_a_weight_that_is_trained_later_gets_a_gradient():
+    model = build()
+    model.layers["1"].requires_grad_(False)
+    check(model, TOKENS)
+    model.layers["1"].requires_grad_(True)
+    compiled, model._compiled_call_impl = model._compiled_call_impl, None
+    expected = run(model, TOKENS)
+    model._compiled_call_impl = compiled
+    torch.testing.assert_close(run(model, TOKENS), expected, rtol=0, atol=0)

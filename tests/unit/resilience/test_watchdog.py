@@ -4,13 +4,19 @@ import json
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from titan_lite.config import Comm
+from titan_lite.compile.compile import compile_model
+from titan_lite.compile.model_parts import PlainWeights, TraceableModel
+from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.settings import PassSettings
+from titan_lite.config import Comm, Compile
 from titan_lite.resilience import TrainingError, watchdog
 from titan_lite.resilience.watchdog import NO_LIMIT, Watchdog
 
@@ -130,6 +136,25 @@ def test_torch_compiling_is_progress_and_what_it_compiled_is_not():
     first, second, running = seen
     assert first is not None
     assert second not in (None, first)
+    assert running is None
+
+
+def test_compiling_a_model_is_progress():
+    seen = []
+
+    def look(*arguments):
+        seen.append(watchdog.compiler_position(sys._getframe()))
+        return nullcontext()
+
+    model = nn.Linear(2, 2)
+    schedule = Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
+    schedule.compiling = look
+    compile_model(TraceableModel(model, PlainWeights(model)), schedule)
+    model(torch.ones(2))
+    look()
+    *compiling, running = seen
+    assert len(compiling) == 2
+    assert None not in compiling
     assert running is None
 
 
