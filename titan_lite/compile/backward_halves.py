@@ -30,6 +30,7 @@ import torch
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, GraphModule, Node
 
+from titan_lite.compile.graph import placeholders, results_of
 from titan_lite.cost.collectives import (
     KINDS,
     ancestors,
@@ -76,7 +77,7 @@ def split_backward(
     needed_first = [] if through is None else [through]
     readers = readers_of(graph, weights)
     in_input = ancestors([*needed_first, *gathers_of(graph), *readers])
-    first = {*needed_first, *graph.find_nodes(op="placeholder")}
+    first = {*needed_first, *placeholders(graph)}
     of_input = [result if result in first else None for result in results]
     of_weight = [None if result in first else result for result in results]
 
@@ -84,7 +85,7 @@ def split_backward(
     saved = [node for node in shared if node.op == "placeholder"]
     crossing = [node for node in shared if node.op != "placeholder"]
     return BackwardHalves(
-        input=_extract(module, graph.find_nodes(op="placeholder"), [*of_input, *crossing]),
+        input=_extract(module, placeholders(graph), [*of_input, *crossing]),
         weight=_extract(module, [*saved, *crossing], of_weight),
         saved=tuple(node.name for node in saved),
         crossing=tuple(node.name for node in crossing),
@@ -185,11 +186,6 @@ def _runs_in_both(node: Node) -> bool:
 
 def _has_parts(node: Node) -> bool:
     return isinstance(node.meta.get("val"), list | tuple)
-
-
-def results_of(graph: Graph) -> Results:
-    (output,) = graph.find_nodes(op="output")
-    return output.args[0]
 
 
 def _extract(module: GraphModule, inputs: Collection[Node], results: Results) -> GraphModule:

@@ -18,7 +18,8 @@ from torch.fx import GraphModule
 
 from titan_lite.compile.backward_halves import BackwardHalves
 from titan_lite.compile.errors import compile_errors
-from titan_lite.compile.joint import TraceSettings, results_of
+from titan_lite.compile.graph import placeholders, results_of
+from titan_lite.compile.joint import TraceSettings
 from titan_lite.compile.model_graph import ModelGraphs, compose
 from titan_lite.compile.model_parts import TraceableModel, Value, trace_parts
 from titan_lite.compile.segments import BoxedFunction
@@ -115,7 +116,7 @@ class CompiledModel:
         """Trace and compile. Backward is compiled before forward runs, as are its errors found."""
         with compile_errors(self.config, "model", in_backend=False):
             graphs = compose(trace_parts(self.traceable, arguments, self.settings))
-        output, *_ = results_of(graphs.forward)
+        output = results_of(graphs.forward.graph)[0]
         stride = output.meta["val"].stride()
         with compile_errors(self.config, "model", in_backend=True):
             return self.compile_graphs(graphs, stride)
@@ -134,7 +135,7 @@ class CompiledModel:
         return CompiledGraphs(graphs.inputs, stride, forward)
 
     def compile_halves(self, halves: BackwardHalves) -> CompiledHalves:
-        names = [node.name for node in halves.input.graph.find_nodes(op="placeholder")]
+        names = [node.name for node in placeholders(halves.input.graph)]
         return CompiledHalves(
             input=self.compile_graph(halves.input, "backward_input"),
             weight=self.compile_graph(halves.weight, "backward_weight"),

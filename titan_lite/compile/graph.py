@@ -20,6 +20,16 @@ from torch.utils._pytree import tree_leaves
 from titan_lite.cost.collectives import KINDS, wait_of, waits_of
 
 
+def placeholders(graph: Graph) -> list[Node]:
+    return graph.find_nodes(op="placeholder")
+
+
+def results_of(graph: Graph) -> list[Any]:
+    """Return what a graph returns: nodes, and None for gradients that a backward graph has not."""
+    (output,) = graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
 def add_call(graph: Graph, target: Target, *args: Argument, **kwargs: Argument) -> Node:
     """Insert a call of the operator `target`, with its fake result in meta["val"]."""
     assert not isinstance(target, str)  # the name of a method

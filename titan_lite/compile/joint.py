@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from titan_lite.compile.graph import results_of
 from titan_lite.compile.passes import resharding
 from titan_lite.compile.torch_patches import is_compiling, no_random_state_saved
 
@@ -64,6 +65,16 @@ class TracedFunction:
     backward: GraphModule | None  # None: no output has a gradient
     differentiable: Sequence[int]  # the outputs that have a gradient, in the order of backward
 
+    @property
+    def results(self) -> list[Node]:
+        """The outputs, in the forward graph."""
+        return results_of(self.forward.graph)[: self.outputs]
+
+    @property
+    def saved(self) -> list[Node]:
+        """The saved values, in the forward graph: what backward takes first."""
+        return results_of(self.forward.graph)[self.outputs :]
+
 
 def trace(
     function: TensorFunction,
@@ -88,7 +99,7 @@ def trace(
         if not graphs:  # without gradients there was no partition
             rewrite(gm)
             graphs["forward"] = gm
-        results = [node.meta["val"] for node in results_of(gm)]
+        results = [node.meta["val"] for node in results_of(gm.graph)]
         return make_boxed_func(lambda *inputs: results)
 
     def rewrite(graph: GraphModule) -> None:
@@ -125,18 +136,6 @@ def trace(
     with is_compiling(), budget, V.set_fake_mode(mode):
         traced(*inputs)  # traces at its first call, and computes nothing
     return TracedFunction(graphs["forward"], len(results), graphs.get("backward"), differentiable)
-
-
-def results_of(forward: GraphModule) -> list[Node]:
-    """Return what a forward graph returns."""
-    (output,) = forward.graph.find_nodes(op="output")
-    return list(output.args[0])
-
-
-def gradients_of(backward: GraphModule) -> list[Node | None]:
-    """Return what a backward graph returns: gradients, None for some inputs of forward."""
-    (output,) = backward.graph.find_nodes(op="output")
-    return list(output.args[0])
 
 
 def tag_for_checkpointing(graph: Graph, checkpoint: CheckpointRule) -> None:

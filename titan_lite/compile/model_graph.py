@@ -19,8 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from titan_lite.compile.backward_halves import BackwardHalves
-from titan_lite.compile.graph import add_call
-from titan_lite.compile.joint import gradients_of, results_of
+from titan_lite.compile.graph import add_call, placeholders, results_of
 from titan_lite.compile.model_parts import (
     AFTER,
     HIDDEN,
@@ -130,10 +129,6 @@ def rename(node: Node, block: Block) -> None:
         node.meta["custom"] = {**custom, "fqn": block.name(custom["fqn"])}
 
 
-def placeholders(module: GraphModule) -> list[Node]:
-    return module.graph.find_nodes(op="placeholder")
-
-
 @dataclass(frozen=True)
 class _Forward:
     """The forward graph of a model."""
@@ -154,10 +149,10 @@ def _compose_forward(parts: ModelParts) -> _Forward:
 
     module = parts.rest.traced.forward
     rest = _Copy(target, module)
-    results = dict(zip(parts.rest.results, results_of(module), strict=False))
+    results = dict(zip(parts.rest.results, parts.rest.traced.results, strict=True))
     of_blocks = {value: node for value, node in results.items() if value != OUTPUT}
     before_blocks = ancestors(of_blocks.values())
-    for value, placeholder in zip(parts.rest.inputs, placeholders(module), strict=True):
+    for value, placeholder in parts.rest.placeholders.items():
         if value == AFTER:
             after = placeholder
         else:
@@ -170,17 +165,18 @@ def _compose_forward(parts: ModelParts) -> _Forward:
         known[HIDDEN] = known[parts.hidden]
     for block in parts.blocks:
         copy = _Copy(target, block.part.traced.forward, block)
-        for value, placeholder in zip(block.part.inputs, placeholders(copy.source), strict=True):
+        for value, placeholder in block.part.placeholders.items():
             copy.give(placeholder, known[block.value(value)])
         copy.add(copy.source.graph.nodes)
-        known[HIDDEN], *saved = copied_results(copy)
-        saved_by_blocks.append(saved)
+        (result,) = block.part.traced.results
+        known[HIDDEN] = copy.nodes[result]
+        saved_by_blocks.append([copy.nodes[node] for node in block.part.traced.saved])
 
     if parts.hidden is not None:
         known[AFTER] = known[HIDDEN]
         rest.give(after, known[AFTER])
     rest.add(node for node in module.graph.nodes if node not in before_blocks)
-    saved_by_rest = copied_results(rest)[parts.rest.traced.outputs :]
+    saved_by_rest = [rest.nodes[node] for node in parts.rest.traced.saved]
     output = rest.nodes[results[OUTPUT]] if OUTPUT in results else known[parts.output]
     every_saved = dict.fromkeys(itertools.chain(saved_by_rest, *saved_by_blocks))
     return _Forward(
@@ -193,11 +189,6 @@ def _compose_forward(parts: ModelParts) -> _Forward:
     )
 
 
-def copied_results(copy: _Copy) -> list[Node]:
-    """Return what stands for the results of a forward graph."""
-    return [copy.nodes[node] for node in results_of(copy.source)]
-
-
 def _add_inputs(target: _GrowingGraph, parts: ModelParts) -> dict[Value, Node]:
     """Add a placeholder for each input of the model."""
     found: dict[Value, Node] = {}
@@ -206,13 +197,10 @@ def _add_inputs(target: _GrowingGraph, parts: ModelParts) -> dict[Value, Node]:
         if value.is_input and value not in found:
             found[value] = target.placeholder(value.label, like)
 
-    for value, placeholder in zip(
-        parts.rest.inputs, placeholders(parts.rest.traced.forward), strict=True
-    ):
+    for value, placeholder in parts.rest.placeholders.items():
         add(value, placeholder)
     for block in parts.blocks:
-        part = block.part
-        for value, placeholder in zip(part.inputs, placeholders(part.traced.forward), strict=True):
+        for value, placeholder in block.part.placeholders.items():
             add(block.value(value), placeholder)
     return found
 
@@ -251,7 +239,9 @@ class _PartBackward(_Copy):
 
     def results(self) -> list[Node | None]:
         """Return what stands for the results: gradients, and what crosses to the other half."""
-        return [None if node is None else self.nodes[node] for node in gradients_of(self.source)]
+        return [
+            None if node is None else self.nodes[node] for node in results_of(self.source.graph)
+        ]
 
 
 class _Backward:
@@ -273,7 +263,7 @@ class _Backward:
         before_blocks: set[Node] = set()
         if self.parts.rest.traced.backward is not None:
             rest = self._start(self.parts.rest, forward.saved_by_rest)
-            tangents = placeholders(rest.source)[len(forward.saved_by_rest) :]
+            tangents = placeholders(rest.source.graph)[len(forward.saved_by_rest) :]
             tangent_of = dict(zip(self.parts.rest.differentiable, tangents, strict=True))
             if HIDDEN in tangent_of:
                 before_blocks = reached_from(tangent_of[HIDDEN], tangent_of.get(OUTPUT))
@@ -281,7 +271,7 @@ class _Backward:
                 rest.give(tangent_of[OUTPUT], self.of_output)
             rest.add(node for node in rest.source.graph.nodes if node not in before_blocks)
             if AFTER in self.parts.rest.inputs and OUTPUT in tangent_of:
-                of_after = gradients_of(rest.source)[self.parts.rest.inputs.index(AFTER)]
+                of_after = results_of(rest.source.graph)[self.parts.rest.inputs.index(AFTER)]
                 hidden = None if of_after is None else rest.nodes[of_after]
 
         for block, saved in zip(
@@ -291,7 +281,7 @@ class _Backward:
                 hidden = None  # no part before this one has a gradient
                 break
             copy = self._start(block.part, saved, block)
-            copy.give(placeholders(copy.source)[-1], hidden)
+            copy.give(placeholders(copy.source.graph)[-1], hidden)
             copy.add(copy.source.graph.nodes)
             hidden = self.gradients.collect(copy)
 
@@ -312,7 +302,7 @@ class _Backward:
         source = part.traced.backward if part.halves is None else part.halves.input
         assert source is not None
         copy = _PartBackward(self.target, part, source, block)
-        for placeholder, node in zip(placeholders(source), saved, strict=False):
+        for placeholder, node in zip(placeholders(source.graph)[: len(saved)], saved, strict=True):
             copy.give(placeholder, self.saved[node])
         self.copies.append(copy)
         return copy
@@ -333,7 +323,9 @@ class _Backward:
         for copy in self.copies:
             assert copy.part.halves is not None
             other = _PartBackward(target, copy.part, copy.part.halves.weight, copy.block)
-            for placeholder, node in zip(placeholders(other.source), received[copy], strict=True):
+            for placeholder, node in zip(
+                placeholders(other.source.graph), received[copy], strict=True
+            ):
                 other.give(placeholder, given[node])
             other.add(other.source.graph.nodes)
             gradients.collect(other)
@@ -350,7 +342,7 @@ def _received_by_weight_half(copy: _PartBackward) -> list[Node]:
     """Return what the other half of a part's backward receives, as nodes of this half's graph."""
     halves = copy.part.halves
     assert halves is not None
-    by_name = {node.name: node for node in placeholders(copy.source)}
+    by_name = {node.name: node for node in placeholders(copy.source.graph)}
     saved = [copy.nodes[by_name[name]] for name in halves.saved]
     crossing = copy.results()[len(copy.part.inputs) :]
     return [*saved, *(node for node in crossing if node is not None)]

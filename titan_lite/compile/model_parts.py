@@ -17,16 +17,15 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._dynamo.utils import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from titan_lite.compile.backward_halves import BackwardHalves, split_backward
+from titan_lite.compile.graph import placeholders, results_of
 from titan_lite.compile.joint import (
     CheckpointRule,
     TracedFunction,
     TraceSettings,
-    gradients_of,
-    results_of,
     trace,
 )
 from titan_lite.compile.torch_patches import is_compiling
@@ -151,6 +150,11 @@ class Part:
     inputs: Sequence[Value]
     results: Sequence[Value]
     halves: BackwardHalves | None = None  # of its backward, if that is split
+
+    @property
+    def placeholders(self) -> dict[Value, Node]:
+        """The inputs, in the forward graph."""
+        return dict(zip(self.inputs, placeholders(self.traced.forward.graph), strict=True))
 
     @property
     def differentiable(self) -> list[Value]:
@@ -439,20 +443,20 @@ def halves_of(
     """Split the backward of a part: gradients of hidden states first, then those of weights."""
     of_hidden = [
         gradient
-        for value, gradient in zip(inputs, gradients_of(backward), strict=True)
+        for value, gradient in zip(inputs, results_of(backward.graph), strict=True)
         if gradient is not None and value.kind in ("argument", "hidden", "after")
     ]
-    forward_inputs = traced.forward.graph.find_nodes(op="placeholder")
+    forward_inputs = placeholders(traced.forward.graph)
     weights = {
         node for value, node in zip(inputs, forward_inputs, strict=True) if value.kind == "weight"
     }
-    saved = results_of(traced.forward)[traced.outputs :]
-    placeholders = backward.graph.find_nodes(op="placeholder")
+    saved_placeholders = placeholders(backward.graph)[: len(traced.saved)]
     saved_weights = [
         placeholder
-        for node, placeholder in zip(saved, placeholders, strict=False)
+        for node, placeholder in zip(traced.saved, saved_placeholders, strict=True)
         if node in weights
     ]
+    assert len(of_hidden) <= 1
     return split_backward(backward, of_hidden[0] if of_hidden else None, saved_weights)
 
 
@@ -473,7 +477,7 @@ def static_inputs(inputs: Iterable[Value]) -> list[int]:
 def fake_results(part: Part) -> dict[Value, Tensor]:
     """Return fake tensors like the results of a part."""
     fakes = {}
-    for value, node in zip(part.results, results_of(part.traced.forward), strict=False):
+    for value, node in zip(part.results, part.traced.results, strict=True):
         fakes[value] = node.meta["val"].detach().requires_grad_(value in part.differentiable)
     return fakes
 

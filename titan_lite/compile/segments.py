@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from titan_lite.compile.graph import placeholders, results_of
 from titan_lite.cost.collectives import collectives, start_of
 
 TAKE_GRADIENT = "titan_lite::take_gradient"  # distributed/step_gather.py
@@ -194,8 +195,8 @@ def last_reads_of(graph: Graph, parts: Sequence[Sequence[Node]]) -> dict[Node, i
     for number, part in enumerate(parts):
         for node in part:
             last_reads.update(dict.fromkeys(node.all_input_nodes, number))
-    (output,) = graph.find_nodes(op="output")
-    last_reads.update(dict.fromkeys(output.all_input_nodes, len(parts)))
+    results = [result for result in results_of(graph) if isinstance(result, Node)]
+    last_reads.update(dict.fromkeys(results, len(parts)))
     return last_reads
 
 
@@ -208,8 +209,8 @@ class _ProgramBuilder:
         self.compiled: dict[Hashable, BoxedFunction] = {}  # by `structure_of` a segment
         self.slots: dict[Node, Slot] = {}
         self.calls: list[OperatorCall | SegmentCall] = []
-        self.placeholders = module.graph.find_nodes(op="placeholder")
-        for node in self.placeholders:
+        self.inputs = placeholders(module.graph)
+        for node in self.inputs:
             self._add_slot(node)
 
     def call_operator(self, node: Node, read_last: Sequence[Node]) -> None:
@@ -243,14 +244,12 @@ class _ProgramBuilder:
         self.calls.append(call)
 
     def program(self) -> Program:
-        (output,) = self.module.graph.find_nodes(op="output")
-        (results,) = output.args
         return Program(
-            inputs=len(self.placeholders),
-            unread=[self.slots[node] for node in self.placeholders if not node.users],
+            inputs=len(self.inputs),
+            unread=[self.slots[node] for node in self.inputs if not node.users],
             values=len(self.slots),
             calls=self.calls,
-            outputs=[self._slot(result) for result in results],
+            outputs=[self._slot(result) for result in results_of(self.module.graph)],
             different_segments=len(self.compiled),
         )
 

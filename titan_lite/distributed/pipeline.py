@@ -244,6 +244,7 @@ class _Stage(PipelineStage):
         """Run a backward, or a half of it: "input", then "weight".
 
         A compiled model has graphs of the halves; of other models, torch cuts the autograd graph.
+        What "input" returns beside gradients, torch gives to "weight" as `param_groups`.
         """
         backward = super().backward_maybe_with_nosync
         assert isinstance(self.submod, _Leaves)

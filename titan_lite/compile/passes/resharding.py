@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from titan_lite.compile.graph import placeholders
 from titan_lite.cost.collectives import (
     aten,
     collectives,
@@ -89,7 +90,7 @@ def recompute_waits_for_inputs(graph: Graph) -> int:
     """
     waits = [
         user
-        for placeholder in graph.find_nodes(op="placeholder")
+        for placeholder in placeholders(graph)
         for user in placeholder.users
         if user.target is collectives.wait_tensor.default
     ]
