@@ -203,7 +203,7 @@ HERE = {
         "| imports", "--rounds 1", {" --beside BEFORE": ""}
     ),
     "python scripts/benchmark_checkpoint.py": Run("async", "--flavor debug --saves 1"),
-    "python scripts/benchmark_compile.py --blocks 6 16 32 --torchtitan PYTHON": Run(
+    "python scripts/benchmark_compile.py --blocks 16 --torchtitan PYTHON": Run(
         "| 1 | titan_lite | aot_eager |",
         "--blocks 1 --backends aot_eager --steps 2",
         {" --torchtitan PYTHON": ""},
