@@ -38,7 +38,7 @@ Step = Callable[[Tensor, Tensor], None]  # trains on (input, label), both (B, T)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """The program of a measurement, and its sizes."""
 
     program: str
     blocks: int

@@ -54,7 +54,7 @@ class CompiledGraphs:
 
 
 class CompiledModel:
-    """Calls a model."""
+    """Call a model by its graphs, which are kept for each kind of call."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class SecondHalf:
 
 
 class _RunContext(FunctionCtx):
-    """What a forward keeps for backward."""
+    """The values that a forward keeps for backward."""
 
     saved_tensors: Sequence[Tensor]
     maybe_clear_saved_tensors: Callable[[], None]

@@ -42,7 +42,7 @@ CheckpointRule = Callable[[OpOverload], CheckpointPolicy]
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """How functions are traced, and their graphs divided."""
+    """Settings of tracing, and of the division into forward and backward."""
 
     decomposes: bool = False  # operators, as Inductor does
     rewrites: bool = False  # operators, by Inductor's passes on joint graphs

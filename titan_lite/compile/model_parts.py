@@ -353,9 +353,9 @@ class _Tracer:
                 if value.kind == "weight":
                     weights[value.name].append(tensor)
                 elif value.kind == "buffer":
-                    owner, _, name = value.name.rpartition(".")
-                    buffers = self.model.get_submodule(owner)._buffers
-                    stack.enter_context(entries_replaced(buffers, {name: tensor}))
+                    path = value.name.split(".")
+                    owner = self.model.get_submodule(".".join(path[:-1]))
+                    stack.enter_context(entries_replaced(owner._buffers, {path[-1]: tensor}))
             stack.enter_context(self.weights.reading(weights))
             yield
 

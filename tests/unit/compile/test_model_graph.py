@@ -2,6 +2,8 @@
 bit by bit, and one traced block for each kind.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -25,16 +27,7 @@ from titan_lite.models.llama3 import ModelConfig, Transformer
 UNTIED = ModelConfig(
     dim=32, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=64, max_seq_len=16
 )
-TIED = ModelConfig(
-    dim=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    hidden_dim=96,
-    vocab_size=64,
-    max_seq_len=16,
-    tied_embeddings=True,
-)
+TIED = dataclasses.replace(UNTIED, n_layers=2, tied_embeddings=True)
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -146,7 +139,7 @@ def test_tracing_takes_as_long_for_a_deep_model(monkeypatch):
     )
     for layers in (2, 12):
         traced.clear()
-        model = Transformer(ModelConfig(**{**vars(UNTIED), "n_layers": layers}))
+        model = Transformer(dataclasses.replace(UNTIED, n_layers=layers))
         parts = parts_of(model, tokens=TOKENS)
         assert len(traced) == 2
         assert [block.fqn for block in parts.blocks] == [f"layers.{i}" for i in range(layers)]
