@@ -83,11 +83,8 @@ def test_of_a_stopped_rank_the_other_one_tells(tmp_path):
         text,
     )
     assert "rank 1 gives no sign of life (stopped, dead, or cut off)" in text
-    assert re.search(
-        r"rank 0 waits in (all_gather|reduce_scatter|all_reduce) #\d+.*, which rank 1 did not"
-        r" enter",
-        text,
-    )
+    # of a parameter, or of the loss and the times of ranks
+    assert re.search(r"rank 0 waits in \w+ #\d+.*, which rank 1 did not enter", text)
 
 
 @pytest.mark.slow

@@ -81,6 +81,7 @@ def collectives_by_group(
     not have.
     """
     groups: dict[str, GroupRecord] = {}
+    previous: dict[str, int] = {}  # when the entry before was created, by group
     started = list(started)
     for entry in entries:
         name = entry["process_group"][0]
@@ -93,25 +94,35 @@ def collectives_by_group(
             group["entered"] = max(group["entered"], entry["collective_seq_id"])
         is_waiting = not entry["retired"] and entry["state"] != "completed"
         if is_waiting and len(group["waiting"]) < MAX_WAITING:
-            group["waiting"].append(_waiting_collective(name, entry, started))
+            parameters = _parameters(name, entry, previous.get(name, 0), started)
+            group["waiting"].append(_waiting_collective(name, entry, parameters))
+        previous[name] = entry["time_created_ns"]
     return groups
 
 
-def _waiting_collective(
-    group: str, entry: Mapping[str, Any], started: Sequence[StartedCollective]
-) -> WaitingCollective:
+def _parameters(
+    group: str, entry: Mapping[str, Any], previous: int, started: Iterable[StartedCollective]
+) -> str:
+    """Return the names of the parameters that an entry communicates, or "".
+
+    A start belongs to the first entry of its group after it.
+    """
     created = entry["time_created_ns"]
-    parameters = ""
-    for time, other_group, names in started:  # the last one of this group before the entry counts
-        if other_group == group and 0 <= created - time < MAX_START_DELAY:
-            parameters = names
+    earliest = max(previous, created - MAX_START_DELAY)
+    for time, other_group, names in started:
+        if other_group == group and earliest < time <= created:
+            return names
+    return ""
+
+
+def _waiting_collective(group: str, entry: Mapping[str, Any], parameters: str) -> WaitingCollective:
     return WaitingCollective(
         group=group,
         number=entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
         operation=_operation(entry["profiling_name"]),
         parameters=abbreviate(parameters),
         point_to_point=entry["is_p2p"],
-        created=created,
+        created=entry["time_created_ns"],
     )
 
 

@@ -69,6 +69,16 @@ def test_a_rank_that_did_not_enter_is_named_with_what_it_is_for():
     ]
 
 
+def test_a_collective_of_no_parameters_has_not_the_names_of_the_one_before():
+    started = (9 * SECOND - 1000, "0", "layers.4.attention.wq.weight")
+    gather = entry("0", 10, "gloo:gather", created=9 * SECOND + 1000)
+    others = record(entry("0", 9, retired=True), gather, started=[started])
+    late = record(entry("0", 9, retired=True))
+    assert (
+        lines({0: others, 1: late}, 2)[0] == "rank 1 did not enter gather #10; rank 0 waits there"
+    )
+
+
 def test_a_rank_without_a_record_gives_no_sign_of_life():
     others = record(entry("0", 9, "nccl:_reduce_scatter_base"))
     assert lines({0: others, 1: others, 3: others}) == [

@@ -210,10 +210,15 @@ def test_the_verdict_on_a_rank_that_computes_is_that_it_is_slow(
     assert text.startswith(words)
 
 
+def refuse():
+    raise dist.DistStoreError("refused")
+
+
 def test_a_store_that_was_not_reached_is_named_with_this_ranks_record(monkeypatch, caplog, capfd):
     monkeypatch.setenv("MASTER_ADDR", "node0")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    monkeypatch.setattr(watchdog, "_connect", refuse)  # else a thread tries, and outlives the test
     one = Watchdog(Comm(), 1, 2)
     monkeypatch.setattr(one, "_exit", lambda: None)
     one._end("rank 1 has made no progress", 0.0, "init_timeout_seconds")
