@@ -41,7 +41,9 @@ def explain(error: BaseException, config: Compile, component: str, *, in_backend
     changes.append("compile.enable = false")
 
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    reason = lines[0] if lines else type(cause).__name__
+    reason = lines[0] if lines else ""
+    if not reason or not isinstance(cause, RuntimeError):  # such as KeyError, whose text is a key
+        reason = f"{type(cause).__name__} {reason}".strip()
     return (
         f'compile.backend = "{config.backend}" cannot compile the {component} ({reason}); '
         f"use {' or '.join(changes)}"

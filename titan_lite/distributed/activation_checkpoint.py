@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -25,6 +26,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from titan_lite.config import ConfigError
+from titan_lite.config.errors import shown
 from titan_lite.cost.collectives import aten, collectives, tracing
 from titan_lite.models.attention import OPERATORS
 
@@ -62,10 +65,18 @@ def apply_activation_checkpoint(
     as in "none".
     compiled: the partitioner drops what backward does not need. In eager mode, results of a block's
     last product are not kept.
+
+    Raises ConfigError for a block with dropout: recomputed, it would draw other numbers.
     """
     for name, block in blocks.items():
         if not recomputes(int(name), mode, option):
             continue
+        for fqn, module in block.named_modules():
+            if isinstance(module, _DropoutNd) and module.p > 0:
+                raise ConfigError(
+                    f"activation_checkpoint.mode = {shown(mode)}: layers.{name}.{fqn} is dropout,"
+                    ' which recomputation would draw anew; use "none", or a model without dropout'
+                )
         every_second = None  # keep nothing of the block
         if mode == "selective" and option in ("op", "op/2"):
             every_second = option == "op/2"
@@ -174,14 +185,13 @@ def _checkpointed_class(
         block_forward = functools.partial(
             _run_keeping_weights, {}, functools.partial(cls.forward, self)
         )
-        # no dropout, so no random state to restore
         if every_second is None:
             return checkpoint(block_forward, *args, use_reentrant=False, preserve_rng_state=False)
         return checkpoint(
             block_forward,
             *args,
             use_reentrant=False,
-            preserve_rng_state=False,
+            preserve_rng_state=False,  # a block draws no numbers
             context_fn=functools.partial(selective_contexts, every_second, last_product),
         )
 

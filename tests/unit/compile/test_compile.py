@@ -10,7 +10,7 @@ import torch
 from titan_lite.compile import backends
 from titan_lite.compile import compile as stage
 from titan_lite.compile.compile import compile_function, compile_model
-from titan_lite.compile.errors import CompileError
+from titan_lite.compile.errors import CompileError, explain
 from titan_lite.compile.model_parts import PlainWeights, TraceableModel
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
@@ -184,6 +184,16 @@ def test_what_inductor_cannot_compile_aot_eager_may(monkeypatch):
         == 'compile.backend = "inductor" cannot compile the model (no kernel for this); use'
         ' compile.backend = "aot_eager" or compile.components = ["loss", "optimizer"] or'
         " compile.enable = false"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(KeyError("wq"), "KeyError 'wq'"), (AssertionError(), "AssertionError")],
+)
+def test_an_error_whose_text_is_no_sentence_has_its_class(error, reason):
+    assert f"cannot compile the model ({reason}); use" in explain(
+        error, Compile(enable=True), "model", in_backend=False
     )
 
 
