@@ -3,6 +3,7 @@
 import copy
 
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -10,6 +11,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, differentiably; of a plain tensor, all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradient_shard(parameter: Tensor) -> Tensor:
+    """Return this rank's shard of the gradient of a parameter, to be read or changed in place.
+
+    It waits for a gradient that is still being reduced (distributed/gradient_reducer.py).
+    """
+    assert parameter.grad is not None
+    shard = local(parameter.grad)
+    return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
 
 
 def as_shard_of(parameter: Tensor, shard: Tensor) -> DTensor:

@@ -650,19 +650,17 @@ def context_parallel_ranks_have_two_chunks(config: Config, layout: Layout) -> It
 
 
 @rule
-def tied_weights_are_in_one_stage(config: Config, layout: Layout) -> Iterator[Mistake]:
-    if layout.degrees["pp"] > 1 and layout.model.tied_embeddings:
+def every_pipeline_rank_updates_a_parameter(config: Config, layout: Layout) -> Iterator[Mistake]:
+    points = config.parallelism.pipeline_parallel_split_points
+    if any(not layout.shapes_on(rank) for rank in range(layout.degrees["pp"])):
         yield Mistake(
-            key="parallelism.pipeline_parallel_degree",
-            value=layout.degrees["pp"],
+            key="parallelism.pipeline_parallel_split_points",
+            value=points,
             why=(
-                "needs an untied model: this flavor's embedding and output are one weight, which"
-                " the first and the last stage would both need"
+                "leaves a rank with the output alone, which is a copy of the embedding: the first"
+                " stage updates tied weights"
             ),
-            instead=(
-                "pipeline_parallel_degree = 1, an untied flavor such as 8B, or"
-                ' model.tied_embeddings = "no"'
-            ),
+            instead="norm or a layer as the last point",
         )
 
 

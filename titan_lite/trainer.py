@@ -253,7 +253,12 @@ class Trainer:
         self.model.materialize(self.device)
         self.model.init_weights(config.debug.seed)
         self.parameters = self.model.parameters
-        self.grad_compression = PowerSGD(self.model.stages, config.parallelism, config.debug.seed)
+        self.grad_compression = PowerSGD(
+            self.model.stages,
+            config.parallelism,
+            config.debug.seed,
+            without=self.model.tied_table.copy,
+        )
         compile_update = None
         if config.compile.compiles("optimizer"):
             from titan_lite.compile.compile import compile_function
@@ -427,7 +432,7 @@ class Trainer:
         )
         self.optimizer.set_lr(self.lr)
         self.optimizer.step(skip)
-        self.model.refresh_float8_scales()
+        self.model.parameters_have_changed()
         self.optimizer.zero_grad()
 
         self.deferred.defer(
@@ -613,7 +618,7 @@ class Trainer:
             load_initial(path, self.layout.model, self.parameters, shard_of)
         else:
             self.load(step)
-        self.model.refresh_float8_scales()
+        self.model.parameters_have_changed()
 
     def load(self, step: int) -> None:
         """Load a checkpoint, but for what the changed recipe restarts."""

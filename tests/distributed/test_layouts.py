@@ -17,6 +17,7 @@ from titan_lite.compile.passes import token_chunks as chunking
 from titan_lite.config import load_config
 from titan_lite.distributed import parallelize
 from titan_lite.models.llama3 import FLAVORS
+from titan_lite.models.shapes import shape_of
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run
 from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model
@@ -43,6 +44,7 @@ def schedule(name):
 
 
 MASKED = ["--training.mask_documents"]
+TIED = ["--model.tied_embeddings=yes"]
 ZBV, INTERLEAVED, GPIPE = schedule("ZBVZeroBubble"), schedule("Interleaved1F1B"), schedule("GPipe")
 DUAL = schedule("DualPipeV")
 INTERLEAVED_HALVES = schedule("InterleavedZeroBubble")
@@ -56,6 +58,8 @@ QUICK = [  # of every kind and of every two kinds one, and every schedule
     ("dp_shard=2", [*COMPILED, *EVERY_TIME, *CHUNKED]),
     ("dp_shard=2,pp=2", FULL),
     ("pp=2,tp=2", [*INTERLEAVED, *SECOND, *MASKED, *CHUNKED]),
+    ("pp=2", [*TIED, *ZBV]),  # the first and the last stage have one rank
+    ("dp_shard=2,pp=2", [*TIED, *COMPILED]),
 ]
 LAYOUTS = [
     "tp=2",
@@ -147,6 +151,16 @@ SLOW = [
         for recomputed in (FULL, SELECTIVE)
     ),
     ("dp_shard=2,pp=2", [*KEPT, *FULL, *COMPILED]),
+    *((layout, [*TIED, *INTERLEAVED]) for layout in PIPELINES),
+    *(
+        ("dp_shard=2,pp=2", [*TIED, *name, *options])
+        for name in (GPIPE, INTERLEAVED, INTERLEAVED_HALVES, ZBV, DUAL)
+        for options in (EVERY_TIME, COMPILED)
+    ),
+    ("pp=2,tp=2", [*TIED, *COMPILED, *EVERY_TIME]),
+    ("dp_shard=2,pp=2", [*TIED, *KEPT]),
+    ("dp_shard=2,pp=2", [*TIED, *CHUNKED, *FULL]),
+    ("dp_shard=2,tp=2", TIED),
 ]
 
 
@@ -157,14 +171,16 @@ def twin_of(layout, options, **training):
 
 
 @functools.cache
-def expected(layers, masked):
-    options = [*AT_ONCE, *MASKED] if masked else AT_ONCE
-    return run(reference(twin_of("dp_shard=1", options)), twin_model(FLAVORS["debug"], layers))
+def expected(layers, masked, tied=False):
+    options = [*AT_ONCE, *(MASKED if masked else NOTHING), *(TIED if tied else NOTHING)]
+    config = reference(twin_of("dp_shard=1", options))
+    return run(config, twin_model(shape_of(config.model), layers))
 
 
 def trained(config, layers=4, prepare=None):
-    found = run(config, twin_model(FLAVORS["debug"], layers), prepare=prepare)
-    return compare(found, expected(layers, config.training.mask_documents))
+    shape = shape_of(config.model)
+    found = run(config, twin_model(shape, layers), prepare=prepare)
+    return compare(found, expected(layers, config.training.mask_documents, shape.tied_embeddings))
 
 
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]

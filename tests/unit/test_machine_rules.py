@@ -208,14 +208,14 @@ WRONG = {
         ("cuts backward in two", "compile.enable = true"),
         "compile=true backend=aot_eager",
     ),
-    "tied weights in a pipeline": Wrong(
+    "a rank with the copy of a tied table alone": Wrong(
         2,
-        "pp=2 flavor=1B",
+        "pp=2 flavor=1B points=output",
         (
-            "pipeline_parallel_degree = 2 needs an untied model: this flavor's embedding and output",
-            "8B",
+            'pipeline_parallel_split_points = ["output"] leaves a rank with the output alone',
+            "norm or a layer",
         ),
-        "flavor=8B",
+        "points=norm",
     ),
     "a split at no module": Wrong(
         2,
@@ -367,6 +367,7 @@ def test_a_wrong_layout_is_refused_and_the_way_out_works(wrong, monkeypatch):
         (2, "pp=2 points=output"),
         (2, "pp=2 keep=tok_embeddings,layers.0.attention,output.weight"),  # of both stages
         (2, "shard=2 flavor=1B keep=output"),
+        (2, "pp=2 flavor=1B keep=output"),
         (2, "shard=2 every=microbatch reshard=always keep="),
         (2, "shard=2 every=microbatch reshard=never"),
     ],

@@ -106,21 +106,53 @@ class Layout:
         return numbers_in(parameter_shapes(self.model))
 
     @property
-    def shapes_of_rank(self) -> dict[str, Shape]:
-        """Shapes of the parameters of a pipeline rank's stages, by FQN, before they are split.
+    def copies_table(self) -> bool:
+        """True if the last stage has a copy of a tied table (distributed/tied_table.py)."""
+        return self.model.tied_embeddings and len(self.pipeline.modules) > 1
 
-        Those of the rank with most.
+    def shapes_on(self, rank: int) -> dict[str, Shape]:
+        """Return the shapes of the parameters that a pipeline rank updates, by FQN, before they are
+        split: all of its stages but the copy of a tied table.
         """
-        shapes = []
-        for rank in range(self.degrees["pp"]):
-            stages = [self.pipeline.modules[stage] for stage in self.pipeline.stages_of(rank)]
-            shapes.append(parameter_shapes(self.model, [fqn for stage in stages for fqn in stage]))
-        return max(shapes, key=numbers_in)
+        stages = [self.pipeline.modules[stage] for stage in self.pipeline.stages_of(rank)]
+        modules = [fqn for stage in stages for fqn in stage]
+        if self.copies_table and "output" in modules:
+            modules.remove("output")
+        return parameter_shapes(self.model, modules) if modules else {}
+
+    def copied_on(self, rank: int) -> int:
+        """Return the numbers in a pipeline rank's copy of a tied table, before they are split."""
+        has_copy = self.copies_table and rank == self.pipeline.rank_of[-1]
+        return self.model.vocab_size * self.model.dim if has_copy else 0
+
+    @property
+    def largest_pipeline_rank(self) -> int:
+        """The pipeline rank with most parameters, its copy of a tied table included."""
+        return max(
+            range(self.degrees["pp"]),
+            key=lambda rank: numbers_in(self.shapes_on(rank)) + self.copied_on(rank),
+        )
+
+    @property
+    def shapes_of_rank(self) -> dict[str, Shape]:
+        """Shapes of the parameters that the largest pipeline rank updates, by FQN, before they are
+        split.
+        """
+        return self.shapes_on(self.largest_pipeline_rank)
 
     @property
     def parameters_of_rank(self) -> float:
-        """Number of parameters of a rank's stages and its tensor-parallel part, before sharding."""
+        """Number of parameters that a rank updates: in its stages and its tensor-parallel part,
+        before sharding.
+        """
         return numbers_in(self.shapes_of_rank) / self.degrees["tp"]
+
+    @property
+    def copied_of_rank(self) -> float:
+        """Number of parameters in the copy of a tied table, if `parameters_of_rank` is of a rank
+        that has it; in its tensor-parallel part, before sharding.
+        """
+        return self.copied_on(self.largest_pipeline_rank) / self.degrees["tp"]
 
     # Batches
 

@@ -46,12 +46,13 @@ def steady_bytes(config: Config, layout: Layout) -> float:
     """Return the bytes that a rank keeps on its device for the whole run.
 
     Its shards of weights, gradients and moments, what it has as an owner of matrices, and twice the
-    errors of compressed gradients.
+    errors of compressed gradients. A copy of a tied table has no moments.
     """
     own = layout.parameters_of_rank / layout.fsdp_degree
     in_matrices = own * share_of_matrices(layout.shapes_of_rank)
     moments = sum(moment_bytes(config.optimizer, own, in_matrices))
-    weights_and_gradients = 2 * STORED_BYTES * own
+    copied = layout.copied_of_rank / layout.fsdp_degree
+    weights_and_gradients = 2 * STORED_BYTES * (own + copied)
     errors = 2 * compression_error_bytes(config, layout)
     return weights_and_gradients + moments + (owner_bytes(config, layout) + errors)
 
@@ -72,7 +73,8 @@ def gathered_once_bytes(config: Config, layout: Layout) -> float:
     computed, summed = itemsizes(config.training)
     one_byte = numbers_in(gathered_in_float8(config.float8, layout.shapes_of_rank))
     saved = (computed - 1) * one_byte / layout.degrees["tp"]
-    return (2 * computed + summed) * layout.parameters_of_rank - saved
+    gathered = layout.parameters_of_rank + layout.copied_of_rank
+    return (2 * computed + summed) * gathered - saved
 
 
 def choose_fsdp_communication(config: Config, layout: Layout, device_memory: float) -> Layout:

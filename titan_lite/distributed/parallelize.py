@@ -47,6 +47,7 @@ from titan_lite.distributed.simple_fsdp import (
 )
 from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel, axis_of
+from titan_lite.distributed.tied_table import TiedTable
 from titan_lite.dtensor import shard_of
 from titan_lite.models.attention import doc_starts, doc_stats, masks_by_kernel
 from titan_lite.models.float8 import apply_float8
@@ -79,14 +80,18 @@ class ParallelModel:
     # set by `materialize`
     device: torch.device = field(init=False)
     positions: Tensor = field(init=False)  # of this rank's tokens in a sequence
+    tied_table: TiedTable = field(init=False)
     runner: SingleStage | Pipeline = field(init=False)
     needs_doc_stats: bool = field(init=False)  # by the attention kernel of this device
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by FQN, over all stages."""
+        """Parameters by FQN, over all stages, without the copy of a tied table (tied_table.py)."""
         return {
-            fqn: parameter for stage in self.stages for fqn, parameter in stage.named_parameters()
+            fqn: parameter
+            for stage in self.stages
+            for fqn, parameter in stage.named_parameters()
+            if parameter is not self.tied_table.copy
         }
 
     def materialize(self, device: torch.device) -> None:
@@ -96,6 +101,7 @@ class ParallelModel:
         training = self.config.training
         self.device = device
         self.positions = torch.tensor(self.stages[0].positions, device=device)
+        self.tied_table = TiedTable(self.stages, self.layout, self.mesh["pp"])
         self.runner = build_runner(self, device)
         self.needs_doc_stats = training.mask_documents and masks_by_kernel(
             device,
@@ -109,8 +115,12 @@ class ParallelModel:
         for stage in self.stages:
             stage.init_weights(seed, shard_of)
 
-    def refresh_float8_scales(self) -> None:
-        """Compute the scales of weights that are gathered in float8, after the weights changed."""
+    def parameters_have_changed(self) -> None:
+        """Copy a tied table to the last stage, and compute the scales of float8 weights.
+
+        A collective: after parameters are initialized, loaded or updated.
+        """
+        self.tied_table.update_copy()
         for stage in self.stages:
             sharded_model(stage).refresh_scales()
 
@@ -139,7 +149,7 @@ class ParallelModel:
 
         tokens: counted tokens of the step, over all ranks. Losses are divided by them: a scalar or
         one for each sequence (B,); a scalar zero before the last pipeline stage. Gradients are
-        complete when all batches have been yielded.
+        complete when the iterator is exhausted.
         """
         with ExitStack() as gathered:
             if self.layout.gathers_once:
@@ -148,6 +158,7 @@ class ParallelModel:
                     gathered.enter_context(gathered_for_step(stage, uses))
             for input, label, model_kwargs in batches:
                 yield self.runner.forward_backward(input, label, model_kwargs, tokens)
+        self.tied_table.add_gradients()
 
     def evaluate(self, batch: DeviceBatch) -> Tensor:
         """Return the summed loss of a local batch without gradients; zero before the last stage."""

@@ -32,14 +32,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_lite.config import Parallelism
 from titan_lite.distributed.param_collectives import ShardSpec, started_last
 from titan_lite.distributed.simple_fsdp import sharded_model
-from titan_lite.dtensor import local
+from titan_lite.dtensor import gradient_shard, local
 from titan_lite.models.fqns import block_of, last_block
 
 # largest share of a shard's numbers that its factors may have; with more, it travels uncompressed
@@ -132,9 +131,7 @@ class ShardedParameter(NamedTuple):
 
     def gradient(self) -> Tensor:
         """Return this rank's shard of the gradient, to be changed in place."""
-        assert self.parameter.grad is not None
-        shard = local(self.parameter.grad)
-        return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
+        return gradient_shard(self.parameter)
 
 
 class PowerSGD:
@@ -142,10 +139,17 @@ class PowerSGD:
 
     Without compression it has no parameters, and its methods do nothing.
 
-    seed: of the first Q. The first replicate_uncompressed_steps steps sum gradients as they are.
+    seed: of the first Q. without: a parameter that has no gradient after backward, as the copy of a
+    tied table. The first replicate_uncompressed_steps steps sum gradients as they are.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], parallelism: Parallelism, seed: int):
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        parallelism: Parallelism,
+        seed: int,
+        without: nn.Parameter | None = None,
+    ):
         self.uncompressed_steps = parallelism.replicate_uncompressed_steps
         self.blocks: dict[str, list[ShardedParameter]] = defaultdict(list)  # in the order of reads
         self.errors: dict[str, Tensor] = {}  # float32, of the shape of this rank's shard, by FQN
@@ -157,6 +161,8 @@ class PowerSGD:
             specs = sharded_model(stage).specs
             last = last_block(spec.fqn for spec in specs.values())
             for parameter, spec in specs.items():
+                if parameter is without:
+                    continue
                 sharded = ShardedParameter(spec.fqn, parameter, spec)
                 self.blocks[block_of(spec.fqn, last)].append(sharded)
                 self._make_state(sharded, parallelism, seed)

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.optim.adamw import adamw
 
-from titan_lite.dtensor import local
+from titan_lite.dtensor import gradient_shard, local
 
 
 class AdamW(torch.optim.AdamW):
@@ -69,7 +68,7 @@ class AdamW(torch.optim.AdamW):
         states = [self.state_of(parameter) for parameter in parameters]
         return _Shards(
             parameters=[local(parameter) for parameter in parameters],
-            gradients=[_waited(local(parameter.grad)) for parameter in parameters],  # type: ignore[arg-type]
+            gradients=[gradient_shard(parameter) for parameter in parameters],
             exp_avgs=[local(state["exp_avg"]) for state in states],
             exp_avg_sqs=[local(state["exp_avg_sq"]) for state in states],
             steps=[state["step"] for state in states],
@@ -84,13 +83,6 @@ class _Shards(NamedTuple):
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     steps: list[Tensor]  # scalars
-
-
-def _waited(gradient: Tensor) -> Tensor:
-    """Return the plain tensor of a gradient that is still being reduced
-    (distributed/gradient_reducer.py): a compiler cannot trace the waiting one.
-    """
-    return gradient.wait() if isinstance(gradient, AsyncCollectiveTensor) else gradient
 
 
 def _fused_update(shards: _Shards, group: Mapping[str, Any], skip: Tensor | None) -> None:

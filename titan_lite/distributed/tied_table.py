@@ -1,0 +1,75 @@
+"""Keep the table of tied embeddings on both ends of a pipeline: the first stage reads it as the
+embedding, the last one as the output.
+
+    table = TiedTable(model.stages, layout, mesh["pp"])
+    table.add_gradients()       # after the last backward of a step
+    table.update_copy()         # whenever parameters have changed
+
+The parameter of the run is the first stage's: the optimizer updates it, checkpoints have it, and
+the gradient norm counts it. The last stage has a copy without optimizer state. A rank exchanges its
+shard with the rank that has the same shard of the other stage:
+
+    first stage   gradient of the embedding + that of the output -> update -> table
+                                                      ^                         |
+    last stage                              gradient of the output             copy
+
+Megatron-LM sums the gradient on both stages, and both update their tables. A copy takes a second
+transfer in each step, which nothing hides, and saves the last stage the two moments. It is the same
+to the bit whatever the update is, and whatever sums the gradients over replicas.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_lite.distributed.layout import Layout
+from titan_lite.dtensor import gradient_shard, local
+
+
+class TiedTable:
+    """This rank's part in keeping the table and its copy equal.
+
+    Its methods do nothing for untied embeddings, for an unsplit model, and on ranks without the
+    first or the last stage. Where a rank has both, as in a V-shaped schedule, nothing is sent.
+    """
+
+    table: nn.Parameter | None = None
+    copy: nn.Parameter | None = None
+
+    def __init__(self, stages: Iterable[nn.Module], layout: Layout, pp: DeviceMesh):
+        self.group = pp.get_group()
+        self.first_rank = layout.pipeline.rank_of[0]  # along pp
+        self.last_rank = layout.pipeline.rank_of[-1]
+        for stage in stages if layout.copies_table else ():
+            if isinstance(stage.tok_embeddings, nn.Module):  # else None, in another stage
+                self.table = stage.tok_embeddings._parameters["weight"]
+            if isinstance(stage.output, nn.Module):
+                self.copy = stage.output._parameters["weight"]
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Add the gradient of the copy to that of the table, and free it."""
+        if self.copy is not None:
+            of_copy = gradient_shard(self.copy)
+            self.copy.grad = None
+            if self.table is None:
+                dist.send(of_copy, group=self.group, group_dst=self.first_rank)
+        if self.table is not None:
+            of_table = gradient_shard(self.table)
+            if self.copy is None:
+                of_copy = torch.empty_like(of_table)
+                dist.recv(of_copy, group=self.group, group_src=self.last_rank)
+            of_table += of_copy
+
+    @torch.no_grad()
+    def update_copy(self) -> None:
+        """Copy the table to the last stage."""
+        if self.table is not None and self.copy is not None:
+            local(self.copy).copy_(local(self.table))
+        elif self.table is not None:
+            dist.send(local(self.table), group=self.group, group_dst=self.last_rank)
+        elif self.copy is not None:
+            dist.recv(local(self.copy), group=self.group, group_src=self.first_rank)
