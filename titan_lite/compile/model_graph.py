@@ -65,8 +65,10 @@ class _GrowingGraph:
         self.constants: dict[str, Any] = {}  # by the name of the module's attribute
 
     def placeholder(self, name: str, like: Node) -> Node:
+        """Add a placeholder with the value of the node `like`, which may be in another graph."""
         node = self.graph.placeholder(name)
         node.meta["val"] = like.meta["val"]
+        node.meta["is_model_input"] = like.meta.get("is_model_input", False)
         return node
 
     def constant_name(self, source: GraphModule, name: str) -> str:
@@ -196,6 +198,7 @@ def _add_inputs(target: _GrowingGraph, parts: ModelParts) -> dict[Value, Node]:
     def add(value: Value, like: Node) -> None:
         if value.is_input and value not in found:
             found[value] = target.placeholder(value.label, like)
+            found[value].meta["is_model_input"] = True
 
     for value, placeholder in parts.rest.placeholders.items():
         add(value, placeholder)

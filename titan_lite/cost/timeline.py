@@ -283,13 +283,11 @@ def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
     """Return the peak of live bytes: of tensors that the graph makes, and of saved activations that
     it receives and frees.
 
-    Parameters (placeholders named primals) and the nodes in `without` do not count. A view shares
-    the storage of its base.
+    The model's parameters, buffers and arguments (meta["is_model_input"]), which others keep, and
+    the nodes in `without` do not count. A view shares the storage of its base.
     """
-    parameters = {
-        node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("primals")
-    }
-    uncounted = parameters.union(without)
+    kept = {node for node in graph.nodes if node.meta.get("is_model_input")}
+    uncounted = kept.union(without)
     sizes: dict[Node, int] = {}
     freed_after: dict[int, int] = {}  # bytes, by position of a node in the graph
     for node, position in last_uses(graph).items():

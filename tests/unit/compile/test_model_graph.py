@@ -11,6 +11,7 @@ from torch import nn
 from titan_lite.compile import model_parts
 from titan_lite.compile.compile import compile_model
 from titan_lite.compile.errors import CompileError
+from titan_lite.compile.graph import placeholders, results_of
 from titan_lite.compile.joint import TraceSettings
 from titan_lite.compile.model_graph import compose
 from titan_lite.compile.model_parts import PlainWeights, TraceableModel, trace_parts
@@ -127,6 +128,18 @@ def test_full_checkpointing_saves_the_input_of_a_block_alone():
     computed = [node for node in saved if node.op != "placeholder"]
     # the input of each block, and what the norm and the output save
     assert sum(node.meta["val"].shape == (2, 16, 32) for node in computed) <= UNTIED.n_layers + 2
+
+
+def test_the_models_inputs_are_marked_in_each_graph():
+    """Since others keep them: they are not memory that a graph needs (cost/timeline.py)."""
+    graphs = compose(parts_of(build(), tokens=TOKENS))
+    inputs = placeholders(graphs.forward.graph)
+    assert all(node.meta["is_model_input"] for node in inputs)
+    saved = results_of(graphs.forward.graph)[1:]
+    weights = {node.name for node in saved if node in inputs}
+    assert weights
+    of_backward = placeholders(graphs.backward.graph)
+    assert {node.name for node in of_backward if node.meta["is_model_input"]} == weights
 
 
 def test_tracing_takes_as_long_for_a_deep_model(monkeypatch):
