@@ -35,8 +35,9 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_lite.checkpoint.manager import Checkpointer
 from titan_lite.checkpoint.state import RunState
 from titan_lite.config import Checkpoint
+from titan_lite.config.families import LLAMA3
 from titan_lite.logging import logger
-from titan_lite.models.llama3 import FLAVORS, Transformer
+from titan_lite.models.transformer import Transformer
 
 MODES = ("disabled", "async", *(("async_with_pinned_mem",) if torch.cuda.is_available() else ()))
 
@@ -44,7 +45,9 @@ MODES = ("disabled", "async", *(("async_with_pinned_mem",) if torch.cuda.is_avai
 def build_tensors(flavor: str, layers: int, device: torch.device) -> dict[str, DTensor]:
     """This rank's shards of parameters and of two moments of each, by name."""
     with torch.device("meta"):
-        model = Transformer(dataclasses.replace(FLAVORS[flavor], n_layers=layers, max_seq_len=1))
+        model = Transformer(
+            dataclasses.replace(LLAMA3.flavors[flavor], n_layers=layers, max_seq_len=1)
+        )
     mesh, tensors = init_device_mesh(device.type, (dist.get_world_size(),)), {}
     for name, parameter in model.named_parameters():
         for key in (name, f"optimizer.state.{name}.exp_avg", f"optimizer.state.{name}.exp_avg_sq"):
@@ -113,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--flavor", choices=FLAVORS, default="1B")
+    parser.add_argument("--flavor", choices=LLAMA3.flavors, default="1B")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--saves", type=int, default=3)

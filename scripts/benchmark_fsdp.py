@@ -52,6 +52,7 @@ from titan_lite.compile.report import CompileReport
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, Parallelism
+from titan_lite.config.families import LLAMA3, ModelConfig
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine
 from titan_lite.distributed.layout import resolve_degrees
@@ -64,12 +65,12 @@ from titan_lite.distributed.simple_fsdp import (
 )
 from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.dtensor import shard_of
-from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
+from titan_lite.models.transformer import Transformer
 
 SEQ_LEN = 512
 MODELS = {  # name: (shape, sequences a rank)
-    "debug": (FLAVORS["debug"], 4),
+    "debug": (LLAMA3.flavors["debug"], 4),
     "larger": (
         ModelConfig(
             dim=512, n_layers=8, n_heads=8, n_kv_heads=4, hidden_dim=1536, vocab_size=32_000

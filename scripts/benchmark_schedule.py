@@ -74,6 +74,7 @@ from titan_lite.compile.report import CompileReport
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, ConfigError, Parallelism
+from titan_lite.config.families import LLAMA3, ModelConfig
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine
 from titan_lite.cost.profiles import load_machine
@@ -85,7 +86,7 @@ from titan_lite.distributed.simple_fsdp import (
     materialize,
     sharded_model,
 )
-from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
+from titan_lite.models.transformer import Transformer
 
 MODES = ("none", "block", "auto", "greedy")
 BACKENDS = ("aot_eager", "inductor")
@@ -108,7 +109,10 @@ def start_fake_world(world_size: int) -> None:
     """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     compile_fake(
-        replace(FLAVORS["debug"], n_layers=1, max_seq_len=16), 1, "none", load_machine("H100")
+        replace(LLAMA3.flavors["debug"], n_layers=1, max_seq_len=16),
+        1,
+        "none",
+        load_machine("H100"),
     )
 
 
@@ -140,7 +144,7 @@ def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machi
 
 
 def predict(arguments: argparse.Namespace) -> None:
-    flavor, machine = FLAVORS[arguments.flavor], load_machine(arguments.machine)
+    flavor, machine = LLAMA3.flavors[arguments.flavor], load_machine(arguments.machine)
     depths = arguments.depths or [arguments.layers or flavor.n_layers]
     if max(depths) > flavor.n_layers or arguments.seq_len > flavor.max_seq_len:
         raise ConfigError(
@@ -362,7 +366,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, metavar="predict | measure")
     command = commands.add_parser("predict", help="without hardware")
     command.set_defaults(run=predict)
-    command.add_argument("--flavor", choices=FLAVORS, default="8B")
+    command.add_argument("--flavor", choices=LLAMA3.flavors, default="8B")
     depth = command.add_mutually_exclusive_group()
     depth.add_argument("--layers", type=at_least(1), help="default: all")
     depth.add_argument(

@@ -41,8 +41,10 @@ from torch import Tensor
 from titan_lite.config import ConfigError, load_config
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.cost.profiles import load_machine, machine_from
-from titan_lite.models.llama3 import Attention, RMSNorm, flops_per_token
+from titan_lite.models.llama3 import Attention
 from titan_lite.models.loss import VocabularyShard, all_reduce
+from titan_lite.models.shapes import flops_per_token
+from titan_lite.models.transformer import RMSNorm
 from titan_lite.tools.plan.allocator import CachingAllocator
 from titan_lite.tools.plan.command import lay_out
 from titan_lite.tools.plan.memory import Allocation, Replay
@@ -411,7 +413,7 @@ class Compared:
     away: float
 
 
-def attend(self: Attention, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
     heads = q.shape[2]
     k, v = (
         x[:, :, :, None].expand(-1, -1, -1, heads // x.shape[2], -1).flatten(2, 3) for x in (k, v)
@@ -500,7 +502,7 @@ def start_with_their_model(world_size: int, of_2024: bool) -> None:
     (torchtitan/models/llama3/model.py at its commit e7c0cae).
     """
     patch("titan_lite.models.llama3.apply_rope", rotate).start()
-    patch.object(Attention, "attend", attend).start()
+    patch.object(Attention, "attend", staticmethod(attend)).start()
     if of_2024:
         patch.object(RMSNorm, "forward", normalize).start()
         patch("titan_lite.models.loss.vocabulary_parallel_cross_entropy_sum", loss_parallel).start()

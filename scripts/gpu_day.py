@@ -189,7 +189,7 @@ def fsdp2(recipe: str, options: Sequence[str], compiles: bool) -> dict[str, floa
     from titan_lite.distributed.device import init_device
     from titan_lite.distributed.layout import Layout
     from titan_lite.dtensor import shard_of
-    from titan_lite.models.llama3 import Transformer
+    from titan_lite.models.transformer import Transformer
 
     config = load_config(f"train_configs/{recipe}.toml", [*OFFLINE, *options])
     layout = Layout.from_config(config, 1)

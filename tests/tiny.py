@@ -6,7 +6,7 @@ options = [*SMALL, *steps(6, schedule=12), *every(2), *NO_VALIDATION]
 from dataclasses import replace
 from pathlib import Path
 
-from titan_lite.models.llama3 import ModelConfig
+from titan_lite.config.families import ModelConfig
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "train_configs"

@@ -40,6 +40,7 @@ from titan_lite.config import (
     gradient_accumulation_steps,
 )
 from titan_lite.config.errors import in_toml, shown
+from titan_lite.config.families import FAMILIES, ModelConfig, Shape
 from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
 from titan_lite.config.from_weights import (
     TOKENIZER_FILES,
@@ -58,8 +59,7 @@ from titan_lite.distributed.pipeline_schedule import (
 from titan_lite.models.fqns import is_filtered
 from titan_lite.models.loss_chunk import MAX_CHUNKS
 from titan_lite.models.shapes import (
-    ModelConfig,
-    Shape,
+    derives_head_dim,
     module_fqns,
     parameter_shapes,
     shape_of,
@@ -298,7 +298,7 @@ def _initial_weights(config: Config) -> ModelOfWeights | None:
     if not checkpoint.initial_load_path or (checkpoint.enable and steps_in(own_steps)):
         return None
     try:
-        return read_model(checkpoint.initial_load_path)
+        return read_model(checkpoint.initial_load_path, config.model.name)
     except ConfigError as error:
         raise ConfigError(f"{config.origin('checkpoint.initial_load_path')}: {error}") from None
 
@@ -573,7 +573,15 @@ def query_heads_share_key_value_heads_evenly(config: Config, layout: Layout) -> 
 def dimensions_of_a_head_rotate_in_pairs(config: Config, layout: Layout) -> Iterator[Mistake]:
     model = layout.model
     multiple = 2 * model.n_heads
-    if model.dim % multiple:
+    if not derives_head_dim(config.model):
+        if model.head_dim % 2:
+            yield Mistake(
+                key="model.head_dim",
+                value=model.head_dim,
+                why="is odd, and a head's dimensions rotate in pairs",
+                instead=f"model.head_dim = {alternatives(nearest_multiples(model.head_dim, 2))}",
+            )
+    elif model.dim % multiple:
         yield Mistake(
             key="model.dim",
             value=model.dim,
@@ -614,6 +622,15 @@ def tensor_parallel_degree_divides(config: Config, layout: Layout) -> Iterator[M
                 why=f"does not divide the {count} {what}",
                 instead=alternatives(fitting),
             )
+
+
+@rule_with_torch
+def modules_have_tensor_parallel_styles(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if layout.degrees["tp"] > 1 and layout.model.family not in FAMILIES:
+        from titan_lite.distributed.tensor_parallel import check_styles
+
+        check_styles(parameter_shapes(layout.model), layout.model.family)
+    yield from ()
 
 
 @rule
@@ -992,7 +1009,7 @@ def float8_products_have_multiples_of_16(config: Config, layout: Layout) -> Iter
     for fqn, shape in _linear_layers(layout.model).items():
         if is_filtered(fqn, config.float8.filter_fqns):
             continue
-        split_dim = weight_dim(fqn)
+        split_dim = weight_dim(fqn, layout.model.family)
         rows, columns = (
             size / layout.degrees["tp"] if dim == split_dim else size
             for dim, size in enumerate(shape)

@@ -35,6 +35,7 @@ from titan_lite.checkpoint.state import RunState, Stateful
 from titan_lite.checkpoint.weights import load_initial
 from titan_lite.compile.errors import CompileError
 from titan_lite.config import Config, Data, flatten, save_recipe
+from titan_lite.config.families import ModelConfig
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine, peak_flops
 from titan_lite.data.bad_documents import BadDocumentsLog
@@ -71,8 +72,8 @@ from titan_lite.metrics.start_times import StartTimes
 from titan_lite.metrics.throughput import Throughput
 from titan_lite.metrics.writer import MetricsWriter, peak_memory_gib
 from titan_lite.models.attention import use_kernel
-from titan_lite.models.llama3 import ModelConfig, flops_per_token
 from titan_lite.models.loss import counted
+from titan_lite.models.shapes import flops_per_token
 from titan_lite.optim.build import NamedOptimizer, build_optimizer
 from titan_lite.optim.clipping import clip_grad_norm_
 from titan_lite.optim.lr_scheduler import lr_factor

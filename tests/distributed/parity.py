@@ -28,9 +28,9 @@ from titan_lite.distributed.step_gather import OncePerStepGatherer
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.dtensor import as_shard_of, local
 from titan_lite.models.float8 import Scaled
-from titan_lite.models.llama3 import Transformer
 from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 from titan_lite.models.shapes import module_fqns
+from titan_lite.models.transformer import Transformer
 
 
 def make_mesh(replicate, shard, tp=1):

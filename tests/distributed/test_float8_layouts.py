@@ -16,6 +16,7 @@ from parity import batch, build, gradients, make_mesh, my_microbatches, step
 from ranks import run_ranks
 
 from titan_lite.config import Float8
+from titan_lite.config.families import ModelConfig
 from titan_lite.cost.profiles import PROFILES
 from titan_lite.distributed import float8_scales as scales
 from titan_lite.distributed import parallelize, tensor_parallel
@@ -23,7 +24,6 @@ from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.simple_fsdp import gathered_for_step, sharded_model
 from titan_lite.dtensor import local
 from titan_lite.models import float8
-from titan_lite.models.llama3 import ModelConfig
 
 # three ranks divide no dimension, two and four divide heads and hidden units
 CONFIG = ModelConfig(

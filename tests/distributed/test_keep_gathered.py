@@ -13,9 +13,9 @@ from ranks import run_ranks
 from tiny import HEADS, TIED, UNTIED
 
 from titan_lite.config import Float8
+from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.prefetch import PrefetchGatherer
 from titan_lite.distributed.tensor_parallel import axis_of
-from titan_lite.models.llama3 import ModelConfig
 from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 
 EAGER, APART = dict(), dict(compiled="aot_eager")

@@ -15,8 +15,8 @@ from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.compile.passes import token_chunks as chunking
 from titan_lite.config import load_config
+from titan_lite.config.families import LLAMA3
 from titan_lite.distributed import parallelize
-from titan_lite.models.llama3 import FLAVORS
 from titan_lite.models.shapes import shape_of
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run
@@ -209,7 +209,7 @@ def all_at_once(trainer):
 def test_a_compiled_pipeline_that_overlaps_communication_changes_no_number(options):
     config = twin_of("dp_shard=2,pp=2", [*options, *COMPILED], steps=3)
     found, apart = (
-        run(config, twin_model(FLAVORS["debug"], 4), prepare=prepare)
+        run(config, twin_model(LLAMA3.flavors["debug"], 4), prepare=prepare)
         for prepare in (None, all_at_once)
     )
     assert found.losses == apart.losses

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_lite.config import Optimizer
 from titan_lite.dtensor import as_shard_of, shard_of
-from titan_lite.models.llama3 import Transformer
+from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
 from titan_lite.optim.state import costs_of, is_matrix
 

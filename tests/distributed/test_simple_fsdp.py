@@ -45,8 +45,8 @@ from titan_lite.distributed.simple_fsdp import (
     sharded_model,
 )
 from titan_lite.dtensor import shard_of
-from titan_lite.models.llama3 import Transformer
 from titan_lite.models.loss import cross_entropy_sum
+from titan_lite.models.transformer import Transformer
 
 F32 = torch.float32
 LAYOUTS = {"FSDP-2": (1, 2), "FSDP-4": (1, 4), "HSDP-2x2": (2, 2), "DDP-2": (2, 1)}

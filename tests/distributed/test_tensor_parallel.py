@@ -23,15 +23,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_lite.config import Optimizer
+from titan_lite.config import ConfigError, Optimizer
+from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.simple_fsdp import gathered_for_step
 from titan_lite.distributed.tensor_parallel import STYLES, apply_tensor_parallel, axis_of
-from titan_lite.models.llama3 import FLAVORS, Transformer
 from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
+from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
 
 TIED = dataclasses.replace(HEADS, tied_embeddings=True)
-DEBUG = dataclasses.replace(FLAVORS["debug"], max_seq_len=16)
+DEBUG = dataclasses.replace(LLAMA3.flavors["debug"], max_seq_len=16)
 FLAVOR_PARAMETERS = 5_770_496
 LAYOUTS = {  # dp_replicate, dp_shard, tp
     "tp2": (1, 1, 2),
@@ -222,10 +223,11 @@ def a_module_that_the_plan_does_not_know():
     model = Transformer(HEADS)
     model.layers["0"].attention.gate = nn.Linear(4, 4)
     with pytest.raises(
-        ValueError,
-        match=r"layers\.0\.attention\.gate\.weight: .* no style for layers\.0\.attention\.gate",
+        ConfigError,
+        match=r"layers\.0\.attention\.gate\.weight has no tensor-parallel style; give"
+        r" attention\.gate one of replicated, columns, rows",
     ):
-        apply_tensor_parallel(model, make_mesh(1, 1, 2)["tp"])
+        apply_tensor_parallel(model, make_mesh(1, 1, 2)["tp"], "llama3")
 
 
 def test_a_parameter_without_a_style_is_an_error():

@@ -9,7 +9,7 @@ from commands import train
 from tiny import DEBUG, DEBUG_TOKENIZER, NO_VALIDATION, SMALL, steps
 
 from titan_lite.checkpoint.weights import open_weights
-from titan_lite.models.llama3 import ModelConfig
+from titan_lite.config.families import ModelConfig
 from titan_lite.tools import convert
 from titan_lite.tools import generate as generate_command
 

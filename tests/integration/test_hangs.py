@@ -105,7 +105,10 @@ def test_a_rank_that_does_not_enter_a_collective_is_named_with_the_layer(tmp_pat
     assert re.search(
         r"rank 1 did not enter all_gather #\d+ \(layers\.[23]\); rank 0 waits there", text
     )
-    place = r"happen \(tests/faulty.py:\d+\), called by forward \(titan_lite/models/llama3.py:\d+\)"
+    place = (
+        r"happen \(tests/faulty.py:\d+\), called by forward"
+        r" \(titan_lite/models/transformer.py:\d+\)"
+    )
     assert re.search(f"rank 1, in step 3: {place}", text)
     assert "gives no sign" not in text
 

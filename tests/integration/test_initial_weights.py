@@ -14,6 +14,7 @@ from tiny import DEBUG, DEBUG_TOKENIZER, SMALL, every, steps
 
 from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config import ConfigError, load_config
+from titan_lite.config.families import LLAMA3
 from titan_lite.data.loader import build_loader
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.data.tokenizer_json import to_json
@@ -21,7 +22,6 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.machine_rules import check_machine
 from titan_lite.metrics.writer import read_metrics
 from titan_lite.models.huggingface import config_to_hf
-from titan_lite.models.llama3 import FLAVORS
 from titan_lite.models.loss import IGNORE_INDEX
 from titan_lite.tools import convert
 from titan_lite.tools import generate as generate_command
@@ -42,7 +42,9 @@ def folder(tmp_path_factory):
     """A model of the debug flavor's shape as transformers makes and saves it, in several files."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(5)
-    config = transformers.LlamaConfig.from_dict(config_to_hf(FLAVORS["debug"], torch.float32))
+    config = transformers.LlamaConfig.from_dict(
+        config_to_hf(LLAMA3.flavors["debug"], torch.float32)
+    )
     path = tmp_path_factory.mktemp("theirs")
     transformers.LlamaForCausalLM(config).save_pretrained(path, max_shard_size="10MB")
     assert len(list(path.glob("*.safetensors"))) > 1

@@ -12,9 +12,9 @@ from tiny import DEBUG, DEBUG_TOKENIZER, NO_CHECKPOINT, NO_VALIDATION, NO_WORKER
 
 from titan_lite import rules
 from titan_lite.config import ConfigError, load_config
+from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.machine_rules import check_machine
-from titan_lite.models.llama3 import FLAVORS
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run
 from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model
@@ -187,6 +187,6 @@ def test_verify_compares_a_layout_that_has_owners(name):
         "float32",
         1,
     )
-    model = dataclasses.replace(twin_model(FLAVORS["debug"], 4), dim=64, hidden_dim=96)
+    model = dataclasses.replace(twin_model(LLAMA3.flavors["debug"], 4), dim=64, hidden_dim=96)
     result = compare(run(small, model), run(reference(small), model))
     assert result.agrees, result

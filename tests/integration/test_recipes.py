@@ -15,10 +15,10 @@ from titan_lite.config import (
     load_config,
     to_toml,
 )
+from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.hooks import Hook
 from titan_lite.metrics.deferred import StepMetrics
-from titan_lite.models.llama3 import FLAVORS
 from titan_lite.rules import check
 from titan_lite.trainer import Trainer
 
@@ -32,7 +32,7 @@ def test_there_is_a_recipe_for_every_flavor():
         *(f"llama3_{size}" for size in ("1b", "3b", "8b", "70b", "405b", "8b_128k")),
         *(f"llama3_{size}_float8" for size in ("8b", "70b", "405b")),
     }
-    assert {load_config(recipe).model.flavor for recipe in RECIPES} == set(FLAVORS)
+    assert {load_config(recipe).model.flavor for recipe in RECIPES} == set(LLAMA3.flavors)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
@@ -40,7 +40,7 @@ def test_a_recipe_loads_and_fits_the_cluster_of_its_header(recipe, tmp_path):
     config = load_config(recipe)
     stated = re.search(r"^# world_size: (\d+)$", recipe.read_text(), re.M)
     world_size = int(stated[1]) if stated else 2  # the debug recipe is for any machine
-    assert config.training.seq_len <= FLAVORS[config.model.flavor].max_seq_len
+    assert config.training.seq_len <= LLAMA3.flavors[config.model.flavor].max_seq_len
     assert config.lr_scheduler.warmup_steps < config.training.steps
     layout = Layout.from_config(config, world_size)
     check(config, layout)

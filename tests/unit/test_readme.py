@@ -11,9 +11,9 @@ from pages import ALL, PAGES, README, ROOT, anchor, anchors, blocks, links
 from tiny import DEBUG
 
 from titan_lite.config import KEYS, load_config
+from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.huggingface import config_to_hf
-from titan_lite.models.shapes import FLAVORS
 
 THE_READERS = "train_configs/mine.toml"  # which docs/llama3.md lets its reader write
 
@@ -81,7 +81,9 @@ def test_every_part_of_a_recipe_that_a_page_shows_is_one_and_is_trained_by_a_tes
     assert len(shown) == len(TRAINED)
     weights = tmp_path / "Llama-3.1-8B"  # of which the recipe has the model
     weights.mkdir()
-    (weights / "config.json").write_text(json.dumps(config_to_hf(FLAVORS["8B"], torch.bfloat16)))
+    (weights / "config.json").write_text(
+        json.dumps(config_to_hf(LLAMA3.flavors["8B"], torch.bfloat16))
+    )
     for block in shown:
         (test,) = (test for line, test in TRAINED.items() if line in block)
         assert f"def {test}(" in sources

@@ -6,9 +6,9 @@ import pytest
 from tiny import DEBUG
 
 from titan_lite.config import Config, ConfigError, load_config
+from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import owners_line
-from titan_lite.models.shapes import FLAVORS
 from titan_lite.rules import (
     RULES,
     Mistake,
@@ -52,7 +52,7 @@ def test_neighbours_of_a_wrong_number():
 
 
 MODEL = dataclasses.replace(
-    FLAVORS["8B"], n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128_256
+    LLAMA3.flavors["8B"], n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128_256
 )
 
 

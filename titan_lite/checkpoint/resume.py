@@ -215,8 +215,17 @@ def compare(
 
 
 def _as_json(identity: RunIdentity) -> dict[str, Any]:
-    """Return the fields as they are read from a file: tuples become lists."""
-    return json.loads(json.dumps(dataclasses.asdict(identity)))
+    """Return the fields as they are read from a file: tuples become lists.
+
+    Steps of earlier versions lack two fields of the model, which is a Llama 3 then.
+    """
+    fields = json.loads(json.dumps(dataclasses.asdict(identity)))
+    model = fields["model"]
+    if model:
+        model.setdefault("family", "llama3")
+    if "dim" in model and "n_heads" in model:
+        model.setdefault("head_dim", model["dim"] // model["n_heads"])
+    return fields
 
 
 def _changes_of_recipe(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:

@@ -9,7 +9,6 @@ folder.
 Opening reads only names and shapes, and reports everything that does not fit at once.
 """
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -30,13 +29,14 @@ from titan_lite.checkpoint.names import METADATA, from_torchtitan, to_torchtitan
 from titan_lite.checkpoint.state import NAME as STATE
 from titan_lite.checkpoint.state import read_state
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import shown
+from titan_lite.config.families import ModelConfig, find_family
 from titan_lite.config.from_weights import TOKENIZER_FILES, steps_in, why_not_weights
 from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
 from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError, fields_of, read_json, short_message
 from titan_lite.models.huggingface import config_from_hf, from_hf, hf_names
-from titan_lite.models.llama3 import ModelConfig, Transformer
-from titan_lite.models.shapes import config_from_fields
+from titan_lite.models.shapes import config_from_fields, parameter_shapes
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
 NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
@@ -151,6 +151,7 @@ class TorchtitanFolder(_DcpFolder):
     kind = "a checkpoint of torchtitan"
 
     def __init__(self, folder: Path, config: ModelConfig):
+        check_torchtitan(config)
         self.folder = folder
         self.config = config
         self.metadata = tensor_files.read_metadata(folder)
@@ -169,15 +170,17 @@ class TorchtitanFolder(_DcpFolder):
 class HuggingFaceFolder:
     """The weights in a folder with config.json and safetensors files, from transformers or
     `convert`.
+
+    family: a user's own, which may be that of the folder.
     """
 
     kind = "a Hugging Face folder"
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, family: str = ""):
         self.folder = folder
         try:
             content = read_json(folder / "config.json")
-            self.config = config_from_hf(content)
+            self.config = config_from_hf(content, family)
         except CorruptFileError:
             raise
         except ValueError as error:
@@ -373,8 +376,9 @@ def open_weights(
     step.
 
     key: the recipe's key, which errors name. every_byte: compare all bytes of a step with its
-    manifest, not only sizes. model: the shape to read a checkpoint of torchtitan with. Raises
-    ConfigError with all names and shapes that do not fit.
+    manifest, not only sizes. model: the shape to read a checkpoint of torchtitan with, and the
+    family that a Hugging Face folder may be of. Raises ConfigError with all names and shapes that
+    do not fit.
     """
     folder = Path(path)
     subject = f'{key} = "{path}"' if key else f"{path}"
@@ -382,7 +386,7 @@ def open_weights(
         if _has_any(folder, manifest.NAME, METADATA):
             return _open_checkpoint(folder, every_byte, model)
         if (folder / "config.json").is_file():
-            return HuggingFaceFolder(folder)
+            return HuggingFaceFolder(folder, "" if model is None else model.family)
         steps = steps_in(folder)
         for step in steps:
             try:
@@ -488,6 +492,15 @@ def load(
         shard.copy_(weights.read(fqn)[index])
 
 
+def check_torchtitan(config: ModelConfig) -> None:
+    """Raise ConfigError for a family whose layout in torchtitan's checkpoints is not that here."""
+    if not find_family(config.family).is_in_torchtitan:
+        raise ConfigError(
+            f"model.name = {shown(config.family)}: torchtitan's checkpoints have another layout of"
+            " this family, or none; use a Hugging Face folder"
+        )
+
+
 def tokenizer_files(path: str | Path) -> list[Path]:
     """Return a tokenizer's file, or the first one that transformers finds in a folder, then the
     files beside it; [] if there is none.
@@ -524,27 +537,7 @@ def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256:
 
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Return the shape of every parameter by FQN, in the model's order."""
-    with torch.device("meta"):
-        model = Transformer(dataclasses.replace(config, n_layers=1, max_seq_len=1))
-    all_shapes: dict[str, torch.Size] = {}
-    layer_shapes: dict[str, torch.Size] = {}  # by name in a layer
-    for fqn, parameter in model.named_parameters():
-        if fqn.startswith("layers.0."):
-            layer_shapes[fqn.removeprefix("layers.0.")] = parameter.shape
-            continue
-        if layer_shapes:  # the first parameter after those of the layer
-            all_shapes |= _shapes_of_layers(layer_shapes, config.n_layers)
-            layer_shapes = {}
-        all_shapes[fqn] = parameter.shape
-    return all_shapes
-
-
-def _shapes_of_layers(layer_shapes: Mapping[str, torch.Size], layers: int) -> dict[str, torch.Size]:
-    return {
-        f"layers.{layer}.{name}": shape
-        for layer in range(layers)
-        for name, shape in layer_shapes.items()
-    }
+    return {fqn: torch.Size(shape) for fqn, shape in parameter_shapes(config).items()}
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -555,11 +548,11 @@ def check_size(config: ModelConfig, tensors: int) -> None:
     """Raise CorruptFileError for an impossible model, or one with more layers than tensors, before
     names are made for its layers.
     """
-    if config.dim % (2 * config.n_heads) or config.n_heads % config.n_kv_heads:
+    if config.head_dim < 2 or config.head_dim % 2 or config.n_heads % config.n_kv_heads:
         raise CorruptFileError(
-            f"{config.n_heads:,} heads, {config.n_kv_heads:,} of keys and values, in {config.dim:,}"
-            " dimensions: heads must have an even size, and their number must be a multiple of"
-            " that of keys and values"
+            f"{config.n_heads:,} heads of {config.head_dim:,} numbers, {config.n_kv_heads:,} of"
+            " keys and values: heads must have an even size, and their number must be a multiple"
+            " of that of keys and values"
         )
     if config.n_layers > tensors:
         raise CorruptFileError(

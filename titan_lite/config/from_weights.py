@@ -17,6 +17,7 @@ from typing import Any
 
 from titan_lite import manifest
 from titan_lite.config.errors import ConfigError, shown
+from titan_lite.config.families import FAMILIES, HuggingFace, find_family
 from titan_lite.config.sections import Model
 
 KEY = "checkpoint.initial_load_path"
@@ -36,6 +37,7 @@ SIZES = {
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
     "hidden_dim": "intermediate_size",
     "vocab_size": "vocab_size",
     "max_seq_len": "max_position_embeddings",
@@ -46,8 +48,6 @@ SCALING = {
     "rope_scaling_high_freq_factor": "high_freq_factor",
     "rope_scaling_original_max_seq_len": "original_max_position_embeddings",
 }
-# keys of config.json whose other values are another model; None is this one
-FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,18 @@ class ModelOfWeights:
     tokenizer: str = ""  # its file; "": none is known
 
 
-def read_model(path: str) -> ModelOfWeights | None:
+def read_model(path: str, family: str = "") -> ModelOfWeights | None:
     """Return the model of a Hugging Face folder, a step, or the newest step of a run.
 
-    path: checkpoint.initial_load_path. None: a checkpoint of torchtitan, which does not have the
-    shape of its model. Raises ConfigError.
+    path: checkpoint.initial_load_path. family: model.name, which may be a user's own. None: a
+    checkpoint of torchtitan, which does not have the shape of its model. Raises ConfigError.
     """
     folder = Path(path)
     try:
         if _has_any(folder, manifest.NAME, "state.json", ".metadata"):
             return _model_of_checkpoint(folder)
         if _has_any(folder, "config.json"):
-            return _model_of_config_json(folder)
+            return _model_of_config_json(folder, family)
         for step in steps_in(folder):
             if _has_any(step, "state.json", ".metadata"):
                 return _model_of_checkpoint(step)
@@ -124,8 +124,13 @@ def _model_of_checkpoint(folder: Path) -> ModelOfWeights | None:
 
 
 def keys_of_shape(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of [model] that give a shape. fields: of a ModelConfig, as a dictionary."""
+    """Return the keys of [model] that give a shape.
+
+    fields: of a ModelConfig, as a dictionary. Steps of earlier versions, which are of Llama 3, have
+    no family.
+    """
     keys = dict(fields)
+    keys["name"] = keys.pop("family", "llama3")
     keys["tied_embeddings"] = "yes" if keys.get("tied_embeddings") else "no"
     scaling = keys.pop("rope_scaling", None)
     if scaling is None:
@@ -138,10 +143,10 @@ def keys_of_shape(fields: Mapping[str, Any]) -> dict[str, Any]:
 # config.json
 
 
-def _model_of_config_json(folder: Path) -> ModelOfWeights:
+def _model_of_config_json(folder: Path, family: str) -> ModelOfWeights:
     file = folder / "config.json"
     try:
-        keys = keys_of_config_json(manifest.read_json(file))
+        keys = keys_of_config_json(manifest.read_json(file), family)
     except ConfigError:
         raise
     except ValueError as error:
@@ -149,21 +154,24 @@ def _model_of_config_json(folder: Path) -> ModelOfWeights:
     return ModelOfWeights(keys, file, str(tokenizer_in(folder) or ""))
 
 
-def keys_of_config_json(json: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of [model] that a config.json of transformers' Llama has.
+def keys_of_config_json(json: Mapping[str, Any], family: str = "") -> dict[str, Any]:
+    """Return the keys of [model] that a config.json of transformers has.
 
-    Raises ValueError with all values that are not supported.
+    family: a user's own, which may be that of the file. Raises ValueError with all values that are
+    not supported.
     """
-    given = {name: value for name, value in json.items() if value is not None}
+    name, format, mistakes = _family_of(json, family)
+    given = {**format.defaults, **json}
+    given = {key: value for key, value in given.items() if value is not None}
     given.setdefault("num_key_value_heads", json.get("num_attention_heads"))
-    for name, default in (("max_position_embeddings", 2048), ("rms_norm_eps", 1e-6)):
-        if name not in json:
-            given[name] = default
-    mistakes = [
-        f"{name} = {json[name]!r:.60}: expected {value!r}"
-        for name, value in FIXED.items()
-        if json.get(name, value) != value
+    mistakes += [
+        f"{key} = {json[key]!r:.60}: expected {value!r}"
+        for key, value in format.fixed.items()
+        if json.get(key, value) != value
     ]
+    heads, width = given.get("num_attention_heads"), given.get("hidden_size")
+    if "head_dim" not in given and not _not_sizes(given, ["num_attention_heads", "hidden_size"]):
+        given["head_dim"] = width // heads  # type: ignore[operator]
     mistakes += _not_sizes(given, SIZES.values())
     mistakes += _not_numbers(given, ["rms_norm_eps"])
     tied = json.get("tie_word_embeddings", False)
@@ -174,17 +182,31 @@ def keys_of_config_json(json: Mapping[str, Any]) -> dict[str, Any]:
     rope, rope_mistakes = _rope_of(json)
     if mistakes + rope_mistakes:
         raise ValueError("; ".join(mistakes + rope_mistakes))
-    head_dim = given["hidden_size"] // given["num_attention_heads"]
-    if given.get("head_dim", head_dim) != head_dim:
-        raise ValueError(
-            f"head_dim = {json['head_dim']!r:.60}: expected hidden_size / num_attention_heads"
-        )
     return {
+        "name": name,
         **{ours: given[theirs] for ours, theirs in SIZES.items()},
         "tied_embeddings": "yes" if tied else "no",
         "norm_eps": float(given["rms_norm_eps"]),
         **rope,
     }
+
+
+def _family_of(json: Mapping[str, Any], own: str) -> tuple[str, HuggingFace, list[str]]:
+    """Return the name of the family that a config.json is of, its format, and a line if no family
+    here has that model_type.
+
+    own: a user's own family, or one of FAMILIES. Without a model_type, the file is of Llama.
+    """
+    names = dict.fromkeys((*FAMILIES, own) if own else FAMILIES)
+    formats = {name: find_family(name).huggingface for name in names}
+    by_type = {
+        format.model_type: (name, format) for name, format in formats.items() if format is not None
+    }
+    kind = json.get("model_type", "llama")
+    if isinstance(kind, str) and kind in by_type:
+        return (*by_type[kind], [])
+    known = " or ".join(map(repr, by_type))
+    return (*by_type["llama"], [f"model_type = {kind!r:.60}: expected {known}"])
 
 
 def _rope_of(json: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from titan_lite.config.errors import ConfigError, did_you_mean, in_toml, one_line, shown
+from titan_lite.config.families import FAMILIES
 from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
 from titan_lite.config.from_weights import KEY as INITIAL_LOAD_PATH
 from titan_lite.config.from_weights import read_model, steps_in, tokenizer_in
@@ -260,7 +261,7 @@ def _fill_from_weights(tables: Tables, origins: Origins, name: str) -> list[str]
             " use a Hugging Face folder, a step or a run's folder as that"
         ]
     try:
-        weights = read_model(path)
+        weights = read_model(path, _family_in(tables))
     except ConfigError as error:
         return [f"{origins[INITIAL_LOAD_PATH]}: {error}{_way_without_weights(tables, name)}"]
     if weights is None:
@@ -284,12 +285,18 @@ def _fill_from_weights(tables: Tables, origins: Origins, name: str) -> list[str]
 def _fill_tokenizer(tables: Tables, origins: Origins, path: str) -> None:
     """Set model.tokenizer_path to the tokenizer of checkpoint.initial_load_path, if it has one."""
     try:
-        weights = read_model(path)
+        weights = read_model(path, _family_in(tables))
     except ConfigError:  # which a rule tells, if the run begins with the weights
         weights = None
     tokenizer = weights.tokenizer if weights else tokenizer_in(Path(path))
     if tokenizer:
         _merge(tables, origins, {"model": {"tokenizer_path": str(tokenizer)}}, path)
+
+
+def _family_in(tables: Tables) -> str:
+    """Return model.name if it is set; "" if not, or if it is no text, which pydantic tells."""
+    name = tables.get("model", {}).get("name")
+    return name if isinstance(name, str) and (name in FAMILIES or name.endswith(".py")) else ""
 
 
 def _way_without_weights(tables: Tables, name: str) -> str:

@@ -19,6 +19,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
+from titan_lite.config.families import FAMILIES
+
 Own = TypeVar("Own", bound="Section")
 
 
@@ -57,6 +59,16 @@ class Relative:
 RecipePath = Annotated[str, Relative()]
 
 
+def _known_family(value: str) -> str:
+    if value not in FAMILIES and not value.endswith(".py"):
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"expected one of {known}, or the path of a Python file (.py)")
+    return value
+
+
+FamilyName = Annotated[str, Relative(".py"), AfterValidator(_known_family)]
+
+
 def _zero_or_at_least_one(value: float) -> float:
     if 0 < value < 1:
         raise ValueError("expected 0, or a number at least 1")
@@ -79,11 +91,12 @@ class Job(Section):
 class Model(Section):
     """The model and its tokenizer."""
 
-    name: Literal["llama3"] = "llama3"
-    """Model family."""
+    name: FamilyName = "llama3"
+    """Model family, a key of FAMILIES in config/families.py, or the path of a Python file with a
+    family of your own."""
 
     flavor: str = "debug"
-    """Size, a key of FLAVORS in models/shapes.py; empty: the keys below give the shape;
+    """Size, a flavor of the family in config/families.py; empty: the keys below give the shape;
     from_weights, or no flavor beside checkpoint.initial_load_path: they and the tokenizer are those
     of that folder."""
 
@@ -94,10 +107,14 @@ class Model(Section):
     """Transformer blocks; 0: the flavor's."""
 
     n_heads: Annotated[int, Field(ge=1, le=4096)] | Literal[0] = 0
-    """Query heads, dim / n_heads numbers each; 0: the flavor's."""
+    """Query heads; 0: the flavor's."""
 
     n_kv_heads: Annotated[int, Field(ge=1, le=4096)] | Literal[0] = 0
     """Key/value heads, shared by query heads; 0: the flavor's."""
+
+    head_dim: Annotated[int, Field(ge=2, le=2**12)] | Literal[0] = 0
+    """Numbers of a query, key or value of one head; 0: dim / n_heads, or for a family with a size
+    of its own the flavor's."""
 
     hidden_dim: Annotated[int, Field(ge=1, le=2**20)] | Literal[0] = 0
     """Width within feed_forward; 0: the flavor's."""

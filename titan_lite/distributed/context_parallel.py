@@ -14,19 +14,19 @@ tail, so that all ranks do the same work under a causal mask:
     rank 1                                 1   2         2 + 3
 """
 
-import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_lite.config import ConfigError
 from titan_lite.distributed.tensor_parallel import Axis, axis_of, gather_tokens
 from titan_lite.models.attention import attend_in_two_parts, fits_flash
 
-ATTENTION = "layers.*.attention"  # FQNs of modules with a method `attend`
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # as `causal_attention`
 
 
@@ -43,14 +43,20 @@ def own_positions(seq_len: int, rank: int, degree: int) -> list[int]:
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, attend: Attend) -> None:
     """Replace the attention of `model` in place, over the one-axis `mesh`.
 
-    Call it before `apply_tensor_parallel`.
+    Call it before `apply_tensor_parallel`. Raises ConfigError for a block without such a module.
     """
     if mesh.size() == 1:
         return
     attention = ContextParallelAttention(axis_of(mesh), attend)
-    for fqn, module in model.named_modules():
-        if fnmatch.fnmatchcase(fqn, ATTENTION):
-            module.attend = attention  # in place of the method
+    for fqn, block in model.get_submodule("layers").named_children():
+        module: Any = getattr(block, "attention", None)
+        if not callable(getattr(module, "attend", None)):
+            raise ConfigError(
+                f"parallelism.context_parallel_degree = {mesh.size()}: layers.{fqn} has no module"
+                " `attention` with a function `attend`, which gathers keys and values; use 1, or"
+                " give the family one"
+            )
+        module.attend = attention  # in place of the function
 
 
 @dataclass(frozen=True)

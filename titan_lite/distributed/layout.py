@@ -22,9 +22,10 @@ from titan_lite.config import (
     Training,
     gradient_accumulation_steps,
 )
+from titan_lite.config.families import ModelConfig, Shape
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.models.loss_chunk import automatic_chunk
-from titan_lite.models.shapes import ModelConfig, Shape, parameter_shapes, shape_of
+from titan_lite.models.shapes import parameter_shapes, shape_of
 from titan_lite.optim.state import numbers_in
 from titan_lite.sharding import chunk_size
 

@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 
 from titan_lite.config import Config, Float8, Training
+from titan_lite.config.families import Shape
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.powersgd import compressed_shape
 from titan_lite.distributed.tensor_parallel import weight_dim
 from titan_lite.models.fqns import is_filtered
-from titan_lite.models.shapes import Shape
 from titan_lite.optim.state import (
     Shapes,
     bytes_by_owner,
@@ -117,7 +117,7 @@ def compressed_sizes(config: Config, layout: Layout) -> dict[str, tuple[int, int
 
 def largest_shard(layout: Layout, fqn: str, shape: Sequence[int]) -> Shape:
     """Return the shape of the largest part of a parameter that a rank has."""
-    split_dim = weight_dim(fqn.removesuffix(".weight"))
+    split_dim = weight_dim(fqn.rpartition(".")[0], layout.model.family)
     part = list(shape)
     if split_dim is not None:
         part[split_dim] = chunk_size(part[split_dim], layout.degrees["tp"])

@@ -51,8 +51,8 @@ from titan_lite.distributed.tied_table import TiedTable
 from titan_lite.dtensor import shard_of
 from titan_lite.models.attention import doc_starts, doc_stats, masks_by_kernel
 from titan_lite.models.float8 import apply_float8
-from titan_lite.models.llama3 import Transformer
 from titan_lite.models.loss import Loss, VocabularyShard
+from titan_lite.models.transformer import Transformer
 
 if TYPE_CHECKING:  # Inductor takes a second to import, and an eager run does without
     from titan_lite.compile.schedule import Schedule
@@ -63,7 +63,7 @@ class DeviceBatch(NamedTuple):
 
     input: Tensor  # (B, t) int64
     label: Tensor  # (B, t) int64
-    model_kwargs: dict[str, Tensor]  # arguments of the model beside tokens (models/llama3.py)
+    model_kwargs: dict[str, Tensor]  # arguments of the model beside tokens (models/transformer.py)
 
 
 @dataclass
@@ -209,7 +209,7 @@ def parallelize(
         apply_context_parallel(stage, mesh["cp"], attend)
         if config.float8.enable:
             apply_float8(stage, config.float8.recipe, config.float8.filter_fqns)
-        apply_tensor_parallel(stage, mesh["tp"], compiled=compiled)
+        apply_tensor_parallel(stage, mesh["tp"], layout.model.family, compiled=compiled)
         apply_activation_checkpoint(
             stage.layers,
             config.activation_checkpoint.mode,

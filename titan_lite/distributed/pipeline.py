@@ -50,8 +50,8 @@ class SingleStage:
     """The methods of Pipeline for an unsplit model.
 
     loss_sum: (output, labels) -> summed loss, a scalar or (B,) (models/loss.py); losses returned
-    have the same shape. model_kwargs: arguments of the model beside tokens (models/llama3.py), with
-    a row for each sequence; with labels, the output is the loss.
+    have the same shape. model_kwargs: arguments of the model beside tokens
+    (models/transformer.py), with a row for each sequence; with labels, the output is the loss.
     """
 
     def __init__(self, model: nn.Module, loss_sum: Callable[[Tensor, Tensor], Tensor]):

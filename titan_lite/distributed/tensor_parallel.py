@@ -1,6 +1,6 @@
 """Tensor parallelism, with sequence parallelism between blocks, as a table from FQN to style.
 
-    apply_tensor_parallel(model, mesh["tp"])    # before SimpleFSDP, which shards each rank's part
+    apply_tensor_parallel(model, mesh["tp"], "llama3")    # before SimpleFSDP, which shards a part
 
 A rank has some heads and some hidden units of every block (arXiv 1909.08053), and between blocks
 some tokens of every sequence (arXiv 2205.05198). With t = T / tp, for attention (the feed-forward
@@ -18,7 +18,8 @@ tensors: a graph has plain collectives.
 
 import fnmatch
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titan_lite.config import ConfigError
+from titan_lite.config.errors import shown
+from titan_lite.config.families import find_family
 from titan_lite.cost.collectives import all_reduce, collectives
 from titan_lite.models.float8 import E5M2, Float8Linear, Scaled, scale_of, stand_in, to_bytes
 from titan_lite.sharding import chunk_size
@@ -65,6 +69,30 @@ STYLES: dict[str, Style] = {
     "norm": Style(),
     "output": Style(weight=0, gathers=True),  # logits stay split: `VocabularyShard` of loss.py
 }
+# names for a family's own modules (`styles` of config/families.py)
+STYLE_NAMES = {
+    "replicated": Style(),
+    "columns": COLUMN,
+    "rows": ROW,
+    "gathers": Style(gathers=True),  # a module around those of columns and rows
+}
+
+
+@functools.cache
+def styles_of(family: str) -> dict[str, Style]:
+    """Return the styles of all modules of a family by FQN, with "*" for a block's number.
+
+    Raises ConfigError for a style that does not exist.
+    """
+    own = {}
+    for module, style in find_family(family).styles.items():
+        if style not in STYLE_NAMES:
+            raise ConfigError(
+                f"model.name = {shown(family)}: the style of {module} is {shown(style)}; use one of"
+                f" {', '.join(STYLE_NAMES)}"
+            )
+        own[f"layers.*.{module}"] = STYLE_NAMES[style]
+    return STYLES | own
 
 
 @dataclass(frozen=True)
@@ -81,14 +109,16 @@ def axis_of(mesh: DeviceMesh) -> Axis:
     return Axis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, compiled: bool = False) -> None:
+def apply_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, family: str, *, compiled: bool = False
+) -> None:
     """Split `model` over the one-axis `mesh` in place; FQNs do not change.
 
     Does nothing for a mesh of one rank.
 
     Parameters become DTensors on `mesh`, split or replicated; those on the meta device stay there.
     The gradient of a replicated one must be summed over ranks, because each rank sees other tokens;
-    SimpleFSDP does it. Raises ValueError for a parameter of a module that is not in STYLES.
+    SimpleFSDP does it. Raises ConfigError for a parameter of a module that has no style.
 
     compiled: gradients of tokens are gathered in float8 where their products are. The gather is
     then a part of the product's backward, which a graph computes once. Eagerly, full checkpointing
@@ -99,24 +129,40 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, compiled: bool 
     axis = axis_of(mesh)
     split: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are split once
     for fqn, module in model.named_modules():
-        style = _style_of(fqn)
+        style = _style_of(fqn, family)
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if style is None:
-                raise ValueError(f"{fqn}.{name}: the tensor-parallel plan has no style for {fqn}")
+                raise _no_style(f"{fqn}.{name}", family)
             if parameter not in split:
                 split[parameter] = _split(parameter, mesh, style.weight)
             module._parameters[name] = split[parameter]
         if style is not None and (style.gathers or style.scatters):
-            if _in_float8(fqn, module, style, compiled):
+            if _in_float8(fqn, module, style, family, compiled):
                 style = replace(style, float8=True)
             module.__dict__["_tp"] = axis
             cls: Any = type(module)
             module.__class__ = _parallel_class(cls, style)
 
 
-def _in_float8(fqn: str, module: nn.Module, style: Style, compiled: bool) -> bool:
+def check_styles(names: Iterable[str], family: str) -> None:
+    """Raise ConfigError for a parameter of a module that has no style. names: of parameters."""
+    for name in names:
+        if _style_of(name.rpartition(".")[0], family) is None:
+            raise _no_style(name, family)
+
+
+def _no_style(name: str, family: str) -> ConfigError:
+    module = re.sub(r"^layers\.\d+\.", "", name.rpartition(".")[0])
+    return ConfigError(
+        f"model.name = {shown(family)}: {name} has no tensor-parallel style; give {module} one of"
+        f" {', '.join(STYLE_NAMES)} in `styles` of its Family, or use"
+        " parallelism.tensor_parallel_degree = 1"
+    )
+
+
+def _in_float8(fqn: str, module: nn.Module, style: Style, family: str, compiled: bool) -> bool:
     """Return True if all products of the tokens that `module` gathers, or of the gradients that it
     gathers in backward, are in float8 with one scale for a tensor.
     """
@@ -124,23 +170,25 @@ def _in_float8(fqn: str, module: nn.Module, style: Style, compiled: bool) -> boo
         products = [module] if compiled else []
     else:
         products = [
-            child for name, child in module.named_children() if _style_of(f"{fqn}.{name}") == COLUMN
+            child
+            for name, child in module.named_children()
+            if _style_of(f"{fqn}.{name}", family) == COLUMN
         ]
     return bool(products) and all(
         isinstance(product, Float8Linear) and product.recipe == "tensorwise" for product in products
     )
 
 
-def weight_dim(fqn: str) -> int | None:
+def weight_dim(fqn: str, family: str) -> int | None:
     """Return the dimension in which tensor parallelism splits the weight of a module; None: it is
     replicated.
     """
-    style = _style_of(fqn)
+    style = _style_of(fqn, family)
     return None if style is None else style.weight
 
 
-def _style_of(fqn: str) -> Style | None:
-    for pattern, style in STYLES.items():
+def _style_of(fqn: str, family: str) -> Style | None:
+    for pattern, style in styles_of(family).items():
         if fnmatch.fnmatchcase(fqn, pattern):
             return style
     return None

@@ -1,98 +1,60 @@
-"""Shapes of Llama 3 models: flavors, changed by keys of [model], and shapes of their parameters.
+"""Shapes of models: a family's flavors, changed by keys of [model], and shapes of their parameters.
 
-Needs no torch, so that a recipe is checked quickly.
+Needs no torch, so that a recipe is checked quickly. Families are in config/families.py.
 
-    FLAVORS["8B"].dim                                 # 4096
     shape_of(Model(flavor="debug", n_layers=12))      # ModelConfig(dim=256, n_layers=12, ...)
     shape_words(Model(flavor="debug", n_layers=12))   # "debug with n_layers = 12 (not 6)"
-    parameter_shapes(FLAVORS["8B"])["norm.weight"]    # (4096,)
+    parameter_shapes(shape_of(Model(flavor="8B")))["norm.weight"]    # (4096,)
 """
 
 import dataclasses
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from titan_lite.config import ConfigError, Model
 from titan_lite.config.errors import shown
+from titan_lite.config.families import Family, ModelConfig, RopeScaling, Shape, find_family
 from titan_lite.manifest import CorruptFileError, fields_of
 from titan_lite.models.fqns import lies_within
 
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's scaling of low rotary frequencies, for contexts beyond `original_max_seq_len`."""
-
-    factor: float  # divisor of the low frequencies
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192  # tokens
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a model."""
-
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    hidden_dim: int
-    vocab_size: int = 128_256
-    tied_embeddings: bool = False
-    rope_theta: float = 500_000.0
-    rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
-    max_seq_len: int = 131_072  # tokens in the rotary tables
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
-
-
-FLAVORS = {
-    "debug": ModelConfig(
-        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048
-    ),
-    "1B": ModelConfig(
-        2048, 16, 32, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(factor=32.0)
-    ),
-    "3B": ModelConfig(
-        3072, 28, 24, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(factor=32.0)
-    ),
-    "8B": ModelConfig(4096, 32, 32, 8, 14336, rope_scaling=RopeScaling(factor=8.0)),
-    "70B": ModelConfig(8192, 80, 64, 8, 28672, rope_scaling=RopeScaling(factor=8.0)),
-    "405B": ModelConfig(16384, 126, 128, 8, 53248, rope_scaling=RopeScaling(factor=8.0)),
-}
-
-
 _SCALING_FIELDS = dataclasses.fields(RopeScaling)
 _REQUIRED_WITHOUT_FLAVOR = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")
-_SIZES = (*_REQUIRED_WITHOUT_FLAVOR, "n_kv_heads")
+_SIZES = (*_REQUIRED_WITHOUT_FLAVOR, "n_kv_heads", "head_dim")
 
 
 def shape_of(model: Model) -> ModelConfig:
     """Return the shape of a recipe's model: its flavor, changed by keys of [model].
 
-    Raises ConfigError for an unknown flavor, or without a flavor for a missing key.
+    Raises ConfigError for an unknown family or flavor, or without a flavor for a missing key.
     """
-    if model.flavor not in ("", *FLAVORS):
-        raise ConfigError(
-            f"model.flavor = {shown(model.flavor)}: use one of {', '.join(FLAVORS)},"
-            ' "from_weights", or "" and give the shape by keys of [model]'
-        )
-    changes = _changes_to_flavor(model)
+    family = find_family(model.name)
+    changes = _changes_to_flavor(model, family)
     if model.flavor:
-        return dataclasses.replace(FLAVORS[model.flavor], **changes)
+        flavor = _flavor_of(model, family)
+        return dataclasses.replace(flavor, **changes, family=model.name)
     missing = [f"model.{name}" for name in _REQUIRED_WITHOUT_FLAVOR if name not in changes]
     if missing:
         raise ConfigError(
             f'model.flavor = "" needs {", ".join(missing)}; set them, or use a flavor such as'
             ' "debug"'
         )
-    return ModelConfig(**{"n_kv_heads": model.n_heads, **changes})
+    without_keys = {"n_kv_heads": model.n_heads, **family.defaults}
+    return ModelConfig(**{**without_keys, **changes, "family": model.name})
+
+
+def _flavor_of(model: Model, family: Family) -> ModelConfig:
+    if model.flavor not in family.flavors:
+        raise ConfigError(
+            f"model.flavor = {shown(model.flavor)}: use one of {', '.join(family.flavors)},"
+            ' "from_weights", or "" and give the shape by keys of [model]'
+        )
+    return family.flavors[model.flavor]
+
+
+def derives_head_dim(model: Model) -> bool:
+    """Return whether the size of a head is dim / n_heads: no key, and not the family, sets it."""
+    return not model.head_dim and "head_dim" not in find_family(model.name).defaults
 
 
 def shape_words(model: Model) -> str:
@@ -100,14 +62,19 @@ def shape_words(model: Model) -> str:
 
     A shape that is given by keys has the name of the flavor that it is equal to, if any.
     """
-    flavor = FLAVORS.get(model.flavor)
+    family = find_family(model.name)
+    flavor = family.flavors.get(model.flavor)
     if flavor is None:
         shape = shape_of(model)
-        for name, other in FLAVORS.items():
-            if shape == dataclasses.replace(other, max_seq_len=shape.max_seq_len):
+        for name, other in family.flavors.items():
+            if shape == dataclasses.replace(
+                other, max_seq_len=shape.max_seq_len, family=shape.family
+            ):
                 return name
     words = []
-    for name, value in _changes_to_flavor(model).items():
+    for name, value in _changes_to_flavor(model, family).items():
+        if name == "head_dim" and not value:
+            continue  # it follows from the others
         if flavor is None:
             words.append(f"{name} = {_short(value)}")
         elif getattr(flavor, name) != value:
@@ -126,11 +93,11 @@ def _short(value: object) -> str:
     )
 
 
-def _changes_to_flavor(model: Model) -> dict[str, Any]:
+def _changes_to_flavor(model: Model, family: Family) -> dict[str, Any]:
     """Return the fields of ModelConfig that keys of [model] set."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(ModelConfig):
-        if field.name in ("tied_embeddings", "rope_scaling"):
+        if field.name in ("tied_embeddings", "rope_scaling", "family"):
             continue
         value = getattr(model, field.name)
         if value:  # 0: as in the flavor
@@ -138,13 +105,15 @@ def _changes_to_flavor(model: Model) -> dict[str, Any]:
     if model.tied_embeddings != "flavor":
         changes["tied_embeddings"] = model.tied_embeddings == "yes"
     if any(getattr(model, f"rope_scaling_{field.name}") for field in _SCALING_FIELDS):
-        changes["rope_scaling"] = _scaling_of(model)
+        changes["rope_scaling"] = _scaling_of(model, family)
+    if derives_head_dim(model) and (model.dim or model.n_heads):
+        changes["head_dim"] = 0  # dim / n_heads, of the other numbers
     return changes
 
 
-def _scaling_of(model: Model) -> RopeScaling | None:
+def _scaling_of(model: Model, family: Family) -> RopeScaling | None:
     """Return the flavor's scaling, changed by keys of [model]; None if there is no factor."""
-    scaling = FLAVORS[model.flavor].rope_scaling if model.flavor else None
+    scaling = _flavor_of(model, family).rope_scaling if model.flavor else None
     factor = model.rope_scaling_factor or (scaling.factor if scaling else 1)
     if factor == 1:
         return None
@@ -156,16 +125,20 @@ def _scaling_of(model: Model) -> RopeScaling | None:
 def config_from_fields(fields: Any, name: str) -> ModelConfig:  # noqa: ANN401 - of a JSON file
     """Return the ModelConfig that `dataclasses.asdict` wrote; fields with defaults may be missing.
 
+    Steps of earlier versions have no family and no head_dim: they are of Llama 3, with dim /
+    n_heads.
+
     name: of the file and the field in it, for errors. Raises CorruptFileError.
     """
     with fields_of(name):
+        for field in _SIZES:
+            size = fields.get(field, 1)
+            if type(size) is not int or size < 1:
+                raise CorruptFileError(
+                    f"{name}.{field} = {size!r}: expected a whole number above 0"
+                )
         scaling = fields.get("rope_scaling")
-        config = ModelConfig(**{**fields, "rope_scaling": scaling and RopeScaling(**scaling)})
-    for field in _SIZES:
-        size = getattr(config, field)
-        if type(size) is not int or size < 1:
-            raise CorruptFileError(f"{name}.{field} = {size!r}: expected a whole number above 0")
-    return config
+        return ModelConfig(**{**fields, "rope_scaling": scaling and RopeScaling(**scaling)})
 
 
 def module_fqns(n_layers: int) -> list[str]:
@@ -176,28 +149,16 @@ def module_fqns(n_layers: int) -> list[str]:
 def parameter_shapes(config: ModelConfig, modules: Iterable[str] = ()) -> dict[str, Shape]:
     """Return the shapes of the parameters by FQN, in the model's order; within `modules`, or all.
 
-    They are those of models/llama3.Transformer, without torch. A tied weight has its first name,
-    and is within "output" too.
+    They are those of models/transformer.Transformer, without torch. A tied weight has its first
+    name, and is within "output" too.
     """
-    width = config.dim
-    kv_width = config.n_kv_heads * config.head_dim
-    of_block = {
-        "attention.wq": (config.n_heads * config.head_dim, width),
-        "attention.wk": (kv_width, width),
-        "attention.wv": (kv_width, width),
-        "attention.wo": (width, config.n_heads * config.head_dim),
-        "feed_forward.w1": (config.hidden_dim, width),
-        "feed_forward.w2": (width, config.hidden_dim),
-        "feed_forward.w3": (config.hidden_dim, width),
-        "attention_norm": (width,),
-        "ffn_norm": (width,),
-    }
-    table = (config.vocab_size, width)
+    of_block = find_family(config.family).block_parameters(config)
+    table = (config.vocab_size, config.dim)
     shapes: dict[str, Shape] = {"tok_embeddings.weight": table}
     for layer in range(config.n_layers):
         for name, shape in of_block.items():
-            shapes[f"layers.{layer}.{name}.weight"] = shape
-    shapes["norm.weight"] = (width,)
+            shapes[f"layers.{layer}.{name}"] = shape
+    shapes["norm.weight"] = (config.dim,)
     if not config.tied_embeddings:
         shapes["output.weight"] = table
     modules = tuple(modules)
@@ -206,3 +167,41 @@ def parameter_shapes(config: ModelConfig, modules: Iterable[str] = ()) -> dict[s
     if config.tied_embeddings and lies_within("output.weight", modules):
         modules = (*modules, "tok_embeddings")
     return {fqn: shape for fqn, shape in shapes.items() if lies_within(fqn, modules)}
+
+
+def check_block(config: ModelConfig, found: Mapping[str, Shape]) -> None:
+    """Raise ConfigError unless a block has the parameters that its family says.
+
+    found: the shapes of the block's parameters by their names in it.
+    """
+    said = find_family(config.family).block_parameters(config)
+    mistakes = [
+        f"{name} is {tuple(found[name]) if name in found else 'not'} in build_block's block, and"
+        f" {tuple(said[name]) if name in said else 'not'} in block_parameters of its Family"
+        for name in dict.fromkeys((*said, *found))
+        if tuple(said.get(name, ())) != tuple(found.get(name, ()))
+    ]
+    if not mistakes and list(said) != list(found):
+        mistakes = ["block_parameters does not have the order of build_block's parameters"]
+    if mistakes:
+        lines = "; ".join(mistakes)
+        raise ConfigError(f"model.name = {shown(config.family)}: {lines}; make the two agree")
+
+
+def matrices_of_block(config: ModelConfig) -> int:
+    """Return the number of elements in the matrices of a block."""
+    shapes = find_family(config.family).block_parameters(config).values()
+    return sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+
+
+def flops_per_token(config: ModelConfig, seq_len: int, *, full_attention: bool = False) -> int:
+    """Return the operations of forward and backward for one token, without recomputation.
+
+    6 for each weight of a matrix product (the output projection, tied or not, but not the embedding
+    look-up), and 6 H D T per layer for causal attention with H heads of D numbers: a token attends
+    to T / 2 others on average. full_attention: 12 H D T, as if every token attended to all T; PaLM
+    (arXiv 2204.02311, appendix B) and torchtitan count so.
+    """
+    weights = config.n_layers * matrices_of_block(config) + config.dim * config.vocab_size
+    attended = config.n_layers * config.n_heads * config.head_dim * seq_len
+    return 6 * weights + (12 if full_attention else 6) * attended

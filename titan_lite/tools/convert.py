@@ -34,6 +34,7 @@ from titan_lite.checkpoint.weights import (
     CheckpointFolder,
     Weights,
     check_tokenizer,
+    check_torchtitan,
     open_weights,
     tokenizer_files,
 )
@@ -87,6 +88,7 @@ def write_torchtitan(
 
     Raises ConfigError.
     """
+    check_torchtitan(weights.config)
     _load_tokenizer(weights, tokenizer)
     fqns = {to_torchtitan(fqn): fqn for fqn in weights.shapes}
     if weights.config.tied_embeddings:

@@ -8,9 +8,10 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,26 +25,27 @@ from titan_lite.checkpoint.weights import (
 )
 from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import shown
+from titan_lite.config.families import ModelConfig
 from titan_lite.config.from_weights import TOKENIZER_FILES
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging
-from titan_lite.models.llama3 import Attention, Mask, ModelConfig, Transformer, rope_tables
+from titan_lite.models.transformer import Mask, Transformer, rope_tables
+
+Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]  # as models/transformer.attend
 
 
-class CachedAttention(Attention):
-    """Attention with a cache of keys and values, for at most config.max_seq_len tokens."""
+class CachedAttention:
+    """An attention's function `attend` with a cache of keys and values, for `max_tokens` tokens."""
 
-    def __init__(self, config: ModelConfig):
-        super().__init__(config)
-        self.max_tokens = config.max_seq_len
+    def __init__(self, attend: Attend, max_tokens: int):
+        self.attend = attend
+        self.max_tokens = max_tokens
         self.tokens = 0  # in the cache
         self.keys = torch.empty(0)  # (B, max_tokens, K, D) from the first call on
         self.values = torch.empty(0)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask = None) -> Tensor:
-        return super().forward(x, cos[self.tokens :], sin[self.tokens :], mask)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Add k and v (B, t, K, D) to the cache, and attend from q (B, t, H, D) to all of it."""
         if self.tokens == 0:
             self.keys = k.new_empty(k.shape[0], self.max_tokens, *k.shape[2:])
@@ -53,7 +55,7 @@ class CachedAttention(Attention):
         self.keys[:, past : self.tokens] = k
         self.values[:, past : self.tokens] = v
         if past == 0:
-            return super().attend(q, k, v, mask)
+            return self.attend(q, k, v, mask)
         causal = None  # a single token attends to all
         if q.shape[1] > 1:
             ones = torch.ones(q.shape[1], self.tokens, dtype=torch.bool, device=q.device)
@@ -69,13 +71,23 @@ class CachedAttention(Attention):
 class Decoder(Transformer):
     """Transformer with a cache: each call computes the next tokens only.
 
-    All calls together take at most config.max_seq_len tokens.
+    All calls together take at most config.max_seq_len tokens. Raises ConfigError for a family
+    without a function `attend`.
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        for layer in self.layers.values():
-            layer.attention = CachedAttention(config)
+        self.tokens = 0  # so far
+        for name, layer in self.layers.items():
+            attention: Any = getattr(layer, "attention", None)
+            attend = getattr(attention, "attend", None)
+            if attend is None:
+                raise ConfigError(
+                    f"model.name = {shown(config.family)}: layers.{name} has no module `attention`"
+                    " with a function `attend`, which a cache of keys and values needs; give the"
+                    " family one"
+                )
+            attention.attend = CachedAttention(attend, config.max_seq_len)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, *others: Tensor | None, **more: Tensor | None) -> Tensor:
@@ -84,8 +96,10 @@ class Decoder(Transformer):
         assert self.norm is not None
         assert self.output is not None
         x = self.tok_embeddings(tokens)
+        cos, sin = self.rope_cos[self.tokens :], self.rope_sin[self.tokens :]
+        self.tokens += tokens.shape[1]
         for layer in self.layers.values():
-            x = layer(x, self.rope_cos, self.rope_sin)
+            x = layer(x, cos, sin)
         return self.output(self.norm(x[:, -1]))
 
 

@@ -15,7 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titan_lite.checkpoint.names import from_torchtitan, to_torchtitan
 from titan_lite.checkpoint.weights import TorchtitanFolder, load_initial, open_weights
 from titan_lite.config import ConfigError
-from titan_lite.models.llama3 import ModelConfig, Transformer
+from titan_lite.config.families import ModelConfig
+from titan_lite.models.transformer import Transformer
 from titan_lite.tools import convert
 from titan_lite.tools.convert import write_step, write_torchtitan
 

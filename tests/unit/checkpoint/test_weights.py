@@ -29,10 +29,11 @@ from titan_lite.checkpoint.weights import (
     shapes,
 )
 from titan_lite.config import ConfigError
+from titan_lite.config.families import LLAMA3, ModelConfig, RopeScaling
 from titan_lite.config.from_weights import read_model
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.models.huggingface import config_to_hf
-from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
+from titan_lite.models.transformer import Transformer
 from titan_lite.tools import convert
 from titan_lite.tools.convert import write_hf, write_step
 
@@ -464,7 +465,7 @@ def test_a_hugging_face_folder_that_is_not_whole(folder, tmp_path, change, words
         (lambda copy: cut_short(copy / "__0_0.distcp"), "__0_0.distcp has .* bytes of"),
         (lambda copy: flip(copy / "__0_0.distcp"), "__0_0.distcp was altered"),
         (
-            lambda copy: rewrite(copy, {"model": dataclasses.asdict(FLAVORS["debug"])}),
+            lambda copy: rewrite(copy, {"model": dataclasses.asdict(LLAMA3.flavors["debug"])}),
             "things do not fit",
         ),
         (

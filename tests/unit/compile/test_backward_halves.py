@@ -26,7 +26,7 @@ from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.pipeline import keep_modules
 from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, sharded_model
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
-from titan_lite.models.llama3 import Transformer
+from titan_lite.models.transformer import Transformer
 
 TOKENS = 16
 
@@ -220,7 +220,7 @@ MODES = ("none", "selective", "full")
 def backward_of(mesh, stage, mode):
     model = Transformer(HEADS)
     keep_modules(model, STAGES[stage])
-    apply_tensor_parallel(model, mesh["tp"])
+    apply_tensor_parallel(model, mesh["tp"], "llama3")
     apply_activation_checkpoint(model.layers, mode, compiled=True)
     options = FSDPOptions(param_dtype=torch.bfloat16)
     apply_simple_fsdp(model, parameter_mesh(mesh), options)

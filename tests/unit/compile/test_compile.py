@@ -15,8 +15,9 @@ from titan_lite.compile.model_parts import PlainWeights, TraceableModel
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, ConfigError
-from titan_lite.models.llama3 import ModelConfig, Transformer
+from titan_lite.config.families import ModelConfig
 from titan_lite.models.loss import IGNORE_INDEX, cross_entropy_sum
+from titan_lite.models.transformer import Transformer
 
 CONFIG = ModelConfig(
     dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=64, max_seq_len=16

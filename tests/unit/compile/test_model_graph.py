@@ -18,12 +18,13 @@ from titan_lite.compile.model_parts import PlainWeights, TraceableModel, trace_p
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile
+from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.activation_checkpoint import (
     apply_activation_checkpoint,
     checkpoint_rule,
 )
 from titan_lite.models.attention import doc_starts
-from titan_lite.models.llama3 import ModelConfig, Transformer
+from titan_lite.models.transformer import Transformer
 
 UNTIED = ModelConfig(
     dim=32, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=64, max_seq_len=16

@@ -19,7 +19,8 @@ from titan_lite.compile.segments import (
     is_outside,
     split,
 )
-from titan_lite.models.llama3 import ModelConfig, Transformer
+from titan_lite.config.families import ModelConfig
+from titan_lite.models.transformer import Transformer
 
 aten = torch.ops.aten
 

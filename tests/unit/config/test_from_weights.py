@@ -11,13 +11,14 @@ import torch
 from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.config import ConfigError, flatten, load_config, to_toml
+from titan_lite.config.families import LLAMA3, ModelConfig, RopeScaling
 from titan_lite.config.from_weights import keys_of_config_json
 from titan_lite.data.special_tokens import CHARACTERS
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.data.tokenizer_json import to_json
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.huggingface import config_to_hf
-from titan_lite.models.shapes import FLAVORS, ModelConfig, RopeScaling, shape_of
+from titan_lite.models.shapes import shape_of
 from titan_lite.rules import check_inputs, check_keys
 
 JSON = {
@@ -120,7 +121,7 @@ FLAVOR_DEBUG = ["--model.flavor=debug", "--model.tokenizer_path="]
 
 
 def test_an_empty_path_is_the_tokenizer_of_the_folder_with_any_flavor(folder, tmp_path):
-    content = config_to_hf(FLAVORS["debug"], torch.bfloat16)
+    content = config_to_hf(LLAMA3.flavors["debug"], torch.bfloat16)
     (folder / "config.json").write_text(json.dumps(content))
     path = f"--checkpoint.initial_load_path={folder}"
     config = load(tmp_path, RECIPE, path, *FLAVOR_DEBUG)
@@ -199,8 +200,8 @@ def test_a_flavor_that_the_weights_are_not_is_told_with_all_that_differs(folder,
         f'{DEBUG}: model.flavor = "debug" is not that of checkpoint.initial_load_path'
         f" ({folder}/config.json): dim = 256 (not 64), n_layers = 6 (not 3), n_heads = 8 (not 4),"
         ' n_kv_heads = 4 (not 2), hidden_dim = 768 (not 96), tied_embeddings = "no" (not "yes"),'
-        " rope_theta = 500000.0 (not 20000.0), norm_eps = 1e-05 (not 1e-06), rope_scaling_factor ="
-        ' 1.0 (not 8.0); use "from_weights"'
+        " rope_theta = 500000.0 (not 20000.0), norm_eps = 1e-05 (not 1e-06), head_dim = 32 (not 16),"
+        ' rope_scaling_factor = 1.0 (not 8.0); use "from_weights"'
     )
     assert shape_of(load_config(DEBUG, [path, "--model.flavor=from_weights"]).model) == SHAPE
 
@@ -359,7 +360,7 @@ def test_rotary_settings_are_read_as_transformers_computes_them(case, tmp_path):
     import torch
 
     from titan_lite.models.huggingface import config_from_hf, hf_names, to_hf
-    from titan_lite.models.llama3 import Transformer
+    from titan_lite.models.transformer import Transformer
 
     transformers = pytest.importorskip("transformers")
     change, (theta, scaling) = ROPE[case]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from titan_lite.config.families import LLAMA3
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
-from titan_lite.models.llama3 import FLAVORS
 
 reference = pytest.importorskip(
     "llama_models.llama3.tokenizer", reason="needs the package llama-models (extra test)"
@@ -146,7 +146,7 @@ def test_the_strings_are_diverse():
 
 def test_vocabulary_and_special_tokens_are_theirs(theirs, ours, as_json):
     for tokenizer in (ours, as_json):
-        assert tokenizer.vocab_size == theirs.n_words == FLAVORS["8B"].vocab_size == 128_256
+        assert tokenizer.vocab_size == theirs.n_words == LLAMA3.flavors["8B"].vocab_size == 128_256
         assert tokenizer.special_tokens == theirs.special_tokens
         assert (
             (tokenizer.bos_id, tokenizer.eos_id)

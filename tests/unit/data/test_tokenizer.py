@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_lite.config import ConfigError
+from titan_lite.config.families import LLAMA3
 from titan_lite.data.tokenizer import cut_text, load_tokenizer
-from titan_lite.models.llama3 import FLAVORS
 
 DEBUG = Path(__file__).parents[3] / "assets/tokenizer/debug.model"
 BYTES = [b"%s %d" % (base64.b64encode(bytes([i])), i) for i in range(256)]
@@ -21,7 +21,7 @@ def tokenizer():
 
 
 def test_the_debug_tokenizer_fits_the_debug_flavor(tokenizer):
-    assert tokenizer.vocab_size == FLAVORS["debug"].vocab_size == 2048
+    assert tokenizer.vocab_size == LLAMA3.flavors["debug"].vocab_size == 2048
 
 
 def test_256_special_tokens_follow_the_ranks(tokenizer):

@@ -10,8 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_lite.config import ConfigError
+from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
-from titan_lite.models.llama3 import ModelConfig, Transformer, TransformerBlock
+from titan_lite.models.transformer import Transformer, TransformerBlock
 
 LAYERS = 3
 CONFIG = ModelConfig(

@@ -25,7 +25,7 @@ from titan_lite.config import Compile, ConfigError
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, sharded_model
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
-from titan_lite.models.llama3 import Transformer
+from titan_lite.models.transformer import Transformer
 
 F32 = torch.float32
 
@@ -41,7 +41,7 @@ def graphs_of(mesh):
     """(forward, backward) as Inductor sees them."""
     model = Transformer(HEADS)
     model.init_weights(0)
-    apply_tensor_parallel(model, mesh["tp"])
+    apply_tensor_parallel(model, mesh["tp"], "llama3")
     apply_simple_fsdp(model, parameter_mesh(mesh), FSDPOptions())
     traceable = TraceableModel(model, sharded_model(model), model.layers)
     tokens = torch.zeros(4, 16, dtype=torch.int64)

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.context_parallel import (
     causal_attention,
     in_position_order,
     own_positions,
 )
-from titan_lite.models.llama3 import ModelConfig, Transformer
+from titan_lite.models.transformer import Transformer
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])

@@ -11,8 +11,8 @@ from titan_lite.config import load_config
 from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.fqns import parameters_within
-from titan_lite.models.llama3 import Transformer
 from titan_lite.models.shapes import parameter_shapes
+from titan_lite.models.transformer import Transformer
 
 RAMP = ["--training.global_batch_size=16", "--training.global_batch_ramp=4 until 3, 8 until 5"]
 

@@ -5,9 +5,10 @@ import functools
 import pytest
 import torch
 
+from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.pipeline import SingleStage, keep_modules
-from titan_lite.models.llama3 import ModelConfig, Transformer
 from titan_lite.models.loss import cross_entropy_sum
+from titan_lite.models.transformer import Transformer
 
 CONFIG = ModelConfig(
     dim=16, n_layers=4, n_heads=2, n_kv_heads=1, hidden_dim=8, vocab_size=11, max_seq_len=12

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_lite.config import ConfigError, load_config
+from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.context_parallel import causal_attention
 from titan_lite.distributed.layout import Layout
@@ -30,7 +31,8 @@ from titan_lite.models.attention import (
     masks_by_kernel,
     use_kernel,
 )
-from titan_lite.models.llama3 import Attention, ModelConfig, Transformer, attention_mask
+from titan_lite.models.llama3 import Attention
+from titan_lite.models.transformer import Transformer, attention_mask
 
 BOS, EOS, ROWS, TOKENS = 1, 2, 3, 24
 CONFIG = ModelConfig(

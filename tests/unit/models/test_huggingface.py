@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from titan_lite.config.families import LLAMA3, ModelConfig, RopeScaling
 from titan_lite.models.huggingface import config_from_hf, config_to_hf, from_hf, hf_names, to_hf
-from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
+from titan_lite.models.transformer import Transformer
 
 TINY = ModelConfig(
     dim=48, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=40, vocab_size=300, max_seq_len=64
@@ -58,16 +59,19 @@ def test_only_rotary_weights_are_permuted_and_come_back_to_the_bit(name):
             )
 
 
-@pytest.mark.parametrize("flavor", FLAVORS)
+@pytest.mark.parametrize("flavor", LLAMA3.flavors)
 def test_every_flavor_survives_its_config_json(flavor):
-    assert config_from_hf(config_to_hf(FLAVORS[flavor], torch.bfloat16)) == FLAVORS[flavor]
+    assert (
+        config_from_hf(config_to_hf(LLAMA3.flavors[flavor], torch.bfloat16))
+        == LLAMA3.flavors[flavor]
+    )
 
 
 @pytest.mark.parametrize("flavor", ["debug", "1B"])
 def test_every_parameter_has_a_name_of_its_own(flavor):
     with torch.device("meta"):
-        model = Transformer(dataclasses.replace(FLAVORS[flavor], max_seq_len=1))
-    names = hf_names(FLAVORS[flavor])
+        model = Transformer(dataclasses.replace(LLAMA3.flavors[flavor], max_seq_len=1))
+    names = hf_names(LLAMA3.flavors[flavor])
     assert list(names) == [fqn for fqn, _ in model.named_parameters()]
     assert len(set(names.values())) == len(names)
 
@@ -91,7 +95,7 @@ def test_what_is_left_out_is_as_transformers_has_it_by_default():
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': expected 'silu'"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),
-        ({"head_dim": 16}, "head_dim = 16: expected hidden_size / num_attention_heads"),
+        ({"head_dim": 0}, "head_dim = 0: expected a whole number above 0"),
         (
             {"num_hidden_layers": 0},
             "num_hidden_layers = 0: expected a whole number above 0",

@@ -12,15 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from titan_lite.models.llama3 import (
-    FLAVORS,
-    Attention,
-    ModelConfig,
-    RopeScaling,
-    Transformer,
-    flops_per_token,
-    rope_tables,
-)
+from titan_lite.config.families import LLAMA3, ModelConfig, RopeScaling
+from titan_lite.models.llama3 import Attention
+from titan_lite.models.shapes import flops_per_token
+from titan_lite.models.transformer import Transformer, rope_tables
 
 TINY = ModelConfig(
     dim=64,
@@ -67,14 +62,14 @@ def random_tokens(config, rows=2, length=16, seed=0):
 )
 def test_a_flavor_has_the_published_number_of_parameters(flavor, parameters):
     with torch.device("meta"):
-        model = Transformer(FLAVORS[flavor])
+        model = Transformer(LLAMA3.flavors[flavor])
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
 def test_flavors_differ_from_the_published_models_in_nothing_that_counting_misses():
     for name, factor in {"1B": 32.0, "3B": 32.0, "8B": 8.0, "70B": 8.0, "405B": 8.0}.items():
-        config = FLAVORS[name]
+        config = LLAMA3.flavors[name]
         assert config.rope_scaling == RopeScaling(
             factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
         )
@@ -275,7 +270,7 @@ def test_groups_of_heads_are_copied_where_no_gpu_kernel_takes_them(monkeypatch):
 @torch.no_grad()
 def test_the_first_loss_is_that_of_an_almost_uniform_guess():
     """ln V + 1/32, averaged over all labels instead of drawing some."""
-    config = dataclasses.replace(FLAVORS["debug"], max_seq_len=128)
+    config = dataclasses.replace(LLAMA3.flavors["debug"], max_seq_len=128)
     logits = build(config)(random_tokens(config, rows=2, length=128))
     assert logits.std() == pytest.approx(0.25, rel=0.05)
     excess = (logits.logsumexp(dim=-1) - logits.mean(dim=-1)).mean() - math.log(config.vocab_size)
@@ -465,8 +460,8 @@ def test_bfloat16_follows_float32_with_rotary_tables_in_float32():
     ],
 )
 def test_flops_per_token_by_hand(flavor, seq_len, expected):
-    assert flops_per_token(FLAVORS[flavor], seq_len) == expected
-    shape = FLAVORS[flavor]
+    assert flops_per_token(LLAMA3.flavors[flavor], seq_len) == expected
+    shape = LLAMA3.flavors[flavor]
     attention = 6 * shape.n_layers * shape.dim * seq_len
     assert flops_per_token(shape, seq_len, full_attention=True) == expected + attention
 

@@ -14,23 +14,23 @@ from titan_lite.checkpoint.resume import compare
 from titan_lite.checkpoint.run_identity import run_identity
 from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import KEYS, Config, ConfigError, Model, load_config
+from titan_lite.config.families import LLAMA3, ModelConfig, RopeScaling, find_family
 from titan_lite.config.from_weights import keys_of_shape
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import start_lines
 from titan_lite.models.huggingface import config_from_hf, config_to_hf
-from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling
-from titan_lite.models.shapes import shape_of, shape_words
+from titan_lite.models.shapes import config_from_fields, shape_of, shape_words
 from titan_lite.rules import check
 from titan_lite.tools.verify.twin import twin_model
 
 OWN = Model(flavor="", dim=96, n_layers=3, n_heads=6, hidden_dim=128, vocab_size=2048)
 
 
-@pytest.mark.parametrize("flavor", FLAVORS)
+@pytest.mark.parametrize("flavor", LLAMA3.flavors)
 def test_a_flavor_alone_is_what_it_was(flavor):
     assert shape_of(Model(flavor=flavor)) is not None
-    assert shape_of(Model(flavor=flavor)) == FLAVORS[flavor]
+    assert shape_of(Model(flavor=flavor)) == LLAMA3.flavors[flavor]
     assert shape_words(Model(flavor=flavor)) == flavor
 
 
@@ -44,22 +44,26 @@ def test_every_field_of_a_model_has_a_key_which_changes_it_alone():
         vocab_size=4096,
         rope_theta=1e4,
         norm_eps=1e-6,
+        head_dim=64,
     )
     others |= dict(max_seq_len=64, tied_embeddings="yes", rope_scaling_factor=4.0)
-    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    fields = {field.name for field in dataclasses.fields(ModelConfig)} - {"family"}  # model.name
     assert {name.removesuffix("_factor") for name in others} == fields
     assert {f"model.{name}" for name in others} <= KEYS.keys()
     for name, value in others.items():
         field = name.removesuffix("_factor")
         expected = {"yes": True, 4.0: RopeScaling(4.0)}.get(value, value)
+        changed = {field: expected}
+        if name in ("dim", "n_heads"):
+            changed["head_dim"] = 0  # which follows
         assert shape_of(Model(**{name: value})) == dataclasses.replace(
-            FLAVORS["debug"], **{field: expected}
+            LLAMA3.flavors["debug"], **changed
         )
 
 
 def test_scaling_keeps_what_the_flavor_says_beside_its_factor_and_1_takes_it_away():
     assert shape_of(Model(flavor="1B", rope_scaling_factor=8.0)) == dataclasses.replace(
-        FLAVORS["1B"], rope_scaling=RopeScaling(factor=8.0)
+        LLAMA3.flavors["1B"], rope_scaling=RopeScaling(factor=8.0)
     )
     assert shape_of(Model(flavor="1B", rope_scaling_factor=1.0)).rope_scaling is None
     assert not shape_of(Model(flavor="1B", tied_embeddings="no")).tied_embeddings
@@ -72,14 +76,14 @@ def test_every_field_of_scaling_has_a_key():
     assert shape_of(Model(**keys)).rope_scaling == RopeScaling(**values)
     for name, value in values.items():
         changed = shape_of(Model(flavor="8B", **{f"rope_scaling_{name}": value})).rope_scaling
-        assert changed == dataclasses.replace(FLAVORS["8B"].rope_scaling, **{name: value})
+        assert changed == dataclasses.replace(LLAMA3.flavors["8B"].rope_scaling, **{name: value})
     assert shape_words(Model(**keys)) == (
         "debug with rope_scaling = 16x with 2.0, 8.0, 4096 (not None)"
     )
 
 
 def test_a_shape_by_keys_has_the_name_of_the_flavor_that_it_is():
-    keys = keys_of_shape(dataclasses.asdict(FLAVORS["1B"]))
+    keys = keys_of_shape(dataclasses.asdict(LLAMA3.flavors["1B"]))
     assert shape_words(Model(flavor="", **keys)) == "1B"
     assert shape_words(Model(flavor="", **keys | {"max_seq_len": 8192})) == "1B"
     assert shape_words(Model(flavor="", **keys | {"dim": 4096})).startswith("custom with dim")
@@ -100,6 +104,12 @@ WRONG = [
         dict(flavor="7B"),
         'model.flavor = "7B": use one of debug, 1B, 3B, 8B, 70B, 405B, "from_weights", or ""',
         {},
+    ),
+    (
+        dict(head_dim=7),
+        "model.head_dim = 7 is odd, and a head's dimensions rotate in pairs; use model.head_dim = 6"
+        " or 8",
+        dict(head_dim=6),
     ),
     (
         dict(flavor=""),
@@ -160,6 +170,21 @@ def test_what_is_no_model_is_told_with_the_key_that_was_written(keys, words, fix
         check_shape(Model(**fixed))
 
 
+def test_a_family_that_does_not_exist_is_told_with_those_that_do():
+    with pytest.raises(ConfigError, match=r'model.name = "lama": expected one of llama3'):
+        load_config(DEBUG, ["--model.name=lama"])
+    with pytest.raises(ConfigError, match=r'model.name = "lama": use one of llama3'):
+        find_family("lama")
+
+
+def test_a_shape_without_family_and_head_dim_is_a_llama_of_an_earlier_version():
+    shape = dataclasses.replace(LLAMA3.flavors["debug"], rope_scaling=RopeScaling(2.0))
+    fields = dataclasses.asdict(shape)
+    del fields["family"], fields["head_dim"]
+    assert config_from_fields(fields, "state.json") == shape
+    assert keys_of_shape(fields)["name"] == "llama3"
+
+
 def test_sizes_that_are_wrong_for_two_reasons_are_told_both():
     with pytest.raises(ConfigError) as error:
         check_shape(Model(n_heads=6, dim=100))
@@ -214,7 +239,12 @@ CHANGED = ["--model.n_layers=3", "--model.dim=128", "--model.tied_embeddings=yes
 def test_a_layout_has_the_shape_and_the_start_says_it():
     config, layout = configured(*CHANGED)
     assert layout.model == dataclasses.replace(
-        FLAVORS["debug"], n_layers=3, dim=128, tied_embeddings=True, max_seq_len=256
+        LLAMA3.flavors["debug"],
+        n_layers=3,
+        dim=128,
+        head_dim=16,
+        tied_embeddings=True,
+        max_seq_len=256,
     )
     lines = start_lines(config, layout, torch.device("cpu"), priced=True, tokens_known=2048)
     words = (

@@ -10,7 +10,8 @@ import torch
 
 from titan_lite.compile.compile import compile_function
 from titan_lite.config import Compile, Optimizer
-from titan_lite.models.llama3 import ModelConfig, Transformer
+from titan_lite.config.families import ModelConfig
+from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
 from titan_lite.optim.clipping import clip_grad_norm_
 

@@ -8,7 +8,8 @@ import torch
 from tiny import UNTIED
 
 from titan_lite.config import Optimizer
-from titan_lite.models.llama3 import FLAVORS, Transformer
+from titan_lite.config.families import LLAMA3
+from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
 from titan_lite.optim.muon import COEFFICIENTS, orthogonalize
 from titan_lite.optim.state import is_matrix, newton_schulz_flops, share_out
@@ -132,7 +133,7 @@ MOMENTS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
 @pytest.mark.parametrize(("ranks", "most"), [(1, 1.0), (8, 1.01), (32, 1.02), (64, 1.06)])
 def test_owners_of_the_matrices_of_8b_have_alike_work(ranks, most):
     with torch.device("meta"):
-        model = Transformer(FLAVORS["8B"])
+        model = Transformer(LLAMA3.flavors["8B"])
     shapes = [
         tuple(parameter.shape) for fqn, parameter in model.named_parameters() if is_matrix(fqn)
     ]

@@ -11,8 +11,8 @@ from test_muon import set_gradients
 from tiny import UNTIED
 
 from titan_lite.config import Optimizer
-from titan_lite.models.llama3 import Transformer
-from titan_lite.models.shapes import FLAVORS
+from titan_lite.config.families import LLAMA3
+from titan_lite.models.transformer import Transformer
 from titan_lite.optim import shampoo
 from titan_lite.optim.build import build_optimizer
 from titan_lite.optim.shampoo import inverse_fourth_root
@@ -220,7 +220,7 @@ def test_every_root_has_one_turn_in_a_period_after_the_step_that_computes_them_a
 )
 def test_owners_have_alike_roots_in_every_step(flavor, ranks, most):
     """The busiest owner in its busiest step, beside the mean of all."""
-    config, model = Optimizer(name="Shampoo"), FLAVORS[flavor]
+    config, model = Optimizer(name="Shampoo"), LLAMA3.flavors[flavor]
     heads = model.dim // model.n_heads * model.n_kv_heads
     of_block = {
         name: (rows, model.dim)

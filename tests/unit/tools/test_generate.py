@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 
 from titan_lite import manifest
 from titan_lite.checkpoint.weights import open_weights
+from titan_lite.config.families import ModelConfig, RopeScaling
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.data.tokenizer_json import to_json
 from titan_lite.models.huggingface import config_to_hf, hf_names, to_hf
-from titan_lite.models.llama3 import ModelConfig, RopeScaling, Transformer
+from titan_lite.models.transformer import Transformer
 from titan_lite.tools import convert
 from titan_lite.tools import generate as command
 from titan_lite.tools.convert import write_step

@@ -27,7 +27,7 @@ from titan_lite.compile.compile import CompileError
 from titan_lite.config import ConfigError
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.cost.timeline import Timeline
-from titan_lite.models.llama3 import flops_per_token
+from titan_lite.models.shapes import flops_per_token
 from titan_lite.tools.plan.memory import Memory, memory_of
 from titan_lite.tools.plan.simulate import StepTimes, simulate_step
 from titan_lite.tools.plan.tape import Stage, stage_of

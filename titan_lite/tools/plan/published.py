@@ -10,9 +10,10 @@ import math
 from typing import NamedTuple
 
 from titan_lite.config import Config
+from titan_lite.config.families import ModelConfig, find_family
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.profiles import PROFILES
-from titan_lite.models.shapes import FLAVORS, ModelConfig, parameter_shapes, shape_words
+from titan_lite.models.shapes import parameter_shapes, shape_words
 
 SIZE_CLASS = 2  # most times as many parameters, or as few, as a model of about the same size
 
@@ -24,6 +25,7 @@ class RunKind(NamedTuple):
     mode: str  # eager, or the backend of torch.compile
     precision: str  # of matrix products
     machine: str
+    family: str = "llama3"
 
 
 # Nominal planned tokens per second / published, by kind and name in scripts/compare_published.py
@@ -99,7 +101,7 @@ def bias_of(model: ModelConfig, config: Config, machine: Machine) -> str:
     flavors: list[str] = []
     for kind, runs in RUNS.items():
         is_alike = (kind.mode, kind.precision) == (mode, precision)
-        if is_alike and PROFILES[kind.machine] == machine and is_of_size(model, kind.flavor):
+        if is_alike and PROFILES[kind.machine] == machine and is_of_size(model, kind):
             ratios += runs.values()
             flavors.append(kind.flavor)
     if not ratios:
@@ -112,9 +114,9 @@ def bias_of(model: ModelConfig, config: Config, machine: Machine) -> str:
     )
 
 
-def is_of_size(model: ModelConfig, flavor: str) -> bool:
-    """Return whether a model has between half and twice the parameters of a flavor."""
-    times = parameters(model) / parameters(FLAVORS[flavor])
+def is_of_size(model: ModelConfig, kind: RunKind) -> bool:
+    """Return whether a model has between half and twice the parameters of the runs'."""
+    times = parameters(model) / parameters(find_family(kind.family).flavors[kind.flavor])
     return 1 / SIZE_CLASS <= times <= SIZE_CLASS
 
 

@@ -29,7 +29,7 @@ from titan_lite.distributed.memory import (
     owner_bytes,
 )
 from titan_lite.distributed.pipeline_schedule import IN_HALVES, runs_halves
-from titan_lite.models.shapes import shape_of
+from titan_lite.models.shapes import matrices_of_block, shape_of
 from titan_lite.optim.state import moment_bytes
 from titan_lite.tools.plan.changes import (
     CHECKPOINTING,
@@ -376,8 +376,8 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
     tp = layout.degrees["tp"]
     computed, _ = itemsizes(layout.config.training)
     tokens = layout.microbatch_size * layout.seq_len // layout.degrees["cp"]
-    attention = 2 * model.dim * model.head_dim * (model.n_heads + model.n_kv_heads)
-    feed_forward = 3 * model.dim * model.hidden_dim
+    heads = model.n_heads * model.head_dim
+    kv_heads = model.n_kv_heads * model.head_dim
     mode = layout.config.activation_checkpoint.mode
     option = layout.config.activation_checkpoint.selective_ac_option
     by_operator = mode == "selective" and option in ("op", "op/2")
@@ -392,13 +392,13 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
     inputs = 0.0 if inputs_are_recomputed else 2 * model.dim + model.hidden_dim
     # At least queries, keys, values, attention's result and its product, and both halves of the
     # feed-forward.
-    results = 3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.hidden_dim
+    results = 2 * heads + 2 * kv_heads + model.dim + 2 * model.hidden_dim
     saved = 0.5 if by_operator and option == "op/2" else 1.0  # share of products
     per_token = recomputed * model.dim + (1 - recomputed) * (saved * results + inputs)
     return _Sizes(
         tokens=tokens,
         vocabulary=model.vocab_size * model.dim / tp,
-        block=(attention + feed_forward) / tp,
+        block=matrices_of_block(model) / tp,
         recomputed=recomputed,
         kept_bytes=computed * tokens / tp * per_token,
     )
@@ -423,7 +423,8 @@ def _block_seconds(layout: PlannedLayout, machine: Machine, sizes: _Sizes) -> _B
     peak_of_products = machine.flops(torch.float8_e4m3fn) if config.float8.enable else peak
     products = 2 * sizes.block * sizes.tokens / (peak_of_products * machine.matmul_efficiency)
     attended = layout.seq_len / 2  # tokens that a token attends to, on average
-    attention_flops = 4 * sizes.tokens * attended * layout.model.dim / tp
+    heads = layout.model.n_heads * layout.model.head_dim
+    attention_flops = 4 * sizes.tokens * attended * heads / tp
     attention = attention_flops / (peak * machine.attention_efficiency)
     forward = products + attention
     backward = 2 * products + 2.5 * attention + sizes.recomputed * forward

@@ -67,8 +67,8 @@ from titan_lite.distributed.simple_fsdp import materialize, sharded_model
 from titan_lite.distributed.step_gather import OncePerStepGatherer, StepGradients
 from titan_lite.dtensor import local
 from titan_lite.models.attention import fits_flash
-from titan_lite.models.llama3 import Transformer
 from titan_lite.models.loss import Loss
+from titan_lite.models.transformer import Transformer
 from titan_lite.optim.state import is_matrix
 from titan_lite.processes import end_with_parent
 from titan_lite.tools.plan.costs import (

@@ -25,12 +25,12 @@ import torch.multiprocessing as mp
 
 from titan_lite.cli import Parser, at_least_one, command
 from titan_lite.config import Compile, Config, ConfigError, load_config
+from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.device import device_memory
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.memory import choose_fsdp_communication
 from titan_lite.distributed.pipeline_schedule import TooFewLayers
 from titan_lite.machine_rules import check_machine
-from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.rules import check_keys
 from titan_lite.tools.verify.compare import FLOAT8, FLOAT32, Comparison, compare
@@ -132,7 +132,8 @@ class Verification:
         kind = f"float8 {float8.recipe} beside float32" if float8.enable else "float32"
         print(
             f"twin of {shape_words(self.config.model)}:"
-            f" {twin_model(self.flavor, 1).n_layers} layers or more, dim {FLAVORS['debug'].dim},"
+            f" {twin_model(self.flavor, 1).n_layers} layers or more, dim"
+            f" {twin_model(self.flavor, 1).dim},"
             f" {kind}, {SEQUENCES} sequences of {SEQ_LEN} tokens a step, {self.steps} steps;"
             " expected: one eager process"
         )

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from titan_lite.config import Config
+from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.layout import AXES, DEGREES
 from titan_lite.hooks import Hook
 from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.metrics.run_files import read_metrics
-from titan_lite.models.llama3 import ModelConfig
 from titan_lite.processes import signal_when_parent_dies
 from titan_lite.trainer import Trainer
 

@@ -31,9 +31,10 @@ from titan_lite.config import (
     Training,
     Validation,
 )
+from titan_lite.config.errors import shown
+from titan_lite.config.families import ModelConfig, find_family
 from titan_lite.distributed.layout import AXES, DEGREES, resolve_degrees
 from titan_lite.models.float8 import DIM_MULTIPLE
-from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.models.loss_chunk import automatic_chunk
 from titan_lite.models.shapes import shape_of
 from titan_lite.sharding import chunk_size
@@ -110,9 +111,20 @@ def processes_of(layout: Degrees) -> int:
 
 
 def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
-    """Return the debug flavor with what `flavor` has beside sizes, and layers for its stages."""
+    """Return the family's debug flavor with what `flavor` has beside sizes, and layers for its
+    stages.
+
+    Raises ConfigError for a family of a user's own without that flavor.
+    """
+    flavors = find_family(flavor.family).flavors
+    if "debug" not in flavors:
+        raise ConfigError(
+            f"model.name = {shown(flavor.family)}: its Family has no flavor debug, which verify"
+            " trains; add a small one"
+        )
     return dataclasses.replace(
-        FLAVORS["debug"],
+        flavors["debug"],
+        family=flavor.family,
         n_layers=max(MIN_LAYERS, stages),
         tied_embeddings=flavor.tied_embeddings,
         rope_scaling=flavor.rope_scaling,

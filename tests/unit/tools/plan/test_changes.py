@@ -13,11 +13,11 @@ from titan_lite.config import (
     Parallelism,
     Training,
 )
+from titan_lite.config.families import LLAMA3
 from titan_lite.cost.machine import GIB
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.layout import resolve_degrees
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, Timetable
-from titan_lite.models.llama3 import FLAVORS
 from titan_lite.tools.plan import changes
 from titan_lite.tools.plan.changes import (
     Stopped,
@@ -52,7 +52,7 @@ def layout(ranks=16, gathers_once=False, compile=True, **parallelism):
     )
     return PlannedLayout(
         config=config,
-        model=dataclasses.replace(FLAVORS["8B"], max_seq_len=8192),
+        model=dataclasses.replace(LLAMA3.flavors["8B"], max_seq_len=8192),
         degrees=degrees,
         pipeline=plan,
         local_batch_size=2,

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_lite.config import Config, Optimizer, Parallelism, Training
+from titan_lite.config.families import LLAMA3
 from titan_lite.cost.machine import Link
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, order_of, run_order
-from titan_lite.models.llama3 import FLAVORS
 from titan_lite.tools.plan.costs import Costs, StageCosts
 from titan_lite.tools.plan.owned import all_to_all, owned_matrices
 from titan_lite.tools.plan.simulate import simulate_step, updated_bytes
@@ -42,7 +42,7 @@ def layout(
         parallelism=parallelism, training=Training(local_batch_size=microbatches, seq_len=64)
     )
     degrees = {"pp": degree, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
-    model = dataclasses.replace(FLAVORS["debug"], n_layers=n_layers, max_seq_len=64)
+    model = dataclasses.replace(LLAMA3.flavors["debug"], n_layers=n_layers, max_seq_len=64)
     return PlannedLayout(
         config=config,
         model=model,

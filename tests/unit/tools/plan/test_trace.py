@@ -18,11 +18,12 @@ from titan_lite.config import (
     Training,
     load_config,
 )
+from titan_lite.config.families import ModelConfig
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.axes import axis_along
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.param_collectives import ShardSpec
-from titan_lite.models.llama3 import ModelConfig, flops_per_token
+from titan_lite.models.shapes import flops_per_token
 from titan_lite.tools.plan import plan
 from titan_lite.tools.plan.allocator import LARGE_BUFFER
 from titan_lite.tools.plan.costs import compression_costs

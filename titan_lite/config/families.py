@@ -1,0 +1,205 @@
+"""Model families: flavors, shapes of parameters, and names in Hugging Face's files. Needs no torch.
+
+    find_family("llama3").flavors["8B"].dim            # 4096
+    find_family("my_models/mixer.py").flavors          # of a user's own file
+
+A family is a row of FAMILIES and the file models/NAME.py, whose function `build_block` makes one of
+its transformer blocks. What is around the blocks is the same for all (models/transformer.py). A
+user's own file has both: `FAMILY`, a Family, and `build_block` (docs/contributing.md).
+"""
+
+import functools
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from titan_lite.config.errors import ConfigError, shown
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's scaling of low rotary frequencies, for contexts beyond `original_max_seq_len`."""
+
+    factor: float  # divisor of the low frequencies
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192  # tokens
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a model."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    vocab_size: int = 128_256
+    tied_embeddings: bool = False
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    max_seq_len: int = 131_072  # tokens in the rotary tables
+    head_dim: int = 0  # of a query, key or value; 0 becomes dim / n_heads
+    family: str = "llama3"  # a name that `find_family` knows
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.dim // self.n_heads)
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A family in the files of Hugging Face's transformers (models/huggingface.py)."""
+
+    architecture: str  # such as "LlamaForCausalLM"
+    model_type: str  # of config.json
+    # keys of config.json whose other values are another model; None is this one
+    fixed: Mapping[str, Any]
+    defaults: Mapping[str, Any]  # of keys that a config.json leaves out
+    # module of a block: its name there, beside those that all families have
+    names: Mapping[str, str] = field(default_factory=dict)
+    # modules of a block whose rows are rotary pairs, (2i, 2i + 1) here and (i, i + D/2) there
+    rotary: tuple[str, ...] = ("attention.wq", "attention.wk")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family, but for its modules."""
+
+    flavors: Mapping[str, ModelConfig]  # "debug" is the small one of tests and `verify`
+    # shapes of a block's parameters by their names in it, in the module's order
+    block_parameters: Callable[[ModelConfig], Mapping[str, Shape]]
+    # fields of a shape that is given by keys of [model], where neither a key nor a flavor has them
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # module of a block: its tensor-parallel style (distributed/tensor_parallel.py), beside those
+    # that all families have
+    styles: Mapping[str, str] = field(default_factory=dict)
+    huggingface: HuggingFace | None = None  # None: such files are not read or written
+    is_in_torchtitan: bool = False  # with the layout that torchtitan's checkpoints have
+
+
+# Shapes of what several families have in a block
+
+
+def attention_parameters(config: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of the projections of grouped-query attention."""
+    width = config.n_heads * config.head_dim
+    kv_width = config.n_kv_heads * config.head_dim
+    return {
+        "attention.wq.weight": (width, config.dim),
+        "attention.wk.weight": (kv_width, config.dim),
+        "attention.wv.weight": (kv_width, config.dim),
+        "attention.wo.weight": (config.dim, width),
+    }
+
+
+def feed_forward_parameters(config: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of SwiGLU."""
+    return {
+        "feed_forward.w1.weight": (config.hidden_dim, config.dim),
+        "feed_forward.w2.weight": (config.dim, config.hidden_dim),
+        "feed_forward.w3.weight": (config.hidden_dim, config.dim),
+    }
+
+
+def norm_parameters(config: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of the norms before attention and feed-forward."""
+    return {"attention_norm.weight": (config.dim,), "ffn_norm.weight": (config.dim,)}
+
+
+# The families
+
+
+def _llama3_block(config: ModelConfig) -> dict[str, Shape]:
+    return {
+        **attention_parameters(config),
+        **feed_forward_parameters(config),
+        **norm_parameters(config),
+    }
+
+
+LLAMA3 = Family(
+    flavors={
+        "debug": ModelConfig(256, 6, 8, 4, 768, vocab_size=2048),
+        "1B": ModelConfig(
+            2048, 16, 32, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(factor=32.0)
+        ),
+        "3B": ModelConfig(
+            3072, 28, 24, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(factor=32.0)
+        ),
+        "8B": ModelConfig(4096, 32, 32, 8, 14336, rope_scaling=RopeScaling(factor=8.0)),
+        "70B": ModelConfig(8192, 80, 64, 8, 28672, rope_scaling=RopeScaling(factor=8.0)),
+        "405B": ModelConfig(16384, 126, 128, 8, 53248, rope_scaling=RopeScaling(factor=8.0)),
+    },
+    block_parameters=_llama3_block,
+    huggingface=HuggingFace(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+    ),
+    is_in_torchtitan=True,
+)
+
+FAMILIES: dict[str, Family] = {"llama3": LLAMA3}
+
+
+# By name
+
+
+def find_family(name: str) -> Family:
+    """Return a family by its name, or by the path of a user's own file, which is run.
+
+    Raises ConfigError.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if name.endswith(".py"):
+        return run_file(name).FAMILY
+    raise ConfigError(
+        f"model.name = {shown(name)}: use one of {', '.join(FAMILIES)}, or the path of a Python"
+        " file with a family of your own"
+    )
+
+
+@functools.cache  # a file is run once
+def run_file(name: str) -> ModuleType:
+    """Run a user's own file, and return it as a module. Raises ConfigError."""
+    subject = f"model.name = {shown(name)}"
+    path = Path(name).resolve()
+    if not path.is_file():
+        raise ConfigError(f"{subject}: no such file (looked for {path})")
+    # for pickle, and so that two files of one name are two modules
+    module_name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise ConfigError(
+            f"{subject}: {type(error).__name__}: {error}; the file has to run by itself"
+        ) from error
+    if not isinstance(getattr(module, "FAMILY", None), Family):
+        raise ConfigError(
+            f"{subject} has no FAMILY; give it FAMILY = Family(flavors=..., block_parameters=...)"
+            " of titan_lite.config.families"
+        )
+    if not callable(getattr(module, "build_block", None)):
+        raise ConfigError(
+            f"{subject} has no function build_block; give it build_block(config: ModelConfig),"
+            " which returns a block as a torch.nn.Module"
+        )
+    return module
