@@ -273,8 +273,6 @@ def test_checks_of_a_layout_see_the_shape():
             "--model.dim=126",
             "--parallelism.tensor_parallel_degree=2",
         )
-    with pytest.raises(ConfigError, match=r'; use .* or model.tied_embeddings = "no"$'):
-        configured("--model.tied_embeddings=yes", "--parallelism.pipeline_parallel_degree=2")
 
 
 def identity_of(*options):
