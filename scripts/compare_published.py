@@ -471,9 +471,13 @@ class ReplayOf2024(Replay):
     """
 
     def __init__(
-        self, layout: PlannedLayout, stages: Mapping[int, Stage], allocator: CachingAllocator
+        self,
+        layout: PlannedLayout,
+        stages: Mapping[int, Stage],
+        backward_of: Mapping[tuple[int, int | None], str],
+        allocator: CachingAllocator,
     ):
-        super().__init__(layout, stages, allocator)
+        super().__init__(layout, stages, backward_of, allocator)
         self.kept: list[Allocation] = []
 
     def gather_weights(self) -> None:

@@ -50,6 +50,7 @@ from titan_lite.cost.collectives import aten
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
+from titan_lite.distributed.pipeline_schedule import backwards_of
 from titan_lite.tools.plan.trace import (
     PlannedLayout,
     materialize_stage,
@@ -166,7 +167,8 @@ def capture(
         async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
     )
     schedule = Schedule(settings)
-    (stage,) = parallelize_stage(layout, mesh, beside, blocks, schedule).stages
+    kinds = backwards_of(config.parallelism, layout.pipeline)[number]
+    (stage,) = parallelize_stage(layout, mesh, beside, kinds, blocks, schedule).stages
     programs: dict[str, Program] = {}
     defaults = inductor_config.get_config_copy()
 

@@ -53,7 +53,6 @@ QUICK = [  # of every kind and of every two kinds one, and every schedule
     ("pp=2", ZBV),
     ("pp=2", DUAL),
     ("pp=2", INTERLEAVED_HALVES),
-    ("pp=2", [*ZBV, *COMPILED, *SELECTIVE]),
     ("cp=2", [*SELECTIVE, *MASKED]),
     ("dp_shard=2", [*COMPILED, *EVERY_TIME, *CHUNKED]),
     ("dp_shard=2,pp=2", FULL),
@@ -189,6 +188,38 @@ CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)
 @pytest.mark.parametrize(("layout", "options"), CASES)
 def test_a_layout_is_the_run_of_one_process(layout, options):
     result = trained(twin_of(layout, options), 8 if layout == "pp=4" else 4)
+    assert result.agrees, result
+
+
+FORWARD, WHOLE, HALVES = ["forward"], ["backward"], ["backward_input", "backward_weight"]
+
+
+def expect_graphs(trainer, backwards):
+    """Fail unless each stage compiles these graphs for training, and the first one a whole
+    backward.
+    """
+    forward_backward = trainer.model.forward_backward
+    rank = trainer.model.mesh["pp"].get_local_rank()
+    expected = [*FORWARD, *(WHOLE if rank == 0 else backwards), *FORWARD, *backwards]
+
+    def checked(batches, tokens):
+        yield from forward_backward(batches, tokens)
+        graphs = [
+            report.graph
+            for report in trainer.model.compile_reports
+            if report.graph != "inference" and report.pp_rank in (None, rank)
+        ]
+        assert graphs == expected
+
+    trainer.model.forward_backward = checked
+
+
+@pytest.mark.parametrize(
+    ("name", "backwards"), [(ZBV, HALVES), (DUAL, [*WHOLE, *HALVES])], ids=["ZBV", "DualPipeV"]
+)
+def test_a_stage_compiles_the_backwards_that_it_runs(name, backwards):
+    prepare = functools.partial(expect_graphs, backwards=backwards)
+    result = trained(twin_of("pp=2", [*name, *COMPILED, *SELECTIVE]), prepare=prepare)
     assert result.agrees, result
 
 

@@ -46,7 +46,8 @@ def compile_model(
     schedule: Schedule,
     *,
     memory_budget: float = 1.0,
-    splits_backward: bool = False,
+    whole_backward: bool = True,
+    backward_halves: bool = False,
     async_tensor_parallel_group: str = "",
 ) -> None:
     """Compile a model, in place. FQNs do not change.
@@ -56,7 +57,8 @@ def compile_model(
 
     schedule: the passes, run on forward, then on backward. memory_budget: share of the activations
     saved at 1.0 that may be saved; the partitioner recomputes the cheapest per byte.
-    splits_backward: backward can run in halves (CompiledModel.first_halves).
+    whole_backward, backward_halves: whether backward can run at once, and in halves
+    (CompiledModel.first_halves).
     async_tensor_parallel_group: in which Inductor splits collectives to overlap them with
     neighbouring matrix products (arXiv 2410.06511, section 3.4). Raises CompileError if there are
     no such products.
@@ -68,7 +70,8 @@ def compile_model(
         rewrites=is_inductor,
         keep_gathered=traceable.weights.kept,
         memory_budget=memory_budget,
-        splits_backward=splits_backward,
+        whole_backward=whole_backward,
+        backward_halves=backward_halves,
         saves_as_autograd=schedule.priced_as == "eager",
     )
     if is_inductor:

@@ -47,10 +47,13 @@ class CompiledGraphs:
     inputs: Sequence[Value]
     output_stride: Sequence[int]  # and that of its gradient
     forward: BoxedFunction  # inputs -> output, saved values
-    # Saved values, gradient of the output -> gradients of inputs. None: there are none, or there
-    # are halves.
+    # saved values, gradient of the output -> gradients of inputs
     backward: BoxedFunction | None = None
     halves: CompiledHalves | None = None
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.backward is not None or self.halves is not None
 
 
 class CompiledModel:
@@ -80,7 +83,7 @@ class CompiledModel:
         weights = self.traceable.weights.graph_inputs()
         graphs = self.graphs_for(arguments, weights)
         inputs = [self.tensor_of(value, arguments, weights) for value in graphs.inputs]
-        if graphs.backward is None and graphs.halves is None:
+        if not graphs.has_gradients:
             with torch.no_grad():
                 return graphs.forward([local(tensor) for tensor in inputs])[0]
         return _Run.apply(self, graphs, *inputs)
@@ -115,7 +118,8 @@ class CompiledModel:
     def make_graphs(self, arguments: Mapping[str, Tensor]) -> CompiledGraphs:
         """Trace and compile. Backward is compiled before forward runs, as are its errors found."""
         with compile_errors(self.config, "model", in_backend=False):
-            graphs = compose(trace_parts(self.traceable, arguments, self.settings))
+            parts = trace_parts(self.traceable, arguments, self.settings)
+            graphs = compose(parts, self.settings.whole_backward)
         output = results_of(graphs.forward.graph)[0]
         stride = output.meta["val"].stride()
         with compile_errors(self.config, "model", in_backend=True):
@@ -123,16 +127,14 @@ class CompiledModel:
 
     def compile_graphs(self, graphs: ModelGraphs, stride: Sequence[int]) -> CompiledGraphs:
         """Compile in the order in which graphs run."""
-        if graphs.halves is not None:
-            forward = self.compile_graph(graphs.forward, "forward")
-            halves = self.compile_halves(graphs.halves)
-            return CompiledGraphs(graphs.inputs, stride, forward, halves=halves)
+        name = "forward" if graphs.has_gradients else "inference"
+        forward = self.compile_graph(graphs.forward, name)
+        backward = halves = None
         if graphs.backward is not None:
-            forward = self.compile_graph(graphs.forward, "forward")
             backward = self.compile_graph(graphs.backward, "backward")
-            return CompiledGraphs(graphs.inputs, stride, forward, backward)
-        forward = self.compile_graph(graphs.forward, "inference")
-        return CompiledGraphs(graphs.inputs, stride, forward)
+        if graphs.halves is not None:
+            halves = self.compile_halves(graphs.halves)
+        return CompiledGraphs(graphs.inputs, stride, forward, backward, halves)
 
     def compile_halves(self, halves: BackwardHalves) -> CompiledHalves:
         names = [node.name for node in placeholders(halves.input.graph)]
@@ -221,10 +223,11 @@ class _Run(torch.autograd.Function):
         values = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # so that the graph can free them
         values.append(with_stride(gradient, ctx.graphs.output_stride))
-        if ctx.graphs.halves is not None:
-            gradients = run_halves(ctx, ctx.graphs.halves, values)
+        if ctx.model.second_halves is not None:
+            gradients, second_half = run_first_half(ctx, values)
+            ctx.model.second_halves.append(second_half)
         else:
-            assert ctx.graphs.backward is not None
+            assert ctx.graphs.backward is not None, "backward runs in halves alone"
             gradients = ctx.graphs.backward(values)
         of_inputs = [
             as_shard_of(weight, gradient)
@@ -235,23 +238,17 @@ class _Run(torch.autograd.Function):
         return None, None, *of_inputs
 
 
-def run_halves(
-    ctx: _RunContext, halves: CompiledHalves, values: list[Any]
-) -> Sequence[Tensor | None]:
-    """Return the gradients of inputs: all, or those of the first half within `first_halves`."""
+def run_first_half(
+    ctx: _RunContext, values: list[Any]
+) -> tuple[Sequence[Tensor | None], SecondHalf]:
+    """Return the gradients of inputs that the first half makes, and the other half."""
+    halves = ctx.graphs.halves
+    assert halves is not None, "backward runs whole alone"
     kept = [values[index] for index in halves.saved]
     results = halves.input(values)
     gradients = results[: len(ctx.weights)]
-    second = SecondHalf(halves, [*kept, *results[len(ctx.weights) :]], ctx.weights)
-    if ctx.model.second_halves is not None:
-        ctx.model.second_halves.append(second)
-        return gradients
-    del kept, results  # so that the second half can free them
-    others = halves.weight(second.values)
-    return [
-        other if gradient is None else gradient
-        for gradient, other in zip(gradients, others, strict=True)
-    ]
+    crossing = results[len(ctx.weights) :]
+    return gradients, SecondHalf(halves, [*kept, *crossing], ctx.weights)
 
 
 def with_stride(tensor: Tensor, stride: Sequence[int]) -> Tensor:

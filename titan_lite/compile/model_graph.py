@@ -38,22 +38,29 @@ class ModelGraphs:
 
     inputs: Sequence[Value]  # of the forward graph
     forward: GraphModule  # inputs -> output, saved values
-    # Saved values, gradient of the output -> gradients of the inputs, None for some. None: the
-    # output has no gradient, or backward is split.
+    # Saved values, gradient of the output -> gradients of the inputs, None for some. Both are None
+    # if the output has no gradient.
     backward: GraphModule | None
     halves: BackwardHalves | None
     different_blocks: int  # that were traced
 
+    @property
+    def has_gradients(self) -> bool:
+        return self.backward is not None or self.halves is not None
 
-def compose(parts: ModelParts) -> ModelGraphs:
-    """Return the graphs of a model."""
+
+def compose(parts: ModelParts, whole_backward: bool = True) -> ModelGraphs:
+    """Return the graphs of a model.
+
+    whole_backward: backward is one graph, besides the halves that the parts have.
+    """
     forward = _compose_forward(parts)
     makes_output = parts.blocks[-1].part if parts.output == AFTER else parts.rest
     backward = halves = None
-    if makes_output.halves is not None:
-        halves = _Backward(parts, forward).halves()
-    elif makes_output.traced.backward is not None:
+    if makes_output.traced.backward is not None and whole_backward:
         backward = _Backward(parts, forward).module()
+    if makes_output.halves is not None:
+        halves = _Backward(parts, forward, first_half=True).halves()
     return ModelGraphs(forward.inputs, forward.module, backward, halves, parts.different_blocks)
 
 
@@ -250,8 +257,9 @@ class _PartBackward(_Copy):
 class _Backward:
     """The backward graph of a model, or the half that makes gradients of hidden states."""
 
-    def __init__(self, parts: ModelParts, forward: _Forward):
+    def __init__(self, parts: ModelParts, forward: _Forward, first_half: bool = False):
         self.parts = parts
+        self.first_half = first_half
         self.inputs = forward.inputs
         self.target = _GrowingGraph()
         self.saved = {node: self.target.placeholder(node.name, node) for node in forward.saved}
@@ -302,7 +310,10 @@ class _Backward:
         self, part: Part, saved: Sequence[Node], block: Block | None = None
     ) -> _PartBackward:
         """Return a copy of a part's backward that has its saved values, and no nodes yet."""
-        source = part.traced.backward if part.halves is None else part.halves.input
+        source = part.traced.backward
+        if self.first_half:
+            assert part.halves is not None
+            source = part.halves.input
         assert source is not None
         copy = _PartBackward(self.target, part, source, block)
         for placeholder, node in zip(placeholders(source.graph)[: len(saved)], saved, strict=True):

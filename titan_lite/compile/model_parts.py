@@ -149,7 +149,7 @@ class Part:
     traced: TracedFunction
     inputs: Sequence[Value]
     results: Sequence[Value]
-    halves: BackwardHalves | None = None  # of its backward, if that is split
+    halves: BackwardHalves | None = None  # of its backward, if it can run in halves
 
     @property
     def placeholders(self) -> dict[Value, Node]:
@@ -411,7 +411,7 @@ class _Tracer:
         self, traced: TracedFunction, inputs: Mapping[Value, Tensor], results: Sequence[Value]
     ) -> Part:
         halves = None
-        if traced.backward is not None and self.settings.splits_backward:
+        if traced.backward is not None and self.settings.backward_halves:
             halves = halves_of(traced, traced.backward, list(inputs))
         return Part(traced, list(inputs), results, halves)
 

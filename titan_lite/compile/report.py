@@ -28,6 +28,8 @@ from titan_lite.cost.collectives import (
 from titan_lite.cost.op_cost import bytes_copied
 from titan_lite.cost.timeline import Timeline
 
+HALVES = ("backward_input", "backward_weight")  # names of graphs
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -46,8 +48,7 @@ class Collective:
 class CompileReport:
     """The effect of the passes on one graph, and the time to compile it."""
 
-    # "forward", "backward" or its halves "backward_input" and "backward_weight", or "inference"
-    # (without gradients)
+    # "forward", "backward", its HALVES, or "inference" (without gradients)
     graph: str
     before: dict[str, int]  # number of parameters' collectives before the passes, by kind
     after: tuple[Collective, ...]  # those that are left, in order
@@ -141,12 +142,18 @@ def milliseconds(seconds: float) -> str:
 def rank_timelines(reports: Sequence[CompileReport]) -> dict[int, list[Timeline]]:
     """Return the timelines of forward and backward by pipeline rank.
 
-    Return none if nothing is estimated or communicated.
+    Of a stage whose backward runs whole or in halves, they are those of a whole one. Return none if
+    nothing is estimated or communicated.
     """
     by_rank: dict[int, list[Timeline]] = {}
+    before = ""
     for report in reports:
-        if report.timeline is not None and report.graph != "inference":
-            by_rank.setdefault(report.pp_rank or 0, []).append(report.timeline)
+        is_other_way = before == "backward" and report.graph in HALVES
+        if not is_other_way:
+            before = report.graph
+        if report.timeline is None or report.graph == "inference" or is_other_way:
+            continue
+        by_rank.setdefault(report.pp_rank or 0, []).append(report.timeline)
     for timelines in by_rank.values():
         if any(timeline.communication or timeline.waited for timeline in timelines):
             return by_rank

@@ -9,7 +9,7 @@ The trainer, the planner, `verify` and the parity tests all call this.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from titan_lite.distributed.context_parallel import (
 from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.pipeline import MicrobatchShapes, Pipeline, SingleStage, keep_modules
-from titan_lite.distributed.pipeline_schedule import runs_halves
+from titan_lite.distributed.pipeline_schedule import backwards_of
 from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.distributed.simple_fsdp import (
     FSDPOptions,
@@ -173,6 +173,7 @@ def parallelize(
     machine: Machine | None = None,
     schedule: "Schedule | None" = None,
     attend: Attend | None = None,
+    backwards: Sequence[Collection[str]] | None = None,
 ) -> ParallelModel:
     """Build this rank's stages on the meta device. A collective: it may make process groups.
 
@@ -182,7 +183,8 @@ def parallelize(
 
     machine: what the passes estimate times on. schedule: replaces the passes of the recipe; with
     it, stages are compiled even if the recipe does not. attend: replaces the attention of context
-    parallelism, if there is any.
+    parallelism, if there is any. backwards: replaces the kinds of backward that the stages of the
+    layout run (`backwards_of`).
     """
     compiled = config.compile.compiles("model")
     loss = build_loss(config, layout, mesh)
@@ -201,7 +203,8 @@ def parallelize(
     )
 
     stages = []
-    for index in layout.pipeline.stages_of(mesh["pp"].get_local_rank()):
+    indices = layout.pipeline.stages_of(mesh["pp"].get_local_rank())
+    for index in indices:
         modules = layout.pipeline.modules[index]
         with torch.device("meta"):
             stage = Transformer(layout.model, positions)
@@ -226,7 +229,9 @@ def parallelize(
         schedule = build_schedule(config, mesh, machine)
     if schedule is not None:
         model.compile_reports = schedule.reports
-        compile_stages(stages, config, mesh, schedule)
+        if backwards is None:
+            backwards = backwards_of(config.parallelism, layout.pipeline)
+        compile_stages(stages, [backwards[index] for index in indices], config, mesh, schedule)
     return model
 
 
@@ -281,25 +286,30 @@ def graph_folder(config: Config, mesh: DeviceMesh) -> Path | None:
 
 
 def compile_stages(
-    stages: Iterable[Transformer],
+    stages: Sequence[Transformer],
+    backwards: Sequence[Collection[str]],
     config: Config,
     mesh: DeviceMesh,
     schedule: "Schedule",
 ) -> None:
-    """Compile each stage as one graph, in place. Graphs are made at the first call of a stage."""
+    """Compile each stage, in place. Graphs are made at the first call of a stage.
+
+    backwards: of each stage, as in `backwards_of`.
+    """
     from titan_lite.compile.compile import compile_model
     from titan_lite.compile.model_parts import TraceableModel
 
     checkpointing = config.activation_checkpoint
     budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else 1.0
-    for stage in stages:
+    for stage, kinds in zip(stages, backwards, strict=True):
         # Blocks alone have matrix products that collectives overlap with.
         overlaps = config.parallelism.enable_async_tensor_parallel and len(stage.layers) > 0
         compile_model(
             TraceableModel(stage, sharded_model(stage), stage.layers, checkpoint_rule),
             schedule,
             memory_budget=budget,
-            splits_backward=runs_halves(config.parallelism),
+            whole_backward="B" in kinds,
+            backward_halves="I" in kinds,
             async_tensor_parallel_group=mesh.get_group("tp").group_name if overlaps else "",
         )
 

@@ -10,7 +10,7 @@ Needs no process group; torch is imported for the order alone.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -211,15 +211,39 @@ class Timetable:
 
 
 def computations(actions: "Sequence[_Action | None]") -> list[tuple[str, int, int | None]]:
-    """Return (F, B, I or W; stage; microbatch) of each computation of one rank."""
+    """Return (F, B, I or W; stage; microbatch) of each computation of one rank.
+
+    The first stage gives nobody a gradient, so torch runs all of its backward at W.
+    """
     simple = [
         part for action in actions if action is not None for part in action.sub_actions or (action,)
     ]
-    return [
-        (action.computation_type.value, action.stage_index, action.microbatch_index)
-        for action in simple
-        if action.computation_type.value in "FBIW"
-    ]
+    computed = []
+    for action in simple:
+        kind, stage = action.computation_type.value, action.stage_index
+        if stage == 0:
+            kind = {"I": "", "W": "B"}.get(kind, kind)
+        if kind and kind in "FBIW":
+            computed.append((kind, stage, action.microbatch_index))
+    return computed
+
+
+def backward_kinds(
+    actions: Iterable[tuple[str, int, int | None]],
+) -> dict[tuple[int, int | None], str]:
+    """Return B or I, by stage and microbatch: backward is whole, or in halves."""
+    return {(stage, microbatch): kind for kind, stage, microbatch in actions if kind in "BI"}
+
+
+def backwards_of(parallelism: Parallelism, pipeline: PipelineSchedule) -> list[frozenset[str]]:
+    """Return the kinds of backward that each stage runs: B, whole, I, in halves, or both."""
+    if not runs_halves(parallelism):
+        return [frozenset("B")] * len(pipeline.modules)
+    found: list[set[str]] = [set() for _ in pipeline.modules]
+    for actions in order_of(parallelism, pipeline).values():
+        for (stage, _), kind in backward_kinds(computations(actions)).items():
+            found[stage].add(kind)
+    return [frozenset(kinds) for kinds in found]
 
 
 def run_order(order: Order, seconds: Callable[[str, int], float], travel: float = 0.0) -> Timetable:

@@ -204,7 +204,7 @@ def test_halves_are_the_whole_to_the_bit(config, without, mode):
     output, of_input, of_weights = run(model, argument)
     schedule = Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
     traceable = TraceableModel(model, PlainWeights(model), model.layers, checkpoint_rule)
-    compile_model(traceable, schedule, splits_backward=True)
+    compile_model(traceable, schedule, backward_halves=True)
 
     whole = run(model, argument)
     torch.testing.assert_close(whole, (output, of_input, of_weights), rtol=0, atol=0)
@@ -220,7 +220,7 @@ def test_halves_are_the_whole_to_the_bit(config, without, mode):
     for fqn, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, 2 * of_weights[fqn]), fqn
     names = [report.graph for report in schedule.reports]
-    assert names == ["forward", "backward_input", "backward_weight"]
+    assert names == ["forward", "backward", "backward_input", "backward_weight"]
 
 
 # What cannot be traced block by block

@@ -3,7 +3,13 @@
 import json
 from dataclasses import replace
 
-from titan_lite.compile.report import Collective, CompileReport, describe, write_reports
+from titan_lite.compile.report import (
+    Collective,
+    CompileReport,
+    describe,
+    rank_timelines,
+    write_reports,
+)
 from titan_lite.cost.timeline import Timeline
 
 BOTH = Collective(
@@ -73,3 +79,13 @@ def test_the_file_has_every_bucket_with_its_parameters_and_times(tmp_path):
     assert forward["timeline"]["exposed"] == 0.003
     assert "spans" not in forward["timeline"]
     assert backward["timeline"] is None
+
+
+def test_a_backward_that_runs_both_ways_is_counted_once():
+    ways = ("forward", "backward", "backward_input", "backward_weight")
+    both, halves = (
+        [CompileReport(name, {}, (), {}, "abc", replace(TIMELINE, graph=name)) for name in names]
+        for names in (ways, ("forward", *ways[2:]))
+    )
+    found = rank_timelines([*both, *halves])[0]
+    assert [timeline.graph for timeline in found] == ["forward", "backward", "forward", *ways[2:]]

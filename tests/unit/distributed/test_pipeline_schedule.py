@@ -8,7 +8,9 @@ from torch.distributed.pipelining.schedules import _Action
 from titan_lite.config import Parallelism
 from titan_lite.distributed.pipeline_schedule import (
     PipelineSchedule,
+    backwards_of,
     bubble_fraction,
+    computations,
     one_stage_order,
 )
 from titan_lite.models.shapes import module_fqns
@@ -115,6 +117,30 @@ def test_backward_in_halves_fills_the_bubble():
     whole = order_of("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
     halves = order_of("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1")
     assert bubble_fraction(halves) < bubble_fraction(whole) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_a_stage_has_the_backwards_of_its_actions(name, degree):
+    parallelism = Parallelism(pipeline_parallel_degree=degree, pipeline_parallel_schedule=name)
+    pipeline = PipelineSchedule.from_config(parallelism, n_layers=16, local_batch_size=16)
+    first, *others = backwards_of(parallelism, pipeline)
+    expected = {"ZBVZeroBubble": {"I"}, "DualPipeV": {"B", "I"}}.get(name, {"B"})
+    assert first == {"B"}
+    assert others == [expected] * (len(pipeline.modules) - 1)
+
+
+def test_torch_runs_all_of_the_first_stages_backward_at_the_second_half():
+    ((_, row),) = order_of("0F0,0F1,1F0,1I0,0I0,1W0,0W0,0B1").items()
+    assert computations(row) == [
+        ("F", 0, 0),
+        ("F", 0, 1),
+        ("F", 1, 0),
+        ("I", 1, 0),
+        ("W", 1, 0),
+        ("B", 0, 0),
+        ("B", 0, 1),
+    ]
 
 
 def test_plans_are_plain_values():

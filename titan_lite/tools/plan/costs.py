@@ -31,8 +31,8 @@ from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets, reduce
 from titan_lite.distributed.powersgd import SHARD_PASSES, factor_sizes
 from titan_lite.models.fqns import block_of, last_block
 
-# The graphs of a stage, in the order they run. Backward is one graph, or two halves where the
-# pipeline schedule runs these apart (compile/backward_halves.py).
+# The graphs of a stage, in the order they run. The backward of a microbatch is one graph, or two
+# halves where the pipeline schedule runs these apart (compile/backward_halves.py).
 GRAPHS = (
     "forward",
     "loss_forward",
@@ -44,9 +44,14 @@ GRAPHS = (
 # By the kind of a pipeline's action: forward, backward, and backward of inputs or of weights.
 GRAPHS_OF_ACTION = {
     "F": ("forward", "loss_forward"),
-    "B": ("loss_backward", "backward", "backward_input", "backward_weight"),
+    "B": ("loss_backward", "backward"),
     "I": ("loss_backward", "backward_input"),
     "W": ("backward_weight",),
+}
+# By the kind of a microbatch's backward, B or I: all graphs of the microbatch.
+GRAPHS_OF_BACKWARD = {
+    "B": (*GRAPHS_OF_ACTION["F"], *GRAPHS_OF_ACTION["B"]),
+    "I": (*GRAPHS_OF_ACTION["F"], *GRAPHS_OF_ACTION["I"], *GRAPHS_OF_ACTION["W"]),
 }
 
 ByAxis = dict[str, float]
@@ -120,7 +125,7 @@ class Costs:
 class StageCosts:
     """The costs of a pipeline stage on one machine."""
 
-    graphs: dict[str, Costs]  # of a microbatch, by GRAPHS
+    graphs: dict[str, Costs]  # of a microbatch, by GRAPHS; those that a stage like it runs
     # Once in a step: "gather" of weights before all microbatches; "reduce" of gradients, and their
     # compressed sums over "copies", after them.
     once: dict[str, Costs]
@@ -128,17 +133,18 @@ class StageCosts:
     full_elements: float  # of its parameters when they are gathered
     hidden_bytes: float  # that a microbatch sends to the next stage
 
-    def of_microbatch(self, graphs: Sequence[str] = GRAPHS) -> Costs:
-        """Return the sum over graphs of a microbatch."""
+    def of_action(self, kind: str) -> Costs:
+        """Return the costs of a pipeline's action: F, B, I or W."""
         total = Costs()
-        for name, costs in self.graphs.items():
-            if name in graphs:
-                total.add(costs)
+        for name in GRAPHS_OF_ACTION[kind]:
+            if name in self.graphs:
+                total.add(self.graphs[name])
         return total
 
-    def add_step_to(self, total: Costs, microbatches: int) -> None:
-        """Add the costs of all graphs of a step."""
-        total.add(self.of_microbatch(), microbatches)
+    def add_step_to(self, total: Costs, actions: Mapping[str, int]) -> None:
+        """Add the costs of all graphs of a step. actions: their number in it, by kind."""
+        for kind, count in actions.items():
+            total.add(self.of_action(kind), count)
         once = Costs()
         for costs in self.once.values():
             once.add(costs)

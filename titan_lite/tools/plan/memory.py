@@ -9,6 +9,7 @@ of each microbatch in the order of the schedule, then reduced gradients, and at 
 step the optimizer's state. The second step finds the gaps that the first one left.
 """
 
+import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +17,12 @@ from dataclasses import dataclass
 
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.distributed.memory import ITEM_BYTES, STORED_BYTES, itemsizes, owner_bytes
-from titan_lite.distributed.pipeline_schedule import computations, order_of
+from titan_lite.distributed.pipeline_schedule import backward_kinds, computations, order_of
 from titan_lite.distributed.step_gather import IN_FLIGHT
 from titan_lite.optim.state import WHOLE_MATRICES, costs_of, moment_bytes
 from titan_lite.tools.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
 from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION
-from titan_lite.tools.plan.tape import Stage, Weight, buckets_of
+from titan_lite.tools.plan.tape import Stage, Tape, Weight, buckets_of
 from titan_lite.tools.plan.trace import PlannedLayout
 
 # Bytes of CUDA's context, with the kernels that it loads.
@@ -90,6 +91,14 @@ class Allocation:
     block: Block | None  # None: no bytes
 
 
+@dataclass(frozen=True)
+class GradientSum:
+    """The gradient of a weight, summed over microbatches."""
+
+    elements: int
+    allocation: Allocation
+
+
 def memory_of(layout: PlannedLayout, stages: Sequence[Stage], machine: Machine) -> Memory:
     """Return the memory of a layout on such a machine.
 
@@ -106,7 +115,7 @@ def ranks_to_replay(layout: PlannedLayout, stages: Sequence[Stage]) -> list[int]
     order = order_of(layout.config.parallelism, layout.pipeline)
     chosen: dict[tuple[int, ...], tuple[int, int]] = {}  # by stages: (most bytes, rank)
     for rank in range(layout.degrees["pp"]):
-        alike = tuple(id(stages[stage].tape) for stage in layout.pipeline.stages_of(rank))
+        alike = tuple(id(stages[stage]) for stage in layout.pipeline.stages_of(rank))
         most = most_between(computations(order[rank]), stages)
         if alike not in chosen or most > chosen[alike][0]:
             chosen[alike] = (most, rank)
@@ -117,13 +126,18 @@ def most_between(actions: Sequence[tuple[str, int, int | None]], stages: Sequenc
     """Return the most bytes that a rank's microbatches have between two actions, without
     gradients of weights.
     """
-    own = {stage for _, stage, _ in actions}
-    kept = {
-        (kind, stage): sum(stages[stage].tape.kept_by(graph) for graph in graphs)
-        for kind, graphs in GRAPHS_OF_ACTION.items()
-        for stage in own
-    }
-    return max(itertools.accumulate(kept[kind, stage] for kind, stage, _ in actions))
+    backward_of = backward_kinds(actions)
+
+    @functools.cache
+    def kept(kind: str, stage: int, backward: str) -> int:
+        tape = stages[stage].tapes[backward]
+        return sum(tape.kept_by(graph) for graph in GRAPHS_OF_ACTION[kind])
+
+    return max(
+        itertools.accumulate(
+            kept(kind, stage, backward_of[stage, microbatch]) for kind, stage, microbatch in actions
+        )
+    )
 
 
 def memory_of_rank(
@@ -162,7 +176,7 @@ def replay(
     """Replay two steps of pipeline rank `rank`, with at most two local batches each."""
     own = {stage: stages[stage] for stage in layout.pipeline.stages_of(rank)}
     actions = computations(order_of(layout.config.parallelism, layout.pipeline)[rank])
-    run = Replay(layout, own, allocator)
+    run = Replay(layout, own, backward_kinds(actions), allocator)
     run.allocate_model(machine)
     for _ in range(2):
         run.gather_weights()
@@ -184,10 +198,16 @@ class Replay:
     """
 
     def __init__(
-        self, layout: PlannedLayout, stages: Mapping[int, Stage], allocator: CachingAllocator
+        self,
+        layout: PlannedLayout,
+        stages: Mapping[int, Stage],
+        backward_of: Mapping[tuple[int, int | None], str],
+        allocator: CachingAllocator,
     ):
+        """backward_of: the kind of backward, by stage and microbatch."""
         self.layout = layout
         self.stages = stages
+        self.backward_of = backward_of
         self.allocator = allocator
         computed, summed = itemsizes(layout.config.training)
         self.computed_itemsize = computed
@@ -203,8 +223,8 @@ class Replay:
 
         # By (stage, microbatch): of each tensor of the tape.
         self.tensors: dict[tuple[int, int | None], list[Allocation]] = {}
-        # By stage, then by index on its tape.
-        self.gradients: dict[int, dict[int, Allocation]] = defaultdict(dict)
+        # By stage, then by index on the tape that made the first one.
+        self.gradients: dict[int, dict[int, GradientSum]] = defaultdict(dict)
         self.reduced_gradients: list[Allocation] = []
         self.full_weights: list[Allocation] = []
         self.errors: list[Allocation] = []  # of this step's compression
@@ -247,25 +267,26 @@ class Replay:
     def run_graph(self, number: int, name: str, microbatch: int | None) -> None:
         """Run a graph of a microbatch in a stage."""
         self.phase = PHASE_OF_GRAPH[name]
-        tape = self.stages[number].tape
+        tape = self.stages[number].tapes[self.backward_of[number, microbatch]]
         nothing = [Allocation("", None)] * len(tape.sizes)
         tensors = self.tensors.setdefault((number, microbatch), nothing)
         for event in tape.events.get(name, ()):
             if event >= 0:
                 tensors[event] = self.allocate(tape.parts[event], tape.sizes[event])
             elif ~event < len(tape.elements):
-                self.accumulate(number, ~event, tensors[~event])
+                self.accumulate(number, tape, ~event, tensors[~event])
             else:
                 self.free(tensors[~event])
 
-    def accumulate(self, number: int, gradient: int, allocation: Allocation) -> None:
+    def accumulate(self, number: int, tape: Tape, gradient: int, allocation: Allocation) -> None:
         """Keep a gradient of the first microbatch, and add later ones to it.
 
-        Gradients of full weights are added in the dtype that they are reduced in.
+        Gradients of full weights are added in the dtype that they are reduced in. A microbatch
+        makes all of a stage's gradients before another one does.
         """
-        tape = self.stages[number].tape
         sums = self.gradients[number]
-        summed_bytes = tape.elements[gradient] * self.summed_itemsize
+        elements = tape.elements[gradient]
+        summed_bytes = elements * self.summed_itemsize
         if gradient in sums:
             self.free(allocation)
             return
@@ -273,9 +294,9 @@ class Replay:
             summed_bytes == tape.sizes[gradient] and not self.copies_gradients
         )
         if is_sum:
-            sums[gradient] = allocation
+            sums[gradient] = GradientSum(elements, allocation)
         else:
-            sums[gradient] = self.allocate(GRADIENTS, summed_bytes)
+            sums[gradient] = GradientSum(elements, self.allocate(GRADIENTS, summed_bytes))
             self.free(allocation)
 
     def gather_weights(self) -> None:
@@ -334,8 +355,8 @@ class Replay:
 
     def reduce_gradients_of_stage(self, number: int, stage: Stage) -> None:
         sums: dict[int, list[Allocation]] = defaultdict(list)  # by elements
-        for gradient, allocation in sorted(self.gradients.pop(number, {}).items()):
-            sums[stage.tape.elements[gradient]].append(allocation)
+        for _, gradient in sorted(self.gradients.pop(number, {}).items()):
+            sums[gradient.elements].append(gradient.allocation)
         in_flight: list[list[Allocation]] = []  # freed when a bucket has been reduced
         for bucket in buckets_of(stage.weights, "reduced_with"):
             gradients = [sums[weight.full_elements].pop() for weight in bucket]
@@ -397,7 +418,7 @@ class Replay:
             )
         self.free_all(self.reduced_gradients)
         for gradients in self.gradients.values():
-            self.free_all(list(gradients.values()))
+            self.free_all([gradient.allocation for gradient in gradients.values()])
         self.reduced_gradients.clear()
         self.gradients.clear()
 

@@ -46,7 +46,7 @@ END_NAMES = {
 STEP_COLORS = {
     "forward": "tab:blue",
     "backward": "tab:green",
-    "backward, of inputs": "tab:green",
+    "backward, of inputs": "tab:cyan",
     "backward, of weights": "tab:olive",
     "gather weights": "tab:orange",
     "reduce gradients": "tab:brown",
@@ -103,8 +103,10 @@ def deepest(plan: Plan) -> TracedGraphs:
     beside = max(plan.timelines, key=lambda beside: plan.depths[beside][-1])
     blocks = plan.depths[beside][-1]
     modules = f" with {', '.join(beside)}" if beside else ""
-    title = f"one microbatch: a traced stage of {blocks} blocks{modules}"
     timelines = plan.timelines[beside]
+    names = [timeline.graph for timeline in timelines]
+    both = ", backward whole, then in halves" if {"backward", "backward_input"} <= {*names} else ""
+    title = f"one microbatch: a traced stage of {blocks} blocks{modules}{both}"
     return TracedGraphs(title, timelines, lanes_of(timelines))
 
 

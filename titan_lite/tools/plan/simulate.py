@@ -8,7 +8,7 @@ A pipeline is simulated action by action in the order of its schedule, with the 
 On GPUs, a step takes as long as on the slowest of all ranks (`slowest_of`).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -16,7 +16,13 @@ from statistics import NormalDist
 from titan_lite.config import Config
 from titan_lite.cost.machine import Machine
 from titan_lite.distributed.memory import STORED_BYTES, itemsizes
-from titan_lite.distributed.pipeline_schedule import Timetable, order_of, run_order
+from titan_lite.distributed.pipeline_schedule import (
+    Order,
+    Timetable,
+    computations,
+    order_of,
+    run_order,
+)
 from titan_lite.optim.state import costs_of, share_of_matrices
 from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION, ByAxis, Costs, StageCosts
 from titan_lite.tools.plan.owned import Owned, owned_matrices
@@ -49,7 +55,7 @@ class StepTimes:
 class _Rank:
     """The work of a pipeline rank in a step."""
 
-    busy: float  # seconds of forward and backward of a microbatch
+    busy: float  # seconds of forward and backward of a local batch
     step: Costs  # without accumulation, update and pipeline
     accumulating: float  # seconds
     update: dict[str, float]  # seconds, by part
@@ -68,21 +74,23 @@ def simulate_step(
     """Simulate a step. stages: the costs of each stage, in order, on `machine`."""
     degree = layout.degrees["pp"]
     owned = owned_matrices(layout, machine)
+    order = order_of(layout.config.parallelism, layout.pipeline)
+    actions = actions_of_stages(order, len(stages))
     accumulation = [accumulation_seconds(layout, stage, machine) for stage in stages]
-    run = _run_pipeline(layout, stages, accumulation, machine)
+    run = _run_pipeline(layout, order, stages, accumulation, machine)
     ranks = []
     for rank in range(degree):
         own = layout.pipeline.stages_of(rank)
         costs = [stages[stage] for stage in own]
-        step = _sum_of_steps(costs, layout.microbatches)
+        step = _sum_of_steps(layout, costs, [actions[stage] for stage in own])
         accumulating = layout.microbatches * sum(accumulation[stage] for stage in own)
         update = _update_parts(layout, costs, owned, machine)
-        busy = sum(stages[stage].of_microbatch().seconds + accumulation[stage] for stage in own)
+        busy = sum(end - begin for *_, begin, end in run.actions[rank])
         ranks.append(_Rank(busy, step, accumulating, update, _ends_of_step(costs, update)))
 
     pipeline = layout.accumulation * run.seconds
     if machine.ranks_per_core > 1:  # while a rank waits, others have its core
-        busiest = layout.microbatches * max(times.busy for times in ranks)
+        busiest = layout.accumulation * max(times.busy for times in ranks)
         pipeline = max(pipeline / machine.ranks_per_core, busiest)
     seconds = pipeline + max(sum(times.ends.values()) for times in ranks)
 
@@ -107,7 +115,7 @@ def simulate_step(
     if owned.sent:
         sent["owners"] = owned.sent
         across["owners"] = owned.across
-    every_stage = _sum_of_steps(stages, layout.microbatches)
+    every_stage = _sum_of_steps(layout, stages, actions)
     return StepTimes(
         seconds=seconds,
         parts=dict(mean),
@@ -120,16 +128,25 @@ def simulate_step(
     )
 
 
+def actions_of_stages(order: Order, stages: int) -> list[Counter[str]]:
+    """Return the number of actions of each stage, by kind."""
+    counts: list[Counter[str]] = [Counter() for _ in range(stages)]
+    for actions in order.values():
+        for kind, stage, _ in computations(actions):
+            counts[stage][kind] += 1
+    return counts
+
+
 def _run_pipeline(
     layout: PlannedLayout,
+    order: Order,
     stages: Sequence[StageCosts],
     accumulation: Sequence[float],
     machine: Machine,
 ) -> Timetable:
     """Return when the actions of a local batch run. accumulation: seconds of each stage."""
     of_action = {
-        kind: [stage.of_microbatch(graphs).seconds for stage in stages]
-        for kind, graphs in GRAPHS_OF_ACTION.items()
+        kind: [stage.of_action(kind).seconds for stage in stages] for kind in GRAPHS_OF_ACTION
     }
 
     def seconds(kind: str, stage: int) -> float:
@@ -139,7 +156,7 @@ def _run_pipeline(
     travel = 0.0
     if layout.degrees["pp"] > 1:
         travel = machine.send(stages[0].hidden_bytes, *_neighbours(layout))
-    return run_order(order_of(layout.config.parallelism, layout.pipeline), seconds, travel)
+    return run_order(order, seconds, travel)
 
 
 def _neighbours(layout: PlannedLayout) -> tuple[int, int]:
@@ -155,10 +172,15 @@ def _pipeline_bytes(layout: PlannedLayout, hidden_bytes: float) -> float:
     return 2 * layout.microbatches * hidden_bytes * stages_of_rank
 
 
-def _sum_of_steps(stages: Sequence[StageCosts], microbatches: int) -> Costs:
+def _sum_of_steps(
+    layout: PlannedLayout, stages: Sequence[StageCosts], actions: Sequence[Mapping[str, int]]
+) -> Costs:
+    """Return the costs of stages in a step. actions: of a local batch, of each stage."""
     total = Costs()
-    for stage in stages:
-        stage.add_step_to(total, microbatches)
+    for stage, counts in zip(stages, actions, strict=True):
+        stage.add_step_to(
+            total, {kind: layout.accumulation * count for kind, count in counts.items()}
+        )
     return total
 
 

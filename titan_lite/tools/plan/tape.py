@@ -105,10 +105,16 @@ class Weight:
 class StageTensors:
     """The tensors of a pipeline stage, at a traced depth."""
 
-    lifetimes: StageLifetimes
+    # by the kind of a microbatch's backward: B, whole, or I, in halves
+    lifetimes: Mapping[str, StageLifetimes]
     weights: Sequence[Weight]
     buffers: int  # bytes
     hidden: int  # bytes that a microbatch sends to the next stage
+
+    @property
+    def blocks(self) -> int:
+        """The number that was traced."""
+        return next(iter(self.lifetimes.values())).blocks
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ class Tape:
 class Stage:
     """The tensors of a pipeline stage, as they are allocated and freed."""
 
-    tape: Tape
+    tapes: Mapping[str, Tape]  # by the kind of a microbatch's backward, as in StageTensors
     weights: Sequence[Weight]
     buffers: int  # bytes
     hidden: int  # bytes that a microbatch sends to the next stage
@@ -148,9 +154,13 @@ def stage_of(tensors: StageTensors, n_layers: int, pipelined: bool) -> Stage:
 
     pipelined: as in tape_of.
     """
+    tapes = {
+        kind: tape_of(lifetimes, n_layers, pipelined)
+        for kind, lifetimes in tensors.lifetimes.items()
+    }
     return Stage(
-        tape_of(tensors.lifetimes, n_layers, pipelined),
-        weights_at(tensors.weights, tensors.lifetimes.blocks, n_layers),
+        tapes,
+        weights_at(tensors.weights, tensors.blocks, n_layers),
         tensors.buffers,
         tensors.hidden,
     )

@@ -20,7 +20,7 @@ import re
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import ParallelModel, parallelize
 from titan_lite.distributed.param_collectives import ShardSpec
-from titan_lite.distributed.pipeline_schedule import PipelineSchedule, runs_halves
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule, backwards_of
 from titan_lite.distributed.powersgd import factor_sizes
 from titan_lite.distributed.simple_fsdp import materialize, sharded_model
 from titan_lite.distributed.step_gather import OncePerStepGatherer, StepGradients
@@ -73,6 +73,7 @@ from titan_lite.optim.state import is_matrix
 from titan_lite.processes import end_with_parent
 from titan_lite.tools.plan.costs import (
     GRAPHS,
+    GRAPHS_OF_BACKWARD,
     Costs,
     StageCosts,
     compression_costs,
@@ -169,24 +170,29 @@ def submit_traces(
     stages.
     """
     depths_of: dict[StageModules, set[int]] = defaultdict(set)
-    for modules in layout.pipeline.modules:
-        depths_of[modules_beside_blocks(modules)].add(blocks_in(modules))
+    kinds_of: dict[StageModules, frozenset[str]] = defaultdict(frozenset)  # as in `backwards_of`
+    backwards = backwards_of(layout.config.parallelism, layout.pipeline)
+    for modules, kinds in zip(layout.pipeline.modules, backwards, strict=True):
+        beside = modules_beside_blocks(modules)
+        depths_of[beside].add(blocks_in(modules))
+        kinds_of[beside] |= kinds
     tasks: dict[StageModules, dict[int, Future[TracedStage]]] = defaultdict(dict)
     for beside, depths in depths_of.items():
         pair = None if full else depths_to_trace(layout.config)
         if pair is not None and max(depths) > pair[1]:
             depths = {depth for depth in depths if depth < pair[0]}.union(pair)
         for depth in sorted(depths, reverse=True):  # the longest first
-            key = (trace_key(layout), beside, depth)
+            kinds = kinds_of[beside]
+            key = (trace_key(layout), beside, kinds, depth)
             if key not in shared:
-                shared[key] = processes.submit(trace_stage, layout, beside, depth, machines)
+                shared[key] = processes.submit(trace_stage, layout, beside, kinds, depth, machines)
             tasks[beside][depth] = shared[key]
     return tasks
 
 
 def trace_key(layout: PlannedLayout) -> tuple[Hashable, ...]:
-    """Return all that a stage's graphs depend on besides its modules: not the number or order of
-    microbatches.
+    """Return all that a stage's graphs depend on besides its modules and kinds of backward: not the
+    number or order of microbatches.
     """
     config = layout.config
     pipeline_defaults = {
@@ -199,7 +205,6 @@ def trace_key(layout: PlannedLayout) -> tuple[Hashable, ...]:
         layout.model,
         layout.microbatch_size,
         layout.gathers_once,
-        runs_halves(config.parallelism),
         degrees,
         config.compile,
         config.float8,
@@ -249,10 +254,16 @@ def blocks_in(modules: Sequence[str]) -> int:
 
 
 def trace_stage(
-    layout: PlannedLayout, beside: StageModules, n_layers: int, machines: Sequence[Machine]
+    layout: PlannedLayout,
+    beside: StageModules,
+    kinds: Collection[str],
+    n_layers: int,
+    machines: Sequence[Machine],
 ) -> TracedStage:
     """Trace a stage of `n_layers` blocks and the modules `beside` them in a fake world, and price
     it on each machine.
+
+    kinds: of backward, as in `backwards_of`.
     """
     gc.collect()  # graphs of earlier traces
     config = layout.config
@@ -263,7 +274,7 @@ def trace_stage(
     ]
     of_model = PricedSchedule("model", layout, machines, axes)
     of_loss = PricedSchedule("loss", layout, machines, axes)
-    model = parallelize_stage(as_traced(layout), mesh, beside, n_layers, of_model)
+    model = parallelize_stage(as_traced(layout), mesh, beside, kinds, n_layers, of_model)
     (stage,) = model.stages
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize_stage(layout, stage)
@@ -289,8 +300,16 @@ def trace_stage(
     timelines = [dataclasses.replace(graphs[name].timeline, graph=name) for name in in_order]
     scheduled = {name: graphs[name].scheduled for name in in_order}
     period = n_layers if depths_to_trace(config) is None else checkpointing_period(config)
+    lifetimes = {
+        kind: lifetimes_of(
+            {name: scheduled[name] for name in in_order if name in GRAPHS_OF_BACKWARD[kind]},
+            n_layers,
+            period,
+        )
+        for kind in sorted(kinds)
+    }
     tensors = StageTensors(
-        lifetimes_of(scheduled, n_layers, period),
+        lifetimes,
         weights_of(specs, config.parallelism),
         buffers=sum(buffer.nbytes for buffer in stage.buffers()),
         hidden=inputs.hidden.nbytes,
@@ -309,13 +328,11 @@ def costs_once(
     """Return the costs of what happens once in a step. index: of the machine."""
     once: dict[str, Costs] = {}
     if layout.gathers_once:
+        halves = ("backward_input", "backward_weight")
+        backward = ("backward",) if "backward" in graphs else halves
         computing = {
-            phase: sum(
-                graph.costs[index].compute
-                for name, graph in graphs.items()
-                if name.startswith(phase)
-            )
-            for phase in ("forward", "backward")
+            phase: sum(graphs[name].costs[index].compute for name in names)
+            for phase, names in (("forward", ("forward",)), ("backward", backward))
         }
         hidden_under = {} if machine.is_cpu else computing
         once = once_per_step_costs(specs, machine, axes, hidden_under)
@@ -369,6 +386,7 @@ def parallelize_stage(
     layout: PlannedLayout,
     mesh: DeviceMesh,
     beside: StageModules,
+    kinds: Collection[str],
     n_layers: int,
     schedule: Schedule,
 ) -> ParallelModel:
@@ -379,7 +397,14 @@ def parallelize_stage(
         model=dataclasses.replace(layout.model, n_layers=max(n_layers, 1)),
         pipeline=PipelineSchedule((modules,), (0,), layout.pipeline.microbatches),
     )
-    return parallelize(layout.config, alone, mesh, schedule=schedule, attend=attend_as_on_gpus)
+    return parallelize(
+        layout.config,
+        alone,
+        mesh,
+        schedule=schedule,
+        attend=attend_as_on_gpus,
+        backwards=[kinds],
+    )
 
 
 def materialize_stage(layout: PlannedLayout, stage: Transformer) -> None:

@@ -3,6 +3,7 @@ repeated.
 """
 
 import dataclasses
+import itertools
 from collections import Counter
 
 import pytest
@@ -15,10 +16,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from titan_lite.config import Optimizer
 from titan_lite.cost.machine import GIB
 from titan_lite.distributed.memory import owner_bytes, steady_bytes
+from titan_lite.distributed.pipeline_schedule import backwards_of, computations, order_of
 from titan_lite.optim.state import WHOLE_MATRICES as WHOLES
 from titan_lite.optim.state import numbers_in
 from titan_lite.tools.plan import memory as module
 from titan_lite.tools.plan.allocator import MIB, CachingAllocator
+from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION
 from titan_lite.tools.plan.memory import (
     HOPPER_WORKSPACE,
     memory_of,
@@ -45,20 +48,30 @@ WEIGHT = Weight(
 )  # 4 MiB in float32
 
 
+WHOLE, HALVES = (
+    Tape(
+        [4 * MIB, 100 * MIB, 300 * MIB],
+        [MIB],
+        ["gradients", "activations", "kept for gradients of weights"],
+        {"forward": [1], **backward},
+    )
+    for backward in (
+        {"backward": [0, ~1, ~0]},
+        {"backward_input": [2, ~1], "backward_weight": [0, ~2, ~0]},
+    )
+)
+
+
 def stage(weights=(WEIGHT,), hidden=0, **events):
     """A gradient of 4 MiB, an activation of 100 MiB, and 30 MiB that a graph needs while it runs."""
     plain = {"forward": [1, 2, ~2], "backward": [2, 0, ~1, ~2, ~0]}
-    return Stage(
-        Tape(
-            [4 * MIB, 100 * MIB, 30 * MIB],
-            [MIB],
-            ["gradients", "activations", "working"],
-            events or plain,
-        ),
-        weights,
-        0,
-        hidden,
+    tape = Tape(
+        [4 * MIB, 100 * MIB, 30 * MIB],
+        [MIB],
+        ["gradients", "activations", "working"],
+        events or plain,
     )
+    return Stage({"B": tape}, weights, 0, hidden)
 
 
 def mib(rows):
@@ -96,7 +109,7 @@ def test_muon_keeps_one_moment_of_a_matrix_and_needs_whole_matrices_for_its_upda
         forward=[1, ~1],
         backward=[0, ~0],
     )
-    small.tape.sizes[1] = 0
+    small.tapes["B"].sizes[1] = 0
     found = memory_of(mine, [small], CPU)
     assert found.parts["optimizer state"] == 4 * (MIB // 2 + 2 * MIB) + 2 * 512
     assert (found.phase, found.parts["working"]) == (
@@ -133,7 +146,7 @@ def test_errors_between_copies_are_made_after_backward():
     assert found.phase == "backward"  # with the error of the step before, and Q
     assert found.parts["errors between copies"] == 4 * MIB + 4 * 512
     small = stage(weights, forward=[1, ~1], backward=[0, ~0])
-    small.tape.sizes[1] = 0
+    small.tapes["B"].sizes[1] = 0
     found = memory_of(mine, [small], CPU)
     assert found.phase == "summing over copies"
     assert found.parts["errors between copies"] == 8 * MIB + 4 * 512
@@ -157,9 +170,8 @@ def test_of_ranks_with_alike_stages_the_one_with_most_microbatches_is_replayed()
     same = stage()
     found = memory_of(layout(4, 8), [same] * 4, CPU)
     assert (found.rank, found.parts["activations"]) == (0, 400 * MIB)
-    other = Stage(
-        dataclasses.replace(same.tape, sizes=[4 * MIB, 500 * MIB, 30 * MIB]), same.weights, 0, 0
-    )
+    larger = dataclasses.replace(same.tapes["B"], sizes=[4 * MIB, 500 * MIB, 30 * MIB])
+    other = Stage({"B": larger}, same.weights, 0, 0)
     assert memory_of(layout(4, 8), [same, same, other, same], CPU).rank == 2
 
 
@@ -167,20 +179,38 @@ def test_what_the_half_of_the_weights_needs_lives_until_it_runs():
     """In a V of 4 ranks, the last one has 7 microbatches whose gradients of weights are left for
     the end.
     """
-    halves = Stage(
-        Tape(
-            [4 * MIB, 100 * MIB, 300 * MIB],
-            [MIB],
-            ["gradients", "activations", "kept for gradients of weights"],
-            {"forward": [1], "backward_input": [2, ~1], "backward_weight": [0, ~2, ~0]},
-        ),
-        (WEIGHT,),
-        0,
-        0,
-    )
-    found = memory_of(layout(4, 8, schedule="ZBVZeroBubble"), [halves] * 8, CPU)
+    first, other = Stage({"B": WHOLE}, (WEIGHT,), 0, 0), Stage({"I": HALVES}, (WEIGHT,), 0, 0)
+    found = memory_of(layout(4, 8, schedule="ZBVZeroBubble"), [first, *[other] * 7], CPU)
     assert found.rank == 3
     assert found.parts["kept for gradients of weights"] == 7 * 300 * MIB
+
+
+def test_the_first_stage_keeps_activations_until_torch_runs_all_of_its_backward():
+    mine = layout(2, 4, schedule="ZBVZeroBubble")
+    first, other = Stage({"B": WHOLE}, (WEIGHT,), 0, 0), Stage({"I": HALVES}, (WEIGHT,), 0, 0)
+    actions = computations(order_of(mine.config.parallelism, mine.pipeline)[0])
+    assert ("I", 0) not in {(kind, stage) for kind, stage, _ in actions}
+    in_flight = itertools.accumulate(
+        {"F": 1, "B": -1}[kind] for kind, stage, _ in actions if stage == 0
+    )
+    peak = replayed(mine, [first, other, other, other]).peak_parts
+    assert peak["activations"] >= max(in_flight) * 100 * MIB
+
+
+def test_a_stage_may_run_backward_both_ways():
+    mine = layout(4, 8, schedule="DualPipeV")
+    both = Stage({"B": WHOLE, "I": HALVES}, (WEIGHT,), 0, 0)
+    kinds = backwards_of(mine.config.parallelism, mine.pipeline)
+    assert kinds == [{"B"}, *[{"B", "I"}] * 7]
+    run = replayed(mine, [both] * 8)
+    assert run.allocator.allocated == 2 * (3 * 4 * MIB + 512)  # of two stages, the state alone
+    run.gather_weights()
+    for kind, number, microbatch in computations(
+        order_of(mine.config.parallelism, mine.pipeline)[0]
+    ):
+        for graph in GRAPHS_OF_ACTION[kind]:
+            run.run_graph(number, graph, microbatch)
+    assert run.parts["gradients"] == 2 * 4 * MIB  # a sum for each weight
 
 
 def test_a_stage_receives_each_microbatch_in_a_buffer_of_its_own():
@@ -206,7 +236,7 @@ def test_weights_and_gradients_of_a_step_are_held_whole():
     tape = Tape(
         [2 * MIB, 2 * MIB, 100 * MIB], [MIB, MIB], ["gradients", "gradients", "working"], events
     )
-    run = replayed(layout(accumulation=2, gathers_once=True), [Stage(tape, weights, 0, 0)])
+    run = replayed(layout(accumulation=2, gathers_once=True), [Stage({"B": tape}, weights, 0, 0)])
     # In backward of the second local batch: two weights in bfloat16, gradients of both in float32,
     # and this batch's in bfloat16.
     assert mib(run.peak_parts) == {
@@ -224,9 +254,9 @@ def test_all_that_a_step_makes_is_freed_but_the_state():
         WEIGHT, shard_elements=MIB // 2, full_elements=2 * MIB
     )  # the gradient's 4 MiB are of bfloat16
     for weight, gathers_once in ((WEIGHT, False), (half, True)):
-        tape = dataclasses.replace(stage().tape, elements=[weight.full_elements])
+        tape = dataclasses.replace(stage().tapes["B"], elements=[weight.full_elements])
         run = replayed(
-            layout(accumulation=2, gathers_once=gathers_once), [Stage(tape, [weight], 0, 0)]
+            layout(accumulation=2, gathers_once=gathers_once), [Stage({"B": tape}, [weight], 0, 0)]
         )
         assert run.allocator.allocated == 3 * 4 * weight.shard_elements + 512
 

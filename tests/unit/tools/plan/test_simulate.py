@@ -100,6 +100,7 @@ def test_a_backward_in_halves_takes_the_seconds_of_both_graphs(input, weight):
         "forward": Costs(1.0),
         "backward_input": Costs(input),
         "backward_weight": Costs(weight),
+        "backward": Costs(input + weight),  # of the first stage, at W
     }
     stages = [dataclasses.replace(stage(), graphs=halves) for _ in mine.pipeline.modules]
     step = simulate_step(mine, stages, AT_ONCE)
@@ -107,7 +108,10 @@ def test_a_backward_in_halves_takes_the_seconds_of_both_graphs(input, weight):
     seconds = {
         (kind, end - begin) for row in step.run.actions.values() for kind, _, _, begin, end in row
     }
-    assert seconds == {("F", 1.0), ("I", input), ("W", weight)}
+    assert seconds == {("F", 1.0), ("I", input), ("W", weight), ("B", input + weight)}
+    assert {
+        stage for row in step.run.actions.values() for kind, stage, *_ in row if kind == "B"
+    } == {0}
     if input == weight == 1.0:  # a V is idle while the first microbatch goes down it
         assert step.parts["bubble"] == pytest.approx(3.0)
 

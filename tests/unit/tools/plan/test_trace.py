@@ -96,6 +96,8 @@ HALVES, HALVES_ONCE = (
     layout(**PIPELINE, fsdp_communication=when) for when in ("microbatch", "step")
 )
 WANTED |= {("halves", blocks): HALVES for blocks in (3, 4, 5)} | {("once", 3): HALVES_ONCE}
+WANTED |= {("both", 3): HALVES}
+KINDS = {"halves": "I", "once": "I", "both": "BI"}  # of backward
 LONG = {("fsdp", 8): FSDP, ("full", 3): RECOMPUTED}
 
 
@@ -103,7 +105,9 @@ def trace_all(wanted):
     """{(what, blocks): costs, timelines and tensors}"""
     with start_tracing(RANKS) as processes:
         tasks = {
-            key: processes.submit(trace_stage, mine, WHOLE, key[1], [H100])
+            key: processes.submit(
+                trace_stage, mine, WHOLE, frozenset(KINDS.get(key[0], "B")), key[1], [H100]
+            )
             for key, mine in wanted.items()
         }
         return {key: task.result() for key, task in tasks.items()}
@@ -238,7 +242,10 @@ def check_tensors(less, full, blocks):
         (weight.shard_elements, weight.full_elements) for weight in repeated.weights
     ) == Counter((weight.shard_elements, weight.full_elements) for weight in traced.weights)
     assert kept(repeated) == kept(traced)
-    assert len(repeated.tape.elements) == pytest.approx(len(traced.tape.elements), rel=0.1)
+    for kind, tape in repeated.tapes.items():
+        assert len(tape.elements) == pytest.approx(len(traced.tapes[kind].elements), rel=0.1)
+    if "B" not in repeated.tapes:
+        return
     memories = [memory_of(FSDP, [stage], H100) for stage in (repeated, traced)]
     assert memories[0].phase == memories[1].phase
     assert memories[0].peak == pytest.approx(memories[1].peak, rel=0.01)
@@ -247,9 +254,8 @@ def check_tensors(less, full, blocks):
 
 def kept(stage, what="activations"):
     """Bytes that forward makes for backward."""
-    return sum(
-        size for size, part in zip(stage.tape.sizes, stage.tape.parts, strict=True) if part == what
-    )
+    (tape,) = stage.tapes.values()
+    return sum(size for size, part in zip(tape.sizes, tape.parts, strict=True) if part == what)
 
 
 def test_two_depths_tell_of_a_third(traces):
@@ -284,7 +290,26 @@ def test_two_depths_tell_of_a_third_in_halves(traces):
     between = "kept for gradients of weights"
     assert kept(repeated, between) == kept(traced, between) > 0
     for graph in ("forward", "backward_input", "backward_weight"):
-        assert repeated.tape.kept_by(graph) == traced.tape.kept_by(graph), graph
+        found, expected = (stage.tapes["I"].kept_by(graph) for stage in (repeated, traced))
+        assert found == expected, graph
+
+
+def test_a_stage_that_runs_backward_both_ways_has_the_graphs_of_each(traces):
+    both, halves = (traces[what, 3] for what in ("both", "halves"))
+    (costs,), (of_halves,) = both.costs, halves.costs
+    assert costs.of_action("I") == of_halves.of_action("I")
+    assert costs.of_action("W") == of_halves.of_action("W")
+    whole = costs.of_action("B")
+    apart = [costs.of_action(kind) for kind in "IW"]
+    assert whole.matmul_flops == sum(half.matmul_flops for half in apart)
+    assert whole.sent == {axis: sum(half.sent[axis] for half in apart) for axis in whole.sent}
+    assert whole.compute == pytest.approx(sum(half.compute for half in apart), rel=0.05)
+    stage = stage_of(both.tensors, 3, pipelined=True)
+    assert stage.tapes["I"] == stage_of(halves.tensors, 3, pipelined=True).tapes["I"]
+    forward = [tape.kept_by("forward") for tape in stage.tapes.values()]
+    assert forward[0] == forward[1] > 0
+    gradients = [Counter(tape.elements) for tape in stage.tapes.values()]
+    assert gradients[0] == gradients[1]
 
 
 @pytest.mark.slow
@@ -312,11 +337,17 @@ def test_a_loss_in_chunks_has_the_same_products_no_logits_and_sums_of_the_projec
 ):
     whole, chunked = traced["fsdp", 3], traced["chunks", 3]
     assert not any(name.startswith("loss") for name in chunked.graphs)
-    found, expected = (each.of_microbatch(("forward", "backward")) for each in (chunked, whole))
-    assert found.matmul_flops == expected.matmul_flops
-    assert found.sent["dp_shard"] == expected.sent["dp_shard"]
+    found, expected = (
+        [each.graphs[name] for name in ("forward", "backward")] for each in (chunked, whole)
+    )
+    flops = [sum(costs.matmul_flops for costs in each) for each in (found, expected)]
+    sent = [sum(costs.sent["dp_shard"] for costs in each) for each in (found, expected)]
+    assert flops[0] == flops[1]
+    assert sent[0] == sent[1]
     chunks, logits = 2 * TOKENS // 256, 2 * TOKENS * MODEL.vocab_size * 2
-    lives = {key: traces[key].tensors.lifetimes.tensors for key in (("fsdp", 3), ("chunks", 3))}
+    lives = {
+        key: traces[key].tensors.lifetimes["B"].tensors for key in (("fsdp", 3), ("chunks", 3))
+    }
     assert max(life.nbytes for life in lives["fsdp", 3]) == logits
     assert (
         max(life.nbytes for life in lives["chunks", 3]) == 4 * TABLE
