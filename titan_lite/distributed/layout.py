@@ -111,6 +111,11 @@ class Layout:
         """True if the last stage has a copy of a tied table (distributed/tied_table.py)."""
         return self.model.tied_embeddings and len(self.pipeline.modules) > 1
 
+    @property
+    def sends_table(self) -> bool:
+        """True if the first and the last stage are on different ranks, and share a tied table."""
+        return self.copies_table and self.pipeline.rank_of[0] != self.pipeline.rank_of[-1]
+
     def shapes_on(self, rank: int) -> dict[str, Shape]:
         """Return the shapes of the parameters that a pipeline rank updates, by FQN, before they are
         split: all of its stages but the copy of a tied table.

@@ -125,6 +125,16 @@ def largest_shard(layout: Layout, fqn: str, shape: Sequence[int]) -> Shape:
     return tuple(part)
 
 
+def copied_table_shard(layout: Layout) -> int:
+    """Return the numbers in the largest shard of a tied table that the last stage has a copy of
+    (distributed/tied_table.py); 0 without a copy.
+    """
+    if not layout.copies_table:
+        return 0
+    shape = (layout.model.vocab_size, layout.model.dim)
+    return math.prod(largest_shard(layout, "tok_embeddings.weight", shape))
+
+
 def compression_error_bytes(config: Config, layout: Layout) -> int:
     """Return the bytes of a rank's errors of compressed gradients; a step has them twice."""
     if config.parallelism.replicate_compression == "none":

@@ -1,5 +1,6 @@
 """Numbers of a recipe on a number of ranks: batches of each step, chunks of the loss, shapes."""
 
+import math
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ from tiny import DEBUG, RECIPES
 
 from titan_lite.config import load_config
 from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.pipeline import keep_modules
 from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.fqns import parameters_within
 from titan_lite.models.shapes import parameter_shapes
@@ -114,6 +116,40 @@ def test_the_shapes_without_torch_are_those_of_the_model(options):
     assert list(parameter_shapes(model).items()) == list(expected.items())
     for modules in (["output"], ["layers.1.attention", "norm"], ["layers.1"], ["layers"], ["wq"]):
         assert {*parameter_shapes(model, modules)} == {*parameters_within(transformer, modules)}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("tied", ["yes", "no"])
+def test_a_pipeline_rank_has_the_parameters_of_its_stages_and_perhaps_a_copy(schedule, tied):
+    options = [
+        f"--model.tied_embeddings={tied}",
+        "--model.n_layers=7",
+        "--parallelism.pipeline_parallel_degree=2",
+        f"--parallelism.pipeline_parallel_schedule={schedule}",
+    ]
+    found = Layout.from_config(load_config(DEBUG, options), 2)
+    copies = []
+    totals = []
+    for rank in range(2):
+        shapes = {}
+        for stage in found.pipeline.stages_of(rank):
+            with torch.device("meta"):
+                transformer = Transformer(found.model)
+            keep_modules(transformer, found.pipeline.modules[stage])
+            shapes |= {fqn: tuple(p.shape) for fqn, p in transformer.named_parameters()}
+        totals.append(sum(map(math.prod, shapes.values())))
+        copies.append(0)
+        if tied == "yes" and "output.weight" in shapes:
+            copies[rank] = math.prod(shapes.pop("output.weight"))
+        assert found.shapes_on(rank) == shapes
+        assert found.copied_on(rank) == copies[rank]
+    largest = totals.index(max(totals))
+    assert found.parameters_of_rank + found.copied_of_rank == totals[largest]
+    assert found.copied_of_rank == copies[largest]
+    assert any(copies) == found.copies_table == (tied == "yes")
+    assert found.sends_table == (tied == "yes" and schedule != "ZBVZeroBubble")
+    names = [fqn for rank in range(2) for fqn in found.shapes_on(rank)]
+    assert sorted(names) == sorted(parameter_shapes(found.model))
 
 
 def test_a_layout_needs_no_torch():

@@ -16,7 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_lite.cost.machine import GIB, Machine
-from titan_lite.distributed.memory import ITEM_BYTES, STORED_BYTES, itemsizes, owner_bytes
+from titan_lite.distributed.memory import (
+    ITEM_BYTES,
+    STORED_BYTES,
+    copied_table_shard,
+    itemsizes,
+    owner_bytes,
+)
 from titan_lite.distributed.pipeline_schedule import backward_kinds, computations, order_of
 from titan_lite.distributed.step_gather import IN_FLIGHT
 from titan_lite.optim.state import WHOLE_MATRICES, costs_of, moment_bytes
@@ -158,11 +164,12 @@ def memory_of_rank(
 def outside_of_tensors(layout: PlannedLayout) -> float:
     """Return the bytes that a rank has outside of the allocator.
 
-    A communicator joins all ranks, or those along an axis.
+    A communicator joins all ranks, or those along an axis, or the two with a tied table's shard.
     """
     communicators = 0
     if layout.world_size > 1:
         communicators = 1 + sum(degree > 1 for degree in layout.degrees.values())
+        communicators += layout.sends_table
     return CONTEXT + communicators * CHANNELS * CHANNEL_BUFFERS
 
 
@@ -186,6 +193,7 @@ def replay(
                 for graph in GRAPHS_OF_ACTION[kind]:
                     run.run_graph(stage, graph, microbatch)
         run.reduce_gradients()
+        run.receive_table_gradient()
         run.compress_gradients()
         run.update()
     return run
@@ -383,6 +391,14 @@ class Replay:
         self.reduced_gradients.append(self.allocate(GRADIENTS, self.summed_itemsize * elements))
         return [full]
 
+    def receive_table_gradient(self) -> None:
+        """Receive the gradient of a tied table's copy in another rank's last stage, to be added."""
+        self.phase = "adding gradients of the tied table"
+        last_stage = len(self.layout.pipeline.modules) - 1
+        if 0 in self.stages and last_stage not in self.stages:
+            nbytes = STORED_BYTES * copied_table_shard(self.layout)
+            self.free(self.allocate(WORKING, nbytes))
+
     def compress_gradients(self) -> None:
         """Allocate the errors of this step, which the update chooses or drops
         (distributed/powersgd.py).
@@ -426,6 +442,8 @@ class Replay:
         """Yield the bytes of each tensor: step count and moments, then what an owner has."""
         config = self.layout.config
         for weight in self.weights:
+            if not weight.updated:
+                continue
             yield 4
             matrix_elements = weight.shard_elements if weight.matrix else 0
             yield from moment_bytes(config.optimizer, weight.shard_elements, matrix_elements)

@@ -30,7 +30,7 @@ from titan_lite.models.shapes import shape_words
 from titan_lite.optim.state import costs_of, share_of_matrices
 from titan_lite.tools.plan.owned import owned_matrices
 from titan_lite.tools.plan.plan import Plan
-from titan_lite.tools.plan.simulate import DEVIATION, slowest_of
+from titan_lite.tools.plan.simulate import DEVIATION, slowest_of, table_seconds
 from titan_lite.tools.plan.summary import describe_degrees, rounded
 from titan_lite.tools.plan.trace import PlannedLayout
 
@@ -170,6 +170,7 @@ def step_seconds(plan: Plan, layout: PlannedLayout) -> float:
     seconds += (
         owned_after.computing + owned_after.waiting - owned_before.computing - owned_before.waiting
     )
+    seconds += table_seconds(layout, machine) - table_seconds(plan.layout, machine)
 
     sent = step.sent.get("dp_shard", 0.0)
     if not sent:

@@ -43,6 +43,7 @@ from titan_lite.tools.plan.changes import (
 )
 from titan_lite.tools.plan.memory import outside_of_tensors
 from titan_lite.tools.plan.plan import Plan
+from titan_lite.tools.plan.simulate import table_seconds
 from titan_lite.tools.plan.summary import describe_degrees, part_name
 from titan_lite.tools.plan.trace import PROCESSES, PlannedLayout, blocks_in
 
@@ -315,9 +316,8 @@ def degrees_on(
     contexts = {1, config.parallelism.context_parallel_degree}
     if config.training.seq_len >= LONG_SEQUENCE:
         contexts |= {2, 4, 8, 16}
-    pipelines = [1] if shape.tied_embeddings else powers_of_two(shape.n_layers)
     for tp, pp, cp in itertools.product(
-        powers_of_two(machine.ranks_per_node), pipelines, sorted(contexts)
+        powers_of_two(machine.ranks_per_node), powers_of_two(shape.n_layers), sorted(contexts)
     ):
         dp, rest = divmod(world_size, tp * pp * cp)
         if rest or not dp or sequences % dp or sequences < dp:
@@ -468,17 +468,21 @@ class _PartOfRank:
     has_output: bool
     in_blocks: float  # elements of matrices, before FSDP
     elements: float  # with embedding and output
+    copied: float  # of them, those that the optimizer does not update: a copy of a tied table
 
 
 def _part_of_rank(layout: PlannedLayout, sizes: _Sizes, rank: int) -> _PartOfRank:
     stages = layout.pipeline.stages_of(rank)
     modules = [name for stage in stages for name in layout.pipeline.modules[stage]]
     has_output = "output" in modules
-    tied = layout.model.tied_embeddings
-    tables = ("tok_embeddings" in modules) + (has_output and not tied)
+    has_embedding = "tok_embeddings" in modules
+    is_one = layout.model.tied_embeddings and not layout.copies_table
+    tables = 1 if is_one else has_embedding + has_output
     blocks = blocks_in(modules)
     in_blocks = blocks * sizes.block
-    return _PartOfRank(rank, blocks, has_output, in_blocks, in_blocks + tables * sizes.vocabulary)
+    elements = in_blocks + tables * sizes.vocabulary
+    copied = sizes.vocabulary if has_output and layout.copies_table else 0.0
+    return _PartOfRank(rank, blocks, has_output, in_blocks, elements, copied)
 
 
 def _step_seconds(
@@ -502,7 +506,7 @@ def _step_seconds(
     if layout.gathers_once:
         most_elements = max(part.elements for part in parts)
         seconds += most_elements / sizes.block * (of_block.gather + of_block.reduce)
-    return seconds
+    return seconds + table_seconds(layout, machine)
 
 
 def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors: float) -> float:
@@ -514,7 +518,8 @@ def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors
     config = layout.config
     _, summed = itemsizes(config.training)
     own = part.elements / layout.fsdp_degree
-    moments = moment_bytes(config.optimizer, own, part.in_blocks / layout.fsdp_degree)
+    updated = own - part.copied / layout.fsdp_degree
+    moments = moment_bytes(config.optimizer, updated, part.in_blocks / layout.fsdp_degree)
     state = STORED_BYTES * own + sum(moments) + errors
 
     # With the most microbatches in flight; there are gradients after the first backward.
@@ -527,7 +532,7 @@ def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors
     if part.has_output:
         in_forward += _logits_bytes(layout, sizes)
 
-    before_update = summed * own + errors
+    before_update = summed * updated + errors
     return state + max(in_forward, before_update)
 
 

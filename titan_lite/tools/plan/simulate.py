@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 from titan_lite.config import Config
 from titan_lite.cost.machine import Machine
-from titan_lite.distributed.memory import STORED_BYTES, itemsizes
+from titan_lite.distributed.memory import STORED_BYTES, copied_table_shard, itemsizes
 from titan_lite.distributed.pipeline_schedule import (
     Order,
     Timetable,
@@ -84,7 +84,7 @@ def simulate_step(
         costs = [stages[stage] for stage in own]
         step = _sum_of_steps(layout, costs, [actions[stage] for stage in own])
         accumulating = layout.microbatches * sum(accumulation[stage] for stage in own)
-        update = _update_parts(layout, costs, owned, machine)
+        update = _update_parts(layout, rank, costs, owned, machine)
         busy = sum(end - begin for *_, begin, end in run.actions[rank])
         ranks.append(_Rank(busy, step, accumulating, update, _ends_of_step(costs, update)))
 
@@ -112,6 +112,10 @@ def simulate_step(
         hidden = _pipeline_bytes(layout, stages[0].hidden_bytes)
         sent["pp"] = hidden
         across["pp"] = hidden if machine.nodes(_neighbours(layout)) > 1 else 0.0
+    if layout.sends_table:
+        table_bytes = STORED_BYTES * copied_table_shard(layout)
+        sent["pp"] += table_bytes
+        across["pp"] += table_bytes if machine.nodes(_ends_of_pipeline(layout)) > 1 else 0.0
     if owned.sent:
         sent["owners"] = owned.sent
         across["owners"] = owned.across
@@ -164,6 +168,25 @@ def _neighbours(layout: PlannedLayout) -> tuple[int, int]:
     return 0, layout.world_size // layout.degrees["pp"]
 
 
+def _ends_of_pipeline(layout: PlannedLayout) -> tuple[int, int]:
+    """Return the first global ranks of the pipeline ranks with the first and the last stage."""
+    _, stride = _neighbours(layout)
+    return stride * layout.pipeline.rank_of[0], stride * layout.pipeline.rank_of[-1]
+
+
+def table_seconds(layout: PlannedLayout, machine: Machine) -> float:
+    """Return the seconds in which a tied table's gradients are added up, and the table is copied to
+    the last stage (distributed/tied_table.py): two transfers that nothing hides.
+    """
+    if not layout.copies_table:
+        return 0.0
+    nbytes = STORED_BYTES * copied_table_shard(layout)
+    additions = machine.memory_traffic(3 * nbytes)  # reads two gradients, writes one
+    if layout.sends_table:
+        return additions + 2 * machine.send(nbytes, *_ends_of_pipeline(layout))
+    return additions + machine.memory_traffic(2 * nbytes)
+
+
 def _pipeline_bytes(layout: PlannedLayout, hidden_bytes: float) -> float:
     """Return the bytes that a pipeline rank sends in a step, to both neighbours."""
     stages_of_rank = max(
@@ -185,14 +208,24 @@ def _sum_of_steps(
 
 
 def _update_parts(
-    layout: PlannedLayout, stages: Sequence[StageCosts], owned: Owned, machine: Machine
+    layout: PlannedLayout,
+    rank: int,
+    stages: Sequence[StageCosts],
+    owned: Owned,
+    machine: Machine,
 ) -> dict[str, float]:
-    """Return the seconds of the parts of a rank's update, by part."""
+    """Return the seconds of the parts of a pipeline rank's update, by part."""
     matrices = share_of_matrices(layout.shapes_of_rank)
     per_element = updated_bytes(layout.config, matrices)
     elements = sum(stage.shard_elements for stage in stages)
+    first, last = layout.pipeline.rank_of[0], layout.pipeline.rank_of[-1]
+    if rank == last:
+        elements -= copied_table_shard(layout)
     sums = SCALAR_ALL_REDUCES * machine.collective("all_reduce", 8, range(layout.world_size))
     parts = {"optimizer": machine.memory_traffic(per_element * elements) + sums}
+    if layout.copies_table and rank in (first, last):
+        part = "exposed.pp" if layout.sends_table else "optimizer"
+        parts[part] = parts.get(part, 0.0) + table_seconds(layout, machine)
     if owned.computing:
         parts["owners"] = owned.computing
         parts["exposed.owners"] = owned.waiting

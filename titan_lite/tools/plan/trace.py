@@ -286,10 +286,11 @@ def trace_stage(
     of_model.graphs.update({f"loss_{name}": graph for name, graph in of_loss.graphs.items()})
     graphs = of_model.graphs
     specs = sharded_model(stage).specs
+    updated = {parameter: spec for parameter, spec in specs.items() if is_updated(layout, spec)}
     costs = [
         StageCosts(
             graphs={name: graph.costs[index] for name, graph in graphs.items()},
-            once=costs_once(layout, specs, machine, axes, graphs, index),
+            once=costs_once(layout, specs, updated, machine, axes, graphs, index),
             shard_elements=float(sum(local(parameter).numel() for parameter in specs)),
             full_elements=float(sum(full_elements(spec) for spec in specs.values())),
             hidden_bytes=float(inputs.hidden.nbytes),
@@ -310,7 +311,7 @@ def trace_stage(
     }
     tensors = StageTensors(
         lifetimes,
-        weights_of(specs, config.parallelism),
+        weights_of(layout, specs),
         buffers=sum(buffer.nbytes for buffer in stage.buffers()),
         hidden=inputs.hidden.nbytes,
     )
@@ -320,12 +321,16 @@ def trace_stage(
 def costs_once(
     layout: PlannedLayout,
     specs: Specs,
+    updated: Specs,
     machine: Machine,
     axes: Axes,
     graphs: Mapping[str, "PricedGraph"],
     index: int,
 ) -> dict[str, Costs]:
-    """Return the costs of what happens once in a step. index: of the machine."""
+    """Return the costs of what happens once in a step.
+
+    updated: those of `specs` that the optimizer updates. index: of the machine.
+    """
     once: dict[str, Costs] = {}
     if layout.gathers_once:
         halves = ("backward_input", "backward_weight")
@@ -336,7 +341,7 @@ def costs_once(
         }
         hidden_under = {} if machine.is_cpu else computing
         once = once_per_step_costs(specs, machine, axes, hidden_under)
-    once["copies"] = compression_costs(specs, machine, axes, layout.config.parallelism)
+    once["copies"] = compression_costs(updated, machine, axes, layout.config.parallelism)
     return once
 
 
@@ -345,8 +350,16 @@ def full_elements(spec: ShardSpec) -> int:
     return spec.rows * math.prod(spec.row_shape)
 
 
-def weights_of(specs: Specs, parallelism: Parallelism) -> list[Weight]:
+def is_updated(layout: PlannedLayout, spec: ShardSpec) -> bool:
+    """Return False for the copy of a tied table in the last stage (distributed/tied_table.py): in
+    one stage, the table has the embedding's name.
+    """
+    return not (layout.model.tied_embeddings and spec.fqn == "output.weight")
+
+
+def weights_of(layout: PlannedLayout, specs: Specs) -> list[Weight]:
     """Return the weights of a stage, and the buckets of those that are gathered once per step."""
+    parallelism = layout.config.parallelism
     gathered_with = _bucket_numbers(gather_buckets(specs))
     reduced_with = _bucket_numbers(reduce_buckets(specs))
     return [
@@ -358,7 +371,8 @@ def weights_of(specs: Specs, parallelism: Parallelism) -> list[Weight]:
             reduced_with=reduced_with[parameter],
             float8=spec.float8,
             matrix=is_matrix(spec.fqn),
-            factors=factor_sizes(spec, parallelism) or (0, 0),
+            updated=is_updated(layout, spec),
+            factors=(is_updated(layout, spec) and factor_sizes(spec, parallelism)) or (0, 0),
         )
         for parameter, spec in specs.items()
     ]

@@ -152,6 +152,44 @@ def test_errors_between_copies_are_made_after_backward():
     assert found.parts["errors between copies"] == 8 * MIB + 4 * 512
 
 
+def tied(mine):
+    return dataclasses.replace(mine, model=dataclasses.replace(mine.model, tied_embeddings=True))
+
+
+def test_the_copy_of_a_tied_table_has_no_optimizer_state():
+    mine = tied(layout(2))
+    tapes = {"B": WHOLE, "I": HALVES}
+    copy = Stage(tapes, [dataclasses.replace(WEIGHT, updated=False)], 0, 0)
+    other = Stage(tapes, [WEIGHT], 0, 0)
+    first, last = (replayed(mine, [other, copy], rank) for rank in (0, 1))
+    assert first.peak_parts["parameters"] == last.peak_parts["parameters"] == 4 * MIB
+    assert first.peak_parts["optimizer state"] == 8 * MIB + 512
+    assert "optimizer state" not in last.peak_parts
+    mine = tied(layout(2, 2, "ZBVZeroBubble"))
+    # the first and the last one on rank 0
+    both = replayed(mine, [other, other, other, copy]).peak_parts
+    assert (both["parameters"], both["optimizer state"]) == (8 * MIB, 8 * MIB + 512)
+
+
+def test_the_first_stage_receives_the_gradient_of_the_copy():
+    """It is as large as the table of 2,048 x 256 numbers, in float32."""
+    sizes = [4 * MIB, 0, 0]
+    tapes = {
+        kind: dataclasses.replace(tape, sizes=sizes) for kind, tape in (("B", WHOLE), ("I", HALVES))
+    }
+    small = Stage(tapes, [WEIGHT], 0, 0)
+    phases = {}
+    for mine in (layout(2), tied(layout(2)), tied(layout(2, 2, "ZBVZeroBubble"))):
+        stages = [small] * len(mine.pipeline.modules)
+        for rank in (0, 1):
+            run = replayed(mine, stages, rank)
+            key = mine.copies_table, mine.sends_table, rank
+            phases[key] = run.peak_phase, run.peak_parts.get("working", 0)
+    received = "adding gradients of the tied table", 4 * 2048 * 256
+    assert phases.pop((True, True, 0)) == received
+    assert received not in phases.values()
+
+
 def test_workspaces_are_those_of_a_gpu():
     rows = memory_of(layout(), [stage()], AT_ONCE).parts
     assert AT_ONCE.name == "H100"

@@ -76,7 +76,7 @@ def test_the_space_keeps_the_tokens_of_a_step_and_the_ranks():
     assert {change["parallelism.data_parallel_replicate_degree"] for change in found} >= {"1", "2"}
 
 
-def test_long_sequences_may_be_split_and_tied_models_have_no_pipeline():
+def test_long_sequences_may_be_split_and_tied_models_have_pipelines():
     config = Config(model=Model(flavor="1B"), training=Training(seq_len=131072))
     found = list(space(config, 16, H100, 16))
     assert {change["parallelism.context_parallel_degree"] for change in found} == {
@@ -86,14 +86,8 @@ def test_long_sequences_may_be_split_and_tied_models_have_no_pipeline():
         "8",
         "16",
     }
-    assert {change["parallelism.pipeline_parallel_degree"] for change in found} == {"1"}
-    tied = space(
-        Config(model=Model(flavor="8B", tied_embeddings="yes"), training=Training(seq_len=8192)),
-        16,
-        H100,
-        16,
-    )
-    assert {change["parallelism.pipeline_parallel_degree"] for change in tied} == {"1"}
+    degrees = {change["parallelism.pipeline_parallel_degree"] for change in found}
+    assert degrees == {"1", "2", "4", "8", "16"}
 
 
 def test_formulas_know_what_costs_memory_and_time():
@@ -385,6 +379,25 @@ BOUNDED = {
     "as few microbatches as ranks": (
         2,
         ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2"],
+    ),
+    "tied": (4, ["--model.tied_embeddings=yes"]),
+    "tied, 1F1B": (
+        4,
+        [
+            "--model.tied_embeddings=yes",
+            "--model.vocab_size=128256",
+            "--parallelism.pipeline_parallel_degree=2",
+            "--training.local_batch_size=4",
+        ],
+    ),
+    "tied, V-shaped": (
+        4,
+        [
+            "--model.tied_embeddings=yes",
+            "--parallelism.pipeline_parallel_degree=2",
+            "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+            "--training.local_batch_size=4",
+        ],
     ),
     "interleaved": (
         2,

@@ -175,6 +175,34 @@ def test_a_step_is_the_sum_of_its_parts():
     assert step.parts["optimizer"] == pytest.approx(40e9 / (3350e9 * 0.85), rel=1e-2)
 
 
+def test_a_tied_table_is_sent_to_the_last_stage_and_its_gradient_to_the_first():
+    table = 2048 * 256  # of the debug flavor
+    costs = dict(elements=float(table), hidden_bytes=1.0)
+    parts = {}
+    for schedule in ("1F1B", "ZBVZeroBubble"):
+        untied = layout(4, 8, schedule)
+        tied = dataclasses.replace(
+            untied, model=dataclasses.replace(untied.model, tied_embeddings=True)
+        )
+        apart, both = (
+            simulate_step(mine, stages_of(mine, **costs), AT_ONCE) for mine in (untied, tied)
+        )
+        assert sum(both.parts.values()) == pytest.approx(both.seconds)
+        parts[schedule] = apart.parts, both.parts
+        sends = schedule == "1F1B"
+        assert both.sent["pp"] - apart.sent["pp"] == 4 * table * sends
+        assert ("exposed.pp" in both.parts) == sends
+
+    moved = 4 * table / (3350e9 * AT_ONCE.memory_efficiency)
+    sent = 4 * table / (450e9 * AT_ONCE.link_efficiency)
+    untied, tied = parts["1F1B"]
+    # of both ends, on average over four ranks: two transfers, and a sum
+    assert tied["exposed.pp"] == pytest.approx((2 * sent + 3 * moved) / 2)
+    assert untied["optimizer"] - tied["optimizer"] == pytest.approx(10 * moved / 4)
+    untied, tied = parts["ZBVZeroBubble"]
+    assert untied["optimizer"] - tied["optimizer"] == pytest.approx((10 - 5) * moved / 4)
+
+
 def test_a_step_takes_as_long_as_on_the_slowest_rank():
     one = simulate_step(layout(), stages_of(layout()), H100)
     assert one.parts.get("exposed.slowest", 0.0) == 0.0

@@ -98,6 +98,12 @@ HALVES, HALVES_ONCE = (
 WANTED |= {("halves", blocks): HALVES for blocks in (3, 4, 5)} | {("once", 3): HALVES_ONCE}
 WANTED |= {("both", 3): HALVES}
 KINDS = {"halves": "I", "once": "I", "both": "BI"}  # of backward
+TIED_COPIES = dataclasses.replace(
+    layout(4, data_parallel_replicate_degree=2, pipeline_parallel_degree=2, **HOW),
+    model=dataclasses.replace(MODEL, tied_embeddings=True),
+)
+WANTED |= {("last of tied copies", 3): TIED_COPIES}
+MODULES = {"last of tied copies": ("norm", "output")}
 LONG = {("fsdp", 8): FSDP, ("full", 3): RECOMPUTED}
 
 
@@ -106,7 +112,12 @@ def trace_all(wanted):
     with start_tracing(RANKS) as processes:
         tasks = {
             key: processes.submit(
-                trace_stage, mine, WHOLE, frozenset(KINDS.get(key[0], "B")), key[1], [H100]
+                trace_stage,
+                mine,
+                MODULES.get(key[0], WHOLE),
+                frozenset(KINDS.get(key[0], "B")),
+                key[1],
+                [H100],
             )
             for key, mine in wanted.items()
         }
@@ -175,6 +186,23 @@ def test_copies_send_thin_factors_once_a_step_and_keep_errors(traces):
     ).parts
     shards = 4 * (3 * PRODUCTS + 2 * TABLE) / shard
     assert shards < memory["errors between copies"] < 2.1 * shards
+
+
+def test_the_copy_of_a_tied_table_is_neither_updated_nor_compressed(traces):
+    found = traces["last of tied copies", 3]
+    weights = found.tensors.weights
+    (copy,) = [weight for weight in weights if not weight.updated]
+    assert copy.full_elements == TABLE
+    assert copy.factors == (0, 0)
+    assert any(weight.is_compressed for weight in weights)
+    assert sum(weight.full_elements for weight in weights) == 3 * BLOCK + MODEL.dim + TABLE
+    assert found.costs[0].full_elements == 3 * BLOCK + MODEL.dim + TABLE
+    factors = sum(map(sum, (weight.factors for weight in weights)))
+    as_they_are = sum(
+        weight.shard_elements for weight in weights if weight.updated and not weight.is_compressed
+    )
+    # all-reduces of two copies
+    assert found.costs[0].once["copies"].sent["dp_replicate"] == 4 * (factors + as_they_are)
 
 
 def test_nothing_hides_the_factors_of_all_gradients_and_the_others():
