@@ -625,11 +625,14 @@ def tensor_parallel_degree_divides(config: Config, layout: Layout) -> Iterator[M
 
 
 @rule_with_torch
-def modules_have_tensor_parallel_styles(config: Config, layout: Layout) -> Iterator[Mistake]:
-    if layout.degrees["tp"] > 1 and layout.model.family not in FAMILIES:
+def a_family_of_ones_own_is_whole(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if layout.model.family not in FAMILIES:
         from titan_lite.distributed.tensor_parallel import check_styles
+        from titan_lite.models.transformer import check_own_family
 
-        check_styles(parameter_shapes(layout.model), layout.model.family)
+        check_own_family(layout.model)
+        if layout.degrees["tp"] > 1:
+            check_styles(parameter_shapes(layout.model), layout.model.family)
     yield from ()
 
 

@@ -9,6 +9,7 @@ help.py. Imports no torch.
 """
 
 import itertools
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ def _known_family(value: str) -> str:
     if value not in FAMILIES and not value.endswith(".py"):
         known = ", ".join(FAMILIES)
         raise ValueError(f"expected one of {known}, or the path of a Python file (.py)")
-    return value
+    # absolute, since a checkpoint names the file
+    return value if value in FAMILIES else os.path.abspath(value)
 
 
 FamilyName = Annotated[str, Relative(".py"), AfterValidator(_known_family)]

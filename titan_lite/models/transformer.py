@@ -20,12 +20,15 @@ import hashlib
 import importlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_lite.config import ConfigError
+from titan_lite.config.errors import shown
 from titan_lite.config.families import FAMILIES, ModelConfig, run_file
 from titan_lite.models.attention import Documents, attend_within_documents, documents_of
 from titan_lite.models.shapes import check_block
@@ -159,6 +162,22 @@ def _module_of(family: str) -> ModuleType:
     if family in FAMILIES:
         return importlib.import_module(f"titan_lite.models.{family}")
     return run_file(family)
+
+
+def check_own_family(config: ModelConfig) -> None:
+    """Build a block of a user's own family on the meta device. Raises ConfigError if it fails, or
+    if the block has other parameters than the family says.
+    """
+    try:
+        with torch.device("meta"):
+            Transformer(replace(config, n_layers=1, max_seq_len=1))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"model.name = {shown(config.family)}: build_block fails: {type(error).__name__}:"
+            f" {error}; it has to return a block as a torch.nn.Module for any shape"
+        ) from error
 
 
 class Transformer(nn.Module):

@@ -103,7 +103,8 @@ def bias_of(model: ModelConfig, config: Config, machine: Machine) -> str:
         is_alike = (kind.mode, kind.precision) == (mode, precision)
         if is_alike and PROFILES[kind.machine] == machine and is_of_size(model, kind):
             ratios += runs.values()
-            flavors.append(kind.flavor)
+            is_of_family = kind.family == model.family
+            flavors.append(kind.flavor if is_of_family else f"{kind.family} {kind.flavor}")
     if not ratios:
         described = ", ".join((shape_words(config.model), mode, precision, machine.name))
         return f"no published run of this kind ({described}) to compare with"

@@ -1,0 +1,115 @@
+"""A model family in a user's own file: it trains on any layout as in one process, and an error says
+what the file lacks.
+"""
+
+from pathlib import Path
+
+import pytest
+from commands import train
+from pages import PAGES, blocks
+from tiny import DEBUG, DEBUG_TOKENIZER, NO_VALIDATION, SMALL, steps
+
+from titan_lite.checkpoint.weights import open_weights
+from titan_lite.config import ConfigError, load_config
+from titan_lite.distributed.layout import Layout
+from titan_lite.models.shapes import shape_of
+from titan_lite.rules import check
+from titan_lite.tools import convert, generate
+from titan_lite.tools.verify.compare import compare
+from titan_lite.tools.verify.observe import run
+from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model
+
+GATED = Path(__file__).parents[1] / "own_families/gated.py"
+
+
+def configured(file, *options):
+    names = [f"--model.name={file}", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]
+    return load_config(DEBUG, [*names, *options])
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("dp_shard=2,tp=2", []),
+        pytest.param("dp_shard=2,tp=2", ["--compile.enable"], marks=pytest.mark.slow),
+        pytest.param("pp=2,cp=2", [], marks=pytest.mark.slow),
+    ],
+)
+def test_a_family_of_ones_own_trains_as_in_one_process(layout, options):
+    config = configured(GATED, *options, "--training.global_batch_size=-1")
+    model = twin_model(shape_of(config.model), 4)
+    alone = reference(twin(config, parse_layout("dp_shard=1"), 3))
+    found = run(twin(config, parse_layout(layout), 3), model)
+    assert found.gradients["layers.0.attention.gate.weight"].norm() > 0
+    result = compare(found, run(alone, model))
+    assert result.agrees, result
+
+
+def test_the_family_of_the_pages_trains_and_its_steps_speak(tmp_path, capsys):
+    (block,) = blocks(PAGES["docs/contributing.md"], "toml")
+    recipe = tmp_path / "own.toml"
+    recipe.write_text(f'extends = "{DEBUG}"\n{block}')
+    file = tmp_path / "my_models/gated.py"
+    file.parent.mkdir()
+    file.write_text(GATED.read_text())
+    assert train(2, recipe, tmp_path / "run", *SMALL, *NO_VALIDATION, *steps(1)).returncode == 0
+    assert open_weights(tmp_path / "run").config.family == str(file)
+    capsys.readouterr()
+    words = [str(tmp_path / "run"), "--prompt", "import ", "--max-new-tokens", "4"]
+    assert generate.main([*words, "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("import ")
+    assert convert.main([str(tmp_path / "run"), str(tmp_path / "exported")]) == 2
+    assert "its Family has no huggingface" in capsys.readouterr().err
+
+
+GATE = '    styles={"attention.gate": "columns"},\n'
+WRONG = {
+    "no FAMILY": (
+        ("FAMILY = Family(", "OTHER = Family("),
+        "has no FAMILY; give it FAMILY = Family(",
+    ),
+    "no build_block": (
+        ("def build_block(config):", "def block(config):"),
+        "has no function build_block; give it build_block(config: ModelConfig)",
+    ),
+    "no style": (
+        (GATE, ""),
+        "layers.0.attention.gate.weight has no tensor-parallel style; give attention.gate one of",
+    ),
+    "another style": (
+        (GATE, GATE.replace("columns", "colwise")),
+        'the style of attention.gate is "colwise"; use one of replicated, columns, rows, gathers',
+    ),
+    "a parameter left out": (
+        ('        "attention.gate.weight": (config.n_heads * config.head_dim, config.dim),\n', ""),
+        "attention.gate.weight is (128, 128) in build_block's block, and not in block_parameters",
+    ),
+    "no field": (
+        ("    block_parameters=block_parameters,\n", ""),
+        "missing 1 required positional argument: 'block_parameters'; the file has to run by itself",
+    ),
+    "a block that fails": (
+        ("self.wq = nn.Linear(config.dim, width, bias=False)", "self.wq = config.wq"),
+        "build_block fails: AttributeError: 'ModelConfig' object has no attribute 'wq'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_file_lacks_is_told_before_anything_starts(name, tmp_path):
+    (old, new), words = WRONG[name]
+    text = GATED.read_text()
+    assert old in text
+    file = tmp_path / "family.py"
+    file.write_text(text.replace(old, new))
+    config = configured(file, "--parallelism.tensor_parallel_degree=2")
+    with pytest.raises(ConfigError) as error:
+        check(config, Layout.from_config(config, 2))
+    assert str(error.value).startswith(f'model.name = "{file}"')
+    assert words in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    config = configured(tmp_path / "none.py")
+    with pytest.raises(ConfigError, match=r"none.py\": no such file"):
+        Layout.from_config(config, 1)
