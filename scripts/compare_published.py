@@ -1,4 +1,4 @@
-"""Planned against published: every row of public figures for Llama 3 that says its layout.
+"""Planned against published: every row of public figures that says its layout.
 
 A Markdown table.
 
@@ -41,9 +41,9 @@ from torch import Tensor
 from titan_lite.config import ConfigError, load_config
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.cost.profiles import load_machine, machine_from
-from titan_lite.models.llama3 import Attention
+from titan_lite.models import llama3, qwen3
 from titan_lite.models.loss import VocabularyShard, all_reduce
-from titan_lite.models.shapes import flops_per_token
+from titan_lite.models.shapes import flops_per_token, matrices_of_block
 from titan_lite.models.transformer import RMSNorm
 from titan_lite.tools.plan.allocator import CachingAllocator
 from titan_lite.tools.plan.command import lay_out
@@ -141,7 +141,7 @@ FOUR_D = (
 )
 # pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and
 # benchmarks/llama3_h100_202412_torchtitan.md, asyncTP_llama3_h100_2025-06_torchtitan.md and
-# llama3-8b_h200_202506_trainy-whitefiber.md
+# llama3-8b_h200_202506_trainy-whitefiber.md; its pull request 1690
 PAPER = "TorchTitan paper"
 RERUN = "torchtitan 1881"
 DOCS = "torchtitan docs"
@@ -151,15 +151,15 @@ WINTER = "torchtitan 2024-12"
 SUMMER = "torchtitan 2025-06"
 H200S = "torchtitan 2025-06, H200"
 ROWS = (
-    Row(f"{PAPER}: 8B on 8, eager", "8b", 8, TITAN, 6258, 81.9, EAGER),
-    Row(f"{PAPER}: 8B on 8, compiled", "8b", 8, TITAN, 6674, 77.0, COMPILED),
-    Row(f"{PAPER}: 8B on 128, eager", "8b", 128, TITAN, 5645, 67.0, EAGER),
-    Row(f"{PAPER}: 8B on 128, compiled", "8b", 128, TITAN, 6482, 62.1, COMPILED),
-    Row(f"{PAPER}: 8B on 8, float8", "8b_float8", 8, TITAN, 9409, 76.8, COMPILED),
-    Row(f"{PAPER}: 8B on 128, float8", "8b_float8", 128, TITAN, 9319, 61.8, COMPILED),
+    Row(f"{PAPER}: 8B on 8, eager", "llama3_8b", 8, TITAN, 6258, 81.9, EAGER),
+    Row(f"{PAPER}: 8B on 8, compiled", "llama3_8b", 8, TITAN, 6674, 77.0, COMPILED),
+    Row(f"{PAPER}: 8B on 128, eager", "llama3_8b", 128, TITAN, 5645, 67.0, EAGER),
+    Row(f"{PAPER}: 8B on 128, compiled", "llama3_8b", 128, TITAN, 6482, 62.1, COMPILED),
+    Row(f"{PAPER}: 8B on 8, float8", "llama3_8b_float8", 8, TITAN, 9409, 76.8, COMPILED),
+    Row(f"{PAPER}: 8B on 128, float8", "llama3_8b_float8", 128, TITAN, 9319, 61.8, COMPILED),
     Row(
         f"{PAPER}: 70B on 256, float8",
-        "70b_float8",
+        "llama3_70b_float8",
         256,
         TITAN,
         897,
@@ -168,7 +168,7 @@ ROWS = (
     ),
     Row(
         f"{PAPER}: 70B on 256, float8, async TP",
-        "70b_float8",
+        "llama3_70b_float8",
         256,
         TITAN,
         1010,
@@ -178,7 +178,7 @@ ROWS = (
     ),
     Row(
         f"{PAPER}: 405B on 512, float8, 1F1B",
-        "405b_float8",
+        "llama3_405b_float8",
         512,
         TITAN,
         100,
@@ -188,7 +188,7 @@ ROWS = (
     ),
     Row(
         f"{PAPER}: 405B on 512, float8, interleaved",
-        "405b_float8",
+        "llama3_405b_float8",
         512,
         TITAN,
         130,
@@ -196,25 +196,25 @@ ROWS = (
         f"{PP16} {TWO}",
         async_tp=True,
     ),
-    Row(f"{RERUN}: 8B, FSDP 8", "8b", 8, TITAN, 7227, 40.96, AOT),
+    Row(f"{RERUN}: 8B, FSDP 8", "llama3_8b", 8, TITAN, 7227, 40.96, AOT),
     Row(
         f"{RERUN}: 8B, FSDP 4 x TP 2",
-        "8b",
+        "llama3_8b",
         8,
         TITAN,
         5881,
         28.28,
         f"{AOT} --parallelism.tensor_parallel_degree=2",
     ),
-    Row(f"{WINTER}: 8B on 8, eager", "8b", 8, TITAN, 5762, 82.4, EAGER),
-    Row(f"{WINTER}: 8B on 8, compiled", "8b", 8, TITAN, 6667, 77.0, COMPILED),
-    Row(f"{WINTER}: 8B on 128, eager", "8b", 128, TITAN, 5605, 67.0, EAGER),
-    Row(f"{WINTER}: 8B on 128, compiled", "8b", 128, TITAN, 6514, 62.0, COMPILED),
-    Row(f"{WINTER}: 8B on 8, float8", "8b_float8", 8, TITAN, 8532, 76.8, COMPILED),
-    Row(f"{WINTER}: 8B on 128, float8", "8b_float8", 128, TITAN, 8380, 61.8, COMPILED),
+    Row(f"{WINTER}: 8B on 8, eager", "llama3_8b", 8, TITAN, 5762, 82.4, EAGER),
+    Row(f"{WINTER}: 8B on 8, compiled", "llama3_8b", 8, TITAN, 6667, 77.0, COMPILED),
+    Row(f"{WINTER}: 8B on 128, eager", "llama3_8b", 128, TITAN, 5605, 67.0, EAGER),
+    Row(f"{WINTER}: 8B on 128, compiled", "llama3_8b", 128, TITAN, 6514, 62.0, COMPILED),
+    Row(f"{WINTER}: 8B on 8, float8", "llama3_8b_float8", 8, TITAN, 8532, 76.8, COMPILED),
+    Row(f"{WINTER}: 8B on 128, float8", "llama3_8b_float8", 128, TITAN, 8380, 61.8, COMPILED),
     Row(
         f"{WINTER}: 8B on 8, float8, 32k tokens",
-        "8b_float8",
+        "llama3_8b_float8",
         8,
         TITAN,
         3890,
@@ -223,7 +223,7 @@ ROWS = (
     ),
     Row(
         f"{WINTER}: 8B, float8, FSDP 4 x CP 2, 64k tokens",
-        "8b_float8",
+        "llama3_8b_float8",
         8,
         TITAN,
         2540,
@@ -232,7 +232,7 @@ ROWS = (
     ),
     Row(
         f"{WINTER}: 8B, float8, FSDP 2 x CP 4, 128k tokens",
-        "8b_float8",
+        "llama3_8b_float8",
         8,
         TITAN,
         1071,
@@ -241,7 +241,7 @@ ROWS = (
     ),
     Row(
         f"{WINTER}: 70B on 256, float8",
-        "70b_float8",
+        "llama3_70b_float8",
         256,
         TITAN,
         829,
@@ -250,7 +250,7 @@ ROWS = (
     ),
     Row(
         f"{WINTER}: 70B on 256, float8, async TP",
-        "70b_float8",
+        "llama3_70b_float8",
         256,
         TITAN,
         876,
@@ -260,7 +260,7 @@ ROWS = (
     ),
     Row(
         f"{WINTER}: 405B on 512, float8, 1F1B",
-        "405b_float8",
+        "llama3_405b_float8",
         512,
         TITAN,
         100,
@@ -270,7 +270,7 @@ ROWS = (
     ),
     Row(
         f"{WINTER}: 405B on 512, float8, interleaved",
-        "405b_float8",
+        "llama3_405b_float8",
         512,
         TITAN,
         128,
@@ -281,7 +281,7 @@ ROWS = (
     *(
         Row(
             f"{WINTER}: 405B on 512, float8, CP {degree}, {degree * 32}k tokens",
-            "405b_float8",
+            "llama3_405b_float8",
             512,
             TITAN,
             published,
@@ -292,10 +292,10 @@ ROWS = (
         )
         for degree, published, memory in ((1, 76, 75.3), (2, 47, 75.9), (4, 31, 77.1))
     ),
-    Row(f"{SUMMER}: 8B on 64, FSDP 8 x TP 8", "8b", 64, TITAN, 4378, 0, TP8_OF_8B),
+    Row(f"{SUMMER}: 8B on 64, FSDP 8 x TP 8", "llama3_8b", 64, TITAN, 4378, 0, TP8_OF_8B),
     Row(
         f"{SUMMER}: 8B on 64, FSDP 8 x TP 8, async TP",
-        "8b",
+        "llama3_8b",
         64,
         TITAN,
         4809.4,
@@ -303,10 +303,18 @@ ROWS = (
         TP8_OF_8B,
         async_tp=True,
     ),
-    Row(f"{SUMMER}: 8B on 64, float8", "8b_float8", 64, TITAN, 5078.1, 0, f"{TP8_OF_8B} {WIDE}"),
+    Row(
+        f"{SUMMER}: 8B on 64, float8",
+        "llama3_8b_float8",
+        64,
+        TITAN,
+        5078.1,
+        0,
+        f"{TP8_OF_8B} {WIDE}",
+    ),
     Row(
         f"{SUMMER}: 8B on 64, float8, async TP",
-        "8b_float8",
+        "llama3_8b_float8",
         64,
         TITAN,
         5570.1,
@@ -314,10 +322,10 @@ ROWS = (
         f"{TP8_OF_8B} {WIDE}",
         async_tp=True,
     ),
-    Row(f"{SUMMER}: 70B on 256, FSDP 32 x TP 8", "70b", 256, TITAN, 597.3, 0, TP8_OF_70B),
+    Row(f"{SUMMER}: 70B on 256, FSDP 32 x TP 8", "llama3_70b", 256, TITAN, 597.3, 0, TP8_OF_70B),
     Row(
         f"{SUMMER}: 70B on 256, FSDP 32 x TP 8, async TP",
-        "70b",
+        "llama3_70b",
         256,
         TITAN,
         652.4,
@@ -326,11 +334,17 @@ ROWS = (
         async_tp=True,
     ),
     Row(
-        f"{SUMMER}: 70B on 256, float8", "70b_float8", 256, TITAN, 809.8, 0, f"{TP8_OF_70B} {WIDE}"
+        f"{SUMMER}: 70B on 256, float8",
+        "llama3_70b_float8",
+        256,
+        TITAN,
+        809.8,
+        0,
+        f"{TP8_OF_70B} {WIDE}",
     ),
     Row(
         f"{SUMMER}: 70B on 256, float8, async TP",
-        "70b_float8",
+        "llama3_70b_float8",
         256,
         TITAN,
         942.4,
@@ -338,14 +352,37 @@ ROWS = (
         f"{TP8_OF_70B} {WIDE}",
         async_tp=True,
     ),
-    Row(f"{H200S}: 8B on 32, float8", "8b_float8", 32, H200, 10938, 48.0, f"{SELECTIVE} {FA2}"),
-    Row(f"{H200S}: 8B on 64, float8", "8b_float8", 64, H200, 10753, 47.0, f"{SELECTIVE} {FA2}"),
     Row(
-        f"{DOCS}: 8B on 64 A100", "8b", 64, A100, 2973, 0, BATCH1, "whether compiled: not published"
+        f"{H200S}: 8B on 32, float8",
+        "llama3_8b_float8",
+        32,
+        H200,
+        10938,
+        48.0,
+        f"{SELECTIVE} {FA2}",
+    ),
+    Row(
+        f"{H200S}: 8B on 64, float8",
+        "llama3_8b_float8",
+        64,
+        H200,
+        10753,
+        47.0,
+        f"{SELECTIVE} {FA2}",
+    ),
+    Row(
+        f"{DOCS}: 8B on 64 A100",
+        "llama3_8b",
+        64,
+        A100,
+        2973,
+        0,
+        BATCH1,
+        "whether compiled: not published",
     ),
     Row(
         f"{DOCS}: 8B on 64 A100, every second block",
-        "8b",
+        "llama3_8b",
         64,
         A100,
         2904,
@@ -355,7 +392,7 @@ ROWS = (
     ),
     Row(
         f"{DOCS}: 70B on 64 A100",
-        "70b",
+        "llama3_70b",
         64,
         A100,
         331,
@@ -366,7 +403,7 @@ ROWS = (
     ),
     Row(
         f"{LLAMA3}: 405B on 8,192",
-        "405b",
+        "llama3_405b",
         8192,
         H100,
         430,
@@ -377,7 +414,7 @@ ROWS = (
     ),
     Row(
         f"{LLAMA3}: 405B on 16,384",
-        "405b",
+        "llama3_405b",
         16384,
         H100,
         400,
@@ -388,7 +425,7 @@ ROWS = (
     ),
     Row(
         f"{LLAMA3}: 405B on 16,384, 131,072 tokens",
-        "405b",
+        "llama3_405b",
         16384,
         H100,
         380,
@@ -397,6 +434,17 @@ ROWS = (
         + " --training.seq_len=131072 --parallelism.context_parallel_degree=16",
         UNKNOWN,
         True,
+    ),
+    Row(
+        "torchtitan 1690: Qwen3 32B on 8",
+        "qwen3_32b",
+        8,
+        TITAN,
+        1874,
+        81.85,
+        f"{BLOCKS} {FULL} {NO_TP} --parallelism.data_parallel_shard_degree=8"
+        " --training.local_batch_size=2 --training.global_batch_size=-1",
+        "length not published: planned with 4,096, which others of its table have",
     ),
 )
 
@@ -506,7 +554,8 @@ def start_with_their_model(world_size: int, of_2024: bool) -> None:
     (torchtitan/models/llama3/model.py at its commit e7c0cae).
     """
     patch("titan_lite.models.llama3.apply_rope", rotate).start()
-    patch.object(Attention, "attend", staticmethod(attend)).start()
+    for family in (llama3, qwen3):
+        patch.object(family.Attention, "attend", staticmethod(attend)).start()
     if of_2024:
         patch.object(RMSNorm, "forward", normalize).start()
         patch("titan_lite.models.loss.vocabulary_parallel_cross_entropy_sum", loss_parallel).start()
@@ -524,7 +573,7 @@ def start_tracing_their_model(world_size: int, of_2024: bool) -> Iterator[Proces
 
 @functools.lru_cache
 def planned(recipe: str, ranks: int, machine: str, keys: str, async_tp: bool, model: str) -> Plan:
-    config = load_config(RECIPES / f"llama3_{recipe}.toml", [*AS_THERE, *keys.split()])
+    config = load_config(RECIPES / f"{recipe}.toml", [*AS_THERE, *keys.split()])
     layout = lay_out(config, ranks, MACHINES[machine].memory * GIB)
     if async_tp:
         parallelism = config.parallelism.replace(enable_async_tensor_parallel=True)
@@ -557,8 +606,7 @@ def kept_by_theirs(plan: Plan) -> float:
     tp = layout.degrees["tp"]
     pp = layout.degrees["pp"]
     table = model.vocab_size * model.dim / tp  # elements of the embedding, or of the output
-    attention = 2 * (model.n_heads + model.n_kv_heads) * model.head_dim
-    block = model.dim * (attention + 3 * model.hidden_dim) / tp  # elements
+    block = matrices_of_block(model) / tp  # elements
     stage = (model.n_layers * block + 2 * table) / pp
     kept = 0.0
     if not config.compile.compiles("model") and config.activation_checkpoint.mode == "selective":

@@ -33,6 +33,17 @@ HEADS = ModelConfig(
     dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=30, vocab_size=61, max_seq_len=16
 )
 
+# A row a family: what its small shapes have beside those above. Tests that run over all families
+# run over this table; tests/unit/config/test_families.py sees that none is missing.
+OF_FAMILY = {
+    "llama3": {},
+    "qwen3": {"head_dim": 10},  # not dim / n_heads, and 10 of wq's rows are one head
+}
+
+
+def of_family(family, shape):
+    return replace(shape, family=family, **OF_FAMILY[family])
+
 
 def steps(count: int, schedule: int | None = None) -> list[str]:
     """schedule: the steps of the learning rate's, where the run is a part of it."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from packed_attention import packed_attention
 from parity import gathered_apart
-from tiny import DEBUG, DEBUG_TOKENIZER
+from tiny import DEBUG, DEBUG_TOKENIZER, OF_FAMILY
 
 from titan_lite.compile.passes import token_chunks as chunking
 from titan_lite.config import load_config
@@ -169,9 +169,14 @@ def twin_of(layout, options, **training):
     return small.replace(training=small.training.replace(**training))
 
 
+def named(family):
+    return [f"--model.name={family}"]
+
+
 @functools.cache
-def expected(layers, masked, tied=False):
-    options = [*AT_ONCE, *(MASKED if masked else NOTHING), *(TIED if tied else NOTHING)]
+def expected(layers, masked, tied=False, family="llama3"):
+    options = [*named(family), *AT_ONCE]
+    options += [*(MASKED if masked else NOTHING), *(TIED if tied else NOTHING)]
     config = reference(twin_of("dp_shard=1", options))
     return run(config, twin_model(shape_of(config.model), layers))
 
@@ -179,15 +184,18 @@ def expected(layers, masked, tied=False):
 def trained(config, layers=4, prepare=None):
     shape = shape_of(config.model)
     found = run(config, twin_model(shape, layers), prepare=prepare)
-    return compare(found, expected(layers, config.training.mask_documents, shape.tied_embeddings))
+    masked = config.training.mask_documents
+    return compare(found, expected(layers, masked, shape.tied_embeddings, shape.family))
 
 
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
+@pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize(("layout", "options"), CASES)
-def test_a_layout_is_the_run_of_one_process(layout, options):
-    result = trained(twin_of(layout, options), 8 if layout == "pp=4" else 4)
+def test_a_layout_is_the_run_of_one_process(layout, options, family):
+    layers = 8 if layout == "pp=4" else 4
+    result = trained(twin_of(layout, [*named(family), *options]), layers)
     assert result.agrees, result
 
 
@@ -323,9 +331,10 @@ def in_chunks(folder, *options, chunks=4):
 
 
 # SELECTIVE saves what is reduced
+@pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("options", [pytest.param(NOTHING, marks=pytest.mark.slow), SELECTIVE])
-def test_tokens_in_chunks_are_the_run_of_one_process(options, tmp_path):
-    result = in_chunks(tmp_path, *options)
+def test_tokens_in_chunks_are_the_run_of_one_process(options, family, tmp_path):
+    result = in_chunks(tmp_path, *named(family), *options)
     assert result.agrees, result
 
 

@@ -18,7 +18,7 @@ from parity import (
     step,
 )
 from ranks import run_ranks
-from tiny import HEADS
+from tiny import HEADS, OF_FAMILY, of_family
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -57,22 +57,23 @@ VARIANTS = {
 }
 
 
-def compare(layout):
+def compare(layout, family):
     mesh = make_mesh(*LAYOUTS[layout])
+    heads, tied = of_family(family, HEADS), of_family(family, TIED)
     tokens, labels = batch()
     counted_tokens = (labels != -100).sum()
-    plain = Transformer(HEADS)
+    plain = Transformer(heads)
     plain.init_weights(seed=0)
     found = {}
     for variant, options in VARIANTS.items():
-        model = build(TIED if "tied" in variant else HEADS, mesh, **options)
+        model = build(tied if "tied" in variant else heads, mesh, **options)
         if variant == "eager":
             for fqn, parameter in plain.named_parameters():
                 assert torch.equal(dict(model.named_parameters())[fqn].full_tensor(), parameter), (
                     fqn
                 )
         found[variant] = step(model, mesh, my_microbatches(mesh, tokens, labels), counted_tokens)
-    model = build(HEADS, mesh)
+    model = build(heads, mesh)
     with gathered_for_step(model, 2):
         loss, _ = step(
             model,
@@ -86,16 +87,18 @@ def compare(layout):
 
 
 @functools.cache
-def compared(layout):
+def compared(layout, family):
     replicate, shard, tp = LAYOUTS[layout]
-    return run_ranks(replicate * shard * tp, compare, layout)
+    return run_ranks(replicate * shard * tp, compare, layout, family)
 
 
+@pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("layout", PARAMS)
 @pytest.mark.parametrize("variant", [*VARIANTS, "step"])
-def test_the_loss_and_every_gradient_are_those_of_one_process(layout, variant):
-    loss, grads = one_process(TIED if "tied" in variant else HEADS, *batch())
-    for found_loss, found in (found[variant] for found in compared(layout)):
+def test_the_loss_and_every_gradient_are_those_of_one_process(layout, family, variant):
+    shape = of_family(family, TIED if "tied" in variant else HEADS)
+    loss, grads = one_process(shape, *batch())
+    for found_loss, found in (found[variant] for found in compared(layout, family)):
         if "bfloat16" in variant:
             assert found_loss == pytest.approx(loss, rel=2e-3)
             for fqn, gradient in grads.items():

@@ -4,24 +4,26 @@ losses as theirs.
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from commands import train
 from pages import PAGES, blocks
 from safetensors.torch import load_file
-from tiny import DEBUG, DEBUG_TOKENIZER, SMALL, every, steps
+from tiny import DEBUG, DEBUG_TOKENIZER, OF_FAMILY, SMALL, every, steps
 
 from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config import ConfigError, load_config
-from titan_lite.config.families import LLAMA3
+from titan_lite.config.families import FAMILIES
 from titan_lite.data.loader import build_loader
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.data.tokenizer_json import to_json
 from titan_lite.distributed.layout import Layout
 from titan_lite.machine_rules import check_machine
 from titan_lite.metrics.writer import read_metrics
-from titan_lite.models.huggingface import config_to_hf
+from titan_lite.models.huggingface import config_to_hf, hf_names, to_hf
 from titan_lite.models.loss import IGNORE_INDEX
 from titan_lite.tools import convert
 from titan_lite.tools import generate as generate_command
@@ -37,18 +39,41 @@ OPTIONS = [
 OPTIONS += ["--training.global_batch_size=4"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model of the debug flavor's shape as transformers makes and saves it, in several files."""
+def saved_by_transformers(path, family, tied=False):
+    """A model of a debug flavor's shape as transformers makes and saves it, in several files."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(5)
-    config = transformers.LlamaConfig.from_dict(
-        config_to_hf(LLAMA3.flavors["debug"], torch.float32)
-    )
-    path = tmp_path_factory.mktemp("theirs")
-    transformers.LlamaForCausalLM(config).save_pretrained(path, max_shard_size="10MB")
+    shape = replace(FAMILIES[family].flavors["debug"], tied_embeddings=tied)
+    config = transformers.AutoConfig.for_model(**config_to_hf(shape, torch.float32))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(path, max_shard_size="10MB")
     assert len(list(path.glob("*.safetensors"))) > 1
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved_by_transformers(tmp_path_factory.mktemp("theirs"), "llama3")
+
+
+@pytest.fixture(scope="module", params=OF_FAMILY)
+def family_and_folder(request, tmp_path_factory):
+    return request.param, saved_by_transformers(tmp_path_factory.mktemp("theirs"), request.param)
+
+
+def batches_of(config, split="train"):
+    """Yield the global batches of a recipe with 4 sequences of 64 tokens."""
+    return build_loader(
+        config.data.replace(num_workers=0),
+        load_tokenizer(config.model.tokenizer_path),
+        split=split,
+        streams=4,
+        batch_size=4,
+        seq_len=64,
+        dp_rank=0,
+        dp_degree=1,
+        seed=config.debug.seed,
+    )
 
 
 @torch.no_grad()
@@ -59,18 +84,7 @@ def their_losses(folder, config=None):
     config = config or load_config(DEBUG, OPTIONS)
     model, losses = transformers.AutoModelForCausalLM.from_pretrained(folder), []
     for split in ("train", "validation"):
-        loader = build_loader(
-            config.data.replace(num_workers=0),
-            load_tokenizer(config.model.tokenizer_path),
-            split=split,
-            streams=4,
-            batch_size=4,
-            seq_len=64,
-            dp_rank=0,
-            dp_degree=1,
-            seed=config.debug.seed,
-        )
-        batch = next(loader)
+        batch = next(batches_of(config, split))
         logits = model(batch.input).logits
         losses.append(
             float(
@@ -83,10 +97,12 @@ def their_losses(folder, config=None):
 
 
 def test_a_run_goes_on_from_transformers_weights_and_transformers_from_the_runs(
-    folder, tmp_path, capsys
+    family_and_folder, tmp_path, capsys
 ):
+    family, folder = family_and_folder
     run = tmp_path / "run"
-    result = train(2, DEBUG, run, *OPTIONS, f"--checkpoint.initial_load_path={folder}")
+    options = [f"--model.name={family}", f"--checkpoint.initial_load_path={folder}"]
+    result = train(2, DEBUG, run, *OPTIONS, *options)
     assert result.returncode == 0
     assert f"weights from {folder}, a Hugging Face folder in float32" in result.stdout
     metrics = read_metrics(run / "metrics.jsonl")
@@ -185,6 +201,63 @@ def test_a_recipe_of_the_pages_goes_on_from_weights(tmp_path):
     assert exported.rms_norm_eps == 1e-3
 
 
+def ten_steps_of_transformers(folder, config):
+    """Train by a plain loop; return (the loss of each step, the model)."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    parameters = [*model.parameters()]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1]},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=config.optimizer.lr,
+        betas=(config.optimizer.beta1, config.optimizer.beta2),
+        eps=config.optimizer.eps,
+        weight_decay=config.optimizer.weight_decay,
+    )
+    losses = []
+    for batch, _ in zip(batches_of(config), range(10), strict=False):
+        logits = model(batch.input).logits.flatten(0, 1)
+        loss = F.cross_entropy(logits, batch.label.flatten(), ignore_index=IGNORE_INDEX)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, config.training.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_ten_steps_are_those_of_a_plain_loop_with_transformers(family, tied, tmp_path):
+    folder = saved_by_transformers(tmp_path / "theirs", family, tied)
+    options = [
+        *OPTIONS,
+        *steps(10, schedule=10),
+        "--validation.no-enable",
+        "--lr_scheduler.decay_ratio=0",
+        # AdamW divides by the gradient's size, and so makes rounding of the smallest gradients large
+        "--optimizer.eps=1e-5",
+        "--optimizer.lr=1e-3",
+        f"--model.name={family}",
+        f"--model.tied_embeddings={'yes' if tied else 'no'}",
+        f"--checkpoint.initial_load_path={folder}",
+    ]
+    assert train(2, DEBUG, tmp_path / "run", *options).returncode == 0
+    metrics = read_metrics(tmp_path / "run/metrics.jsonl")
+    losses, model = ten_steps_of_transformers(folder, load_config(DEBUG, options))
+    assert losses[9] < losses[0] - 0.3
+    assert [metrics[step]["loss"] for step in range(1, 11)] == pytest.approx(losses, rel=1e-5)
+    ours = open_weights(tmp_path / "run")
+    names = hf_names(ours.config)
+    for fqn, name in names.items():
+        expected = model.get_parameter(name).detach()
+        difference = to_hf(fqn, ours.read(fqn), ours.config) - expected
+        assert difference.norm() < 1e-5 * expected.norm(), fqn
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "layout"),
@@ -199,7 +272,10 @@ def test_a_recipe_of_the_pages_goes_on_from_weights(tmp_path):
     ],
 )
 @pytest.mark.parametrize("kind", ["hf", "step"])
-def test_every_layout_starts_from_the_same_weights(folder, tmp_path, ranks, layout, kind):
+def test_every_layout_starts_from_the_same_weights(
+    family_and_folder, tmp_path, ranks, layout, kind
+):
+    family, folder = family_and_folder
     initial = folder
     if kind == "step":
         initial = tmp_path / "initial"
@@ -211,6 +287,7 @@ def test_every_layout_starts_from_the_same_weights(folder, tmp_path, ranks, layo
         *OPTIONS,
         *batch,
         *([f"--parallelism.{layout}"] if layout else []),
+        f"--model.name={family}",
         f"--checkpoint.initial_load_path={initial}",
     ]
     assert train(ranks, DEBUG, tmp_path / "run", *options).returncode == 0

@@ -15,14 +15,16 @@ from titan_lite.config import (
     load_config,
     to_toml,
 )
-from titan_lite.config.families import LLAMA3
+from titan_lite.config.families import FAMILIES, LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.hooks import Hook
 from titan_lite.metrics.deferred import StepMetrics
+from titan_lite.models.shapes import shape_of
 from titan_lite.rules import check
 from titan_lite.trainer import Trainer
 
 RECIPES = sorted(FOLDER.glob("*.toml"))
+QUICK = ("405b", "debug_model", "qwen3_32b")
 
 
 def test_there_is_a_recipe_for_every_flavor():
@@ -31,8 +33,11 @@ def test_there_is_a_recipe_for_every_flavor():
         "debug_model",
         *(f"llama3_{size}" for size in ("1b", "3b", "8b", "70b", "405b", "8b_128k")),
         *(f"llama3_{size}_float8" for size in ("8b", "70b", "405b")),
+        *(f"qwen3_{size}" for size in ("0.6b", "8b", "32b")),
     }
-    assert {load_config(recipe).model.flavor for recipe in RECIPES} == set(LLAMA3.flavors)
+    models = [load_config(recipe).model for recipe in RECIPES]
+    assert {model.flavor for model in models if model.name == "llama3"} == set(LLAMA3.flavors)
+    assert {model.name for model in models} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
@@ -40,7 +45,7 @@ def test_a_recipe_loads_and_fits_the_cluster_of_its_header(recipe, tmp_path):
     config = load_config(recipe)
     stated = re.search(r"^# world_size: (\d+)$", recipe.read_text(), re.M)
     world_size = int(stated[1]) if stated else 2  # the debug recipe is for any machine
-    assert config.training.seq_len <= LLAMA3.flavors[config.model.flavor].max_seq_len
+    assert config.training.seq_len <= shape_of(config.model).max_seq_len
     assert config.lr_scheduler.warmup_steps < config.training.steps
     layout = Layout.from_config(config, world_size)
     check(config, layout)
@@ -64,11 +69,11 @@ def train_shrunk(config: Config) -> tuple[int, list[float]]:
 
 @pytest.mark.parametrize(
     "recipe",
-    # those of 405B have all that the others have, when they have the debug flavor
+    # those of 405B have all that the others have, when they have the debug flavor, but the family
     [
         pytest.param(
             r,
-            marks=() if "405b" in r.stem or r.stem == "debug_model" else pytest.mark.slow,
+            marks=() if any(name in r.stem for name in QUICK) else pytest.mark.slow,
             id=r.stem,
         )
         for r in RECIPES

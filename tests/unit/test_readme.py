@@ -70,6 +70,7 @@ TRAINED = {
     ),
     "global_batch_ramp": "test_a_ramp_takes_the_same_windows_on_any_ranks_with_any_workers",
     "from_weights": "test_a_recipe_of_the_pages_goes_on_from_weights",
+    "my_models/gated.py": "test_the_family_of_the_pages_trains_and_its_steps_speak",
 }
 
 
@@ -84,6 +85,9 @@ def test_every_part_of_a_recipe_that_a_page_shows_is_one_and_is_trained_by_a_tes
     (weights / "config.json").write_text(
         json.dumps(config_to_hf(LLAMA3.flavors["8B"], torch.bfloat16))
     )
+    own_family = tmp_path / "recipes/my_models/gated.py"
+    own_family.parent.mkdir(parents=True)
+    own_family.write_text((ROOT / "tests/own_families/gated.py").read_text())
     for block in shown:
         (test,) = (test for line, test in TRAINED.items() if line in block)
         assert f"def {test}(" in sources
@@ -140,5 +144,7 @@ def test_the_drawing_has_no_arrow_that_a_longer_way_replaces(write_docs):
 
 
 def test_recipes_lists_every_recipe():
-    rows = re.findall(r"^\| `(\w+\.toml)` \|", (ROOT / "docs/recipes.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([\w.]+\.toml)` \|", (ROOT / "docs/recipes.md").read_text(), re.MULTILINE
+    )
     assert sorted(rows) == sorted(path.name for path in (ROOT / "train_configs").glob("*.toml"))

@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -150,7 +150,61 @@ LLAMA3 = Family(
     is_in_torchtitan=True,
 )
 
-FAMILIES: dict[str, Family] = {"llama3": LLAMA3}
+
+def _qwen3_block(config: ModelConfig) -> dict[str, Shape]:
+    return {
+        **attention_parameters(config),
+        "attention.q_norm.weight": (config.head_dim,),
+        "attention.k_norm.weight": (config.head_dim,),
+        **feed_forward_parameters(config),
+        **norm_parameters(config),
+    }
+
+
+_QWEN3_DEFAULTS: dict[str, Any] = {
+    "rope_theta": 1_000_000.0,
+    "norm_eps": 1e-6,
+    "max_seq_len": 40_960,
+    "head_dim": 128,
+}
+
+
+def _qwen3(
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, *, tied: bool = False
+) -> ModelConfig:
+    sizes = (dim, n_layers, n_heads, n_kv_heads, hidden_dim, 151_936)
+    return ModelConfig(*sizes, tied_embeddings=tied, family="qwen3", **_QWEN3_DEFAULTS)
+
+
+QWEN3 = Family(
+    flavors={
+        "debug": replace(_qwen3(256, 6, 8, 4, 768), vocab_size=2048, head_dim=48),
+        "0.6B": _qwen3(1024, 28, 16, 8, 3072, tied=True),
+        "1.7B": _qwen3(2048, 28, 16, 8, 6144, tied=True),
+        "4B": _qwen3(2560, 36, 32, 8, 9728, tied=True),
+        "8B": _qwen3(4096, 36, 32, 8, 12288),
+        "14B": _qwen3(5120, 40, 40, 8, 17408),
+        "32B": _qwen3(5120, 64, 64, 8, 25600),
+    },
+    block_parameters=_qwen3_block,
+    defaults=_QWEN3_DEFAULTS,
+    styles={"attention.q_norm": "replicated", "attention.k_norm": "replicated"},
+    huggingface=HuggingFace(
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+        defaults={
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "head_dim": 128,
+            "num_key_value_heads": 32,
+        },
+        names={"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"},
+        rotary=("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm"),
+    ),
+)
+
+FAMILIES: dict[str, Family] = {"llama3": LLAMA3, "qwen3": QWEN3}
 
 
 # By name

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
+from tiny import of_family
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -133,3 +134,10 @@ def test_what_does_not_fit_is_one_line(tmp_path, capsys):
     (step / ".metadata").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"theirs: .metadata cannot be read: EOFError"):
         open_weights(step, model=TINY)
+
+
+def test_a_family_that_torchtitan_has_in_another_layout_is_refused(tmp_path):
+    config = of_family("qwen3", TINY)
+    folder = plain_save(tmp_path / "theirs", config)
+    with pytest.raises(ConfigError, match=r'model.name = "qwen3": torchtitan.s checkpoints have'):
+        open_weights(folder, model=config)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from tiny import OF_FAMILY, of_family
 
 from titan_lite import manifest
 from titan_lite.checkpoint.run_identity import RunIdentity
@@ -73,7 +74,11 @@ UNTIED_ONLY = pytest.mark.parametrize(
 TIED_ONLY = pytest.mark.parametrize("config", [TIED], indirect=True, ids=["tied"], scope="module")
 
 
-@pytest.fixture(scope="module", params=[TINY, TIED], ids=["untied", "tied"])
+@pytest.fixture(
+    scope="module",
+    params=[of_family(family, shape) for family in OF_FAMILY for shape in (TINY, TIED)],
+    ids=lambda shape: f"{shape.family}, {'tied' if shape.tied_embeddings else 'untied'}",
+)
 def config(request):
     return request.param
 

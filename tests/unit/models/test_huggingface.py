@@ -6,9 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
+from tiny import OF_FAMILY, of_family
 
-from titan_lite.config.families import LLAMA3, ModelConfig, RopeScaling
+from titan_lite.config.families import FAMILIES, ModelConfig, RopeScaling, find_family
 from titan_lite.models.huggingface import config_from_hf, config_to_hf, from_hf, hf_names, to_hf
+from titan_lite.models.shapes import parameter_shapes
 from titan_lite.models.transformer import Transformer
 
 TINY = ModelConfig(
@@ -18,62 +21,93 @@ SCALED = RopeScaling(factor=4.0, low_freq_factor=1.5, high_freq_factor=5.0, orig
 JSON = config_to_hf(TINY, torch.float32)
 
 
+def in_transformers(config):
+    """The same architecture in transformers, from our config.json."""
+    transformers = pytest.importorskip("transformers")
+    json = config_to_hf(config, torch.float32)
+    theirs = transformers.AutoConfig.for_model(**json)
+    return transformers.AutoModelForCausalLM.from_config(theirs).eval()
+
+
 @pytest.mark.parametrize("scaling", [None, SCALED], ids=["plain rope", "scaled rope"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@torch.no_grad()
-def test_transformers_computes_the_same_from_our_names_layout_and_config(tied, scaling):
-    transformers = pytest.importorskip("transformers")
-    config = dataclasses.replace(TINY, tied_embeddings=tied, rope_scaling=scaling)
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_transformers_computes_the_same_logits_and_gradients(family, tied, scaling):
+    """On weights so large that attention is far from uniform, and norms that are not 1."""
+    config = of_family(
+        family, dataclasses.replace(TINY, tied_embeddings=tied, rope_scaling=scaling)
+    )
     model = Transformer(config)
-    model.init_weights(seed=0)
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig.from_dict(config_to_hf(config, torch.float32))
-    ).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15, generator=generator)
+    theirs = in_transformers(config)
+    assert type(theirs).__name__ == find_family(family).huggingface.architecture
+    names = hf_names(config)
     weights = {
-        name: to_hf(fqn, model.get_parameter(fqn), config) for fqn, name in hf_names(config).items()
+        name: to_hf(fqn, model.get_parameter(fqn).detach(), config) for fqn, name in names.items()
     }
     found = theirs.load_state_dict(weights, strict=False)
     assert (found.missing_keys, found.unexpected_keys) == (["lm_head.weight"] if tied else [], [])
-    tokens = torch.randint(
-        0, config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0)
-    )
-    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+    theirs.tie_weights()
+
+    tokens = torch.randint(0, config.vocab_size, (2, 41), generator=generator)
+    logits = [each(tokens[:, :-1]) for each in (model, lambda tokens: theirs(tokens).logits)]
+    assert logits[0].std() > 0.5
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+    for each in logits:
+        F.cross_entropy(each.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    for fqn, parameter in model.named_parameters():
+        expected = theirs.get_parameter(names[fqn]).grad
+        difference = to_hf(fqn, parameter.grad, config) - expected
+        assert difference.norm() < 1e-5 * expected.norm(), fqn
     assert config_from_hf(theirs.config.to_dict()) == config  # as transformers itself writes it
 
 
-@pytest.mark.parametrize("name", ["wq", "wk", "wv", "wo"])
-def test_only_rotary_weights_are_permuted_and_come_back_to_the_bit(name):
-    heads = TINY.n_heads if name in ("wq", "wo") else TINY.n_kv_heads
-    weight = torch.randn(heads * TINY.head_dim, TINY.dim)
-    fqn = f"layers.1.attention.{name}.weight"
-    theirs = to_hf(fqn, weight, TINY)
-    assert torch.equal(theirs, weight) == (name in ("wv", "wo"))
-    assert theirs.is_contiguous()
-    assert torch.equal(from_hf(fqn, theirs, TINY), weight)
-    # Within its head, row 2i goes to i and row 2i + 1 to i + D/2.
-    if name in ("wq", "wk"):
-        for row in range(TINY.head_dim):
-            assert torch.equal(
-                theirs[TINY.head_dim + row // 2 + row % 2 * TINY.head_dim // 2],
-                weight[TINY.head_dim + row],
-            )
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_only_rotary_weights_are_permuted_and_come_back_to_the_bit(family):
+    config = of_family(family, TINY)
+    half = config.head_dim // 2
+    for fqn, shape in parameter_shapes(config, ["layers.1"]).items():
+        weight = torch.randn(shape)
+        theirs = to_hf(fqn, weight, config)
+        is_rotary = fqn.split(".")[-2] in ("wq", "wk", "q_norm", "k_norm")
+        assert torch.equal(theirs, weight) != is_rotary, fqn
+        assert theirs.is_contiguous()
+        assert torch.equal(from_hf(fqn, theirs, config), weight)
+        if is_rotary:  # within its head, row 2i goes to i and row 2i + 1 to i + D/2
+            for row in range(shape[0]):
+                head, place = divmod(row, config.head_dim)
+                there = head * config.head_dim + place // 2 + place % 2 * half
+                assert torch.equal(theirs[there], weight[row])
 
 
-@pytest.mark.parametrize("flavor", LLAMA3.flavors)
-def test_every_flavor_survives_its_config_json(flavor):
-    assert (
-        config_from_hf(config_to_hf(LLAMA3.flavors[flavor], torch.bfloat16))
-        == LLAMA3.flavors[flavor]
-    )
+FLAVORS = [(family, flavor) for family in FAMILIES for flavor in FAMILIES[family].flavors]
 
 
-@pytest.mark.parametrize("flavor", ["debug", "1B"])
-def test_every_parameter_has_a_name_of_its_own(flavor):
+@pytest.mark.parametrize(("family", "flavor"), FLAVORS)
+def test_every_flavor_survives_its_config_json(family, flavor):
+    config = FAMILIES[family].flavors[flavor]
+    assert config_from_hf(config_to_hf(config, torch.bfloat16)) == config
+
+
+@pytest.mark.parametrize(("family", "flavor"), [*FLAVORS[:2], *FLAVORS[-7:-5]])
+def test_every_parameter_has_a_name_of_its_own(family, flavor):
+    config = FAMILIES[family].flavors[flavor]
     with torch.device("meta"):
-        model = Transformer(dataclasses.replace(LLAMA3.flavors[flavor], max_seq_len=1))
-    names = hf_names(LLAMA3.flavors[flavor])
+        model = Transformer(dataclasses.replace(config, max_seq_len=1))
+    names = hf_names(config)
     assert list(names) == [fqn for fqn, _ in model.named_parameters()]
     assert len(set(names.values())) == len(names)
+
+
+def test_a_qwen3_without_head_dim_has_that_of_transformers():
+    config = of_family("qwen3", dataclasses.replace(TINY, head_dim=128, n_kv_heads=2))
+    json = config_to_hf(dataclasses.replace(config, head_dim=128), torch.float32)
+    absent = ("head_dim", "max_position_embeddings")
+    found = config_from_hf({key: value for key, value in json.items() if key not in absent})
+    assert found == dataclasses.replace(config, head_dim=128, max_seq_len=32_768)
 
 
 def test_what_is_left_out_is_as_transformers_has_it_by_default():
@@ -91,7 +125,11 @@ def test_what_is_left_out_is_as_transformers_has_it_by_default():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mistral"}, "model_type = 'mistral': expected 'llama'"),
+        ({"model_type": "mistral"}, "model_type = 'mistral': expected 'llama' or 'qwen3'"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True},
+            "use_sliding_window = True: expected False",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': expected 'silu'"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),

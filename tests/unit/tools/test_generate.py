@@ -13,6 +13,7 @@ import pytest
 import torch
 from json_tokenizers import bpe, byte_level, save, unigram, word_level, word_piece
 from safetensors.torch import save_file
+from tiny import OF_FAMILY, of_family
 
 from titan_lite import manifest
 from titan_lite.checkpoint.weights import open_weights
@@ -50,11 +51,17 @@ def save_hf(folder, config):
     (folder / "config.json").write_text(json.dumps(config_to_hf(config, torch.float32)))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(
+    scope="module",
+    params=[(family, tied) for family in OF_FAMILY for tied in (False, True)],
+    ids=lambda param: f"{param[0]}, {'tied' if param[1] else 'untied'}",
+)
 def folder(request, tmp_path_factory):
     """A Hugging Face folder with a tokenizer of ours."""
     path = tmp_path_factory.mktemp("hf")
-    save_hf(path, dataclasses.replace(TINY, tied_embeddings=request.param, rope_scaling=SCALED))
+    family, tied = request.param
+    shape = dataclasses.replace(TINY, tied_embeddings=tied, rope_scaling=SCALED)
+    save_hf(path, of_family(family, shape))
     shutil.copyfile(TOKENIZER, path / "tokenizer.model")
     return path
 
