@@ -67,26 +67,29 @@ def assert_copied(first, last):
     assert not any("output" in name for name in names)
 
 
-CASES = {
-    "1F1B": PIPELINE,
-    "ZBV": ZBV,
-    "Muon": [*PIPELINE, "--optimizer.name=Muon"],
-    "compiled": [*PIPELINE, *AOT_EAGER, "--compile.components=model,loss"],
+CASES = {  # (options of the pipeline, options of both runs)
+    "1F1B": (PIPELINE, []),
+    "ZBV": (ZBV, []),
+    "Muon": (PIPELINE, ["--optimizer.name=Muon"]),
+    "compiled": ([*PIPELINE, *AOT_EAGER, "--compile.components=model,loss"], []),
+    "float8": (PIPELINE, ["--float8.enable", "--float8.all_gather"]),
 }
+# sequences of a microbatch of the pipeline: a scale of float8 is of a microbatch
+ONE_BY_ONE = ["--training.local_batch_size=1"]
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=[pytest.mark.slow] * (name != "1F1B")) for name in CASES]
 )
 def test_a_skipped_step_leaves_both_tables_as_they_were(case, tmp_path):
-    optimizer = [option for option in CASES[case] if "optimizer" in option]
+    pipeline, options = CASES[case]
     hooks = (SpoilGradient,)
-    (first, last), found = train(tmp_path / "pipeline", 2, *CASES[case], hooks=hooks)
+    (first, last), found = train(tmp_path / "pipeline", 2, *options, *pipeline, hooks=hooks)
     assert_copied(first, first if case == "ZBV" else last)
-    _, expected = train(tmp_path / "one", 1, *optimizer, hooks=hooks)
+    _, expected = train(tmp_path / "one", 1, *options, *ONE_BY_ONE, hooks=hooks)
     for step, values in expected.items():
         assert found[step] == pytest.approx(values, rel=1e-5)
-    _, other = train(tmp_path / "not skipped", 1, *optimizer)
+    _, other = train(tmp_path / "not skipped", 1, *options, *ONE_BY_ONE)
     assert other[3] != pytest.approx(expected[3], rel=1e-5)
 
 

@@ -325,5 +325,11 @@ def test_the_twin_of_a_shipped_recipe_agrees(recipe):
 
 
 @pytest.mark.slow
+def test_the_twin_of_tied_embeddings_agrees_in_a_pipeline():
+    result = command(RECIPES / "llama3_1b.toml", "--layouts", "pp=2", "pp=2,tp=2")
+    assert result.returncode == 0
+
+
+@pytest.mark.slow
 def test_every_composition_agrees():
     assert command(DEBUG, "--layouts", "all").returncode == 0
