@@ -154,6 +154,11 @@ HERE = {
     f"{PLANNER} train_configs/llama3_8b.toml --optimizer.name Shampoo": Run(
         "whole matrices of the optimizer", PLAN, PLANNED_8B
     ),
+    f"{PLANNER} train_configs/llama3_1b.toml --parallelism.pipeline_parallel_degree 2 --training.local_batch_size 8": Run(
+        "pp 2 x dp_shard 4",
+        f"{PLAN} --model.tied_embeddings yes",
+        {"train_configs/llama3_1b.toml": RECIPE["RECIPE"]},
+    ),
     f"{PLANNER} RECIPE": Run("step time", PLAN, RECIPE),
     f"{PLANNER} RECIPE --world-size 128 --hardware h200 --training.local_batch_size 1": Run(
         "128 H200", "--training.global_batch_size=128", RECIPE
