@@ -9,7 +9,7 @@ import pytest
 import torch
 from parity import batch, build, counted, make_mesh, my_microbatches, step
 from ranks import run_ranks
-from tiny import HEADS
+from tiny import HEADS, OF_FAMILY, of_family
 
 from titan_lite.cost.profiles import load_machine
 
@@ -21,20 +21,18 @@ LAYOUTS = {
     "DDP-2": (2, 1, 1),
     "dp2tp2": (1, 2, 2),
 }
-PARAMETERS, BUCKETS = (
-    30,
-    5,
-)  # nine a layer and three; a bucket a layer, one for embedding and output each
+IN_A_LAYER = {"llama3": 9, "qwen3": 11}  # parameters of a block
+BUCKETS = 5  # a bucket a layer, one for embedding and output each
 MODES = ("none", "block", "greedy", "auto")
 
 
-def train(mesh, **options):
+def train(mesh, family, **options):
     """(losses of three steps, this rank's parameters and last gradients, collectives of the last
     step)
     """
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels)
-    model = build(CONFIG, mesh, **options)
+    model = build(of_family(family, CONFIG), mesh, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for number in range(4):
@@ -56,13 +54,13 @@ def train(mesh, **options):
     )
 
 
-def compare(layout, backend, modes, checkpointing, reshard, param):
+def compare(layout, backend, modes, checkpointing, reshard, param, family="llama3"):
     """Return the results of `train` by mode, eager included, and [(graph, before, after, moved,
     copied)] of each compiled one.
     """
     mesh = make_mesh(*LAYOUTS[layout])
     options = dict(reshard=reshard, param=param, checkpointing=checkpointing)
-    found, reports = {"eager": train(mesh, **options)}, {}
+    found, reports = {"eager": train(mesh, family, **options)}, {}
     for mode in modes:
         reports[mode] = []
         compiled = dict(
@@ -71,7 +69,7 @@ def compare(layout, backend, modes, checkpointing, reshard, param):
             machine=load_machine("H100"),
             reports=reports[mode],
         )
-        found[mode] = train(mesh, **options, **compiled)
+        found[mode] = train(mesh, family, **options, **compiled)
     as_read = {
         mode: [
             (
@@ -112,27 +110,31 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize(("layout", "checkpointing", "reshard", "param", "modes"), CASES)
-def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
+def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes, family):
     replicate, shard, tp = LAYOUTS[layout]
+    in_layers = IN_A_LAYER[family] * 3
+    parameters = in_layers + 3
+    options = (checkpointing, reshard, param, family)
     for found, reports in run_ranks(
-        replicate * shard * tp, compare, layout, "aot_eager", modes, checkpointing, reshard, param
+        replicate * shard * tp, compare, layout, "aot_eager", modes, *options
     ):
         for mode in modes:
             assert found[mode][0] == found["eager"][0], mode
             assert all(map(torch.equal, found[mode][1], found["eager"][1])), mode
         # gathered again in backward: all but the embedding, or what recomputing a block reads
         again = (
-            (PARAMETERS - 1, BUCKETS - 1)
+            (parameters - 1, BUCKETS - 1)
             if reshard
-            else (9 * 3, 3)
+            else (in_layers, 3)
             if checkpointing != "none"
             else (0, 0)
         )
         if checkpointing == "memory_budget":  # which recomputes the embedding as well
-            again = PARAMETERS, BUCKETS
+            again = parameters, BUCKETS
         for mode, gathers, reductions in (
-            ("none", PARAMETERS + again[0], PARAMETERS),
+            ("none", parameters + again[0], parameters),
             ("block", BUCKETS + again[1], BUCKETS),
         ):
             expected = {"all_gather": gathers, "reduce_scatter": reductions} if shard > 1 else {}
@@ -149,6 +151,7 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize(
     ("layout", "checkpointing", "modes"),
     [
@@ -158,16 +161,16 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
         ("dp2tp2", "memory_budget", ("none", "greedy")),
     ],
 )
-def test_inductor_runs_the_same_buckets(layout, checkpointing, modes):
+def test_inductor_runs_the_same_buckets(layout, checkpointing, modes, family):
     ranks = math.prod(LAYOUTS[layout])
     for found, reports in run_ranks(
-        ranks, compare, layout, "inductor", modes, checkpointing, True, torch.float32
+        ranks, compare, layout, "inductor", modes, checkpointing, True, torch.float32, family
     ):
         for mode in modes:
             assert found[mode][0] == pytest.approx(found["eager"][0], rel=1e-5), mode
             # Adam divides by a gradient's size, however small: a thousandth of what four steps move
             # at most
-            parameters = len(found["eager"][1]) // 2
+            parameters = IN_A_LAYER[family] * 3 + 3
             for one, other in zip(
                 found[mode][1][:parameters], found["eager"][1][:parameters], strict=True
             ):
@@ -177,8 +180,8 @@ def test_inductor_runs_the_same_buckets(layout, checkpointing, modes):
                 assert sum(found[mode][2].values()) == left, mode
         if layout == "FSDP-2":
             assert found["none"][2] == {
-                "all_gather": 2 * PARAMETERS - 1,
-                "reduce_scatter": PARAMETERS,
+                "all_gather": 2 * parameters - 1,
+                "reduce_scatter": parameters,
             }
             assert found["block"][2] == {"all_gather": 2 * BUCKETS - 1, "reduce_scatter": BUCKETS}
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from parity import batch, build, gradients, make_mesh, my_microbatches, step
 from ranks import run_ranks
+from tiny import OF_FAMILY, of_family
 
 from titan_lite.config import Float8
 from titan_lite.config.families import ModelConfig
@@ -45,10 +46,10 @@ def fixed(amax, dtype=float8.E4M3, *, power_of_two=False):
     return torch.full_like(amax, 64.0 if dtype == float8.E4M3 else 2.0**14, dtype=torch.float32)
 
 
-def trained(mesh, options, count=1, once=False):
+def trained(mesh, options, count=1, once=False, family="llama3"):
     """[loss, gradients] of a step of the whole batch."""
     tokens, labels = batch()
-    model = build(CONFIG, mesh, **options)
+    model = build(of_family(family, CONFIG), mesh, **options)
     pieces = my_microbatches(mesh, tokens, labels, count)
     if not once:
         return step(model, mesh, pieces, (labels != -100).sum())
@@ -92,17 +93,22 @@ LAYOUTS = [
 ]
 
 
+@pytest.fixture(scope="module", params=OF_FAMILY)
+def family(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def expected():
+def expected(family):
     """Of one process: the results of ALL, with fixed scales and with real ones, and of float32."""
-    cases = [(dict(float8=each), {}) for each in (*ALL, None)]
+    cases = [(dict(float8=each), dict(family=family)) for each in (*ALL, None)]
     return run_ranks(1, with_fixed_and_real_scales, (1, 1, 1), cases[:2], cases)[0]
 
 
 @pytest.mark.parametrize("degrees", LAYOUTS)
-def test_a_layout_is_one_process(degrees, expected):
+def test_a_layout_is_one_process(degrees, expected, family):
     fixed_scales, real_scales = expected
-    cases = [(dict(float8=each), {}) for each in ALL]
+    cases = [(dict(float8=each), dict(family=family)) for each in ALL]
     world = math.prod(degrees)
     with_fixed, with_real = run_ranks(world, with_fixed_and_real_scales, degrees, cases[:2], cases)[
         0
@@ -136,11 +142,12 @@ THOROUGH = [
     ("degrees", "float8", "modes"),
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in THOROUGH)],
 )
-def test_compiled_is_eager_to_the_bit(degrees, float8, modes):
-    cases = [(dict(float8=float8, param=torch.bfloat16, **mode), {}) for mode in modes]
+def test_compiled_is_eager_to_the_bit(degrees, float8, modes, family):
+    how = dict(family=family)
+    cases = [(dict(float8=float8, param=torch.bfloat16, **mode), how) for mode in modes]
     if len(modes) > 2:
         cases += [
-            (dict(float8=float8, param=torch.bfloat16, checkpointing=each, **AOT), {})
+            (dict(float8=float8, param=torch.bfloat16, checkpointing=each, **AOT), how)
             for each in ("full", "selective")
         ]
     eager, *others = results(degrees, cases)

@@ -8,7 +8,16 @@ import pytest
 import torch
 from ranks import run_ranks
 from resumed import copy_at_step_2, losses, same, trained
-from tiny import DEBUG, DEBUG_TOKENIZER, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, steps
+from tiny import (
+    DEBUG,
+    DEBUG_TOKENIZER,
+    NO_CHECKPOINT,
+    NO_VALIDATION,
+    NO_WORKERS,
+    OF_FAMILY,
+    SMALL,
+    steps,
+)
 
 from titan_lite import rules
 from titan_lite.config import ConfigError, load_config
@@ -62,12 +71,15 @@ def parameters_of(folder, name, options):
     return {fqn: parameter.detach().full_tensor() for fqn, parameter in trainer.parameters.items()}
 
 
-@pytest.fixture(scope="module", params=OPTIONS)
+@pytest.fixture(
+    scope="module", params=[(name, family) for name in OPTIONS for family in OF_FAMILY], ids=str
+)
 def one_process(request, tmp_path_factory):
-    (found,) = run_ranks(
-        1, parameters_of, tmp_path_factory.mktemp("one"), request.param, [], init=False
-    )
-    return request.param, found
+    name, family = request.param
+    of_family = [f"--model.name={family}"]
+    folder = tmp_path_factory.mktemp("one")
+    (found,) = run_ranks(1, parameters_of, folder, name, of_family, init=False)
+    return name, of_family, found
 
 
 def degrees(**of):
@@ -88,7 +100,9 @@ def degrees(**of):
     ids=["FSDP", "FSDP of 4", "DDP", "HSDP", "FSDP x TP", "FSDP x PP"],
 )
 def test_four_steps_on_a_layout_are_those_of_one_process(ranks, options, one_process, tmp_path):
-    seen, (name, expected) = set(), one_process
+    name, of_family, expected = one_process
+    seen = set()
+    options = [*of_family, *options]
     for found in run_ranks(ranks, parameters_of, tmp_path, name, options, init=False):
         seen |= found.keys()
         for fqn, parameter in found.items():

@@ -56,6 +56,12 @@ FLOAT32 = "--training.mixed_precision_param=float32"
         ("8B", "A100", (), "no published run of this kind (8B, inductor, bfloat16, A100)"),
         ("8B", "H200", (), "no published run of this kind (8B, inductor, bfloat16, H200)"),
         ("8B", "H100", (FLOAT32,), "no published run of this kind (8B, inductor, float32, H100)"),
+        (
+            "8B",
+            "H100",
+            ("--model.name=qwen3",),
+            "plans of 6 published runs (llama3 8B, inductor, bfloat16, H100) were 0.99 to",
+        ),
         ("1B", "H100", (), "no published run of this kind (1B, inductor, bfloat16, H100)"),
     ],
 )
