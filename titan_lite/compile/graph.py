@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument, Target
 from torch.utils._pytree import tree_leaves
 
-from titan_lite.cost.collectives import KINDS, wait_of, waits_of
+from titan_lite.cost.collectives import KINDS, parameter_all_gathers, wait_of, waits_of
 
 
 def placeholders(graph: Graph) -> list[Node]:
@@ -96,6 +96,38 @@ def move_before(
     for node, successor in zip(reversed(behind), reversed(following), strict=True):
         successor.prepend(node)
     return False
+
+
+def merge_equal_all_gathers(graph: Graph) -> int:
+    """Keep one of several equal all-gathers of a parameter: tied weights are read twice. Return the
+    number of all-gathers erased.
+
+    torch merges equal nodes when it divides a graph, but since 2.14 none that forward alone needs
+    with one that backward needs as well.
+    """
+    kept: dict[Hashable, Node] = {}
+    erased = 0
+    for gather in parameter_all_gathers(graph):
+        known = kept.setdefault(_expression(gather), gather)
+        if known is not gather:
+            gather.replace_all_uses_with(known)
+            graph.erase_node(gather)
+            erased += 1
+    if erased:
+        merge_waits(graph)
+    return erased
+
+
+def _expression(argument: object) -> Hashable:
+    """Return what a node computes from placeholders: equal for nodes with equal results."""
+    if isinstance(argument, Node):
+        if argument.op != "call_function":
+            return argument
+        arguments = [*argument.args, *sorted(argument.kwargs.items())]
+        return (argument.target, *map(_expression, arguments))
+    if isinstance(argument, list | tuple):
+        return tuple(map(_expression, argument))
+    return (type(argument), repr(argument))
 
 
 def merge_waits(graph: Graph) -> int:

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_lite.compile.graph import results_of
+from titan_lite.compile.graph import merge_equal_all_gathers, results_of
 from titan_lite.compile.passes import resharding
 from titan_lite.compile.torch_patches import is_compiling, no_random_state_saved
 
@@ -112,6 +112,7 @@ def trace(
         joint: GraphModule, *args: Any, **options: Any
     ) -> tuple[GraphModule, GraphModule]:
         assert options["num_fwd_outputs"] == len(results), "a result is a view"
+        merge_equal_all_gathers(joint.graph)
         if checkpoint is not None:
             tag_for_checkpointing(joint.graph, checkpoint)
         rewrite(joint)

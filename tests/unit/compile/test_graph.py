@@ -4,7 +4,12 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph
 
-from titan_lite.compile.graph import add_call, merge_waits, move_before
+from titan_lite.compile.graph import (
+    add_call,
+    merge_equal_all_gathers,
+    merge_waits,
+    move_before,
+)
 from titan_lite.cost.collectives import collectives
 
 aten = torch.ops.aten
@@ -39,6 +44,26 @@ def test_of_several_waits_for_a_collective_the_first_stays():
     assert merge_waits(graph) == 1
     assert list(gather.users) == [first]
     assert product.args == (first, first)
+
+
+def test_equal_all_gathers_of_a_parameter_are_one():
+    graph = Graph()
+    shards = [graph.placeholder(name) for name in ("a", "b")]
+
+    def gathered(shard, dtype=torch.bfloat16):
+        cast = graph.call_function(aten._to_copy.default, (shard,), {"dtype": dtype})
+        gather = call(graph, collectives.all_gather_into_tensor.default, cast, 2, "dp")
+        return call(graph, collectives.wait_tensor.default, gather)
+
+    waits = [gathered(shards[0]), gathered(shards[1]), gathered(shards[0])]
+    waits += [gathered(shards[0], torch.float16)]
+    of_tokens = call(graph, aten.sin.default, waits[0])
+    tokens = [
+        call(graph, collectives.all_gather_into_tensor.default, of_tokens, 2, "tp") for _ in "ab"
+    ]
+    graph.output((*waits, *tokens))
+    assert merge_equal_all_gathers(graph) == 1
+    assert graph.output_node().args[0] == (waits[0], waits[1], waits[0], waits[3], *tokens)
 
 
 def test_nodes_move_in_their_order_and_back_where_the_move_is_not_accepted():
