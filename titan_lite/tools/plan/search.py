@@ -10,15 +10,18 @@ of a plan, so no layout that fits is excluded. A layout is put aside if one of i
 less by formula was planned and does not fit.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from titan_lite.config import Config, ConfigError, flatten
+from titan_lite.config import Config, ConfigError, Parallelism, flatten
 from titan_lite.config.load import option
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.distributed.layout import DEGREES
@@ -28,7 +31,13 @@ from titan_lite.distributed.memory import (
     itemsizes,
     owner_bytes,
 )
-from titan_lite.distributed.pipeline_schedule import IN_HALVES, runs_halves
+from titan_lite.distributed.pipeline_schedule import (
+    IN_HALVES,
+    PipelineSchedule,
+    computations,
+    order_of,
+    runs_halves,
+)
 from titan_lite.models.shapes import matrices_of_block, shape_of
 from titan_lite.optim.state import moment_bytes
 from titan_lite.tools.plan.changes import (
@@ -153,10 +162,10 @@ class Search:
         slower = self.not_planned - self.put_aside
         return (
             f"{self.refused:,} cannot run, {self.too_large:,} cannot fit (parameters, optimizer and"
-            f" kept activations alone); of {self.may_fit:,} others {planned:,} are planned, the"
-            f" fastest by formula first; not looked at: {slower:,} that are slower by formula, and"
-            f" {self.put_aside:,} that need as much by formula as a planned one of their kind that"
-            " does not fit"
+            f" microbatches in flight alone); of {self.may_fit:,} others {planned:,} are planned,"
+            f" the fastest by formula first; not looked at: {slower:,} that are slower by formula,"
+            f" and {self.put_aside:,} that need as much by formula as a planned one of their kind"
+            " that does not fit"
         )
 
 
@@ -368,7 +377,12 @@ class _Sizes:
     vocabulary: float  # elements of the embedding, or of the output
     block: float  # elements of a block's matrices
     recomputed: float  # share of blocks that run twice
-    kept_bytes: float  # of a block's activations of a microbatch, a lower bound
+    # Of a block's microbatch, lower bounds:
+    kept_bytes: float  # of activations, from forward to backward
+    between_bytes: (
+        float  # that the half of the weights needs, from the other half of backward to it
+    )
+    hidden_bytes: float  # that a stage receives
 
 
 def _sizes(layout: PlannedLayout) -> _Sizes:
@@ -387,20 +401,29 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
     elif mode == "selective" and not by_operator:
         recomputed = 1 / int(option)
     # Inputs of products, which selective checkpointing and the compiler recompute: the results of
-    # two norms and of the feed-forward.
-    inputs_are_recomputed = by_operator or layout.config.compile.compiles("model")
-    inputs = 0.0 if inputs_are_recomputed else 2 * model.dim + model.hidden_dim
+    # two norms and of the feed-forward. The norms' are gathered for tensor parallelism, which is
+    # no small operator.
+    is_compiled = layout.config.compile.compiles("model")
+    inputs = 0.0 if by_operator or is_compiled else 2 * model.dim + model.hidden_dim
+    if tp > 1 and not by_operator:
+        inputs += 2 * model.dim * (tp if is_compiled else tp - 1)
     # At least queries, keys, values, attention's result and its product, and both halves of the
     # feed-forward.
     results = 2 * heads + 2 * kv_heads + model.dim + 2 * model.hidden_dim
     saved = 0.5 if by_operator and option == "op/2" else 1.0  # share of products
     per_token = recomputed * model.dim + (1 - recomputed) * (saved * results + inputs)
+    # Inputs of products, where those of the same input count once, and the gradients of results.
+    factors = 3 * model.dim + model.hidden_dim
+    gradients = 3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.hidden_dim
+    itemsize = 1 if layout.config.float8.enable else computed
     return _Sizes(
         tokens=tokens,
         vocabulary=model.vocab_size * model.dim / tp,
         block=matrices_of_block(model) / tp,
         recomputed=recomputed,
         kept_bytes=computed * tokens / tp * per_token,
+        between_bytes=itemsize * tokens / tp * (factors + gradients),
+        hidden_bytes=computed * tokens / tp * model.dim,
     )
 
 
@@ -464,25 +487,51 @@ class _PartOfRank:
     """The part of the model on a pipeline rank."""
 
     rank: int
+    stages: Sequence["_PartOfStage"]
+
+    @property
+    def blocks(self) -> int:
+        return sum(stage.blocks for stage in self.stages)
+
+    @property
+    def has_output(self) -> bool:
+        return any(stage.has_output for stage in self.stages)
+
+    @property
+    def elements(self) -> float:
+        return sum(stage.elements for stage in self.stages)
+
+    @property
+    def copied(self) -> float:
+        return sum(stage.copied for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class _PartOfStage:
+    """The part of the model in a pipeline stage."""
+
     blocks: int
     has_output: bool
-    in_blocks: float  # elements of matrices, before FSDP
-    elements: float  # with embedding and output
+    elements: float  # of matrices, embedding and output, before FSDP
     copied: float  # of them, those that the optimizer does not update: a copy of a tied table
 
 
 def _part_of_rank(layout: PlannedLayout, sizes: _Sizes, rank: int) -> _PartOfRank:
     stages = layout.pipeline.stages_of(rank)
-    modules = [name for stage in stages for name in layout.pipeline.modules[stage]]
+    return _PartOfRank(
+        rank, [_part_of_stage(layout, sizes, layout.pipeline.modules[stage]) for stage in stages]
+    )
+
+
+def _part_of_stage(layout: PlannedLayout, sizes: _Sizes, modules: Sequence[str]) -> _PartOfStage:
     has_output = "output" in modules
     has_embedding = "tok_embeddings" in modules
     is_one = layout.model.tied_embeddings and not layout.copies_table
     tables = 1 if is_one else has_embedding + has_output
     blocks = blocks_in(modules)
-    in_blocks = blocks * sizes.block
-    elements = in_blocks + tables * sizes.vocabulary
+    elements = blocks * sizes.block + tables * sizes.vocabulary
     copied = sizes.vocabulary if has_output and layout.copies_table else 0.0
-    return _PartOfRank(rank, blocks, has_output, in_blocks, elements, copied)
+    return _PartOfStage(blocks, has_output, elements, copied)
 
 
 def _step_seconds(
@@ -519,21 +568,98 @@ def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors
     _, summed = itemsizes(config.training)
     own = part.elements / layout.fsdp_degree
     updated = own - part.copied / layout.fsdp_degree
-    moments = moment_bytes(config.optimizer, updated, part.in_blocks / layout.fsdp_degree)
+    in_blocks = part.blocks * sizes.block / layout.fsdp_degree
+    moments = moment_bytes(config.optimizer, updated, in_blocks)
     state = STORED_BYTES * own + sum(moments) + errors
+    state += _received_bytes(layout, sizes, part)
 
-    # With the most microbatches in flight; there are gradients after the first backward.
-    in_flight = min(layout.degrees["pp"] - part.rank, layout.pipeline.microbatches)
-    in_forward = in_flight * part.blocks * sizes.kept_bytes
-    if layout.accumulation > 1 or layout.pipeline.microbatches > in_flight:
-        in_forward += summed * (part.elements if layout.gathers_once else own)
+    parallelism = Parallelism(
+        pipeline_parallel_degree=layout.degrees["pp"],
+        pipeline_parallel_schedule=config.parallelism.pipeline_parallel_schedule,
+    )
+    pipeline = layout.pipeline
+    by_rank = most_in_flight(parallelism, pipeline.rank_of, pipeline.microbatches)
+    in_microbatches = max(
+        sum(
+            _bytes_in_flight(layout, sizes, stage, counts)
+            for stage, counts in zip(part.stages, moment, strict=True)
+        )
+        for moment in by_rank[part.rank]
+    )
     if layout.gathers_once:
-        in_forward += _gathered_bytes(layout, part)
-    if part.has_output:
-        in_forward += _logits_bytes(layout, sizes)
+        in_microbatches += _gathered_bytes(layout, part)
 
     before_update = summed * updated + errors
-    return state + max(in_forward, before_update)
+    return state + max(in_microbatches, before_update)
+
+
+class InFlight(NamedTuple):
+    """The microbatches of a stage at a moment of a step."""
+
+    forward: int = 0  # those that wait for their backward
+    halves: int = 0  # those that wait for the second half of it
+    has_gradients: bool = False  # those of weights
+
+
+@functools.cache
+def most_in_flight(
+    parallelism: Parallelism, rank_of: tuple[int, ...], microbatches: int
+) -> list[set[tuple[InFlight, ...]]]:
+    """Return the moments of a step with most in flight, by rank: a value for each of its stages.
+
+    A moment is left out if another one has as much or more of everything. rank_of, microbatches: as
+    in PipelineSchedule.
+    """
+    pipeline = PipelineSchedule(((),) * len(rank_of), rank_of, microbatches)
+    found = []
+    for rank, actions in sorted(order_of(parallelism, pipeline).items()):
+        now = {stage: InFlight() for stage in pipeline.stages_of(rank)}
+        moments: set[tuple[InFlight, ...]] = set()
+        for kind, stage, _ in computations(actions):
+            forward, halves, has_gradients = now[stage]
+            if kind == "F":
+                now[stage] = InFlight(forward + 1, halves, has_gradients)
+            elif kind == "B":
+                now[stage] = InFlight(forward - 1, halves, True)
+            elif kind == "I":
+                now[stage] = InFlight(forward - 1, halves + 1, has_gradients)
+            else:
+                now[stage] = InFlight(forward, halves - 1, True)
+            moments.add(tuple(now.values()))
+        found.append({moment for moment in moments if not _is_exceeded(moment, moments)})
+    return found
+
+
+def _is_exceeded(moment: tuple[InFlight, ...], others: Iterable[tuple[InFlight, ...]]) -> bool:
+    flat = list(itertools.chain(*moment))
+    return any(
+        other != moment and all(map(operator.ge, itertools.chain(*other), flat)) for other in others
+    )
+
+
+def _bytes_in_flight(
+    layout: PlannedLayout, sizes: _Sizes, stage: _PartOfStage, counts: InFlight
+) -> float:
+    """Return a lower bound of the bytes of a stage's microbatches, and of its gradients."""
+    nbytes = stage.blocks * (
+        counts.forward * sizes.kept_bytes + counts.halves * sizes.between_bytes
+    )
+    if counts.forward and stage.has_output:
+        nbytes += _logits_bytes(layout, sizes)
+    # In a second local batch, gradients of the first exist.
+    if counts.has_gradients or layout.accumulation > 1:
+        _, summed = itemsizes(layout.config.training)
+        shares = 1 if layout.gathers_once else layout.fsdp_degree
+        nbytes += summed * stage.elements / shares
+    return nbytes
+
+
+def _received_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank) -> float:
+    """Return the bytes of buffers for what comes from neighbouring stages."""
+    stages = layout.pipeline.stages_of(part.rank)
+    last = len(layout.pipeline.modules) - 1
+    neighbours = sum((stage > 0) + (stage < last) for stage in stages)
+    return neighbours * layout.pipeline.microbatches * sizes.hidden_bytes
 
 
 def _gathered_bytes(layout: PlannedLayout, part: _PartOfRank) -> float:

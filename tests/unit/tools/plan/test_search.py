@@ -11,7 +11,7 @@ import pytest
 from commands import Job, python
 from test_changes import H100, planned
 
-from titan_lite.config import Config, ConfigError, Model, Training, load_config
+from titan_lite.config import Config, ConfigError, Model, Parallelism, Training, load_config
 from titan_lite.cost.machine import GIB
 from titan_lite.tools.plan import search as searching
 from titan_lite.tools.plan.changes import Stopped
@@ -24,9 +24,11 @@ from titan_lite.tools.plan.command import (
 )
 from titan_lite.tools.plan.plan import make_plan
 from titan_lite.tools.plan.search import (
+    InFlight,
     differing,
     estimate,
     label,
+    most_in_flight,
     outcome,
     search,
     space,
@@ -293,8 +295,8 @@ def test_a_search_goes_on_until_one_fits_and_counts_the_rest(monkeypatch):
     # the first cannot fit; the fourth needs more by formula than the third, which does not fit
     assert bench.planned == [1, 2, 4, 5]
     assert lines[0] == (
-        "6 layouts: 0 cannot run, 1 cannot fit (parameters, optimizer and kept activations alone);"
-        " of 5 others 4 are planned, the fastest by formula first; not looked at: 0 that are slower"
+        "6 layouts: 0 cannot run, 1 cannot fit (parameters, optimizer and microbatches in flight"
+        " alone); of 5 others 4 are planned, the fastest by formula first; not looked at: 0 that are slower"
         " by formula, and 1 that need as much by formula as a planned one of their kind that does"
         " not fit"
     )
@@ -346,6 +348,7 @@ def test_the_tokens_of_a_step_are_the_recipes():
 
 # The bound excludes no layout whose plan fits
 
+QUICK = ("FSDP", "1F1B", "ZBVZeroBubble, full")
 BOUNDED = {
     "alone": (1, []),
     "in float32, alone": (1, ["--training.mixed_precision_param=float32"]),
@@ -408,6 +411,19 @@ BOUNDED = {
             "--parallelism.fsdp_communication=microbatch",
         ],
     ),
+    **{
+        f"{name}, {mode}": (
+            4,
+            [
+                "--parallelism.pipeline_parallel_degree=2",
+                f"--parallelism.pipeline_parallel_schedule={name}",
+                f"--activation_checkpoint.mode={mode}",
+                "--training.local_batch_size=4",
+            ],
+        )
+        for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+        for mode in ("none", "full")
+    },
     "float8 gathered": (
         2,
         ["--float8.enable", "--float8.all_gather", "--training.global_batch_size=16"],
@@ -418,10 +434,7 @@ BOUNDED = {
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if case in ("FSDP", "1F1B") else pytest.mark.slow)
-        for case in BOUNDED
-    ],
+    [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in BOUNDED],
 )
 def test_by_formula_a_layout_never_needs_more_than_its_plan(case):
     ranks, options = BOUNDED[case]
@@ -440,6 +453,18 @@ def test_by_formula_a_layout_never_needs_more_than_its_plan(case):
     in_tensors = memory.peak - memory.parts["workspaces of cuBLAS"]
     _, bound = estimate(layout, H100)
     assert 0.2 * in_tensors < bound - memory.outside <= in_tensors
+
+
+def test_moments_of_a_schedule_with_most_in_flight():
+    parallelism = Parallelism(pipeline_parallel_degree=2)
+    first, last = most_in_flight(parallelism, (0, 1), 4)
+    # after the second forward; after the first backward and the forward behind it
+    assert first == {(InFlight(2, 0, True),)}
+    assert last == {(InFlight(1, 0, True),)}
+    zbv = parallelism.replace(pipeline_parallel_schedule="ZBVZeroBubble")
+    _, last = most_in_flight(zbv, (0, 1, 1, 0), 4)
+    # 2p - 1 second halves are left for the end of a step
+    assert max(sum(stage.halves for stage in moment) for moment in last) == 3
 
 
 def test_a_search_that_is_stopped_counts_what_it_did_not_plan(monkeypatch):
