@@ -11,6 +11,7 @@ from tiny import AOT_EAGER, DEBUG, steps
 
 from titan_lite.checkpoint.tensor_files import read_metadata
 from titan_lite.config import load_config
+from titan_lite.distributed.param_collectives import started_last
 from titan_lite.dtensor import local
 from titan_lite.hooks import Hook
 from titan_lite.tools import convert
@@ -36,7 +37,7 @@ class SpoilGradient(Hook):
 
 def trained(folder, options, hooks=()):
     """Return what a rank has at the end: names of saved tensors, the shard of the table and that of
-    its copy, None if the rank lacks it.
+    its copy, None if the rank lacks it, and what the watchdog could name that it sent or received.
     """
     arguments = ["--job.dump_folder", str(folder), *OPTIONS, *SHAPE, *options]
     trainer = Trainer(load_config(DEBUG, arguments), hooks=[hook() for hook in hooks])
@@ -46,7 +47,9 @@ def trained(folder, options, hooks=()):
         None if parameter is None else local(parameter.detach()).clone()
         for parameter in (trainer.parameters.get(TABLE), tied.copy)
     )
-    return [*trainer.tensors()], table, copy
+    group = tied.group.group_name
+    transfers = [fqn for _, other, fqn in started_last if other == group]
+    return [*trainer.tensors()], table, copy, transfers
 
 
 def train(folder, ranks, *options, count=4, hooks=()):
@@ -59,8 +62,8 @@ def train(folder, ranks, *options, count=4, hooks=()):
 
 def assert_copied(first, last):
     """Assert that a rank of the last stage has the shard of a rank of the first one."""
-    _, table, _ = first
-    names, _, copy = last
+    _, table, *_ = first
+    names, _, copy, _ = last
     assert table is not None
     assert torch.equal(table, copy)
     assert first is last or not any("tok_embeddings" in name for name in names)
@@ -86,6 +89,9 @@ def test_a_skipped_step_leaves_both_tables_as_they_were(case, tmp_path):
     hooks = (SpoilGradient,)
     (first, last), found = train(tmp_path / "pipeline", 2, *options, *pipeline, hooks=hooks)
     assert_copied(first, first if case == "ZBV" else last)
+    # the initial table, then a gradient and a table in each of four steps
+    for *_, transfers in (first, last):
+        assert transfers == ([] if case == "ZBV" else [TABLE] * 9)
     _, expected = train(tmp_path / "one", 1, *options, *ONE_BY_ONE, hooks=hooks)
     for step, values in expected.items():
         assert found[step] == pytest.approx(values, rel=1e-5)

@@ -18,15 +18,19 @@ transfer in each step, which nothing hides, and saves the last stage the two mom
 to the bit whatever the update is, and whatever sums the gradients over replicas.
 """
 
+import time
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.param_collectives import started_last
 from titan_lite.dtensor import gradient_shard, local
+
+FQN = "tok_embeddings.weight"
 
 
 class TiedTable:
@@ -56,12 +60,12 @@ class TiedTable:
             of_copy = gradient_shard(self.copy)
             self.copy.grad = None
             if self.table is None:
-                dist.send(of_copy, group=self.group, group_dst=self.first_rank)
+                self._send(of_copy, self.first_rank)
         if self.table is not None:
             of_table = gradient_shard(self.table)
             if self.copy is None:
                 of_copy = torch.empty_like(of_table)
-                dist.recv(of_copy, group=self.group, group_src=self.last_rank)
+                self._receive(of_copy, self.last_rank)
             of_table += of_copy
 
     @torch.no_grad()
@@ -70,6 +74,16 @@ class TiedTable:
         if self.table is not None and self.copy is not None:
             local(self.copy).copy_(local(self.table))
         elif self.table is not None:
-            dist.send(local(self.table), group=self.group, group_dst=self.last_rank)
+            self._send(local(self.table), self.last_rank)
         elif self.copy is not None:
-            dist.recv(local(self.copy), group=self.group, group_src=self.first_rank)
+            self._receive(local(self.copy), self.first_rank)
+
+    def _send(self, shard: Tensor, rank: int) -> None:
+        """Send a shard to a rank along pp; the watchdog can name the parameter."""
+        started_last.append((time.time_ns(), self.group.group_name, FQN))
+        dist.send(shard, group=self.group, group_dst=rank)
+
+    def _receive(self, shard: Tensor, rank: int) -> None:
+        """Receive a shard in place, as `_send` sends it."""
+        started_last.append((time.time_ns(), self.group.group_name, FQN))
+        dist.recv(shard, group=self.group, group_src=rank)

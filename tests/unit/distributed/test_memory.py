@@ -57,6 +57,26 @@ def test_the_memory_of_a_rank_is_that_of_the_stages_with_most_parameters():
     assert steady_bytes(config, layout) == pytest.approx(16 * halves / 4, rel=1e-2)
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_the_copy_of_a_tied_table_takes_memory_for_weights_and_gradients_alone(optimizer):
+    options = [
+        "--parallelism.pipeline_parallel_degree=2",
+        "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+        "--model.tied_embeddings=yes",
+        "--model.n_layers=7",  # four of them in the last stage
+        f"--optimizer.name={optimizer}",
+    ]
+    config = load_config(DEBUG, options)
+    layout = Layout.from_config(config, 2)
+    table = 2048 * 256
+    matrices = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 768)
+    norms = (4 * 2 + 1) * 256
+    moments = 2 * (matrices + norms) - (matrices if optimizer == "Muon" else 0)
+    assert steady_bytes(config, layout) == 4 * (2 * (matrices + norms + table) + moments)
+    per_number = gathered_once_bytes(config, layout) / (matrices + norms + table)
+    assert per_number == 4 + 4 + 4  # a weight, a gradient and its sum, in float32
+
+
 def test_weights_gathered_once_in_float8_have_one_byte():
     float8, gathered = (
         ["--training.mixed_precision_param=bfloat16", "--float8.enable"],
