@@ -60,6 +60,13 @@ def test_the_family_of_the_pages_trains_and_its_steps_speak(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("import ")
     assert convert.main([str(tmp_path / "run"), str(tmp_path / "exported")]) == 2
     assert "its Family has no huggingface" in capsys.readouterr().err
+    # the file may be elsewhere when the run goes on
+    moved = tmp_path / "other/gated.py"
+    moved.parent.mkdir()
+    file.rename(moved)
+    options = [*SMALL, *NO_VALIDATION, *steps(2), f"--model.name={moved}"]
+    assert train(2, recipe, tmp_path / "run", *options).returncode == 0
+    assert open_weights(tmp_path / "run").config.family == str(moved)
 
 
 GATE = '    styles={"attention.gate": "columns"},\n'

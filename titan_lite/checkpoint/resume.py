@@ -217,12 +217,13 @@ def compare(
 def _as_json(identity: RunIdentity) -> dict[str, Any]:
     """Return the fields as they are read from a file: tuples become lists.
 
-    Steps of earlier versions lack two fields of the model, which is a Llama 3 then.
+    Steps of earlier versions lack two fields of the model, which is a Llama 3 then. A family in a
+    user's own file has the file's name, wherever it is.
     """
     fields = json.loads(json.dumps(dataclasses.asdict(identity)))
     model = fields["model"]
     if model:
-        model.setdefault("family", "llama3")
+        model["family"] = Path(model.get("family", "llama3")).name
     if "dim" in model and "n_heads" in model:
         model.setdefault("head_dim", model["dim"] // model["n_heads"])
     return fields

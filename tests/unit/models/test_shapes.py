@@ -299,6 +299,9 @@ def test_a_step_of_another_shape_is_refused_with_the_key():
         match=r"it cannot go on: the model's n_layers \(\[model\]\): 3, was 6",
     ):
         changed.refuse_unless_accepted(config.checkpoint)
+    other = compare(was, identity_of("--model.name=qwen3"))
+    with pytest.raises(ConfigError, match=r"family \(\[model\]\): \"qwen3\", was \"llama3\""):
+        other.refuse_unless_accepted(config.checkpoint)
     same = compare(
         was, identity_of("--model.n_layers=6", "--model.max_seq_len=4096")
     )  # the flavor's, and a limit of no parameter
