@@ -168,13 +168,13 @@ def test_inductor_runs_the_same_buckets(layout, checkpointing, modes, family):
     ):
         for mode in modes:
             assert found[mode][0] == pytest.approx(found["eager"][0], rel=1e-5), mode
-            # Adam divides by a gradient's size, however small: a thousandth of what four steps move
-            # at most
+            # Adam divides by a gradient's size, however small: two thousandths of what four steps
+            # move at most
             parameters = IN_A_LAYER[family] * 3 + 3
             for one, other in zip(
                 found[mode][1][:parameters], found["eager"][1][:parameters], strict=True
             ):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-3 * 4 * 1e-2)
+                torch.testing.assert_close(one, other, rtol=0, atol=2e-3 * 4 * 1e-2)
             left = sum(after for _, _, after, *_ in reports[mode])
             if layout != "dp2tp2":  # more collectives than those of parameters
                 assert sum(found[mode][2].values()) == left, mode
