@@ -617,6 +617,8 @@ def most_in_flight(
         moments: set[tuple[InFlight, ...]] = set()
         for kind, stage, _ in computations(actions):
             forward, halves, has_gradients = now[stage]
+            if kind != "F":  # less is in flight after it
+                moments.add(tuple(now.values()))
             if kind == "F":
                 now[stage] = InFlight(forward + 1, halves, has_gradients)
             elif kind == "B":
@@ -625,7 +627,7 @@ def most_in_flight(
                 now[stage] = InFlight(forward - 1, halves + 1, has_gradients)
             else:
                 now[stage] = InFlight(forward, halves - 1, True)
-            moments.add(tuple(now.values()))
+        moments.add(tuple(now.values()))
         found.append({moment for moment in moments if not _is_exceeded(moment, moments)})
     return found
 
