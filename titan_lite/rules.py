@@ -630,7 +630,7 @@ def a_family_of_ones_own_is_whole(config: Config, layout: Layout) -> Iterator[Mi
         from titan_lite.distributed.tensor_parallel import check_styles
         from titan_lite.models.transformer import check_own_family
 
-        check_own_family(layout.model)
+        check_own_family(layout.model, splits_sequences=layout.degrees["cp"] > 1)
         if layout.degrees["tp"] > 1:
             check_styles(parameter_shapes(layout.model), layout.model.family)
     yield from ()

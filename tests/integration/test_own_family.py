@@ -70,6 +70,7 @@ def test_the_family_of_the_pages_trains_and_its_steps_speak(tmp_path, capsys):
 
 
 GATE = '    styles={"attention.gate": "columns"},\n'
+PARAMETER = "        self.gate = nn.Linear(config.dim, width, bias=False)\n"
 WRONG = {
     "no FAMILY": (
         ("FAMILY = Family(", "OTHER = Family("),
@@ -99,7 +100,44 @@ WRONG = {
         ("self.wq = nn.Linear(config.dim, width, bias=False)", "self.wq = config.wq"),
         "build_block fails: AttributeError: 'ModelConfig' object has no attribute 'wq'",
     ),
+    "a forward that fails": (
+        ("torch.sigmoid(self.gate(x))", "torch.sigmoid(self.gates(x))"),
+        "build_block fails: AttributeError: 'GatedAttention' object has no attribute 'gates'",
+    ),
+    "a buffer": (
+        (PARAMETER, f'{PARAMETER}        self.register_buffer("scale", torch.ones(4))\n'),
+        "build_block's block has the buffer attention.scale, which nothing fills or saves",
+    ),
+    "a frozen parameter": (
+        (PARAMETER, f"{PARAMETER}        self.gate.weight.requires_grad_(False)\n"),
+        "build_block's block has attention.gate.weight without requires_grad",
+    ),
+    "no flavor": (
+        ('flavors={"debug": ModelConfig(128, 4, 8, 4, 256, vocab_size=2048)}', "flavors={}"),
+        "flavors of a Family: give it a ModelConfig, such as debug",
+    ),
+    "a default of no field": (
+        ("    styles=", '    defaults={"bias": True},\n    styles='),
+        "defaults of a Family: bias: use fields of ModelConfig; the file has to run by itself",
+    ),
+    "shapes that fail": (
+        ("def block_parameters(config):\n", "def block_parameters(config):\n    config.none\n"),
+        "block_parameters of its Family fails: AttributeError: 'ModelConfig' object has no",
+    ),
+    "a file that ends": (
+        ("import torch\n", "raise SystemExit(3)\n"),
+        "SystemExit: 3; the file has",
+    ),
 }
+
+
+def mistake(file, text, *options):
+    file.write_text(text)
+    config = configured(file, *options)
+    with pytest.raises(ConfigError) as error:
+        check(config, Layout.from_config(config, 2))
+    assert str(error.value).startswith(f'model.name = "{file}"')
+    return str(error.value)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -107,13 +145,35 @@ def test_what_a_file_lacks_is_told_before_anything_starts(name, tmp_path):
     (old, new), words = WRONG[name]
     text = GATED.read_text()
     assert old in text
-    file = tmp_path / "family.py"
-    file.write_text(text.replace(old, new))
-    config = configured(file, "--parallelism.tensor_parallel_degree=2")
-    with pytest.raises(ConfigError) as error:
-        check(config, Layout.from_config(config, 2))
-    assert str(error.value).startswith(f'model.name = "{file}"')
-    assert words in str(error.value)
+    text = text.replace(old, new)
+    assert words in mistake(tmp_path / "family.py", text, "--parallelism.tensor_parallel_degree=2")
+
+
+def test_a_block_of_another_form_is_refused(tmp_path):
+    text = GATED.read_text()
+    name = '        "attention.gate.weight": (config.n_heads * config.head_dim, config.dim),\n'
+    bias = name.replace("weight", "bias").replace(", config.dim)", ",)")
+    with_bias = text.replace(PARAMETER, PARAMETER.replace("False", "True"))
+    with_bias = with_bias.replace(name, name + bias)
+    assert "block has attention.gate.bias of shape (128,); a parameter is a matrix" in mistake(
+        tmp_path / "bias.py", with_bias
+    )
+    block = "    return TransformerBlock(config, GatedAttention(config))\n"
+    pair = (
+        "    block = TransformerBlock(config, GatedAttention(config))\n"
+        "    forward = block.forward\n"
+        "    block.forward = lambda *inputs: (forward(*inputs), None)\n"
+        "    return block\n"
+    )
+    assert "block returns tuple for x (1, 8, 128); it has to return a tensor of" in mistake(
+        tmp_path / "pair.py", text.replace(block, pair)
+    )
+    without = text.replace("attend = staticmethod(attend)", "pass").replace(
+        "self.attend(", "attend("
+    )
+    assert "no module `attention` with a function `attend`, which gathers keys" in mistake(
+        tmp_path / "attend.py", without, "--parallelism.context_parallel_degree=2"
+    )
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

@@ -39,6 +39,7 @@ COMPARED = (
     "documents",
     "validation_documents",
     "versions",
+    "family_file",
     "sources",
 )
 VARIABLES = "variables"  # those of `numerics` that the user has set

@@ -93,6 +93,7 @@ FIELDS = {
     "device": ("device", Effect.ROUNDING),
     "numerics": ("{}", Effect.ROUNDING),
     "versions": ("version of {}", Effect.NOTED),
+    "family_file": ("SHA-256 of the Python file of model.name", Effect.NOTED),
     "sources": ("SHA-256 of titan_lite's source files", Effect.NOTED),
     "git": ("git revision", Effect.NOTED),
 }

@@ -21,6 +21,7 @@ from typing import Any
 import titan_lite
 from titan_lite import __version__
 from titan_lite.config import Config
+from titan_lite.config.families import file_digest
 from titan_lite.data.source_identity import SourceIdentity, digest_of, identify
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.layout import Layout
@@ -70,6 +71,7 @@ class RunIdentity:
     # what rounding depends on beside recipe, device and versions: threads, CPU, variables
     numerics: Mapping[str, str | int] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)  # by package
+    family_file: str = ""  # SHA-256 of a user's own family (model.name); "": one of this package
     sources: str = ""  # SHA-256 of this package's files
     git: str = ""  # commit of the checkout; only rank 0 looks it up
 
@@ -119,6 +121,7 @@ def run_identity(config: Config, layout: Layout, tokenizer: Tokenizer) -> RunIde
         world_size=layout.world_size,
         mesh=layout.degrees,
         compression=compression,
+        family_file=file_digest(config.model.name),
     )
 
 

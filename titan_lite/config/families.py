@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,6 +85,19 @@ class Family:
     styles: Mapping[str, str] = field(default_factory=dict)
     huggingface: HuggingFace | None = None  # None: such files are not read or written
     is_in_torchtitan: bool = False  # with the layout that torchtitan's checkpoints have
+
+    def __post_init__(self) -> None:
+        if not callable(self.block_parameters):
+            raise TypeError("block_parameters of a Family is a function of a ModelConfig")
+        if not self.flavors:
+            raise TypeError("flavors of a Family: give it a ModelConfig, such as debug")
+        others = [name for name, each in self.flavors.items() if not isinstance(each, ModelConfig)]
+        if others:
+            raise TypeError(f"flavors of a Family: {', '.join(others)}: use a ModelConfig for each")
+        if unknown := self.defaults.keys() - {each.name for each in fields(ModelConfig)}:
+            raise TypeError(
+                f"defaults of a Family: {', '.join(sorted(unknown))}: use fields of ModelConfig"
+            )
 
 
 # Shapes of what several families have in a block
@@ -225,6 +238,12 @@ def find_family(name: str) -> Family:
     )
 
 
+@functools.cache  # as the file was when it was run
+def file_digest(name: str) -> str:
+    """Return a SHA-256 of a user's own file; "" for a family of this package."""
+    return "" if name in FAMILIES else hashlib.sha256(Path(name).read_bytes()).hexdigest()
+
+
 @functools.cache  # a file is run once
 def run_file(name: str) -> ModuleType:
     """Run a user's own file, and return it as a module. Raises ConfigError."""
@@ -241,7 +260,7 @@ def run_file(name: str) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ConfigError(
             f"{subject}: {type(error).__name__}: {error}; the file has to run by itself"

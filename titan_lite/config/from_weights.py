@@ -161,6 +161,12 @@ def keys_of_config_json(json: Mapping[str, Any], family: str = "") -> dict[str, 
     not supported.
     """
     name, format, mistakes = _family_of(json, family)
+    architectures = json.get("architectures")
+    if architectures and not mistakes and architectures != [format.architecture]:
+        mistakes.append(
+            f"architectures = {architectures!r:.60}: expected {[format.architecture]!r} with"
+            f" model_type = {format.model_type!r}"
+        )
     given = {**format.defaults, **json}
     given = {key: value for key, value in given.items() if value is not None}
     given.setdefault("num_key_value_heads", json.get("num_attention_heads"))

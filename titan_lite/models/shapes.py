@@ -46,8 +46,9 @@ def shape_of(model: Model) -> ModelConfig:
 def _flavor_of(model: Model, family: Family) -> ModelConfig:
     if model.flavor not in family.flavors:
         raise ConfigError(
-            f"model.flavor = {shown(model.flavor)}: use one of {', '.join(family.flavors)},"
-            ' "from_weights", or "" and give the shape by keys of [model]'
+            f"model.flavor = {shown(model.flavor)}: use one of {', '.join(family.flavors)} of"
+            f' model.name = {shown(model.name)}, "from_weights", or "" and give the shape by'
+            " keys of [model]"
         )
     return family.flavors[model.flavor]
 
@@ -146,13 +147,28 @@ def module_fqns(n_layers: int) -> list[str]:
     return ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
 
 
+def block_parameters(config: ModelConfig) -> Mapping[str, Shape]:
+    """Return the shapes of a block's parameters by their names in it.
+
+    Raises ConfigError if the function of a user's own family fails.
+    """
+    family = find_family(config.family)
+    try:
+        return family.block_parameters(config)
+    except Exception as error:
+        raise ConfigError(
+            f"model.name = {shown(config.family)}: block_parameters of its Family fails:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+
+
 def parameter_shapes(config: ModelConfig, modules: Iterable[str] = ()) -> dict[str, Shape]:
     """Return the shapes of the parameters by FQN, in the model's order; within `modules`, or all.
 
     They are those of models/transformer.Transformer, without torch. A tied weight has its first
     name, and is within "output" too.
     """
-    of_block = find_family(config.family).block_parameters(config)
+    of_block = block_parameters(config)
     table = (config.vocab_size, config.dim)
     shapes: dict[str, Shape] = {"tok_embeddings.weight": table}
     for layer in range(config.n_layers):
@@ -174,7 +190,7 @@ def check_block(config: ModelConfig, found: Mapping[str, Shape]) -> None:
 
     found: the shapes of the block's parameters by their names in it.
     """
-    said = find_family(config.family).block_parameters(config)
+    said = block_parameters(config)
     mistakes = [
         f"{name} is {tuple(found[name]) if name in found else 'not'} in build_block's block, and"
         f" {tuple(said[name]) if name in said else 'not'} in block_parameters of its Family"
@@ -182,7 +198,10 @@ def check_block(config: ModelConfig, found: Mapping[str, Shape]) -> None:
         if tuple(said.get(name, ())) != tuple(found.get(name, ()))
     ]
     if not mistakes and list(said) != list(found):
-        mistakes = ["block_parameters does not have the order of build_block's parameters"]
+        mistakes = [
+            "block_parameters of its Family has another order than build_block's block, which has"
+            f" {', '.join(found)}"
+        ]
     if mistakes:
         lines = "; ".join(mistakes)
         raise ConfigError(f"model.name = {shown(config.family)}: {lines}; make the two agree")
@@ -190,7 +209,7 @@ def check_block(config: ModelConfig, found: Mapping[str, Shape]) -> None:
 
 def matrices_of_block(config: ModelConfig) -> int:
     """Return the number of elements in the matrices of a block."""
-    shapes = find_family(config.family).block_parameters(config).values()
+    shapes = block_parameters(config).values()
     return sum(math.prod(shape) for shape in shapes if len(shape) == 2)
 
 

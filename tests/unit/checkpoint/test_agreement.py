@@ -96,6 +96,11 @@ CASES = [
     ),
     (
         [],
+        {"family_file": "f" * 64},
+        'SHA-256 of the Python file of model.name differs: "" on',
+    ),
+    (
+        [],
         {"sources": "f" * 64},
         "SHA-256 of titan_lite's source files differs: dddddddddddd (git eeeeee",
     ),

@@ -417,6 +417,14 @@ def test_a_changed_source_file_is_another_program(monkeypatch, tmp_path):
     assert source_digest.__wrapped__() != here
 
 
+def test_a_changed_file_of_ones_own_family_is_told():
+    step = saved(family_file="a" * 64)
+    assert compare(step, identity(family_file="a" * 64)).changes == ()
+    assert compare(step, identity(family_file="b" * 64)).describe() == [
+        "changed: SHA-256 of the Python file of model.name: bbbbbbbbbbbb, was aaaaaaaaaaaa"
+    ]
+
+
 def test_other_documents_to_validate_on_are_told_and_change_no_training():
     path = "--validation.path=/v.jsonl"
     found = differences(path, was=(path,), validation_documents="e" * 64)

@@ -220,6 +220,11 @@ def test_a_flavor_that_the_weights_are_not_is_told_with_all_that_differs(folder,
             ["--checkpoint.initial_load_path=PATH/gpt"],
             "gpt\": config.json: model_type = 'gpt2': expected 'llama' or 'qwen3'; hidden_size = None",
         ),
+        (
+            ["--checkpoint.initial_load_path=PATH/classes"],
+            "architectures = ['LlamaForSequenceClassification']: expected ['LlamaForCausalLM'] with"
+            " model_type = 'llama'",
+        ),
         (["--checkpoint.initial_load_path=PATH/text"], 'text": config.json is not JSON'),
         (
             ["--checkpoint.initial_load_path=PATH/wide"],
@@ -231,6 +236,11 @@ def test_a_folder_that_gives_no_model_is_told(tmp_path, options, words):
     for name, file, text in (
         ("titan", ".metadata", ""),
         ("gpt", "config.json", '{"model_type": "gpt2"}'),
+        (
+            "classes",
+            "config.json",
+            json.dumps({**JSON, "architectures": ["LlamaForSequenceClassification"]}),
+        ),
         ("text", "config.json", "{"),
         ("wide", "config.json", json.dumps({**JSON, "intermediate_size": 9_999_999})),
     ):

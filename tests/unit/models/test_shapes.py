@@ -102,7 +102,7 @@ def test_a_shape_without_a_flavor():
 WRONG = [
     (
         dict(flavor="7B"),
-        'model.flavor = "7B": use one of debug, 1B, 3B, 8B, 70B, 405B, "from_weights", or ""',
+        'model.flavor = "7B": use one of debug, 1B, 3B, 8B, 70B, 405B of model.name = "llama3", "from_weights"',
         {},
     ),
     (
