@@ -9,6 +9,7 @@ folder.
 Opening reads only names and shapes, and reports everything that does not fit at once.
 """
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -30,7 +31,7 @@ from titan_lite.checkpoint.state import NAME as STATE
 from titan_lite.checkpoint.state import read_state
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
-from titan_lite.config.families import ModelConfig, find_family
+from titan_lite.config.families import ModelConfig, find_family, where_it_is
 from titan_lite.config.from_weights import TOKENIZER_FILES, steps_in, why_not_weights
 from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
 from titan_lite.logging import logger
@@ -96,12 +97,13 @@ class _DcpFolder:
 class CheckpointFolder(_DcpFolder):
     """The model's weights in a step that a run or `convert` has written.
 
-    every_byte: check all bytes on opening.
+    every_byte: check all bytes on opening. family: model.name of a recipe, where a user's own file
+    may be now.
     """
 
     kind = "a step of titan_lite"
 
-    def __init__(self, folder: Path, *, every_byte: bool = False):
+    def __init__(self, folder: Path, *, every_byte: bool = False, family: str = ""):
         self.folder = folder
         self.files = manifest.check_step(folder, None)
         if every_byte:
@@ -111,7 +113,8 @@ class CheckpointFolder(_DcpFolder):
         shape = self.state.identity.model
         if not shape:
             raise CorruptFileError(f"{STATE} does not say which model this is (identity.model)")
-        self.config = config_from_fields(shape, f"{STATE}: identity.model")
+        config = config_from_fields(shape, f"{STATE}: identity.model")
+        self.config = dataclasses.replace(config, family=where_it_is(config.family, family))
         stored = tensor_files.parameters(self.metadata)
         check_size(self.config, len(stored))
         self.names = {fqn: fqn for fqn in shapes(self.config)}
@@ -377,8 +380,8 @@ def open_weights(
 
     key: the recipe's key, which errors name. every_byte: compare all bytes of a step with its
     manifest, not only sizes. model: the shape to read a checkpoint of torchtitan with, and the
-    family that a Hugging Face folder may be of. Raises ConfigError with all names and shapes that
-    do not fit.
+    family that a Hugging Face folder may be of, or where a user's own file is. Raises ConfigError
+    with all names and shapes that do not fit.
     """
     folder = Path(path)
     subject = f'{key} = "{path}"' if key else f"{path}"
@@ -415,7 +418,8 @@ def _open_checkpoint(folder: Path, every_byte: bool, model: ModelConfig | None) 
     """
     is_own = _has_any(folder, manifest.NAME, STATE)
     if is_own or not _has_any(folder, METADATA):
-        return CheckpointFolder(folder, every_byte=every_byte)
+        family = "" if model is None else model.family
+        return CheckpointFolder(folder, every_byte=every_byte, family=family)
     if model is None:
         raise ConfigError(
             f"{folder} is a checkpoint of torchtitan, which does not have the shape of its model;"

@@ -238,6 +238,14 @@ def find_family(name: str) -> Family:
     )
 
 
+def where_it_is(saved: str, given: str) -> str:
+    """Return the family that a step names; `given`, model.name of the recipe, if both are a user's
+    own file of one name: it may have moved.
+    """
+    is_moved = saved.endswith(".py") and Path(saved).name == Path(given).name
+    return given if is_moved else saved
+
+
 @functools.cache  # as the file was when it was run
 def file_digest(name: str) -> str:
     """Return a SHA-256 of a user's own file; "" for a family of this package."""
@@ -250,7 +258,9 @@ def run_file(name: str) -> ModuleType:
     subject = f"model.name = {shown(name)}"
     path = Path(name).resolve()
     if not path.is_file():
-        raise ConfigError(f"{subject}: no such file (looked for {path})")
+        raise ConfigError(
+            f"{subject}: {path} is no file; put the file of the family there, or name where it is"
+        )
     # for pickle, and so that two files of one name are two modules
     module_name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(module_name, path)

@@ -17,7 +17,7 @@ from typing import Any
 
 from titan_lite import manifest
 from titan_lite.config.errors import ConfigError, shown
-from titan_lite.config.families import FAMILIES, HuggingFace, find_family
+from titan_lite.config.families import FAMILIES, HuggingFace, find_family, where_it_is
 from titan_lite.config.sections import Model
 
 KEY = "checkpoint.initial_load_path"
@@ -68,12 +68,12 @@ def read_model(path: str, family: str = "") -> ModelOfWeights | None:
     folder = Path(path)
     try:
         if _has_any(folder, manifest.NAME, "state.json", ".metadata"):
-            return _model_of_checkpoint(folder)
+            return _model_of_checkpoint(folder, family)
         if _has_any(folder, "config.json"):
             return _model_of_config_json(folder, family)
         for step in steps_in(folder):
             if _has_any(step, "state.json", ".metadata"):
-                return _model_of_checkpoint(step)
+                return _model_of_checkpoint(step, family)
         why = why_not_weights(folder)
         raise ConfigError(f"{why}; use a Hugging Face folder, a step or a run's folder")
     except ConfigError as error:
@@ -106,7 +106,7 @@ def tokenizer_in(folder: Path) -> Path | None:
     return next((folder / name for name in names), None)
 
 
-def _model_of_checkpoint(folder: Path) -> ModelOfWeights | None:
+def _model_of_checkpoint(folder: Path, family: str) -> ModelOfWeights | None:
     if not _has_any(folder, manifest.NAME, "state.json"):
         return None
     file = folder / "state.json"
@@ -117,6 +117,7 @@ def _model_of_checkpoint(folder: Path) -> ModelOfWeights | None:
         if not identity.get("model"):
             raise ConfigError(f"{file.name} does not say which model this is (identity.model)")
         keys = keys_of_shape(identity["model"])
+        keys["name"] = where_it_is(keys["name"], family)
         if unknown := keys.keys() - Model.model_fields.keys():
             raise ConfigError(f"{file.name}: identity.model has {', '.join(sorted(unknown))}")
         tokenizer = tokenizer_in(folder) or recipe.get("model", {}).get("tokenizer_path") or ""

@@ -201,10 +201,10 @@ def check_own_family(config: ModelConfig, *, splits_sequences: bool) -> None:
             raise ConfigError(
                 f"{subject}'s block has {name} without requires_grad; all parameters are trained"
             )
-        if parameter.ndim != 2 and not ("norm" in name and parameter.ndim == 1):
+        if parameter.ndim != (1 if "norm" in name else 2):
             raise ConfigError(
                 f"{subject}'s block has {name} of shape {tuple(parameter.shape)}; a parameter is a"
-                ' matrix, or, with "norm" in its name, a vector that starts at 1'
+                ' vector that starts at 1, with "norm" in its name, or a matrix, without'
             )
     attention = getattr(block, "attention", None)
     if splits_sequences and not callable(getattr(attention, "attend", None)):
