@@ -243,7 +243,15 @@ def initial_weights_are_of_this_model(config: Config) -> Iterator[Mistake]:
         for name, value in theirs.items()
         if ours.get(name, value) != value and name != "max_seq_len"  # a limit
     ]
-    set_here = [name for name in differing if getattr(model, name) != KEYS[f"model.{name}"].default]
+    set_here = [
+        name
+        for name in differing
+        if (
+            config.was_set("model.name")
+            if name == "name"  # whose default is a family
+            else getattr(model, name) != KEYS[f"model.{name}"].default
+        )
+    ]
     for name in set_here:
         yield Mistake(
             key=f"model.{name}",

@@ -276,7 +276,7 @@ def _fill_from_weights(tables: Tables, origins: Origins, name: str) -> list[str]
     unset = {
         name: value
         for name, value in keys.items()
-        if name not in model or model[name] == KEYS[f"model.{name}"].default
+        if name not in model or (name != "name" and model[name] == KEYS[f"model.{name}"].default)
     }
     _merge(tables, origins, {"model": {"flavor": "", **unset}}, str(weights.file))
     return []

@@ -250,6 +250,19 @@ def test_a_folder_that_gives_no_model_is_told(tmp_path, options, words):
     assert any(words in message for message in mistakes(tmp_path, RECIPE, *options))
 
 
+def test_a_family_that_is_set_stays_and_another_one_is_refused(folder, tmp_path):
+    """Also that of the default, which is none of a recipe that does not name it."""
+    content = {**JSON, "model_type": "qwen3", "head_dim": 32}
+    (folder / "config.json").write_text(json.dumps(content))
+    path = f"--checkpoint.initial_load_path={folder}"
+    assert load(tmp_path, RECIPE, path).model.name == "qwen3"
+    (message,) = mistakes(tmp_path, RECIPE, path, "--model.name=llama3")
+    assert message == (
+        'command line: model.name = "llama3" is not that of checkpoint.initial_load_path:'
+        f' {folder / "config.json"} has "qwen3"; use name = "qwen3", or remove it'
+    )
+
+
 @pytest.mark.parametrize("flat", [False, True], ids=["as now", "as until November 2026"])
 def test_a_step_or_the_newest_of_a_run_gives_model_and_tokenizer(tmp_path, flat):
     shape = {**dataclasses.asdict(SHAPE), "n_layers": 2}
