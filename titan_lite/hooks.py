@@ -200,7 +200,9 @@ class DataPreflight(Hook):
     def on_metrics(self, trainer: Trainer, metrics: StepMetrics) -> None:
         if metrics.step == 1 and trainer.rank == 0:  # the loss is that of all ranks
             is_trained = bool(trainer.config.checkpoint.initial_load_path)
-            check_first_loss(metrics.loss, trainer.layout.model.vocab_size, is_trained)
+            model = trainer.layout.model
+            is_tied = model.tied_embeddings
+            check_first_loss(metrics.loss, model.vocab_size, is_trained, is_tied=is_tied)
 
 
 class CompareReplicas(Hook):

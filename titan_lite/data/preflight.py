@@ -108,9 +108,14 @@ def check_batches(batches: Sequence[BatchSummary], vocab_size: int) -> None:
             )
 
 
-def check_first_loss(loss: float, vocab_size: int, is_trained: bool) -> None:
+def check_first_loss(
+    loss: float, vocab_size: int, is_trained: bool, *, is_tied: bool = False
+) -> None:
     """Warn if the first loss of a new model is far from that of guessing, ln(vocab_size), or if
     that of initial weights (is_trained) is not far below it.
+
+    is_tied: with tied embeddings. A token then first predicts itself, the more so the shallower the
+    model is, and the loss may be far above.
     """
     expected = math.log(vocab_size)
     if is_trained:
@@ -120,7 +125,9 @@ def check_first_loss(loss: float, vocab_size: int, is_trained: bool) -> None:
                 " that of an untrained model: the weights of checkpoint.initial_load_path, the"
                 " tokenizer and the documents may not belong together"
             )
-    elif not abs(loss - expected) <= LOSS_TOLERANCE * expected:  # also true for nan
+        return
+    highest = math.inf if is_tied else (1 + LOSS_TOLERANCE) * expected
+    if not (1 - LOSS_TOLERANCE) * expected <= loss < highest:  # also true for nan
         logger.warning(
             f"the first loss is {loss:.2f}, far from ln({vocab_size}) = {expected:.2f}, that of an"
             " untrained model: initial weights, tokenizer or labels may be wrong"

@@ -115,6 +115,14 @@ def test_a_first_loss_far_from_that_of_guessing_is_told(loss, far, caplog):
 
 
 @pytest.mark.parametrize(
+    ("loss", "far"), [(7.7, False), (12.5, False), (6.0, True), (math.inf, True), (math.nan, True)]
+)
+def test_tied_weights_first_predict_the_token_that_was_read(loss, far, caplog):
+    preflight.check_first_loss(loss, 2048, is_trained=False, is_tied=True)
+    assert bool(caplog.records) == far
+
+
+@pytest.mark.parametrize(
     ("loss", "far"), [(2.0, False), (6.0, False), (7.6, True), (11.0, True), (math.nan, True)]
 )
 def test_a_first_loss_of_initial_weights_that_is_no_better_than_guessing_is_told(loss, far, caplog):
