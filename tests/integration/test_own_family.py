@@ -2,6 +2,7 @@
 what the file lacks.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,16 @@ def test_the_family_of_the_pages_trains_and_its_steps_speak(tmp_path, capsys):
     options = [*SMALL, *NO_VALIDATION, *steps(1), f"--model.name={again}"]
     options += [f"--checkpoint.initial_load_path={tmp_path / 'run'}", "--model.flavor=from_weights"]
     assert train(2, recipe, tmp_path / "second", *options).returncode == 0
-    assert open_weights(tmp_path / "second").config.family == str(again)
+    config = open_weights(tmp_path / "second").config
+    assert config.family == str(again)
+    # a changed one is told
+    assert "has changed" not in "".join(capsys.readouterr())
+    changed = tmp_path / "changed/gated.py"
+    changed.parent.mkdir()
+    changed.write_text(GATED.read_text().replace("torch.sigmoid", "torch.tanh"))
+    open_weights(tmp_path / "second", model=replace(config, family=str(changed)))
+    words = f"{changed} has changed since {tmp_path / 'second/checkpoint/step-1'} was saved"
+    assert words in "".join(capsys.readouterr())
 
 
 GATE = '    styles={"attention.gate": "columns"},\n'

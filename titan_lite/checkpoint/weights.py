@@ -31,7 +31,7 @@ from titan_lite.checkpoint.state import NAME as STATE
 from titan_lite.checkpoint.state import read_state
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
-from titan_lite.config.families import ModelConfig, find_family, where_it_is
+from titan_lite.config.families import ModelConfig, file_digest, find_family, where_it_is
 from titan_lite.config.from_weights import TOKENIZER_FILES, steps_in, why_not_weights
 from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
 from titan_lite.logging import logger
@@ -115,6 +115,9 @@ class CheckpointFolder(_DcpFolder):
             raise CorruptFileError(f"{STATE} does not say which model this is (identity.model)")
         config = config_from_fields(shape, f"{STATE}: identity.model")
         self.config = dataclasses.replace(config, family=where_it_is(config.family, family))
+        saved_with = self.state.identity.family_file
+        if saved_with and saved_with != file_digest(self.config.family):
+            logger.warning(f"{self.config.family} has changed since {folder} was saved")
         stored = tensor_files.parameters(self.metadata)
         check_size(self.config, len(stored))
         self.names = {fqn: fqn for fqn in shapes(self.config)}

@@ -248,8 +248,14 @@ def where_it_is(saved: str, given: str) -> str:
 
 @functools.cache  # as the file was when it was run
 def file_digest(name: str) -> str:
-    """Return a SHA-256 of a user's own file; "" for a family of this package."""
-    return "" if name in FAMILIES else hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    """Return a SHA-256 of a user's own file; "" for a family of this package.
+
+    Raises ConfigError.
+    """
+    if name in FAMILIES:
+        return ""
+    find_family(name)  # tells of a file that is not there
+    return hashlib.sha256(Path(name).read_bytes()).hexdigest()
 
 
 @functools.cache  # a file is run once
