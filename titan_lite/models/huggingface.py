@@ -90,7 +90,7 @@ def from_hf(fqn: str, weight: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _is_rotary(fqn: str, config: ModelConfig) -> bool:
-    """Return whether rows of a parameter are the dimensions of heads, in rotary pairs."""
+    """Return True if rows of a parameter are the dimensions of heads, in rotary pairs."""
     if not fqn.startswith("layers."):
         return False
     module = fqn.split(".", 2)[2].rpartition(".")[0]

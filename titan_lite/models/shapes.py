@@ -54,7 +54,7 @@ def _flavor_of(model: Model, family: Family) -> ModelConfig:
 
 
 def derives_head_dim(model: Model) -> bool:
-    """Return whether the size of a head is dim / n_heads: no key, and not the family, sets it."""
+    """Return True if the size of a head is dim / n_heads: no key, and not the family, sets it."""
     return not model.head_dim and "head_dim" not in find_family(model.name).defaults
 
 
