@@ -208,10 +208,17 @@ HERE = {
         "| imports", "--rounds 1", {" --beside BEFORE": ""}
     ),
     "python scripts/benchmark_checkpoint.py": Run("async", "--flavor debug --saves 1"),
-    "python scripts/benchmark_compile.py --blocks 16 --torchtitan PYTHON": Run(
+    "python scripts/benchmark_compile.py --blocks 2 4 8 64 126 --backends inductor aot_eager": Run(
+        "| 1 | titan_lite | aot_eager |", "--blocks 1 --backends aot_eager --steps 2"
+    ),
+    "python scripts/benchmark_compile.py --blocks 6 16 32 --backends inductor aot_eager"
+    " --torchtitan PYTHON": Run(
         "| 1 | titan_lite | aot_eager |",
         "--blocks 1 --backends aot_eager --steps 2",
         {" --torchtitan PYTHON": ""},
+    ),
+    "python scripts/benchmark_start.py --modes inductor aot_eager --rounds 1 --beside BEFORE": Run(
+        "| imports", "--modes aot_eager", {" --beside BEFORE": ""}
     ),
     "python scripts/benchmark_schedule.py predict --layers 6": Run(
         "greedy", "--layers 2 --world-sizes 8 --batch-sizes 1"
