@@ -217,7 +217,7 @@ HERE = {
         "--blocks 1 --backends aot_eager --steps 2",
         {" --torchtitan PYTHON": ""},
     ),
-    "python scripts/benchmark_start.py --modes inductor aot_eager --rounds 1 --beside BEFORE": Run(
+    "python scripts/benchmark_start.py --modes inductor --rounds 1 --beside BEFORE": Run(
         "| imports", "--modes aot_eager", {" --beside BEFORE": ""}
     ),
     "python scripts/benchmark_schedule.py predict --layers 6": Run(
