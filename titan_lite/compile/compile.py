@@ -57,7 +57,7 @@ def compile_model(
 
     schedule: the passes, run on forward, then on backward. memory_budget: share of the activations
     saved at 1.0 that may be saved; the partitioner recomputes the cheapest per byte.
-    whole_backward, backward_halves: whether backward can run at once, and in halves
+    whole_backward: backward can run at once. backward_halves: it can run in halves
     (CompiledModel.first_halves).
     async_tensor_parallel_group: in which Inductor splits collectives to overlap them with
     neighbouring matrix products (arXiv 2410.06511, section 3.4). Raises CompileError if there are

@@ -129,9 +129,10 @@ class CompiledModel:
         """Compile in the order in which graphs run."""
         name = "forward" if graphs.has_gradients else "inference"
         forward = self.compile_graph(graphs.forward, name)
-        backward = halves = None
+        backward = None
         if graphs.backward is not None:
             backward = self.compile_graph(graphs.backward, "backward")
+        halves = None
         if graphs.halves is not None:
             halves = self.compile_halves(graphs.halves)
         return CompiledGraphs(graphs.inputs, stride, forward, backward, halves)

@@ -17,7 +17,7 @@ from typing import Any
 
 from titan_lite import manifest
 from titan_lite.config.errors import ConfigError, shown
-from titan_lite.config.families import FAMILIES, HuggingFace, find_family, where_it_is
+from titan_lite.config.families import FAMILIES, find_family, where_it_is
 from titan_lite.config.sections import Model
 
 KEY = "checkpoint.initial_load_path"
@@ -161,7 +161,9 @@ def keys_of_config_json(json: Mapping[str, Any], family: str = "") -> dict[str, 
     family: a user's own, which may be that of the file. Raises ValueError with all values that are
     not supported.
     """
-    name, format, mistakes = _family_of(json, family)
+    name, mistakes = _family_of(json, family)
+    format = find_family(name).huggingface
+    assert format is not None  # it has a model_type
     architectures = json.get("architectures")
     if architectures and not mistakes and architectures != [format.architecture]:
         mistakes.append(
@@ -198,22 +200,23 @@ def keys_of_config_json(json: Mapping[str, Any], family: str = "") -> dict[str, 
     }
 
 
-def _family_of(json: Mapping[str, Any], own: str) -> tuple[str, HuggingFace, list[str]]:
-    """Return the name of the family that a config.json is of, its format, and a line if no family
-    here has that model_type.
+def _family_of(json: Mapping[str, Any], own: str) -> tuple[str, list[str]]:
+    """Return the name of the family that a config.json is of, and a line if no family here has that
+    model_type.
 
     own: a user's own family, or one of FAMILIES. Without a model_type, the file is of Llama.
     """
     names = dict.fromkeys((*FAMILIES, own) if own else FAMILIES)
-    formats = {name: find_family(name).huggingface for name in names}
-    by_type = {
-        format.model_type: (name, format) for name, format in formats.items() if format is not None
-    }
+    by_type = {}
+    for name in names:
+        format = find_family(name).huggingface
+        if format is not None:
+            by_type[format.model_type] = name
     kind = json.get("model_type", "llama")
     if isinstance(kind, str) and kind in by_type:
-        return (*by_type[kind], [])
+        return by_type[kind], []
     known = " or ".join(map(repr, by_type))
-    return (*by_type["llama"], [f"model_type = {kind!r:.60}: expected {known}"])
+    return by_type["llama"], [f"model_type = {kind!r:.60}: expected {known}"]
 
 
 def _rope_of(json: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -220,11 +220,13 @@ def computations(actions: "Sequence[_Action | None]") -> list[tuple[str, int, in
     ]
     computed = []
     for action in simple:
-        kind, stage = action.computation_type.value, action.stage_index
-        if stage == 0:
-            kind = {"I": "", "W": "B"}.get(kind, kind)
-        if kind and kind in "FBIW":
-            computed.append((kind, stage, action.microbatch_index))
+        kind = action.computation_type.value
+        if action.stage_index == 0 and kind == "I":
+            continue
+        if action.stage_index == 0 and kind == "W":
+            kind = "B"
+        if kind in "FBIW":
+            computed.append((kind, action.stage_index, action.microbatch_index))
     return computed
 
 

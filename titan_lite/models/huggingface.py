@@ -49,10 +49,10 @@ def hf_names(config: ModelConfig) -> dict[str, str]:
     in_a_layer = _IN_A_LAYER | dict(_format_of(config).names)
     names: dict[str, str] = {}
     for fqn in parameter_shapes(config):
-        module, _, parameter = fqn.rpartition(".")
+        module, parameter = fqn.rsplit(".", 1)
         theirs = _MODULES.get(module)
         if theirs is None:
-            _, number, name = module.split(".", 2)
+            number, name = module.removeprefix("layers.").split(".", 1)
             if name not in in_a_layer:
                 raise ConfigError(
                     f"model.name = {shown(config.family)}: {fqn} has no name in Hugging Face's"

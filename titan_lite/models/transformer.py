@@ -94,7 +94,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         return attend_within_documents(q, k, v, mask)
     if mask is not None or not has_grouped_kernel(q):
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q = q.transpose(1, 2)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
     grouped = k.shape[1] < q.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
     return out.transpose(1, 2)
@@ -316,7 +318,7 @@ class Transformer(nn.Module):
         if fqn in ("output.weight", "tok_embeddings.weight"):
             std = self.config.dim**-0.5 * (1.0 if self.config.tied_embeddings else 0.25)
             return std, 3 * std
-        layer, _, name = fqn.removeprefix("layers.").partition(".")
+        layer, name = fqn.removeprefix("layers.").split(".", 1)
         if name in ("attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight"):
             return 0.02 / math.sqrt(2 * (int(layer) + 1)), 2.0
         return 0.02, 2.0

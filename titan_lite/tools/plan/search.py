@@ -377,12 +377,11 @@ class _Sizes:
     vocabulary: float  # elements of the embedding, or of the output
     block: float  # elements of a block's matrices
     recomputed: float  # share of blocks that run twice
-    # Of a block's microbatch, lower bounds:
-    kept_bytes: float  # of activations, from forward to backward
-    between_bytes: (
-        float  # that the half of the weights needs, from the other half of backward to it
-    )
-    hidden_bytes: float  # that a stage receives
+    # Of a block's microbatch, lower bounds. Activations, from forward to backward:
+    kept_bytes: float
+    # What the half of backward for weights needs, from the other half on:
+    between_bytes: float
+    hidden_bytes: float  # that a stage receives of a microbatch
 
 
 def _sizes(layout: PlannedLayout) -> _Sizes:
@@ -616,17 +615,17 @@ def most_in_flight(
         now = {stage: InFlight() for stage in pipeline.stages_of(rank)}
         moments: set[tuple[InFlight, ...]] = set()
         for kind, stage, _ in computations(actions):
-            forward, halves, has_gradients = now[stage]
+            before = now[stage]
             if kind != "F":  # less is in flight after it
                 moments.add(tuple(now.values()))
             if kind == "F":
-                now[stage] = InFlight(forward + 1, halves, has_gradients)
+                now[stage] = before._replace(forward=before.forward + 1)
             elif kind == "B":
-                now[stage] = InFlight(forward - 1, halves, True)
+                now[stage] = before._replace(forward=before.forward - 1, has_gradients=True)
             elif kind == "I":
-                now[stage] = InFlight(forward - 1, halves + 1, has_gradients)
+                now[stage] = before._replace(forward=before.forward - 1, halves=before.halves + 1)
             else:
-                now[stage] = InFlight(forward, halves - 1, True)
+                now[stage] = before._replace(halves=before.halves - 1, has_gradients=True)
         moments.add(tuple(now.values()))
         found.append({moment for moment in moments if not _is_exceeded(moment, moments)})
     return found
