@@ -64,7 +64,6 @@ from titan_lite.distributed.process_group import connect_store, init_process_gro
 from titan_lite.dtensor import shard_of
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger
-from titan_lite.machine_rules import check_agreement, check_machine
 from titan_lite.metrics.deferred import DeferredMetrics, StepMetrics
 from titan_lite.metrics.per_source import PerSource
 from titan_lite.metrics.profiler import set_flight_recorder
@@ -82,7 +81,8 @@ from titan_lite.resilience.skipped_steps import SkippedSteps
 from titan_lite.resilience.stop_signal import StopSignal
 from titan_lite.resilience.stragglers import Stragglers
 from titan_lite.resilience.watchdog import PATIENCE, Watchdog
-from titan_lite.rules import files_written
+from titan_lite.rules.job import files_written
+from titan_lite.rules.machine import check_agreement, check_machine
 
 
 @dataclass

@@ -21,10 +21,10 @@ from titan_lite.data.loader import build_loader
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.data.tokenizer_json import to_json
 from titan_lite.distributed.layout import Layout
-from titan_lite.machine_rules import check_machine
 from titan_lite.metrics.writer import read_metrics
 from titan_lite.models.huggingface import config_to_hf, hf_names, to_hf
 from titan_lite.models.loss import IGNORE_INDEX
+from titan_lite.rules.machine import check_machine
 from titan_lite.tools import convert
 from titan_lite.tools import generate as generate_command
 from titan_lite.tools.convert import write_step

@@ -23,7 +23,7 @@ from titan_lite import rules
 from titan_lite.config import ConfigError, load_config
 from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
-from titan_lite.machine_rules import check_machine
+from titan_lite.rules.machine import check_machine
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run
 from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model

@@ -15,7 +15,7 @@ from titan_lite.config import ConfigError, load_config
 from titan_lite.config.load import option
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.memory import choose_fsdp_communication
-from titan_lite.machine_rules import check_machine, check_memory, mistakes_here
+from titan_lite.rules.machine import check_machine, check_memory, mistakes_here
 
 ROOT = Path(__file__).parents[2]
 DEBUG = (
@@ -343,7 +343,7 @@ def test_the_table_is_long_enough():
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_a_wrong_layout_is_refused_and_the_way_out_works(wrong, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("titan_lite.machine_rules.host_memory", lambda: 2**50)
+    monkeypatch.setattr("titan_lite.rules.machine.host_memory", lambda: 2**50)
     with pytest.raises(ConfigError) as error:
         checked(wrong.ranks, wrong.keys)
     message = str(error.value)

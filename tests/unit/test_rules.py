@@ -9,14 +9,8 @@ from titan_lite.config import Config, ConfigError, load_config
 from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import owners_line
-from titan_lite.rules import (
-    RULES,
-    Mistake,
-    check,
-    check_inputs,
-    nearest_divisors,
-    nearest_multiples,
-)
+from titan_lite.rules import check, check_inputs
+from titan_lite.rules.mistakes import RULES, Mistake, nearest_divisors, nearest_multiples
 
 
 def checked(*options, ranks=2):

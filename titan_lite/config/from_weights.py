@@ -5,7 +5,8 @@
     weights.file                            # Llama-3.1-8B/config.json
 
 They are the lowest part of a recipe whose model.flavor is "from_weights" (config/load.py), and what
-every other recipe is compared with (rules.py). config.json is read as transformers 5 reads it.
+every other recipe is compared with (rules/model.py). config.json is read as transformers 5
+reads it.
 """
 
 import math

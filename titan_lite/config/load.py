@@ -62,7 +62,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     recipe: path of a TOML file, or the name of a shipped one, such as llama3_8b. overrides:
     `--section.key value`, `--section.key=value`, for a list `--section.key a,b` or `--section.key a
     b`, and for booleans `--section.key` and `--section.no-key`. Raises ConfigError with all
-    mistakes in single keys. What cannot be together is in rules.py of the package.
+    mistakes in single keys. What cannot be together is in titan_lite/rules/.
     """
     path = find_recipe(Path(recipe))
     tables, origins = read_recipe(path)

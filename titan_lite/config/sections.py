@@ -4,7 +4,7 @@
     KEYS["training.steps"].description   # "Optimizer steps of the run, resumed parts included."
 
 A field's type has the values that are accepted, its docstring the meaning and the unit. Rules
-across keys are in titan_lite/rules.py. Help and docs/recipes.md are made from these docstrings by
+across keys are in titan_lite/rules/. Help and docs/recipes.md are made from these docstrings by
 help.py. Imports no torch.
 """
 

@@ -61,8 +61,8 @@ class PipelineSchedule:
     ) -> "PipelineSchedule":
         """Return the modules and the rank of every stage, and the microbatches of a local batch.
 
-        Raises ConfigError for a batch or layers that do not divide. rules.py says which schedules
-        are possible.
+        Raises ConfigError for a batch or layers that do not divide. Which schedules are
+        possible is in rules/parallelism.py.
         """
         degree = parallelism.pipeline_parallel_degree
         modules = module_fqns(n_layers)

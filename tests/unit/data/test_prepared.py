@@ -25,7 +25,7 @@ from titan_lite.data.source_identity import digest_of, identify
 from titan_lite.data.streams import merge_states
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
-from titan_lite.machine_rules import check_machine
+from titan_lite.rules.machine import check_machine
 from titan_lite.tools import prepare as command
 from titan_lite.tools.prepare import prepare
 

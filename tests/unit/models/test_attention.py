@@ -20,7 +20,6 @@ from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.context_parallel import causal_attention
 from titan_lite.distributed.layout import Layout
-from titan_lite.machine_rules import mistakes_here
 from titan_lite.models.attention import (
     KERNEL_PACKAGES,
     attend_in_two_parts,
@@ -33,6 +32,7 @@ from titan_lite.models.attention import (
 )
 from titan_lite.models.llama3 import Attention
 from titan_lite.models.transformer import Transformer, attention_mask
+from titan_lite.rules.machine import mistakes_here
 
 BOS, EOS, ROWS, TOKENS = 1, 2, 3, 24
 CONFIG = ModelConfig(

@@ -30,6 +30,8 @@ from titan_lite.cli import Parser, at_least_one, command
 from titan_lite.config import Config, ConfigError, base_of, find_recipe, load_config
 from titan_lite.config.load import option
 from titan_lite.distributed.layout import Layout
+from titan_lite.rules.float8 import float8_has_results_on_gpus
+from titan_lite.rules.mistakes import raise_mistakes
 
 if TYPE_CHECKING:  # these import torch, which is slow: a wrong recipe fails before
     from titan_lite.cost.machine import Machine
@@ -200,7 +202,7 @@ class Subject:
                 " --float8.no-enable, another machine, or tflops.float8_e4m3fn in its file"
             )
         if not self.machine.is_cpu:
-            rules.raise_mistakes(config, rules.float8_has_results_on_gpus(config))
+            raise_mistakes(config, float8_has_results_on_gpus(config))
         return lay_out(config, self.world_size, self.machine.memory * 2**30)
 
     def without_idle_async_tp(self, change: dict[str, str]) -> dict[str, str]:

@@ -30,9 +30,9 @@ from titan_lite.distributed.device import device_memory
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.memory import choose_fsdp_communication
 from titan_lite.distributed.pipeline_schedule import TooFewLayers
-from titan_lite.machine_rules import check_machine
 from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.rules import check_keys
+from titan_lite.rules.machine import check_machine
 from titan_lite.tools.verify.compare import FLOAT8, FLOAT32, Comparison, compare
 from titan_lite.tools.verify.observe import Observed, Prepare, run
 from titan_lite.tools.verify.twin import (

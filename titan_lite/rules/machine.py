@@ -2,7 +2,7 @@
 
     tokenizer = check_machine(config, layout)      # before a process group is made
 
-They have the form of those of rules.py, which come first.
+They have the form of the other rules, which come first. Only this file of the folder imports torch.
 """
 
 import math
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from titan_lite import rules
 from titan_lite.checkpoint.steps import SavedSteps
 from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config import Config, ConfigError
@@ -29,7 +28,9 @@ from titan_lite.distributed.process_group import all_equal
 from titan_lite.logging import logger
 from titan_lite.models.attention import check_kernel
 from titan_lite.models.shapes import shape_words
-from titan_lite.rules import Mistake, Rule
+from titan_lite.rules import check, check_inputs
+from titan_lite.rules.float8 import float8_has_results_on_gpus
+from titan_lite.rules.mistakes import Mistake, Rule, raise_mistakes
 
 RULES_OF_MACHINE: list[Rule] = []
 
@@ -44,10 +45,10 @@ def check_machine(config: Config, layout: Layout) -> Tokenizer:
 
     Raises ConfigError.
     """
-    rules.check(config, layout)
-    tokenizer = rules.check_inputs(config, layout)
+    check(config, layout)
+    tokenizer = check_inputs(config, layout)
     check_kernel(config.training.attention_kernel)
-    rules.raise_mistakes(config, mistakes_here(config, layout))
+    raise_mistakes(config, mistakes_here(config, layout))
     check_memory(config, layout, device_memory(), host_memory())
     if config.compile.enable:
         from titan_lite.compile.compile import check_backend  # with Inductor, a second to import
@@ -129,7 +130,7 @@ def float8_has_a_gpu_with_float8_products(config: Config, layout: Layout) -> Ite
     elif recipe != "tensorwise" and torch.cuda.get_device_capability() < (9, 0):
         why = f"needs compute capability 9.0 or newer, and here is {name}"
         yield Mistake("float8.recipe", recipe, why, '"tensorwise"')
-    yield from rules.float8_has_results_on_gpus(config)
+    yield from float8_has_results_on_gpus(config)
 
 
 @rule_of_machine
@@ -169,7 +170,7 @@ def check_memory(
             " `titan-lite plan RECIPE --world-size 8` predicts what GPUs need, or use a smaller"
             " model.flavor"
         )
-    rules.raise_mistakes(config, _does_not_fit(config, layout, device_bytes))
+    raise_mistakes(config, _does_not_fit(config, layout, device_bytes))
 
 
 def _does_not_fit(config: Config, layout: Layout, device_bytes: float) -> Iterator[Mistake]:

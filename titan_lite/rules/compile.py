@@ -1,0 +1,130 @@
+"""Rules of [compile]: components, buckets, chunks, and a profile of the machine."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from titan_lite.config import Config
+from titan_lite.distributed.layout import Layout
+from titan_lite.models.shapes import parameter_shapes
+from titan_lite.rules.mistakes import (
+    Mistake,
+    alternatives,
+    nearest_divisors,
+    rule,
+    rule_of_keys,
+    rule_with_torch,
+)
+from titan_lite.rules.model import no_parameters, unknown_modules
+
+
+@rule_of_keys
+def there_is_something_to_compile(config: Config) -> Iterator[Mistake]:
+    compile = config.compile
+    if not compile.enable:
+        return
+    if not compile.components:
+        yield Mistake(
+            key="compile.components",
+            value=compile.components,
+            why="leaves nothing to compile, but compile.enable = true",
+            instead='components = ["model", "loss"], or compile.enable = false',
+        )
+    if compile.bucketing == "listed" and not compile.buckets:
+        yield Mistake(
+            key="compile.bucketing",
+            value=compile.bucketing,
+            why="needs compile.buckets",
+            instead=(
+                'buckets = ["tok_embeddings", "layers.0 layers.1"], or bucketing = "block", which'
+                " needs none"
+            ),
+        )
+    if compile.bucketing == "auto" and not compile.reordering:
+        yield Mistake(
+            key="compile.reordering",
+            value=compile.reordering,
+            why='is not for compile.bucketing = "auto", which orders what it buckets',
+            instead='reordering = true or bucketing = "block"',
+        )
+
+
+@rule
+def only_adamw_is_compiled(config: Config, layout: Layout) -> Iterator[Mistake]:
+    name = config.optimizer.name
+    if name != "AdamW" and config.compile.compiles("optimizer"):
+        yield Mistake(
+            key="compile.components",
+            value=config.compile.components,
+            why=(
+                f'has the optimizer, and the update of optimizer.name = "{name}" is not compiled,'
+                " as most of it is products of large matrices"
+            ),
+            instead='compile.components = ["model", "loss"]',
+        )
+
+
+@rule
+def chunks_divide_the_tokens(config: Config, layout: Layout) -> Iterator[Mistake]:
+    chunks = config.compile.tensor_parallel_chunks
+    tp = layout.degrees["tp"]
+    tokens = layout.seq_len // layout.degrees["cp"] // tp
+    if tp > 1 and config.compile.compiles("model") and tokens % chunks:
+        yield Mistake(
+            key="compile.tensor_parallel_chunks",
+            value=chunks,
+            why=(
+                f"does not divide the {tokens:,} tokens of a sequence that a tensor-parallel rank"
+                " has"
+            ),
+            instead=alternatives(nearest_divisors(tokens, chunks)),
+        )
+
+
+@rule
+def listed_buckets_merge_parameters(config: Config, layout: Layout) -> Iterator[Mistake]:
+    key = "compile.buckets"
+    buckets = config.compile.buckets
+    if not config.compile.compiles("model") or config.compile.bucketing != "listed":
+        return
+    names = [name for bucket in buckets for name in bucket.split()]
+    for name in unknown_modules(names, layout.model):
+        yield no_parameters(config, layout, key, buckets, name)
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield Mistake(
+                key, buckets, f'has "{name}" twice, but a parameter has one bucket', "it once"
+            )
+    sizes = [len(parameter_shapes(layout.model, bucket.split())) for bucket in buckets]
+    if max(sizes, default=0) < 2:
+        yield Mistake(
+            key=key,
+            value=buckets,
+            why="has no bucket with two parameters, so nothing would be merged",
+            instead='such as "layers.0 layers.1", or compile.bucketing = "none"',
+        )
+
+
+@rule
+def collectives_of_a_microbatch_are_bucketed(config: Config, layout: Layout) -> Iterator[Mistake]:
+    bucketing = config.compile.bucketing
+    if not config.compile.compiles("model") or bucketing in ("block", "none"):
+        return
+    if layout.gathers_once:
+        yield Mistake(
+            key="compile.bucketing",
+            value=bucketing,
+            why=(
+                'has nothing to bucket: parallelism.fsdp_communication = "step" gathers once for'
+                f" {layout.microbatches} microbatches"
+            ),
+            instead='fsdp_communication = "microbatch" or bucketing = "block"',
+        )
+
+
+@rule_with_torch
+def machine_has_a_profile(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if config.compile.machine:
+        from titan_lite.cost.profiles import load_machine
+
+        load_machine(config.compile.machine)  # raises ConfigError with what is wrong in the file
+    return iter(())

@@ -1,0 +1,115 @@
+"""Rules of [float8]: layers that are computed in it, and scales, sizes and dtypes that it has."""
+
+from collections.abc import Iterator
+
+from titan_lite.config import Config
+from titan_lite.config.families import ModelConfig, Shape
+from titan_lite.distributed.layout import Layout
+from titan_lite.models.fqns import is_filtered
+from titan_lite.models.shapes import parameter_shapes
+from titan_lite.optim.state import is_matrix
+from titan_lite.rules.mistakes import Mistake, rule, rule_with_torch
+
+
+@rule
+def float8_products_are_not_overlapped_by_inductor(
+    config: Config, layout: Layout
+) -> Iterator[Mistake]:
+    if config.float8.enable and config.parallelism.enable_async_tensor_parallel:
+        yield Mistake(
+            key="parallelism.enable_async_tensor_parallel",
+            value=True,
+            why="is not for float8: Inductor does not overlap collectives with its products",
+            instead="false, or float8.enable = false",
+        )
+
+
+@rule
+def weights_gathered_in_float8_have_one_scale(config: Config, layout: Layout) -> Iterator[Mistake]:
+    float8 = config.float8
+    if float8.enable and float8.all_gather and float8.recipe != "tensorwise":
+        yield Mistake(
+            key="float8.all_gather",
+            value=True,
+            why=(
+                "is for tensorwise scales: backward multiplies by the columns of a weight, and"
+                f' float8.recipe = "{float8.recipe}" has scales of its rows'
+            ),
+            instead='recipe = "tensorwise" or all_gather = false',
+        )
+
+
+@rule
+def float8_has_layers_to_compute(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if not config.float8.enable:
+        return
+    filters = config.float8.filter_fqns
+    layers = _linear_layers(layout.model)
+    for name in filters:
+        if not any(is_filtered(fqn, [name]) for fqn in layers):
+            yield Mistake(
+                key="float8.filter_fqns",
+                value=filters,
+                why=f'has "{name}", which is no part of the name of a linear layer in a block',
+                instead=(
+                    'such as "attention.wk" or "layers.0" (embedding and output never are in'
+                    " float8)"
+                ),
+            )
+    if all(is_filtered(fqn, filters) for fqn in layers):
+        why = "has nothing to do: float8.filter_fqns leaves no layer to compute in float8"
+        yield Mistake("float8.enable", True, why, "false")
+
+
+def _linear_layers(model: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of the weights of the blocks' linear layers, by the FQN of the layer."""
+    return {
+        fqn.removesuffix(".weight"): shape
+        for fqn, shape in parameter_shapes(model).items()
+        if is_matrix(fqn)
+    }
+
+
+@rule_with_torch
+def float8_products_have_multiples_of_16(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if not config.float8.enable:
+        return
+    from titan_lite.distributed.tensor_parallel import weight_dim
+    from titan_lite.models.float8 import DIM_MULTIPLE
+
+    key = "float8.enable"
+    needs = f"and dimensions of float8 products are multiples of {DIM_MULTIPLE}"
+    tokens = layout.tokens_per_microbatch
+    if tokens % DIM_MULTIPLE:
+        why = f"is impossible: a microbatch has {tokens} tokens on a rank, {needs}"
+        yield Mistake(key, True, why, "another training.seq_len or training.local_batch_size")
+    for fqn, shape in _linear_layers(layout.model).items():
+        if is_filtered(fqn, config.float8.filter_fqns):
+            continue
+        split_dim = weight_dim(fqn, layout.model.family)
+        rows, columns = (
+            size / layout.degrees["tp"] if dim == split_dim else size
+            for dim, size in enumerate(shape)
+        )
+        if rows % DIM_MULTIPLE or columns % DIM_MULTIPLE:
+            name = fqn.split(".", 2)[2]  # in its block
+            yield Mistake(
+                key=key,
+                value=True,
+                why=f"is impossible: {fqn}.weight is {rows:g} x {columns:g} on a rank, {needs}",
+                instead=f'float8.filter_fqns = ["{name}"] or a lower tensor_parallel_degree',
+            )
+            return  # the same layer of other blocks is alike
+
+
+def float8_has_results_on_gpus(config: Config) -> Iterator[Mistake]:
+    """Yield a mistake for float8 products whose results no GPU has in the recipe's dtype.
+
+    CPUs have them, so this is no rule of every recipe: machine rules and the planner ask.
+    """
+    recipe = config.float8.recipe
+    dtype = config.training.mixed_precision_param
+    if config.float8.enable and recipe != "tensorwise" and dtype != "bfloat16":
+        why = "has results in bfloat16 alone on GPUs"
+        instead = 'training.mixed_precision_param = "bfloat16"'
+        yield Mistake("float8.recipe", recipe, why, instead)

@@ -1,0 +1,83 @@
+"""A mistake in a recipe, the decorators of rules, and words for what to use instead.
+
+@rule_of_keys
+def key_needs_other_key(config: Config) -> Iterator[Mistake]:
+    if config.section.key and not config.section.other:
+        yield Mistake("section.key", config.section.key, "needs section.other", "...")
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from titan_lite.config import KEYS, Config, ConfigError
+from titan_lite.config.errors import shown
+from titan_lite.distributed.layout import Layout
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A key whose value cannot be."""
+
+    key: str  # "section.name"
+    value: object
+    why: str  # what is wrong with it: the words after "section.name = value"
+    instead: str  # what to use
+
+    def message(self, config: Config) -> str:
+        """Return the line that tells of it, with the file or "command line" that has the key."""
+        key = self.key.partition("[")[0]
+        text = f"{self.key} = {shown(self.value)} {self.why}; use {self.instead}"
+        by_a_program = not config.was_set(key) and self.value != KEYS[key].default
+        if by_a_program:  # such as the layouts of verify and of plan --search
+            return text
+        return f"{config.origin(key)}: {text}"
+
+
+RuleOfKeys = Callable[[Config], Iterator[Mistake]]
+Rule = Callable[[Config, Layout], Iterator[Mistake]]
+RULES_OF_KEYS: list[RuleOfKeys] = []
+RULES: list[Rule] = []
+RULES_WITH_TORCH: list[Rule] = []
+
+
+def rule_of_keys(function: RuleOfKeys) -> RuleOfKeys:
+    RULES_OF_KEYS.append(function)
+    return function
+
+
+def rule(function: Rule) -> Rule:
+    RULES.append(function)
+    return function
+
+
+def rule_with_torch(function: Rule) -> Rule:
+    RULES_WITH_TORCH.append(function)
+    return function
+
+
+def raise_mistakes(config: Config, mistakes: Iterable[Mistake]) -> None:
+    """Raise one ConfigError with all mistakes, if there are any."""
+    messages = dict.fromkeys(mistake.message(config) for mistake in mistakes)  # each once
+    if messages:
+        raise ConfigError(*messages)
+
+
+def alternatives(values: Iterable[object]) -> str:
+    """Return [1, 2, 4] as "1 or 2 or 4"."""
+    return " or ".join(str(value) for value in values)
+
+
+def nearest_multiples(value: int, factor: int) -> list[int]:
+    """Return the multiples of `factor` that are next to `value`."""
+    below = max(factor, value // factor * factor)
+    above = math.ceil(value / factor) * factor
+    return sorted({below, above})
+
+
+def nearest_divisors(number: int, value: int) -> list[int]:
+    """Return the divisors of `number` next to `value`, which is none and above 1."""
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    below = max(divisor for divisor in divisors if divisor < value)
+    above = [divisor for divisor in divisors if divisor > value]
+    return [below, *above[:1]]

@@ -1,0 +1,198 @@
+"""Rules of [model]: a shape that can be computed, and that of the weights a run begins with."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from titan_lite.config import KEYS, Config, ConfigError, Model
+from titan_lite.config.errors import in_toml
+from titan_lite.config.families import FAMILIES, ModelConfig
+from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
+from titan_lite.config.from_weights import ModelOfWeights, keys_of_shape, read_model, steps_in
+from titan_lite.distributed.layout import Layout
+from titan_lite.models.shapes import (
+    derives_head_dim,
+    module_fqns,
+    parameter_shapes,
+    shape_of,
+    shape_words,
+)
+from titan_lite.rules.mistakes import (
+    Mistake,
+    alternatives,
+    nearest_multiples,
+    rule,
+    rule_of_keys,
+    rule_with_torch,
+)
+
+
+@rule_of_keys
+def initial_weights_are_of_this_model(config: Config) -> Iterator[Mistake]:
+    weights = initial_weights(config)
+    if weights is None:
+        return
+    model = config.model
+    theirs = keys_of_shape(dataclasses.asdict(shape_of(Model().replace(flavor="", **weights.keys))))
+    ours = keys_of_shape(dataclasses.asdict(shape_of(model)))
+    differing = [
+        name
+        for name, value in theirs.items()
+        if ours.get(name, value) != value and name != "max_seq_len"  # a limit
+    ]
+    set_here = [
+        name
+        for name in differing
+        if (
+            config.was_set("model.name")
+            if name == "name"  # whose default is a family
+            else getattr(model, name) != KEYS[f"model.{name}"].default
+        )
+    ]
+    for name in set_here:
+        yield Mistake(
+            key=f"model.{name}",
+            value=ours[name],
+            why=(
+                f"is not that of checkpoint.initial_load_path: {weights.file} has"
+                f" {in_toml(theirs[name])}"
+            ),
+            instead=f"{name} = {in_toml(theirs[name])}, or remove it",
+        )
+    of_flavor = [name for name in differing if name not in set_here]
+    if of_flavor:
+        words = ", ".join(
+            f"{name} = {in_toml(ours[name])} (not {in_toml(theirs[name])})" for name in of_flavor
+        )
+        yield Mistake(
+            key="model.flavor",
+            value=model.flavor,
+            why=f"is not that of checkpoint.initial_load_path ({weights.file}): {words}",
+            instead=f'"{FROM_WEIGHTS}"',
+        )
+
+
+@rule_of_keys
+def rotary_scaling_has_a_factor_and_two_bounds(config: Config) -> Iterator[Mistake]:
+    model = config.model
+    scaling = shape_of(model).rope_scaling
+    others = ("low_freq_factor", "high_freq_factor", "original_max_seq_len")
+    idle = [f"rope_scaling_{name}" for name in others if getattr(model, f"rope_scaling_{name}")]
+    if scaling is None and idle:
+        yield Mistake(
+            key="model.rope_scaling_factor",
+            value=model.rope_scaling_factor,
+            why=f"leaves the rotary frequencies as they are, so {', '.join(idle)} has no effect",
+            instead=f"a factor above 1, or remove {' and '.join(idle)}",
+        )
+    if scaling and scaling.high_freq_factor <= scaling.low_freq_factor:
+        yield Mistake(
+            key="model.rope_scaling_high_freq_factor",
+            value=scaling.high_freq_factor,
+            why=f"is not above rope_scaling_low_freq_factor = {scaling.low_freq_factor}",
+            instead=f"at least {2 * scaling.low_freq_factor}",
+        )
+
+
+@rule
+def sequences_fit_the_rotary_tables(config: Config, layout: Layout) -> Iterator[Mistake]:
+    longest = shape_of(config.model).max_seq_len
+    if layout.seq_len > longest:
+        yield Mistake(
+            key="training.seq_len",
+            value=layout.seq_len,
+            why="is more than the model's max_seq_len",
+            instead=f"at most {longest}",
+        )
+
+
+@rule
+def query_heads_share_key_value_heads_evenly(config: Config, layout: Layout) -> Iterator[Mistake]:
+    model = layout.model
+    if model.n_heads % model.n_kv_heads:
+        divisors = [count for count in range(1, model.n_heads + 1) if model.n_heads % count == 0]
+        yield Mistake(
+            key="model.n_heads",
+            value=model.n_heads,
+            why=(
+                f"is not a multiple of model.n_kv_heads = {model.n_kv_heads}"
+                f"{_of_flavor(config, 'n_kv_heads')}, and key/value heads are shared evenly"
+            ),
+            instead=f"model.n_kv_heads = {alternatives(divisors)}",
+        )
+
+
+@rule
+def dimensions_of_a_head_rotate_in_pairs(config: Config, layout: Layout) -> Iterator[Mistake]:
+    model = layout.model
+    multiple = 2 * model.n_heads
+    if not derives_head_dim(config.model):
+        if model.head_dim % 2:
+            yield Mistake(
+                key="model.head_dim",
+                value=model.head_dim,
+                why="is odd, and a head's dimensions rotate in pairs",
+                instead=f"model.head_dim = {alternatives(nearest_multiples(model.head_dim, 2))}",
+            )
+    elif model.dim % multiple:
+        yield Mistake(
+            key="model.dim",
+            value=model.dim,
+            why=(
+                f"is not a multiple of 2 x model.n_heads = {model.n_heads}"
+                f"{_of_flavor(config, 'n_heads')}, and a head's dimensions rotate in pairs"
+            ),
+            instead=f"model.dim = {alternatives(nearest_multiples(model.dim, multiple))}",
+        )
+
+
+def _of_flavor(config: Config, name: str) -> str:
+    return "" if getattr(config.model, name) else " of the flavor"
+
+
+@rule_with_torch
+def a_family_of_ones_own_is_whole(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if layout.model.family not in FAMILIES:
+        from titan_lite.distributed.tensor_parallel import check_styles
+        from titan_lite.models.transformer import check_own_family
+
+        check_own_family(layout.model, splits_sequences=layout.degrees["cp"] > 1)
+        if layout.degrees["tp"] > 1:
+            check_styles(parameter_shapes(layout.model), layout.model.family)
+    yield from ()
+
+
+def initial_weights(config: Config) -> ModelOfWeights | None:
+    """Return the model of the weights that a run starts with; None if it goes on from a step of its
+    own, or from torchtitan's, whose tensors are compared when they are opened. Raises ConfigError.
+    """
+    checkpoint = config.checkpoint
+    own_steps = Path(config.job.dump_folder, checkpoint.folder)
+    if not checkpoint.initial_load_path or (checkpoint.enable and steps_in(own_steps)):
+        return None
+    try:
+        return read_model(checkpoint.initial_load_path, config.model.name)
+    except ConfigError as error:
+        raise ConfigError(f"{config.origin('checkpoint.initial_load_path')}: {error}") from None
+
+
+def unknown_modules(names: Sequence[str], model: ModelConfig) -> list[str]:
+    """Return the names of no module of a stage and of no parameters, over all pipeline stages."""
+    stage_modules = module_fqns(model.n_layers)
+    return [
+        name for name in names if name not in stage_modules and not parameter_shapes(model, [name])
+    ]
+
+
+def no_parameters(
+    config: Config, layout: Layout, key: str, value: Sequence[str], name: str
+) -> Mistake:
+    return Mistake(
+        key=key,
+        value=value,
+        why=f'has "{name}", which has no parameter in flavor {shape_words(config.model)}',
+        instead=(
+            f"tok_embeddings, layers.0 to layers.{layout.model.n_layers - 1}, norm, output or"
+            " modules within them"
+        ),
+    )

@@ -1,0 +1,254 @@
+"""Rules of [parallelism]: degrees that divide the model, pipeline schedules, FSDP, compression."""
+
+from collections.abc import Iterator
+
+from titan_lite.config import KEYS, Config
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.pipeline_schedule import (
+    ROUND,
+    STAGES_PER_RANK,
+    runs_halves,
+    stages_per_rank,
+)
+from titan_lite.rules.mistakes import (
+    Mistake,
+    alternatives,
+    nearest_multiples,
+    rule,
+    rule_of_keys,
+    rule_with_torch,
+)
+from titan_lite.rules.model import no_parameters, unknown_modules
+from titan_lite.sharding import chunk_range
+
+
+@rule_of_keys
+def async_tensor_parallelism_is_done_by_inductor(config: Config) -> Iterator[Mistake]:
+    key = "parallelism.enable_async_tensor_parallel"
+    if not config.parallelism.enable_async_tensor_parallel:
+        return
+    if config.parallelism.tensor_parallel_degree == 1:
+        yield Mistake(key, True, "has no collective to overlap", "tensor_parallel_degree = 2")
+    if not config.compile.compiles("model"):
+        why = "is done by the compiler, and the model is not compiled"
+        instead = 'compile.enable = true and compile.components = ["model", "loss"]'
+        yield Mistake(key, True, why, instead)
+    elif config.compile.backend != "inductor":
+        yield Mistake(key, True, "is done by Inductor", 'compile.backend = "inductor"')
+
+
+@rule
+def tensor_parallel_degree_divides(config: Config, layout: Layout) -> Iterator[Mistake]:
+    tp = layout.degrees["tp"]
+    model = layout.model
+    divided = {
+        "attention heads": model.n_heads,
+        "key/value heads": model.n_kv_heads,
+        "tokens of training.seq_len": layout.seq_len,
+    }
+    for what, count in divided.items():
+        if count % tp:
+            fitting = [
+                degree
+                for degree in range(1, model.n_kv_heads + 1)
+                if not any(number % degree for number in divided.values())
+            ]
+            yield Mistake(
+                key="parallelism.tensor_parallel_degree",
+                value=tp,
+                why=f"does not divide the {count} {what}",
+                instead=alternatives(fitting),
+            )
+
+
+@rule
+def every_tensor_parallel_rank_has_a_part(config: Config, layout: Layout) -> Iterator[Mistake]:
+    tp = layout.degrees["tp"]
+    # these are split unevenly where tp does not divide them
+    split = {
+        "hidden units": layout.model.hidden_dim,
+        "tokens of the vocabulary": layout.model.vocab_size,
+    }
+    for what, count in split.items():
+        if not chunk_range(count, tp, index=tp - 1):
+            yield Mistake(
+                key="parallelism.tensor_parallel_degree",
+                value=tp,
+                why=f"leaves a rank without any of the {count} {what}",
+                instead="a lower degree",
+            )
+
+
+@rule
+def context_parallel_ranks_have_two_chunks(config: Config, layout: Layout) -> Iterator[Mistake]:
+    cp = layout.degrees["cp"]
+    tp = layout.degrees["tp"]
+    multiple = 2 * cp * tp
+    if cp > 1 and layout.seq_len % multiple:
+        shared = f" that {tp} tensor-parallel ranks share" if tp > 1 else ""
+        yield Mistake(
+            key="parallelism.context_parallel_degree",
+            value=cp,
+            why=f"cannot cut training.seq_len = {layout.seq_len} into 2 x {cp} chunks{shared}",
+            instead=f"seq_len = {alternatives(nearest_multiples(layout.seq_len, multiple))}",
+        )
+
+
+@rule
+def every_pipeline_rank_updates_a_parameter(config: Config, layout: Layout) -> Iterator[Mistake]:
+    points = config.parallelism.pipeline_parallel_split_points
+    if any(not layout.shapes_on(rank) for rank in range(layout.degrees["pp"])):
+        yield Mistake(
+            key="parallelism.pipeline_parallel_split_points",
+            value=points,
+            why=(
+                "leaves a rank with the output alone, which is a copy of the embedding: the first"
+                " stage updates tied weights"
+            ),
+            instead="norm or a layer as the last point",
+        )
+
+
+@rule
+def schedule_has_its_stages_per_rank(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if layout.degrees["pp"] == 1:
+        return
+    name = config.parallelism.pipeline_parallel_schedule
+    usual = STAGES_PER_RANK[name]
+    per_rank = stages_per_rank(config.parallelism)
+    if name in ROUND and per_rank < 2:
+        why = f'is not for pipeline_parallel_schedule = "{name}", which has {usual} or more'
+        instead = f'-1 or {usual}, or "1F1B"'
+    elif name not in ROUND and per_rank != usual:
+        other = "Interleaved1F1B" if per_rank > 1 else "1F1B"
+        why = f'is not for pipeline_parallel_schedule = "{name}", which has {usual}'
+        instead = f'-1 or {usual}, or "{other}"'
+    else:
+        return
+    yield Mistake("parallelism.pipeline_parallel_stages_per_rank", per_rank, why, instead)
+
+
+@rule
+def schedule_has_its_microbatches(config: Config, layout: Layout) -> Iterator[Mistake]:
+    degree = layout.degrees["pp"]
+    if degree == 1:
+        return
+    key = "parallelism.pipeline_parallel_schedule"
+    name = config.parallelism.pipeline_parallel_schedule
+    microbatches = layout.pipeline.microbatches
+    batch = (
+        f"training.local_batch_size / pipeline_parallel_microbatch_size = {microbatches}"
+        " microbatches"
+    )
+    if name == "1F1B" and microbatches < degree:
+        why = f"needs as many microbatches as stages, {degree}, but {batch}"
+        yield Mistake(key, name, why, f'{degree} of them, or "GPipe"')
+    rounds = max(1, microbatches // degree)
+    if name in ROUND and microbatches % rounds:
+        why = f"with {degree} ranks goes in {rounds} rounds, which do not divide {batch}"
+        fitting = [microbatches // degree * degree, (microbatches // degree + 1) * degree]
+        yield Mistake(key, name, why, f"{alternatives(fitting)} of them")
+    stages = 2 * degree
+    if name == "DualPipeV" and microbatches < stages:
+        why = f"needs as many microbatches as stages, {stages}, but {batch}"
+        yield Mistake(key, name, why, f'{stages} of them, or "ZBVZeroBubble"')
+
+
+@rule
+def zero_bubble_cuts_a_backward_that_can_be_cut(
+    config: Config, layout: Layout
+) -> Iterator[Mistake]:
+    key = "parallelism.pipeline_parallel_schedule"
+    name = config.parallelism.pipeline_parallel_schedule
+    if not runs_halves(config.parallelism) or config.compile.compiles("model"):
+        return  # a compiled backward has graphs of the halves
+    if config.compile.compiles("loss"):
+        why = "cuts backward in two, which a compiled loss with a model in eager mode cannot be"
+        yield Mistake(key, name, why, 'compile.components = ["model", "loss"] or "Interleaved1F1B"')
+    if config.activation_checkpoint.mode != "none":
+        why = (
+            "cuts backward in two, and in eager mode each half would recompute every block, the"
+            " second one once for each weight"
+        )
+        yield Mistake(
+            key,
+            name,
+            why,
+            'compile.enable = true, activation_checkpoint.mode = "none" or "Interleaved1F1B"',
+        )
+
+
+@rule_of_keys
+def gathered_weights_are_kept_or_freed(config: Config) -> Iterator[Mistake]:
+    key = "parallelism.fsdp_keep_gathered"
+    kept = config.parallelism.fsdp_keep_gathered
+    # the default is in every saved recipe, and is no request
+    is_request = kept not in ((), KEYS[key].default)
+    if is_request and config.parallelism.fsdp_reshard_after_forward == "always":
+        yield Mistake(
+            key=key,
+            value=kept,
+            why='is not for parallelism.fsdp_reshard_after_forward = "always", which keeps none',
+            instead='"default" to keep these, or fsdp_keep_gathered = []',
+        )
+
+
+@rule
+def resharded_weights_are_gathered_again(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if layout.gathers_once and config.parallelism.fsdp_reshard_after_forward == "always":
+        yield Mistake(
+            key="parallelism.fsdp_reshard_after_forward",
+            value="always",
+            why=(
+                'has no effect with fsdp_communication = "step", which keeps weights gathered for a'
+                f" step of {layout.microbatches} microbatches"
+            ),
+            instead='fsdp_communication = "microbatch"',
+        )
+
+
+@rule
+def kept_modules_are_in_the_model(config: Config, layout: Layout) -> Iterator[Mistake]:
+    kept = config.parallelism.fsdp_keep_gathered
+    for name in unknown_modules(kept, layout.model):
+        yield no_parameters(config, layout, "parallelism.fsdp_keep_gathered", kept, name)
+
+
+@rule
+def compression_has_replicas_and_steps(config: Config, layout: Layout) -> Iterator[Mistake]:
+    parallelism = config.parallelism
+    if parallelism.replicate_compression == "none":
+        return
+    if layout.degrees["dp_replicate"] == 1:
+        yield Mistake(
+            key="parallelism.replicate_compression",
+            value=parallelism.replicate_compression,
+            why="has no effect with data_parallel_replicate_degree = 1",
+            instead="2 or more",
+        )
+    steps = config.training.steps
+    if parallelism.replicate_uncompressed_steps >= steps:
+        yield Mistake(
+            key="parallelism.replicate_uncompressed_steps",
+            value=parallelism.replicate_uncompressed_steps,
+            why=f"is all of training.steps = {steps}, and nothing would be compressed",
+            instead='fewer, or replicate_compression = "none"',
+        )
+
+
+@rule_with_torch
+def compression_makes_gradients_smaller(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if config.parallelism.replicate_compression == "none":
+        return
+    from titan_lite.distributed.memory import compressed_sizes
+
+    if not any(factors for _, factors in compressed_sizes(config, layout).values()):
+        yield Mistake(
+            key="parallelism.replicate_rank",
+            value=config.parallelism.replicate_rank,
+            why=(
+                "is too large: the factors of every shard would have more than a quarter of its"
+                " numbers, so all would travel as they are"
+            ),
+            instead='a smaller rank, or replicate_compression = "none"',
+        )
