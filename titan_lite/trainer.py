@@ -632,8 +632,6 @@ class Trainer:
         stateful = self.stateful
         if changes.restarts_data:
             del stateful["loader"], stateful["bad_documents"]
-        elif "bad_documents" not in saved.parts:  # as until November 2026
-            del stateful["bad_documents"]
         saved.load_into(stateful)
         if changes.restarts_data:
             self.bad_documents.start_anew(keeps_file=self.rank == 0)

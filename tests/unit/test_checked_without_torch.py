@@ -1,5 +1,6 @@
 """What the launcher tells of a start before torch is imported, which takes seconds."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from tiny import DEBUG
 
 from titan_lite import manifest
 from titan_lite.config import load_config
+from titan_lite.models.shapes import shape_of
 
 # torch and wandb are not there; the recipe is checked as ./run_train.sh does
 CHECK = """
@@ -48,14 +50,12 @@ def test_a_package_that_is_missing(tmp_path):
 def test_a_resume_with_another_model(tmp_path, key, value):
     step = tmp_path / "checkpoint/step-4"
     step.mkdir(parents=True)
-    model = dict(
-        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048, norm_eps=1e-5
-    )
-    recipe = load_config(DEBUG).model_dump()
+    config = load_config(DEBUG)
+    model = dataclasses.asdict(shape_of(config.model))
     state = {
         "step": 4,
         "tensors": ["model"],
-        "identity": {"recipe": recipe, "model": {**model, key: value}},
+        "identity": {"recipe": config.model_dump(), "model": {**model, key: value}},
         "parts": {},
     }
     (step / "state.json").write_text(json.dumps(state))

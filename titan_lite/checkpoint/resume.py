@@ -1,6 +1,7 @@
 """Compare a resumed run with the run that saved its step, and refuse what cannot go on.
 
-    changes = compare(checkpointer.read_state(50), identity)
+    find_documents = functools.partial(documents_of_run, config)
+    changes = compare(checkpointer.read_state(50), identity, find_documents)
     changes.refuse_unless_accepted(config.checkpoint)                 # raises ConfigError
     for line in changes.describe(): ...
 
@@ -23,7 +24,7 @@ from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.run_identity import DocumentsOfRun, RunIdentity
 from titan_lite.checkpoint.state import NAME, SavedState
 from titan_lite.config import KEYS, Checkpoint, ConfigError, is_unset
-from titan_lite.data.source_identity import differences_in_words, digest_without_contents
+from titan_lite.data.source_identity import differences_in_words
 from titan_lite.manifest import fields_of
 
 
@@ -36,7 +37,6 @@ class Effect(Enum):
     RESTARTS_COMPRESSION = "gradient compression starts anew"
     ROUNDING = "numbers change by rounding"
     NOTED = "changed"
-    UNKNOWN = "not known"
 
 
 class Acceptance(NamedTuple):
@@ -186,13 +186,11 @@ class Changes:
 
 
 def compare(
-    saved: SavedState,
-    identity: RunIdentity,
-    find_documents: Callable[[], DocumentsOfRun] = dict,
+    saved: SavedState, identity: RunIdentity, find_documents: Callable[[], DocumentsOfRun]
 ) -> Changes:
     """Return the differences between the run that saved a step and this run.
 
-    find_documents: returns those of this run, to tell which files differ; called if some do.
+    find_documents: returns those of this run, to name the files that differ; called if some do.
 
     Raises ConfigError if the step does not say which run saved it.
     """
@@ -218,15 +216,11 @@ def compare(
 def _as_json(identity: RunIdentity) -> dict[str, Any]:
     """Return the fields as they are read from a file: tuples become lists.
 
-    Steps of earlier versions lack two fields of the model, which is a Llama 3 then. A family in a
-    user's own file has the file's name, wherever it is.
+    A family in a user's own file has the file's name, wherever it is.
     """
     fields = json.loads(json.dumps(dataclasses.asdict(identity)))
-    model = fields["model"]
-    if model:
-        model["family"] = Path(model.get("family", "llama3")).name
-    if "dim" in model and "n_heads" in model:
-        model.setdefault("head_dim", model["dim"] // model["n_heads"])
+    if model := fields["model"]:
+        model["family"] = Path(model["family"]).name
     return fields
 
 
@@ -293,25 +287,11 @@ def _changes_of_documents(
     different = [name for name, (was, now) in digests.items() if was and now and was != now]
     if not different:
         return
-    of_step = saved.read_documents()
     documents = find_documents()
     for name in different:
         words, effect = FIELDS[name]
-        was, now = digests[name]
-        if name in of_step and name in documents:
-            text = "; ".join(differences_in_words(of_step[name], documents[name]))
-            yield Change(effect, f"{words}: {text}")
-        elif was == digest_without_contents(documents.get(name, ())):
-            text = f"contents of {words} were changed; the step has their names and sizes alone"
-            yield Change(Effect.UNKNOWN, f"whether {text}, which are the same")
-        elif name not in of_step and name in documents:
-            text = (
-                f"{words}: names or sizes of files (until November 2026 names were relative to the"
-                " common folder of all files)"
-            )
-            yield Change(effect, text)
-        else:
-            yield Change(effect, f"SHA-256 of {words}: {short(now)}, was {short(was)}")
+        differences = differences_in_words(saved.read_documents(name), documents[name])
+        yield Change(effect, f"{words}: {'; '.join(differences)}")
 
 
 def _changes_of_tensors(saved: SavedState, compression: Mapping[str, int]) -> Iterator[Change]:

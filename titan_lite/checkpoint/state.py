@@ -62,19 +62,17 @@ class SavedState(RunState):
     step: int
     tensors: tuple[str, ...]  # sections of tensors that it has, such as "model", "optimizer"
 
-    def read_documents(self) -> DocumentsOfRun:
-        """Return the documents of the run that saved the step; {} if the step does not have them,
-        as until November 2026. Raises CorruptFileError.
+    def read_documents(self, field: str) -> list[SourceIdentity]:
+        """Return documents of the run that saved the step. Raises CorruptFileError.
+
+        field: of RunIdentity, which has their hash, such as "documents".
         """
-        path = self.folder / DOCUMENTS
-        if not path.exists():
-            return {}
-        content = read_json(path)
-        with fields_of(f"{path}"):
-            return {
-                name: [SourceIdentity.from_json(source) for source in sources]
-                for name, sources in content.items()
-            }
+        try:
+            content = read_json(self.folder / DOCUMENTS)
+        except CorruptFileError as error:
+            raise CorruptFileError(f"{self.folder}: {error}") from None
+        with fields_of(f"{self.folder}: {DOCUMENTS}"):
+            return [SourceIdentity.from_json(source) for source in content[field]]
 
     def load_into(self, stateful: Mapping[str, Stateful]) -> None:
         """Load each part of a run from the state under its name. Raises CorruptFileError."""
@@ -110,8 +108,6 @@ def read_state(folder: Path) -> SavedState:
     if not isinstance(content.get("step"), int):
         raise CorruptFileError(f"{NAME} has no step")
     with fields_of(NAME):
-        if "parts" not in content:
-            content = _from_flat(content)
         return SavedState(
             identity=RunIdentity.from_json(content["identity"]),
             parts=content["parts"],
@@ -119,32 +115,3 @@ def read_state(folder: Path) -> SavedState:
             step=content["step"],
             tensors=tuple(content["tensors"]),
         )
-
-
-def _from_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a state.json that has the keys of all parts in one dictionary.
-
-    Steps were saved so until November 2026. This can go once no such step is resumed or converted
-    any more: at the earliest with version 1.0.
-    """
-    identity = {"recipe": flat.get("recipe", {}), **flat.get("run", {})}
-    identity["sequences"] = identity.pop("rows", 0)
-    identity["compression"] = identity.pop("between", {})
-    content = {
-        "step": flat["step"],
-        "tensors": flat.get("tensors", ["model"]),
-        "identity": identity,
-        "parts": {"special_tokens": flat.get("special_tokens")},
-    }
-    if "recipe" in flat:  # saved by a run, and not written by `convert`
-        content["parts"] = {
-            "progress": {key: flat[key] for key in ("step", "tokens_seen", "validation_due")},
-            "skipped_steps": {
-                "count": flat["skipped_steps"],
-                "in_a_row": flat["skipped_in_a_row"],
-                **flat["spikes"],
-            },
-            "per_source": {"tokens": flat.get("tokens_by_source", {})},
-            "loader": flat["loader"],
-        }
-    return content

@@ -113,26 +113,22 @@ def _model_of_checkpoint(folder: Path, family: str) -> ModelOfWeights | None:
     file = folder / "state.json"
     content = manifest.read_json(file)
     with manifest.fields_of(file.name):
-        identity = content.get("identity") or content.get("run") or {}
-        recipe = identity.get("recipe") or content.get("recipe") or {}
+        identity = content["identity"]
         if not identity.get("model"):
             raise ConfigError(f"{file.name} does not say which model this is (identity.model)")
         keys = keys_of_shape(identity["model"])
         keys["name"] = where_it_is(keys["name"], family)
         if unknown := keys.keys() - Model.model_fields.keys():
             raise ConfigError(f"{file.name}: identity.model has {', '.join(sorted(unknown))}")
-        tokenizer = tokenizer_in(folder) or recipe.get("model", {}).get("tokenizer_path") or ""
+        recipe = identity.get("recipe", {})
+        tokenizer = tokenizer_in(folder) or recipe.get("model", {}).get("tokenizer_path", "")
     return ModelOfWeights(keys, file, str(tokenizer))
 
 
 def keys_of_shape(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of [model] that give a shape.
-
-    fields: of a ModelConfig, as a dictionary. Steps of earlier versions, which are of Llama 3, have
-    no family.
-    """
+    """Return the keys of [model] that give a shape. fields: a ModelConfig as a dictionary."""
     keys = dict(fields)
-    keys["name"] = keys.pop("family", "llama3")
+    keys["name"] = keys.pop("family")
     keys["tied_embeddings"] = "yes" if keys.get("tied_embeddings") else "no"
     scaling = keys.pop("rope_scaling", None)
     if scaling is None:

@@ -254,8 +254,8 @@ class BadDocumentsLog:
 
 
 def _key_of(entry: Mapping[str, str]) -> tuple[str, str]:
-    """Return the key of a line; until November 2026 the location was called "place"."""
-    return entry.get("file", ""), entry.get("location", entry.get("place", ""))
+    """Return the key by which a line is compared with documents."""
+    return entry.get("file", ""), entry.get("location", "")
 
 
 def _count(documents: int) -> str:

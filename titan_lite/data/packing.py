@@ -176,23 +176,10 @@ class SourceReader:
         if isinstance(document, str):
             tokens = self.tokenizer.encode_document(document)
         else:
-            tokens = self._checked(document)
+            tokens = document
         if len(tokens) - 2 < min_tokens:  # without BOS and EOS
             self.policy.skip_short()
             return None
-        return tokens
-
-    def _checked(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the tokens of a prepared document.
-
-        Raises ConfigError if a special token in it was made of text, as until November 2026.
-        """
-        text = tokens[1:-1]
-        if (text == self.tokenizer.bos_id).any() or (text == self.tokenizer.eos_id).any():
-            raise ConfigError(
-                f"source {self.number}: a prepared document has a token in its text that begins or"
-                " ends documents; use `titan-lite prepare` to prepare it again"
-            )
         return tokens
 
     def _check_resumed(self, ordinal: int, used: int, tokens: np.ndarray | None) -> None:

@@ -33,7 +33,7 @@ from titan_lite.data.outputs import PREPARED
 if TYPE_CHECKING:
     import pyarrow
 
-FORMAT = 2
+FORMAT = 3
 BOTH_SPLITS = "documents"  # the folder of a corpus that is split by the names of documents
 MAX_OPEN_BATCHES = 1000  # of a thousand documents; a group that is shuffled has some hundred
 _FIX = "use `titan-lite prepare` to prepare it again"

@@ -130,27 +130,6 @@ def digest_of(sources: Sequence[SourceIdentity]) -> str:
     return _sha256([(sorted(each.settings.items()), [*each.files.items()]) for each in sources])
 
 
-def digest_without_contents(sources: Sequence[SourceIdentity]) -> str:
-    """Return the SHA-256 of names and sizes that steps have until November 2026.
-
-    Without need once none of them is resumed.
-    """
-    known = [_digest_without_contents(source) for source in sources]
-    return known[0] if len(known) == 1 else _sha256(known)
-
-
-def _digest_without_contents(source: SourceIdentity) -> str:
-    sizes = [(name, file.size) for name, file in source.files.items()]
-    match source.settings["dataset"]:
-        case "prepared":
-            return source.files[PREPARED].sha256
-        case "stdlib":
-            return _sha256(sizes)
-        case "local":
-            return _sha256(["by pieces", source.settings["text_field"], *sizes])
-    return _sha256([*source.settings.values()])
-
-
 def _sha256(values: list) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()
 

@@ -95,26 +95,11 @@ class LoaderState:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "LoaderState":
-        if "rows" in state:
-            return cls._from_rows(state)
         positions = {
             int(stream): [StreamPosition(*position) for position in by_source]
             for stream, by_source in state["positions"].items()
         }
         return cls(state["windows_taken"], state["streams"], positions)
-
-    @classmethod
-    def _from_rows(cls, state: Mapping[str, Any]) -> "LoaderState":
-        """Read {"rows": {"3": [5, [17, 120]]}, "of": 8}, where 5 is the stream's windows taken.
-
-        Checkpoints had this form until November 2026. Without need once none of them is resumed.
-        """
-        positions = {
-            int(stream): [StreamPosition(*position) for position in by_source]
-            for stream, (_, *by_source) in state["rows"].items()
-        }
-        taken = sum(windows for windows, *_ in state["rows"].values())
-        return cls(taken, state["of"], positions)
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -124,10 +124,7 @@ def _scaling_of(model: Model, family: Family) -> RopeScaling | None:
 
 
 def config_from_fields(fields: Any, name: str) -> ModelConfig:  # noqa: ANN401 - of a JSON file
-    """Return the ModelConfig that `dataclasses.asdict` wrote; fields with defaults may be missing.
-
-    Steps of earlier versions have no family and no head_dim: they are of Llama 3, with dim /
-    n_heads.
+    """Return the ModelConfig that `dataclasses.asdict` wrote; max_seq_len may be missing.
 
     name: of the file and the field in it, for errors. Raises CorruptFileError.
     """
@@ -139,7 +136,8 @@ def config_from_fields(fields: Any, name: str) -> ModelConfig:  # noqa: ANN401 -
                     f"{name}.{field} = {size!r}: expected a whole number above 0"
                 )
         scaling = fields.get("rope_scaling")
-        return ModelConfig(**{**fields, "rope_scaling": scaling and RopeScaling(**scaling)})
+        others = {"family": fields["family"], "rope_scaling": scaling and RopeScaling(**scaling)}
+        return ModelConfig(**{**fields, **others})
 
 
 def module_fqns(n_layers: int) -> list[str]:

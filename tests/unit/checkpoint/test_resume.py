@@ -32,11 +32,11 @@ from titan_lite.checkpoint.run_identity import (
 )
 from titan_lite.checkpoint.state import RunState, SavedState, read_state, write_state
 from titan_lite.config import KEYS, Checkpoint, ConfigError, is_unset, load_config
-from titan_lite.data.source_identity import digest_of, digest_without_contents
+from titan_lite.data.source_identity import digest_of
 
 DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"
 FACTS = {
-    "model": {"dim": 256, "n_layers": 6, "rope_scaling": None},
+    "model": {"family": "llama3", "dim": 256, "n_layers": 6, "rope_scaling": None},
     "tokenizer": "a" * 64,
     "sequences": 8,
     "documents": "b" * 64,
@@ -72,9 +72,14 @@ def saved(*overrides, tensors=("model", "optimizer"), **facts):
     )
 
 
+def compared(step, now):
+    """The differences of a run on the documents of the step."""
+    return compare(step, now, dict)
+
+
 def differences(*overrides, was=(), **facts):
     """[(effect, text), ...] of a run beside the one that saved step 50."""
-    changes = compare(saved(*was), identity(*overrides, **facts))
+    changes = compared(saved(*was), identity(*overrides, **facts))
     return sorted(
         ((change.effect, change.text) for change in changes.changes),
         key=lambda change: list(Effect).index(change[0]),
@@ -94,7 +99,7 @@ def test_a_change_of_any_key_is_told(key):
     section, _, name = key.partition(".")
     other = [{"dataset": "c4"}] if key == "data.sources" else "something else"
     was.identity.recipe[section][name] = other
-    texts = [change.text for change in compare(was, now).changes]
+    texts = [change.text for change in compared(was, now).changes]
     value = now.recipe[section][name]
     words = f"{key} is not set" if is_unset(key, value) else f"{key} = {json.dumps(value)}"
     assert texts == [f"{words}, was {json.dumps(other)}"]
@@ -117,9 +122,9 @@ def test_a_value_that_stands_for_none_is_not_set(key, value):
     section, _, name = key.partition(".")
     was, now = saved(), saved()
     now.identity.recipe[section][name] = value
-    texts = [change.text for change in compare(was, now.identity).changes]
+    texts = [change.text for change in compared(was, now.identity).changes]
     assert f"{key} = {json.dumps(value)}, was not set" in texts
-    texts = [change.text for change in compare(now, was.identity).changes]
+    texts = [change.text for change in compared(now, was.identity).changes]
     assert f"{key} is not set, was {json.dumps(value)}" in texts
 
 
@@ -128,12 +133,12 @@ def test_a_number_that_is_zero_is_told(key):
     section, _, name = key.partition(".")
     was = saved()
     was.identity.recipe[section][name] = 0
-    (change,) = compare(was, identity()).changes
+    (change,) = compared(was, identity()).changes
     assert change.text.endswith(", was 0")
 
 
 def test_nothing_differs():
-    changes = compare(saved(), identity())
+    changes = compared(saved(), identity())
     assert changes.describe() == ["nothing differs from the run that saved it"]
     assert not changes.restarts_data
     assert not changes.restarts_optimizer
@@ -168,7 +173,7 @@ CASES = [
             (Effect.ROUNDING, 'MKL_CBWR: "COMPATIBLE", was not set'),
         ],
     ),
-    ([], {"numerics": {}}, []),  # a step from before they were saved
+    ([], {"numerics": {}}, []),  # not known
     (["--compile.enable"], {}, [(Effect.ROUNDING, "compile.enable = true, was false")]),
     ([], {"git": ""}, []),  # not looked up on this rank
     (
@@ -179,21 +184,7 @@ CASES = [
             (Effect.NOTED, "steps of the schedule (lr_scheduler.total_steps): 200, was 100"),
         ],
     ),
-    (  # a corpus that moved, and another one
-        ["--data.path=/b"],
-        {},
-        [(Effect.NOTED, 'data.path = "/b", was "/a"')],
-    ),
-    (
-        [],
-        {"documents": "d" * 64},
-        [
-            (
-                Effect.RESTARTS_DATA,
-                f"SHA-256 of the documents of [data]: {'d' * 12}, was {'b' * 12}",
-            )
-        ],
-    ),
+    (["--data.path=/b"], {}, [(Effect.NOTED, 'data.path = "/b", was "/a"')]),  # the same files
     (["--data.no-shuffle"], {}, [(Effect.RESTARTS_DATA, "data.shuffle = false, was true")]),
     (["--debug.seed=1"], {}, [(Effect.RESTARTS_DATA, "debug.seed = 1, was 0")]),
     (
@@ -206,7 +197,7 @@ CASES = [
     ),
     (
         ["--model.flavor=1B"],
-        {"model": {"dim": 2048, "n_layers": 6, "rope_scaling": {"factor": 8.0}}},
+        {"model": {**FACTS["model"], "dim": 2048, "rope_scaling": {"factor": 8.0}}},
         [
             (Effect.REFUSED, "the model's dim ([model]): 2048, was 256"),
             (Effect.REFUSED, "the model's rope_scaling.factor ([model]): 8.0, was not set"),
@@ -220,7 +211,7 @@ CASES = [
     ),  # another name for the same
     (
         [],
-        {"model": {"dim": 256, "n_layers": 6, "rope_scaling": None, "max_seq_len": 512}},
+        {"model": {**FACTS["model"], "max_seq_len": 512}},
         [(Effect.NOTED, "the model's max_seq_len ([model]): 512, was not set")],
     ),
     (
@@ -272,7 +263,7 @@ def test_a_key_that_only_one_side_has_is_told():
     state = saved()
     state.identity.recipe["training"]["old_key"] = 3
     del state.identity.recipe["optimizer"]["lr"]
-    lines = compare(state, identity()).describe()
+    lines = compared(state, identity()).describe()
     assert lines == [
         "changed: training.old_key is not set, was 3",
         "changed: optimizer.lr = 0.002, was not set",
@@ -284,7 +275,7 @@ def test_a_step_that_does_not_know_its_run_is_refused():
         RunIdentity(model=FACTS["model"]), folder=Path("step-0"), step=0, tensors=("model",)
     )
     with pytest.raises(ConfigError, match=r"^step-0/state\.json does not have the recipe of a run"):
-        compare(converted, identity())
+        compared(converted, identity())
 
 
 def refused(changes, **accepting):
@@ -294,7 +285,7 @@ def refused(changes, **accepting):
 
 
 def test_another_model_or_tokenizer_is_refused_whatever_the_recipe_accepts():
-    changes = compare(saved(), identity(model={**FACTS["model"], "dim": 2048}))
+    changes = compared(saved(), identity(model={**FACTS["model"], "dim": 2048}))
     assert (
         refused(changes, restart_data=True, accept_model_only=True)
         == "out/step-50: it cannot go on: the model's dim ([model]): 2048, was 256; "
@@ -303,7 +294,7 @@ def test_another_model_or_tokenizer_is_refused_whatever_the_recipe_accepts():
 
 
 def test_other_data_is_refused_unless_it_may_begin_anew():
-    changes = compare(saved(), identity("--debug.seed=3"))
+    changes = compared(saved(), identity("--debug.seed=3"))
     assert changes.restarts_data
     assert (
         refused(changes, accept_model_only=True)
@@ -314,13 +305,13 @@ def test_other_data_is_refused_unless_it_may_begin_anew():
 
 
 def test_a_step_without_optimizer_is_refused_unless_that_is_accepted_or_the_step_is_the_last():
-    changes = compare(saved(tensors=("model",)), identity())
+    changes = compared(saved(tensors=("model",)), identity())
     assert (
         "a step that has the optimizer's state, or checkpoint.accept_model_only = true"
         in refused(changes, restart_data=True)
     )
     changes.refuse_unless_accepted(Checkpoint(accept_model_only=True))
-    last = compare(saved(tensors=("model",)), identity("--training.steps=50"))
+    last = compared(saved(tensors=("model",)), identity("--training.steps=50"))
     last.refuse_unless_accepted(Checkpoint())
 
 
@@ -328,20 +319,20 @@ def test_what_starts_anew_is_not_loaded():
     tensors = {"model.w": 1, "optimizer.w.exp_avg": 2, "between.w": 3}
     compresses = {"dp_replicate": 2, "rank": 8}
     state = saved(tensors=("model", "optimizer", "between"), compression=compresses)
-    same = compare(state, identity(compression=compresses))
+    same = compared(state, identity(compression=compresses))
     assert same.tensors_to_load(tensors) == tensors
     assert same.describe() == ["nothing differs from the run that saved it"]
-    other_rank = compare(state, identity(compression=compresses | {"rank": 4}))
+    other_rank = compared(state, identity(compression=compresses | {"rank": 4}))
     assert other_rank.tensors_to_load(tensors).keys() == {"model.w", "optimizer.w.exp_avg"}
     assert other_rank.restarts_compression
     assert other_rank.describe() == [f"gradient compression starts anew: {OTHER_ERRORS}"]
-    muon = compare(state, identity("--optimizer.name=Muon", compression=compresses))
+    muon = compared(state, identity("--optimizer.name=Muon", compression=compresses))
     assert muon.tensors_to_load(tensors).keys() == {"model.w", "between.w"}
 
 
 def test_lines_begin_with_what_matters_most():
     now = identity("--training.steps=200", "--data.no-shuffle", "--optimizer.name=Muon")
-    assert compare(saved(), now).describe() == [
+    assert compared(saved(), now).describe() == [
         "the data starts anew: data.shuffle = false, was true",
         'the optimizer starts anew: optimizer.name = "Muon", was "AdamW"',
         "changed: training.steps = 200, was 100",
@@ -352,7 +343,7 @@ def test_lines_begin_with_what_matters_most():
 def test_comparing_changes_neither_side():
     state, now = saved(), identity("--training.steps=200")
     before = copy.deepcopy((state, now))
-    compare(state, now)
+    compared(state, now)
     assert (state, now) == before
 
 
@@ -419,33 +410,20 @@ def test_a_changed_source_file_is_another_program(monkeypatch, tmp_path):
 
 def test_a_changed_file_of_ones_own_family_is_told():
     step = saved(family_file="a" * 64)
-    assert compare(step, identity(family_file="a" * 64)).changes == ()
-    assert compare(step, identity(family_file="b" * 64)).describe() == [
+    assert compared(step, identity(family_file="a" * 64)).changes == ()
+    assert compared(step, identity(family_file="b" * 64)).describe() == [
         "changed: SHA-256 of the Python file of model.name: bbbbbbbbbbbb, was aaaaaaaaaaaa"
     ]
 
 
-def test_other_documents_to_validate_on_are_told_and_change_no_training():
-    path = "--validation.path=/v.jsonl"
-    found = differences(path, was=(path,), validation_documents="e" * 64)
-    assert found == []  # the step does not know its own
-    changes = compare(
-        saved(path, validation_documents="d" * 64), identity(path, validation_documents="e" * 64)
-    )
-    (change,) = changes.changes
-    assert change.effect is Effect.NOTED
-    assert change.text == "SHA-256 of the documents of [validation]: eeeeeeeeeeee, was dddddddddddd"
-    assert not changes.restarts_data
-
-
 def test_a_validation_set_of_ones_own_may_be_added_if_as_many_documents_stay_held_out():
     path = "--validation.path=/v.jsonl"
-    refused = compare(saved(), identity(path))
+    refused = compared(saved(), identity(path))
     with pytest.raises(
         ConfigError, match=r"data.validation_fraction = 0.0, was 0.05; use the old value, or"
     ):
         refused.refuse_unless_accepted(Checkpoint())
-    kept = compare(saved(), identity(path, "--data.validation_fraction=0.05"))
+    kept = compared(saved(), identity(path, "--data.validation_fraction=0.05"))
     kept.refuse_unless_accepted(Checkpoint())
     assert not kept.restarts_data
 
@@ -454,8 +432,8 @@ def test_a_key_that_the_step_is_older_than_is_no_change_at_its_default():
     was = saved()
     for name in ("split", "sources", "text_field"):
         del was.identity.recipe["validation"][name]
-    assert compare(was, identity()).changes == ()
-    (change,) = compare(was, identity("--validation.split=test")).changes
+    assert compared(was, identity()).changes == ()
+    (change,) = compared(was, identity("--validation.split=test")).changes
     assert change.text == 'validation.split = "test", was not set'
 
 
@@ -470,27 +448,25 @@ def corpus(tmp_path):
     return tmp_path / "corpus"
 
 
-def run_on(corpus):
-    """The options and documents of a run on a corpus."""
-    options = ("--data.dataset=local", f"--data.path={corpus}")
-    return options, documents_of_run(load_config(DEBUG, options))
+def run_on(corpus, *options):
+    """(identity, documents) of a run on a corpus."""
+    options = ("--data.dataset=local", f"--data.path={corpus}", *options)
+    documents = documents_of_run(load_config(DEBUG, options))
+    digests = {name: digest_of(sources) for name, sources in documents.items()}
+    return identity(*options, **digests), documents
 
 
-def step_of(corpus, folder, *, as_before=False):
-    """A step that a run on the corpus has saved; as_before: with names and sizes alone."""
-    options, documents = run_on(corpus)
-    digest = digest_without_contents if as_before else digest_of
-    facts = {"documents": digest(documents["documents"])}
+def step_of(corpus, folder, *options):
+    """A step that a run on the corpus has saved."""
+    saves, documents = run_on(corpus, *options)
     folder.mkdir()
-    state = RunState(identity(*options, **facts), documents={} if as_before else documents)
-    write_state(folder, 50, ("model", "optimizer"), state)
+    write_state(folder, 50, ("model", "optimizer"), RunState(saves, documents=documents))
     return read_state(folder)
 
 
-def resumed(step, corpus):
+def resumed(step, corpus, *options):
     """The differences of a run on the corpus that goes on from the step."""
-    options, documents = run_on(corpus)
-    now = identity(*options, documents=digest_of(documents["documents"]))
+    now, documents = run_on(corpus, *options)
     return compare(step, now, lambda: documents)
 
 
@@ -522,24 +498,30 @@ def test_a_copy_of_the_corpus_is_resumed(corpus, tmp_path):
     assert not changes.restarts_data
 
 
-def test_a_step_of_names_and_sizes_is_resumed_with_a_line(corpus, tmp_path):
-    step = step_of(corpus, tmp_path / "step-50", as_before=True)
-    (corpus / "a.txt").write_text("text x")
-    changes = resumed(step, corpus)
-    changes.refuse_unless_accepted(Checkpoint())
+def test_other_documents_to_validate_on_are_noted_and_change_no_training(corpus, tmp_path):
+    own = tmp_path / "own.txt"
+    own.write_text("one")
+    own_set = f"--validation.path={own}"
+    step = step_of(corpus, tmp_path / "step-50", own_set)
+    own.write_text("two")
+    changes = resumed(step, corpus, own_set)
     assert changes.describe() == [
-        "not known: whether contents of the documents of [data] were changed; the step has their"
-        " names and sizes alone, which are the same"
+        "changed: the documents of [validation]: 1 file was changed (own.txt)"
     ]
-    (corpus / "a.txt").write_text("a longer text")
-    with pytest.raises(ConfigError, match=r"the documents of \[data\]: names or sizes"):
-        resumed(step, corpus).refuse_unless_accepted(Checkpoint())
+    assert not changes.restarts_data
+    held_out = step_of(corpus, tmp_path / "step-60", "--data.validation_fraction=0")
+    changes = resumed(held_out, corpus, own_set)  # the step has no such documents
+    assert not any("the documents" in line for line in changes.describe())
 
 
 def test_damaged_documents_of_a_step_are_an_error(corpus, tmp_path):
     step = step_of(corpus, tmp_path / "step-50")
     (corpus / "a.txt").write_text("text x")
-    for damage in ("{", "[]", '{"documents": [5]}', '{"documents": [{"settings": {}}]}'):
-        (tmp_path / "step-50/documents.json").write_text(damage)
-        with pytest.raises(ConfigError, match=r"documents\.json"):
+    file = tmp_path / "step-50/documents.json"
+    for damage in ("{", "[]", "{}", '{"documents": [5]}', '{"documents": [{"settings": {}}]}'):
+        file.write_text(damage)
+        with pytest.raises(ConfigError, match=r"step-50: documents\.json"):
             resumed(step, corpus)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"step-50: documents\.json is missing"):
+        resumed(step, corpus)

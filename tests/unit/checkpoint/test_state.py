@@ -47,60 +47,13 @@ def test_a_part_that_is_missing_or_another_is_named(tmp_path):
             read_state(tmp_path).load_into({name: Counter()})
 
 
-FLAT = {
-    "step": 6,
-    "tokens_seen": 1536,
-    "skipped_steps": 1,
-    "skipped_in_a_row": 0,
-    "spikes": {"accepted": [8.5, 8.25], "skipped": [{"step": 3, "loss": 9.0, "limit": 8.6}]},
-    "tokens_by_source": {"web": 1024, "code": 512},
-    "loader": {"windows": 48, "rows": {"0": [6, [12, 40]]}, "of": 8},
-    "validation_due": False,
-    "recipe": {"optimizer": {"name": "AdamW"}},
-    "run": {"model": {"dim": 256}, "rows": 8, "between": {"rank": 4}, "world_size": 2},
-    "tensors": ["model", "optimizer"],
-}
-
-
-def test_the_form_before_is_read(tmp_path):
-    (tmp_path / "state.json").write_text(json.dumps(FLAT))
-    saved = read_state(tmp_path)
-    assert (saved.step, saved.tensors) == (6, ("model", "optimizer"))
-    assert saved.identity == RunIdentity(
-        recipe={"optimizer": {"name": "AdamW"}},
-        model={"dim": 256},
-        sequences=8,
-        compression={"rank": 4},
-        world_size=2,
-    )
-    assert saved.parts == {
-        "progress": {"step": 6, "tokens_seen": 1536, "validation_due": False},
-        "skipped_steps": {
-            "count": 1,
-            "in_a_row": 0,
-            "accepted": [8.5, 8.25],
-            "skipped": [{"step": 3, "loss": 9.0, "limit": 8.6}],
-        },
-        "per_source": {"tokens": {"web": 1024, "code": 512}},
-        "loader": FLAT["loader"],
-    }
-
-
-def test_the_form_before_of_convert_is_read(tmp_path):
-    flat = {"step": 0, "tensors": ["model"], "run": {"model": {"dim": 256}}}
-    flat["special_tokens"] = {"bos_token_id": 1, "eos_token_id": 2}
-    (tmp_path / "state.json").write_text(json.dumps(flat))
-    saved = read_state(tmp_path)
-    assert saved.identity == RunIdentity(model={"dim": 256})
-    assert saved.parts == {"special_tokens": {"bos_token_id": 1, "eos_token_id": 2}}
-
-
 def test_a_file_of_another_program_is_named(tmp_path):
     for content, words in (
         ({"parts": {}}, "state.json has no step"),
         ({"step": 1, "parts": {}}, "state.json has no 'identity'"),
-        ({"step": 1, "recipe": {}}, "state.json has no 'tokens_seen'"),
-        ({"step": 1, "run": 5}, "state.json is not as it was written"),
+        ({"step": 1, "run": {}, "recipe": {}}, "state.json has no 'identity'"),
+        ({"step": 1, "identity": {}}, "state.json has no 'parts'"),
+        ({"step": 1, "identity": 5, "parts": {}}, "state.json is not as it was written"),
     ):
         (tmp_path / "state.json").write_text(json.dumps(content))
         with pytest.raises(CorruptFileError, match=words):

@@ -263,8 +263,7 @@ def test_a_family_that_is_set_stays_and_another_one_is_refused(folder, tmp_path)
     )
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["as now", "as until November 2026"])
-def test_a_step_or_the_newest_of_a_run_gives_model_and_tokenizer(tmp_path, flat):
+def test_a_step_or_the_newest_of_a_run_gives_model_and_tokenizer(tmp_path):
     shape = {**dataclasses.asdict(SHAPE), "n_layers": 2}
     recipe = {"model": {"tokenizer_path": str(DEBUG_TOKENIZER)}}
     for number in (9, 10):
@@ -272,13 +271,20 @@ def test_a_step_or_the_newest_of_a_run_gives_model_and_tokenizer(tmp_path, flat)
         step.mkdir(parents=True)
         model = {**shape, "n_layers": number}
         state = {"identity": {"model": model, "recipe": recipe}}
-        if flat:
-            state = {"run": {"model": model}, "recipe": recipe}
         (step / "state.json").write_text(json.dumps(state))
     for path, layers in (("run", 10), ("run/checkpoint/step-9", 9)):
         config = load(tmp_path, RECIPE, f"--checkpoint.initial_load_path={tmp_path / path}")
         assert shape_of(config.model) == dataclasses.replace(SHAPE, n_layers=layers)
         assert config.model.tokenizer_path == str(DEBUG_TOKENIZER)
+
+
+def test_a_step_that_does_not_say_its_family_is_refused(tmp_path):
+    model = dataclasses.asdict(SHAPE)
+    del model["family"]
+    (tmp_path / "state.json").write_text(json.dumps({"identity": {"model": model}}))
+    path = f"--checkpoint.initial_load_path={tmp_path}"
+    (message,) = mistakes(tmp_path, RECIPE, path)
+    assert message.endswith("state.json has no 'family'")
 
 
 def test_another_tokenizer_than_that_of_the_weights_is_refused(folder, tmp_path):

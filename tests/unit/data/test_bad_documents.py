@@ -119,15 +119,6 @@ def test_a_list_that_is_removed_in_mid_run_is_written_again_as_a_whole(tmp_path,
     assert listed(tmp_path) == [bad(1), bad(2), bad(3)]
 
 
-def test_a_list_of_a_run_before_locations_is_continued(tmp_path, others):
-    """Whose lines have a place."""
-    line = json.dumps({"file": "a.jsonl", "place": "line 3", "reason": "empty"})
-    (tmp_path / "bad_documents.jsonl").write_text(line + "\n")
-    documents = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
-    assert documents.gather([SkippedDocuments([bad(3), bad(4)])])["bad_documents"] == 2
-    assert len((tmp_path / "bad_documents.jsonl").read_text().splitlines()) == 2
-
-
 # Runs that start anew
 
 

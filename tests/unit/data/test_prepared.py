@@ -336,7 +336,7 @@ def cut(path):
         (lambda f: cut(f / "prepared.json"), "prepared.json is damaged"),
         (
             lambda f: (f / "prepared.json").write_text('{"format": 1}'),
-            "its format is 1, not 2; use `titan-lite prepare` to prepare it again",
+            "its format is 1, not 3; use `titan-lite prepare` to prepare it again",
         ),
         (lambda f: (f / "documents/state.json").unlink(), "state.json is missing"),
         (lambda f: cut(next((f / "documents").glob("*.arrow"))), r"\.arrow has [0-9,]+ bytes of"),

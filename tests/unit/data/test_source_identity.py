@@ -18,7 +18,6 @@ from titan_lite.data.source_identity import (
     SourceIdentity,
     differences_in_words,
     digest_of,
-    digest_without_contents,
     identify,
 )
 
@@ -249,24 +248,6 @@ def test_hashes_at_a_path_that_is_no_utf_8_are_remembered(corpus, cache, monkeyp
     files = hashed(monkeypatch)
     assert contents_of(paths, str(renamed)) == before
     assert files == []
-
-
-# Steps of before
-
-
-def test_the_digest_of_names_and_sizes_is_that_of_older_steps(tmp_path):
-    for name, text in (("a.txt", "one"), ("b.txt", "three")):
-        (tmp_path / name).write_text(text)
-    local_files, hub = DataSource(dataset="local", path=str(tmp_path)), DataSource(dataset="c4")
-    for data, expected in (
-        (local(tmp_path), "2663824d803415a7d349942683b175e53ea57827745c227958f6913dac8c7db1"),
-        (Data(dataset="c4"), "2685d53f20bf07a86b5a225601921736d1956cc34ca603c4d5b2104a3df12156"),
-        (
-            Data(sources=(local_files, hub)),
-            "59e39f8071bd44c16ee56ee1b00c7cde0efb8c221abee29e5baba983801c09c6",
-        ),
-    ):
-        assert digest_without_contents(identify(data)) == expected
 
 
 # Files that are changed while they are read

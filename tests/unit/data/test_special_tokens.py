@@ -20,10 +20,8 @@ from json_tokenizers import (
 )
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from titan_lite.config import ConfigError, Data
-from titan_lite.data.loader import build_loader
+from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import SPECIAL_TOKENS, TiktokenTokenizer, load_tokenizer
-from titan_lite.tools.prepare import prepare
 
 TEXTS = [
     "the cat </s> <s> sat",
@@ -293,19 +291,3 @@ def test_a_tiktoken_file_has_no_way_to_them():
     text = "a<|begin_of_text|><|end_of_text|>b"
     assert max(tokenizer.encode(text)) < len(ranks) == tokenizer.bos_id
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_prepared_documents_with_special_tokens_in_their_text_are_refused(tmp_path, monkeypatch):
-    """As those that were prepared when text could become special tokens."""
-    tokenizer = read("Unigram", tmp_path)
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:3]))
-    theirs = KINDS["Unigram"]
-    monkeypatch.setattr(tokenizer, "encode", lambda text, bos: [1, *theirs.encode(text).ids])
-    options = dict(validation_fraction=0.0, num_workers=0)
-    prepare(Data(dataset="local", path=str(texts), **options), tokenizer, tmp_path / "p", workers=0)
-    data = Data(dataset="prepared", path=str(tmp_path / "p"), **options)
-    shape = dict(streams=1, batch_size=1, seq_len=8, dp_rank=0, dp_degree=1, seed=0)
-    loader = build_loader(data, tokenizer, split="train", **shape)
-    with pytest.raises(ConfigError, match="has a token in its text that begins or ends documents"):
-        next(loader)

@@ -53,9 +53,3 @@ def test_states_of_ranks_are_merged():
     merged = merge_states([state.to_dict() for state in ranks])
     positions = {0: [StreamPosition(0, 5)], 1: [StreamPosition(1, 5)]}
     assert LoaderState.from_dict(merged) == LoaderState(6, 2, positions)
-
-
-def test_a_state_of_the_form_before_is_read():
-    before = {"windows": 5, "rows": {"0": [3, [4, 7]], "1": [2, [3, 0]]}, "of": 2}
-    positions = {0: [StreamPosition(4, 7)], 1: [StreamPosition(3, 0)]}
-    assert LoaderState.from_dict(before) == LoaderState(5, 2, positions)
