@@ -24,6 +24,7 @@ import time
 
 from titan_lite.compile import joint
 from titan_lite.hooks import Hook
+from titan_lite.logging import events
 from titan_lite.resilience.exit_code import end_with
 from titan_lite.train import main
 
@@ -66,11 +67,11 @@ class Fault(Hook):
             for stage in trainer.model.stages:
                 if str(FAULT["layer"]) in stage.layers:
                     layer = stage.layers[str(FAULT["layer"])]
-                    layer.register_forward_pre_hook(lambda *inputs: happen_if_due(trainer.step))
+                    layer.register_forward_pre_hook(lambda *inputs: happen_if_due(events.step))
 
 
 if FAULT["at"] not in ("compile", "layer"):
-    setattr(Fault, f"on_{FAULT['at']}", lambda self, trainer, *_: happen_if_due(trainer.step))
+    setattr(Fault, f"on_{FAULT['at']}", lambda self, *_: happen_if_due(events.step))
 
 
 def before(function):

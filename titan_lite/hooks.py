@@ -1,7 +1,8 @@
 """Observers of a run: logs, checks, profiles. They change no number, but their errors end a run.
 
     class Slow(Hook):
-        def on_step_end(self, trainer): time.sleep(1)
+        def on_step_end(self, step: int) -> None:
+            time.sleep(1)
 
     Trainer(config, hooks=[Slow()]).train()
 
@@ -14,16 +15,17 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import nn
 from tqdm import tqdm
 
 from titan_lite.config import Config, Profiling
 from titan_lite.data.preflight import check_first_batch, check_first_loss
-from titan_lite.distributed.parallelize import gather_reports
+from titan_lite.distributed.parallelize import ParallelModel, gather_reports
 from titan_lite.logging import console, logger
 from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.metrics.end_lines import RunEnd, end_lines, log_compile_reports
@@ -38,39 +40,46 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """An observer. Override what you need. Tests inject faults by the same methods."""
+    """An observer. Override what you need. Tests inject faults by the same methods.
 
-    def on_start(self, trainer: Trainer) -> None:
+    A moment gets what it is about. The start and the end of training are about the whole run, and
+    get its Trainer; a hook keeps from it the parts that it observes at later moments.
+    """
+
+    def on_start(self) -> None:
         """Before the process group is made."""
 
-    def on_model_built(self, trainer: Trainer) -> None:
+    def on_model_built(self, model: ParallelModel) -> None:
         """The stages are on the meta device; parameters have not been allocated."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         """All parts are built, and a checkpoint is loaded if there is one."""
 
-    def around_training(self, trainer: Trainer) -> AbstractContextManager[object]:
-        """Return a context around all steps, which sees the error that ends them."""
+    def around_training(self, steps: range) -> AbstractContextManager[object]:
+        """Return a context around these steps, which sees the error that ends them."""
         return nullcontext()
 
-    def on_step_start(self, trainer: Trainer) -> None: ...
+    def on_step_start(self, step: int) -> None: ...
 
-    def on_batch(self, trainer: Trainer) -> None:
+    def on_batch(self, step: int) -> None:
         """Before each local batch of a step is read."""
 
-    def on_gradients(self, trainer: Trainer) -> None:
-        """After the last backward of a step, before gradients are clipped."""
+    def on_gradients(self, step: int, parameters: Mapping[str, nn.Parameter]) -> None:
+        """After the last backward of a step, before gradients are clipped.
 
-    def on_metrics(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        parameters: of this rank, by FQN.
+        """
+
+    def on_metrics(self, metrics: StepMetrics) -> None:
         """The scalars of a step have arrived on the host, at a GPU up to a step later."""
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, step: int) -> None:
         """After the update, before the step is logged, validated or saved."""
 
-    def on_validation_batch(self, trainer: Trainer) -> None:
-        """Before each local batch of a validation is read."""
+    def on_validation_batch(self, step: int) -> None:
+        """Before each local batch of a validation is read. step: the last one that is done."""
 
-    def on_save(self, trainer: Trainer) -> None:
+    def on_save(self, step: int) -> None:
         """Before a checkpoint is saved."""
 
     def on_train_end(self, trainer: Trainer) -> None:
@@ -136,31 +145,37 @@ class LogStart(Hook):
 
     def on_train_start(self, trainer: Trainer) -> None:
         self.first_step = trainer.step + 1
+        self.times = trainer.start_times
 
-    def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.step != self.first_step:
+    def on_step_end(self, step: int) -> None:
+        if step != self.first_step:
             return
-        times = trainer.start_times
-        times.end()
+        self.times.end()
         logger.info(
-            f"start to the end of step {trainer.step}: {times.describe()}",
-            extra={"event": "first step", "seconds": times.seconds},
+            f"start to the end of step {step}: {self.times.describe()}",
+            extra={"event": "first step", "seconds": self.times.seconds},
         )
 
 
 class LogCompilation(Hook):
     """Log and write what the compiler did, after the first step."""
 
+    def __init__(self, dump_folder: Path, *, writes: bool):
+        """writes: True on one rank."""
+        self.dump_folder = dump_folder
+        self.writes = writes
+
     def on_train_start(self, trainer: Trainer) -> None:
         self.first_step = trainer.step + 1
+        self.model = trainer.model
+        self.mesh = trainer.mesh
 
-    def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.step != self.first_step:
+    def on_step_end(self, step: int) -> None:
+        if step != self.first_step:
             return
-        model = trainer.model
-        model.compile_reports = gather_reports(model.compile_reports, trainer.mesh)
-        if trainer.rank == 0:
-            log_compile_reports(model.compile_reports, trainer.dump_folder)
+        self.model.compile_reports = gather_reports(self.model.compile_reports, self.mesh)
+        if self.writes:
+            log_compile_reports(self.model.compile_reports, self.dump_folder)
 
 
 class GarbageCollection(Hook):
@@ -173,36 +188,44 @@ class GarbageCollection(Hook):
         self.freq = freq
 
     @contextmanager
-    def around_training(self, trainer: Trainer) -> Iterator[None]:
+    def around_training(self, steps: range) -> Iterator[None]:
         gc.disable()
         try:
             yield
         finally:
             gc.enable()
 
-    def on_step_start(self, trainer: Trainer) -> None:
-        if trainer.step % self.freq == 0:
+    def on_step_start(self, step: int) -> None:
+        if step % self.freq == 0:
             gc.collect(1)
 
 
 class DataPreflight(Hook):
     """Check the first batch, and the first loss."""
 
+    def __init__(self, *, is_trained: bool, checks_loss: bool):
+        """is_trained: the run begins with weights. checks_loss: True on one rank."""
+        self.is_trained = is_trained
+        self.checks_loss = checks_loss
+
     def on_train_start(self, trainer: Trainer) -> None:
+        self.model = trainer.layout.model
         if not trainer.is_finished:
             check_first_batch(
                 trainer.loader.peek(),
                 trainer.tokenizer,
-                trainer.layout.model.vocab_size,
+                self.model.vocab_size,
                 trainer.dp_rank,
             )
 
-    def on_metrics(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        if metrics.step == 1 and trainer.rank == 0:  # the loss is that of all ranks
-            is_trained = bool(trainer.config.checkpoint.initial_load_path)
-            model = trainer.layout.model
-            is_tied = model.tied_embeddings
-            check_first_loss(metrics.loss, model.vocab_size, is_trained, is_tied=is_tied)
+    def on_metrics(self, metrics: StepMetrics) -> None:
+        if metrics.step == 1 and self.checks_loss:  # the loss is that of all ranks
+            check_first_loss(
+                metrics.loss,
+                self.model.vocab_size,
+                self.is_trained,
+                is_tied=self.model.tied_embeddings,
+            )
 
 
 class CompareReplicas(Hook):
@@ -213,16 +236,17 @@ class CompareReplicas(Hook):
 
     def on_train_start(self, trainer: Trainer) -> None:
         self.check = ReplicaCheck(trainer.checkpointer.describe_newest)
+        self.tensors = trainer.tensors  # those of a checkpoint
         if not trainer.is_finished:
-            self.check.check(trainer.step, trainer.tensors())
+            self.check.check(trainer.step, self.tensors())
 
-    def on_step_end(self, trainer: Trainer) -> None:
-        if self.freq and trainer.step % self.freq == 0:
-            self.check.check(trainer.step, trainer.tensors())
+    def on_step_end(self, step: int) -> None:
+        if self.freq and step % self.freq == 0:
+            self.check.check(step, self.tensors())
 
-    def on_save(self, trainer: Trainer) -> None:
-        if self.freq == 0 or trainer.step % self.freq != 0:  # else `on_step_end` has compared them
-            self.check.check(trainer.step, trainer.tensors())
+    def on_save(self, step: int) -> None:
+        if self.freq == 0 or step % self.freq != 0:  # else `on_step_end` has compared them
+            self.check.check(step, self.tensors())
 
 
 class RecordRestarts(Hook):
@@ -231,24 +255,25 @@ class RecordRestarts(Hook):
     def __init__(self, dump_folder: Path):
         self.restarts = Restarts(dump_folder)
 
-    def on_step_start(self, trainer: Trainer) -> None:
-        self.restarts.record_step(trainer.step)
+    def on_step_start(self, step: int) -> None:
+        self.restarts.record_step(step)
 
 
 class Profile(Hook):
     """Write traces and memory snapshots as [profiling] says."""
 
-    def __init__(self, config: Profiling):
+    def __init__(self, config: Profiling, dump_folder: Path, rank: int):
         self.config = config
+        self.dump_folder = dump_folder
+        self.rank = rank
 
     @contextmanager
-    def around_training(self, trainer: Trainer) -> Iterator[None]:
-        steps = range(trainer.step + 1, trainer.config.training.steps + 1)
-        with build_profiler(self.config, trainer.dump_folder, trainer.rank, steps) as profiler:
+    def around_training(self, steps: range) -> Iterator[None]:
+        with build_profiler(self.config, self.dump_folder, self.rank, steps) as profiler:
             self.profiler = profiler
             yield
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, step: int) -> None:
         self.profiler.step()
 
 
@@ -257,15 +282,18 @@ class ProgressBar(Hook):
 
     bar: tqdm | None = None
 
+    def __init__(self, rank: int):
+        self.rank = rank
+
     @contextmanager
-    def around_training(self, trainer: Trainer) -> Iterator[None]:
-        if trainer.rank != 0 or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+    def around_training(self, steps: range) -> Iterator[None]:
+        if self.rank != 0 or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
             yield
             return
         self.bar = tqdm(
             file=sys.stdout,
-            total=trainer.config.training.steps,
-            initial=trainer.step,
+            total=steps.stop - 1,
+            initial=steps.start - 1,
             unit="step",
             dynamic_ncols=True,
             leave=False,
@@ -281,7 +309,7 @@ class ProgressBar(Hook):
             self.bar.close()
             console.around = nullcontext
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, step: int) -> None:
         if self.bar is not None:
             self.bar.update()
 
@@ -289,16 +317,18 @@ class ProgressBar(Hook):
         self.close()  # before the last lines
 
 
-def build_hooks(config: Config) -> list[Hook]:
+def build_hooks(config: Config, rank: int) -> list[Hook]:
     """Return the hooks of every run, in their order."""
+    dump_folder = Path(config.job.dump_folder)
+    is_trained = bool(config.checkpoint.initial_load_path)
     return [
         LogRun(),
         LogStart(),
-        LogCompilation(),
+        LogCompilation(dump_folder, writes=rank == 0),
         GarbageCollection(config.training.gc_freq),
-        RecordRestarts(Path(config.job.dump_folder)),
-        DataPreflight(),
+        RecordRestarts(dump_folder),
+        DataPreflight(is_trained=is_trained, checks_loss=rank == 0),
         CompareReplicas(config.training.compare_copies_freq),
-        Profile(config.profiling),
-        ProgressBar(),
+        Profile(config.profiling, dump_folder, rank),
+        ProgressBar(rank),
     ]

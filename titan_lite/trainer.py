@@ -170,7 +170,7 @@ class Trainer:
         layout = Layout.from_config(config, self.world_size, model)
         self.layout = choose_fsdp_communication(config, layout, device_memory())
         self.tokenizer = check_machine(config, self.layout)
-        self.hooks = [*build_hooks(config), *hooks]
+        self.hooks = [*build_hooks(config, self.rank), *hooks]
         self.progress = Progress(validation_due=config.validation.enable)
 
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
@@ -199,7 +199,8 @@ class Trainer:
         config, degrees = self.config, self.layout.degrees
         self.start_times.begin("agreement of ranks")
         self.watchdog.start_phase("start", "init_timeout_seconds")
-        self.run_hooks("on_start")
+        for hook in self.hooks:
+            hook.on_start()
         self.device = init_device(config.debug, config.training.float32_matmul_precision)
         use_kernel(config.training.attention_kernel)
         limit = config.comm.init_timeout_seconds + PATIENCE
@@ -249,7 +250,8 @@ class Trainer:
         self.model = parallelize(config, self.layout, self.mesh, machine=self.machine)
         # again, for the limits of the process groups that `parallelize` has made
         self.watchdog.start_phase("start", "init_timeout_seconds")
-        self.run_hooks("on_model_built")
+        for hook in self.hooks:
+            hook.on_model_built(self.model)
 
         self.model.materialize(self.device)
         self.model.init_weights(config.debug.seed)
@@ -349,14 +351,16 @@ class Trainer:
                 self.watchdog.share_errors(CompileError, CheckpointError, LoaderError)
             )
             contexts.enter_context(self.bad_documents.listing_on_error(self.loaders))
+            steps = range(self.step + 1, self.config.training.steps + 1)
             for hook in self.hooks:
-                contexts.enter_context(hook.around_training(self))
+                contexts.enter_context(hook.around_training(steps))
             return self.run_steps()
 
     def run_steps(self) -> bool:
         config = self.config
         self.watchdog.start_phase("the first step", self.compile_limit)
-        self.run_hooks("on_train_start")
+        for hook in self.hooks:
+            hook.on_train_start(self)
         self.throughput.start(self.step)
         first_step = self.step + 1
 
@@ -372,7 +376,8 @@ class Trainer:
             logs = self.is_due(config.metrics.log_freq)
             # step 1, too: a hook checks the loss of a new model before the next step
             self.read_metrics(wait=logs or self.step == 1)
-            self.run_hooks("on_step_end")
+            for hook in self.hooks:
+                hook.on_step_end(self.step)
             if self.step == first_step:  # all graphs are compiled
                 self.watchdog.start_phase(f"step {self.step}", "train_timeout_seconds")
             if logs:
@@ -390,7 +395,8 @@ class Trainer:
             self.checkpointer.wait()
         self.read_metrics(wait=True)
         self.metrics.close()
-        self.run_hooks("on_train_end")
+        for hook in self.hooks:
+            hook.on_train_end(self)
         return not self.is_stopped
 
     def begin_step(self) -> None:
@@ -401,7 +407,8 @@ class Trainer:
         )
         events.step = self.step
         self.watchdog.progress(f"step {self.step}")
-        self.run_hooks("on_step_start")
+        for hook in self.hooks:
+            hook.on_step_start(self.step)
         sequences = self.layout.sequences_at(self.step)
         before = self.layout.sequences_at(self.step - 1)
         if self.step > 1 and sequences != before:
@@ -421,7 +428,8 @@ class Trainer:
 
         loss = self.forward_backward(batches, tokens)
         self.grad_compression.reduce(self.step)
-        self.run_hooks("on_gradients")
+        for hook in self.hooks:
+            hook.on_gradients(self.step, self.parameters)
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)
 
         # Sums over all ranks, so that every rank decides the same
@@ -473,7 +481,8 @@ class Trainer:
 
     def next_batch(self) -> DeviceBatch:
         """Return the next local batch of training, on the device."""
-        self.run_hooks("on_batch")
+        for hook in self.hooks:
+            hook.on_batch(self.step)
         with self.throughput.waiting():
             batch = next(self.loader)
         return self.to_device(batch, self.per_source)
@@ -503,7 +512,8 @@ class Trainer:
                 contexts.enter_context(self.watchdog.phase("validation", self.compile_limit))
             for _ in range(self.config.validation.steps):
                 for _ in range(self.layout.accumulation):
-                    self.run_hooks("on_validation_batch")
+                    for hook in self.hooks:
+                        hook.on_validation_batch(self.step)
                     self.watchdog.progress("validation")
                     batch = self.to_device(next(loader), per_source)
                     nats += per_source.add(self.model.evaluate(batch))
@@ -535,7 +545,8 @@ class Trainer:
             self.progress.tokens_seen += int(metrics.tokens)
             self.stop.update(int(metrics.stop_requests))
             self.last_metrics = metrics
-            self.run_hooks("on_metrics", metrics)
+            for hook in self.hooks:
+                hook.on_metrics(metrics)
 
     def log_metrics(self) -> None:
         """Log the values of this step, and of the steps since the last line. A collective."""
@@ -591,7 +602,8 @@ class Trainer:
         """Save this step."""
         self.read_metrics(wait=True)
         self.bad_documents.gather([loader.pop_skipped() for loader in self.loaders])
-        self.run_hooks("on_save")
+        for hook in self.hooks:
+            hook.on_save(self.step)
         with self.throughput.exclude(), self.watchdog.phase("save", "init_timeout_seconds"):
             parts = {name: part.state_dict() for name, part in self.stateful.items()}
             values = {**self.tensors(), **self.torchtitan_values()}
@@ -681,8 +693,3 @@ class Trainer:
         if self.needs_resume:
             ending = f"exiting (code {exit_code.STOPPED})"
         return f"step {self.step}: {self.checkpointer.before_exit(self.step)}{ending}"
-
-    def run_hooks(self, moment: str, *arguments: StepMetrics) -> None:
-        """Call a method of all hooks, such as "on_save"."""
-        for hook in self.hooks:
-            getattr(hook, moment)(self, *arguments)

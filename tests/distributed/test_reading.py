@@ -46,8 +46,8 @@ def train_late(folder, options, lag):
         watch(name)
 
     class Count(Hook):
-        def on_batch(self, trainer):
-            counting[0] = 2 < trainer.step < trainer.config.training.steps  # the last one logs
+        def on_batch(self, step):
+            counting[0] = 2 < step < config.training.steps  # the last one logs
 
     trainer = Trainer(config, hooks=[Count()])
     trainer.train()

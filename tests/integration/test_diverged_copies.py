@@ -61,10 +61,13 @@ def broken(folder, options, fault, rank=1, at=3):
     """
 
     class Break(Hook):
-        def on_metrics(self, trainer, metrics):
-            if trainer.step == at and trainer.rank == rank:
+        def on_train_start(self, trainer):
+            self.trainer = trainer
+
+        def on_metrics(self, metrics):
+            if metrics.step == at and self.trainer.rank == rank:
                 with torch.no_grad():
-                    fault(trainer)
+                    fault(self.trainer)
 
     out, errors = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(errors):

@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
 
@@ -35,11 +36,11 @@ def with_faults(folder, options, fault):
         ).clone()
 
     class Watch(Hook):
-        def on_step_start(self, trainer):
+        def on_step_start(self, step):
             before[:] = [parameters()]
 
-        def on_metrics(self, trainer, metrics):
-            changed[trainer.step] = not torch.equal(before[0], parameters())
+        def on_metrics(self, metrics):
+            changed[metrics.step] = not torch.equal(before[0], parameters())
 
     config = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
     trainer = Trainer(config, hooks=[Watch(), fault])
@@ -107,9 +108,9 @@ class Infinite(Hook):
     def __init__(self, *steps):
         self.steps = steps
 
-    def on_gradients(self, trainer):
-        if trainer.step in self.steps and trainer.rank == 1:
-            next(iter(trainer.parameters.values())).grad.to_local()[0, 0] = math.inf
+    def on_gradients(self, step, parameters):
+        if step in self.steps and dist.get_rank() == 1:
+            next(iter(parameters.values())).grad.to_local()[0, 0] = math.inf
 
 
 INFINITE = [
@@ -146,9 +147,9 @@ def test_max_nonfinite_steps_in_a_row_end_the_run(tmp_path):
 class NotANumber(Hook):
     """In one gradient of one rank, of the pipeline's last stage, in a step that is not logged."""
 
-    def on_gradients(self, trainer):
-        if trainer.step == 2 and trainer.rank == trainer.world_size - 1:
-            next(iter(trainer.parameters.values())).grad.to_local()[0] = math.nan
+    def on_gradients(self, step, parameters):
+        if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            next(iter(parameters.values())).grad.to_local()[0] = math.nan
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def train_shrunk(config: Config) -> tuple[int, list[float]]:
     losses = []
 
     class KeepLosses(Hook):
-        def on_metrics(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        def on_metrics(self, metrics: StepMetrics) -> None:
             losses.append(metrics.loss)
 
     trainer = Trainer(config, hooks=[KeepLosses()])

@@ -30,9 +30,9 @@ TABLE = "tok_embeddings.weight"
 class SpoilGradient(Hook):
     """Make a gradient of the second step infinite, so that the step is skipped."""
 
-    def on_gradients(self, trainer):
-        if trainer.step == 2 and "norm.weight" in trainer.parameters:
-            local(trainer.parameters["norm.weight"].grad)[0] = float("inf")
+    def on_gradients(self, step, parameters):
+        if step == 2 and "norm.weight" in parameters:
+            local(parameters["norm.weight"].grad)[0] = float("inf")
 
 
 def trained(folder, options, hooks=()):

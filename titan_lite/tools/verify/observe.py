@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,21 +129,20 @@ class Recorder(Hook):
         trainer.bos_id = trainer.tokenizer.encode(".")[0]
         if self.prepare is not None:
             self.prepare(trainer)
+        self.rank = trainer.rank
+        self.is_first_of_stage = all(
+            trainer.mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"
+        )
+        self.modules = list(_modules_with_output(trainer))
 
-    def on_metrics(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        self.observed.losses[trainer.rank, metrics.step] = metrics.loss, metrics.grad_norm
+    def on_metrics(self, metrics: StepMetrics) -> None:
+        self.observed.losses[self.rank, metrics.step] = metrics.loss, metrics.grad_norm
 
-    def on_step_start(self, trainer: Trainer) -> None:
-        if trainer.step != 1 or trainer.config.compile.compiles("model"):
-            return
-        without_output = {"", "layers"}
-        if trainer.layout.loss_chunk:
-            without_output.add("output")  # it returns the loss
-        for stage in trainer.model.stages:
-            for fqn, module in stage.named_modules():
-                if fqn not in without_output:
-                    handle = module.register_forward_hook(self._summing(fqn))
-                    self.handles.append(handle)
+    def on_step_start(self, step: int) -> None:
+        if step == 1:
+            self.handles = [
+                module.register_forward_hook(self._summing(fqn)) for fqn, module in self.modules
+            ]
 
     def _summing(self, fqn: str) -> Callable[[nn.Module, Any, Tensor], None]:
         """Return a forward hook that sums the output of the module `fqn`."""
@@ -158,15 +157,25 @@ class Recorder(Hook):
 
         return add_output
 
-    def on_gradients(self, trainer: Trainer) -> None:
-        if trainer.step != 1:
+    def on_gradients(self, step: int, parameters: Mapping[str, nn.Parameter]) -> None:
+        if step != 1:
             return
         for handle in self.handles:
             handle.remove()
-        is_first_of_stage = all(
-            trainer.mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"
-        )
-        for fqn, parameter in trainer.parameters.items():
+        for fqn, parameter in parameters.items():
             gradient = parameter.grad.full_tensor().clone()  # type: ignore[union-attr]
-            if is_first_of_stage:
+            if self.is_first_of_stage:
                 self.observed.gradients[fqn] = gradient
+
+
+def _modules_with_output(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules, by FQN, whose outputs are compared: none of a compiled model."""
+    if trainer.config.compile.compiles("model"):
+        return
+    without_output = {"", "layers"}
+    if trainer.layout.loss_chunk:
+        without_output.add("output")  # it returns the loss
+    for stage in trainer.model.stages:
+        for fqn, module in stage.named_modules():
+            if fqn not in without_output:
+                yield fqn, module
