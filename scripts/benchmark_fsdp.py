@@ -61,7 +61,6 @@ from titan_lite.distributed.simple_fsdp import (
     FSDPOptions,
     apply_simple_fsdp,
     materialize,
-    sharded_model,
 )
 from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.dtensor import shard_of
@@ -83,14 +82,14 @@ WARM_UP_STEPS = (
 )
 TOLERANCE = 1e-4  # relative, between the losses of variants
 Step = Callable[[], torch.Tensor]  # trains one step
-Variant = tuple[
-    Callable[..., list[CompileReport]], dict[str, Any]
-]  # how a model is sharded, and the settings of that
+Run = Callable[..., torch.Tensor]  # the model, or its graphs
+# how a model is sharded, and the settings of that
+Variant = tuple[Callable[..., tuple[Run, list[CompileReport]]], dict[str, Any]]
 
 
 def fsdp2(
     model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str
-) -> list[CompileReport]:
+) -> tuple[Run, list[CompileReport]]:
     """As its documentation has it: fully_shard on every block and on the root, whose weights stay
     gathered; blocks compiled.
     """
@@ -100,14 +99,14 @@ def fsdp2(
         fully_shard(layer, mesh=mesh["dp_shard"])
     fully_shard(model, mesh=mesh["dp_shard"])
     model.to_empty(device=device)
-    return []
+    return model, []
 
 
 def alone(
     model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str
-) -> list[CompileReport]:
+) -> tuple[Run, list[CompileReport]]:
     model.to_empty(device=device)
-    return []
+    return model, []
 
 
 def simple_fsdp(  # noqa: PLR0913 - what variants differ in
@@ -120,14 +119,15 @@ def simple_fsdp(  # noqa: PLR0913 - what variants differ in
     bucketing: str = "none",
     reordering: bool = True,
     machine: Machine | None = None,
-) -> list[CompileReport]:
+) -> tuple[Run, list[CompileReport]]:
     """backend: "" is eager. machine: this one by default.
 
-    Returns what the reports will be in, after the first step.
+    Returns what runs the model, and what the reports will be in after the first step.
     """
     keep_gathered = Parallelism().fsdp_keep_gathered
     options = FSDPOptions(reshard_after_forward=reshard, keep_gathered=keep_gathered)
-    apply_simple_fsdp(model, parameter_mesh(mesh), options)
+    sharding = apply_simple_fsdp(model, parameter_mesh(mesh), options)
+    run: Run = model
     reports: list[CompileReport] = []
     if backend:
         config = Compile(
@@ -142,9 +142,9 @@ def simple_fsdp(  # noqa: PLR0913 - what variants differ in
         )
         schedule = Schedule(settings)
         reports = schedule.reports
-        compile_model(TraceableModel(model, sharded_model(model), model.layers), schedule)
+        run = compile_model(TraceableModel(model, sharding, model.layers), schedule)
     materialize(model, device)
-    return reports
+    return run, reports
 
 
 def _inductor(bucketing: str, *, reshard: bool) -> Variant:
@@ -183,7 +183,7 @@ def build_step(
     shard, settings = variant
     settings = dict(settings)
     chunks = settings.pop("chunks", 0)
-    reports = shard(model, mesh, device, **settings)
+    run, reports = shard(model, mesh, device, **settings)
     model.init_weights(0, None if shard is alone else shard_of)
     updated = [*model.parameters()]
     if shard is alone:  # a share of each, as of shards
@@ -208,7 +208,7 @@ def build_step(
         )
 
     def step() -> torch.Tensor:
-        losses = model(inputs, labels=labels) if chunks else loss_sum(model(inputs), labels)
+        losses = run(inputs, labels=labels) if chunks else loss_sum(run(inputs), labels)
         loss = losses / (labels.numel() * world_size)
         (loss * scale).backward()
         for part, each in zip(updated, model.parameters(), strict=True) if shard is alone else ():

@@ -84,7 +84,6 @@ from titan_lite.distributed.simple_fsdp import (
     FSDPOptions,
     apply_simple_fsdp,
     materialize,
-    sharded_model,
 )
 from titan_lite.models.transformer import Transformer
 
@@ -130,13 +129,13 @@ def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machi
     )
     with torch.device("meta"):
         model = Transformer(config)
-    apply_simple_fsdp(model, parameter_mesh(mesh), options)
+    sharding = apply_simple_fsdp(model, parameter_mesh(mesh), options)
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize(model, torch.device("cpu"))
-        compile_model(TraceableModel(model, sharded_model(model), model.layers), schedule)
+        compiled = compile_model(TraceableModel(model, sharding, model.layers), schedule)
         tokens = torch.zeros(batch_size, config.max_seq_len, dtype=torch.long)
         start = time.perf_counter()
-        model(tokens)  # compiles backward as well
+        compiled(tokens)  # compiles backward as well
         seconds = time.perf_counter() - start
     return Compiled(
         schedule.reports, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10

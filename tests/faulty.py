@@ -65,8 +65,8 @@ class Fault(Hook):
     def on_train_start(self, trainer):
         if FAULT["at"] == "layer":
             for stage in trainer.model.stages:
-                if str(FAULT["layer"]) in stage.layers:
-                    layer = stage.layers[str(FAULT["layer"])]
+                if str(FAULT["layer"]) in stage.model.layers:
+                    layer = stage.model.layers[str(FAULT["layer"])]
                     layer.register_forward_pre_hook(lambda *inputs: happen_if_due(events.step))
 
 

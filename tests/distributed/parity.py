@@ -22,7 +22,6 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_tokens
 from titan_lite.distributed.parallelize import parallelize
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
-from titan_lite.distributed.simple_fsdp import sharded_model
 from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.distributed.step_gather import OncePerStepGatherer
 from titan_lite.distributed.tensor_parallel import axis_of
@@ -72,7 +71,7 @@ def build(
     chunk=0,
     powersgd=0,
 ):
-    """The model as the trainer builds it, without a recipe.
+    """The stage of an unsplit model as the trainer builds it, without a recipe.
 
     compiled: a backend; reports: a list that gets the schedule's;
     chunk: tokens whose loss is computed at a time; powersgd: columns of factors between copies,
@@ -125,25 +124,25 @@ def my_microbatches(mesh, tokens, labels, count=1):
     return list(zip(tokens[mine].chunk(count), labels[mine].chunk(count), strict=True))
 
 
-def step(model, mesh, microbatches, tokens, scale=1, whole=True, gradient=True):
+def step(stage, mesh, microbatches, tokens, scale=1, whole=True, gradient=True):
     """(loss over all ranks, {FQN: gradient}); scale: what a loop that averages over ranks
     multiplies with.
     """
     tp = axis_of(mesh["tp"])
-    loss = Loss(VocabularyShard(model.config.vocab_size, tp.rank, tp.degree, tp.group))
-    in_model = model.output.loss_sum is not None  # computed by the model, from labels
+    loss = Loss(VocabularyShard(stage.model.config.vocab_size, tp.rank, tp.degree, tp.group))
+    in_model = stage.model.output.loss_sum is not None  # computed by the model, from labels
     total = torch.zeros(())
     for input, label in microbatches:
-        total_loss = model(input, labels=label) if in_model else loss.of_logits(model(input), label)
+        total_loss = stage(input, labels=label) if in_model else loss.of_logits(stage(input), label)
         mean = total_loss / tokens
         (mean * scale).backward()
         total += mean.detach()
     sum_over_tokens(total, mesh)
-    return total.item(), gradients(model, whole) if gradient else None
+    return total.item(), gradients(stage, whole) if gradient else None
 
 
-def gradients(model, whole=True):
-    grads = {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
+def gradients(stage, whole=True):
+    grads = {fqn: parameter.grad for fqn, parameter in stage.model.named_parameters()}
     return {
         fqn: (grad.full_tensor() if whole else grad.to_local()).clone()
         for fqn, grad in grads.items()
@@ -180,12 +179,12 @@ class GathererOfEach:
     and reduces every gradient alone after the last backward.
     """
 
-    def __init__(self, model):
-        self.model = model
-        self.scales = model.scales
+    def __init__(self, sharding):
+        self.sharding = sharding
+        self.scales = sharding.scales
         self.weights, self.leaves, self.sums = {}, {}, {}
-        for parameter, spec in model.specs.items():
-            scale = model.scales.get(spec.fqn)
+        for parameter, spec in sharding.specs.items():
+            scale = sharding.scales.get(spec.fqn)
             weight = spec.start_gather(local(parameter), scale).wait().detach()
             stand_in = spec.gradient_stand_in(weight)
             leaf = weight if stand_in is None else stand_in
@@ -198,7 +197,7 @@ class GathererOfEach:
     read_inputs = OncePerStepGatherer.read_inputs
 
     def read(self, parameter, spec):
-        scale, weight = self.model.scales.get(spec.fqn), self.weights[spec.fqn]
+        scale, weight = self.scales.get(spec.fqn), self.weights[spec.fqn]
         if scale is None:
             return weight
         return Scaled(weight, scale, self.leaves[spec.fqn] if spec.float8 else None)
@@ -211,21 +210,21 @@ class GathererOfEach:
         leaf.grad = None
 
     def reduce(self):
-        for parameter, spec in self.model.specs.items():
+        for parameter, spec in self.sharding.specs.items():
             if spec.fqn in self.sums:
                 rows = spec.finish_reduce(spec.start_reduce(self.sums.pop(spec.fqn)))
                 parameter.grad = as_shard_of(parameter, rows.to(parameter.dtype))
 
 
 @contextmanager
-def gathered_apart(root, microbatches=0):
-    """In place of gathered_for_step: no buckets, and no communication between the first forward and
+def gathered_apart(stage, microbatches=0):
+    """In place of Stage.gathered_for_step: no buckets, and no communication between the first forward and
     the last backward.
     """
-    model = sharded_model(root)
-    gatherer = GathererOfEach(model)
-    model.step = model.reader = gatherer
+    sharding = stage.sharding
+    gatherer = GathererOfEach(sharding)
+    sharding.step = sharding.reader = gatherer
     yield
     gatherer.reduce()
-    model.step = None
-    model.reader = model.graph
+    sharding.step = None
+    sharding.reader = sharding.graph

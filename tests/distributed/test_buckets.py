@@ -32,18 +32,18 @@ def train(mesh, family, **options):
     """
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels)
-    model = build(of_family(family, CONFIG), mesh, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    stage = build(of_family(family, CONFIG), mesh, **options)
+    optimizer = torch.optim.AdamW(stage.model.parameters(), lr=1e-2)
     losses = []
     for number in range(4):
         optimizer.zero_grad()
         if number < 3:
-            losses.append(step(model, mesh, mine, (labels != -100).sum(), gradient=False)[0])
+            losses.append(step(stage, mesh, mine, (labels != -100).sum(), gradient=False)[0])
         else:
             with counted() as counts:
-                step(model, mesh, mine, (labels != -100).sum(), gradient=False)
+                step(stage, mesh, mine, (labels != -100).sum(), gradient=False)
         optimizer.step()
-    parameters = list(model.parameters())
+    parameters = list(stage.model.parameters())
     return (
         losses,
         [
@@ -189,7 +189,7 @@ def test_inductor_runs_the_same_buckets(layout, checkpointing, modes, family):
 def caches():
     """[(graph, whether Inductor had it)] of one step on two ranks."""
     mesh, reports = make_mesh(*LAYOUTS["FSDP-2"]), []
-    model = build(
+    stage = build(
         CONFIG,
         mesh,
         compiled="inductor",
@@ -198,7 +198,7 @@ def caches():
         reports=reports,
     )
     tokens, labels = batch()
-    step(model, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
+    step(stage, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
     return [(report.graph, report.cache) for report in reports]
 
 

@@ -22,7 +22,6 @@ from titan_lite.cost.profiles import PROFILES
 from titan_lite.distributed import float8_scales as scales
 from titan_lite.distributed import parallelize, tensor_parallel
 from titan_lite.distributed.param_collectives import ShardSpec
-from titan_lite.distributed.simple_fsdp import gathered_for_step, sharded_model
 from titan_lite.dtensor import local
 from titan_lite.models import float8
 
@@ -49,13 +48,13 @@ def fixed(amax, dtype=float8.E4M3, *, power_of_two=False):
 def trained(mesh, options, count=1, once=False, family="llama3"):
     """[loss, gradients] of a step of the whole batch."""
     tokens, labels = batch()
-    model = build(of_family(family, CONFIG), mesh, **options)
+    stage = build(of_family(family, CONFIG), mesh, **options)
     pieces = my_microbatches(mesh, tokens, labels, count)
     if not once:
-        return step(model, mesh, pieces, (labels != -100).sum())
-    with gathered_for_step(model, count):
-        loss, _ = step(model, mesh, pieces, (labels != -100).sum(), gradient=False)
-    return loss, gradients(model)
+        return step(stage, mesh, pieces, (labels != -100).sum())
+    with stage.gathered_for_step(count):
+        loss, _ = step(stage, mesh, pieces, (labels != -100).sum(), gradient=False)
+    return loss, gradients(stage)
 
 
 def several(degrees, cases, fix):
@@ -174,10 +173,10 @@ def reductions(ways):
     mesh, found = make_mesh(1, 1, 2), []
     tokens, labels = batch()
     for checkpointing in ways:
-        model = build(CONFIG, mesh, float8=CAST, checkpointing=checkpointing)
+        stage = build(CONFIG, mesh, float8=CAST, checkpointing=checkpointing)
         with torch.profiler.profile() as profiler:
             step(
-                model,
+                stage,
                 mesh,
                 my_microbatches(mesh, tokens, labels),
                 (labels != -100).sum(),
@@ -213,11 +212,11 @@ def test_gathering_once_a_step_sums_gradients_in_reduce_dtype():
 
 def scales_of(degrees):
     """{FQN: scale} as refreshed, of the whole weights, and of this rank's shards."""
-    model = build(CONFIG, make_mesh(*degrees), float8=GATHERED)
+    stage = build(CONFIG, make_mesh(*degrees), float8=GATHERED)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in stage.model.parameters():
             local(parameter).mul_(3)
-    sharded = sharded_model(model)
+    sharded = stage.sharding
     sharded.refresh_scales()
     found = {
         spec.fqn: float(sharded.scales.get(spec.fqn))
@@ -226,12 +225,12 @@ def scales_of(degrees):
     }
     full = {
         fqn: 448 / float(parameter.full_tensor().abs().max())
-        for fqn, parameter in model.named_parameters()
+        for fqn, parameter in stage.model.named_parameters()
         if fqn in found
     }
     own = {
         fqn: 448 / float(local(parameter).abs().max())
-        for fqn, parameter in model.named_parameters()
+        for fqn, parameter in stage.model.named_parameters()
         if fqn in found
     }
     return found, full, own
@@ -260,9 +259,9 @@ def gathered_bytes(float8):
 
     ShardSpec.start_gather_of = noted
     for compiled in ({}, dict(AOT, bucketing="block", reports=reports)):
-        model = build(CONFIG, mesh, param=torch.bfloat16, float8=float8, **compiled)
+        stage = build(CONFIG, mesh, param=torch.bfloat16, float8=float8, **compiled)
         step(
-            model,
+            stage,
             mesh,
             my_microbatches(mesh, tokens, labels),
             (labels != -100).sum(),
@@ -270,7 +269,7 @@ def gathered_bytes(float8):
         )
     matrices = sum(
         each.numel()
-        for fqn, each in model.named_parameters()
+        for fqn, each in stage.model.named_parameters()
         if fqn.startswith("layers.") and each.dim() == 2
     )
     received = sum(

@@ -66,16 +66,16 @@ def steps(config, keeps, options):
     ((input, label),) = my_microbatches(mesh, tokens, labels)
     found = {}
     for keep in keeps:
-        model = build(config, mesh, keep=keep, **options)
-        cross_entropy_sum(model(input), label).backward()
-        model.zero_grad()
+        stage = build(config, mesh, keep=keep, **options)
+        cross_entropy_sum(stage(input), label).backward()
+        stage.model.zero_grad()
         with counted() as forward:
-            loss = cross_entropy_sum(model(input), label) / (labels != -100).sum()
+            loss = cross_entropy_sum(stage(input), label) / (labels != -100).sum()
         with counted() as backward:
             loss.backward()
         found[keep] = (
             loss.detach(),
-            gradients(model, whole=False),
+            gradients(stage, whole=False),
             forward["all_gather"],
             backward["all_gather"],
         )
@@ -150,18 +150,18 @@ def two_microbatches(config, degrees, options):
         kept.append(weakref.ref(weight))
         return weight
 
-    model = build(config, mesh, reshard=False, **options)
-    of_logits(model(pieces[0][0]), pieces[0][1]).backward()  # compiles, and learns the order
-    model.zero_grad()
+    stage = build(config, mesh, reshard=False, **options)
+    of_logits(stage(pieces[0][0]), pieces[0][1]).backward()  # compiles, and learns the order
+    stage.model.zero_grad()
     with mock.patch.object(PrefetchGatherer, "gather", noted):
-        losses = [of_logits(model(input), label) / 100 for input, label in pieces]
+        losses = [of_logits(stage(input), label) / 100 for input, label in pieces]
     with counted() as backward:
         alive = []
         while losses:
             losses.pop(0).backward()
             alive.append(sum(weight() is not None for weight in kept))
     again = backward["all_gather"]
-    return gradients(apart, whole=False), gradients(model, whole=False), again, alive
+    return gradients(apart, whole=False), gradients(stage, whole=False), again, alive
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tiny import DEBUG, DEBUG_TOKENIZER, OF_FAMILY
 from titan_lite.compile.passes import token_chunks as chunking
 from titan_lite.config import load_config
 from titan_lite.config.families import LLAMA3
-from titan_lite.distributed import parallelize
+from titan_lite.distributed.stage import Stage
 from titan_lite.models.shapes import shape_of
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run
@@ -248,7 +248,7 @@ def test_a_twin_has_documents_to_mask():
 
 def all_at_once(trainer):
     """Gather before the first forward and reduce after the last backward."""
-    parallelize.gathered_for_step = gathered_apart
+    Stage.gathered_for_step = gathered_apart
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def whole(tensor):
 
 
 def on_ranks(config, layout):
-    return [updated(build(config, make_mesh(*layout)), optimizer) for optimizer, _ in CASES]
+    return [updated(build(config, make_mesh(*layout)).model, optimizer) for optimizer, _ in CASES]
 
 
 # (optimizer, tolerance of a tensor by its norm; 0: it differs by the rounding of float32 alone)

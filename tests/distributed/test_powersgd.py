@@ -22,7 +22,8 @@ from titan_lite.distributed import powersgd
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.powersgd import PowerSGD, orthogonalize
-from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, gathered_for_step
+from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp
+from titan_lite.distributed.stage import Stage
 from titan_lite.dtensor import as_shard_of
 from titan_lite.resilience.replica_check import compare_copies
 
@@ -76,11 +77,11 @@ def between(rank, mesh=None):
     model = Two()
     mesh = mesh or make_mesh(2, 1)
     options = FSDPOptions(reshard_after_forward=False, reduce_over_replicas=False)
-    apply_simple_fsdp(model, parameter_mesh(mesh), options)
+    stage = Stage(model, apply_simple_fsdp(model, parameter_mesh(mesh), options))
     how = Parallelism(
         replicate_compression="powersgd", replicate_rank=rank, replicate_uncompressed_steps=1
     )
-    return model, PowerSGD([model], how, seed=0)
+    return model, PowerSGD([stage], how, seed=0)
 
 
 def put(model, seed):
@@ -237,16 +238,16 @@ def three_steps(layout, once, compiled):
     """[gradients and state] of three steps of two microbatches; the second step is skipped."""
     with ANY_SIZE():
         mesh = make_mesh(*layout)
-        model = build(replace(HEADS, n_layers=3), mesh, powersgd=2, compiled=compiled)
+        stage = build(replace(HEADS, n_layers=3), mesh, powersgd=2, compiled=compiled)
         how = Parallelism(
             replicate_compression="powersgd", replicate_rank=2, replicate_uncompressed_steps=1
         )
-        sums, group = PowerSGD([model], how, seed=0), mesh.get_group("dp_replicate").group_name
+        sums, group = PowerSGD([stage], how, seed=0), mesh.get_group("dp_replicate").group_name
         tokens, labels = batch()
         mine, found = my_microbatches(mesh, tokens, labels, count=2), []
         for number in (1, 2, 3):
-            with gathered_for_step(model, 2) if once else nullcontext():
-                step(model, mesh, mine, (labels != -100).sum(), gradient=False)
+            with stage.gathered_for_step(2) if once else nullcontext():
+                step(stage, mesh, mine, (labels != -100).sum(), gradient=False)
             started_last.clear()
             sums.reduce(number)
             sent = [fqns.split() for _, name, fqns in started_last if name == group]
@@ -257,12 +258,12 @@ def three_steps(layout, once, compiled):
                 assert sent[1] == sent[2]
                 assert set(sent[1]) == set(sums.errors)
                 assert len(sent) == 3
-            found.append(gradients(model))
+            found.append(gradients(stage.model))
             found[-1] |= {
                 name: part.to_local().clone() for name, part in sums.state_tensors().items()
             }
             sums.commit(torch.tensor(float(number == 2)))
-            model.zero_grad()
+            stage.model.zero_grad()
         return found
 
 

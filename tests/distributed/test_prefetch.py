@@ -47,7 +47,7 @@ class Watched:
         return call
 
 
-def train(model, mesh, count, waits_at_once=False):
+def train(stage, mesh, count, waits_at_once=False):
     """(gradients of `count` microbatches; calls, with the end of each backward among them)."""
 
     reduce = PrefetchGatherer.reduce
@@ -61,17 +61,17 @@ def train(model, mesh, count, waits_at_once=False):
 
     tokens, labels = batch()
     tp = axis_of(mesh["tp"])
-    loss = Loss(VocabularyShard(model.config.vocab_size, tp.rank, tp.degree, tp.group))
-    model.zero_grad()
+    loss = Loss(VocabularyShard(stage.model.config.vocab_size, tp.rank, tp.degree, tp.group))
+    stage.model.zero_grad()
     watched = Watched()
     with (
         mock.patch.object(gather, "collectives", watched),
         mock.patch.object(PrefetchGatherer, "reduce", at_once if waits_at_once else noted),
     ):
         for input, label in my_microbatches(mesh, tokens, labels, count=count):
-            (loss.of_logits(model(input), label) / (labels != -100).sum()).backward()
+            (loss.of_logits(stage(input), label) / (labels != -100).sum()).backward()
             watched.calls.append(("end",))
-        return gradients(model, whole=False), watched.calls
+        return gradients(stage, whole=False), watched.calls
 
 
 def two_microbatches(layout):
@@ -121,7 +121,7 @@ def reads_of(reshard):
     a weight, "backward".
     """
     mesh, calls = make_mesh(1, 2), []
-    model = build(UNTIED, mesh, reshard=reshard)
+    stage = build(UNTIED, mesh, reshard=reshard)
     tokens, labels = batch()
     start, finish, read = Bucket.start_gather, Bucket.finish_gather, PrefetchGatherer.gather
 
@@ -143,7 +143,7 @@ def reads_of(reshard):
             noted(finish, "wait", (Bucket, "finish_gather")),
             noted(read, "read", (PrefetchGatherer, "gather")),
         ):
-            loss = cross_entropy_sum(model(tokens[:4]), labels[:4])
+            loss = cross_entropy_sum(stage(tokens[:4]), labels[:4])
             calls.append(("backward", ""))
             loss.backward()
     return calls
@@ -196,11 +196,11 @@ def ways(layout):
         full=(UNTIED, dict(checkpointing="full")),
     )
     for config, options in [(HEADS, {})] if layout[2:] else cases.values():
-        model = build(config, mesh, **options)
+        stage = build(config, mesh, **options)
         for count in (1, 3):
             expected, found = (
-                train(model, mesh, count, waits_at_once=True)[0],
-                train(model, mesh, count)[0],
+                train(stage, mesh, count, waits_at_once=True)[0],
+                train(stage, mesh, count)[0],
             )
             assert all(torch.equal(found[fqn], gradient) for fqn, gradient in expected.items())
             assert {gradient.dtype for gradient in found.values()} == {torch.float32}

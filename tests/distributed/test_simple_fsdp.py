@@ -41,9 +41,8 @@ from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.simple_fsdp import (
     FSDPOptions,
     apply_simple_fsdp,
-    gathered_for_step,
-    sharded_model,
 )
+from titan_lite.distributed.stage import Stage
 from titan_lite.dtensor import shard_of
 from titan_lite.models.loss import cross_entropy_sum
 from titan_lite.models.transformer import Transformer
@@ -62,7 +61,7 @@ def build_fsdp2(config, mesh, param=torch.float32):
     )
     for layer in model.layers.values():
         fully_shard(layer, **options)
-    return fully_shard(model, **options)
+    return Stage(fully_shard(model, **options), sharding=None)
 
 
 RESHARD, KEEP = dict(reshard=True), dict(reshard=False)
@@ -98,17 +97,17 @@ def compare(layout, cases):
     found = {}
     for name, config in CONFIGS.items():
         for variant in [variant for model, variant in cases if model == name]:
-            model = build(config, mesh, **VARIANTS[variant])
-            loss, grads = step(model, mesh, mine, counted_tokens)
-            model.zero_grad()
+            stage = build(config, mesh, **VARIANTS[variant])
+            loss, grads = step(stage, mesh, mine, counted_tokens)
+            stage.model.zero_grad()
             with (
                 counted() as counts
             ):  # and a second step is another code path: prefetch has learnt the order
-                second_loss, second_grads = step(model, mesh, mine, counted_tokens, whole=False)
+                second_loss, second_grads = step(stage, mesh, mine, counted_tokens, whole=False)
             found[name, variant] = (loss, grads, counts)
             assert second_loss == loss
             assert all(
-                torch.equal(second_grads[fqn], own_rows(model, fqn, grad))
+                torch.equal(second_grads[fqn], own_rows(stage.model, fqn, grad))
                 for fqn, grad in grads.items()
             ), variant
         oracle = build_fsdp2(config, mesh)
@@ -170,17 +169,17 @@ def accumulate(param, compiled):
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels, count=4)
-    model = build(UNTIED, mesh, param=param, compiled=compiled)
+    stage = build(UNTIED, mesh, param=param, compiled=compiled)
     found = {}
     for choice in ("microbatch", "step", "microbatch again", "step again"):
-        model.zero_grad()
+        stage.model.zero_grad()
         with (
             counted() as counts,
-            gathered_for_step(model, len(mine)) if choice.startswith("step") else nullcontext(),
+            stage.gathered_for_step(len(mine)) if choice.startswith("step") else nullcontext(),
         ):
             for input, label in mine:
-                (cross_entropy_sum(model(input), label) / (labels != -100).sum()).backward()
-        found[choice] = (gradients(model), counts)
+                (cross_entropy_sum(stage(input), label) / (labels != -100).sum()).backward()
+        found[choice] = (gradients(stage), counts)
     return found
 
 
@@ -214,9 +213,9 @@ def mixed(layout):
     mine = my_microbatches(mesh, tokens, labels)
     found = {}
     for compiled in (None, "aot_eager"):
-        model = build(UNTIED, mesh, param=torch.bfloat16, compiled=compiled)
-        assert model.output.weight.dtype == model(mine[0][0]).dtype == torch.bfloat16
-        found[compiled] = step(model, mesh, mine, (labels != -100).sum())
+        stage = build(UNTIED, mesh, param=torch.bfloat16, compiled=compiled)
+        assert stage.model.output.weight.dtype == stage(mine[0][0]).dtype == torch.bfloat16
+        found[compiled] = step(stage, mesh, mine, (labels != -100).sum())
         assert {grad.dtype for grad in found[compiled][1].values()} == {torch.float32}
     oracle = build_fsdp2(UNTIED, mesh, param=torch.bfloat16)
     found["FSDP2"] = step(oracle, mesh, mine, (labels != -100).sum(), scale=dist.get_world_size())
@@ -271,13 +270,13 @@ def uneven():
         for compiled in (False, True):
             model = Rows(8, 7, 5, 3, 1)
             options = FSDPOptions(reshard_after_forward=reshard)
-            apply_simple_fsdp(model, parameter_mesh(mesh), options)
+            stage = Stage(model, apply_simple_fsdp(model, parameter_mesh(mesh), options))
             if compiled:
                 torch._dynamo.reset()
                 config = Compile(enable=True, backend="aot_eager", bucketing="none")
                 schedule = Schedule(PassSettings(config))
-                compile_model(TraceableModel(model, sharded_model(model)), schedule)
-            model(inputs[rank]).backward()
+                stage.compiled = compile_model(TraceableModel(model, stage.sharding), schedule)
+            stage(inputs[rank]).backward()
             for fqn, parameter in exact.named_parameters():
                 sharded = dict(model.named_parameters())[fqn]
                 assert torch.equal(sharded.full_tensor(), parameter)
@@ -297,33 +296,36 @@ def names():
 
 def names_of(config):
     plain = Transformer(config)
-    model = build(config, make_mesh(1, 2))
+    stage = build(config, make_mesh(1, 2))
     with counted() as counts:
-        state = model.state_dict()
+        state = stage.model.state_dict()
         assert list(state) == list(plain.state_dict())
-        assert [fqn for fqn, _ in model.named_parameters()] == [
+        assert [fqn for fqn, _ in stage.model.named_parameters()] == [
             fqn for fqn, _ in plain.named_parameters()
         ]
         assert all(
             isinstance(value, DTensor) and value.shape == plain.state_dict()[fqn].shape
             for fqn, value in state.items()
         )
-        assert {type(m).__name__ for m in model.modules()} == {
+        assert {type(m).__name__ for m in stage.model.modules()} == {
             type(m).__name__ for m in plain.modules()
         }
-        assert isinstance(model, Transformer)
-        assert isinstance(model.layers["1"].attention.wq, nn.Linear)
+        assert isinstance(stage.model, Transformer)
+        assert isinstance(stage.model.layers["1"].attention.wq, nn.Linear)
         changed = {fqn: torch.full_like(value, 0.5) for fqn, value in state.items()}
-        model.load_state_dict(changed)
+        stage.model.load_state_dict(changed)
     assert counts == {}
-    assert (model.output.weight == 0.5).all()
+    assert (stage.model.output.weight == 0.5).all()
     if config.tied_embeddings:
-        assert model.output._parameters["weight"] is model.tok_embeddings._parameters["weight"]
+        assert (
+            stage.model.output._parameters["weight"]
+            is stage.model.tok_embeddings._parameters["weight"]
+        )
         assert (
             state["output.weight"].to_local().data_ptr()
             == state["tok_embeddings.weight"].to_local().data_ptr()
         )
-        assert "output.weight" not in dict(model.named_parameters())
+        assert "output.weight" not in dict(stage.model.named_parameters())
 
 
 def test_names_and_state_dict_are_those_of_the_plain_model():
@@ -351,14 +353,14 @@ def no_rank_holds_the_full_model():
     )  # weights of 16 MiB, filled in blocks of 4 MiB
     mesh = make_mesh(1, 4)
     with LargestTensor() as seen:
-        model = build(config, mesh)
+        stage = build(config, mesh)
     assert seen.largest == 4 * 2**20
-    mine = sum(parameter.to_local().numel() for parameter in model.parameters())
+    mine = sum(parameter.to_local().numel() for parameter in stage.model.parameters())
     whole = sum(parameter.numel() for parameter in Transformer(config).parameters())
     assert mine <= whole / 4 * 1.01
     plain = Transformer(config)
     plain.init_weights(seed=0)
-    assert torch.equal(model.tok_embeddings.weight, plain.tok_embeddings.weight)
+    assert torch.equal(stage.model.tok_embeddings.weight, plain.tok_embeddings.weight)
 
 
 def test_no_rank_holds_the_full_model_while_it_is_made():
@@ -394,11 +396,11 @@ def alive_with(reshard, keep, kept):
         return weights
 
     Bucket.finish_gather = watched
-    model = build(UNTIED, make_mesh(1, 2), reshard=reshard, keep=keep)
+    stage = build(UNTIED, make_mesh(1, 2), reshard=reshard, keep=keep)
     found = []
     for _ in range(2):  # before prefetch has learnt the order, and after
         gathered.clear()
-        loss = model(batch()[0]).sum()
+        loss = stage(batch()[0]).sum()
         after_forward = alive(kept)
         loss.backward()
         found.append((after_forward, alive(0)))
@@ -410,10 +412,10 @@ def test_resharding_in_eager_mode_frees_gathered_weights_after_forward_but_for_t
 
 
 def change_between_forward_and_backward():
-    model = build(UNTIED, make_mesh(1, 2))
-    loss = model(batch()[0]).sum()
+    stage = build(UNTIED, make_mesh(1, 2))
+    loss = stage(batch()[0]).sum()
     with torch.no_grad():
-        model.norm._parameters["weight"].mul_(2)
+        stage.model.norm._parameters["weight"].mul_(2)
     with pytest.raises(
         RuntimeError, match=r"norm\.weight was changed between its forward and its backward"
     ):
@@ -428,10 +430,10 @@ def inductor():
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels)
-    model = build(UNTIED, mesh, compiled="inductor")
-    loss, grads = step(model, mesh, mine, (labels != -100).sum())
+    stage = build(UNTIED, mesh, compiled="inductor")
+    loss, grads = step(stage, mesh, mine, (labels != -100).sum())
     with counted() as counts:
-        step(model, mesh, mine, (labels != -100).sum(), whole=False)
+        step(stage, mesh, mine, (labels != -100).sum(), whole=False)
     return loss, grads, counts
 
 
@@ -451,10 +453,10 @@ def stress():
     mine = my_microbatches(mesh, tokens, labels)
     losses = []
     for reshard in (True, False):
-        model = build(replace(UNTIED, n_layers=8, dim=128, hidden_dim=512), mesh, reshard=reshard)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        stage = build(replace(UNTIED, n_layers=8, dim=128, hidden_dim=512), mesh, reshard=reshard)
+        optimizer = torch.optim.AdamW(stage.model.parameters(), lr=1e-3)
         for _ in range(300):
-            loss, _ = step(model, mesh, mine, (labels != -100).sum(), whole=False)
+            loss, _ = step(stage, mesh, mine, (labels != -100).sum(), whole=False)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss)

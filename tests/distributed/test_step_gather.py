@@ -27,9 +27,8 @@ from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.simple_fsdp import (
     FSDPOptions,
     apply_simple_fsdp,
-    gathered_for_step,
-    sharded_model,
 )
+from titan_lite.distributed.stage import Stage
 from titan_lite.distributed.step_gather import IN_FLIGHT
 from titan_lite.dtensor import local
 from titan_lite.models.loss import cross_entropy_sum
@@ -73,19 +72,20 @@ def train(way, mesh, config, param):
     """
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels, count=2)
-    model = build(config, mesh, param=param)
-    model.norm._parameters["weight"].requires_grad_(False)  # what has no gradient travels one way
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    stage = build(config, mesh, param=param)
+    # what has no gradient travels one way
+    stage.model.norm._parameters["weight"].requires_grad_(False)
+    optimizer = torch.optim.AdamW(stage.model.parameters(), lr=1e-2)
     found = []
     for _ in range(2):
         optimizer.zero_grad()
-        with parameter_collectives() as counts, way(model, len(mine)):
-            loss, _ = step(model, mesh, mine, (labels != -100).sum(), gradient=False)
-            gathered = sharded_model(model).step.weights
+        with parameter_collectives() as counts, way(stage, len(mine)):
+            loss, _ = step(stage, mesh, mine, (labels != -100).sum(), gradient=False)
+            gathered = stage.sharding.step.weights
             weights = [weight.detach().clone() for _, weight in sorted(gathered.items())]
         gradients = [
             local(parameter.grad).clone()
-            for parameter in model.parameters()
+            for parameter in stage.model.parameters()
             if parameter.grad is not None
         ]
         optimizer.step()
@@ -98,7 +98,7 @@ def compare(layout):
     found = {}
     for name, (config, param) in MODELS.items():
         alone, each = train(gathered_apart, mesh, config, param)
-        buckets, few = train(gathered_for_step, mesh, config, param)
+        buckets, few = train(Stage.gathered_for_step, mesh, config, param)
         tensors = list(zip(sum(alone, ()), sum(buckets, ()), strict=True))
         assert all(
             one.dtype == other.dtype and torch.equal(one, other) for one, other in tensors
@@ -152,8 +152,9 @@ def uneven():
         for parameter in exact.parameters()
     ]
     with mock.patch.object(buckets, "block_of", return_value="all"):
-        apply_simple_fsdp(model, parameter_mesh(make_mesh(1, world)), FSDPOptions())
-    with gathered_for_step(model, 1), parameter_collectives() as counts:
+        mesh = parameter_mesh(make_mesh(1, world))
+        stage = Stage(model, apply_simple_fsdp(model, mesh, FSDPOptions()))
+    with stage.gathered_for_step(1), parameter_collectives() as counts:
         with torch.no_grad():
             model(torch.ones(3))
         losses = []
@@ -210,15 +211,15 @@ def memory(param):
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels, count=2)
-    model = build(CONFIG, mesh, param=param)
+    stage = build(CONFIG, mesh, param=param)
     with (
         mock.patch.object(ShardSpec, "start_gather_of", watched_gather),
         mock.patch.object(Bucket, "start_reduce", watched_reduce),
     ):
         for _ in range(2):  # before prefetch has learnt the order, and after
-            with gathered_for_step(model, len(mine)):
-                step(model, mesh, mine, (labels != -100).sum(), gradient=False)
-                weights += map(reference, sharded_model(model).step.weights.values())
+            with stage.gathered_for_step(len(mine)):
+                step(stage, mesh, mine, (labels != -100).sum(), gradient=False)
+                weights += map(reference, stage.sharding.step.weights.values())
             most["weights"] = max(most["weights"], alive(weights, 0))
     assert alive(flat, 0) == alive(gradients, 0) == 0
     assert len(flat) == 2 * (BUCKETS - 2)  # embedding and output are alone
@@ -244,11 +245,11 @@ def overlapped(layout, cases):
     every = []
     for config, options in cases:
         found = []
-        for way in (gathered_apart, gathered_for_step):
+        for way in (gathered_apart, Stage.gathered_for_step):
             events = []
-            model = build(config, mesh, **options)
-            model.norm._parameters["weight"].requires_grad_(False)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            stage = build(config, mesh, **options)
+            stage.model.norm._parameters["weight"].requires_grad_(False)
+            optimizer = torch.optim.AdamW(stage.model.parameters(), lr=1e-2)
             tensors = []
             for _ in range(2):
                 optimizer.zero_grad()
@@ -256,11 +257,11 @@ def overlapped(layout, cases):
                 with (
                     watched(ShardSpec, "start_gather_of", events),
                     watched(ShardSpec, "start_reduce", events),
-                    way(model, len(mine)),
+                    way(stage, len(mine)),
                 ):
                     for number, (input, label) in enumerate(mine):
                         events.append(f"forward {number}")
-                        loss = cross_entropy_sum(model(input), label) / (labels != -100).sum()
+                        loss = cross_entropy_sum(stage(input), label) / (labels != -100).sum()
                         events.append(f"backward {number}")
                         loss.backward()
                     events.append("end")
@@ -268,12 +269,12 @@ def overlapped(layout, cases):
                     loss.detach(),
                     *(
                         local(each.grad).clone()
-                        for each in model.parameters()
+                        for each in stage.model.parameters()
                         if each.grad is not None
                     ),
                 ]
                 optimizer.step()
-            specs = sharded_model(model).specs
+            specs = stage.sharding.specs
             trained = {each: spec for each, spec in specs.items() if each.requires_grad}
             few = {
                 "start_gather_of": len(buckets.gather_buckets(specs)),
@@ -368,13 +369,13 @@ def order_of_compiled():
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels, count=2)
-    model = build(CONFIG, mesh, compiled="aot_eager")
+    stage = build(CONFIG, mesh, compiled="aot_eager")
     for last in (False, True):
         with (
             torch.profiler.profile() if last else nullcontext() as profiler,
-            gathered_for_step(model, len(mine)),
+            stage.gathered_for_step(len(mine)),
         ):
-            step(model, mesh, mine, (labels != -100).sum(), gradient=False)
+            step(stage, mesh, mine, (labels != -100).sum(), gradient=False)
     kinds = {"aten::mm": "product", "_c10d_functional::reduce_scatter_tensor": "reduction"}
     kinds |= {
         each.name: "gather"
@@ -398,8 +399,8 @@ def test_a_compiled_model_gathers_and_reduces_between_its_products():
         assert last_gather < products[len(products) // 2] < first_reduction
 
 
-def storages_of_weights(model):
-    weights = sharded_model(model).reader.weights.values()
+def storages_of_weights(stage):
+    weights = stage.sharding.reader.weights.values()
     return [StorageWeakRef(each.untyped_storage()) for each in weights]
 
 
@@ -410,28 +411,27 @@ def told_of_failure():
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels, count=2)
-    model = build(CONFIG, mesh, compiled="aot_eager")
+    stage = build(CONFIG, mesh, compiled="aot_eager")
     count = (labels != -100).sum()
-    with gathered_for_step(model, 2):
+    with stage.gathered_for_step(2):
         pass  # gathers, and computes nothing
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in stage.model.parameters())
     gc.disable()
-    with suppress(ZeroDivisionError), gathered_for_step(model, 2):
-        step(model, mesh, mine[:1], count, gradient=False)
-        weights = storages_of_weights(model)
+    with suppress(ZeroDivisionError), stage.gathered_for_step(2):
+        step(stage, mesh, mine[:1], count, gradient=False)
+        weights = storages_of_weights(stage)
         raise ZeroDivisionError
-    with gathered_for_step(model, 2):
-        step(model, mesh, mine, count, gradient=False)
-        weights += storages_of_weights(model)
+    with stage.gathered_for_step(2):
+        step(stage, mesh, mine, count, gradient=False)
+        weights += storages_of_weights(stage)
     assert all(each.expired() for each in weights)
-    gradients = [local(parameter.grad) for parameter in model.parameters()]
-    with gathered_apart(model):
-        for parameter in model.parameters():
+    parameters = [*stage.model.parameters()]
+    gradients = [local(parameter.grad) for parameter in parameters]
+    with gathered_apart(stage):
+        for parameter in parameters:
             parameter.grad = None
-        step(model, mesh, mine, count, gradient=False)
-    assert all(
-        map(torch.equal, gradients, (local(parameter.grad) for parameter in model.parameters()))
-    )
+        step(stage, mesh, mine, count, gradient=False)
+    assert all(map(torch.equal, gradients, (local(parameter.grad) for parameter in parameters)))
 
 
 def test_compiled_steps_leave_no_weights_behind():
@@ -441,12 +441,12 @@ def test_compiled_steps_leave_no_weights_behind():
 def a_microbatch_less():
     mesh = make_mesh(1, 1)
     tokens, _ = batch()
-    model = build(CONFIG, mesh)
+    stage = build(CONFIG, mesh)
     with (
         pytest.raises(RuntimeError, match="1 of the step's 2 microbatches"),
-        gathered_for_step(model, 2),
+        stage.gathered_for_step(2),
     ):
-        model(tokens).sum().backward()
+        stage(tokens).sum().backward()
 
 
 def test_gradients_that_wait_for_a_microbatch_are_an_error():

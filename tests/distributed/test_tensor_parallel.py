@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 
 from titan_lite.config import ConfigError, Optimizer
 from titan_lite.config.families import LLAMA3
-from titan_lite.distributed.simple_fsdp import gathered_for_step
 from titan_lite.distributed.tensor_parallel import STYLES, apply_tensor_parallel, axis_of
 from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 from titan_lite.models.transformer import Transformer
@@ -66,23 +65,23 @@ def compare(layout, family):
     plain.init_weights(seed=0)
     found = {}
     for variant, options in VARIANTS.items():
-        model = build(tied if "tied" in variant else heads, mesh, **options)
+        stage = build(tied if "tied" in variant else heads, mesh, **options)
         if variant == "eager":
             for fqn, parameter in plain.named_parameters():
-                assert torch.equal(dict(model.named_parameters())[fqn].full_tensor(), parameter), (
-                    fqn
-                )
-        found[variant] = step(model, mesh, my_microbatches(mesh, tokens, labels), counted_tokens)
-    model = build(heads, mesh)
-    with gathered_for_step(model, 2):
+                assert torch.equal(
+                    dict(stage.model.named_parameters())[fqn].full_tensor(), parameter
+                ), fqn
+        found[variant] = step(stage, mesh, my_microbatches(mesh, tokens, labels), counted_tokens)
+    stage = build(heads, mesh)
+    with stage.gathered_for_step(2):
         loss, _ = step(
-            model,
+            stage,
             mesh,
             my_microbatches(mesh, tokens, labels, count=2),
             counted_tokens,
             gradient=False,
         )
-    found["step"] = loss, gradients(model)
+    found["step"] = loss, gradients(stage)
     return found
 
 
@@ -125,15 +124,15 @@ def what_a_rank_holds():
     mesh = make_mesh(1, 1, 2)
     tokens, labels = batch()
     tp = axis_of(mesh["tp"])
-    model = build(HEADS, mesh)
+    stage = build(HEADS, mesh)
     with Shapes() as shapes:
         loss = Loss(VocabularyShard(HEADS.vocab_size, tp.rank, tp.degree, tp.group))
-        loss.of_logits(model(tokens), labels).backward()
-    held = {fqn: parameter.to_local().numel() for fqn, parameter in model.named_parameters()}
+        loss.of_logits(stage(tokens), labels).backward()
+    held = {fqn: parameter.to_local().numel() for fqn, parameter in stage.model.named_parameters()}
     return (
         shapes.seen,
         held,
-        {fqn: parameter.numel() for fqn, parameter in model.named_parameters()},
+        {fqn: parameter.numel() for fqn, parameter in stage.model.named_parameters()},
     )
 
 
@@ -158,12 +157,12 @@ def bytes_held(layout):
     """
     mesh = make_mesh(*layout)
     tokens, labels = batch(vocab_size=DEBUG.vocab_size)
-    model = build(DEBUG, mesh)
-    optimizer = build_optimizer(Optimizer(), dict(model.named_parameters()))
-    step(model, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
+    stage = build(DEBUG, mesh)
+    optimizer = build_optimizer(Optimizer(), dict(stage.model.named_parameters()))
+    step(stage, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
     optimizer.step()
     held, blocks, whole = 0, 0, 0
-    for fqn, parameter in model.named_parameters():
+    for fqn, parameter in stage.model.named_parameters():
         state = [value for value in optimizer.state_of(parameter).values() if value.dim()]
         tensors = [parameter.detach(), parameter.grad, *state]
         local = sum(tensor.to_local().untyped_storage().nbytes() for tensor in tensors)

@@ -65,7 +65,7 @@ def one_gradient_is_not_reduced(trainer):
 
 def one_module_is_wrong(trainer):
     """The second rank's part of one module's result is another one."""
-    feed_forward = trainer.model.stages[0].layers["2"].feed_forward
+    feed_forward = trainer.model.stages[0].model.layers["2"].feed_forward
     if trainer.rank == 1:
         feed_forward.register_forward_hook(lambda module, inputs, output: output * 1.5)
 

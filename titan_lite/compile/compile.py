@@ -1,7 +1,7 @@
 """Compile the parallelized model. Passes on its graphs replace the hooks of FSDP.
 
     schedule = Schedule(PassSettings(config.compile, machine))
-    compile_model(traceable, schedule)                              # in place, at the first call
+    compiled = compile_model(traceable, schedule)                   # at its first call
     loss_sum = compile_function(loss_sum, config.compile, "loss")   # without passes
 
     model -> joint.py, model_parts.py: a block of each kind, traced -> model_graph.py: forward and
@@ -49,8 +49,8 @@ def compile_model(
     whole_backward: bool = True,
     backward_halves: bool = False,
     async_tensor_parallel_group: str = "",
-) -> None:
-    """Compile a model, in place. FQNs do not change.
+) -> CompiledModel:
+    """Return what runs a model by compiled graphs. The model does not change.
 
     Graphs are made at the first call with arguments of new shapes; what cannot be traced raises
     CompileError then.
@@ -78,7 +78,7 @@ def compile_model(
         compile_graph = inductor_backend(schedule.compiling, async_tensor_parallel_group)
     else:
         compile_graph = aot_eager_backend(schedule.compiling)
-    traceable.model._compiled_call_impl = CompiledModel(traceable, config, settings, compile_graph)
+    return CompiledModel(traceable, config, settings, compile_graph)
 
 
 def compile_function(function: Callable[P, R], config: Compile, component: str) -> Callable[P, R]:

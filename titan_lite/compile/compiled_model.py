@@ -1,7 +1,7 @@
 """Run a model by compiled graphs, which are made at the first call with arguments of new shapes.
 
-model._compiled_call_impl = CompiledModel(traceable, config, settings, compile_graph)
-model(tokens).sum().backward()
+compiled = CompiledModel(traceable, config, settings, compile_graph)
+compiled(tokens).sum().backward()       # as model(tokens)
 """
 
 import inspect

@@ -41,10 +41,9 @@ from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.distributed.simple_fsdp import (
     FSDPOptions,
     apply_simple_fsdp,
-    gathered_for_step,
     materialize,
-    sharded_model,
 )
+from titan_lite.distributed.stage import Stage
 from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel, axis_of
 from titan_lite.distributed.tied_table import TiedTable
@@ -70,7 +69,7 @@ class DeviceBatch(NamedTuple):
 class ParallelModel:
     """This rank's pipeline stages, and how a batch goes through them."""
 
-    stages: list[Transformer]
+    stages: list[Stage]
     loss: Loss
     config: Config
     layout: Layout
@@ -90,17 +89,17 @@ class ParallelModel:
         return {
             fqn: parameter
             for stage in self.stages
-            for fqn, parameter in stage.named_parameters()
+            for fqn, parameter in stage.model.named_parameters()
             if parameter is not self.tied_table.copy
         }
 
     def materialize(self, device: torch.device) -> None:
         """Allocate this rank's shards, uninitialized, and connect its stages to other ranks'."""
         for stage in self.stages:
-            materialize(stage, device)
+            materialize(stage.model, device)
         training = self.config.training
         self.device = device
-        self.positions = torch.tensor(self.stages[0].positions, device=device)
+        self.positions = torch.tensor(self.stages[0].model.positions, device=device)
         self.tied_table = TiedTable(self.stages, self.layout, self.mesh["pp"])
         self.runner = build_runner(self, device)
         self.needs_doc_stats = training.mask_documents and masks_by_kernel(
@@ -113,7 +112,7 @@ class ParallelModel:
     def init_weights(self, seed: int) -> None:
         """Initialize parameters and buffers; values depend on seed and FQN, not on the layout."""
         for stage in self.stages:
-            stage.init_weights(seed, shard_of)
+            stage.model.init_weights(seed, shard_of)
 
     def parameters_have_changed(self) -> None:
         """Copy a tied table to the last stage, and compute the scales of float8 weights.
@@ -122,7 +121,7 @@ class ParallelModel:
         """
         self.tied_table.update_copy()
         for stage in self.stages:
-            sharded_model(stage).refresh_scales()
+            stage.sharding.refresh_scales()
 
     def to_device(self, input: Tensor, label: Tensor, *, bos_id: int, eos_id: int) -> DeviceBatch:
         """Move a local batch (B, T) to the device, with what the model needs beside tokens.
@@ -155,7 +154,7 @@ class ParallelModel:
             if self.layout.gathers_once:
                 uses = len(batches) * self.layout.pipeline.microbatches
                 for stage in self.stages:
-                    gathered.enter_context(gathered_for_step(stage, uses))
+                    gathered.enter_context(stage.gathered_for_step(uses))
             for input, label, model_kwargs in batches:
                 yield self.runner.forward_backward(input, label, model_kwargs, tokens)
         self.tied_table.add_gradients()
@@ -207,32 +206,32 @@ def parallelize(
     for index in indices:
         modules = layout.pipeline.modules[index]
         with torch.device("meta"):
-            stage = Transformer(layout.model, positions)
-        keep_modules(stage, modules)
-        apply_context_parallel(stage, mesh["cp"], attend)
+            model = Transformer(layout.model, positions)
+        keep_modules(model, modules)
+        apply_context_parallel(model, mesh["cp"], attend)
         if config.float8.enable:
-            apply_float8(stage, config.float8.recipe, config.float8.filter_fqns)
-        apply_tensor_parallel(stage, mesh["tp"], layout.model.family, compiled=compiled)
+            apply_float8(model, config.float8.recipe, config.float8.filter_fqns)
+        apply_tensor_parallel(model, mesh["tp"], layout.model.family, compiled=compiled)
         apply_activation_checkpoint(
-            stage.layers,
+            model.layers,
             config.activation_checkpoint.mode,
             config.activation_checkpoint.selective_ac_option,
             compiled=compiled,
         )
-        apply_simple_fsdp(stage, shard_mesh, fsdp)
-        if stage.output is not None and loss.chunk:
-            stage.output.loss_sum = loss.of_hidden
-        stages.append(stage)
+        sharding = apply_simple_fsdp(model, shard_mesh, fsdp)
+        if model.output is not None and loss.chunk:
+            model.output.loss_sum = loss.of_hidden
+        stages.append(Stage(model, sharding))
 
-    model = ParallelModel(stages, loss, config, layout, mesh)
+    parallel = ParallelModel(stages, loss, config, layout, mesh)
     if compiled and schedule is None:
         schedule = build_schedule(config, mesh, machine)
     if schedule is not None:
-        model.compile_reports = schedule.reports
+        parallel.compile_reports = schedule.reports
         if backwards is None:
             backwards = backwards_of(config.parallelism, layout.pipeline)
         compile_stages(stages, [backwards[index] for index in indices], config, mesh, schedule)
-    return model
+    return parallel
 
 
 def resharding(parallelism: Parallelism) -> tuple[bool, tuple[str, ...]]:
@@ -286,7 +285,7 @@ def graph_folder(config: Config, mesh: DeviceMesh) -> Path | None:
 
 
 def compile_stages(
-    stages: Sequence[Transformer],
+    stages: Sequence[Stage],
     backwards: Sequence[Collection[str]],
     config: Config,
     mesh: DeviceMesh,
@@ -303,9 +302,10 @@ def compile_stages(
     budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else 1.0
     for stage, kinds in zip(stages, backwards, strict=True):
         # Blocks alone have matrix products that collectives overlap with.
-        overlaps = config.parallelism.enable_async_tensor_parallel and len(stage.layers) > 0
-        compile_model(
-            TraceableModel(stage, sharded_model(stage), stage.layers, checkpoint_rule),
+        blocks = stage.model.layers
+        overlaps = config.parallelism.enable_async_tensor_parallel and len(blocks) > 0
+        stage.compiled = compile_model(
+            TraceableModel(stage.model, stage.sharding, blocks, checkpoint_rule),
             schedule,
             memory_budget=budget,
             whole_backward="B" in kinds,

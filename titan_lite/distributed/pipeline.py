@@ -2,7 +2,7 @@
 through all stages.
 
     keep_modules(model, schedule.modules[0])    # removes other stages' modules; FQNs do not change
-    runner = Pipeline(stages, schedule, mesh["pp"], ...)    # SingleStage(model, loss_sum) for one
+    runner = Pipeline(stages, schedule, mesh["pp"], ...)    # SingleStage(stage, loss_sum) for one
     loss = runner.forward_backward(input, label, model_kwargs, tokens)
 
 torch.distributed.pipelining has the schedules and runs them. This package adds the split
@@ -13,7 +13,7 @@ averaged, and do not depend on the number of microbatches.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
-from titan_lite.distributed.simple_fsdp import sharded_model
+from titan_lite.distributed.stage import Stage
 from titan_lite.models.shapes import module_fqns
-
-if TYPE_CHECKING:  # with Inductor, a second to import
-    from titan_lite.compile.compiled_model import CompiledModel
 
 
 def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
@@ -54,8 +51,8 @@ class SingleStage:
     (models/transformer.py), with a row for each sequence; with labels, the output is the loss.
     """
 
-    def __init__(self, model: nn.Module, loss_sum: Callable[[Tensor, Tensor], Tensor]):
-        self.model = model
+    def __init__(self, stage: Callable[..., Tensor], loss_sum: Callable[[Tensor, Tensor], Tensor]):
+        self.stage = stage
         self.loss_sum = loss_sum
 
     def forward_backward(
@@ -64,14 +61,14 @@ class SingleStage:
         """Run backward of the loss of a local batch (B, T), divided by the step's `tokens`; return
         that loss.
         """
-        losses = self.loss_sum(self.model(input, **model_kwargs), label) / tokens
+        losses = self.loss_sum(self.stage(input, **model_kwargs), label) / tokens
         losses.sum().backward()
         return losses.detach()
 
     @torch.no_grad()
     def evaluate(self, input: Tensor, label: Tensor, model_kwargs: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of a local batch (B, T), without gradients."""
-        return self.loss_sum(self.model(input, **model_kwargs), label)
+        return self.loss_sum(self.stage(input, **model_kwargs), label)
 
 
 @dataclass(frozen=True)
@@ -100,13 +97,13 @@ class MicrobatchShapes:
 class Pipeline:
     """This rank's stages, and torch's schedule that runs them.
 
-    stages: models in the order of split.stages_of(rank). schedule_name: one of torch's. loss_sum:
+    stages: in the order of split.stages_of(rank). schedule_name: one of torch's. loss_sum:
     as for SingleStage.
     """
 
     def __init__(
         self,
-        stages: Sequence[nn.Module],
+        stages: Sequence[Stage],
         split: PipelineSchedule,
         mesh: DeviceMesh,
         schedule_name: str,
@@ -120,14 +117,14 @@ class Pipeline:
         self.device = device
         self.rank = mesh.get_local_rank()
         self.group = mesh.get_group()
-        self.models = dict(zip(split.stages_of(self.rank), stages, strict=True))  # by stage
+        self.stages = dict(zip(split.stages_of(self.rank), stages, strict=True))  # by number
         self.last_stage = len(split.rank_of) - 1
-        self.has_last = self.last_stage in self.models
+        self.has_last = self.last_stage in self.stages
         # of the step that runs
         self.tokens = torch.ones((), device=device)
         self.losses: list[Tensor] = []  # in the order of microbatches
 
-        torch_stages = [self._torch_stage(stage, model) for stage, model in self.models.items()]
+        torch_stages = [self._torch_stage(number) for number in self.stages]
         schedule_class: Any = get_schedule_class(schedule_name)
         is_single = issubclass(schedule_class, PipelineScheduleSingle)  # one stage a rank
         self.schedule: Any = schedule_class(
@@ -137,15 +134,15 @@ class Pipeline:
             scale_grads=False,
         )
 
-    def _torch_stage(self, stage: int, model: nn.Module) -> PipelineStage:
+    def _torch_stage(self, number: int) -> PipelineStage:
         shapes = self.shapes
-        is_last = stage == self.last_stage
-        return _Stage(
-            _Leaves(model),
-            stage,
+        is_last = number == self.last_stage
+        return _TorchStage(
+            _StageModule(self.stages[number]),
+            number,
             self.last_stage + 1,
             self.device,
-            input_args=shapes.meta_input() if stage == 0 else shapes.meta_hidden(),
+            input_args=shapes.meta_input() if number == 0 else shapes.meta_hidden(),
             output_args=shapes.meta_output() if is_last else shapes.meta_hidden(),
             group=self.group,
         )
@@ -158,7 +155,7 @@ class Pipeline:
         """
         self.tokens = tokens
         self.losses = []
-        inputs = (input,) if 0 in self.models else ()
+        inputs = (input,) if 0 in self.stages else ()
         target = label if self.has_last else None
         self.schedule.step(*inputs, target=target, return_outputs=False, **model_kwargs)
         if not self.has_last:
@@ -186,14 +183,14 @@ class Pipeline:
         for tokens, labels, *values in zip(*chunks, strict=True):
             kwargs = dict(zip(model_kwargs, values, strict=True))
             output = tokens
-            for stage, model in self.models.items():
-                if stage > 0 and self.split.rank_of[stage - 1] != self.rank:
-                    output = self._receive_hidden(self.split.rank_of[stage - 1])
-                output = model(output, **kwargs)
-                if stage == self.last_stage:
+            for number, stage in self.stages.items():
+                if number > 0 and self.split.rank_of[number - 1] != self.rank:
+                    output = self._receive_hidden(self.split.rank_of[number - 1])
+                output = stage(output, **kwargs)
+                if number == self.last_stage:
                     losses.append(self.loss_sum(output, labels))
-                elif self.split.rank_of[stage + 1] != self.rank:
-                    sends.append(self._send_hidden(output, self.split.rank_of[stage + 1]))
+                elif self.split.rank_of[number + 1] != self.rank:
+                    sends.append(self._send_hidden(output, self.split.rank_of[number + 1]))
         for work, _ in sends:
             work.wait()
         if losses and losses[0].ndim:
@@ -213,23 +210,25 @@ class Pipeline:
         return work, hidden
 
 
-class _Leaves(nn.Module):
-    """A model whose parameters, for torch's schedules, are the current `gradient_leaves`: what a
-    backward in two halves computes gradients of.
+class _StageModule(nn.Module):
+    """A stage as the module that torch's schedules run.
+
+    Its parameters are the current `gradient_leaves`: what a backward in two halves computes
+    gradients of.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, stage: Stage):
         super().__init__()
-        self.model = model
+        self.stage = stage
 
     def forward(self, *args: Tensor, **model_kwargs: Tensor) -> Tensor:
-        return self.model(*args, **model_kwargs)
+        return self.stage(*args, **model_kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        return iter(sharded_model(self.model).gradient_leaves())
+        return iter(self.stage.sharding.gradient_leaves())
 
 
-class _Stage(PipelineStage):
+class _TorchStage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Omit operations with a neighbour stage on the same rank: torch 2.11 makes them, and gloo
         does not support them.
@@ -247,8 +246,9 @@ class _Stage(PipelineStage):
         What "input" returns beside gradients, torch gives to "weight" as `param_groups`.
         """
         backward = super().backward_maybe_with_nosync
-        assert isinstance(self.submod, _Leaves)
-        compiled: CompiledModel | None = self.submod.model._compiled_call_impl  # type: ignore[assignment]
+        assert isinstance(self.submod, _StageModule)
+        stage = self.submod.stage
+        compiled = stage.compiled
         if backward_type == "input" and compiled is not None:
             if bwd_kwargs["output_grads"] is None:  # the loss, in a tuple
                 (loss,) = bwd_kwargs["stage_output"]
@@ -261,6 +261,6 @@ class _Stage(PipelineStage):
                 half.run()
             return (), None
         if backward_type == "weight":
-            with sharded_model(self.submod.model).backward_of_weights():
+            with stage.sharding.backward_of_weights():
                 return backward("weight", bwd_kwargs, last_backward)
         return backward(backward_type, bwd_kwargs, last_backward)

@@ -37,7 +37,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_lite.config import Parallelism
 from titan_lite.distributed.param_collectives import ShardSpec, started_last
-from titan_lite.distributed.simple_fsdp import sharded_model
+from titan_lite.distributed.stage import Stage
 from titan_lite.dtensor import gradient_shard, local
 from titan_lite.models.fqns import block_of, last_block
 
@@ -145,7 +145,7 @@ class PowerSGD:
 
     def __init__(
         self,
-        stages: Sequence[nn.Module],
+        stages: Sequence[Stage],
         parallelism: Parallelism,
         seed: int,
         without: nn.Parameter | None = None,
@@ -158,7 +158,7 @@ class PowerSGD:
         if parallelism.replicate_compression == "none":
             return
         for stage in stages:
-            specs = sharded_model(stage).specs
+            specs = stage.sharding.specs
             last = last_block(spec.fqn for spec in specs.values())
             for parameter, spec in specs.items():
                 if parameter is without:

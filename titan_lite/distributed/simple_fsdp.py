@@ -9,8 +9,8 @@ Each module's class is replaced by a subclass whose parameters are properties (`
 module hooks, no streams, no flat parameters. FQNs, `parameters()` and `state_dict()` read
 `_parameters`, which holds the shards; they never communicate. In eager mode a gatherer decides when
 collectives run (`ShardedModel.gatherer`). A compiled model is traced with a `TracedGatherer`, whose
-reader says what graphs have as inputs (`ShardedModel.reader`). `gathered_for_step` selects those of
-a whole step:
+reader says what graphs have as inputs (`ShardedModel.reader`). `ShardedModel.gathered_for_step`
+selects those of a whole step:
 
                 eager                                    compiled
     each        PrefetchGatherer (prefetch.py):          ShardReader: plain collectives in the
@@ -171,10 +171,17 @@ class ShardedModel:
     It is the ModelWeights of a compiled model (compile/model_parts.py).
     """
 
-    def __init__(self, specs: Specs, scales: Float8Scales, resharded: frozenset[str]):
+    def __init__(
+        self,
+        specs: Specs,
+        scales: Float8Scales,
+        resharded: frozenset[str],
+        reads: Counter[str],
+    ):
         self.specs = specs
         self.scales = scales
         self.resharded = resharded  # FQNs of weights that are dropped after forward
+        self.reads = reads  # of each weight in a forward, by FQN: two of a tied one
         self.graph = ShardReader(scales)
         self.prefetch = PrefetchGatherer(specs, scales, resharded)
         # within `gathered_for_step` alone, of eager mode
@@ -238,6 +245,27 @@ class ShardedModel:
         return [leaves.get(spec.fqn, parameter) for parameter, spec in self.specs.items()]
 
     @contextmanager
+    def gathered_for_step(self, microbatches: int, *, compiled: bool) -> Iterator[None]:
+        """Gather weights once for the microbatches of an optimizer step, and reduce gradients once.
+
+        Gradients are summed in reduce_dtype, and reduced into `parameter.grad` in the last
+        backward. compiled: graphs read the weights.
+        """
+        gradients = StepGradients(self.specs, self.prefetch, microbatches)
+        step: OncePerStepGatherer | StepReader
+        if compiled:
+            self.reader = step = StepReader(self.specs, self.scales, gradients, self.reads)
+        else:
+            self.step = step = OncePerStepGatherer(self.scales, self.prefetch, gradients)
+        try:
+            yield
+            step.finish()
+        finally:
+            self.step = None
+            self.reader = self.graph
+            step.close()
+
+    @contextmanager
     def backward_of_weights(self) -> Iterator[None]:
         """Run the half of a backward that computes gradients of weights, which a pipeline schedule
         does apart from the other half. It sets `.grad` of `gradient_leaves` and runs no hooks.
@@ -248,38 +276,9 @@ class ShardedModel:
                 self.step.take_gradients()
 
 
-def sharded_model(root: nn.Module) -> ShardedModel:
+def _sharding_of(root: nn.Module) -> ShardedModel:
     """Return what the modules of a model share after `apply_simple_fsdp`."""
     return root._fsdp.model  # type: ignore[union-attr, return-value]
-
-
-@contextmanager
-def gathered_for_step(root: nn.Module, microbatches: int) -> Iterator[None]:
-    """Gather weights once for the microbatches of an optimizer step, and reduce gradients once.
-
-    Gradients are summed in reduce_dtype, and reduced into `parameter.grad` in the last backward.
-    """
-    model = sharded_model(root)
-    gradients = StepGradients(model.specs, model.prefetch, microbatches)
-    step: OncePerStepGatherer | StepReader
-    if root._compiled_call_impl is None:
-        model.step = step = OncePerStepGatherer(model.scales, model.prefetch, gradients)
-    else:
-        step = StepReader(model.specs, model.scales, gradients, reads_of(root))
-        model.reader = step
-    try:
-        yield
-        step.finish()
-    finally:
-        model.step = None
-        model.reader = model.graph
-        step.close()
-
-
-def reads_of(root: nn.Module) -> Counter[str]:
-    """Return how many modules read each parameter, by FQN: two for a tied weight."""
-    modules: Iterator[ShardedParameters] = (module._fsdp for module in root.modules())  # type: ignore[misc]
-    return Counter(spec.fqn for sharded in modules for spec in sharded.specs.values())
 
 
 @dataclass(frozen=True)
@@ -297,8 +296,10 @@ class FSDPOptions:
     reduce_over_replicas: bool = True
 
 
-def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh, options: FSDPOptions) -> None:
+def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh, options: FSDPOptions) -> ShardedModel:
     """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place.
+
+    Returns what the modules share.
 
     mesh: see `parameter_mesh` (mesh.py). Of a DTensor of tensor parallelism, the local part is
     sharded. A parameter on the meta device becomes a meta shard (see `materialize`). One with data
@@ -325,7 +326,13 @@ def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh, options: FSDPOptions) 
             shards[parameter] = shard
             specs[shard] = spec
 
-    sharded = ShardedModel(specs, Float8Scales(scaled), resharded)
+    reads = Counter(
+        specs[shards[parameter]].fqn
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    sharded = ShardedModel(specs, Float8Scales(scaled), resharded, reads)
     for module in model.modules():
         own_specs = {}
         for name, parameter in module._parameters.items():
@@ -335,6 +342,7 @@ def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh, options: FSDPOptions) 
         module.__dict__["_fsdp"] = ShardedParameters(own_specs, sharded)
         cls: Any = type(module)
         module.__class__ = _sharded_class(cls, tuple(own_specs), module is model)
+    return sharded
 
 
 def shard_parameter(
@@ -392,7 +400,7 @@ def _sharded_class(cls: type[Any], names: tuple[str, ...], is_root: bool) -> typ
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        model = sharded_model(self)
+        model = _sharding_of(self)
         if model.traced is not None:
             return cls.forward(self, *args, **kwargs)
         reshard = bool(model.resharded) and model.step is None and torch.is_grad_enabled()
@@ -409,7 +417,7 @@ def _sharded_class(cls: type[Any], names: tuple[str, ...], is_root: bool) -> typ
 
 def materialize(root: nn.Module, device: torch.device) -> None:
     """Allocate shards and buffers, uninitialized. Tied weights stay tied, unlike in `to_empty`."""
-    model = sharded_model(root)
+    model = _sharding_of(root)
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for meta in model.specs:
         shard = as_shard_of(meta, torch.empty_like(local(meta), device=device))

@@ -1,8 +1,8 @@
 """Gather weights once for all microbatches of an optimizer step, and reduce gradients once.
 
-    with gathered_for_step(model, len(microbatches)):       # simple_fsdp.py
+    with stage.gathered_for_step(len(microbatches)):        # stage.py
         for input, label in microbatches:
-            loss(model(input), label).backward()            # gradients accumulate, unreduced
+            loss(stage(input), label).backward()            # gradients accumulate, unreduced
     parameter.grad                                          # reduced
 
 Llama 3 was trained this way (arXiv 2407.21783, section 3.3.2). Weights are gathered in the first

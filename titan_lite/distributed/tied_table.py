@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.param_collectives import started_last
+from titan_lite.distributed.stage import Stage
 from titan_lite.dtensor import gradient_shard, local
 
 FQN = "tok_embeddings.weight"
@@ -43,15 +44,16 @@ class TiedTable:
     table: nn.Parameter | None = None
     copy: nn.Parameter | None = None
 
-    def __init__(self, stages: Iterable[nn.Module], layout: Layout, pp: DeviceMesh):
+    def __init__(self, stages: Iterable[Stage], layout: Layout, pp: DeviceMesh):
         self.group = pp.get_group()
         self.first_rank = layout.pipeline.rank_of[0]  # along pp
         self.last_rank = layout.pipeline.rank_of[-1]
         for stage in stages if layout.copies_table else ():
-            if isinstance(stage.tok_embeddings, nn.Module):  # else None, in another stage
-                self.table = stage.tok_embeddings._parameters["weight"]
-            if isinstance(stage.output, nn.Module):
-                self.copy = stage.output._parameters["weight"]
+            embedding, output = stage.model.tok_embeddings, stage.model.output
+            if embedding is not None:  # it may be in another stage
+                self.table = embedding._parameters["weight"]
+            if output is not None:
+                self.copy = output._parameters["weight"]
 
     @torch.no_grad()
     def add_gradients(self) -> None:

@@ -24,7 +24,7 @@ from titan_lite.distributed.activation_checkpoint import (
 )
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.pipeline import keep_modules
-from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, sharded_model
+from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
 from titan_lite.models.transformer import Transformer
 
@@ -223,16 +223,16 @@ def backward_of(mesh, stage, mode):
     apply_tensor_parallel(model, mesh["tp"], "llama3")
     apply_activation_checkpoint(model.layers, mode, compiled=True)
     options = FSDPOptions(param_dtype=torch.bfloat16)
-    apply_simple_fsdp(model, parameter_mesh(mesh), options)
+    sharding = apply_simple_fsdp(model, parameter_mesh(mesh), options)
     schedule = Captured()
-    compile_model(
-        TraceableModel(model, sharded_model(model), model.layers, checkpoint_rule), schedule
+    compiled = compile_model(
+        TraceableModel(model, sharding, model.layers, checkpoint_rule), schedule
     )
     if stage == "first":
         input = torch.zeros(2, TOKENS, dtype=torch.int64)
     else:
         input = torch.zeros(2, TOKENS // 2, HEADS.dim, dtype=torch.bfloat16, requires_grad=True)
-    model(input)
+    compiled(input)
     return schedule.modules["backward"]
 
 

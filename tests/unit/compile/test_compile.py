@@ -38,12 +38,12 @@ def trained(budget):
     torch._dynamo.reset()
     model = Transformer(CONFIG)
     model.init_weights(0)
-    compile_model(traceable(model), aot_eager(), memory_budget=budget)
+    compiled = compile_model(traceable(model), aot_eager(), memory_budget=budget)
     own = {parameter.data_ptr() for parameter in model.parameters()} | {
         buffer.data_ptr() for buffer in model.buffers()
     }
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
-    logits = model(tokens)
+    logits = compiled(tokens)
     saved = {
         t.data_ptr(): t.untyped_storage().nbytes()
         for t in logits.grad_fn.saved_tensors
@@ -96,8 +96,8 @@ def test_two_models_of_one_code_have_static_shapes_each():
         model.init_weights(0)
         schedule = aot_eager()
         schedule.compiling = compiling
-        compile_model(traceable(model), schedule)
-        model(torch.zeros(2, length, dtype=torch.long)).sum().backward()
+        compiled = compile_model(traceable(model), schedule)
+        compiled(torch.zeros(2, length, dtype=torch.long)).sum().backward()
     assert sizes == {int}
 
 
@@ -177,9 +177,9 @@ def test_what_inductor_cannot_compile_aot_eager_may(monkeypatch):
     monkeypatch.setattr(backends, "compile_fx_inner", broken)
     model = Transformer(CONFIG)
     config = Compile(enable=True, components=("model", "loss", "optimizer"), bucketing="none")
-    compile_model(traceable(model), Schedule(PassSettings(config)))
+    compiled = compile_model(traceable(model), Schedule(PassSettings(config)))
     with pytest.raises(CompileError) as failure:
-        model(torch.zeros(1, 16, dtype=torch.long))
+        compiled(torch.zeros(1, 16, dtype=torch.long))
     assert (
         str(failure.value)
         == 'compile.backend = "inductor" cannot compile the model (no kernel for this); use'
@@ -205,9 +205,9 @@ def test_a_model_that_depends_on_values_is_told_and_no_other_backend_named():
 
     model = Branch()
     config = Compile(enable=True, components=("model",), bucketing="none")
-    compile_model(traceable(model), Schedule(PassSettings(config)))
+    compiled = compile_model(traceable(model), Schedule(PassSettings(config)))
     with pytest.raises(CompileError) as failure:
-        model(torch.ones(3))
+        compiled(torch.ones(3))
     sentence = str(failure.value)
     assert sentence.startswith('compile.backend = "inductor" cannot compile the model (')
     assert sentence.endswith("); use compile.enable = false")

@@ -23,7 +23,7 @@ from titan_lite.compile.segments import compile_segments, is_fused, is_outside
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, ConfigError
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
-from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp, sharded_model
+from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
 from titan_lite.models.transformer import Transformer
 
@@ -42,8 +42,8 @@ def graphs_of(mesh):
     model = Transformer(HEADS)
     model.init_weights(0)
     apply_tensor_parallel(model, mesh["tp"], "llama3")
-    apply_simple_fsdp(model, parameter_mesh(mesh), FSDPOptions())
-    traceable = TraceableModel(model, sharded_model(model), model.layers)
+    sharding = apply_simple_fsdp(model, parameter_mesh(mesh), FSDPOptions())
+    traceable = TraceableModel(model, sharding, model.layers)
     tokens = torch.zeros(4, 16, dtype=torch.int64)
     graphs = compose(trace_parts(traceable, {"tokens": tokens}, TraceSettings(decomposes=True)))
     return graphs.forward, graphs.backward

@@ -135,11 +135,11 @@ def test_a_graph_has_an_eighth_of_the_bytes_of_logits(dtype):
         stage = LastStage(chunk)
         recorded = Recorded(PassSettings(Compile(enable=True, backend="aot_eager")))
         recorded.peaks = peaks[chunk] = {}
-        compile_model(TraceableModel(stage, PlainWeights(stage)), recorded)
+        compiled = compile_model(TraceableModel(stage, PlainWeights(stage)), recorded)
         with FakeTensorMode(allow_non_fake_inputs=True):
             hidden = torch.zeros(1, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
             weight = torch.zeros(VOCABULARY, WIDTH, dtype=dtype, requires_grad=True)
-            stage(hidden, weight, torch.zeros(1, TOKENS, dtype=torch.long)).backward()
+            compiled(hidden, weight, torch.zeros(1, TOKENS, dtype=torch.long)).backward()
     logits = VOCABULARY * TOKENS * 4
     assert 2 * logits <= max(peaks[0].values()) <= 3.5 * logits
     assert 0 < max(peaks[1024].values()) <= max(peaks[0].values()) / 8

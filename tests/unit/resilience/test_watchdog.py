@@ -149,8 +149,8 @@ def test_compiling_a_model_is_progress():
     model = nn.Linear(2, 2)
     schedule = Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
     schedule.compiling = look
-    compile_model(TraceableModel(model, PlainWeights(model)), schedule)
-    model(torch.ones(2))
+    compiled = compile_model(TraceableModel(model, PlainWeights(model)), schedule)
+    compiled(torch.ones(2))
     look()
     *compiling, running = seen
     assert len(compiling) == 2

@@ -63,12 +63,12 @@ from titan_lite.distributed.parallelize import ParallelModel, parallelize
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, backwards_of
 from titan_lite.distributed.powersgd import factor_sizes
-from titan_lite.distributed.simple_fsdp import materialize, sharded_model
+from titan_lite.distributed.simple_fsdp import materialize
+from titan_lite.distributed.stage import Stage
 from titan_lite.distributed.step_gather import OncePerStepGatherer, StepGradients
 from titan_lite.dtensor import local
 from titan_lite.models.attention import fits_flash
 from titan_lite.models.loss import Loss
-from titan_lite.models.transformer import Transformer
 from titan_lite.optim.state import is_matrix
 from titan_lite.processes import end_with_parent
 from titan_lite.tools.plan.costs import (
@@ -280,12 +280,12 @@ def trace_stage(
         materialize_stage(layout, stage)
         inputs = stage_inputs(layout, stage, machines[0])
         stage(inputs.input, **inputs.model_kwargs)
-        if stage.output is not None and not layout.loss_chunk:
+        if stage.model.output is not None and not layout.loss_chunk:
             run_loss(layout, model, of_loss)
 
     of_model.graphs.update({f"loss_{name}": graph for name, graph in of_loss.graphs.items()})
     graphs = of_model.graphs
-    specs = sharded_model(stage).specs
+    specs = stage.sharding.specs
     updated = {parameter: spec for parameter, spec in specs.items() if is_updated(layout, spec)}
     costs = [
         StageCosts(
@@ -312,7 +312,7 @@ def trace_stage(
     tensors = StageTensors(
         lifetimes,
         weights_of(layout, specs),
-        buffers=sum(buffer.nbytes for buffer in stage.buffers()),
+        buffers=sum(buffer.nbytes for buffer in stage.model.buffers()),
         hidden=inputs.hidden.nbytes,
     )
     return TracedStage(costs, timelines, tensors)
@@ -421,17 +421,17 @@ def parallelize_stage(
     )
 
 
-def materialize_stage(layout: PlannedLayout, stage: Transformer) -> None:
+def materialize_stage(layout: PlannedLayout, stage: Stage) -> None:
     """Allocate the parameters in a fake world, gathered or sharded as in a step."""
-    materialize(stage, torch.device("cpu"))
+    materialize(stage.model, torch.device("cpu"))
     if layout.gathers_once:
-        model = sharded_model(stage)
-        gradients = StepGradients(model.specs, model.prefetch, microbatches=1)
-        step = OncePerStepGatherer(model.scales, model.prefetch, gradients)
-        for spec in model.specs.values():
+        sharding = stage.sharding
+        gradients = StepGradients(sharding.specs, sharding.prefetch, microbatches=1)
+        step = OncePerStepGatherer(sharding.scales, sharding.prefetch, gradients)
+        for spec in sharding.specs.values():
             full = torch.zeros(spec.rows, *spec.row_shape, dtype=spec.gather_dtype)
             step.keep(full, spec, requires_grad=True)
-        model.reader = step
+        sharding.reader = step
 
 
 class StageInputs(NamedTuple):
@@ -442,13 +442,13 @@ class StageInputs(NamedTuple):
     model_kwargs: dict[str, Tensor]
 
 
-def stage_inputs(layout: PlannedLayout, stage: Transformer, machine: Machine) -> StageInputs:
+def stage_inputs(layout: PlannedLayout, stage: Stage, machine: Machine) -> StageInputs:
     """Return zeros of the shapes that a stage is called with. machine: which attention it has."""
     config = layout.config
-    ids = torch.zeros(layout.microbatch_size, len(stage.positions), dtype=torch.long)
+    ids = torch.zeros(layout.microbatch_size, len(stage.model.positions), dtype=torch.long)
     hidden = torch.zeros(
         layout.microbatch_size,
-        len(stage.positions) // layout.degrees["tp"],
+        len(stage.model.positions) // layout.degrees["tp"],
         layout.model.dim,
         dtype=getattr(torch, config.training.mixed_precision_param),
         requires_grad=True,
@@ -461,7 +461,7 @@ def stage_inputs(layout: PlannedLayout, stage: Transformer, machine: Machine) ->
         if masks_by_kernel_on(machine, layout):
             doc_stats = torch.zeros(layout.microbatch_size, 2, dtype=torch.long)
             model_kwargs["doc_stats"] = doc_stats
-    return StageInputs(hidden if stage.tok_embeddings is None else ids, hidden, model_kwargs)
+    return StageInputs(hidden if stage.model.tok_embeddings is None else ids, hidden, model_kwargs)
 
 
 def masks_by_kernel_on(machine: Machine, layout: PlannedLayout) -> bool:
@@ -474,14 +474,16 @@ def masks_by_kernel_on(machine: Machine, layout: PlannedLayout) -> bool:
 def run_loss(layout: PlannedLayout, model: ParallelModel, schedule: "PricedSchedule") -> None:
     """Run the loss of logits, so that its graphs are compiled."""
     loss = _LossModule(model.loss)
-    compile_model(TraceableModel(loss, PlainWeights(loss)), schedule)
-    labels = torch.zeros(layout.microbatch_size, len(model.stages[0].positions), dtype=torch.long)
+    compiled = compile_model(TraceableModel(loss, PlainWeights(loss)), schedule)
+    labels = torch.zeros(
+        layout.microbatch_size, len(model.stages[0].model.positions), dtype=torch.long
+    )
     logits = torch.zeros(
         model.loss.output_shape(*labels.shape),
         dtype=getattr(torch, layout.config.training.mixed_precision_param),
         requires_grad=True,
     )
-    loss(logits, labels)
+    compiled(logits, labels)
 
 
 class _LossModule(nn.Module):

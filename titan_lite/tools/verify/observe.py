@@ -176,6 +176,6 @@ def _modules_with_output(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
     if trainer.layout.loss_chunk:
         without_output.add("output")  # it returns the loss
     for stage in trainer.model.stages:
-        for fqn, module in stage.named_modules():
+        for fqn, module in stage.model.named_modules():
             if fqn not in without_output:
                 yield fqn, module
