@@ -39,9 +39,9 @@ import torch.nn.functional as F
 from benchmark_fsdp import peak_memory, start_world
 from torch import Tensor
 
+from titan_lite.collectives import all_gather_single
 from titan_lite.config import load_config
 from titan_lite.config.families import ModelConfig
-from titan_lite.cost.collectives import all_gather_single
 from titan_lite.cost.machine import GB, Link, Machine
 from titan_lite.cost.measure import find_machine, fit_ring, seconds_of, times_of
 from titan_lite.cost.profiles import machine_from

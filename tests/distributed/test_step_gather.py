@@ -18,8 +18,8 @@ from test_buckets import BUCKETS, CONFIG, LAYOUTS
 from test_simple_fsdp import Rows
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from titan_lite.collectives import all_gather_single, collectives
 from titan_lite.config import Float8
-from titan_lite.cost.collectives import all_gather_single, collectives
 from titan_lite.distributed import buckets, param_collectives
 from titan_lite.distributed.buckets import Bucket
 from titan_lite.distributed.mesh import parameter_mesh

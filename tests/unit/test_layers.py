@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "titan_lite"
 # counts.
 LAYERS = (
     ("config", "cli", "logging", "manifest", "environment", "processes", "__init__"),
-    ("sharding", "dtensor"),  # which part of a tensor a rank holds
+    ("sharding", "dtensor", "collectives"),  # which part of a tensor a rank holds; what ranks send
     ("models",),
     ("cost",),
     ("compile",),

@@ -30,12 +30,12 @@ import torch
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, GraphModule, Node
 
+from titan_lite.collectives import collectives
 from titan_lite.compile.graph import placeholders, results_of
 from titan_lite.cost.collectives import (
     KINDS,
     ancestors,
     aten,
-    collectives,
     is_all_gather,
     nbytes_of,
     parameters_of,

@@ -21,8 +21,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from titan_lite.collectives import collectives
 from titan_lite.compile.graph import placeholders, results_of
-from titan_lite.cost.collectives import collectives, start_of
+from titan_lite.cost.collectives import (
+    start_of,
+)
 
 TAKE_GRADIENT = "titan_lite::take_gradient"  # distributed/step_gather.py
 # Takes the list of its inputs, which it clears.

@@ -3,7 +3,7 @@
     for node in parameter_collectives(graph):
         print(kind_of(node), parameters_of(node), collective_bytes(node), ranks_of(node))
 
-Edits of a graph are in compile/graph.py.
+Edits of a graph are in compile/graph.py; collectives are run by titan_lite/collectives.py.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -11,14 +11,12 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph, Node
 
+from titan_lite.collectives import collectives
+
 aten = torch.ops.aten
-collectives = torch.ops._c10d_functional
-# renamed in torch 2.13
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Operators on shards before an all-gather: copying from host memory, casting, padding, copying into
 # a bucket.
 PREPARATION = frozenset(
@@ -49,16 +47,6 @@ KINDS = {
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
     collectives.all_reduce.default: "all_reduce",
 }
-
-
-def tracing() -> bool:
-    """Return True while this code is traced: of a model, of a function, or by make_fx."""
-    return torch.compiler.is_compiling() or _are_we_tracing()
-
-
-def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
-    """Return the tensor reduced over a group, as nodes of a graph."""
-    return collectives.wait_tensor(collectives.all_reduce(tensor, operation, group))
 
 
 def kind_of(node: Node) -> str:

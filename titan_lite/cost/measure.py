@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_lite.cost.collectives import all_gather_single
+from titan_lite.collectives import all_gather_single
 from titan_lite.cost.machine import GB, GIB, MICROSECOND, Link, Machine
 from titan_lite.cost.profiles import load_machine, profile_of
 from titan_lite.environment import usable_cores

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.fx import Node
 
+from titan_lite.collectives import collectives
 from titan_lite.cost.collectives import (
     KINDS,
     aten,
     collective_bytes,
-    collectives,
     is_all_gather,
     kind_of,
     nbytes_of,

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
+from titan_lite.collectives import collectives
 from titan_lite.cost.collectives import (
     KINDS,
-    collectives,
     descendants,
     group_of,
     is_all_gather,

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.modules.dropout import _DropoutNd
@@ -26,13 +27,15 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from titan_lite.collectives import collectives, tracing
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
-from titan_lite.cost.collectives import aten, collectives, tracing
 from titan_lite.models.attention import OPERATORS
 
 if TYPE_CHECKING:  # with Inductor, a second to import
     from titan_lite.compile.joint import CheckpointRule
+
+aten = torch.ops.aten
 
 # Operators with results that are expensive to recompute: matrix products, all kernels of
 # F.scaled_dot_product_attention and ours, and of tensor parallelism reduce-scatters and

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
-from titan_lite.cost.collectives import all_gather_single, collectives
+from titan_lite.collectives import all_gather_single, collectives
 from titan_lite.models.float8 import stand_in, to_bytes
 from titan_lite.sharding import chunk_size
 

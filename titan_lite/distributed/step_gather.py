@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import Work, _register_work
 from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from titan_lite.cost.collectives import collectives
+from titan_lite.collectives import collectives
 from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets
 from titan_lite.distributed.float8_scales import Float8Scales
 from titan_lite.distributed.param_collectives import InFlight, ShardSpec

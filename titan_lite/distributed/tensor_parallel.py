@@ -30,10 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titan_lite.collectives import all_gather, all_reduce, reduce_scatter
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import find_family
-from titan_lite.cost.collectives import all_reduce, collectives
 from titan_lite.models.float8 import E5M2, Float8Linear, Scaled, scale_of, stand_in, to_bytes
 from titan_lite.sharding import chunk_size
 
@@ -216,9 +216,9 @@ def _parallel_class(cls: type[nn.Module], style: Style) -> type[nn.Module]:
         axis: Axis = self._tp  # type: ignore[assignment]
         if style.scatters and style.float8:
             # collectives are within the product, whose backward multiplies the gathered gradient
-            reduce_scatter = functools.partial(_reduce_scatter, axis=axis)
+            scatter = functools.partial(_reduce_scatter, axis=axis)
             gather_gradient = functools.partial(_gather_gradient, axis=axis)
-            return cls.forward(self, x, (reduce_scatter, gather_gradient))
+            return cls.forward(self, x, (scatter, gather_gradient))
         if style.vocabulary:
             x = _look_up(x, self.weight, self.num_embeddings, axis)  # type: ignore[arg-type]
         elif style.gathers and style.float8:
@@ -306,14 +306,10 @@ class _Tokens(torch.autograd.Function):
 
 # Inductor's pass for asynchronous tensor parallelism recognises cat and chunk.
 def _all_gather(x: Tensor, axis: Axis) -> Tensor:
-    parts = collectives.wait_tensor(
-        collectives.all_gather_into_tensor(x.contiguous(), axis.degree, axis.group)
-    )
+    parts = all_gather(x.contiguous(), axis.degree, axis.group)
     return torch.cat(parts.chunk(axis.degree), dim=1)
 
 
 def _reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     parts = torch.cat(x.chunk(axis.degree, dim=1))
-    return collectives.wait_tensor(
-        collectives.reduce_scatter_tensor(parts, "sum", axis.degree, axis.group)
-    )
+    return reduce_scatter(parts, axis.degree, axis.group)

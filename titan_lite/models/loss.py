@@ -18,11 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_lite.collectives import all_gather, all_reduce
 from titan_lite.sharding import chunk_range
 
 IGNORE_INDEX = -100  # a label that is not counted
-
-collectives = torch.ops._c10d_functional
 
 
 class VocabularyShard(NamedTuple):
@@ -266,11 +265,7 @@ def _log_probabilities(logits: Tensor, vocabulary: VocabularyShard) -> Tensor:
         return log_p
     highest, index = log_p.max(-1, keepdim=True)
     log_sum = logits.gather(-1, index).float() - highest  # log of the sum of own exponentials
-    log_sums = collectives.wait_tensor(
-        collectives.all_gather_into_tensor(
-            log_sum.T.contiguous(), vocabulary.degree, vocabulary.group
-        )
-    )
+    log_sums = all_gather(log_sum.T.contiguous(), vocabulary.degree, vocabulary.group)
     return log_p.add_(log_sum - log_sums.logsumexp(0).unsqueeze(-1))
 
 
@@ -305,8 +300,3 @@ def _own_labels(labels: Tensor, first: int, entries: int) -> tuple[Tensor, Tenso
 
 def _sum_of_tokens(losses: Tensor, labels: Tensor, by_sequence: bool) -> Tensor:
     return losses.view(labels.shape).sum(1) if by_sequence else losses.sum()
-
-
-def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
-    """Reduce over a process group by its name, as a node of the graph where there is one."""
-    return collectives.wait_tensor(collectives.all_reduce(tensor, operation, group))

@@ -4,13 +4,13 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph
 
+from titan_lite.collectives import collectives
 from titan_lite.compile.graph import (
     add_call,
     merge_equal_all_gathers,
     merge_waits,
     move_before,
 )
-from titan_lite.cost.collectives import collectives
 
 aten = torch.ops.aten
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.fx import Graph
 
+from titan_lite.collectives import collectives
 from titan_lite.cost.collectives import (
-    collectives,
     descendants,
     is_all_gather,
     parameter_all_gathers,

@@ -20,6 +20,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
+from titan_lite.collectives import collectives
 from titan_lite.compile.graph import add_call, move_before
 from titan_lite.compile.passes.choose_buckets import (
     by_block,
@@ -31,7 +32,6 @@ from titan_lite.compile.rank_agreement import first_ranks_choice
 from titan_lite.compile.settings import PassSettings
 from titan_lite.cost.collectives import (
     aten,
-    collectives,
     descendants,
     group_of,
     group_size,

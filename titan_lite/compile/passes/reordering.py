@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch.fx import Graph, Node
 
+from titan_lite.collectives import collectives
 from titan_lite.compile.graph import move_before
 from titan_lite.compile.settings import PassSettings
 from titan_lite.cost.collectives import (
     collective_bytes,
-    collectives,
     descendants,
     is_all_gather,
     kind_of,

@@ -17,10 +17,10 @@ from collections.abc import Collection, Sequence
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from titan_lite.collectives import collectives
 from titan_lite.compile.graph import placeholders
 from titan_lite.cost.collectives import (
     aten,
-    collectives,
     parameter_all_gathers,
     parameters_of,
     wait_of,

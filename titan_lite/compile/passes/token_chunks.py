@@ -22,13 +22,13 @@ import torch
 from torch._inductor.inductor_prims import force_stride_order
 from torch.fx import Graph, Node
 
+from titan_lite.collectives import collectives
 from titan_lite.compile.graph import add_call
 from titan_lite.compile.rank_agreement import first_ranks_choice
 from titan_lite.compile.settings import PassSettings
 from titan_lite.cost.collectives import (
     activation_collectives,
     aten,
-    collectives,
     descendants,
     group_size,
     is_all_gather,

@@ -9,11 +9,14 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from titan_lite.collectives import collectives
 from titan_lite.compile.passes.resharding import (
     recompute_parameter_all_gathers,
     reshard_after_forward,
 )
-from titan_lite.cost.collectives import collectives, is_all_gather
+from titan_lite.cost.collectives import (
+    is_all_gather,
+)
 
 aten = torch.ops.aten
 RANKS, GROUP = 2, "dp_shard"

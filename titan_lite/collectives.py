@@ -1,0 +1,38 @@
+"""Run collectives over a process group, given by its name.
+
+    total = all_reduce(x, "sum", group)             # the shape of x, on every rank
+    parts = all_gather(x, degree, group)            # (degree n, ...) of (n, ...)
+    own = reduce_scatter(parts, degree, group)      # (n, ...)
+
+They wait for their results. Traced, a collective and its wait are two nodes of the graph, which
+passes move apart; `collectives` has their operators. cost/collectives.py asks a graph about them.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import _are_we_tracing
+
+collectives = torch.ops._c10d_functional
+# renamed in torch 2.13
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
+    """Return the tensors of all ranks, reduced. operation: "sum" or "max"."""
+    return collectives.wait_tensor(collectives.all_reduce(tensor, operation, group))
+
+
+def all_gather(tensor: Tensor, degree: int, group: str) -> Tensor:
+    """Return the tensors of all ranks, concatenated in dimension 0. degree: ranks of the group."""
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(tensor, degree, group))
+
+
+def reduce_scatter(tensor: Tensor, degree: int, group: str) -> Tensor:
+    """Return this rank's part of the sum of all ranks' tensors, which is cut in dimension 0."""
+    return collectives.wait_tensor(collectives.reduce_scatter_tensor(tensor, "sum", degree, group))
+
+
+def tracing() -> bool:
+    """Return True while this code is traced: of a model, of a function, or by make_fx."""
+    return torch.compiler.is_compiling() or _are_we_tracing()
