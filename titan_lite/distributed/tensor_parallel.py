@@ -35,7 +35,7 @@ from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import find_family
 from titan_lite.models.float8 import E5M2, Float8Linear, Scaled, scale_of, stand_in, to_bytes
-from titan_lite.sharding import chunk_size
+from titan_lite.models.loss import VocabularyShard
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,8 @@ def _parallel_class(cls: type[nn.Module], style: Style) -> type[nn.Module]:
             gather_gradient = functools.partial(_gather_gradient, axis=axis)
             return cls.forward(self, x, (scatter, gather_gradient))
         if style.vocabulary:
-            x = _look_up(x, self.weight, self.num_embeddings, axis)  # type: ignore[arg-type]
+            entries = VocabularyShard(self.num_embeddings, axis.rank, axis.degree, axis.group)  # type: ignore[arg-type]
+            x = _look_up(x, self.weight, entries)  # type: ignore[arg-type]
         elif style.gathers and style.float8:
             x = cls.forward(self, gather_float8_tokens(x, axis), *others)
         elif style.gathers:
@@ -232,22 +233,13 @@ def _parallel_class(cls: type[nn.Module], style: Style) -> type[nn.Module]:
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
-def _look_up(tokens: Tensor, weight: Tensor, vocabulary: int, axis: Axis) -> Tensor:
+def _look_up(tokens: Tensor, weight: Tensor, vocabulary: VocabularyShard) -> Tensor:
     """Look up tokens in this rank's rows of the table, zero for other tokens.
 
     The sum over ranks is the full look-up.
     """
-    own, inside = own_tokens(tokens, weight.shape[0], vocabulary, axis)
+    own, inside = vocabulary.find(tokens)
     return F.embedding(own, weight) * inside.unsqueeze(-1)
-
-
-def own_tokens(tokens: Tensor, rows: int, vocabulary: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return (indices of tokens in this rank's `rows` of the vocabulary, 0 for others; True for
-    those inside).
-    """
-    own = tokens - axis.rank * chunk_size(vocabulary, axis.degree)
-    inside = (own >= 0) & (own < rows)
-    return own.where(inside, 0), inside
 
 
 def gather_tokens(x: Tensor, axis: Axis) -> Tensor:

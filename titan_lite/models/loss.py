@@ -37,6 +37,15 @@ class VocabularyShard(NamedTuple):
         """The entries of the vocabulary on this rank. The last ranks may have fewer, or none."""
         return chunk_range(self.vocab_size, self.degree, self.rank)
 
+    def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the index of each token among this rank's entries, and True where it is one.
+
+        The index of a token on another rank, or of a label that is not counted, is 0.
+        """
+        index = tokens - self.entries.start
+        inside = (index >= 0) & (index < len(self.entries))
+        return index.where(inside, 0), inside
+
 
 class Loss:
     """The summed loss of a microbatch: nats, float32, scalar or one for each sequence (B,).
@@ -119,7 +128,7 @@ def vocabulary_parallel_cross_entropy_sum(
     (arXiv 1909.08053, section 3).
     """
     losses: Tensor = _VocabularyParallelCrossEntropy.apply(
-        logits.flatten(0, 1), labels.flatten(), vocabulary.entries.start, vocabulary.group
+        logits.flatten(0, 1), labels.flatten(), vocabulary
     )
     return _sum_of_tokens(losses, labels, by_sequence)
 
@@ -128,25 +137,31 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
     """(logits (N, v), labels (N,)) -> the loss of each token (N,)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: str) -> Tensor:  # noqa: ANN401 torch's
+    def forward(
+        ctx: Any,  # noqa: ANN401 torch's
+        logits: Tensor,
+        labels: Tensor,
+        vocabulary: VocabularyShard,
+    ) -> Tensor:
         shifted = logits.float()
-        shifted = shifted - all_reduce(shifted.amax(-1), "max", group).unsqueeze(-1)
+        shifted = shifted - all_reduce(shifted.amax(-1), "max", vocabulary.group).unsqueeze(-1)
         exponentials = shifted.exp()
-        own, inside = _own_labels(labels, first, logits.shape[-1])
+        own, inside = vocabulary.find(labels)
+        own = own.unsqueeze(-1)
         label_logit = shifted.gather(-1, own).squeeze(-1) * inside
         sums = torch.stack((exponentials.sum(-1), label_logit))
-        total, label_logit = all_reduce(sums, "sum", group)
+        total, label_logit = all_reduce(sums, "sum", vocabulary.group)
         counted = labels != IGNORE_INDEX
         ctx.save_for_backward(exponentials / total.unsqueeze(-1), own, inside & counted, counted)
         ctx.dtype = logits.dtype
         return (total.log() - label_logit) * counted
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401 torch's
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 torch's
         probabilities, own, inside, counted = ctx.saved_tensors
         one_hot = inside.unsqueeze(-1).float()
         logits_grad = (probabilities * counted.unsqueeze(-1)).scatter_add(-1, own, -one_hot)
-        return (logits_grad * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
+        return (logits_grad * gradient.unsqueeze(-1)).to(ctx.dtype), None, None
 
 
 # --- A chunk of tokens at a time ------------------------------------------------------------------
@@ -235,7 +250,8 @@ def _compute_chunks(
         hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk), strict=True
     ):
         counted = label != IGNORE_INDEX
-        own, inside = _own_labels(label, vocabulary.entries.start, weight.shape[0])
+        own, inside = vocabulary.find(label)
+        own = own.unsqueeze(-1)
         log_p = _log_probabilities(F.linear(x, weight), vocabulary)
         losses.append(-log_p.gather(-1, own).squeeze(-1).where(inside & counted, 0.0))
         if with_gradients:
@@ -286,16 +302,6 @@ def _(total: Tensor, product: Tensor) -> Tensor:
 
 
 # --- Of both --------------------------------------------------------------------------------------
-
-
-def _own_labels(labels: Tensor, first: int, entries: int) -> tuple[Tensor, Tensor]:
-    """Return (index of each label among this rank's entries (N, 1), True where it is one (N,)).
-
-    The index of a label on another rank, or that is not counted, is 0.
-    """
-    own = labels - first
-    inside = (own >= 0) & (own < entries)
-    return own.where(inside, 0).unsqueeze(-1), inside
 
 
 def _sum_of_tokens(losses: Tensor, labels: Tensor, by_sequence: bool) -> Tensor:
