@@ -40,15 +40,7 @@ def initial_weights_are_of_this_model(config: Config) -> Iterator[Mistake]:
         for name, value in theirs.items()
         if ours.get(name, value) != value and name != "max_seq_len"  # a limit
     ]
-    set_here = [
-        name
-        for name in differing
-        if (
-            config.was_set("model.name")
-            if name == "name"  # whose default is a family
-            else getattr(model, name) != KEYS[f"model.{name}"].default
-        )
-    ]
+    set_here = [name for name in differing if is_explicit(config, name)]
     for name in set_here:
         yield Mistake(
             key=f"model.{name}",
@@ -70,6 +62,17 @@ def initial_weights_are_of_this_model(config: Config) -> Iterator[Mistake]:
             why=f"is not that of checkpoint.initial_load_path ({weights.file}): {words}",
             instead=f'"{FROM_WEIGHTS}"',
         )
+
+
+def is_explicit(config: Config, name: str) -> bool:
+    """Return True if the recipe sets a key of [model] itself, instead of its flavor.
+
+    The default of a key means the flavor's value, also where it is written. The exception is
+    model.name, whose default is a family: there it counts whether the key is written.
+    """
+    if name == "name":
+        return config.was_set("model.name")
+    return getattr(config.model, name) != KEYS[f"model.{name}"].default
 
 
 @rule_of_keys
