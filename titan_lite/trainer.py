@@ -45,7 +45,6 @@ from titan_lite.data.processes import LoaderError
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.device import device_memory, init_device
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.memory import choose_fsdp_communication
 from titan_lite.distributed.mesh import (
     build_mesh,
     data_rank,
@@ -167,8 +166,7 @@ class Trainer:
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.dump_folder = Path(config.job.dump_folder)
-        layout = Layout.from_config(config, self.world_size, model)
-        self.layout = choose_fsdp_communication(config, layout, device_memory())
+        self.layout = Layout.from_config(config, self.world_size, model, device_memory())
         self.tokenizer = check_machine(config, self.layout)
         self.hooks = [*build_hooks(config, self.rank), *hooks]
         self.progress = Progress(validation_due=config.validation.enable)

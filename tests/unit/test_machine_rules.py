@@ -14,7 +14,6 @@ import torch
 from titan_lite.config import ConfigError, load_config
 from titan_lite.config.load import option
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.memory import choose_fsdp_communication
 from titan_lite.rules.machine import check_machine, check_memory, mistakes_here
 
 ROOT = Path(__file__).parents[2]
@@ -395,8 +394,7 @@ def test_weights_and_biases_must_be_installed_where_they_are_asked_for(monkeypat
 
 def layout_of(recipe, ranks, gib, *options):
     config = load_config(ROOT / f"train_configs/{recipe}.toml", options)
-    layout = Layout.from_config(config, ranks)
-    return config, choose_fsdp_communication(config, layout, gib * 2**30)
+    return config, Layout.from_config(config, ranks, device_memory=gib * 2**30)
 
 
 def test_what_cannot_fit_is_refused_with_what_would():

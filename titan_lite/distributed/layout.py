@@ -1,9 +1,10 @@
 """Compute how big a recipe is on a number of ranks: degrees, stages, microbatches, tokens, shapes.
 
-    layout = Layout.from_config(config, world_size=8)
+    layout = Layout.from_config(config, world_size=8, device_memory=80 * 2**30)
     layout.degrees            # {"pp": 1, "dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 1}
     layout.microbatches       # of a step: local batches x microbatches of the pipeline
     layout.tokens             # of a step, over all ranks
+    layout.gathers_once       # weights are gathered once a step, not once a microbatch
     layout.sequences_at(3)    # those of step 3; training.global_batch_ramp changes the first steps
 
 Plain numbers without torch, a device or a price. The trainer, the planner, the start lines, the
@@ -23,6 +24,7 @@ from titan_lite.config import (
     gradient_accumulation_steps,
 )
 from titan_lite.config.families import ModelConfig, Shape
+from titan_lite.distributed.memory import gathered_once_bytes, steady_bytes
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.models.loss_chunk import automatic_chunk
 from titan_lite.models.shapes import parameter_shapes, shape_of
@@ -37,6 +39,8 @@ DEGREES = {  # axis: the key of its degree in [parallelism]
     "tp": "tensor_parallel_degree",
 }
 AXES = tuple(DEGREES)  # of the mesh, the outermost first
+# Share of a device's memory that fsdp_communication = "auto" may fill, without activations.
+MAX_FILLED = 0.6
 
 
 @dataclass(frozen=True)
@@ -54,14 +58,17 @@ class Layout:
 
     @classmethod
     def from_config(
-        cls, config: Config, world_size: int, model: ModelConfig | None = None
+        cls,
+        config: Config,
+        world_size: int,
+        model: ModelConfig | None = None,
+        device_memory: float = math.inf,
     ) -> "Layout":
         """Return the layout of a recipe on `world_size` ranks.
 
-        model: replaces the recipe's model shape. With fsdp_communication = "auto", weights are
-        gathered once a step unless a key buckets or reshards; memory.choose_fsdp_communication
-        decides for a device. Raises ConfigError for degrees, batches or stages that do not divide;
-        rules.check looks at the rest.
+        model: replaces the recipe's model shape. device_memory: bytes of a rank's device, on which
+        `gathers_once` depends. Raises ConfigError for degrees, batches or stages that do not
+        divide; rules.check looks at the rest.
         """
         training = config.training
         model = dataclasses.replace(model or shape_of(config.model), max_seq_len=training.seq_len)
@@ -73,7 +80,6 @@ class Layout:
         )
         dp_degree = degrees["dp_replicate"] * degrees["dp_shard"]
         *ramp, (accumulation, _) = gradient_accumulation_steps(training, dp_degree)
-        largest = max([accumulation, *(batches for batches, _ in ramp)])
         layout = cls(
             model=model,
             degrees=degrees,
@@ -81,9 +87,13 @@ class Layout:
             local_batch_size=training.local_batch_size,
             accumulation=accumulation,
             ramp=tuple((batches, int(last)) for batches, last in ramp),
-            gathers_once=largest * pipeline.microbatches > 1 and _asks_to_gather_once(config),
+            gathers_once=False,
         )
-        return dataclasses.replace(layout, loss_chunk=_loss_chunk(training, layout))
+        return dataclasses.replace(
+            layout,
+            gathers_once=_gathers_once(config, layout, device_memory),
+            loss_chunk=_loss_chunk(training, layout),
+        )
 
     @property
     def world_size(self) -> int:
@@ -247,15 +257,26 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     return degrees
 
 
-def _asks_to_gather_once(config: Config) -> bool:
-    """Return whether the recipe's keys let weights be gathered once a step."""
+def _gathers_once(config: Config, layout: Layout, device_memory: float) -> bool:
+    """Return True if weights are gathered, and gradients reduced, once a step.
+
+    With fsdp_communication = "auto" they are, unless a key buckets or reshards, or what is gathered
+    would leave no room for activations on a device of `device_memory` bytes.
+    """
     parallelism = config.parallelism
+    compile = config.compile
+    most_local_batches = max([layout.accumulation, *(batches for batches, _ in layout.ramp)])
+    if most_local_batches * layout.pipeline.microbatches == 1:
+        return False
     if parallelism.fsdp_communication != "auto":
         return parallelism.fsdp_communication == "step"
-    reshards = parallelism.fsdp_reshard_after_forward == "always"
-    compile = config.compile
     buckets = compile.compiles("model") and compile.bucketing not in ("none", "block")
-    return not reshards and not buckets
+    if buckets or parallelism.fsdp_reshard_after_forward == "always":
+        return False
+    if device_memory == math.inf:
+        return True
+    needed = steady_bytes(config, layout) + gathered_once_bytes(config, layout)
+    return needed <= MAX_FILLED * device_memory
 
 
 def _loss_chunk(training: Training, layout: Layout) -> int:

@@ -2,20 +2,17 @@
 
     steady_bytes(config, layout)                          # weights, gradients, optimizer state
     gathered_once_bytes(config, layout)                   # beside them, with layout.gathers_once
-    layout = choose_fsdp_communication(config, layout, device_memory=80 * 2**30)
 
-What activations take, and when, is the planner's (tools/plan/memory.py).
+Layout.gathers_once depends on both. Bytes of activations, and when they are needed, are the
+planner's (tools/plan/memory.py).
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from titan_lite.config import Config, Float8, Training
 from titan_lite.config.families import Shape
-from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.powersgd import compressed_shape
-from titan_lite.distributed.tensor_parallel import weight_dim
 from titan_lite.models.fqns import is_filtered
 from titan_lite.optim.state import (
     Shapes,
@@ -28,11 +25,12 @@ from titan_lite.optim.state import (
 )
 from titan_lite.sharding import chunk_size
 
+if TYPE_CHECKING:  # a layout is decided by these bytes
+    from titan_lite.distributed.layout import Layout
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Bytes of a stored weight, of its gradient and of each of its moments: float32.
 STORED_BYTES = 4
-# Share of a device's memory that fsdp_communication = "auto" may fill, without activations.
-MAX_FILLED = 0.6
 
 
 def itemsizes(training: Training) -> tuple[int, int]:
@@ -42,7 +40,7 @@ def itemsizes(training: Training) -> tuple[int, int]:
     return computed, summed
 
 
-def steady_bytes(config: Config, layout: Layout) -> float:
+def steady_bytes(config: Config, layout: "Layout") -> float:
     """Return the bytes that a rank keeps on its device for the whole run.
 
     Its shards of weights, gradients and moments, what it has as an owner of matrices, and twice the
@@ -57,7 +55,7 @@ def steady_bytes(config: Config, layout: Layout) -> float:
     return weights_and_gradients + moments + (owner_bytes(config, layout) + errors)
 
 
-def owner_bytes(config: Config, layout: Layout) -> float:
+def owner_bytes(config: Config, layout: "Layout") -> float:
     """Return the bytes of whole matrices on the owner with most (optim/matrix_owners.py)."""
     if not costs_of(config.optimizer).has_owners:
         return 0.0
@@ -65,7 +63,7 @@ def owner_bytes(config: Config, layout: Layout) -> float:
     return max(bytes_by_owner(config.optimizer, layout.shapes_of_rank, ranks))
 
 
-def gathered_once_bytes(config: Config, layout: Layout) -> float:
+def gathered_once_bytes(config: Config, layout: "Layout") -> float:
     """Return the bytes that gathering once a step needs beside the steady ones.
 
     Unsharded weights, the gradients of a backward, and their sums over microbatches.
@@ -75,19 +73,6 @@ def gathered_once_bytes(config: Config, layout: Layout) -> float:
     saved = (computed - 1) * one_byte / layout.degrees["tp"]
     gathered = layout.parameters_of_rank + layout.copied_of_rank
     return (2 * computed + summed) * gathered - saved
-
-
-def choose_fsdp_communication(config: Config, layout: Layout, device_memory: float) -> Layout:
-    """Return the layout with fsdp_communication = "auto" decided for a device of so many bytes.
-
-    What is gathered once a step must leave room for activations; else once a microbatch.
-    """
-    if config.parallelism.fsdp_communication != "auto" or not layout.gathers_once:
-        return layout
-    if device_memory == math.inf:
-        return layout
-    needed = steady_bytes(config, layout) + gathered_once_bytes(config, layout)
-    return dataclasses.replace(layout, gathers_once=needed <= MAX_FILLED * device_memory)
 
 
 def gathered_in_float8(float8: Float8, shapes: Shapes) -> dict[str, Shape]:
@@ -101,11 +86,13 @@ def gathered_in_float8(float8: Float8, shapes: Shapes) -> dict[str, Shape]:
     }
 
 
-def compressed_sizes(config: Config, layout: Layout) -> dict[str, tuple[int, int]]:
+def compressed_sizes(config: Config, layout: "Layout") -> dict[str, tuple[int, int]]:
     """Return (elements of a rank's shard, elements of its PowerSGD factors) by FQN.
 
     Without factors (0) the gradient travels between replicas as it is.
     """
+    from titan_lite.distributed.powersgd import compressed_shape  # imports torch
+
     rank = config.parallelism.replicate_rank
     sizes = {}
     for fqn, shape in layout.shapes_of_rank.items():
@@ -115,8 +102,10 @@ def compressed_sizes(config: Config, layout: Layout) -> dict[str, tuple[int, int
     return sizes
 
 
-def largest_shard(layout: Layout, fqn: str, shape: Sequence[int]) -> Shape:
+def largest_shard(layout: "Layout", fqn: str, shape: Sequence[int]) -> Shape:
     """Return the shape of the largest part of a parameter that a rank has."""
+    from titan_lite.distributed.tensor_parallel import weight_dim  # imports torch
+
     split_dim = weight_dim(fqn.rpartition(".")[0], layout.model.family)
     part = list(shape)
     if split_dim is not None:
@@ -125,7 +114,7 @@ def largest_shard(layout: Layout, fqn: str, shape: Sequence[int]) -> Shape:
     return tuple(part)
 
 
-def copied_table_shard(layout: Layout) -> int:
+def copied_table_shard(layout: "Layout") -> int:
     """Return the numbers in the largest shard of a tied table that the last stage has a copy of
     (distributed/tied_table.py); 0 without a copy.
     """
@@ -135,7 +124,7 @@ def copied_table_shard(layout: Layout) -> int:
     return math.prod(largest_shard(layout, "tok_embeddings.weight", shape))
 
 
-def compression_error_bytes(config: Config, layout: Layout) -> int:
+def compression_error_bytes(config: Config, layout: "Layout") -> int:
     """Return the bytes of a rank's errors of compressed gradients; a step has them twice."""
     if config.parallelism.replicate_compression == "none":
         return 0

@@ -158,9 +158,10 @@ def test_a_layout_needs_no_torch():
         "from titan_lite.config import load_config\n"
         "from titan_lite.distributed.layout import Layout\n"
         "from titan_lite.rules import check\n"
-        f"config = load_config({str(DEBUG)!r})\n"
-        "layout = Layout.from_config(config, 2)\n"
+        f"config = load_config({str(DEBUG)!r}, ['--training.global_batch_size=16'])\n"
+        "layout = Layout.from_config(config, 2, device_memory=80 * 2**30)\n"
         "check(config, layout)\n"
+        "assert layout.gathers_once\n"
         "assert layout.parameters_of_rank == 5_770_496\n"
         "assert 'torch' not in sys.modules\n"
     )

@@ -1,21 +1,16 @@
-"""Bytes that a layout takes, and the choice of fsdp_communication = "auto" by them."""
+"""Bytes that a layout takes, and what fsdp_communication = "auto" makes of them."""
 
 import pytest
 from tiny import DEBUG, RECIPES
 
 from titan_lite.config import load_config
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.memory import (
-    choose_fsdp_communication,
-    gathered_once_bytes,
-    steady_bytes,
-)
+from titan_lite.distributed.memory import gathered_once_bytes, steady_bytes
 
 
 def layout_of(recipe, ranks, gib, *options):
     config = load_config(RECIPES / f"{recipe}.toml", options)
-    layout = Layout.from_config(config, ranks)
-    return config, choose_fsdp_communication(config, layout, gib * 2**30)
+    return config, Layout.from_config(config, ranks, device_memory=gib * 2**30)
 
 
 @pytest.mark.parametrize(

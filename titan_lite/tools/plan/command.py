@@ -353,13 +353,11 @@ def lay_out(config: Config, world_size: int, memory: float = math.inf) -> "Plann
 
     Raises ConfigError if it cannot run or be planned.
     """
-    layout = Layout.from_config(config, world_size)
+    layout = Layout.from_config(config, world_size, device_memory=memory)
     rules.check(config, layout)  # before torch is imported
 
-    from titan_lite.distributed.memory import choose_fsdp_communication
     from titan_lite.tools.plan.trace import PlannedLayout
 
-    layout = choose_fsdp_communication(config, layout, memory)
     return PlannedLayout(**vars(layout), config=config)
 
 

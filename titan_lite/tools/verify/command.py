@@ -28,7 +28,6 @@ from titan_lite.config import Compile, Config, ConfigError, load_config
 from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.device import device_memory
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.memory import choose_fsdp_communication
 from titan_lite.distributed.pipeline_schedule import TooFewLayers
 from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.rules import check_keys
@@ -220,8 +219,8 @@ def with_enough_layers(config: Config, flavor: ModelConfig, processes: int) -> M
     for layers in range(MIN_LAYERS, 4 * processes + 8):
         model = twin_model(flavor, layers)
         try:
-            layout = Layout.from_config(config, processes, model)
-            check_machine(config, choose_fsdp_communication(config, layout, device_memory()))
+            layout = Layout.from_config(config, processes, model, device_memory())
+            check_machine(config, layout)
             return model
         except TooFewLayers as error:
             too_few = error
