@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titan_lite import manifest
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.state import RunState
-from titan_lite.checkpoint.tensor_files import ProgressSavePlanner, StepWriter
+from titan_lite.checkpoint.tensor_files import StepPlanner, StepWriter
 from titan_lite.config import Checkpoint
 
 # Of step 3's save: which rank dies, at which call of what, before or after it; and which step is
@@ -31,16 +31,17 @@ from titan_lite.config import Checkpoint
 POINTS = {
     "data": [
         *[
-            (rank, ProgressSavePlanner, "resolve_data", call, "before", {2})
+            (rank, StepPlanner, "resolve_data", call, "before", {2})
             for rank in (0, 1)
             for call in (1, 2, 4)
         ],
-        *[(rank, ProgressSavePlanner, "resolve_data", 4, "after", {2}) for rank in (0, 1)],
+        *[(rank, StepPlanner, "resolve_data", 4, "after", {2}) for rank in (0, 1)],
         *[(0, FileSystemWriter, "finish", 1, when, {2}) for when in ("before", "after")],
     ],
     "manifest": [
-        *[(0, manifest, "digest", call, "before", {2}) for call in (1, 2, 3)],
-        *[(1, manifest, "digest", 1, when, {2}) for when in ("before", "after")],
+        (0, os, "fsync", 1, "before", {2}),
+        *[(1, os, "fsync", 1, when, {2}) for when in ("before", "after")],
+        *[(0, manifest, "digest", call, "before", {2}) for call in (1, 2)],
         *[(0, manifest, "write_text", 1, when, {2}) for when in ("before", "after")],
         *[(0, manifest, "write", 1, when, {2}) for when in ("before", "after")],
         (0, manifest, "check_step", 1, "before", {2}),

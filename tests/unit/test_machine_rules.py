@@ -422,6 +422,22 @@ def test_what_cannot_fit_is_refused_with_what_would():
     check_memory(*layout_of("llama3_8b", 8, 60, *accumulates), 60 * 2**30)
 
 
+def test_the_copy_of_a_save_in_the_background_has_to_fit_in_host_memory():
+    gib = 2**30
+    asked = ["--checkpoint.enable", "--checkpoint.async_mode=async"]
+    recipe = layout_of("llama3_8b", 8, 80, *asked)
+    check_memory(*recipe, 80 * gib, 12 * gib)  # 8B parameters x 12 bytes / 8 ranks: 11.2 GiB
+    words = r'async_mode = "async" keeps a copy of .* in host memory'
+    with pytest.raises(
+        ConfigError, match=rf'{words}: 11 GiB a rank, and a rank has 10; use "disabled"'
+    ):
+        check_memory(*recipe, 80 * gib, 10 * gib)
+    on_cpu = layout_of("llama3_8b", 8, math.inf, *asked)
+    with pytest.raises(ConfigError, match=f"{words}, beside them: 26 GiB a rank"):
+        check_memory(*on_cpu, math.inf, 20 * gib)
+    check_memory(*layout_of("llama3_8b", 8, 80, "--checkpoint.enable"), 80 * gib, gib)
+
+
 def test_a_model_that_this_machine_cannot_hold_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(

@@ -24,8 +24,8 @@ is on disk.
 
 Each rank writes and hashes a file. DCP's first rank writes the rest and renames the folder, so that
 an error there is one of the save on all ranks. With checkpoint.async_mode the loop waits only for a
-copy in host memory, and a thread of each rank goes on. These threads have a process group of their
-own, since collectives of two threads on one group would be mixed up.
+copy in host memory (host_copies.py), and a thread of each rank goes on. These threads have a
+process group of their own, since collectives of two threads on one group would be mixed up.
 
 Open point. A resume reads a step twice: all files are hashed, split over the ranks, before the
 first tensor is loaded.
@@ -41,7 +41,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 
 from titan_lite import manifest
 from titan_lite.checkpoint import state as saved_state
 from titan_lite.checkpoint import tensor_files
+from titan_lite.checkpoint.host_copies import HostCopies
 from titan_lite.checkpoint.lock import FolderLock
 from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.state import RunState
@@ -120,7 +120,10 @@ class Checkpointer(SavedSteps):
         self.newest_saved = 0  # the last step on disk; 0: none
         self.last_attempted = 0  # the last step whose save has begun
         self.background_save: Future | None = None
-        self.stager: AsyncStager | None = None  # has the copies that are reused for every save
+        self.host_copies = HostCopies(pinned=self._pins())
+        # Its thread is no daemon: if the run ends with an error, the process still waits until the
+        # step is saved.
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._group: dist.ProcessGroup | None = None
 
     def lock(self) -> None:
@@ -303,12 +306,12 @@ class Checkpointer(SavedSteps):
     # Saving
 
     def save(
-        self, step: int, tensors: Mapping[str, Any], state: RunState, *, last: bool = False
+        self, step: int, values: Mapping[str, Any], state: RunState, *, last: bool = False
     ) -> None:
         """Save a step, or with checkpoint.async_mode start to save it, after the previous save has
         ended.
 
-        tensors: by their names in tensor_files; plain values among them are for other programs.
+        values: tensors by their names in tensor_files, and plain values for other programs.
         state: rank 0's is written, with the loader's state of all ranks merged. last: the step is
         the run's last (checkpoint.last_save_model_only). Raises CheckpointError if a save has
         failed and checkpoint.on_failure = "stop".
@@ -316,38 +319,48 @@ class Checkpointer(SavedSteps):
         self.wait()
         self.last_attempted = step
         if last and self.config.last_save_model_only:
-            tensors = {fqn: value for fqn, value in tensors.items() if section_of(fqn) == "model"}
-        sections = {
-            section_of(name) for name, value in tensors.items() if isinstance(value, Tensor)
-        }
+            values = {name: value for name, value in values.items() if section_of(name) == "model"}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        sections = {section_of(name) for name in tensors}
         state = self._with_merged_loaders(state)
+        in_background = self.config.async_mode != "disabled"
 
-        writer = tensor_files.StepWriter(
-            self._unfinished(step),
-            begin=functools.partial(self._begin, step),
-            commit=functools.partial(self._commit, step, sections, state),
-            progress=self.progress,
-        )
-        planner = tensor_files.ProgressSavePlanner(self.progress)
-        state_dict = tensor_files.by_section(tensors)
-        if self.config.async_mode == "disabled":
-            with self._end_of_save(step):
-                dcp.save(
-                    state_dict,
-                    storage_writer=writer,
-                    planner=planner,
-                    process_group=self._processes(),
-                )
-            return
-        # The thread is no daemon: if the run ends with an error, the process still waits until the
-        # step is saved.
-        self.background_save = dcp.async_save(  # type: ignore[assignment] # a Future, as staging is not async
-            state_dict,
-            storage_writer=writer,
-            planner=planner,
+        copies: Mapping[str, Tensor] | None = None
+        failure: Exception | None = None
+        if in_background:
+            try:
+                copies = self.host_copies.update(tensors)
+            except RuntimeError as error:  # too little memory
+                failure = error
+        save = functools.partial(
+            dcp.save,
+            tensor_files.by_section(values),
+            storage_writer=tensor_files.StepWriter(
+                self._unfinished(step),
+                begin=functools.partial(self._begin, step),
+                commit=functools.partial(self._commit, step, sections, state),
+                progress=self.progress,
+                on_host=in_background,
+            ),
+            planner=tensor_files.StepPlanner(self.progress, copies, failure),
             process_group=self._processes(),
-            async_stager=self._stager() or writer,
         )
+        if in_background:
+            self.background_save = self._background.submit(save)
+            return
+        with self._end_of_save(step):
+            save()
+
+    def _pins(self) -> bool:
+        """Return True if copies in host memory are pinned, as the recipe asks, for a GPU."""
+        if self.config.async_mode != "async_with_pinned_mem":
+            return False
+        if not torch.cuda.is_available() and self.config.enable:
+            logger.info(
+                'checkpoint.async_mode = "async_with_pinned_mem": without a GPU nothing is pinned,'
+                ' as with "async"'
+            )
+        return torch.cuda.is_available()
 
     def _with_merged_loaders(self, state: RunState) -> RunState:
         """Return the state with the positions of all ranks in the data, on the first rank."""
@@ -357,27 +370,6 @@ class Checkpointer(SavedSteps):
             return state
         parts = {**state.parts, "loader": merge_states(loaders)}
         return dataclasses.replace(state, parts=parts)
-
-    def _stager(self) -> AsyncStager | None:
-        """Return what copies tensors to memory that is reused for every save, if the recipe asks
-        for it.
-        """
-        if self.config.async_mode == "async_with_pinned_mem" and self.stager is None:
-            cuda = torch.cuda.is_available()
-            if not cuda:
-                logger.info(
-                    'checkpoint.async_mode = "async_with_pinned_mem": without a GPU nothing is'
-                    " pinned; copies are reused"
-                )
-            self.stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=cuda,
-                    use_shared_memory=False,  # a container has 64 MB of it
-                    use_async_staging=False,
-                    use_non_blocking_copy=cuda,
-                )
-            )
-        return self.stager
 
     def poll(self) -> None:
         """End a background save that has ended on all ranks. Raises like `save`."""

@@ -1,7 +1,7 @@
 """Write and read the tensors of a step with torch.distributed.checkpoint (DCP).
 
     writer = StepWriter(folder, begin, commit, progress)
-    dcp.save(by_section(values), storage_writer=writer, planner=ProgressSavePlanner(progress))
+    dcp.save(by_section(values), storage_writer=writer, planner=StepPlanner(progress))
     load(folder, tensors, progress)          # in place, on any layout, without communication
 
 A folder has the layout of torchtitan's checkpoints, with our FQNs:
@@ -17,13 +17,14 @@ DCP's `.metadata` is a pickle, too: it is read by an unpickler that knows only t
 writes there.
 """
 
+import hashlib
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any, cast
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -36,14 +37,20 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
-from titan_lite import manifest
 from titan_lite.checkpoint.names import METADATA, section_of
 from titan_lite.config import ConfigError
-from titan_lite.manifest import CorruptFileError, FileDigest, short_message
+from titan_lite.manifest import BLOCK_BYTES, CorruptFileError, FileDigest, short_message
 
 
 def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,12 +69,71 @@ def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
 
 # Writing
 
+COPY_AHEAD = 10_000_000  # bytes that DCP copies from a GPU while it writes others: its default
+
 
 @dataclass(frozen=True)
 class HashedResult(WriteResult):
     """The place of a part of a tensor on disk, and the digest of that file."""
 
     digest: FileDigest
+
+
+class _HashedStream:
+    """A file that is hashed while it is written, from its first byte to its last: it has no `seek`.
+
+    progress: called after each block.
+    """
+
+    def __init__(self, file: IO[bytes], progress: Callable[[], None]):
+        self.file = file
+        self.progress = progress
+        self.sha256 = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), BLOCK_BYTES):
+            block = view[start : start + BLOCK_BYTES]
+            self.file.write(block)
+            self.sha256.update(block)
+            self.progress()
+        self.size += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class _HashedFiles(FileSystem):
+    """A file system that keeps the digest of each file that is written, so that none is read again
+    to be hashed.
+    """
+
+    def __init__(self, progress: Callable[[], None]):
+        super().__init__()
+        self.progress = progress
+        self.digests: dict[str, FileDigest] = {}  # by the file's name
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as file:
+            if mode != "wb":
+                yield file
+                return
+            hashed = _HashedStream(cast(IO[bytes], file), self.progress)
+            yield hashed
+        digest: FileDigest = {"sha256": hashed.sha256.hexdigest(), "size": hashed.size}
+        self.digests[Path(path).name] = digest
 
 
 class StepWriter(FileSystemWriter):
@@ -77,7 +143,7 @@ class StepWriter(FileSystemWriter):
     begin: called on the first rank with the bytes of all tensors, before anything is written; it
     makes the folder. commit: called on the first rank with the digest of each file, when all are on
     disk. An error of either is one of `dcp.save` on all ranks. progress: called from time to time
-    while a file is hashed.
+    while a file is written. on_host: the tensors are in host memory.
     """
 
     def __init__(
@@ -86,12 +152,15 @@ class StepWriter(FileSystemWriter):
         begin: Callable[[int], None],
         commit: Callable[[dict[str, FileDigest]], None],
         progress: Callable[[], None],
+        *,
+        on_host: bool,
     ):
-        super().__init__(folder)
-        self.folder = folder
+        # With nothing to copy ahead, DCP asks for no stream: a thread's is one of the first GPU, on
+        # which each rank of the node would make a context.
+        super().__init__(folder, per_thread_copy_ahead=0 if on_host else COPY_AHEAD)
+        self.fs = self.files = _HashedFiles(progress)
         self.begin = begin
         self.commit = commit
-        self.progress = progress
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # DCP would make the folder here, on every rank
@@ -106,14 +175,13 @@ class StepWriter(FileSystemWriter):
             written.set_result([])
             return written
         try:
-            results = super().write_data(plan, planner).wait()
+            with _without_crc32():
+                results = super().write_data(plan, planner).wait()
         except Exception as error:
             raise _os_error_of(error) from None
-        names = {result.storage_data.relative_path for result in results}
-        digests = {name: manifest.digest(self.folder / name, self.progress) for name in names}
         hashed: list[WriteResult] = []
         for result in results:
-            digest = digests[result.storage_data.relative_path]
+            digest = self.files.digests[result.storage_data.relative_path]
             hashed.append(
                 HashedResult(result.index, result.size_in_bytes, result.storage_data, digest)
             )
@@ -137,6 +205,19 @@ def _bytes_of(item: WriteItem) -> int:
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Return a context in which `torch.save` computes no CRC-32 of a tensor: the manifest has the
+    SHA-256 of the file, and torch does not read the other.
+    """
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
 def _os_error_of(error: Exception) -> BaseException:
     """Return the OSError that led to an error, or the error itself.
 
@@ -148,16 +229,47 @@ def _os_error_of(error: Exception) -> BaseException:
     return cause or error
 
 
-class ProgressSavePlanner(DefaultSavePlanner):
-    """A planner that calls `progress` for each part of a tensor."""
+class StepPlanner(DefaultSavePlanner):
+    """A planner that calls `progress` for each part of a tensor.
 
-    def __init__(self, progress: Callable[[], None]):
+    copies: of this rank's parts of all tensors by name, which are written in place of the tensors
+    themselves; None to write the tensors. failure: an error of this rank before the save, which
+    becomes one of `dcp.save` on all ranks.
+    """
+
+    def __init__(
+        self,
+        progress: Callable[[], None],
+        copies: Mapping[str, Tensor] | None = None,
+        failure: Exception | None = None,
+    ):
         super().__init__()
         self.progress = progress
+        self.copies = copies
+        self.failure = failure
+        self.pickles: dict[bytes, Any] = {}  # a value, pickled: the file that torch.save makes
+
+    def create_local_plan(self) -> SavePlan:
+        if self.failure is not None:
+            raise self.failure
+        return super().create_local_plan()
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         self.progress()
-        return super().resolve_data(write_item)
+        if write_item.type == WriteItemType.BYTE_IO:
+            return self._pickle_of(write_item)
+        if self.copies is None:
+            return super().resolve_data(write_item)
+        return self.copies[write_item.index.fqn]
+
+    def _pickle_of(self, write_item: WriteItem) -> Any:
+        """Return a value as `torch.save` writes it. Parameters have a few settings of the optimizer
+        each, most of them equal, and each value is written once.
+        """
+        key = pickle.dumps(self.lookup_object(write_item.index))
+        if key not in self.pickles:
+            self.pickles[key] = super().resolve_data(write_item)
+        return self.pickles[key]
 
 
 class _LazySavePlanner(DefaultSavePlanner):

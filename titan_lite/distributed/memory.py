@@ -1,6 +1,7 @@
 """Price a layout: the bytes that a rank keeps, and those of gathering weights once a step.
 
     steady_bytes(config, layout)                          # weights, gradients, optimizer state
+    host_copy_bytes(config, layout)                       # what saves in the background keep
     gathered_once_bytes(config, layout)                   # beside them, with layout.gathers_once
 
 Layout.gathers_once depends on both. Bytes of activations, and when they are needed, are the
@@ -47,12 +48,29 @@ def steady_bytes(config: Config, layout: "Layout") -> float:
     errors of compressed gradients. A copy of a tied table has no moments.
     """
     own = layout.parameters_of_rank / layout.fsdp_degree
-    in_matrices = own * share_of_matrices(layout.shapes_of_rank)
-    moments = sum(moment_bytes(config.optimizer, own, in_matrices))
+    moments = _moment_bytes_of_rank(config, layout)
     copied = layout.copied_of_rank / layout.fsdp_degree
     weights_and_gradients = 2 * STORED_BYTES * (own + copied)
     errors = 2 * compression_error_bytes(config, layout)
     return weights_and_gradients + moments + (owner_bytes(config, layout) + errors)
+
+
+def host_copy_bytes(config: Config, layout: "Layout") -> float:
+    """Return the bytes of host memory that a rank keeps for saves in the background: a copy of its
+    tensors in a checkpoint (checkpoint/host_copies.py).
+    """
+    if not config.checkpoint.enable or config.checkpoint.async_mode == "disabled":
+        return 0.0
+    weights = STORED_BYTES * layout.parameters_of_rank / layout.fsdp_degree
+    moments = _moment_bytes_of_rank(config, layout)
+    return weights + moments + owner_bytes(config, layout) + compression_error_bytes(config, layout)
+
+
+def _moment_bytes_of_rank(config: Config, layout: "Layout") -> float:
+    """Return the bytes of a rank's shards of moments."""
+    own = layout.parameters_of_rank / layout.fsdp_degree
+    in_matrices = own * share_of_matrices(layout.shapes_of_rank)
+    return sum(moment_bytes(config.optimizer, own, in_matrices))
 
 
 def owner_bytes(config: Config, layout: "Layout") -> float:

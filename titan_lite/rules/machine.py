@@ -22,6 +22,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.memory import (
     compression_error_bytes,
     gathered_once_bytes,
+    host_copy_bytes,
     steady_bytes,
 )
 from titan_lite.distributed.process_group import all_equal
@@ -170,10 +171,12 @@ def check_memory(
             " `titan-lite plan RECIPE --world-size 8` predicts what GPUs need, or use a smaller"
             " model.flavor"
         )
-    raise_mistakes(config, _does_not_fit(config, layout, device_bytes))
+    raise_mistakes(config, _does_not_fit(config, layout, device_bytes, host_bytes))
 
 
-def _does_not_fit(config: Config, layout: Layout, device_bytes: float) -> Iterator[Mistake]:
+def _does_not_fit(
+    config: Config, layout: Layout, device_bytes: float, host_bytes: float
+) -> Iterator[Mistake]:
     steady = steady_bytes(config, layout)
     once = steady + gathered_once_bytes(config, layout)
     if steady > device_bytes:
@@ -200,6 +203,19 @@ def _does_not_fit(config: Config, layout: Layout, device_bytes: float) -> Iterat
                 f" {device_bytes / 2**30:.0f}"
             ),
             instead='"microbatch" or "auto"',
+        )
+    copy = host_copy_bytes(config, layout)
+    on_host = copy + steady if device_bytes == math.inf else copy
+    if on_host > host_bytes:
+        beside = ", beside them" if on_host > copy else ""
+        yield Mistake(
+            key="checkpoint.async_mode",
+            value=config.checkpoint.async_mode,
+            why=(
+                f"keeps a copy of weights and optimizer state in host memory{beside}:"
+                f" {on_host / 2**30:.0f} GiB a rank, and a rank has {host_bytes / 2**30:.0f}"
+            ),
+            instead='"disabled"',
         )
 
 

@@ -22,10 +22,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titan_lite import manifest
 from titan_lite.checkpoint import manager as checkpoint
+from titan_lite.checkpoint.host_copies import HostCopies
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.checkpoint.state import RunState
-from titan_lite.checkpoint.tensor_files import ProgressSavePlanner, StepWriter, read_metadata
+from titan_lite.checkpoint.tensor_files import StepPlanner, StepWriter, read_metadata
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError, fields_of
@@ -144,6 +145,30 @@ def test_what_the_optimizer_does_meanwhile_is_not_in_a_step(mode, tmp_path, monk
     assert_step(steps_of, 1)
 
 
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_save_asked_for_while_one_runs_waits_for_it_and_takes_its_memory(
+    mode, tmp_path, monkeypatch
+):
+    begin, write = threading.Event(), StepWriter.write_data
+    monkeypatch.setattr(StepWriter, "write_data", lambda *args: begin.wait(30) and write(*args))
+    steps_of, live = of(tmp_path, async_mode=mode), tensors(1)
+    steps_of.save(1, live, RunState())
+    memory = {name: copy.data_ptr() for name, copy in steps_of.host_copies.copies.items()}
+    for name, tensor in tensors(2).items():
+        live[name].copy_(tensor)
+    timer = threading.Timer(0.2, begin.set)
+    timer.start()
+    steps_of.save(2, live, RunState())
+    assert begin.is_set()
+    for tensor in live.values():
+        tensor.zero_()
+    steps_of.wait()
+    kept = {name: copy.data_ptr() for name, copy in steps_of.host_copies.copies.items()}
+    assert kept == memory
+    for step in (1, 2):
+        assert_step(steps_of, step)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_model_alone_where_the_last_step_is_asked_for_so(mode, tmp_path):
     steps_of = of(tmp_path, async_mode=mode, last_save_model_only=True)
@@ -197,7 +222,7 @@ def test_nothing_is_written_where_there_is_no_room(mode, tmp_path, monkeypatch):
 
 
 PHASES = {
-    "data": (ProgressSavePlanner, "resolve_data"),
+    "data": (StepPlanner, "resolve_data"),
     "hashes": (manifest, "digest"),
     "manifest": (manifest, "write"),
     "folder": (manifest, "sync"),
@@ -465,15 +490,27 @@ def test_plain_dcp_loads_a_step(tmp_path):
 
 def test_dcp_makes_a_file_of_torch_save_of_a_step_with_the_sections_of_torchtitan(tmp_path):
     steps_of = of(tmp_path)
-    values = {"train_state.step": 1, "optimizer.param_groups.w.betas": (0.9, 0.95)}
+    settings = {  # equal ones, which are pickled once, and 1 == 1.0 == True, which are not equal
+        "w.betas": (0.9, 0.95),
+        "v.betas": (0.9, 0.95),
+        "w.lr": 1,
+        "v.lr": 1.0,
+        "u.lr": 1.0,
+        "w.decoupled": True,
+    }
+    values = {f"optimizer.param_groups.{name}": value for name, value in settings.items()}
+    values["train_state.step"] = 1
     steps_of.save(1, {**tensors(1), **values}, RunState())
+    assert torch.serialization.get_crc32_options()  # as others have it
     assert_step(steps_of, 1)
     dcp_to_torch_save(tmp_path / "checkpoint/step-1", tmp_path / "step.pt")
     found = torch.load(tmp_path / "step.pt", weights_only=False)
     assert sorted(found) == ["half", "optimizer", "train_state", "w"]
     assert torch.equal(found["w"], tensors(1)["w"])
     assert torch.equal(found["optimizer"]["state.w.exp_avg"], tensors(1)["w"] * 2)
-    assert tuple(found["optimizer"]["param_groups.w.betas"]) == (0.9, 0.95)
+    for name, value in settings.items():
+        saved = found["optimizer"][f"param_groups.{name}"]
+        assert repr(saved) == repr(value)
     assert found["train_state"]["step"] == 1
     assert steps_of.read_state(1).tensors == ("model", "optimizer")
 
@@ -526,9 +563,9 @@ def two_ranks(folder, mode):
     steps_of.save(1, live, RunState())
     steps_of.wait()
 
-    resolve = ProgressSavePlanner.resolve_data
+    resolve = StepPlanner.resolve_data
     if rank == 1:
-        ProgressSavePlanner.resolve_data = lambda *args: (_ for _ in ()).throw(
+        StepPlanner.resolve_data = lambda *args: (_ for _ in ()).throw(
             OSError(5, "Input/output error")
         )
     told = ""
@@ -538,7 +575,18 @@ def two_ranks(folder, mode):
             steps_of.poll()  # one raises where all do
     except CheckpointError as error:
         told = str(error)
-    ProgressSavePlanner.resolve_data = resolve
+    StepPlanner.resolve_data = resolve
+    no_memory = ""
+    if mode == "async":
+        update = HostCopies.update
+        if rank == 1:
+            HostCopies.update = lambda *args: torch.empty(2**60)
+        try:
+            steps_of.save(2, live, RunState())
+            steps_of.wait()
+        except CheckpointError as error:
+            no_memory = str(error)
+        HostCopies.update = update
     steps_of.save(3, live, RunState())
     live["a"].to_local().zero_()
     steps_of.wait()
@@ -557,17 +605,21 @@ def two_ranks(folder, mode):
         steps_of.verified_step()
     except ConfigError as error:
         elsewhere = str(error)
-    return begun[:1], told, same, found, names(folder), elsewhere
+    return begun[:1], told, no_memory, same, found, names(folder), elsewhere
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("disabled", marks=pytest.mark.slow)])
 def test_ranks_agree_on_what_failed_and_on_what_is_whole(mode, tmp_path):
     for rank, result in enumerate(run_ranks(2, two_ranks, tmp_path, mode)):
-        needed, told, same, found, there, elsewhere = result
+        needed, told, no_memory, same, found, there, elsewhere = result
         assert needed == [[160 + 160 + 4], []][rank]
         assert "step 2 was not saved" in told
         assert "rank 1: OSError: [Errno 5] Input/output error" in told
         assert "rank 0" not in told
+        if mode == "async":
+            assert "step 2 was not saved" in no_memory
+            assert "rank 1: RuntimeError" in no_memory
+            assert "rank 0" not in no_memory
         assert same
         assert found == 1
         assert there == ["invalid-step-3", "step-1"]
