@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from titan_lite.config import SECTIONS
+from titan_lite.config.effects import Effect, OnlyWith
 from titan_lite.config.errors import in_toml
 from titan_lite.config.help import accepted, doc_of
 
@@ -46,8 +47,17 @@ def key_tables() -> str:
 
 
 def purpose(field: FieldInfo) -> str:
-    """Return the docstring of a key in one line."""
-    return " ".join((field.description or "").split())
+    """Return the docstring of a key in one line, and what another value does at a resume."""
+    words = " ".join((field.description or "").split())
+    effect = next((mark for mark in field.metadata if isinstance(mark, Effect)), None)
+    if effect is None:
+        return words
+    conditions = [
+        f", if {mark.key} = {in_toml(mark.value)}"
+        for mark in field.metadata
+        if isinstance(mark, OnlyWith)
+    ]
+    return f"{words} Changed at a resume: {effect.value}{''.join(conditions)}."
 
 
 # --- docs/design.md -------------------------------------------------------------------------------

@@ -8,15 +8,15 @@
     the optimizer starts anew: optimizer.name = "Muon", was "AdamW"
     changed: training.steps = 200, was 100
 
-Where the identity of a run (checkpoint/run_identity.py) has more than the recipe, it decides, and
-not the key: another `data.path` with the same documents is the same data.
+The effect of a key is a mark at its field (config/effects.py). Where the identity of a run
+(checkpoint/run_identity.py) has more than the recipe, it decides, and not the key: another
+`data.path` with the same documents is the same data.
 """
 
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,19 +24,9 @@ from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.run_identity import DocumentsOfRun, RunIdentity
 from titan_lite.checkpoint.state import NAME, SavedState
 from titan_lite.config import KEYS, Checkpoint, ConfigError, is_unset
+from titan_lite.config.effects import Effect, effect_of
 from titan_lite.data.source_identity import differences_in_words
 from titan_lite.manifest import fields_of
-
-
-class Effect(Enum):
-    """The effect of a difference on a resume; those that matter most come first."""
-
-    REFUSED = "it cannot go on"
-    RESTARTS_DATA = "the data starts anew"
-    RESTARTS_OPTIMIZER = "the optimizer starts anew"
-    RESTARTS_COMPRESSION = "gradient compression starts anew"
-    ROUNDING = "numbers change by rounding"
-    NOTED = "changed"
 
 
 class Acceptance(NamedTuple):
@@ -53,32 +43,6 @@ ACCEPTED_BY = {
     Effect.RESTARTS_OPTIMIZER: Acceptance("accept_model_only", "starts with moments of zero"),
 }
 
-EFFECT_OF_KEY = {  # all other keys: NOTED
-    "data.dataset": Effect.RESTARTS_DATA,
-    "data.validation_fraction": Effect.RESTARTS_DATA,
-    "data.shuffle": Effect.RESTARTS_DATA,
-    "data.shuffle_buffer": Effect.RESTARTS_DATA,
-    "debug.seed": Effect.RESTARTS_DATA,
-    "optimizer.name": Effect.RESTARTS_OPTIMIZER,
-    "optimizer.max_preconditioner_dim": Effect.RESTARTS_OPTIMIZER,
-    # the same sums by other kernels or in another order
-    "compile.backend": Effect.ROUNDING,
-    "compile.components": Effect.ROUNDING,
-    "compile.enable": Effect.ROUNDING,
-    "debug.deterministic": Effect.ROUNDING,
-    "parallelism.fsdp_communication": Effect.ROUNDING,
-    "parallelism.pipeline_parallel_microbatch_size": Effect.ROUNDING,
-    "training.attention_kernel": Effect.ROUNDING,
-    "training.float32_matmul_precision": Effect.ROUNDING,
-    "training.local_batch_size": Effect.ROUNDING,
-    "training.loss_chunk_tokens": Effect.ROUNDING,
-}
-# key: (another key, its value) without which the key has no effect, so that a change is NOTED
-ONLY_WITH = {
-    "data.shuffle_buffer": ("data.shuffle", True),
-    "debug.seed": ("data.shuffle", True),
-    "optimizer.max_preconditioner_dim": ("optimizer.name", "Shampoo"),
-}
 # field of RunIdentity: what it is called ({}: of its dictionary, the key that differs), its effect
 FIELDS = {
     "model": ("the model's {} ([model])", Effect.REFUSED),
@@ -156,8 +120,8 @@ class Changes:
         for effect, (key, does) in ACCEPTED_BY.items():
             texts = self._texts(effect)
             accepted = getattr(checkpoint, key)
-            not_needed = effect is Effect.RESTARTS_OPTIMIZER and self.is_last_step
-            if texts and not accepted and not not_needed:
+            waived = effect is Effect.RESTARTS_OPTIMIZER and self.is_last_step
+            if texts and not (accepted or waived):
                 self._refuse(effect, texts, f"checkpoint.{key} = true, which {does}")
 
     def _refuse(self, effect: Effect, texts: list[str], instead: str) -> None:
@@ -228,9 +192,7 @@ def _changes_of_recipe(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
     for key, before, after in leaves_that_differ(was, now):
         if before is None and key in KEYS and after == _as_in_json(KEYS[key].default):
             continue  # the step is older than the key
-        effect = EFFECT_OF_KEY.get(key, Effect.NOTED)
-        if not (_matters(key, was) or _matters(key, now)):
-            effect = Effect.NOTED
+        effect = effect_of(KEYS[key], was, now) if key in KEYS else Effect.NOTED
         now_words = f"{key} is not set" if is_unset(key, after) else f"{key} = {short(after)}"
         was_words = "not set" if is_unset(key, before) else short(before)
         yield Change(effect, f"{now_words}, was {was_words}")
@@ -238,15 +200,6 @@ def _changes_of_recipe(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
 
 def _as_in_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _matters(key: str, recipe: Mapping[str, Any]) -> bool:
-    """Return False if a recipe has a key of ONLY_WITH without the other key's value."""
-    if key not in ONLY_WITH:
-        return True
-    other, value = ONLY_WITH[key]
-    section, _, name = other.partition(".")
-    return recipe.get(section, {}).get(name) == value
 
 
 def _changes_of_fields(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:

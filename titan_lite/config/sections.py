@@ -3,8 +3,9 @@
     config.training.steps                # load.py reads a Config from a recipe and the command line
     KEYS["training.steps"].description   # "Optimizer steps of the run, resumed parts included."
 
-A field's type has the values that are accepted, its docstring the meaning and the unit. Rules
-across keys are in titan_lite/rules/. Help and docs/recipes.md are made from these docstrings by
+A field's type has the values that are accepted, and what another value does at a resume
+(effects.py); its docstring has the meaning and the unit. Rules across keys are in
+titan_lite/rules/. Help and docs/recipes.md are made from these docstrings by
 help.py. Imports no torch.
 """
 
@@ -20,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
+from titan_lite.config.effects import OnlyWith, RestartsData, RestartsOptimizer, Rounding
 from titan_lite.config.families import FAMILIES
 
 Own = TypeVar("Own", bound="Section")
@@ -157,7 +159,7 @@ class Model(Section):
 class Training(Section):
     """Batch size, sequence length, steps and precision; which steps are skipped."""
 
-    local_batch_size: int = Field(8, ge=1, le=2**16)
+    local_batch_size: Rounding[int] = Field(8, ge=1, le=2**16)
     """Sequences per forward of a data-parallel rank or its pipeline."""
 
     global_batch_size: Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] = -1
@@ -176,7 +178,7 @@ class Training(Section):
     3.2); by FlashAttention on NVIDIA GPUs in bfloat16; with context parallelism and elsewhere by a
     mask of all pairs of tokens."""
 
-    attention_kernel: Literal["auto", "cudnn", "FA2", "FA3", "FA4"] = "auto"
+    attention_kernel: Rounding[Literal["auto", "cudnn", "FA2", "FA3", "FA4"]] = "auto"
     """Attention on NVIDIA GPUs: auto is torch's choice (a new cuDNN on H100 and B200, else
     FlashAttention 2) and with context parallelism FlashAttention 2; FA3 (H100, package
     flash_attn_interface) and FA4 (H100 and B200, package flash_attn) are newer ones; mask_documents
@@ -194,12 +196,12 @@ class Training(Section):
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Gradient reduction and accumulation, its traffic."""
 
-    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    float32_matmul_precision: Rounding[Literal["highest", "high", "medium"]] = "highest"
     """Argument of torch.set_float32_matmul_precision, for matrix products of float32 tensors: high
     lets GPUs compute them in TF32, about eight times as fast, with 10 bits of mantissa; no effect
     on products in bfloat16."""
 
-    loss_chunk_tokens: int = Field(0, ge=-1, le=2**24)
+    loss_chunk_tokens: Rounding[int] = Field(0, ge=-1, le=2**24)
     """Tokens of a microbatch that a rank projects to the vocabulary at a time, with their part of
     loss and gradients, so that logits of all never exist; at most 16 chunks. 0: all at once if
     logits, copies and gradients take at most 1.5 GiB (12 bytes for each token and entry of the
@@ -226,7 +228,7 @@ class Training(Section):
 class Optimizer(Section):
     """The optimizer and its constants."""
 
-    name: Literal["AdamW", "Muon", "Shampoo"] = "AdamW"
+    name: RestartsOptimizer[Literal["AdamW", "Muon", "Shampoo"]] = "AdamW"
     """Muon: momentum made orthogonal; Shampoo: momentum between roots of gradient statistics. Both
     are for matrices within blocks, and AdamW for embedding, output and norms."""
 
@@ -255,7 +257,9 @@ class Optimizer(Section):
     """Muon: dtype of the Newton-Schulz iteration, and of the traffic of matrices to their owners
     and back."""
 
-    max_preconditioner_dim: int = Field(1024, ge=1)
+    max_preconditioner_dim: Annotated[
+        RestartsOptimizer[int], OnlyWith("optimizer.name", "Shampoo")
+    ] = Field(1024, ge=1)
     """Shampoo: larger matrices are cut into blocks of at most so many rows and columns."""
 
     precondition_frequency: int = Field(10, ge=1)
@@ -333,7 +337,7 @@ class Parallelism(Section):
     Interleaved1F1B two or more, InterleavedZeroBubble two or more, and ZBVZeroBubble and DualPipeV
     two. The last three have a backward in two halves, of inputs and of weights."""
 
-    pipeline_parallel_microbatch_size: int = Field(1, ge=1)
+    pipeline_parallel_microbatch_size: Rounding[int] = Field(1, ge=1)
     """Sequences per pipeline microbatch, of the local_batch_size."""
 
     pipeline_parallel_stages_per_rank: Annotated[int, Field(ge=1)] | Literal[-1] = -1
@@ -359,7 +363,7 @@ class Parallelism(Section):
     worth freeing, since backward needs them first. A block that activation_checkpoint recomputes
     reads the weights that are kept."""
 
-    fsdp_communication: Literal["auto", "step", "microbatch"] = "auto"
+    fsdp_communication: Rounding[Literal["auto", "step", "microbatch"]] = "auto"
     """With several microbatches (gradient accumulation, pipeline): step gathers all weights and
     reduces all gradients once per optimizer step (memory: the rank's stages, unsharded, in
     mixed_precision_param, and their gradients in mixed_precision_reduce); microbatch does both for
@@ -409,15 +413,15 @@ class Float8(Section):
 class Compile(Section):
     """The compiler, and the passes that bucket and overlap communication."""
 
-    enable: bool = False
+    enable: Rounding[bool] = False
     """Compile each of components as one graph."""
 
-    components: tuple[Literal["model", "loss", "optimizer"], ...] = ("model", "loss")
+    components: Rounding[tuple[Literal["model", "loss", "optimizer"], ...]] = ("model", "loss")
     """Compiled parts: model; loss, for which Inductor avoids float32 copies of the logits (in
     chunks of tokens it is in the model's graph); optimizer, which gains little, since its fused
     update is already one kernel."""
 
-    backend: Literal["inductor", "aot_eager"] = "inductor"
+    backend: Rounding[Literal["inductor", "aot_eager"]] = "inductor"
     """inductor makes kernels; aot_eager only traces (for tests)."""
 
     bucketing: Literal["none", "block", "listed", "greedy", "auto"] = "block"
@@ -507,10 +511,10 @@ class Checkpoint(Section):
 class Corpus(Section):
     """The source of documents: keys of [data], and of each table of data.sources."""
 
-    dataset: (
+    dataset: RestartsData[
         Literal["stdlib", "local", "c4", "prepared"]
         | Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$", title="owner/name")]
-    ) = "stdlib"
+    ] = "stdlib"
     """stdlib: documentation and sources of the running Python; local: files at path; owner/name: a
     dataset of the Hugging Face hub, streamed; c4: allenai/c4 in English, with its own validation
     split; prepared: tokens that titan-lite prepare wrote to path."""
@@ -543,14 +547,16 @@ class Data(Corpus):
     """Several corpora to mix: [[data.sources]] tables with the keys dataset, path, subset, split,
     text_field and weight; [data] then has none of these."""
 
-    validation_fraction: float = Field(0.05, ge=0, lt=1)
+    validation_fraction: RestartsData[float] = Field(0.05, ge=0, lt=1)
     """Share of documents held out for validation, chosen by a hash of their name; where it is not
     set and [validation] has documents of its own, 0."""
 
-    shuffle: bool = True
+    shuffle: RestartsData[bool] = True
     """Shuffle documents with debug.seed, anew in each epoch."""
 
-    shuffle_buffer: int = Field(10_000, ge=1)
+    shuffle_buffer: Annotated[RestartsData[int], OnlyWith("data.shuffle", True)] = Field(
+        10_000, ge=1
+    )
     """Documents of 4 KiB in the shuffle buffer, over all files."""
 
     min_document_tokens: int = Field(0, ge=0)
@@ -733,10 +739,12 @@ class Comm(Section):
 class Debug(Section):
     """Settings to repeat a run exactly."""
 
-    seed: int = Field(0, ge=0, le=2**63 - 1)
+    seed: Annotated[RestartsData[int], OnlyWith("data.shuffle", True)] = Field(
+        0, ge=0, le=2**63 - 1
+    )
     """Seed of weights and data order."""
 
-    deterministic: bool = False
+    deterministic: Rounding[bool] = False
     """Use deterministic kernels, and fail where there is none."""
 
 
