@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from titan_lite.config import KEYS, Config, ConfigError
+from titan_lite.config import KEYS, SECTIONS, Config, ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.distributed.layout import Layout
 
@@ -23,6 +23,10 @@ class Mistake:
     value: object
     why: str  # what is wrong with it: the words after "section.name = value"
     instead: str  # what to use
+
+    @property
+    def section(self) -> str:
+        return self.key.partition(".")[0]
 
     def message(self, config: Config) -> str:
         """Return the line that tells of it, with the file or "command line" that has the key."""
@@ -57,8 +61,10 @@ def rule_with_torch(function: Rule) -> Rule:
 
 
 def raise_mistakes(config: Config, mistakes: Iterable[Mistake]) -> None:
-    """Raise one ConfigError with all mistakes, if there are any."""
-    messages = dict.fromkeys(mistake.message(config) for mistake in mistakes)  # each once
+    """Raise one ConfigError with all mistakes, in the order of their sections, if there are any."""
+    sections = list(SECTIONS)
+    ordered = sorted(mistakes, key=lambda mistake: sections.index(mistake.section))
+    messages = dict.fromkeys(mistake.message(config) for mistake in ordered)  # each once
     if messages:
         raise ConfigError(*messages)
 

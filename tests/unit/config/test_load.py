@@ -829,11 +829,11 @@ def test_impossible_combinations_are_told_together_and_only_where_all_values_are
     )
     found = lines_of(write(tmp_path, text))
     assert [line.partition(" = ")[0].rpartition(": ")[2] for line in found] == [
-        "checkpoint.must_resume",
-        "lr_scheduler.warmup_steps",
         "model.tokenizer_path",
+        "lr_scheduler.warmup_steps",
+        "checkpoint.must_resume",
         "data.path",
-    ]
+    ]  # the order of the sections
     assert len(lines_of(write(tmp_path, text + "[training]\nsteps = 0"))) == 1
 
 
