@@ -223,8 +223,8 @@ def gathered_apart(stage, microbatches=0):
     """
     sharding = stage.sharding
     gatherer = GathererOfEach(sharding)
-    sharding.step = sharding.reader = gatherer
+    sharding.eager = sharding.reader = gatherer
     yield
     gatherer.reduce()
-    sharding.step = None
+    sharding.eager = sharding.prefetch
     sharding.reader = sharding.graph

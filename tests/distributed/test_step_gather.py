@@ -81,7 +81,7 @@ def train(way, mesh, config, param):
         optimizer.zero_grad()
         with parameter_collectives() as counts, way(stage, len(mine)):
             loss, _ = step(stage, mesh, mine, (labels != -100).sum(), gradient=False)
-            gathered = stage.sharding.step.weights
+            gathered = stage.sharding.eager.weights
             weights = [weight.detach().clone() for _, weight in sorted(gathered.items())]
         gradients = [
             local(parameter.grad).clone()
@@ -219,7 +219,7 @@ def memory(param):
         for _ in range(2):  # before prefetch has learnt the order, and after
             with stage.gathered_for_step(len(mine)):
                 step(stage, mesh, mine, (labels != -100).sum(), gradient=False)
-                weights += map(reference, stage.sharding.step.weights.values())
+                weights += map(reference, stage.sharding.eager.weights.values())
             most["weights"] = max(most["weights"], alive(weights, 0))
     assert alive(flat, 0) == alive(gradients, 0) == 0
     assert len(flat) == 2 * (BUCKETS - 2)  # embedding and output are alone

@@ -9,6 +9,7 @@ SimpleFSDP (arXiv 2411.00284) needs no other collectives; the gatherers of simpl
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -158,6 +160,52 @@ class ShardSpec:
         gradient = stand_in if self.float8 else weight
         assert gradient is not None
         return gradient
+
+
+class _GatherContext(FunctionCtx):
+    """The values that a gather keeps for backward."""
+
+    shard: Tensor
+    spec: ShardSpec
+    reduce: "Reduce"
+
+
+class GatheredWeight(torch.autograd.Function):
+    """Shard -> (full weight, None), or for float8 (bytes, stand-in for the weight in autograd). The
+    gradient of the weight, or of its stand-in -> the gradient of the shard.
+
+    gather and reduce: run the collectives.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _GatherContext,
+        shard: Tensor,
+        spec: ShardSpec,
+        scale: Tensor | None,
+        gather: "Gather",
+        reduce: "Reduce",
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.shard = shard
+        ctx.spec = spec
+        ctx.reduce = reduce
+        ctx.set_materialize_grads(False)  # bytes have no gradient, for which autograd makes zeros
+        weight = gather(shard, spec, scale)
+        weight = weight.view_as(weight)  # autograd needs a new tensor if nothing was gathered
+        return weight, spec.gradient_stand_in(weight)
+
+    @staticmethod
+    def backward(
+        ctx: _GatherContext, of_weight: Tensor | None, of_stand_in: Tensor | None
+    ) -> tuple[Tensor, None, None, None, None]:
+        gradient = ctx.spec.gradient_of(of_weight, of_stand_in)
+        return ctx.reduce(gradient, ctx.spec, ctx.shard), None, None, None, None
+
+
+# (shard, spec, scale) -> full weight
+Gather = Callable[[Tensor, ShardSpec, Tensor | None], Tensor]
+# (unsharded gradient, spec, shard) -> this rank's rows of the sum, like the shard
+Reduce = Callable[[Tensor, ShardSpec, Tensor], Tensor]
 
 
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:

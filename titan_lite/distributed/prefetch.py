@@ -19,14 +19,13 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_lite.distributed.activation_checkpoint import kept_weights
 from titan_lite.distributed.buckets import Specs, gather_blocks
 from titan_lite.distributed.float8_scales import Float8Scales
 from titan_lite.distributed.gradient_reducer import GradientReducer
-from titan_lite.distributed.param_collectives import InFlight, ShardSpec
+from titan_lite.distributed.param_collectives import GatheredWeight, InFlight, ShardSpec
 from titan_lite.dtensor import as_shard_of, local
 from titan_lite.models.float8 import Scaled
 
@@ -95,12 +94,22 @@ class PrefetchGatherer:
     def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor | Scaled:
         """Return the full weight; its backward reduces the gradient."""
         scale = self.scales.get(spec.fqn)
-        weight, stand_in = _PrefetchedGather.apply(parameter, spec, self, scale)
+        # The parameter itself: DTensor's way to its local tensor and back takes 0.1 ms.
+        weight, stand_in = GatheredWeight.apply(
+            parameter, spec, scale, self._full_weight, self._reduce_to_shard
+        )
         if self.reads is not None and spec.fqn in self.resharded:
             self._remember(weight, parameter, spec)
         return weight if scale is None else Scaled(weight, scale, stand_in)
 
-    def full_weight(self, parameter: nn.Parameter, spec: ShardSpec, scale: Tensor | None) -> Tensor:
+    def leaf(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor:
+        """Return the tensor that autograd accumulates the gradient into: the parameter."""
+        return parameter
+
+    def take_gradients(self) -> None:
+        """Do nothing: backward has left the gradients where the optimizer reads them."""
+
+    def _full_weight(self, parameter: Tensor, spec: ShardSpec, scale: Tensor | None) -> Tensor:
         """Return the full weight: gathered, or for a recomputation the one that forward kept."""
         kept = kept_weights()
         if kept is None or spec.fqn in self.resharded or spec.shard_degree == 1:
@@ -156,6 +165,10 @@ class PrefetchGatherer:
             return spec.start_reduce(gradient).to(dtype)
         self._in_phase()
         return self.reducer.add(gradient, spec, dtype)
+
+    def _reduce_to_shard(self, gradient: Tensor, spec: ShardSpec, parameter: Tensor) -> Tensor:
+        """Return the gradient of the parameter, as `reduce` does."""
+        return as_shard_of(parameter, self.reduce(gradient, spec, parameter.dtype))
 
     # Resharding after forward
 
@@ -245,46 +258,6 @@ class PrefetchGatherer:
         self.order = []
         self.gathered.clear()
         self.reducer.reset()
-
-
-class _GatherContext(FunctionCtx):
-    """The values that a gather keeps for backward."""
-
-    parameter: nn.Parameter
-    spec: ShardSpec
-    gatherer: PrefetchGatherer
-
-
-class _PrefetchedGather(torch.autograd.Function):
-    """Parameter -> (unsharded weight, None), or for float8 (bytes, stand-in for the weight in
-    autograd).
-
-    Its input is the parameter itself: DTensor's way to its local tensor and back takes 0.1 ms.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: _GatherContext,
-        parameter: nn.Parameter,
-        spec: ShardSpec,
-        gatherer: PrefetchGatherer,
-        scale: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.parameter = parameter
-        ctx.spec = spec
-        ctx.gatherer = gatherer
-        ctx.set_materialize_grads(False)  # bytes have no gradient, for which autograd makes zeros
-        weight = gatherer.full_weight(parameter, spec, scale)
-        weight = weight.view_as(weight)  # autograd needs a new tensor if nothing was gathered
-        return weight, spec.gradient_stand_in(weight)
-
-    @staticmethod
-    def backward(
-        ctx: _GatherContext, of_weight: Tensor | None, of_stand_in: Tensor | None
-    ) -> tuple[Tensor, None, None, None]:
-        gradient = ctx.spec.gradient_of(of_weight, of_stand_in)
-        rows = ctx.gatherer.reduce(gradient, ctx.spec, ctx.parameter.dtype)
-        return as_shard_of(ctx.parameter, rows), None, None, None
 
 
 def _storage_address(tensor: Tensor) -> int:

@@ -8,7 +8,7 @@ backward reduces its gradient.
 Each module's class is replaced by a subclass whose parameters are properties (`read_parameter`): no
 module hooks, no streams, no flat parameters. FQNs, `parameters()` and `state_dict()` read
 `_parameters`, which holds the shards; they never communicate. In eager mode a gatherer decides when
-collectives run (`ShardedModel.gatherer`). A compiled model is traced with a `TracedGatherer`, whose
+collectives run (`ShardedModel.eager`). A compiled model is traced with a `TracedGatherer`, whose
 reader says what graphs have as inputs (`ShardedModel.reader`). `ShardedModel.gathered_for_step`
 selects those of a whole step:
 
@@ -41,7 +41,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -49,7 +48,7 @@ from torch.fx.traceback import annotate
 
 from titan_lite.distributed.buckets import Specs
 from titan_lite.distributed.float8_scales import Float8Scales
-from titan_lite.distributed.param_collectives import ShardSpec
+from titan_lite.distributed.param_collectives import GatheredWeight, ShardSpec
 from titan_lite.distributed.prefetch import PrefetchGatherer
 from titan_lite.distributed.step_gather import (
     OncePerStepGatherer,
@@ -73,6 +72,20 @@ class Gatherer(Protocol):
         ...
 
 
+class EagerGatherer(Gatherer, Protocol):
+    """The Gatherer of a model in eager mode."""
+
+    def leaf(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor:
+        """Return the tensor that autograd accumulates the gradient of a parameter into."""
+        ...
+
+    def take_gradients(self) -> None:
+        """Take the gradients of all leaves, after a backward that has set `.grad` and run no
+        hooks.
+        """
+        ...
+
+
 class ShardedParameters(NamedTuple):
     """The attribute `_fsdp` of a module whose parameters are sharded."""
 
@@ -85,38 +98,6 @@ def read_parameter(module: nn.Module, name: str) -> Tensor | Scaled:
     sharded: ShardedParameters = module._fsdp  # type: ignore[assignment]
     gatherer = sharded.model.gatherer
     return gatherer.read(module._parameters[name], sharded.specs[name])  # type: ignore[arg-type]
-
-
-class _GatherContext(FunctionCtx):
-    """The values that a gather keeps for backward."""
-
-    spec: ShardSpec
-    shard_dtype: torch.dtype
-
-
-class AllGather(torch.autograd.Function):
-    """Shard -> (unsharded weight, None), or for float8 (bytes, stand-in for the weight in
-    autograd). The gradient of the weight, or of its stand-in -> the gradient of the shard.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: _GatherContext, shard: Tensor, spec: ShardSpec, scale: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.spec = spec
-        ctx.shard_dtype = shard.dtype
-        ctx.set_materialize_grads(False)  # bytes have no gradient, for which autograd makes zeros
-        weight = spec.gather(shard, scale)
-        weight = weight.view_as(weight)  # autograd needs a new tensor if nothing was gathered
-        return weight, spec.gradient_stand_in(weight)
-
-    @staticmethod
-    def backward(
-        ctx: _GatherContext, of_weight: Tensor | None, of_stand_in: Tensor | None
-    ) -> tuple[Tensor, None, None]:
-        gradient = ctx.spec.gradient_of(of_weight, of_stand_in)
-        rows = ctx.spec.finish_reduce(ctx.spec.start_reduce(gradient))
-        return rows.to(ctx.shard_dtype), None, None
 
 
 class ShardReader:
@@ -136,8 +117,16 @@ class ShardReader:
         """Return the full weight, as nodes of a graph with these inputs."""
         shard, *scales = inputs
         scale = scales[0] if scales else None
-        weight, stand_in = AllGather.apply(shard, spec, scale)
+        weight, stand_in = GatheredWeight.apply(shard, spec, scale, _gather, _reduce)
         return weight if scale is None else Scaled(weight, scale, stand_in)
+
+
+def _gather(shard: Tensor, spec: ShardSpec, scale: Tensor | None) -> Tensor:
+    return spec.gather(shard, scale)
+
+
+def _reduce(gradient: Tensor, spec: ShardSpec, shard: Tensor) -> Tensor:
+    return spec.finish_reduce(spec.start_reduce(gradient)).to(shard.dtype)
 
 
 class GraphReader(Protocol):
@@ -184,18 +173,16 @@ class ShardedModel:
         self.reads = reads  # of each weight in a forward, by FQN: two of a tied one
         self.graph = ShardReader(scales)
         self.prefetch = PrefetchGatherer(specs, scales, resharded)
-        # within `gathered_for_step` alone, of eager mode
-        self.step: Gatherer | None = None
-        # A compiled model that is called outside of a step, for validation, has its own graph.
+        # `gathered_for_step` replaces one of these. A compiled model that is called outside of a
+        # step, for validation, has its own graph.
+        self.eager: EagerGatherer = self.prefetch
         self.reader: GraphReader = self.graph
         self.traced: TracedGatherer | None = None  # within `reading` alone
 
     @property
     def gatherer(self) -> Gatherer:
         """The gatherer of a read."""
-        if self.traced is not None:
-            return self.traced
-        return self.prefetch if self.step is None else self.step
+        return self.eager if self.traced is None else self.traced
 
     @property
     def variant(self) -> Hashable:
@@ -233,7 +220,7 @@ class ShardedModel:
 
     def replace_parameters(self, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
         self.specs = {replaced[parameter]: spec for parameter, spec in self.specs.items()}
-        self.prefetch = PrefetchGatherer(self.specs, self.scales, self.resharded)
+        self.eager = self.prefetch = PrefetchGatherer(self.specs, self.scales, self.resharded)
 
     def refresh_scales(self) -> None:
         """Compute the scales of float8 weights, whenever parameters have changed. A collective."""
@@ -241,8 +228,7 @@ class ShardedModel:
 
     def gradient_leaves(self) -> list[Tensor]:
         """Return the tensors that autograd accumulates into: parameters, or a step's weights."""
-        leaves = self.step.leaves if isinstance(self.step, OncePerStepGatherer) else {}
-        return [leaves.get(spec.fqn, parameter) for parameter, spec in self.specs.items()]
+        return [self.eager.leaf(parameter, spec) for parameter, spec in self.specs.items()]
 
     @contextmanager
     def gathered_for_step(self, microbatches: int, *, compiled: bool) -> Iterator[None]:
@@ -256,12 +242,12 @@ class ShardedModel:
         if compiled:
             self.reader = step = StepReader(self.specs, self.scales, gradients, self.reads)
         else:
-            self.step = step = OncePerStepGatherer(self.scales, self.prefetch, gradients)
+            self.eager = step = OncePerStepGatherer(self.scales, self.prefetch, gradients)
         try:
             yield
             step.finish()
         finally:
-            self.step = None
+            self.eager = self.prefetch
             self.reader = self.graph
             step.close()
 
@@ -272,8 +258,7 @@ class ShardedModel:
         """
         with self.prefetch.backward_of_weights():
             yield
-            if isinstance(self.step, OncePerStepGatherer):
-                self.step.take_gradients()
+            self.eager.take_gradients()
 
 
 def _sharding_of(root: nn.Module) -> ShardedModel:
@@ -403,7 +388,8 @@ def _sharded_class(cls: type[Any], names: tuple[str, ...], is_root: bool) -> typ
         model = _sharding_of(self)
         if model.traced is not None:
             return cls.forward(self, *args, **kwargs)
-        reshard = bool(model.resharded) and model.step is None and torch.is_grad_enabled()
+        within_step = model.eager is not model.prefetch
+        reshard = bool(model.resharded) and not within_step and torch.is_grad_enabled()
         with model.prefetch.forward(reshard):
             return cls.forward(self, *args, **kwargs)
 

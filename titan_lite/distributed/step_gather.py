@@ -145,6 +145,10 @@ class OncePerStepGatherer:
         leaf.grad = None
         self.gradients.add(spec, gradient, copy=False)
 
+    def leaf(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor:
+        """Return the kept weight or its stand-in; the parameter, if it was not read yet."""
+        return self.leaves.get(spec.fqn, parameter)
+
     def take_gradients(self) -> None:
         """Take all gradients, after a backward that has set `.grad` and run no hook."""
         for fqn, leaf in self.leaves.items():
@@ -317,7 +321,7 @@ class _ArrivingContext(FunctionCtx):
 
 
 class _ArrivingWeight(torch.autograd.Function):
-    """(weight, its handle (0,)) -> the results of simple_fsdp.AllGather.
+    """(weight, its handle (0,)) -> the results of GatheredWeight (param_collectives.py).
 
     Backward gives their gradient to the StepReader.
     """

@@ -273,7 +273,7 @@ class _Float8Tokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:  # noqa: ANN401 torch's
         ctx.axis = axis
-        ctx.set_materialize_grads(False)  # as in AllGather of simple_fsdp.py
+        ctx.set_materialize_grads(False)  # as in GatheredWeight (param_collectives.py)
         data = _all_gather(to_bytes(x, scale), axis)
         return data, stand_in(data, x.dtype)
 
