@@ -14,11 +14,27 @@ forward and gradients reduced in the last backward, a block at a time, in the bu
 k microbatches cost the communication of one, and the memory of the rank's unsharded weights and
 gradients. With more than two ranks, a library may sum in an order that depends on the offset in a
 bucket.
+
+The way of a weight's gradient, once a microbatch down to the sum, and from there once a step:
+
+    eager                                   compiled
+    autograd accumulates it into a leaf     take_gradient(gradient, fqn), an operator of the graph
+      |                                       |
+      | OncePerStepGatherer                   | STEP_READERS: the StepReader of this FQN
+      |   ._take_gradient                     |   .receive: adds up both gradients of a tied weight
+      +------------------+--------------------+
+                         v
+    StepGradients.add    sum over microbatches, in reduce_dtype
+                         |  after the last one
+                         v
+    PrefetchGatherer.reduce    the sum over ranks, in the bucket of the weight's block
+                         v
+    parameter.grad       this rank's rows, which their first use waits for
 """
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -224,8 +240,7 @@ class StepReader:
             handle = weight.new_empty(0, dtype=spec.param_dtype)
             self.weights[spec.fqn] = weight.detach()
             self.handles[spec.fqn] = handle.requires_grad_(parameter.requires_grad)
-            assert spec.fqn not in _receivers, "two models with the same FQNs in a step"
-            _receivers[spec.fqn] = self
+            STEP_READERS.add(spec.fqn, self)
 
     def _start_next(self) -> None:
         if self.started < len(self.buckets):
@@ -269,8 +284,7 @@ class StepReader:
 
     def close(self) -> None:
         """Drop the weights, as OncePerStepGatherer does, and take no more gradients."""
-        for fqn in self.handles:
-            del _receivers[fqn]
+        STEP_READERS.remove(self.handles)
         self.weights.clear()
         self.handles.clear()
         self.arrivals.clear()
@@ -343,15 +357,32 @@ class _ArrivingWeight(torch.autograd.Function):
         return None, take_gradient(gradient, ctx.spec.fqn), None
 
 
-# The gatherer of the step that runs, by FQN. An operator of a graph has only tensors and plain
-# values as arguments, so it finds the gatherer here.
-_receivers: dict[str, StepReader] = {}
+class StepReaders:
+    """The StepReader of each weight in the step that runs, by FQN: one for a pipeline stage.
+
+    The arguments of an operator in a graph are tensors and plain values. So `take_gradient` has the
+    FQN of a weight, and finds here who takes its gradient.
+    """
+
+    def __init__(self) -> None:
+        self.by_fqn: dict[str, StepReader] = {}
+
+    def add(self, fqn: str, reader: StepReader) -> None:
+        assert fqn not in self.by_fqn, "two models with the same FQNs in a step"
+        self.by_fqn[fqn] = reader
+
+    def remove(self, fqns: Iterable[str]) -> None:
+        for fqn in fqns:
+            del self.by_fqn[fqn]
+
+
+STEP_READERS = StepReaders()  # of this process
 
 
 @torch.library.custom_op("titan_lite::take_gradient", mutates_args=())
 def take_gradient(gradient: Tensor, fqn: str) -> Tensor:
-    """Give the gradient of a weight to the step's gatherer. Returns that of the weight's handle."""
-    _receivers[fqn].receive(fqn, gradient)
+    """Give the gradient of a weight to its StepReader. Returns that of the weight's handle."""
+    STEP_READERS.by_fqn[fqn].receive(fqn, gradient)
     return gradient.new_empty(0)
 
 
