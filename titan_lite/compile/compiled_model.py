@@ -72,7 +72,7 @@ class CompiledModel:
         self.compile_graph = compile_graph
         self.signature = inspect.signature(traceable.model.forward)
         self.graphs: dict[Hashable, CompiledGraphs] = {}  # by what they depend on
-        self.second_halves: list[SecondHalf] | None = None  # within `first_halves`
+        self.second_halves: SecondHalves | None = None  # within `first_halves`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         arguments = {
@@ -146,12 +146,12 @@ class CompiledModel:
         )
 
     @contextmanager
-    def first_halves(self) -> Iterator[list["SecondHalf"]]:
+    def first_halves(self) -> Iterator["SecondHalves"]:
         """Return a context in which a backward makes the gradient of the model's argument alone.
 
-        The list receives what is left to do.
+        It yields what is left to do.
         """
-        self.second_halves = []
+        self.second_halves = SecondHalves()
         try:
             yield self.second_halves
         finally:
@@ -192,6 +192,18 @@ class SecondHalf:
                 weight.grad = gradient
 
 
+class SecondHalves:
+    """The second halves of the backwards that ran in one context of `first_halves`."""
+
+    def __init__(self) -> None:
+        self.left: list[SecondHalf] = []
+
+    def run(self) -> None:
+        """Compute the gradients of weights, and add them to `.grad`. It can run once."""
+        while self.left:
+            self.left.pop(0).run()
+
+
 class _RunContext(FunctionCtx):
     """The values that a forward keeps for backward."""
 
@@ -226,7 +238,7 @@ class _Run(torch.autograd.Function):
         values.append(with_stride(gradient, ctx.graphs.output_stride))
         if ctx.model.second_halves is not None:
             gradients, second_half = run_first_half(ctx, values)
-            ctx.model.second_halves.append(second_half)
+            ctx.model.second_halves.left.append(second_half)
         else:
             assert ctx.graphs.backward is not None, "backward runs in halves alone"
             gradients = ctx.graphs.backward(values)

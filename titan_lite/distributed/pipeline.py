@@ -13,7 +13,7 @@ averaged, and do not depend on the number of microbatches.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from torch.distributed.pipelining.schedules import (
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.stage import Stage
 from titan_lite.models.shapes import module_fqns
+
+if TYPE_CHECKING:  # with Inductor, a second to import
+    from titan_lite.compile.compiled_model import SecondHalves
 
 
 def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
@@ -240,27 +243,27 @@ class _TorchStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict] | None]:
-        """Run a backward, or a half of it: "input", then "weight".
+        """Run a backward ("full"), or a half of it: "input", then "weight".
 
-        A compiled model has graphs of the halves; of other models, torch cuts the autograd graph.
-        What "input" returns beside gradients, torch gives to "weight" as `param_groups`.
+        It has the name by which torch's schedules call it, and their arguments. A compiled stage
+        has graphs of the halves; of others, torch cuts the autograd graph. What "input" returns
+        beside gradients, torch gives to "weight" as `param_groups`.
         """
         backward = super().backward_maybe_with_nosync
         assert isinstance(self.submod, _StageModule)
         stage = self.submod.stage
-        compiled = stage.compiled
-        if backward_type == "input" and compiled is not None:
+        if backward_type == "full" or (backward_type == "input" and stage.compiled is None):
+            return backward(backward_type, bwd_kwargs, last_backward)
+        if stage.compiled is None:
+            with stage.sharding.backward_of_weights():
+                return backward("weight", bwd_kwargs, last_backward)
+        if backward_type == "input":
             if bwd_kwargs["output_grads"] is None:  # the loss, in a tuple
                 (loss,) = bwd_kwargs["stage_output"]
                 bwd_kwargs = {**bwd_kwargs, "stage_output": loss}
-            with compiled.first_halves() as second_halves:
+            with stage.compiled.first_halves() as left:
                 of_input, _ = backward("full", bwd_kwargs, last_backward)
-            return of_input, second_halves  # type: ignore[return-value]
-        if backward_type == "weight" and compiled is not None:
-            for half in bwd_kwargs["param_groups"]:
-                half.run()
-            return (), None
-        if backward_type == "weight":
-            with stage.sharding.backward_of_weights():
-                return backward("weight", bwd_kwargs, last_backward)
-        return backward(backward_type, bwd_kwargs, last_backward)
+            return of_input, left  # type: ignore[return-value]
+        second_halves: SecondHalves = bwd_kwargs["param_groups"]
+        second_halves.run()
+        return (), None

@@ -217,7 +217,7 @@ def test_halves_are_the_whole_to_the_bit(config, without, mode):
             _, gradients, nothing = run(model, argument, by=compiled)
         assert set(nothing.values()) == {None}
         torch.testing.assert_close(gradients, of_input, rtol=0, atol=0)
-        second_halves += second
+        second_halves.append(second)
     for half in second_halves:
         half.run()
     for fqn, parameter in model.named_parameters():
