@@ -119,8 +119,7 @@ def titan_lite_step(options: Options) -> tuple[Step, float, Callable[[], str]]:
 
     def step(input: Tensor, label: Tensor) -> None:
         batch = model.to_device(input, label, bos_id=0, eos_id=1)
-        for _ in model.forward_backward([batch], tokens):
-            pass
+        model.forward_backward([batch], tokens)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -455,9 +455,8 @@ class Trainer:
     def forward_backward(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> Tensor:
         """Accumulate the gradients of the loss, and return this rank's part of it, a scalar."""
         total = torch.zeros((), device=self.device)
-        for losses in self.model.forward_backward(batches, tokens):
+        for losses in self.model.forward_backward(batches, tokens, self.watchdog.progress):
             total += self.per_source.add(losses, tokens)
-            self.watchdog.progress()
         return total
 
     def count_tokens(self, batches: Sequence[DeviceBatch]) -> Tensor:

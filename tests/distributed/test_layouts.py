@@ -218,14 +218,15 @@ def expect_graphs(trainer, backwards):
     rank = trainer.model.mesh["pp"].get_local_rank()
     expected = [*FORWARD, *(WHOLE if rank == 0 else backwards), *FORWARD, *backwards]
 
-    def checked(batches, tokens):
-        yield from forward_backward(batches, tokens)
+    def checked(batches, tokens, progress):
+        losses = forward_backward(batches, tokens, progress)
         graphs = [
             report.graph
             for report in trainer.model.compile_reports
             if report.graph != "inference" and report.pp_rank in (None, rank)
         ]
         assert graphs == expected
+        return losses
 
     trainer.model.forward_backward = checked
 

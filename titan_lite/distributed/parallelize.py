@@ -3,13 +3,13 @@
     model = parallelize(config, layout, mesh, machine=machine)      # on the meta device
     model.materialize(device)
     model.init_weights(seed=0)
-    for losses in model.forward_backward(batches, tokens): ...      # of one local batch each
+    losses = model.forward_backward(batches, tokens)                # of each local batch
 
 The trainer, the planner, `verify` and the parity tests all call this.
 """
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -141,23 +141,29 @@ class ParallelModel:
             model_kwargs["doc_stats"] = doc_stats(input, bos_id, eos_id)
         return DeviceBatch(on_device[:, self.positions], own_label, model_kwargs)
 
-    def forward_backward(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> Iterator[Tensor]:
-        """Accumulate the gradients of an optimizer step, and yield the losses of each local batch.
-
-        Exhaust it: a batch runs when its losses are asked for.
+    def forward_backward(
+        self,
+        batches: Sequence[DeviceBatch],
+        tokens: Tensor,
+        progress: Callable[[], None] = lambda: None,
+    ) -> list[Tensor]:
+        """Compute the gradients of an optimizer step, and return the losses of each local batch.
 
         tokens: counted tokens of the step, over all ranks. Losses are divided by them: a scalar or
-        one for each sequence (B,); a scalar zero before the last pipeline stage. Gradients are
-        complete when the iterator is exhausted.
+        one for each sequence (B,); a scalar zero before the last pipeline stage. progress: called
+        after each local batch.
         """
+        losses = []
         with ExitStack() as gathered:
             if self.layout.gathers_once:
                 uses = len(batches) * self.layout.pipeline.microbatches
                 for stage in self.stages:
                     gathered.enter_context(stage.gathered_for_step(uses))
             for input, label, model_kwargs in batches:
-                yield self.runner.forward_backward(input, label, model_kwargs, tokens)
+                losses.append(self.runner.forward_backward(input, label, model_kwargs, tokens))
+                progress()
         self.tied_table.add_gradients()
+        return losses
 
     def evaluate(self, batch: DeviceBatch) -> Tensor:
         """Return the summed loss of a local batch without gradients; zero before the last stage."""
