@@ -124,8 +124,7 @@ def simple_fsdp(  # noqa: PLR0913 - what variants differ in
 
     Returns what runs the model, and what the reports will be in after the first step.
     """
-    keep_gathered = Parallelism().fsdp_keep_gathered
-    options = FSDPOptions(reshard_after_forward=reshard, keep_gathered=keep_gathered)
+    options = FSDPOptions(keep_gathered=Parallelism().fsdp_keep_gathered if reshard else None)
     sharding = apply_simple_fsdp(model, parameter_mesh(mesh), options)
     run: Run = model
     reports: list[CompileReport] = []

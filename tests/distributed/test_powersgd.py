@@ -76,7 +76,7 @@ class Two(nn.Module):
 def between(rank, mesh=None):
     model = Two()
     mesh = mesh or make_mesh(2, 1)
-    options = FSDPOptions(reshard_after_forward=False, reduce_over_replicas=False)
+    options = FSDPOptions(keep_gathered=None, reduce_over_replicas=False)
     stage = Stage(model, apply_simple_fsdp(model, parameter_mesh(mesh), options))
     how = Parallelism(
         replicate_compression="powersgd", replicate_rank=rank, replicate_uncompressed_steps=1

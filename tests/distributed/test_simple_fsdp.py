@@ -269,7 +269,7 @@ def uneven():
     for reshard in (True, False):
         for compiled in (False, True):
             model = Rows(8, 7, 5, 3, 1)
-            options = FSDPOptions(reshard_after_forward=reshard)
+            options = FSDPOptions(keep_gathered=() if reshard else None)
             stage = Stage(model, apply_simple_fsdp(model, parameter_mesh(mesh), options))
             if compiled:
                 torch._dynamo.reset()

@@ -196,13 +196,11 @@ def parallelize(
     positions = own_positions(layout.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
     if attend is None:
         attend = functools.partial(causal_attention, kernel=config.training.attention_kernel)
-    reshard, keep_gathered = resharding(config.parallelism)
     shard_mesh = parameter_mesh(mesh)
     fsdp = FSDPOptions(
         param_dtype=getattr(torch, config.training.mixed_precision_param),
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
-        reshard_after_forward=reshard,
-        keep_gathered=keep_gathered,
+        keep_gathered=kept_gathered(config.parallelism),
         float8_all_gather=config.float8.all_gather,
         reduce_over_replicas=config.parallelism.replicate_compression == "none",
     )
@@ -240,10 +238,13 @@ def parallelize(
     return parallel
 
 
-def resharding(parallelism: Parallelism) -> tuple[bool, tuple[str, ...]]:
-    """Return (True if gathered weights are freed after forward, FQN prefixes that keep theirs)."""
-    mode = parallelism.fsdp_reshard_after_forward
-    return mode != "never", parallelism.fsdp_keep_gathered if mode == "default" else ()
+def kept_gathered(parallelism: Parallelism) -> tuple[str, ...] | None:
+    """Return the FQN prefixes of weights that stay gathered until backward; None: all do."""
+    if parallelism.fsdp_reshard_after_forward == "never":
+        return None
+    if parallelism.fsdp_reshard_after_forward == "always":
+        return ()
+    return parallelism.fsdp_keep_gathered
 
 
 def build_loss(config: Config, layout: Layout, mesh: DeviceMesh) -> Loss:

@@ -272,10 +272,9 @@ class FSDPOptions:
 
     param_dtype: torch.dtype = torch.float32  # of gathered weights and of computation
     reduce_dtype: torch.dtype = torch.float32  # of sums of gradients
-    # drop gathered weights after forward and gather them again in backward: less memory, one more
-    # all-gather
-    reshard_after_forward: bool = True
-    keep_gathered: Sequence[str] = ()  # FQN prefixes of what is not resharded, such as "layers.31"
+    # FQN prefixes, such as "layers.31", of weights that stay gathered until backward; None: all.
+    # Others are resharded: dropped after forward, and gathered again in backward, for less memory.
+    keep_gathered: Sequence[str] | None = ()
     float8_all_gather: bool = False  # of weights of tensorwise float8 products (models/float8.py)
     # False: gradients are not summed over dp_replicate, which powersgd.py does once a step
     reduce_over_replicas: bool = True
@@ -291,7 +290,7 @@ def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh, options: FSDPOptions) 
     must be equal on all ranks, and each rank keeps its rows. Tied weights stay tied.
     """
     resharded: frozenset[str] = frozenset()
-    if options.reshard_after_forward:
+    if options.keep_gathered is not None:
         kept = parameters_within(model, options.keep_gathered)
         resharded = frozenset(fqn for fqn, _ in model.named_parameters()).difference(kept)
 
