@@ -365,7 +365,11 @@ def leave_other_nodes(may_restart: bool) -> NoReturn:
         code = exit_code.recorded()
         running = ranks_run()
         started = started or running
-        waited = 0 if running or not started or code == exit_code.TRAINED else waited + 1
+        ranks_have_failed = started and not running and code != exit_code.TRAINED
+        if ranks_have_failed:
+            waited += 1
+        else:
+            waited = 0
         limit = RESTART_LIMIT if may_restart and code not in exit_code.ENDINGS else NODES_LIMIT
         if waited > limit:
             break

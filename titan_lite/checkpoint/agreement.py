@@ -4,8 +4,8 @@
 
 Ranks whose learning rate, seed or corpus differ would train together without a word. So each rank
 writes hashes of the parts of its identity to the store of the process group, and rank 0 compares
-them. If some differ, one rank of each kind writes the values (of 8 kinds at most; the others are
-counted), and all raise the same error:
+them. Ranks with the same hashes are a group. If there are several, the first rank of each group
+writes its values (of 8 groups at most; the others are counted), and all ranks raise the same error:
 
     optimizer.lr differs: 0.002 on node0 (rank 0), 0.02 on node1 (rank 1)
 
@@ -47,7 +47,7 @@ HARDWARE = "hardware"  # the rest of it
 PYTHON = "python"
 PARTS_OF_ERRORS = (*COMPARED, VARIABLES)
 PARTS_OF_WARNINGS = (HARDWARE, PYTHON)
-MAX_KINDS = 8  # of ranks, whose values are told
+MAX_GROUPS = 8  # of ranks, whose values are reported
 MAX_NODES = 4  # named for a value
 SECONDS_TO_READ = 5.0  # for all ranks to read the verdict, before the store may end with rank 0
 
@@ -64,7 +64,7 @@ class RankDigests:
 
 @dataclass(frozen=True)
 class RankValues:
-    """The values of the ranks of one kind: the values of its first rank."""
+    """The values of a group: those of its first rank."""
 
     ranks: list[int]
     parts: Parts
@@ -73,16 +73,18 @@ class RankValues:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All ranks by kind. Errors and warnings have kinds of their own: hardware hides no recipe."""
+    """The groups of all ranks. Errors have groups of their own: other hardware alone makes no group
+    by errors, and so hides no difference of the recipe.
+    """
 
     nodes: list[str]  # by rank
-    of_errors: list[list[int]]  # the ranks of each kind, by PARTS_OF_ERRORS
+    of_errors: list[list[int]]  # the ranks of each group, by PARTS_OF_ERRORS
     of_warnings: list[list[int]]  # by PARTS_OF_WARNINGS
 
     def asked(self) -> list[int]:
-        """Return the ranks whose values are needed: one of each kind that is told."""
-        kinds = (*_told(self.of_errors), *_told(self.of_warnings))
-        return sorted({ranks[0] for ranks in kinds})
+        """Return the ranks whose values are needed: the first one of each reported group."""
+        groups = (*_reported(self.of_errors), *_reported(self.of_warnings))
+        return sorted({ranks[0] for ranks in groups})
 
 
 def agree(store: dist.Store, rank: int, world_size: int, identity: RunIdentity) -> None:
@@ -124,8 +126,8 @@ def _compare_digests(store: dist.Store, world_size: int) -> Comparison:
     records = [RankDigests(**json.loads(content)) for content in contents]
     comparison = Comparison(
         nodes=[record.node for record in records],
-        of_errors=_kinds(records, PARTS_OF_ERRORS),
-        of_warnings=_kinds(records, PARTS_OF_WARNINGS),
+        of_errors=_groups(records, PARTS_OF_ERRORS),
+        of_warnings=_groups(records, PARTS_OF_WARNINGS),
     )
     store.set("asked", json.dumps(comparison.asked()))
     return comparison
@@ -141,9 +143,9 @@ def _publish_verdict(store: dist.Store, comparison: Comparison) -> None:
     nodes = comparison.nodes
     errors = _errors(_values_of(store, comparison.of_errors), nodes)
     warnings = _warnings(_values_of(store, comparison.of_warnings), nodes)
-    for lines, kinds in ((errors, comparison.of_errors), (warnings, comparison.of_warnings)):
-        if lines and len(kinds) > MAX_KINDS:
-            lines[-1] += _more(kinds[MAX_KINDS:])
+    for lines, groups in ((errors, comparison.of_errors), (warnings, comparison.of_warnings)):
+        if lines and len(groups) > MAX_GROUPS:
+            lines[-1] += _more(groups[MAX_GROUPS:])
     if errors:
         errors[-1] += "; start all nodes with the same recipe, command line, files and versions"
     store.set("verdict", json.dumps([errors, warnings]))
@@ -180,8 +182,8 @@ def digest_of(part: object) -> str:
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _kinds(records: Sequence[RankDigests], parts: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each kind, which have the same hashes of these parts."""
+def _groups(records: Sequence[RankDigests], parts: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each group, which have the same hashes of these parts."""
     by_digests: dict[tuple[str, ...], list[int]] = {}
     for rank, record in enumerate(records):
         digests = tuple(record.digests[part] for part in parts)
@@ -189,49 +191,51 @@ def _kinds(records: Sequence[RankDigests], parts: Sequence[str]) -> list[list[in
     return list(by_digests.values())
 
 
-def _values_of(store: dist.Store, kinds: Sequence[list[int]]) -> list[RankValues]:
-    """Return the values of the kinds that are told."""
+def _values_of(store: dist.Store, groups: Sequence[list[int]]) -> list[RankValues]:
+    """Return the values of the reported groups."""
     return [
-        RankValues(ranks, **json.loads(store.get(f"values/{ranks[0]}"))) for ranks in _told(kinds)
+        RankValues(ranks, **json.loads(store.get(f"values/{ranks[0]}")))
+        for ranks in _reported(groups)
     ]
 
 
-def _told(kinds: Sequence[list[int]]) -> Sequence[list[int]]:
-    """Return the kinds whose values are told: MAX_KINDS at most, and none of a single one."""
-    return kinds[:MAX_KINDS] if len(kinds) > 1 else []
+def _reported(groups: Sequence[list[int]]) -> Sequence[list[int]]:
+    """Return the first MAX_GROUPS groups, or [] if all ranks agree."""
+    return groups[:MAX_GROUPS] if len(groups) > 1 else []
 
 
-def _more(kinds: Sequence[list[int]]) -> str:
-    """Return what is said of the kinds whose values are not told."""
-    ranks = sorted(rank for kind in kinds for rank in kind)
-    return f"; and {len(kinds)} more kind{'s' * (len(kinds) > 1)} of ranks ({name_ranks(ranks)})"
+def _more(groups: Sequence[list[int]]) -> str:
+    """Return the end of a line, which counts the groups whose values are not in it."""
+    ranks = sorted(rank for group in groups for rank in group)
+    many = "groups" if len(groups) > 1 else "group"
+    return f"; and {len(groups)} more {many} of ranks ({name_ranks(ranks)})"
 
 
-def _errors(kinds: Sequence[RankValues], nodes: Sequence[str]) -> list[str]:
+def _errors(groups: Sequence[RankValues], nodes: Sequence[str]) -> list[str]:
     """Return a line for each key that differs between ranks. nodes: by rank."""
     return [
-        f"{_name(part, path)} differs: {_values(kinds, part, path, nodes)}"
+        f"{_name(part, path)} differs: {_values(groups, part, path, nodes)}"
         for part in PARTS_OF_ERRORS
-        for path in _paths_that_differ(kinds, part)
+        for path in _paths_that_differ(groups, part)
     ]
 
 
-def _warnings(kinds: Sequence[RankValues], nodes: Sequence[str]) -> list[str]:
+def _warnings(groups: Sequence[RankValues], nodes: Sequence[str]) -> list[str]:
     """Return a line for each difference of the hardware and of Python."""
     effects = {HARDWARE: "; sums differ by rounding", PYTHON: ""}
     return [
-        f"ranks differ in {path}: {_values(kinds, part, path, nodes)}{effects[part]}"
+        f"ranks differ in {path}: {_values(groups, part, path, nodes)}{effects[part]}"
         for part in PARTS_OF_WARNINGS
-        for path in _paths_that_differ(kinds, part)
+        for path in _paths_that_differ(groups, part)
     ]
 
 
-def _paths_that_differ(kinds: Sequence[RankValues], part: str) -> list[str]:
+def _paths_that_differ(groups: Sequence[RankValues], part: str) -> list[str]:
     """Return the dotted paths, "" for the part itself, whose values some ranks have otherwise."""
     paths = [
         path
-        for other in kinds[1:]
-        for path, _, _ in leaves_that_differ(kinds[0].parts[part], other.parts[part])
+        for other in groups[1:]
+        for path, _, _ in leaves_that_differ(groups[0].parts[part], other.parts[part])
     ]
     return list(dict.fromkeys(paths))
 
@@ -243,17 +247,17 @@ def _name(part: str, path: str) -> str:
     return path if part == "recipe" else FIELDS[part][0].format(path)
 
 
-def _values(kinds: Sequence[RankValues], part: str, path: str, nodes: Sequence[str]) -> str:
+def _values(groups: Sequence[RankValues], part: str, path: str, nodes: Sequence[str]) -> str:
     """Return each value with its ranks: "1 on node0 (rank 0), 2 on node1 (rank 1)"."""
     by_value: dict[str, list[int]] = {}
-    for kind in kinds:
-        value = kind.parts[part]
+    for group in groups:
+        value = group.parts[part]
         for key in path.split(".") if path else ():
             value = value.get(key) if value is not None else None
         text = short(value)
-        if part == "sources" and kind.git:
-            text += f" (git {kind.git})"
-        by_value.setdefault(text, []).extend(kind.ranks)
+        if part == "sources" and group.git:
+            text += f" (git {group.git})"
+        by_value.setdefault(text, []).extend(group.ranks)
     return ", ".join(f"{text} on {_where(ranks, nodes)}" for text, ranks in by_value.items())
 
 

@@ -39,8 +39,8 @@ from titan_lite.data.prepared import (
 from titan_lite.data.stdlib import Stdlib
 
 # An ordinal of a PiecewiseSource is epoch * EPOCH_STRIDE + group * GROUP_STRIDE + its position in
-# the group. Both are primes: modulo any number of streams each group begins with another stream,
-# and no stream has the longer share every time.
+# the group. Both strides are primes, so consecutive groups start on different streams, however many
+# streams there are, and no stream has the longer share every time.
 EPOCH_STRIDE = 2**61 - 1
 GROUP_STRIDE = 2**31 - 1
 

@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
 
 from titan_lite import manifest
 from titan_lite.config import ConfigError
@@ -25,16 +24,10 @@ PREPARED = "prepared.json"
 MAX_NAMED = 3  # folders in a line of the log
 
 
-class Mark(NamedTuple):
-    """Files by which a folder that titan_lite has written is known: one of each of the two."""
-
-    first: tuple[str, ...]
-    second: tuple[str, ...]
-
-
-RUN = Mark(("config.toml", "lock"), WRITTEN_BY_RUN)
-STEP_OF_CHECKPOINT = Mark((manifest.NAME,), ("state.json",))
-PREPARED_DOCUMENTS = Mark((PREPARED,), (PREPARED,))
+# a folder of the kind has one file of each tuple
+RUN = (("config.toml", "lock"), WRITTEN_BY_RUN)
+CHECKPOINT = ((manifest.NAME,), ("state.json",))
+PREPARED_DOCUMENTS = ((PREPARED,),)
 
 
 def refuse_folder_of_run(corpus: str, pattern: str, run_folder: str, where: str) -> None:
@@ -100,9 +93,11 @@ class _Outputs:
     def _is_root(self, folder: str) -> bool:
         if self.run_folder and Path(os.path.realpath(folder)).is_relative_to(self.run_folder):
             return True
-        return any(_has(folder, mark) for mark in (RUN, STEP_OF_CHECKPOINT, PREPARED_DOCUMENTS))
+        return any(_has(folder, kind) for kind in (RUN, CHECKPOINT, PREPARED_DOCUMENTS))
 
 
-def _has(folder: str, mark: Mark) -> bool:
-    """Return whether a folder is of the kind that a mark tells."""
-    return all(any(os.path.isfile(os.path.join(folder, name)) for name in names) for names in mark)
+def _has(folder: str, required: tuple[tuple[str, ...], ...]) -> bool:
+    """Return True if the folder has one file of each tuple in `required`."""
+    return all(
+        any(os.path.isfile(os.path.join(folder, name)) for name in names) for names in required
+    )

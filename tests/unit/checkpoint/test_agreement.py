@@ -172,7 +172,7 @@ def of_threads(*overrides, threads):
     return identity(*overrides, numerics={**FACTS["numerics"], "threads": threads})
 
 
-def test_hardware_of_many_kinds_hides_no_recipe(monkeypatch, warnings):
+def test_many_groups_by_hardware_hide_no_recipe(monkeypatch, warnings):
     alike = [of_threads(threads=threads) for threads in range(1, 9)]
     ranks = agreed(monkeypatch, *alike, of_threads("--optimizer.lr=2e-2", threads=9))
     assert len(set(ranks)) == 1
@@ -181,17 +181,17 @@ def test_hardware_of_many_kinds_hides_no_recipe(monkeypatch, warnings):
     (warning,) = set(warnings)
     assert warning.startswith(f"ranks differ in threads: 1 on {HERE} (rank 0), 2 on")
     assert f"8 on {HERE} (rank 7); sums" in warning
-    assert warning.endswith("; and 1 more kind of ranks (rank 8)")
+    assert warning.endswith("; and 1 more group of ranks (rank 8)")
 
 
-def test_kinds_beyond_the_eighth_are_counted(monkeypatch):
+def test_groups_beyond_the_eighth_are_counted(monkeypatch):
     """The last two differ in another key, which rank 0 cannot name without their values."""
     seeds = [identity(f"--debug.seed={seed}") for seed in range(8)]
     others = [identity("--optimizer.lr=1"), identity("--optimizer.lr=2")]
     ranks = agreed(monkeypatch, *seeds, *others)
     assert len(set(ranks)) == 1
     (line,) = ranks[0]
-    assert f"7 on {HERE} (rank 7); and 2 more kinds of ranks (ranks 8-9); start" in line
+    assert f"7 on {HERE} (rank 7); and 2 more groups of ranks (ranks 8-9); start" in line
 
 
 def test_every_field_of_an_identity_is_compared_or_follows_from_one_that_is():
@@ -201,7 +201,7 @@ def test_every_field_of_an_identity_is_compared_or_follows_from_one_that_is():
     assert parts_of(identity()).keys() == {*COMPARED, VARIABLES, HARDWARE, PYTHON}
 
 
-def test_thousands_of_ranks_of_two_kinds_are_told_in_one_line(monkeypatch):
+def test_thousands_of_ranks_in_two_groups_are_reported_in_one_line(monkeypatch):
     """Rank 0 among the records and values that the others have written."""
     monkeypatch.setattr(agreement, "git_revision", lambda: "")
     ranks = 4096
