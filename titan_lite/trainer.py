@@ -602,6 +602,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_save(self.step)
         with self.throughput.exclude(), self.watchdog.phase("save", "init_timeout_seconds"):
+            self.per_source.gather()
             parts = {name: part.state_dict() for name, part in self.stateful.items()}
             values = {**self.tensors(), **self.torchtitan_values()}
             self.checkpointer.save(

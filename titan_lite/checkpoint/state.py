@@ -38,7 +38,11 @@ DOCUMENTS = "documents.json"
 
 
 class Stateful(Protocol):
-    """A part of a run whose state is in a checkpoint, in JSON types."""
+    """A part of a run whose state is in a checkpoint, in JSON types.
+
+    Both methods are local. Counts of all ranks are gathered before a save, and Checkpointer.save
+    merges the loaders' states.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -4,6 +4,8 @@
     per_source.read(batch.sources, counted)     # of a local batch: (B,), and counted labels (B,)
     loss = per_source.add(losses, tokens)       # in the same order: losses (B,) -> their sum
     per_source.values()                         # {"loss_by_source/web": 3.21, ...}
+    per_source.gather()                         # before a checkpoint has its state
+    state = per_source.state_dict()             # {"tokens": {"web": 81920, ...}}
 
 A window comes from one source (data/loader.py), so the sum of its tokens' losses is sufficient.
 Without names nothing is kept, and there is no collective.
@@ -57,7 +59,10 @@ class PerSource:
             self.own[0].index_add_(0, where, (losses.double() * tokens).expand(len(where)))
         return losses.sum()
 
-    def _gather(self) -> None:
+    def gather(self) -> None:
+        """Add up what all ranks have counted since the last call. A collective."""
+        if not self.names:
+            return
         sum_of_losses(self.own[0], self.mesh)
         sum_over_tokens(self.own[1], self.mesh)
         both = self.own.cpu()
@@ -76,7 +81,7 @@ class PerSource:
         """
         if not self.names:
             return {}
-        self._gather()
+        self.gather()
         window = zip(self.names, *self.window.tolist(), strict=True)
         values = {
             f"{prefix}loss_by_source/{name}": nats / tokens
@@ -100,10 +105,9 @@ class PerSource:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint. A collective."""
+        """Return the state for a checkpoint: the counts of all ranks when `gather` was called."""
         if not self.names:
             return {}
-        self._gather()
         return {"tokens": dict(zip(self.names, self.seen, strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

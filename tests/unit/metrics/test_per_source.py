@@ -44,6 +44,7 @@ def test_figures_are_of_the_window_and_tokens_of_the_run():
     }
     by_source.read([2], torch.tensor([3]))
     by_source.add(torch.tensor([6.0]))
+    by_source.gather()
     state = by_source.state_dict()
     assert state == {"tokens": {"web": 8, "code": 20, "books": 6}}
     found = by_source.values()  # a save between two lines takes nothing from them
@@ -93,4 +94,5 @@ def test_one_source_adds_no_figure_and_no_collective(monkeypatch):
     by_source = made(())
     by_source.read([0], torch.tensor([4]))
     assert by_source.add(torch.tensor(2.5), torch.tensor(8)) == 2.5
+    by_source.gather()
     assert by_source.values() == by_source.state_dict() == {}
