@@ -40,7 +40,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -76,7 +76,8 @@ from titan_lite.logging import events, logger
 from titan_lite.manifest import CorruptFileError, FileDigest
 
 GROUP = "checkpoint"  # name of the process group of saves, which has a time limit of its own
-LOOKED_FOR = "looked-for-by-all-ranks-"  # the beginning of a file's name
+# The beginning of a file's name: rank 0 makes it, and the others look whether they have it, too.
+LOOKED_FOR = "looked-for-by-all-ranks-"
 # Seconds until a rank gives up: NFS remembers for up to 60 that a new folder is not there.
 SECONDS_TO_APPEAR = 75.0
 SAVE_TIMEOUT = datetime.timedelta(hours=1)  # of a collective of a save, while training goes on
@@ -89,7 +90,7 @@ class CheckpointError(RuntimeError):
 
 
 class SharedConfigError(ConfigError):
-    """Wrong input that all ranks know of, although one may have found it alone."""
+    """Wrong input that is raised on all ranks, although one may have found it alone."""
 
     everywhere = True
 
@@ -190,9 +191,9 @@ class Checkpointer(SavedSteps):
     # What there is to load
 
     def _fault_in_share(self, step: int) -> str:
-        """Return a fault in this rank's share of a step's files, of which it reads every byte.
+        """Return the fault that this rank finds in a step, or "".
 
-        The results of all ranks are needed.
+        It reads every byte of its share of the files; a step is intact if no rank finds a fault.
         """
         path = self.path_of(step)
         rank = dist.get_rank()
@@ -230,57 +231,67 @@ class Checkpointer(SavedSteps):
         The first rank decides: the look of every rank at every file would be ranks x files calls to
         the file system.
         """
-        newest: int | None = None  # that this rank sees
         present: list[int] = []
-        error = ""
+        choice = error = ""
         try:
             present = self.present()
             if dist.get_rank() == 0:
-                newest = self.step_to_load(damaged)
-            else:
-                newest = max(present, default=None)
+                choice = json.dumps(self.step_to_load(damaged))
         except ConfigError as wrong:
             error = str(wrong)
         self._raise_on_all(error)
-
-        choice = json.dumps(newest) if dist.get_rank() == 0 else ""
-        step = json.loads(first_nonempty(choice, self._processes()))
-        if step in present:
-            newest = step
-        if not all_equal(str(newest), self._processes()):
-            by_rank = all_gather_objects(newest, self._processes())
-            different = [
-                f"rank {rank}: {seen or 'none'}"
-                for rank, seen in enumerate(by_rank)
-                if seen != by_rank[rank - 1]
-            ]
-            raise ConfigError(
-                f"checkpoint.folder: ranks see different newest steps in {self.folder}"
-                f" ({', '.join(different)}); use a job.dump_folder on a file system that all nodes"
-                " share"
-            )
+        step: int | None = json.loads(first_nonempty(choice, self._processes()))
+        self._check_seen_by_all(step, present)
         return step
 
+    def _check_seen_by_all(self, step: int | None, present: Sequence[int]) -> None:
+        """Raise ConfigError on all ranks if one does not see this step, or sees one where the first
+        rank sees none.
+
+        present: the steps that this rank sees.
+        """
+        seen = step if step in present else max(present, default=None)
+        if all_equal(str(seen), self._processes()):
+            return
+        by_rank = all_gather_objects(seen, self._processes())
+        changes = [
+            f"rank {rank}: {seen or 'none'}"
+            for rank, seen in enumerate(by_rank)
+            if rank == 0 or seen != by_rank[rank - 1]
+        ]
+        raise ConfigError(
+            f"checkpoint.folder: ranks see different newest steps in {self.folder}"
+            f" ({', '.join(changes)}); use a job.dump_folder on a file system that all nodes share"
+        )
+
     def _set_aside_newer(self, step: int, damaged: Mapping[int, str]) -> None:
-        """Rename steps newer than `step`, since the run will save them again, and log what is wrong
+        """Rename the steps newer than `step`, which the run will save again, and log what is wrong
         with older ones.
         """
         error = ""
-        for other in self.present() if dist.get_rank() == 0 else ():
-            fault = damaged.get(other) or self.fault(other)
-            if other < step and fault:
-                logger.warning(f"step-{other} could not be loaded, either: {fault}")
-            if other > step:
-                path = self._unused_path(f"invalid-step-{other}")
-                logger.warning(f"step-{other} is not loaded: {fault}; set aside as {path.name}")
-                try:
-                    self.path_of(other).rename(path)
-                except OSError as wrong:
-                    error = (
-                        f"{self.key}: {self.path_of(other)} cannot be renamed: {wrong.strerror};"
-                        " move it away"
-                    )
+        if dist.get_rank() == 0:
+            for other in self.present():
+                if other == step:
+                    continue
+                fault = damaged.get(other) or self.fault(other)
+                if other > step:
+                    error = self._set_aside(other, fault) or error
+                elif fault:
+                    logger.warning(f"step-{other} could not be loaded, either: {fault}")
         self._raise_on_all(error)
+
+    def _set_aside(self, step: int, fault: str) -> str:
+        """Rename a damaged step; return the error, or ""."""
+        path = self._unused_path(f"invalid-step-{step}")
+        logger.warning(f"step-{step} is not loaded: {fault}; set aside as {path.name}")
+        try:
+            self.path_of(step).rename(path)
+        except OSError as error:
+            return (
+                f"{self.key}: {self.path_of(step)} cannot be renamed: {error.strerror}; move it"
+                " away"
+            )
+        return ""
 
     def _unused_path(self, name: str) -> Path:
         """Return the path of this name in the folder; if it exists, of name-2, name-3 and so on."""
@@ -518,7 +529,7 @@ class Checkpointer(SavedSteps):
 
 
 def _appears(path: Path) -> bool:
-    """Return whether a file is there, or comes to be within SECONDS_TO_APPEAR."""
+    """Return True if a file is there, or appears within SECONDS_TO_APPEAR."""
     deadline = time.monotonic() + SECONDS_TO_APPEAR
     while not path.exists():
         if time.monotonic() > deadline:
