@@ -13,7 +13,6 @@ torchtitan's Llama 3 (0.3.0) has the same parameters in the same layout, rotary 
 that names are all that differs.
 """
 
-METADATA = ".metadata"  # DCP's file of the names, shapes and places of a step's tensors
 SECTIONS = (  # first words of names that are no parameters
     "optimizer",
     "between",  # gradient compression between copies (distributed/powersgd.py)

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.run_identity import DocumentsOfRun, RunIdentity
-from titan_lite.checkpoint.state import NAME, SavedState
+from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import KEYS, Checkpoint, ConfigError, is_unset
 from titan_lite.config.effects import Effect, effect_of
+from titan_lite.config.weights_folder import STATE
 from titan_lite.data.source_identity import differences_in_words
 from titan_lite.manifest import fields_of
 
@@ -160,10 +161,10 @@ def compare(
     """
     if not saved.identity.recipe:
         raise ConfigError(
-            f"{saved.folder}/{NAME} does not have the recipe of a run; use a step that a run of"
+            f"{saved.folder}/{STATE} does not have the recipe of a run; use a step that a run of"
             " titan_lite saved, or another job.dump_folder"
         )
-    with fields_of(f"{saved.folder}/{NAME}"):
+    with fields_of(f"{saved.folder}/{STATE}"):
         was = _as_json(saved.identity)
         now = _as_json(identity)
         changes = [

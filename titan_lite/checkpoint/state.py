@@ -30,10 +30,10 @@ from typing import Any, Protocol
 
 from titan_lite import manifest
 from titan_lite.checkpoint.run_identity import DocumentsOfRun, RunIdentity
+from titan_lite.config.weights_folder import STATE
 from titan_lite.data.source_identity import SourceIdentity
 from titan_lite.manifest import CorruptFileError, fields_of, read_json
 
-NAME = "state.json"
 DOCUMENTS = "documents.json"
 
 
@@ -81,7 +81,7 @@ class SavedState(RunState):
     def load_into(self, stateful: Mapping[str, Stateful]) -> None:
         """Load each part of a run from the state under its name. Raises CorruptFileError."""
         for name, part in stateful.items():
-            with fields_of(f"{self.folder / NAME}: {name}"):
+            with fields_of(f"{self.folder / STATE}: {name}"):
                 part.load_state_dict(self.parts[name])
 
 
@@ -96,7 +96,7 @@ def write_state(folder: Path, step: int, tensors: Iterable[str], state: RunState
         "identity": dataclasses.asdict(state.identity),
         "parts": state.parts,
     }
-    manifest.write_text(folder / NAME, json.dumps(content, indent=1) + "\n")
+    manifest.write_text(folder / STATE, json.dumps(content, indent=1) + "\n")
     if state.documents:
         by_field = {
             name: [source.to_json() for source in sources]
@@ -108,10 +108,10 @@ def write_state(folder: Path, step: int, tensors: Iterable[str], state: RunState
 
 def read_state(folder: Path) -> SavedState:
     """Return the state of the step in this folder. Raises CorruptFileError."""
-    content = read_json(folder / NAME)
+    content = read_json(folder / STATE)
     if not isinstance(content.get("step"), int):
-        raise CorruptFileError(f"{NAME} has no step")
-    with fields_of(NAME):
+        raise CorruptFileError(f"{STATE} has no step")
+    with fields_of(STATE):
         return SavedState(
             identity=RunIdentity.from_json(content["identity"]),
             parts=content["parts"],

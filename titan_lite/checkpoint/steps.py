@@ -15,13 +15,13 @@ from pathlib import Path
 
 from titan_lite import manifest
 from titan_lite.checkpoint import state
-from titan_lite.checkpoint.names import METADATA
 from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import Checkpoint, ConfigError
+from titan_lite.config.weights_folder import METADATA, STATE
 from titan_lite.manifest import CorruptFileError
 
 # Files whose content is checked before there is a process group, which checks the other files
-SMALL_FILES = (METADATA, state.NAME)
+SMALL_FILES = (METADATA, STATE)
 NEWEST = -1  # checkpoint.load_step
 
 
@@ -85,7 +85,7 @@ class SavedSteps:
     def check_state(self, step: int) -> None:
         """Raise CorruptFileError if state.json is damaged or of another step."""
         if state.read_state(self.path_of(step)).step != step:
-            raise CorruptFileError(f"{state.NAME} is of another step")
+            raise CorruptFileError(f"{STATE} is of another step")
 
     def step_to_load(self, damaged: Mapping[int, str] | None = None) -> int | None:
         """Return the step to start from, or None for a new run.

@@ -48,8 +48,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from titan_lite.checkpoint.names import METADATA, section_of
+from titan_lite.checkpoint.names import section_of
 from titan_lite.config import ConfigError
+from titan_lite.config.weights_folder import METADATA
 from titan_lite.manifest import BLOCK_BYTES, CorruptFileError, FileDigest, short_message
 
 

@@ -26,13 +26,22 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
-from titan_lite.checkpoint.names import METADATA, from_torchtitan, to_torchtitan
-from titan_lite.checkpoint.state import NAME as STATE
+from titan_lite.checkpoint.names import from_torchtitan, to_torchtitan
 from titan_lite.checkpoint.state import read_state
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import ModelConfig, file_digest, find_family, where_it_is
-from titan_lite.config.from_weights import TOKENIZER_FILES, steps_in, why_not_weights
+from titan_lite.config.weights_folder import (
+    CONFIG,
+    HUGGING_FACE,
+    STATE,
+    STEP,
+    TORCHTITAN,
+    folder_kind,
+    steps_in,
+    tokenizer_files,
+    why_not_weights,
+)
 from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
 from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError, fields_of, read_json, short_message
@@ -101,7 +110,7 @@ class CheckpointFolder(_DcpFolder):
     may be now.
     """
 
-    kind = "a step of titan_lite"
+    kind = STEP
 
     def __init__(self, folder: Path, *, every_byte: bool = False, family: str = ""):
         self.folder = folder
@@ -154,7 +163,7 @@ class TorchtitanFolder(_DcpFolder):
     config: the model's shape, which the folder does not have.
     """
 
-    kind = "a checkpoint of torchtitan"
+    kind = TORCHTITAN
 
     def __init__(self, folder: Path, config: ModelConfig):
         check_torchtitan(config)
@@ -180,12 +189,12 @@ class HuggingFaceFolder:
     family: a user's own, which may be that of the folder.
     """
 
-    kind = "a Hugging Face folder"
+    kind = HUGGING_FACE
 
     def __init__(self, folder: Path, family: str = ""):
         self.folder = folder
         try:
-            content = read_json(folder / "config.json")
+            content = read_json(folder / CONFIG)
             self.config = config_from_hf(content, family)
         except CorruptFileError:
             raise
@@ -389,10 +398,11 @@ def open_weights(
     folder = Path(path)
     subject = f'{key} = "{path}"' if key else f"{path}"
     try:
-        if _has_any(folder, manifest.NAME, METADATA):
-            return _open_checkpoint(folder, every_byte, model)
-        if (folder / "config.json").is_file():
+        kind = folder_kind(folder)
+        if kind == HUGGING_FACE:
             return HuggingFaceFolder(folder, "" if model is None else model.family)
+        if kind:
+            return _open_checkpoint(folder, every_byte, model)
         steps = steps_in(folder)
         for step in steps:
             try:
@@ -415,12 +425,11 @@ def open_weights(
 
 
 def _open_checkpoint(folder: Path, every_byte: bool, model: ModelConfig | None) -> Weights:
-    """Open a step of titan_lite, or of torchtitan, which has no state.json.
+    """Open a step of titan_lite, or a checkpoint of torchtitan.
 
     Raises ConfigError, and CorruptFileError for a broken one.
     """
-    is_own = _has_any(folder, manifest.NAME, STATE)
-    if is_own or not _has_any(folder, METADATA):
+    if folder_kind(folder) != TORCHTITAN:
         family = "" if model is None else model.family
         return CheckpointFolder(folder, every_byte=every_byte, family=family)
     if model is None:
@@ -429,10 +438,6 @@ def _open_checkpoint(folder: Path, every_byte: bool, model: ModelConfig | None) 
             " use it as checkpoint.initial_load_path of a recipe that has the shape"
         )
     return TorchtitanFolder(folder, model)
-
-
-def _has_any(folder: Path, *names: str) -> bool:
-    return any((folder / name).is_file() for name in names)
 
 
 def load_initial(
@@ -506,21 +511,6 @@ def check_torchtitan(config: ModelConfig) -> None:
             f"model.name = {shown(config.family)}: torchtitan's checkpoints have another layout of"
             " this family, or none; use a Hugging Face folder"
         )
-
-
-def tokenizer_files(path: str | Path) -> list[Path]:
-    """Return a tokenizer's file, or the first one that transformers finds in a folder, then the
-    files beside it; [] if there is none.
-    """
-    path = Path(path)
-    if path.is_file():
-        beside = path.with_name("tokenizer_config.json")
-        if path.suffix == ".json" and beside.is_file() and beside != path:
-            return [path, beside]
-        return [path]
-    files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
-    has_tokenizer = bool(files) and files[0].name in TOKENIZER_FILES[:2]
-    return files if has_tokenizer else []
 
 
 def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256: str) -> None:

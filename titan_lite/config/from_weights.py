@@ -10,7 +10,6 @@ reads it.
 """
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +19,20 @@ from titan_lite import manifest
 from titan_lite.config.errors import ConfigError, shown
 from titan_lite.config.families import FAMILIES, find_family, where_it_is
 from titan_lite.config.sections import Model
+from titan_lite.config.weights_folder import (
+    CONFIG,
+    HUGGING_FACE,
+    STATE,
+    STEP,
+    TORCHTITAN,
+    folder_kind,
+    steps_in,
+    tokenizer_in,
+    why_not_weights,
+)
 
 KEY = "checkpoint.initial_load_path"
 FLAVOR = "from_weights"  # the value of model.flavor
-TOKENIZER_FILES = (  # in a Hugging Face folder; the first two are tokenizers
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 
 # key of [model]: key of config.json
 SIZES = {
@@ -68,12 +70,13 @@ def read_model(path: str, family: str = "") -> ModelOfWeights | None:
     """
     folder = Path(path)
     try:
-        if _has_any(folder, manifest.NAME, "state.json", ".metadata"):
-            return _model_of_checkpoint(folder, family)
-        if _has_any(folder, "config.json"):
+        kind = folder_kind(folder)
+        if kind == HUGGING_FACE:
             return _model_of_config_json(folder, family)
+        if kind:
+            return _model_of_checkpoint(folder, family)
         for step in steps_in(folder):
-            if _has_any(step, "state.json", ".metadata"):
+            if folder_kind(step) in (STEP, TORCHTITAN):
                 return _model_of_checkpoint(step, family)
         why = why_not_weights(folder)
         raise ConfigError(f"{why}; use a Hugging Face folder, a step or a run's folder")
@@ -81,36 +84,10 @@ def read_model(path: str, family: str = "") -> ModelOfWeights | None:
         raise ConfigError(f"{KEY} = {shown(path)}: {error}") from None
 
 
-def why_not_weights(path: Path) -> str:
-    """Return what is wrong with a path that is neither a checkpoint nor a Hugging Face folder."""
-    if not path.is_dir():
-        return "is not a folder"
-    if any(path.glob("*.safetensors")):
-        return "has *.safetensors, but not config.json, which says of which model they are"
-    return "has no weights"
-
-
-def _has_any(folder: Path, *names: str) -> bool:
-    return any((folder / name).is_file() for name in names)
-
-
-def steps_in(folder: Path) -> list[Path]:
-    """Return the steps in a run's folder, or in a folder of steps, newest first."""
-    paths = (*folder.glob("step-*"), *folder.glob("*/step-*"))
-    steps = [path for path in paths if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(steps, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
-
-
-def tokenizer_in(folder: Path) -> Path | None:
-    """Return the first tokenizer that transformers finds in a folder."""
-    names = (name for name in TOKENIZER_FILES[:2] if (folder / name).is_file())
-    return next((folder / name for name in names), None)
-
-
 def _model_of_checkpoint(folder: Path, family: str) -> ModelOfWeights | None:
-    if not _has_any(folder, manifest.NAME, "state.json"):
+    if folder_kind(folder) == TORCHTITAN:
         return None
-    file = folder / "state.json"
+    file = folder / STATE
     content = manifest.read_json(file)
     with manifest.fields_of(file.name):
         identity = content["identity"]
@@ -121,8 +98,8 @@ def _model_of_checkpoint(folder: Path, family: str) -> ModelOfWeights | None:
         if unknown := keys.keys() - Model.model_fields.keys():
             raise ConfigError(f"{file.name}: identity.model has {', '.join(sorted(unknown))}")
         recipe = identity.get("recipe", {})
-        tokenizer = tokenizer_in(folder) or recipe.get("model", {}).get("tokenizer_path", "")
-    return ModelOfWeights(keys, file, str(tokenizer))
+        of_recipe = recipe.get("model", {}).get("tokenizer_path", "")
+    return ModelOfWeights(keys, file, tokenizer_in(folder) or of_recipe)
 
 
 def keys_of_shape(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,14 +119,14 @@ def keys_of_shape(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_of_config_json(folder: Path, family: str) -> ModelOfWeights:
-    file = folder / "config.json"
+    file = folder / CONFIG
     try:
         keys = keys_of_config_json(manifest.read_json(file), family)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"{file.name}: {error}") from None
-    return ModelOfWeights(keys, file, str(tokenizer_in(folder) or ""))
+    return ModelOfWeights(keys, file, tokenizer_in(folder))
 
 
 def keys_of_config_json(json: Mapping[str, Any], family: str = "") -> dict[str, Any]:

@@ -26,7 +26,7 @@ from titan_lite.config.errors import ConfigError, did_you_mean, in_toml, one_lin
 from titan_lite.config.families import FAMILIES
 from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
 from titan_lite.config.from_weights import KEY as INITIAL_LOAD_PATH
-from titan_lite.config.from_weights import read_model, steps_in, tokenizer_in
+from titan_lite.config.from_weights import read_model
 from titan_lite.config.help import accepted
 from titan_lite.config.sections import (
     KEYS,
@@ -38,6 +38,7 @@ from titan_lite.config.sections import (
     kind_of,
     table_of,
 )
+from titan_lite.config.weights_folder import steps_in, tokenizer_in
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -290,7 +291,7 @@ def _fill_tokenizer(tables: Tables, origins: Origins, path: str) -> None:
         weights = None
     tokenizer = weights.tokenizer if weights else tokenizer_in(Path(path))
     if tokenizer:
-        _merge(tables, origins, {"model": {"tokenizer_path": str(tokenizer)}}, path)
+        _merge(tables, origins, {"model": {"tokenizer_path": tokenizer}}, path)
 
 
 def _family_in(tables: Tables) -> str:

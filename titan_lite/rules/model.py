@@ -8,7 +8,8 @@ from titan_lite.config import KEYS, Config, ConfigError, Model
 from titan_lite.config.errors import in_toml
 from titan_lite.config.families import FAMILIES, ModelConfig
 from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
-from titan_lite.config.from_weights import ModelOfWeights, keys_of_shape, read_model, steps_in
+from titan_lite.config.from_weights import ModelOfWeights, keys_of_shape, read_model
+from titan_lite.config.weights_folder import steps_in
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import (
     derives_head_dim,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.errors import shown
-from titan_lite.config.from_weights import TOKENIZER_FILES
+from titan_lite.config.weights_folder import TOKENIZER_FILES
 from titan_lite.distributed.layout import Layout
 from titan_lite.rules.mistakes import Mistake, rule_of_keys
 from titan_lite.rules.model import initial_weights

@@ -36,11 +36,10 @@ from titan_lite.checkpoint.weights import (
     check_tokenizer,
     check_torchtitan,
     open_weights,
-    tokenizer_files,
 )
 from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
-from titan_lite.config.from_weights import TOKENIZER_FILES
+from titan_lite.config.weights_folder import TOKENIZER_FILES, tokenizer_files
 from titan_lite.data.tokenizer import TiktokenTokenizer, Tokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
 from titan_lite.logging import init_logging, logger

@@ -27,7 +27,7 @@ from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import ModelConfig
-from titan_lite.config.from_weights import TOKENIZER_FILES
+from titan_lite.config.weights_folder import TOKENIZER_FILES
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging
 from titan_lite.models.transformer import Mask, Transformer, rope_tables
