@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -60,6 +61,7 @@ class Measurement:
 def measure(rank: int, options: Options, folder: str, spawned: float) -> None:
     """Train on one rank; rank 0 writes its Measurement into `folder`."""
     torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))  # as a launcher
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
     )

@@ -43,7 +43,7 @@ from wrapper_code import Replay, triton_kernels
 from titan_lite.compile import backends
 from titan_lite.compile.backends import FUSED_PRODUCTS
 from titan_lite.compile.schedule import Schedule
-from titan_lite.compile.segments import Program, SegmentCall, compile_segments
+from titan_lite.compile.segments import BoxedFunction, CutGraph, Program, SegmentCall, Structure
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import load_config
 from titan_lite.cost.collectives import aten
@@ -169,7 +169,8 @@ def capture(
     schedule = Schedule(settings)
     kinds = backwards_of(config.parallelism, layout.pipeline)[number]
     (stage,) = parallelize_stage(layout, mesh, beside, kinds, blocks, schedule).stages
-    programs: dict[str, Program] = {}
+    programs: list[Program] = []
+    make_program = CutGraph.program
     defaults = inductor_config.get_config_copy()
 
     def keep_segment(module: GraphModule, inputs: Sequence[Any]) -> _Captured:
@@ -181,15 +182,14 @@ def capture(
         }
         return _Captured(module, changed)
 
-    def keep_program(*arguments: Any, **keywords: Any) -> Program:
-        program = compile_segments(*arguments, **keywords)
-        programs[schedule.reports[-1].graph] = program
-        return program
+    def keep_program(cut: CutGraph, functions: Mapping[Structure, BoxedFunction]) -> Program:
+        programs.append(make_program(cut, functions))
+        return programs[-1]
 
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(backends, "compile_fx_inner", keep_segment),
-        mock.patch.object(backends, "compile_segments", keep_program),
+        mock.patch.object(CutGraph, "program", keep_program),
     ):
         materialize_stage(layout, stage)
         inputs = stage_inputs(layout, stage, load_machine("H100"))
@@ -197,7 +197,8 @@ def capture(
         stage(inputs.input, **documents)
         with torch.no_grad():
             stage(inputs.input.detach(), **documents)
-    return programs
+    names = [report.graph for report in schedule.reports]
+    return dict(zip(names, programs, strict=True))
 
 
 def lower(program: Program) -> Lowered:

@@ -184,26 +184,3 @@ def test_inductor_runs_the_same_buckets(layout, checkpointing, modes, family):
                 "reduce_scatter": parameters,
             }
             assert found["block"][2] == {"all_gather": 2 * BUCKETS - 1, "reduce_scatter": BUCKETS}
-
-
-def caches():
-    """[(graph, whether Inductor had it)] of one step on two ranks."""
-    mesh, reports = make_mesh(*LAYOUTS["FSDP-2"]), []
-    stage = build(
-        CONFIG,
-        mesh,
-        compiled="inductor",
-        bucketing="block",
-        machine=load_machine("H100"),
-        reports=reports,
-    )
-    tokens, labels = batch()
-    step(stage, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
-    return [(report.graph, report.cache) for report in reports]
-
-
-@pytest.mark.slow
-def test_what_inductor_has_compiled_before_it_takes_from_its_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert run_ranks(2, caches) == [[("forward", "miss"), ("backward", "miss")]] * 2
-    assert run_ranks(2, caches) == [[("forward", "hit"), ("backward", "hit")]] * 2

@@ -1,38 +1,45 @@
-"""Make what runs a graph: run the passes on it, and compile it.
+"""Make what runs the graphs of a model: run the passes on each, and compile them.
 
-    compile_graph = inductor_backend(schedule.compiling)
-    run = compile_graph(graph, "forward")       # graph: torch.fx.GraphModule
-    results = run([*inputs])                    # clears the list
+    backend = inductor_backend(schedule)
+    run = backend({"forward": graph, "backward": other})    # graphs: torch.fx.GraphModule
+    results = run["forward"]([*inputs])                     # clears the list
 
-Inductor compiles a graph in segments between collectives (segments.py); aot_eager runs it as it is,
-operator by operator. compile.py chooses the backend.
+Inductor compiles graphs in segments between collectives (segments.py); aot_eager runs them as they
+are, operator by operator. compile.py chooses the backend.
+
+The ranks of a node share out the segments. Each rank begins at another one, and later finds in
+Inductor's cache on disk what the others have compiled. No rank waits for another: what is not in
+the cache yet, or is never put there, it compiles itself. On GPUs every rank compiles all segments,
+since the keys of Inductor's cache contain the index of the GPU.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.utils import detect_fake_mode
+from torch._dynamo.utils import counters, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.fx import Graph, GraphModule, Node
 
-from titan_lite.compile.compiled_model import CompileGraph
+from titan_lite.compile.compiled_model import Backend
+from titan_lite.compile.rank_agreement import PlaceOnNode
 from titan_lite.compile.report import Compilation
+from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.segments import (
     BoxedFunction,
-    compile_segments,
+    CutGraph,
+    Segment,
+    Structure,
     is_fused,
     is_outside,
 )
 from titan_lite.config import ConfigError
 from titan_lite.cost import collectives
-
-# (graph, its name as in Schedule.run) -> context in which it is compiled
-Compiling = Callable[[GraphModule, str], AbstractContextManager[Compilation]]
 
 FUSED_PRODUCTS = (
     "symm_mem.fused_all_gather_matmul.default",
@@ -50,49 +57,99 @@ class ExpectFusedProducts(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
 
-def aot_eager_backend(compiling: Compiling) -> CompileGraph:
+@dataclass(frozen=True)
+class CompiledSegment:
+    """A segment as Inductor has compiled it."""
+
+    function: BoxedFunction
+    seconds: float
+    was_cached: bool  # by an earlier start, or by another rank
+
+
+def aot_eager_backend(schedule: Schedule) -> Backend:
     """Return a backend that runs graphs as traced, operator by operator."""
 
-    def compile_graph(graph: GraphModule, name: str) -> BoxedFunction:
-        with compiling(graph, name):
-            pass
+    def compile_graphs(graphs: Mapping[str, GraphModule]) -> dict[str, BoxedFunction]:
+        for name, graph in graphs.items():
+            schedule.run(graph, name)
+        return {name: as_traced(graph) for name, graph in graphs.items()}
 
-        def run(inputs: list[Any]) -> Sequence[Any]:
-            results = graph.forward(*inputs)
-            inputs.clear()
-            return results
-
-        return run
-
-    return compile_graph
+    return compile_graphs
 
 
-def inductor_backend(compiling: Compiling, async_tensor_parallel_group: str = "") -> CompileGraph:
+def as_traced(graph: GraphModule) -> BoxedFunction:
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        results = graph.forward(*inputs)
+        inputs.clear()
+        return results
+
+    return run
+
+
+def inductor_backend(schedule: Schedule, async_tensor_parallel_group: str = "") -> Backend:
     """Return a backend that makes kernels, and calls collectives in the order of the passes.
 
     async_tensor_parallel_group: as in `compile_model`.
     """
     settings: dict[str, object] = {}
+    place = schedule.settings.ranks.place_on_node
     if async_tensor_parallel_group:
         enable_symm_mem_for_group(async_tensor_parallel_group)  # type: ignore[arg-type]
         settings["_micro_pipeline_tp"] = True
+    # torch 2.11 has no such setting
+    autotunes_together = getattr(inductor_config, "distributed_max_autotune_gemm", False)
+    if async_tensor_parallel_group or autotunes_together:
+        place = PlaceOnNode()  # compilation may communicate, so that all ranks need one order
 
-    def compile_graph(graph: GraphModule, name: str) -> BoxedFunction:
-        with compiling(graph, name) as compilation, inductor_config.patch(settings):
-            if async_tensor_parallel_group and not any(map(is_fused, graph.graph.nodes)):
-                raise nothing_fused()
-            program = compile_segments(
-                graph,
-                compile_segment,
-                is_outside,
-                apart=preparations(graph.graph),
-                starts=starts_of_blocks(graph.graph),
+    def compile_graphs(graphs: Mapping[str, GraphModule]) -> dict[str, BoxedFunction]:
+        with inductor_config.patch(settings):
+            cuts: dict[str, CutGraph] = {}
+            for name, graph in graphs.items():
+                schedule.run(graph, name)
+                if async_tensor_parallel_group and not any(map(is_fused, graph.graph.nodes)):
+                    raise nothing_fused()
+                cuts[name] = cut_graph(graph)
+            segments = {key: part for cut in cuts.values() for key, part in cut.segments.items()}
+            compiled = {
+                key: compile_segment(segments[key]) for key in compile_order(segments, place)
+            }
+        functions = {key: segment.function for key, segment in compiled.items()}
+        programs = {name: cut.program(functions) for name, cut in cuts.items()}
+        for name, cut in cuts.items():
+            own = [compiled[key] for key in cut.segments]
+            compilation = Compilation(
+                seconds=sum(segment.seconds for segment in own),
+                segments=programs[name].segments,
+                different_segments=len(own),
+                cached_segments=sum(segment.was_cached for segment in own),
             )
-            compilation.segments = program.segments
-            compilation.different_segments = program.different_segments
-        return program
+            schedule.add_compilation(name, compilation)
+        return dict(programs)
 
-    return compile_graph
+    return compile_graphs
+
+
+def cut_graph(graph: GraphModule) -> CutGraph:
+    """Cut a graph at its collectives, or between blocks if it has none."""
+    return CutGraph(
+        graph,
+        is_outside,
+        apart=preparations(graph.graph),
+        starts=starts_of_blocks(graph.graph),
+    )
+
+
+def compile_order(segments: Mapping[Structure, Segment], place: PlaceOnNode) -> list[Structure]:
+    """Return the segments in the order in which this rank compiles them.
+
+    Its own share comes first; segments are dealt to the ranks of the node by size, largest first.
+    Then come the shares of the following ranks, each from its end, where its rank has not begun.
+    Ranks whose graphs are equal have the same shares.
+    """
+    largest_first = sorted(segments, key=lambda key: -segments[key].nodes)
+    shares = [largest_first[index :: place.ranks] for index in range(place.ranks)]
+    own, *others = [*shares[place.index :], *shares[: place.index]]
+    return own + [key for share in others for key in reversed(share)]
 
 
 def starts_of_blocks(graph: Graph) -> set[Node]:
@@ -111,17 +168,24 @@ def starts_of_blocks(graph: Graph) -> set[Node]:
     return starts
 
 
-def compile_segment(segment: GraphModule, inputs: Sequence[Any]) -> BoxedFunction:
-    """Compile a segment with Inductor.
+def compile_segment(segment: Segment) -> CompiledSegment:
+    """Compile a segment with Inductor, or take it from Inductor's cache.
 
     It has a tracing context of its own: that of the graph describes the graph's inputs and outputs.
     """
+    started = time.perf_counter()
     settings: dict[str, object] = {}
-    if any(map(is_fused, segment.graph.nodes)):
+    if any(map(is_fused, segment.module.graph.nodes)):
         settings["post_grad_custom_post_pass"] = ExpectFusedProducts()
-    context = torch._guards.TracingContext(detect_fake_mode(inputs))
+    context = torch._guards.TracingContext(detect_fake_mode(segment.inputs))
+    hits_before = counters["inductor"]["fxgraph_cache_hit"]
     with torch._guards.tracing(context), inductor_config.patch(settings):
-        return compile_fx_inner(segment, inputs)
+        function = compile_fx_inner(segment.module, segment.inputs)
+    return CompiledSegment(
+        function,
+        seconds=time.perf_counter() - started,
+        was_cached=counters["inductor"]["fxgraph_cache_hit"] > hits_before,
+    )
 
 
 def preparations(graph: Graph) -> list[list[Node]]:

@@ -75,10 +75,10 @@ def compile_model(
         saves_as_autograd=schedule.priced_as == "eager",
     )
     if is_inductor:
-        compile_graph = inductor_backend(schedule.compiling, async_tensor_parallel_group)
+        backend = inductor_backend(schedule, async_tensor_parallel_group)
     else:
-        compile_graph = aot_eager_backend(schedule.compiling)
-    return CompiledModel(traceable, config, settings, compile_graph)
+        backend = aot_eager_backend(schedule)
+    return CompiledModel(traceable, config, settings, backend)
 
 
 def compile_function(function: Callable[P, R], config: Compile, component: str) -> Callable[P, R]:

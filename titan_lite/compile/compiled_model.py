@@ -1,6 +1,6 @@
 """Run a model by compiled graphs, which are made at the first call with arguments of new shapes.
 
-compiled = CompiledModel(traceable, config, settings, compile_graph)
+compiled = CompiledModel(traceable, config, settings, backend)
 compiled(tokens).sum().backward()       # as model(tokens)
 """
 
@@ -16,7 +16,6 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from titan_lite.compile.backward_halves import BackwardHalves
 from titan_lite.compile.errors import compile_errors
 from titan_lite.compile.graph import placeholders, results_of
 from titan_lite.compile.joint import TraceSettings
@@ -26,8 +25,8 @@ from titan_lite.compile.segments import BoxedFunction
 from titan_lite.config import Compile
 from titan_lite.dtensor import as_shard_of, local
 
-# (graph, its name as in Schedule.run) -> what runs it
-CompileGraph = Callable[[GraphModule, str], BoxedFunction]
+# graphs by their names as in Schedule.run -> what runs each
+Backend = Callable[[Mapping[str, GraphModule]], Mapping[str, BoxedFunction]]
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,12 @@ class CompiledModel:
         traceable: TraceableModel,
         config: Compile,
         settings: TraceSettings,
-        compile_graph: CompileGraph,
+        backend: Backend,
     ):
         self.traceable = traceable
         self.config = config
         self.settings = settings
-        self.compile_graph = compile_graph
+        self.backend = backend
         self.signature = inspect.signature(traceable.model.forward)
         self.graphs: dict[Hashable, CompiledGraphs] = {}  # by what they depend on
         self.second_halves: SecondHalves | None = None  # within `first_halves`
@@ -126,24 +125,23 @@ class CompiledModel:
             return self.compile_graphs(graphs, stride)
 
     def compile_graphs(self, graphs: ModelGraphs, stride: Sequence[int]) -> CompiledGraphs:
-        """Compile in the order in which graphs run."""
         name = "forward" if graphs.has_gradients else "inference"
-        forward = self.compile_graph(graphs.forward, name)
-        backward = None
+        by_name = {name: graphs.forward}
         if graphs.backward is not None:
-            backward = self.compile_graph(graphs.backward, "backward")
+            by_name["backward"] = graphs.backward
+        if graphs.halves is not None:
+            by_name["backward_input"] = graphs.halves.input
+            by_name["backward_weight"] = graphs.halves.weight
+        run = self.backend(by_name)
         halves = None
         if graphs.halves is not None:
-            halves = self.compile_halves(graphs.halves)
-        return CompiledGraphs(graphs.inputs, stride, forward, backward, halves)
-
-    def compile_halves(self, halves: BackwardHalves) -> CompiledHalves:
-        names = [node.name for node in placeholders(halves.input.graph)]
-        return CompiledHalves(
-            input=self.compile_graph(halves.input, "backward_input"),
-            weight=self.compile_graph(halves.weight, "backward_weight"),
-            saved=[names.index(name) for name in halves.saved],
-        )
+            names = [node.name for node in placeholders(graphs.halves.input.graph)]
+            halves = CompiledHalves(
+                input=run["backward_input"],
+                weight=run["backward_weight"],
+                saved=[names.index(name) for name in graphs.halves.saved],
+            )
+        return CompiledGraphs(graphs.inputs, stride, run[name], run.get("backward"), halves)
 
     @contextmanager
     def first_halves(self) -> Iterator["SecondHalves"]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch._dispatch.python import no_python_dispatcher
@@ -23,8 +24,19 @@ from titan_lite.cost.collectives import KINDS, collective_bytes, parameters_of, 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class PlaceOnNode:
+    """This rank's place among the ranks of its node that run the same graphs."""
+
+    index: int = 0
+    ranks: int = 1  # their number
+
+
 class StageRanks(Protocol):
     """The ranks that run the same graphs, those of a pipeline stage. Methods are collectives."""
+
+    @property
+    def place_on_node(self) -> PlaceOnNode: ...
 
     def all_equal(self, text: str) -> bool:
         """Return True if all ranks pass the same text."""
@@ -44,6 +56,8 @@ class StageRanks(Protocol):
 
 class OneRank:
     """This rank alone, as StageRanks."""
+
+    place_on_node = PlaceOnNode()
 
     def all_equal(self, text: str) -> bool:
         return True

@@ -58,18 +58,21 @@ class CompileReport:
     pass_seconds: float = 0.0  # the part of compile_seconds in our passes
     compile_seconds: float = 0.0
     copied: int | None = None  # bytes copied into and out of buckets; None for Inductor's buckets
-    cache: str = ""  # "hit" or "miss" of Inductor's cache, "" without it
     segments: int = 0  # parts between collectives, which Inductor compiles; 0: the graph is whole
     different_segments: int = 0  # that were compiled, once each (segments.py)
+    # of the different ones, those that Inductor's cache had, from another rank or an earlier start
+    cached_segments: int = 0
     pp_rank: int | None = None  # the pipeline rank that runs the graph
 
 
-@dataclass
+@dataclass(frozen=True)
 class Compilation:
     """A backend's report on the compilation of a graph."""
 
-    segments: int = 0  # as in CompileReport
-    different_segments: int = 0
+    seconds: float
+    segments: int  # as in CompileReport
+    different_segments: int
+    cached_segments: int
 
 
 def count_collectives(graph: Graph) -> dict[str, int]:
@@ -110,9 +113,11 @@ def _describe(report: CompileReport) -> str:
         parts.append(passes)
     segments = ""
     if report.segments:
-        segments = f", {report.different_segments} of {report.segments} segments differ"
-    cache = f", cache {report.cache}" if report.cache else ""
-    parts.append(f"compiled in {report.compile_seconds:.1f} s{segments}{cache}")
+        segments = (
+            f", {report.different_segments} of {report.segments} segments differ,"
+            f" {report.cached_segments} of these were in the cache"
+        )
+    parts.append(f"compiled in {report.compile_seconds:.1f} s{segments}")
     rank = "" if report.pp_rank is None else f"pipeline rank {report.pp_rank}, "
     return f"{rank}{report.graph} graph: {'; '.join(parts)}"
 

@@ -12,12 +12,10 @@ works elsewhere (joint.py): resharding.py on the joint graphs of forward and bac
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule
 
 from titan_lite.compile.graph import merge_waits
@@ -107,28 +105,6 @@ class Schedule:
         self.priced_as = priced_as
         self.reports: list[CompileReport] = []
 
-    @contextmanager
-    def compiling(self, module: GraphModule, name: str) -> Iterator[Compilation]:
-        """Run the passes on a graph that is compiled within the context, and time both."""
-        started = time.perf_counter()
-        hits_before, misses_before = inductor_cache_lookups()
-        self.run(module, name)
-        compilation = Compilation()
-        yield compilation
-        hits, misses = inductor_cache_lookups()
-        cache = ""
-        if misses > misses_before:
-            cache = "miss"
-        elif hits > hits_before:
-            cache = "hit"
-        self.reports[-1] = dataclasses.replace(
-            self.reports[-1],
-            compile_seconds=time.perf_counter() - started,
-            cache=cache,
-            segments=compilation.segments,
-            different_segments=compilation.different_segments,
-        )
-
     def run(self, module: GraphModule, name: str) -> None:
         """Run the passes on the graph `name`: "forward", "backward", "backward_input",
         "backward_weight" or "inference".
@@ -156,6 +132,7 @@ class Schedule:
         copied = None
         if settings.config.bucketing != "auto":
             copied = copied_by_buckets(graph, settings.fused)
+        seconds = time.perf_counter() - started
         report = CompileReport(
             graph=name,
             before=before,
@@ -163,10 +140,23 @@ class Schedule:
             passes=changed,
             schedule=check_same_order(graph, name, settings.ranks),
             timeline=timeline,
-            pass_seconds=time.perf_counter() - started,
+            pass_seconds=seconds,
+            compile_seconds=seconds,
             copied=copied,
         )
         self.reports.append(report)
+
+    def add_compilation(self, name: str, compilation: Compilation) -> None:
+        """Add what a backend reports to the last report on the graph `name`."""
+        index = max(i for i, report in enumerate(self.reports) if report.graph == name)
+        report = self.reports[index]
+        self.reports[index] = dataclasses.replace(
+            report,
+            compile_seconds=report.pass_seconds + compilation.seconds,
+            segments=compilation.segments,
+            different_segments=compilation.different_segments,
+            cached_segments=compilation.cached_segments,
+        )
 
     def dump(self, graph: Graph, file_name: str) -> None:
         """Write a graph as text, if the recipe wants it (compile.dump_graphs)."""
@@ -208,12 +198,6 @@ def check_merged(graph: Graph, name: str, mergeable: Counter[tuple], bucketing: 
         f'compile.bucketing = "{bucketing}" merged none of the {mergeable.total()} collectives of'
         f' the {name} graph{why}; use "block" or "none"'
     )
-
-
-def inductor_cache_lookups() -> tuple[int, int]:
-    """Return the (hits, misses) of Inductor's cache of graphs in this process so far."""
-    counts = counters["inductor"]
-    return counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"]
 
 
 def readable(graph: Graph) -> str:

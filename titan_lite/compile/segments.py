@@ -1,6 +1,8 @@
 """Compile a graph in segments: what lies between two collectives, and equal segments only once.
 
-    program = compile_segments(module, compile_segment, is_outside)
+    cut = CutGraph(module, is_outside)
+    functions = {key: compile_segment(segment) for key, segment in cut.segments.items()}
+    program = cut.program(functions)
     results = program([*inputs])
 
     graph      x = mm(a, b); g = all_gather(s); y = relu(x); w = wait(g); z = mm(y, w)
@@ -30,11 +32,23 @@ from titan_lite.cost.collectives import (
 TAKE_GRADIENT = "titan_lite::take_gradient"  # distributed/step_gather.py
 # Takes the list of its inputs, which it clears.
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
-CompileSegment = Callable[[GraphModule, Sequence[Any]], BoxedFunction]  # (segment, fake inputs)
+Structure = Hashable  # equal for segments of the same code
 
 
 class Slot(int):
     """The index of a value in the values of a running program."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Nodes between two collectives, as a graph of their own."""
+
+    module: GraphModule
+    inputs: Sequence[Any]  # fake
+
+    @property
+    def nodes(self) -> int:
+        return len(self.module.graph.nodes)
 
 
 @dataclass(frozen=True)
@@ -119,32 +133,6 @@ def is_fused(node: Node) -> bool:
     return "fused_with" in node.meta
 
 
-def compile_segments(
-    module: GraphModule,
-    compile_segment: CompileSegment,
-    runs_outside: Callable[[Node], bool],
-    apart: Iterable[Collection[Node]] = (),
-    starts: Collection[Node] = (),
-) -> Program:
-    """Return the program of a graph, whose nodes have fake results in meta["val"].
-
-    runs_outside: True for operators with one result that are called between segments. apart,
-    starts: as in `split`.
-    """
-    builder = _ProgramBuilder(module, compile_segment)
-    parts = split(module.graph, runs_outside, apart, starts)
-    last_reads = last_reads_of(module.graph, parts)
-    for number, part in enumerate(parts):
-        read_last = [node for node in inputs_of(part) if last_reads[node] == number]
-        if runs_outside(part[0]):
-            (node,) = part
-            builder.call_operator(node, read_last)
-        else:
-            read_later = [node for node in part if last_reads.get(node, number) > number]
-            builder.call_segment(part, read_later, read_last)
-    return builder.program()
-
-
 def split(
     graph: Graph,
     runs_outside: Callable[[Node], bool],
@@ -203,65 +191,102 @@ def last_reads_of(graph: Graph, parts: Sequence[Sequence[Node]]) -> dict[Node, i
     return last_reads
 
 
-class _ProgramBuilder:
-    """Makes the calls of a program, and compiles each different segment."""
+@dataclass(frozen=True)
+class _UncompiledCall:
+    """The call of a segment that is not compiled yet; fields as in SegmentCall."""
 
-    def __init__(self, module: GraphModule, compile_segment: CompileSegment):
-        self.module = module
-        self.compile_segment = compile_segment
-        self.compiled: dict[Hashable, BoxedFunction] = {}  # by `structure_of` a segment
-        self.slots: dict[Node, Slot] = {}
-        self.calls: list[OperatorCall | SegmentCall] = []
-        self.inputs = placeholders(module.graph)
-        for node in self.inputs:
+    structure: Structure
+    inputs: Sequence[Slot]
+    outputs: Sequence[Slot]
+    last_reads: Sequence[Slot]
+
+    def compiled(self, functions: Mapping[Structure, BoxedFunction]) -> SegmentCall:
+        return SegmentCall(functions[self.structure], self.inputs, self.outputs, self.last_reads)
+
+
+class CutGraph:
+    """A graph cut into segments, and what is called between them."""
+
+    def __init__(
+        self,
+        module: GraphModule,
+        runs_outside: Callable[[Node], bool],
+        apart: Iterable[Collection[Node]] = (),
+        starts: Collection[Node] = (),
+    ):
+        """Cut the graph, whose nodes have fake results in meta["val"].
+
+        runs_outside: True for operators with one result that are called between segments. apart,
+        starts: as in `split`.
+        """
+        self.segments: dict[Structure, Segment] = {}  # the different ones, by first call
+        self._module = module
+        self._slots: dict[Node, Slot] = {}
+        self._calls: list[OperatorCall | _UncompiledCall] = []
+        self._inputs = placeholders(module.graph)
+        for node in self._inputs:
             self._add_slot(node)
+        parts = split(module.graph, runs_outside, apart, starts)
+        last_reads = last_reads_of(module.graph, parts)
+        for number, part in enumerate(parts):
+            read_last = [node for node in inputs_of(part) if last_reads[node] == number]
+            if runs_outside(part[0]):
+                (node,) = part
+                self._call_operator(node, read_last)
+            else:
+                read_later = [node for node in part if last_reads.get(node, number) > number]
+                self._call_segment(part, read_later, read_last)
 
-    def call_operator(self, node: Node, read_last: Sequence[Node]) -> None:
+    def program(self, functions: Mapping[Structure, BoxedFunction]) -> Program:
+        """Return what runs the graph. functions: of each of `segments`."""
+        return Program(
+            inputs=len(self._inputs),
+            unread=[self._slots[node] for node in self._inputs if not node.users],
+            values=len(self._slots),
+            calls=[
+                call.compiled(functions) if isinstance(call, _UncompiledCall) else call
+                for call in self._calls
+            ],
+            outputs=[self._slot(result) for result in results_of(self._module.graph)],
+            different_segments=len(self.segments),
+        )
+
+    def _call_operator(self, node: Node, read_last: Sequence[Node]) -> None:
         assert callable(node.target)
         call = OperatorCall(
             operator=node.target,
             arguments=[self._slot(argument) for argument in node.args],
             keywords={name: self._slot(argument) for name, argument in node.kwargs.items()},
             result=self._add_slot(node),
-            last_reads=[self.slots[source] for source in read_last],
+            last_reads=[self._slots[source] for source in read_last],
         )
-        self.calls.append(call)
+        self._calls.append(call)
 
-    def call_segment(
+    def _call_segment(
         self, part: Sequence[Node], outputs: Sequence[Node], read_last: Sequence[Node]
     ) -> None:
         """Call the segment with the nodes of `part`. outputs: those that are read outside of it."""
         inputs = inputs_of(part)
-        segment = extract(part, inputs, outputs)
-        structure = structure_of(segment)
-        if structure not in self.compiled:
+        graph = extract(part, inputs, outputs)
+        module = GraphModule(self._module, graph)
+        structure = structure_of(module)
+        if structure not in self.segments:
             fake_inputs = [node.meta["val"] for node in inputs]
-            module = GraphModule(self.module, segment)
-            self.compiled[structure] = self.compile_segment(module, fake_inputs)
-        call = SegmentCall(
-            function=self.compiled[structure],
-            inputs=[self.slots[node] for node in inputs],
+            self.segments[structure] = Segment(module, fake_inputs)
+        call = _UncompiledCall(
+            structure=structure,
+            inputs=[self._slots[node] for node in inputs],
             outputs=[self._add_slot(node) for node in outputs],
-            last_reads=[self.slots[node] for node in read_last],
+            last_reads=[self._slots[node] for node in read_last],
         )
-        self.calls.append(call)
-
-    def program(self) -> Program:
-        return Program(
-            inputs=len(self.inputs),
-            unread=[self.slots[node] for node in self.inputs if not node.users],
-            values=len(self.slots),
-            calls=self.calls,
-            outputs=[self._slot(result) for result in results_of(self.module.graph)],
-            different_segments=len(self.compiled),
-        )
+        self._calls.append(call)
 
     def _add_slot(self, node: Node) -> Slot:
-        self.slots[node] = Slot(len(self.slots))
-        return self.slots[node]
+        self._slots[node] = Slot(len(self._slots))
+        return self._slots[node]
 
     def _slot(self, argument: object) -> object:
-        return self.slots[argument] if isinstance(argument, Node) else argument
+        return self._slots[argument] if isinstance(argument, Node) else argument
 
 
 def extract(part: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> Graph:
@@ -279,9 +304,9 @@ def extract(part: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node
     return graph
 
 
-def structure_of(segment: Graph) -> Hashable:
-    """Return a value that is equal for segments of the same code."""
-    numbers = {node: number for number, node in enumerate(segment.nodes)}
+def structure_of(segment: GraphModule) -> Structure:
+    """Return a value that is equal for segments of the same code, also of different graphs."""
+    numbers = {node: number for number, node in enumerate(segment.graph.nodes)}
 
     def describe(argument: object) -> str:
         if isinstance(argument, Node):
@@ -291,7 +316,7 @@ def structure_of(segment: Graph) -> Hashable:
         return repr(argument)
 
     lines = []
-    for node in segment.nodes:
+    for node in segment.graph.nodes:
         if node.op == "placeholder":
             value = node.meta["val"]
             if isinstance(value, Tensor):
@@ -302,7 +327,8 @@ def structure_of(segment: Graph) -> Hashable:
             else:
                 lines.append(repr(value))
         elif node.op == "get_attr":
-            lines.append(f"{node.target}")
+            # Two graphs may have constants of one name.
+            lines.append(f"constant {id(getattr(segment, node.target))}")
         else:
             keywords = [f"{name}={describe(value)}" for name, value in node.kwargs.items()]
             lines.append(f"{node.target} {describe(node.args)} {keywords}")

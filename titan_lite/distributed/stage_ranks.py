@@ -7,10 +7,13 @@ compile/rank_agreement.py says on what.
 """
 
 import functools
+import os
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_lite.compile.rank_agreement import PlaceOnNode
 from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
 
 
@@ -21,6 +24,13 @@ class PipelineStageRanks:
         self.ranks = ranks  # global
         self.group = group  # None: all ranks
 
+    @property
+    def place_on_node(self) -> PlaceOnNode:
+        rank = dist.get_rank()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return place_on_node(self.ranks, rank, local_rank, local_size)
+
     def all_equal(self, text: str) -> bool:
         return all_equal(text, self.group)
 
@@ -29,6 +39,16 @@ class PipelineStageRanks:
 
     def all_gather(self, text: str) -> dict[int, str]:
         return dict(zip(self.ranks, all_gather_objects(text, self.group), strict=True))
+
+
+def place_on_node(stage: Sequence[int], rank: int, local_rank: int, local_size: int) -> PlaceOnNode:
+    """Return the place of `rank` among the ranks of its stage on its node.
+
+    Launchers number the ranks of a node consecutively. local_size: number of ranks on the node.
+    """
+    first = rank - local_rank
+    on_node = [other for other in stage if first <= other < first + local_size]
+    return PlaceOnNode(on_node.index(rank), len(on_node))
 
 
 @functools.cache

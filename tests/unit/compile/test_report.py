@@ -25,7 +25,9 @@ FORWARD = CompileReport(
     "abc",
     TIMELINE,
     compile_seconds=12.34,
-    cache="miss",
+    segments=14,
+    different_segments=6,
+    cached_segments=2,
 )
 BACKWARD = CompileReport("backward", {"all_gather": 1}, (BOTH,), {}, "def", compile_seconds=2.0)
 
@@ -35,7 +37,8 @@ def test_a_line_a_graph():
         (
             "forward graph: 2 all_gather -> 1 (1.000 GiB); estimated 4 ms"
             " communication beside 11 ms computation, 3 ms exposed (at least 2 ms); schedule abc;"
-            " bucket_by_block 1, overlap_collectives 0; compiled in 12.3 s, cache miss"
+            " bucket_by_block 1, overlap_collectives 0; compiled in 12.3 s, 6 of 14"
+            " segments differ, 2 of these were in the cache"
         ),
         ("backward graph: 1 all_gather -> 1 (1.000 GiB); schedule def; compiled in 2.0 s"),
     ]
@@ -54,11 +57,15 @@ def test_a_line_a_graph():
 def test_the_file_has_every_bucket_with_its_parameters_and_times(tmp_path):
     write_reports([replace(FORWARD, copied=2**29), BACKWARD], tmp_path)
     forward, backward = json.loads((tmp_path / "compile.json").read_text())
-    assert (forward["graph"], forward["before"], forward["schedule"], forward["cache"]) == (
+    assert (forward["graph"], forward["before"], forward["schedule"]) == (
         "forward",
         {"all_gather": 2},
         "abc",
-        "miss",
+    )
+    assert (forward["segments"], forward["different_segments"], forward["cached_segments"]) == (
+        14,
+        6,
+        2,
     )
     assert (forward["copied"], backward["copied"]) == (2**29, None)
     (bucket,) = forward["after"]

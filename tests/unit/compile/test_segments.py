@@ -13,9 +13,9 @@ from titan_lite.compile.joint import TraceSettings
 from titan_lite.compile.model_graph import compose
 from titan_lite.compile.model_parts import PlainWeights, TraceableModel, trace_parts
 from titan_lite.compile.segments import (
+    CutGraph,
     OperatorCall,
     SegmentCall,
-    compile_segments,
     is_outside,
     split,
 )
@@ -35,8 +35,12 @@ def traced(function, *shapes):
         return make_fx(function)(*(torch.empty(shape) for shape in shapes))
 
 
-def as_traced(segment, inputs):
-    return make_boxed_func(segment.forward)
+def as_traced(segment):
+    return make_boxed_func(segment.module.forward)
+
+
+def compiled(cut, compile_segment=as_traced):
+    return cut.program({key: compile_segment(part) for key, part in cut.segments.items()})
 
 
 def chain(x, w):
@@ -47,14 +51,10 @@ def chain(x, w):
 
 
 def test_equal_segments_are_compiled_once_and_called_each_time():
-    compiled = []
-
-    def compile_segment(segment, inputs):
-        compiled.append([value.shape for value in inputs])
-        return make_boxed_func(segment.forward)
-
-    program = compile_segments(traced(chain, (4, 4), (4, 4)), compile_segment, is_sine)
-    assert compiled == [[(4, 4), (4, 4)]]
+    cut = CutGraph(traced(chain, (4, 4), (4, 4)), is_sine)
+    (segment,) = cut.segments.values()
+    assert [value.shape for value in segment.inputs] == [(4, 4), (4, 4)]
+    program = compiled(cut)
     assert program.segments == 3
     assert program.different_segments == 1
     kinds = [type(call) for call in program.calls]
@@ -79,11 +79,30 @@ def test_segments_that_differ_are_compiled_apart(second):
         first = torch.sin(x * 2.0)
         return torch.sin(first), second(first)
 
-    program = compile_segments(traced(both, (3, 4)), as_traced, is_sine)
+    program = compiled(CutGraph(traced(both, (3, 4)), is_sine))
     assert program.different_segments == 2
     x = torch.randn(3, 4)
     for result, expected in zip(program([x]), both(x), strict=True):
         assert torch.equal(result, expected)
+
+
+def test_constants_of_one_name_in_two_graphs_are_different_segments():
+    """Segments of forward and backward are compiled together."""
+
+    def function(x):
+        return (torch.sin(x + 1),)
+
+    keys = set()
+    for value in (1.0, 2.0):
+        graph = traced(function, (4,))
+        graph.constant_0 = torch.full((4,), value)
+        (sum_,) = graph.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+        with graph.graph.inserting_before(sum_):
+            constant = graph.graph.create_node("get_attr", "constant_0")
+        constant.meta["val"] = sum_.meta["val"]
+        sum_.args = (sum_.args[0], constant)
+        keys.update(CutGraph(graph, is_sine).segments)
+    assert len(keys) == 2
 
 
 def test_operators_outside_keep_their_order_and_arguments():
@@ -94,7 +113,7 @@ def test_operators_outside_keep_their_order_and_arguments():
         return first + late, second, x
 
     graph = traced(function, (4,), (4,))
-    program = compile_segments(graph, as_traced, is_sine)
+    program = compiled(CutGraph(graph, is_sine))
     sines = [node for node in graph.graph.nodes if is_sine(node)]
     assert len(sines) == sum(isinstance(call, OperatorCall) for call in program.calls) == 2
     x, y = torch.randn(4), torch.randn(4)
@@ -117,9 +136,8 @@ def test_the_results_of_an_operator_stay_with_it():
     parts = split(graph.graph, is_sine)
     assert [len(part) for part in parts] == [3, 1]
     x = torch.randn(3, 4)
-    for result, expected in zip(
-        compile_segments(graph, as_traced, is_sine)([x]), function(x), strict=True
-    ):
+    program = compiled(CutGraph(graph, is_sine))
+    for result, expected in zip(program([x]), function(x), strict=True):
         assert torch.equal(result, expected)
 
 
@@ -139,7 +157,7 @@ def test_nodes_apart_are_a_segment_of_their_own():
     parts = split(graph.graph, is_sine, apart)
     assert [len(part) for part in parts] == [2, 2, 2, 1, 1, 2]
     assert [set(part) for part in parts[:2]] == [set(nodes) for nodes in apart]
-    program = compile_segments(graph, as_traced, is_sine, apart)
+    program = compiled(CutGraph(graph, is_sine, apart))
     assert (program.segments, program.different_segments) == (4, 3)
     inputs = [torch.randn(4) for _ in range(3)]
     assert torch.equal(*program([*inputs]), *function(*inputs))
@@ -158,14 +176,14 @@ def test_values_are_freed_after_their_last_read():
     alive = {"x": weakref.ref(x), "unread": weakref.ref(unread), "w": weakref.ref(w)}
     seen = []
 
-    def compile_segment(segment, inputs):
+    def compile_segment(segment):
         def run(arguments):
             seen.append([name for name, tensor in alive.items() if tensor() is not None])
-            return segment.forward(*arguments)
+            return segment.module.forward(*arguments)
 
         return run
 
-    program = compile_segments(traced(function, *[(4, 4)] * 3), compile_segment, is_sine)
+    program = compiled(CutGraph(traced(function, *[(4, 4)] * 3), is_sine), compile_segment)
     inputs = [x, unread, w]
     del x, unread, w
     program(inputs)
@@ -182,12 +200,9 @@ def test_without_collectives_blocks_are_segments_that_are_compiled_once(layers):
     traceable = TraceableModel(model, PlainWeights(model), model.layers)
     graphs = compose(trace_parts(traceable, {"tokens": tokens}, TraceSettings()))
 
-    def compile_segment(segment, inputs):
-        return lambda values: segment(*values)
-
     for graph in (graphs.forward, graphs.backward):
         starts = starts_of_blocks(graph.graph)
-        program = compile_segments(graph, compile_segment, is_outside, starts=starts)
+        program = compiled(CutGraph(graph, is_outside, starts=starts))
         # what is before the blocks, behind them, and the blocks
         assert program.segments == layers + 2
         assert program.different_segments == 3

@@ -19,7 +19,7 @@ from titan_lite.compile.model_graph import compose
 from titan_lite.compile.model_parts import TraceableModel, trace_parts
 from titan_lite.compile.passes.fused_collectives import keep_with_products
 from titan_lite.compile.passes.token_chunks import mark_fused_collectives
-from titan_lite.compile.segments import compile_segments, is_fused, is_outside
+from titan_lite.compile.segments import CutGraph, is_fused, is_outside
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, ConfigError
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
@@ -79,19 +79,15 @@ def test_segments_keep_collectives_and_their_products_together(mesh):
         marked = mark_fused_collectives(graph.graph, settings)
         assert keep_with_products(graph.graph, settings) > 0
         fused = 0
-
-        def compile_segment(segment, inputs):
-            nonlocal fused
-            view_to_reshape(segment)
-            micro_pipeline_tp_pass(segment.graph)
-            fused += sum(str(node.target) in FUSED_PRODUCTS for node in segment.graph.nodes)
-            assert not any(map(is_fused, segment.graph.nodes))
-            return lambda inputs: []
-
         with (
             _symmetric_memory._test_mode({group}),
             mock.patch("torch.distributed.is_nccl_available", return_value=True),
         ):
-            compile_segments(graph, compile_segment, is_outside)
+            for segment in CutGraph(graph, is_outside).segments.values():
+                view_to_reshape(segment.module)
+                nodes = segment.module.graph.nodes
+                micro_pipeline_tp_pass(segment.module.graph)
+                fused += sum(str(node.target) in FUSED_PRODUCTS for node in nodes)
+                assert not any(map(is_fused, nodes))
         assert fused > 0
         assert marked >= fused
