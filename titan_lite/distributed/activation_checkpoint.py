@@ -78,7 +78,8 @@ def apply_activation_checkpoint(
             if isinstance(module, _DropoutNd) and module.p > 0:
                 raise ConfigError(
                     f"activation_checkpoint.mode = {shown(mode)}: layers.{name}.{fqn} is dropout,"
-                    ' which recomputation would draw anew; use "none", or a model without dropout'
+                    ' which draws other numbers when it runs again; use "none", or a model without'
+                    " dropout"
                 )
         every_second = None  # keep nothing of the block
         if mode == "selective" and option in ("op", "op/2"):

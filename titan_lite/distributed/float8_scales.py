@@ -5,7 +5,7 @@
     scales.refresh(parameters)          # after each optimizer step, and after loading
     scales.get("layers.0.attention.wq.weight")
 
-Each scale is that of the whole weight, on every rank. They are one tensor, an input of graphs that
+Each scale is that of the full weight, on every rank. They are one tensor, an input of graphs that
 is changed in place. They are not saved, as they follow from the weights.
 """
 

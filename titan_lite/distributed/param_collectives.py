@@ -76,7 +76,7 @@ class ShardSpec:
         return (self.shard_group, *self.sum_groups) if self.shard_degree > 1 else self.sum_groups
 
     def cast(self, shard: Tensor, scale: Tensor | None) -> Tensor:
-        """Cast a shard to gather_dtype. scale: of the whole parameter's cast to float8."""
+        """Cast a shard to gather_dtype. scale: of the full parameter's cast to float8."""
         if not self.float8:
             return shard.to(self.param_dtype)
         assert scale is not None

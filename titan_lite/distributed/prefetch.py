@@ -29,8 +29,8 @@ from titan_lite.distributed.param_collectives import GatheredWeight, InFlight, S
 from titan_lite.dtensor import as_shard_of, local
 from titan_lite.models.float8 import Scaled
 
-# weights: the half of a backward that computes gradients of weights; None: outside of all, where
-# nothing stays gathered
+# weights: the half of a backward that computes gradients of weights; None: outside of forward and
+# backward, where nothing stays gathered
 Phase = Literal["forward", "backward", "weights"] | None
 
 
@@ -146,7 +146,7 @@ class PrefetchGatherer:
         position = len(self.order)
         self.order.append(block)
         last_order = self.last_order[self.phase]
-        if last_order[position : position + 1] == [block] and position + 1 < len(last_order):
+        if position + 1 < len(last_order) and last_order[position] == block:
             self._start_gather(last_order[position + 1])
 
     @_disable_current_modes()

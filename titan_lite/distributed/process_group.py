@@ -2,7 +2,7 @@
 
     all_equal(text)                     # True if all ranks have the same string: 16 bytes a rank
     first_nonempty(error)               # "" or the error of the lowest rank that has one
-    max_over_ranks(seconds, nbytes)     # the maximum of each whole number
+    max_over_ranks(seconds, nbytes)     # the maximum of each integer
     gather_to_rank_0(files)             # objects of all ranks, on rank 0
     all_gather_objects(error)           # objects of all ranks on all: for the details of an error
 
@@ -84,12 +84,12 @@ def new_gloo_group(timeout: datetime.timedelta, name: str) -> dist.ProcessGroup:
 
 
 def max_over_ranks(*numbers: int, group: dist.ProcessGroup | None = None) -> list[int]:
-    """Return the maximum over the ranks of each whole number."""
+    """Return the maximum over the ranks of each integer."""
     return _all_reduce(numbers, dist.ReduceOp.MAX, group)
 
 
 def sum_over_ranks(*numbers: int, group: dist.ProcessGroup | None = None) -> list[int]:
-    """Return the sum over the ranks of each whole number."""
+    """Return the sum over the ranks of each integer."""
     return _all_reduce(numbers, dist.ReduceOp.SUM, group)
 
 
@@ -131,7 +131,7 @@ def first_nonempty(text: str, group: dist.ProcessGroup | None = None) -> str:
 
 
 def all_gather_ints(*numbers: int) -> list[list[int]]:
-    """Return the whole numbers of all ranks, by rank, on all of them: 8 bytes each."""
+    """Return the integers of all ranks, by rank, on all of them: 8 bytes each."""
     own = torch.tensor(numbers, dtype=torch.int64, device=_device_of(None))
     of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, own)
@@ -151,7 +151,7 @@ def gather_to_rank_0(value: T, group: dist.ProcessGroup | None = None) -> list[T
     """Return the values of all ranks, by rank, on rank 0 of the group, and [] on the others, which
     send only their own.
 
-    torch's `gather_object` would also tell every rank the sizes of all.
+    torch's `gather_object` would also send the sizes of all to every rank.
     """
     if not dist.is_initialized():
         return [value]

@@ -8,9 +8,9 @@ backward reduces its gradient.
 Each module's class is replaced by a subclass whose parameters are properties (`read_parameter`): no
 module hooks, no streams, no flat parameters. FQNs, `parameters()` and `state_dict()` read
 `_parameters`, which holds the shards; they never communicate. In eager mode a gatherer decides when
-collectives run (`ShardedModel.eager`). A compiled model is traced with a `TracedGatherer`, whose
-reader says what graphs have as inputs (`ShardedModel.reader`). `ShardedModel.gathered_for_step`
-selects those of a whole step:
+collectives run (`Sharding.eager`). A compiled model is traced with a `TracedGatherer`, whose
+reader says what graphs have as inputs (`Sharding.reader`). `Sharding.gathered_for_step`
+selects those of an optimizer step:
 
                 eager                                    compiled
     each        PrefetchGatherer (prefetch.py):          ShardReader: plain collectives in the
@@ -86,17 +86,29 @@ class EagerGatherer(Gatherer, Protocol):
         ...
 
 
+class GraphReader(Protocol):
+    """Reads parameters from the inputs of a graph."""
+
+    def graph_inputs(self, parameter: nn.Parameter, spec: ShardSpec) -> tuple[Tensor, ...]:
+        """Return the tensors that graphs have as inputs for a parameter."""
+        ...
+
+    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Tensor | Scaled:
+        """Return the full weight, given what stands for `graph_inputs`."""
+        ...
+
+
 class ShardedParameters(NamedTuple):
     """The attribute `_fsdp` of a module whose parameters are sharded."""
 
     specs: dict[str, ShardSpec]  # by parameter name: how to gather it and reduce its gradient
-    model: "ShardedModel"  # shared by all modules: has the gatherer
+    sharding: "Sharding"  # of the model, shared by all its modules: has the gatherer
 
 
 def read_parameter(module: nn.Module, name: str) -> Tensor | Scaled:
     """Return the full weight for `module.weight`; its backward reduces the gradient."""
     sharded: ShardedParameters = module._fsdp  # type: ignore[assignment]
-    gatherer = sharded.model.gatherer
+    gatherer = sharded.sharding.gatherer
     return gatherer.read(module._parameters[name], sharded.specs[name])  # type: ignore[arg-type]
 
 
@@ -129,18 +141,6 @@ def _reduce(gradient: Tensor, spec: ShardSpec, shard: Tensor) -> Tensor:
     return spec.finish_reduce(spec.start_reduce(gradient)).to(shard.dtype)
 
 
-class GraphReader(Protocol):
-    """Reads parameters from the inputs of a graph."""
-
-    def graph_inputs(self, parameter: nn.Parameter, spec: ShardSpec) -> tuple[Tensor, ...]:
-        """Return the tensors that graphs have as inputs for a parameter."""
-        ...
-
-    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Tensor | Scaled:
-        """Return the full weight, given what stands for `graph_inputs`."""
-        ...
-
-
 @dataclass(frozen=True)
 class TracedGatherer:
     """The Gatherer of a model that is traced."""
@@ -154,8 +154,8 @@ class TracedGatherer:
             return self.reader.read_inputs(self.inputs[spec.fqn], spec)
 
 
-class ShardedModel:
-    """The specs of parameters and the gatherers, which all modules of a model share.
+class Sharding:
+    """The sharding of a model: specs of parameters and gatherers, which all its modules share.
 
     It is the ModelWeights of a compiled model (compile/model_parts.py).
     """
@@ -261,9 +261,9 @@ class ShardedModel:
             self.eager.take_gradients()
 
 
-def _sharding_of(root: nn.Module) -> ShardedModel:
-    """Return what the modules of a model share after `apply_simple_fsdp`."""
-    return root._fsdp.model  # type: ignore[union-attr, return-value]
+def _sharding_of(root: nn.Module) -> Sharding:
+    """Return the sharding of a model after `apply_simple_fsdp`."""
+    return root._fsdp.sharding  # type: ignore[union-attr, return-value]
 
 
 @dataclass(frozen=True)
@@ -280,10 +280,8 @@ class FSDPOptions:
     reduce_over_replicas: bool = True
 
 
-def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh, options: FSDPOptions) -> ShardedModel:
+def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh, options: FSDPOptions) -> Sharding:
     """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place.
-
-    Returns what the modules share.
 
     mesh: see `parameter_mesh` (mesh.py). Of a DTensor of tensor parallelism, the local part is
     sharded. A parameter on the meta device becomes a meta shard (see `materialize`). One with data
@@ -316,17 +314,17 @@ def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh, options: FSDPOptions) 
         for parameter in module._parameters.values()
         if parameter is not None
     )
-    sharded = ShardedModel(specs, Float8Scales(scaled), resharded, reads)
+    sharding = Sharding(specs, Float8Scales(scaled), resharded, reads)
     for module in model.modules():
         own_specs = {}
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = shards[parameter]
                 own_specs[name] = specs[shards[parameter]]
-        module.__dict__["_fsdp"] = ShardedParameters(own_specs, sharded)
+        module.__dict__["_fsdp"] = ShardedParameters(own_specs, sharding)
         cls: Any = type(module)
         module.__class__ = _sharded_class(cls, tuple(own_specs), module is model)
-    return sharded
+    return sharding
 
 
 def shard_parameter(
@@ -384,12 +382,12 @@ def _sharded_class(cls: type[Any], names: tuple[str, ...], is_root: bool) -> typ
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        model = _sharding_of(self)
-        if model.traced is not None:
+        sharding = _sharding_of(self)
+        if sharding.traced is not None:
             return cls.forward(self, *args, **kwargs)
-        within_step = model.eager is not model.prefetch
-        reshard = bool(model.resharded) and not within_step and torch.is_grad_enabled()
-        with model.prefetch.forward(reshard):
+        within_step = sharding.eager is not sharding.prefetch
+        reshard = bool(sharding.resharded) and not within_step and torch.is_grad_enabled()
+        with sharding.prefetch.forward(reshard):
             return cls.forward(self, *args, **kwargs)
 
     members: dict[str, object] = {"__module__": cls.__module__}
@@ -402,13 +400,13 @@ def _sharded_class(cls: type[Any], names: tuple[str, ...], is_root: bool) -> typ
 
 def materialize(root: nn.Module, device: torch.device) -> None:
     """Allocate shards and buffers, uninitialized. Tied weights stay tied, unlike in `to_empty`."""
-    model = _sharding_of(root)
+    sharding = _sharding_of(root)
     allocated: dict[nn.Parameter, nn.Parameter] = {}
-    for meta in model.specs:
+    for meta in sharding.specs:
         shard = as_shard_of(meta, torch.empty_like(local(meta), device=device))
         allocated[meta] = nn.Parameter(shard, requires_grad=meta.requires_grad)
-    model.replace_parameters(allocated)
-    model.scales.allocate(device)
+    sharding.replace_parameters(allocated)
+    sharding.scales.allocate(device)
     for module in root.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from titan_lite.distributed.simple_fsdp import ShardedModel
+from titan_lite.distributed.simple_fsdp import Sharding
 from titan_lite.models.transformer import Transformer
 
 if TYPE_CHECKING:  # with Inductor, a second to import
@@ -27,7 +27,7 @@ class Stage:
     """A model or a pipeline stage of it, called as the model is."""
 
     model: Transformer
-    sharding: ShardedModel
+    sharding: Sharding
     compiled: "CompiledModel | None" = None
 
     def __call__(self, *args: Tensor, **model_kwargs: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Attend within documents or in two parts, and choose the attention kernel of the process.
 
-    use_kernel("FA3")                                     # once, for the whole process
+    use_kernel("FA3")                                     # once, for the process
     documents = documents_of(doc_starts, positions, doc_stats)
     out = attend_within_documents(q, k, v, documents)     # on GPUs
     out = attend_in_two_parts(q, k, v)                    # q: the last t of k's S positions

@@ -31,7 +31,7 @@ def last_block(fqns: Iterable[str]) -> str:
 
 
 def lies_within(fqn: str, prefixes: Iterable[str]) -> bool:
-    """Return whether a prefix names the parameter or a module around it: "layers.3" matches
+    """Return True if a prefix names the parameter or a module around it: "layers.3" matches
     "layers.3.w", not "layers.31.w".
     """
     return any(f"{fqn}.".startswith(f"{prefix}.") for prefix in prefixes)

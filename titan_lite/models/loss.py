@@ -50,7 +50,7 @@ class VocabularyShard(NamedTuple):
 class Loss:
     """The summed loss of a microbatch: nats, float32, scalar or one for each sequence (B,).
 
-    Where ranks share the vocabulary, each has the whole loss: it must not be summed over them.
+    Where ranks share the vocabulary, each has the full loss: it must not be summed over them.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ def test_what_a_block_computes_again_in_backward(mode, option, recomputed):
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_dropout_is_refused_where_it_would_be_drawn_anew(mode):
+def test_dropout_is_refused_where_it_would_be_drawn_again(mode):
     model = Transformer(CONFIG)
     model.layers["1"].feed_forward.dropout = torch.nn.Dropout(0.1)
     with pytest.raises(ConfigError, match=rf"{mode}.*: layers.1.feed_forward.dropout is dropout"):
