@@ -305,7 +305,7 @@ def launch(options: Sequence[str], *, may_restart: bool) -> int:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousError
 
-    # It has a line of its own for each rank that fails; this function tells how they ended.
+    # It logs a line for each rank that fails; this function prints how they ended.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_LIMIT))  # torch >= 2.12

@@ -137,8 +137,8 @@ def digest(path: Path, progress: Callable[[], None] = lambda: None) -> FileDiges
 
 
 def sampled_sha256(file: BinaryIO) -> str:
-    """Return a SHA-256 of a file's content: of a small file as a whole, of a large one of samples
-    at equal distances. It takes a few milliseconds, however large the file is. Raises OSError.
+    """Return a SHA-256 of a file's content: of all bytes of a small file, and of samples of a large
+    one, at equal distances. It takes a few milliseconds for any size. Raises OSError.
     """
     sha256 = hashlib.sha256()
     size = file.seek(0, os.SEEK_END)

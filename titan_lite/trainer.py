@@ -624,7 +624,7 @@ class Trainer:
             self.documents = documents_of_run(config)
         step = self.checkpointer.verified_step() if config.checkpoint.enable else None
         if step is None:
-            self.bad_documents.start_anew(keeps_file=self.rank == 0)
+            self.bad_documents.restart(keeps_file=self.rank == 0)
             path = config.checkpoint.initial_load_path
             load_initial(path, self.layout.model, self.parameters, shard_of)
         else:
@@ -644,7 +644,7 @@ class Trainer:
             del stateful["loader"], stateful["bad_documents"]
         saved.load_into(stateful)
         if changes.restarts_data:
-            self.bad_documents.start_anew(keeps_file=self.rank == 0)
+            self.bad_documents.restart(keeps_file=self.rank == 0)
         elif self.rank == 0:
             self.bad_documents.rewrite()
         if not self.config.validation.enable:

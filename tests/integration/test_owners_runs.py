@@ -154,7 +154,7 @@ def test_another_optimizer_is_refused_and_begins_with_the_model_alone_if_asked(w
     )
     with pytest.raises(ConfigError) as refused:
         check_machine(config, Layout.from_config(config, 2))
-    assert f'the optimizer starts anew: optimizer.name = "AdamW", was "{whole[2]}"' in str(
+    assert f'the optimizer restarts: optimizer.name = "AdamW", was "{whole[2]}"' in str(
         refused.value
     )
     assert str(refused.value).endswith(

@@ -137,7 +137,7 @@ def at_step_2(saved, tmp_path):
     return copy_at_step_2(saved[0], tmp_path)
 
 
-DROPPED = "gradient compression starts anew"
+DROPPED = "gradient compression restarts"
 
 
 def test_a_run_resumes_to_the_bit(saved, at_step_2):

@@ -5,7 +5,7 @@
     changes.refuse_unless_accepted(config.checkpoint)                 # raises ConfigError
     for line in changes.describe(): ...
 
-    the optimizer starts anew: optimizer.name = "Muon", was "AdamW"
+    the optimizer restarts: optimizer.name = "Muon", was "AdamW"
     changed: training.steps = 200, was 100
 
 The effect of a key is a mark at its field (config/effects.py). Where the identity of a run
@@ -113,9 +113,7 @@ class Changes:
         return [change.text for change in self.changes if change.effect is effect]
 
     def refuse_unless_accepted(self, checkpoint: Checkpoint) -> None:
-        """Raise ConfigError for what cannot go on, and for what starts anew if the recipe does not
-        accept it.
-        """
+        """Raise ConfigError if the run cannot go on, or restarts more than the recipe accepts."""
         if texts := self._texts(Effect.REFUSED):
             self._refuse(Effect.REFUSED, texts, "another job.dump_folder")
         for effect, (key, does) in ACCEPTED_BY.items():
@@ -249,7 +247,7 @@ def _changes_of_documents(
 
 
 def _changes_of_tensors(saved: SavedState, compression: Mapping[str, int]) -> Iterator[Change]:
-    """Yield what starts anew because the step does not have its tensors."""
+    """Yield what restarts because the step does not have its tensors."""
     if "optimizer" not in saved.tensors:
         yield Change(Effect.RESTARTS_OPTIMIZER, ONLY_MODEL)
     has_errors = "between" in saved.tensors and saved.identity.compression == compression

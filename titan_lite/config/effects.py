@@ -24,9 +24,9 @@ class Effect(Enum):
 
     # the values begin lines of the log and errors
     REFUSED = "it cannot go on"
-    RESTARTS_DATA = "the data starts anew"
-    RESTARTS_OPTIMIZER = "the optimizer starts anew"
-    RESTARTS_COMPRESSION = "gradient compression starts anew"
+    RESTARTS_DATA = "the data restarts"
+    RESTARTS_OPTIMIZER = "the optimizer restarts"
+    RESTARTS_COMPRESSION = "gradient compression restarts"
     ROUNDING = "numbers change by rounding"
     NOTED = "changed"
 

@@ -254,7 +254,7 @@ def file_digest(name: str) -> str:
     """
     if name in FAMILIES:
         return ""
-    find_family(name)  # tells of a file that is not there
+    find_family(name)  # raises ConfigError if the file is not there
     return hashlib.sha256(Path(name).read_bytes()).hexdigest()
 
 

@@ -100,8 +100,8 @@ def _validated_on_its_own(config: Config, origins: Origins) -> Config:
 def find_recipe(path: Path) -> Path:
     """Return the path of the shipped recipe that llama3_8b or train_configs/llama3_8b.toml names.
 
-    A path that exists, or that lies in another folder, is returned as it is: `read_toml` tells of
-    one that is not there. Raises ConfigError for a word that names no recipe.
+    A path that exists, or that lies in another folder, is returned as it is: `read_toml`
+    refuses one that is not there. Raises ConfigError for a word that names no recipe.
     """
     shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.toml"))}
     name = path.name.removesuffix(".toml")
@@ -226,7 +226,7 @@ def _merge(tables: Tables, origins: Origins, upper: Tables, origin: str) -> None
     """Put the keys of `upper` over those of `tables`, and note their origin."""
     for section, table in upper.items():
         if not isinstance(tables.setdefault(section, {}), dict):
-            continue  # a wrong value, which stays to be told
+            continue  # a wrong value, which pydantic reports later
         origins[section] = origin
         if isinstance(table, dict):
             tables[section].update(table)
@@ -248,7 +248,7 @@ def _fill_from_weights(tables: Tables, origins: Origins, name: str) -> list[str]
     model = tables.get("model", {})
     checkpoint = tables.get("checkpoint", {})
     if not isinstance(model, dict) or not isinstance(checkpoint, dict):
-        return []  # which pydantic tells
+        return []  # pydantic reports the wrong value
     path = checkpoint.get("initial_load_path", "")
     if not isinstance(path, str):
         return []
@@ -287,7 +287,7 @@ def _fill_tokenizer(tables: Tables, origins: Origins, path: str) -> None:
     """Set model.tokenizer_path to the tokenizer of checkpoint.initial_load_path, if it has one."""
     try:
         weights = read_model(path, _family_in(tables))
-    except ConfigError:  # which a rule tells, if the run begins with the weights
+    except ConfigError:  # a rule reports it, if the run begins with the weights
         weights = None
     tokenizer = weights.tokenizer if weights else tokenizer_in(Path(path))
     if tokenizer:
@@ -295,7 +295,7 @@ def _fill_tokenizer(tables: Tables, origins: Origins, path: str) -> None:
 
 
 def _family_in(tables: Tables) -> str:
-    """Return model.name if it is set; "" if not, or if it is no text, which pydantic tells."""
+    """Return model.name if it is set; "" if not, or if it is no text."""
     name = tables.get("model", {}).get("name")
     return name if isinstance(name, str) and (name in FAMILIES or name.endswith(".py")) else ""
 
@@ -379,9 +379,10 @@ def _words_of_keys() -> Any:
 
 
 def _value_of(key: str, words: bool | tuple[str, ...]) -> Any:
-    """Return the words typed for a key as its type, or as text where they have another form.
+    """Return the words typed for a key as its type, or as text where they have another form, which
+    pydantic then reports.
 
-    pydantic then tells the form. Raises ConfigError for several words or none where one is needed.
+    Raises ConfigError for several words or none where one is needed.
     """
     if isinstance(words, bool):
         return words
@@ -493,7 +494,7 @@ KeyPath = tuple[str | int, ...]  # ("data", "sources", 0, "weight")
 def _messages(error: ValidationError, tables: Tables, origins: Origins) -> list[str]:
     """Return a message for each wrong key.
 
-    A union has an error for each of its types, and a list for each entry: one is told.
+    A union has an error for each of its types, and a list for each entry: one is reported.
     """
     messages: dict[KeyPath, str] = {}
     for part in error.errors(include_url=False):
@@ -525,7 +526,7 @@ def _messages(error: ValidationError, tables: Tables, origins: Origins) -> list[
 def _find(loc: Sequence[str | int]) -> tuple[type[Section], KeyPath, FieldInfo | None]:
     """Return the table that an error is in, the path of its key, and its field.
 
-    Without a field for an unknown key or a whole table.
+    The field is None for an unknown key, and for an error in the table itself.
 
     loc: as pydantic has it, with the entry of a list and the type of a union at its end.
     """

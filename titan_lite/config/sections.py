@@ -463,33 +463,33 @@ class Checkpoint(Section):
     """Saving and resuming."""
 
     enable: bool = False
-    """Save, and resume from the newest step found."""
+    """Save, and resume from the newest checkpoint found."""
 
     folder: str = "checkpoint"
-    """Folder of the steps, inside job.dump_folder."""
+    """Folder of the checkpoints, inside job.dump_folder."""
 
     interval: int = Field(500, ge=1)
     """Interval of saves in steps; the last step is saved, too."""
 
     keep_latest_k: int = Field(3, ge=0)
-    """Saved steps to keep; older ones are deleted; 0: keep all."""
+    """Checkpoints to keep; older ones are deleted; 0: keep all."""
 
     load_step: Annotated[int, Field(ge=1)] | Literal[-1] = -1
-    """Step to resume from; -1: the newest."""
+    """Step of the checkpoint to resume from; -1: the newest."""
 
     initial_load_path: RecipePath = ""
-    """Initial weights of a run that has no saved step, for any layout: a step, a run's folder (its
-    newest step), a checkpoint of torchtitan, or a Hugging Face folder (titan_lite/tools/convert.py
-    converts between them)."""
+    """Initial weights of a run that has no checkpoint, for any layout: a checkpoint, a run's folder
+    (its newest one), a checkpoint of torchtitan, or a Hugging Face folder
+    (titan_lite/tools/convert.py converts between them)."""
 
     must_resume: bool = False
     """Fail if no checkpoint exists, and start no new run."""
 
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """disabled: training waits until a step is on disk; async: training waits only for a copy in
-    host memory, and goes on while that is written; async_with_pinned_mem: the copy is pinned, which
-    is faster on GPUs. The copy's memory is kept for the next save: 12 bytes a parameter with AdamW,
-    divided by the shards."""
+    """disabled: training waits until a checkpoint is on disk; async: training waits only for a copy
+    in host memory, and goes on while that is written; async_with_pinned_mem: the copy is pinned,
+    which is faster on GPUs. The copy's memory is kept for the next save: 12 bytes a parameter with
+    AdamW, divided by the shards."""
 
     on_failure: Literal["stop", "continue"] = "stop"
     """If a save fails: stop, or continue with a warning."""
@@ -499,12 +499,12 @@ class Checkpoint(Section):
     accept_model_only."""
 
     restart_data: bool = False
-    """If the loaded step had other data (other documents or another order), start the data of this
-    recipe at its first document; later resumes continue it. Without this key such a resume is an
-    error."""
+    """If the loaded checkpoint had other data (other documents or another order), start the data of
+    this recipe at its first document; later resumes continue it. Without this key such a resume is
+    an error."""
 
     accept_model_only: bool = False
-    """Start with a new optimizer if the step has only the model, or that of another optimizer; else
+    """Start with a new optimizer if the checkpoint has only the model, or another optimizer; else
     that is an error."""
 
 
@@ -552,7 +552,7 @@ class Data(Corpus):
     set and [validation] has documents of its own, 0."""
 
     shuffle: RestartsData[bool] = True
-    """Shuffle documents with debug.seed, anew in each epoch."""
+    """Shuffle documents with debug.seed, in another order in each epoch."""
 
     shuffle_buffer: Annotated[RestartsData[int], OnlyWith("data.shuffle", True)] = Field(
         10_000, ge=1

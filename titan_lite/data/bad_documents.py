@@ -7,7 +7,7 @@
     metrics = log.gather([loader.pop_skipped()])     # a collective; raises ConfigError on all ranks
 
 A line of `bad_documents.jsonl` is one document. Each one is listed once, however many epochs and
-ranks read it. A resumed run continues the list and its count. A run whose data starts anew begins
+ranks read it. A resumed run continues the list and its count. A run whose data restarts begins
 another list, and keeps the former one as `bad_documents-1.jsonl`.
 
     {"file": "a.jsonl", "location": "line 34", "reason": "not JSON (...)"}
@@ -130,8 +130,8 @@ class BadDocumentsLog:
         self.policy.known = set(map(_key_of, self.entries))
         self.bad = len(self.policy.known)
 
-    def start_anew(self, *, keeps_file: bool) -> None:
-        """Begin an empty list, since the data starts anew.
+    def restart(self, *, keeps_file: bool) -> None:
+        """Begin an empty list, since the data restarts.
 
         keeps_file: rename the list of the start before; True on one rank.
         """

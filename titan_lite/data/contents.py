@@ -1,4 +1,4 @@
-"""Hash the contents of files: small files as a whole, large ones in samples.
+"""Hash the contents of files: small files completely, large ones in samples.
 
     contents = contents_of(["corpus/a.jsonl", "s3://corpus/b.parquet"], "corpus")
     contents["corpus/a.jsonl"].sha256            # the same for every copy of the file
@@ -107,9 +107,10 @@ class UnchangedFiles:
 
 
 def stamp_of(file: str) -> str:
-    """Return the size of a file in bytes, and what tells that it was written. Raises ConfigError.
+    """Return the size of a file in bytes, and its times: another stamp means that the file may have
+    been written. Raises ConfigError.
 
-    The time of the last change is among it, which copying does not keep and no tool can set.
+    The time of the last change is in it, which copying does not keep and no tool can set.
     """
     try:
         if not is_url(file):

@@ -139,8 +139,8 @@ class PiecewiseSource:
     ) -> Iterator[tuple[int, Document]]:
         """Yield (ordinal, document) of the wanted documents of an epoch.
 
-        offset: the ordinal within the epoch to begin at. Raises ConfigError at the end of an epoch
-        that was read as a whole, if it had no document of this split, or none that can be read.
+        offset: the ordinal within the epoch to begin at. Raises ConfigError at the end of a
+        complete epoch that had no document of this split, or none that can be read.
         """
         is_partial = offset > 0
         has_ours = is_partial  # a document of this split was seen, or may lie before the offset

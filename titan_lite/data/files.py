@@ -56,7 +56,7 @@ MAX_PIECES = 100_000  # of jsonl files; pieces of a larger corpus are larger, to
 TEXT_PER_COMPRESSED_BYTE = 4  # about
 # what reading a damaged file raises
 DAMAGED = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
-# of these, what a file that is whole raises
+# of these, what an undamaged file raises, too
 UNREACHABLE = (FileNotFoundError, PermissionError, ConnectionError, TimeoutError)
 LOCAL_URLS = ("file://", "local://")
 _FIX = (

@@ -171,7 +171,7 @@ def is_array(file: BinaryIO) -> bool:
 
 
 def elements(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, JSON) of the elements of an array, which is read as a whole.
+    """Yield (number, JSON) of the elements of an array, which is read into memory.
 
     The JSON builder of `datasets` is not used: it turns all texts into JSON, with quotes and
     escapes, if one of them is a number, and ends at a byte that is not UTF-8. Raises ValueError

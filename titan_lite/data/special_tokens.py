@@ -8,7 +8,7 @@ may still have their names: the vocabulary of a Unigram, WordLevel or WordPiece 
 and so may that of byte-pair encoding, whose merges may make them. The encoder is a copy in which
 these entries have other names, that no text has. Ids are the same.
 
-`text_fault` tells what such an encoder would lose of texts, or take for the end of a document.
+`text_fault` says what such an encoder would lose of texts, or take for the end of a document.
 """
 
 import json
@@ -57,7 +57,7 @@ def text_encoder(
         encoder = tokenizers.Tokenizer.from_str(json.dumps(_renamed(json.loads(content), names)))
         for name, other in names.items():
             if encoder.token_to_id(other) != tokenizer.token_to_id(name):
-                raise ValueError(f"has a special token {name} that cannot be told from text")
+                raise ValueError(f"has a special token {name} that cannot be kept apart from text")
     encoder.encode_special_tokens = True
     encoder.no_truncation()  # some files enable it
     encoder.no_padding()

@@ -3,7 +3,7 @@
     for step, values in read_metrics(folder / "metrics.jsonl").items(): ...
     for window in timed_windows(folder / "metrics.jsonl"): ...
 
-A whole run is read by tools/report/run_record.py.
+All files of a run are read by tools/report/run_record.py.
 """
 
 import itertools

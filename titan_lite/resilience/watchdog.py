@@ -404,7 +404,7 @@ def is_compiler(code: CodeType) -> bool:
 
 
 def cpu_seconds(thread: int) -> float:
-    """Return the CPU time of a thread, by its identifier; 0 where the system does not tell."""
+    """Return the CPU time of a thread, by its identifier; 0 where the system has none."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))

@@ -1,5 +1,5 @@
-"""Differences between a run and the one that saved its step: what is refused, what starts anew,
-what is told.
+"""Differences between a run and the one that saved its step: what is refused, what restarts,
+what is noted.
 """
 
 import copy
@@ -289,12 +289,12 @@ def test_another_model_or_tokenizer_is_refused_whatever_the_recipe_accepts():
     )
 
 
-def test_other_data_is_refused_unless_it_may_begin_anew():
+def test_other_data_is_refused_unless_it_may_restart():
     changes = compared(saved(), identity("--debug.seed=3"))
     assert changes.restarts_data
     assert (
         refused(changes, accept_model_only=True)
-        == "out/step-50: the data starts anew: debug.seed = 3, was 0; use the old value, or "
+        == "out/step-50: the data restarts: debug.seed = 3, was 0; use the old value, or "
         "checkpoint.restart_data = true, which starts the recipe's data at its first document"
     )
     changes.refuse_unless_accepted(Checkpoint(restart_data=True))
@@ -311,7 +311,7 @@ def test_a_step_without_optimizer_is_refused_unless_that_is_accepted_or_the_step
     last.refuse_unless_accepted(Checkpoint())
 
 
-def test_what_starts_anew_is_not_loaded():
+def test_what_restarts_is_not_loaded():
     tensors = {"model.w": 1, "optimizer.w.exp_avg": 2, "between.w": 3}
     compresses = {"dp_replicate": 2, "rank": 8}
     state = saved(tensors=("model", "optimizer", "between"), compression=compresses)
@@ -321,7 +321,7 @@ def test_what_starts_anew_is_not_loaded():
     other_rank = compared(state, identity(compression=compresses | {"rank": 4}))
     assert other_rank.tensors_to_load(tensors).keys() == {"model.w", "optimizer.w.exp_avg"}
     assert other_rank.restarts_compression
-    assert other_rank.describe() == [f"gradient compression starts anew: {OTHER_ERRORS}"]
+    assert other_rank.describe() == [f"gradient compression restarts: {OTHER_ERRORS}"]
     muon = compared(state, identity("--optimizer.name=Muon", compression=compresses))
     assert muon.tensors_to_load(tensors).keys() == {"model.w", "between.w"}
 
@@ -329,8 +329,8 @@ def test_what_starts_anew_is_not_loaded():
 def test_lines_begin_with_what_matters_most():
     now = identity("--training.steps=200", "--data.no-shuffle", "--optimizer.name=Muon")
     assert compared(saved(), now).describe() == [
-        "the data starts anew: data.shuffle = false, was true",
-        'the optimizer starts anew: optimizer.name = "Muon", was "AdamW"',
+        "the data restarts: data.shuffle = false, was true",
+        'the optimizer restarts: optimizer.name = "Muon", was "AdamW"',
         "changed: training.steps = 200, was 100",
         "changed: steps of the schedule (lr_scheduler.total_steps): 200, was 100",
     ]
@@ -483,7 +483,7 @@ def test_a_corpus_edited_between_stop_and_resume_is_refused(corpus, tmp_path):
     assert text in str(error.value)
     assert "checkpoint.restart_data = true" in str(error.value)
     changes.refuse_unless_accepted(Checkpoint(restart_data=True))
-    assert f"the data starts anew: {text}" in changes.describe()
+    assert f"the data restarts: {text}" in changes.describe()
 
 
 def test_a_copy_of_the_corpus_is_resumed(corpus, tmp_path):

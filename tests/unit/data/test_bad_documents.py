@@ -119,7 +119,7 @@ def test_a_list_that_is_removed_in_mid_run_is_written_again_as_a_whole(tmp_path,
     assert listed(tmp_path) == [bad(1), bad(2), bad(3)]
 
 
-# Runs that start anew
+# Runs whose data restarts
 
 
 def test_a_list_of_a_start_before_is_kept_and_its_documents_count_again(tmp_path, others):
@@ -129,23 +129,23 @@ def test_a_list_of_a_start_before_is_kept_and_its_documents_count_again(tmp_path
     before = path.read_bytes() + b'{"file": "a.js'  # a kill cut it off
     path.write_bytes(before)
     again = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
-    again.start_anew(keeps_file=True)
+    again.restart(keeps_file=True)
     assert kept.read_bytes() == before
     assert again.gather([SkippedDocuments([bad(3)])])["bad_documents"] == 1
     assert listed(tmp_path) == [bad(3)]
 
     third = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
-    third.start_anew(keeps_file=True)
+    third.restart(keeps_file=True)
     assert kept.read_bytes() == before
     assert len((tmp_path / "bad_documents-2.jsonl").read_text().splitlines()) == 1
-    third.start_anew(keeps_file=True)  # there is no list, and none to keep
+    third.restart(keeps_file=True)  # there is no list, and none to keep
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_one_rank_keeps_the_list_and_all_forget_it(tmp_path, others):
     BadDocumentsLog(SKIP, tmp_path, counts_short=True).gather([SkippedDocuments([bad(3)])])
     other = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
-    other.start_anew(keeps_file=False)
+    other.restart(keeps_file=False)
     assert other.state_dict() == {"listed": 0}
     assert listed(tmp_path) == [bad(3)]
 
@@ -157,7 +157,7 @@ def test_a_list_that_cannot_be_renamed_is_continued(tmp_path, others, monkeypatc
     BadDocumentsLog(SKIP, tmp_path, counts_short=True).gather([SkippedDocuments([bad(3)])])
     monkeypatch.setattr(Path, "rename", rename)
     again = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
-    again.start_anew(keeps_file=True)
+    again.restart(keeps_file=True)
     assert "cannot be renamed, and is continued: Permission denied" in caplog.text
     assert again.gather([SkippedDocuments([bad(9)])])["bad_documents"] == 1
     assert listed(tmp_path) == [bad(3), bad(9)]
