@@ -1,7 +1,8 @@
 """Tie the end of a process to that of its parent, and start one quickly.
 
 signal_when_parent_dies(signal.SIGTERM, parent)     # in a process that `parent` has started
-end_with_parent()                                   # in a worker of a multiprocessing pool
+context = fork_server(["titan_lite.trainer"])       # whose processes need not import it
+end_with_program()                                  # in one of these
 with large_imports():
     import torch
 """
@@ -14,8 +15,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 
 PR_SET_PDEATHSIG = 1  # an operation of Linux's prctl
 
@@ -51,14 +54,29 @@ def describe_limit(error: BaseException) -> str:
     )
 
 
-def end_with_parent() -> None:
-    """End this worker of a pool with the program, which handles Ctrl-C, SIGTERM and SIGHUP itself.
+def fork_server(modules: Sequence[str]) -> ForkServerContext:
+    """Return a multiprocessing context whose processes are forked from a server.
 
-    A worker's parent to the kernel may be multiprocessing's fork server, which lives as long as its
-    workers do. So a thread waits for the program.
+    modules: imported once, by the server; importing torch and the package takes seconds. A program
+    has one server: one that runs already is used, with the modules that it has.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(modules))
+    # Inherited by the server: Ctrl-C in its imports prints no traceback.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    return context
+
+
+def end_with_program() -> None:
+    """End this process of `fork_server` when the program ends, even by SIGKILL.
+
+    To the kernel its parent is the server, which lives as long as its processes do. So a thread
+    waits for the program.
+    """
     program = multiprocessing.parent_process()
     assert program is not None
 

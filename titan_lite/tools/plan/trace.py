@@ -24,7 +24,6 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from typing import Literal, NamedTuple
 
 import torch
@@ -70,7 +69,7 @@ from titan_lite.dtensor import local
 from titan_lite.models.attention import fits_flash
 from titan_lite.models.loss import Loss
 from titan_lite.optim.state import is_matrix
-from titan_lite.processes import end_with_parent
+from titan_lite.processes import end_with_program, fork_server
 from titan_lite.tools.plan.costs import (
     GRAPHS,
     GRAPHS_OF_BACKWARD,
@@ -126,14 +125,7 @@ def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
 
     They are forked from one server for all worlds, since importing this module takes seconds.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    # Inherited by the server: Ctrl-C in its imports prints no traceback.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    context = fork_server([__name__])
     others = set(mp.active_children())
     with ProcessPoolExecutor(
         PROCESSES, context, initializer=start_fake_world, initargs=(world_size,)
@@ -149,7 +141,9 @@ def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
 
 def start_fake_world(world_size: int) -> None:
     """Make this process rank 0 of a fake process group."""
-    end_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the program handles them
+    end_with_program()
     # torch uses tqdm; the semaphore of its default lock would outlive a killed process.
     tqdm.set_lock(threading.RLock())
     torch.set_num_threads(1)

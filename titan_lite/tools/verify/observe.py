@@ -7,7 +7,6 @@ observed.gradients["layers.0.attention.wq.weight"]       # of the first step, un
 import logging
 import math
 import os
-import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -26,10 +25,20 @@ from titan_lite.distributed.layout import AXES, DEGREES
 from titan_lite.hooks import Hook
 from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.metrics.run_files import read_metrics
-from titan_lite.processes import signal_when_parent_dies
+from titan_lite.processes import end_with_program, fork_server
 from titan_lite.trainer import Trainer
 
 Prepare = Callable[[Trainer], None]
+
+# Imported once for all processes of all runs: this module, and what a Trainer imports late.
+PRELOADED = [
+    __name__,
+    "titan_lite.compile.compile",
+    "torch._inductor.compile_fx",
+    "torch.distributed.pipelining",
+    "torch.utils.tensorboard",
+    "matplotlib.pyplot",
+]
 
 
 @dataclass
@@ -60,7 +69,8 @@ def run(config: Config, model: ModelConfig, *, prepare: Prepare | None = None) -
     with tempfile.TemporaryDirectory() as folder:
         config = config.replace(job=config.job.replace(dump_folder=folder))
         arguments = (processes, free_port(), config, model, prepare)
-        mp.start_processes(_train, arguments, processes, start_method="spawn")
+        fork_server(PRELOADED)
+        mp.start_processes(_train, arguments, processes, start_method="forkserver")
         result = Observed()
         for rank in range(processes):
             _add_rank(result, torch.load(_file(folder, rank), weights_only=False))
@@ -97,10 +107,7 @@ def _train(
     prepare: Prepare | None,
 ) -> None:
     """Run in each process: train, and write what was observed."""
-    program = mp.parent_process()
-    assert program is not None
-    assert program.pid is not None
-    signal_when_parent_dies(signal.SIGKILL, program.pid)
+    end_with_program()
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(processes)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
