@@ -15,11 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cores
 from ranks import end_ranks, start_ranks
 from tiny import ROOT
 
 SECONDS = 300  # of a command, unless its test says otherwise
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+RUN_TRAIN = ROOT / "run_train.sh"  # which starts two ranks on a CPU
 TORCHRUN = "torch.distributed.run"
 LAUNCH = """
 import os, sys
@@ -35,10 +37,9 @@ Done = subprocess.CompletedProcess  # of which stdout has both streams
 
 def run(*command: Any, cwd: Path = ROOT, seconds: float = SECONDS, **environment: Any) -> Done:
     """Run a command to its end. environment: variables besides those of tests; None removes one."""
-    started = _command(
-        command, environment, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
-    )
-    with started as process:
+    ranks = 2 if command[0] == RUN_TRAIN else 1
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+    with cores.given_to(ranks), _command(command, environment, cwd=cwd, **pipes) as process:
         try:
             output, _ = process.communicate(timeout=seconds)
         finally:
@@ -125,7 +126,7 @@ def python(*arguments: Any) -> list[Any]:
 
 def script(folder: Any, *options: Any) -> list[Any]:
     """The command that trains the debug recipe in `folder` by ./run_train.sh."""
-    return [ROOT / "run_train.sh", "--job.dump_folder", folder, *options]
+    return [RUN_TRAIN, "--job.dump_folder", folder, *options]
 
 
 def launcher(world_size: int, *program: Any, ours: bool = True, restarts: int = 0) -> list[Any]:
@@ -155,9 +156,9 @@ def train(
     """
     words = [str(word) for word in (recipe, "--job.dump_folder", folder, *options)]
     with tempfile.NamedTemporaryFile(mode="r", suffix=".log") as log:
-        codes = end_ranks(
-            start_ranks(world_size, _train, log.name, words, **ENVIRONMENT), seconds, patience=30
-        )
+        with cores.given_to(world_size):
+            ranks = start_ranks(world_size, _train, log.name, words, **ENVIRONMENT)
+            codes = end_ranks(ranks, seconds, patience=30)
         output = log.read()
     print(
         f"$ titan_lite.train {' '.join(words)}\n{output}\nexit codes of {world_size} forked ranks:"

@@ -2,12 +2,15 @@
 input with --messages FILE.
 """
 
+import os
 import re
 import shutil
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+import cores
 import hypothesis
 import pytest
 
@@ -18,6 +21,9 @@ hypothesis.settings.register_profile("titan_lite", derandomize=True, database=No
 hypothesis.settings.load_profile("titan_lite")
 
 
+CORES = "TITAN_LITE_TEST_CORES"  # the folder by which workers share cores
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--messages", metavar="FILE", help="write every ConfigError that the tests provoke"
@@ -25,6 +31,13 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if getattr(
+        config.option, "numprocesses", None
+    ):  # this process starts workers, which inherit it
+        folder = os.environ[CORES] = tempfile.mkdtemp(prefix="titan_lite-cores-")
+        config.add_cleanup(lambda: shutil.rmtree(folder))
+    elif folder := os.environ.pop(CORES, None):
+        cores.share(Path(folder))
     path, messages = config.getoption("--messages"), defaultdict(dict)
     if not path:
         return
@@ -45,6 +58,20 @@ def pytest_configure(config):
         f"{place}\n  " + "\n  ".join([*messages[place]][:4]) for place in sorted(messages)
     )
     config.add_cleanup(lambda: Path(path).write_text(text() + "\n", encoding="utf-8"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    ranks = item.get_closest_marker("ranks")
+    with cores.taken(ranks.args[0] if ranks else 1):
+        return (yield)
+
+
+def pytest_collection_finish(session):
+    """Start the server of ranks early, if a test may want it: it imports while others run."""
+    ranks = sys.modules.get("ranks")
+    if ranks is not None and session.items and not session.config.option.collectonly:
+        ranks.start_server()
 
 
 def pytest_collection_modifyitems(items):

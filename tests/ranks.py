@@ -18,34 +18,34 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import cores
 import pytest
 import torch
 import torch.distributed as dist
 
+from titan_lite.processes import fork_server
+from titan_lite.tools.verify import observe
+
 TIMEOUT = 240  # seconds; a hang is a failure
-# Not what starts threads when it is imported (pyarrow): a fork has the locks of a library's
-# threads, and not the threads.
+# Imported by the server, beside what `verify` and `plan` have imported by theirs. Not what starts
+# threads when it is imported (pyarrow): a fork has the locks of a library's threads, and not the
+# threads.
 PRELOADED = [
-    "torch._inductor.compile_fx",
+    *observe.PRELOADED,
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "torch.profiler",
-]
-PRELOADED += [
     "titan_lite.train",
-    "titan_lite.trainer",
+    "titan_lite.tools.plan.trace",
     "titan_lite.tools.verify.command",
-    "matplotlib.pyplot",
     "pytest",
     "ranks",
 ]
-PRELOADED += ["torch.utils.tensorboard"]
 
 
 def run_ranks(
@@ -59,8 +59,9 @@ def run_ranks(
     it. seconds: until it hangs.
     """
     with tempfile.TemporaryDirectory() as folder:
-        processes = start_ranks(world_size, _rank_main, Path(folder), function, args, init)
-        codes = end_ranks(processes, seconds)
+        with cores.given_to(world_size):
+            processes = start_ranks(world_size, _rank_main, Path(folder), function, args, init)
+            codes = end_ranks(processes, seconds)
         if any(code != 0 for code in codes):
             told = [file.read_text() for file in sorted(Path(folder).glob("*.txt"))]
             pytest.fail(
@@ -77,7 +78,7 @@ def start_ranks(
     world_size: int, function: Callable, *args: Any, **environment: str
 ) -> list[BaseProcess]:
     """function(*args) in new processes, which have the environment of a launcher's."""
-    _start_server()
+    start_server()
     context = multiprocessing.get_context("forkserver")
     world = {
         "WORLD_SIZE": world_size,
@@ -129,16 +130,18 @@ def free_port() -> int:
 
 
 @functools.cache
-def _start_server() -> None:
-    """With one thread a library, which each reads from the environment when it is imported."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+def start_server() -> None:
+    """Start the server of ranks, and of the processes of `verify` and `plan` in this process.
+
+    With one thread a library, which each reads from the environment when it is imported.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv(
             "PYTHONPATH", os.pathsep.join(sys.path)
         )  # where it finds the package and this module
-        forkserver.ensure_running()
+        fork_server(PRELOADED)
 
 
 def _enter(environment: Mapping[str, str], function: Callable, args: tuple) -> None:

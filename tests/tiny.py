@@ -6,6 +6,8 @@ options = [*SMALL, *steps(6, schedule=12), *every(2), *NO_VALIDATION]
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from titan_lite.config.families import ModelConfig
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,15 @@ OF_FAMILY = {
     "llama3": {},
     "qwen3": {"head_dim": 10},  # not dim / n_heads, and 10 of wq's rows are one head
 }
+FIRST_FAMILY = "llama3"
+
+
+def slow_unless_first():
+    """The families, as parameters of a test that runs by default for the first of them."""
+    return [
+        pytest.param(family, marks=() if family == FIRST_FAMILY else pytest.mark.slow)
+        for family in OF_FAMILY
+    ]
 
 
 def of_family(family, shape):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from parity import batch, build, counted, make_mesh, my_microbatches, step
 from ranks import run_ranks
-from tiny import HEADS, OF_FAMILY, of_family
+from tiny import HEADS, OF_FAMILY, of_family, slow_unless_first
 
 from titan_lite.cost.profiles import load_machine
 
@@ -110,7 +110,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("family", OF_FAMILY)
+@pytest.mark.parametrize("family", slow_unless_first())
 @pytest.mark.parametrize(("layout", "checkpointing", "reshard", "param", "modes"), CASES)
 def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes, family):
     replicate, shard, tp = LAYOUTS[layout]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from packed_attention import packed_attention
 from parity import gathered_apart
-from tiny import DEBUG, DEBUG_TOKENIZER, OF_FAMILY
+from tiny import DEBUG, DEBUG_TOKENIZER, FIRST_FAMILY, OF_FAMILY
 
 from titan_lite.compile.passes import token_chunks as chunking
 from titan_lite.config import load_config
@@ -22,6 +22,7 @@ from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run
 from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model
 
+pytestmark = pytest.mark.ranks(2)
 STEPS = 3
 NOTHING: list[str] = []
 FULL, SELECTIVE, SECOND, HALF = (
@@ -48,17 +49,20 @@ TIED = ["--model.tied_embeddings=yes"]
 ZBV, INTERLEAVED, GPIPE = schedule("ZBVZeroBubble"), schedule("Interleaved1F1B"), schedule("GPipe")
 DUAL = schedule("DualPipeV")
 INTERLEAVED_HALVES = schedule("InterleavedZeroBubble")
+OF_EVERY_FAMILY = [
+    ("cp=2", [*SELECTIVE, *MASKED]),
+    ("pp=2,tp=2", [*INTERLEAVED, *SECOND, *MASKED, *CHUNKED]),
+    ("dp_shard=2,pp=2", [*TIED, *COMPILED]),
+]
 QUICK = [  # of every kind and of every two kinds one, and every schedule
     ("pp=2", GPIPE),
     ("pp=2", ZBV),
     ("pp=2", DUAL),
     ("pp=2", INTERLEAVED_HALVES),
-    ("cp=2", [*SELECTIVE, *MASKED]),
     ("dp_shard=2", [*COMPILED, *EVERY_TIME, *CHUNKED]),
     ("dp_shard=2,pp=2", FULL),
-    ("pp=2,tp=2", [*INTERLEAVED, *SECOND, *MASKED, *CHUNKED]),
     ("pp=2", [*TIED, *ZBV]),  # the first and the last stage have one rank
-    ("dp_shard=2,pp=2", [*TIED, *COMPILED]),
+    *OF_EVERY_FAMILY,
 ]
 LAYOUTS = [
     "tp=2",
@@ -186,12 +190,17 @@ def trained(config, layers=4, prepare=None):
     return compare(found, expected(layers, masked, shape.tied_embeddings, shape.family))
 
 
-CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+def default_or_slow(family, case):
+    """A family has its own block: one row for each axis by default, and all of them for the first."""
+    quick = QUICK if family == FIRST_FAMILY else OF_EVERY_FAMILY
+    return pytest.param(family, *case, marks=() if case in quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("family", OF_FAMILY)
-@pytest.mark.parametrize(("layout", "options"), CASES)
-def test_a_layout_is_the_run_of_one_process(layout, options, family):
+CASES = [default_or_slow(family, case) for case in [*QUICK, *SLOW] for family in OF_FAMILY]
+
+
+@pytest.mark.parametrize(("family", "layout", "options"), CASES)
+def test_a_layout_is_the_run_of_one_process(family, layout, options):
     layers = 8 if layout == "pp=4" else 4
     result = trained(twin_of(layout, [*named(family), *options]), layers)
     assert result.agrees, result

@@ -23,6 +23,8 @@ from titan_lite.checkpoint.state import RunState
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.metrics.run_files import read_metrics
 
+pytestmark = pytest.mark.ranks(2)
+
 OPTIONS = [
     *SMALL,
     *steps(6, schedule=12),

@@ -13,6 +13,8 @@ from commands import Job, launcher, python
 from ranks import free_port
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, ROOT, SMALL, steps
 
+pytestmark = pytest.mark.ranks(2)
+
 OPTIONS = [
     *SMALL,
     *steps(1000),

@@ -20,6 +20,8 @@ from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run
 from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model
 
+pytestmark = pytest.mark.ranks(2)
+
 GATED = Path(__file__).parents[1] / "own_families/gated.py"
 
 

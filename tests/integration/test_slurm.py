@@ -19,7 +19,7 @@ from commands import ENVIRONMENT
 from test_stopped_runs import OPTIONS, same, saved_steps
 from tiny import ROOT, every, steps
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.ranks(2)]
 
 STEPS = 40
 LONGER = [*OPTIONS, *steps(STEPS), *every(20, validated=20, batches=2)]

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_lite.metrics.run_files import read_metrics
 
+pytestmark = pytest.mark.ranks(2)
+
 STEPS = 12
 OPTIONS = [
     *SMALL,

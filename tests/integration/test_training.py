@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT, python, run, script, torchrun, train
+from commands import RUN_TRAIN, python, run, script, torchrun, train
 from ranks import run_ranks
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, SMALL, every, steps
 
@@ -460,14 +460,14 @@ def test_gpus_that_torch_cannot_use_are_an_error_but_where_the_cpu_is_wanted(tmp
     smi.write_text('#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: NVIDIA H100" || echo 535.54\n')
     smi.chmod(0o755)
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    result = run(ROOT / "run_train.sh", PATH=path, CUDA_VISIBLE_DEVICES=None)
+    result = run(RUN_TRAIN, PATH=path, CUDA_VISIBLE_DEVICES=None)
     assert result.returncode == 2
     (line,) = result.stdout.splitlines()
     assert "torch cannot use the GPUs of this node (GPU 0: NVIDIA H100)" in line
     assert "driver 535.54; CUDA 13 needs driver 580" in line
     assert "set CUDA_VISIBLE_DEVICES= for CPU processes" in line
     ends_later = "--parallelism.tensor_parallel_degree=64"
-    result = run(ROOT / "run_train.sh", ends_later, PATH=path, CUDA_VISIBLE_DEVICES="")
+    result = run(RUN_TRAIN, ends_later, PATH=path, CUDA_VISIBLE_DEVICES="")
     assert "does not divide 2 ranks" in result.stdout
 
 
@@ -492,7 +492,7 @@ def test_gpus_that_torch_cannot_use_are_an_error_but_where_the_cpu_is_wanted(tmp
 )
 def test_a_wrong_environment_variable_ends_with_one_line(environment, said):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    result = run(ROOT / "run_train.sh", **environment, PATH=path)
+    result = run(RUN_TRAIN, **environment, PATH=path)
     assert result.returncode == 2
     (line,) = result.stdout.splitlines()
     assert line.startswith("error: ")

@@ -13,7 +13,7 @@ from commands import Job, script
 from test_stopped_runs import OPTIONS, same, saved_steps, started
 from tiny import every, steps
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.ranks(2)]
 
 STEPS, LIMIT = 60, 4
 LONGER = [*OPTIONS, *steps(STEPS), *every(4, validated=60), f"--comm.train_timeout_seconds={LIMIT}"]

@@ -3,8 +3,11 @@
 import shutil
 import socket
 
+import pytest
 from commands import Job, python
 from tiny import DEBUG, DEBUG_TOKENIZER, NO_VALIDATION, NO_WORKERS, SMALL, steps
+
+pytestmark = pytest.mark.ranks(2)
 
 OPTIONS = [*SMALL, *steps(2), *NO_VALIDATION, *NO_WORKERS, "--checkpoint.no-enable"]
 

@@ -21,6 +21,8 @@ from titan_lite.tools.verify.twin import (
     twin,
 )
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def command(*arguments):
     return run(*python("-m", "titan_lite", "verify", *arguments), seconds=900)
