@@ -4,14 +4,12 @@ not change the numbers.
 
 import json
 import math
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import RUN_TRAIN, python, run, script, torchrun, train
+from commands import python, run, script, torchrun, train
 from ranks import run_ranks
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, SMALL, every, steps
 
@@ -296,82 +294,41 @@ def test_a_checkpoint_goes_on_with_other_ranks(before, after, uninterrupted, tmp
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--training.stepz", "3"],
-            r"unknown option --training.stepz; did you mean training.steps\?",
-        ),
-        ([*steps(0)], r"steps = 0: expected an integer at least 1"),
-        (["--data.dataset", "local"], r"needs data.path"),
-    ],
-)
-def test_a_wrong_recipe_ends_before_anything_starts(options, message, tmp_path):
-    result = run(*script(tmp_path / "out", *options))
-    assert result.returncode == 2
-    assert re.search(message, result.stdout)
-    assert len(result.stdout.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
+# Two command lines stand for all wrong recipes. Each mistake and its message is tested with its rule
+# (tests/unit/rules, tests/unit/config), wrong variables in tests/unit/test_launch_options.py.
 
 
-WRONG_FOR_THIS_RUN = [
-    (["--model.flavor", "7B"], r'model.flavor = "7B": use one of debug, 1B'),
-    (["--training.seq_len", "200000"], r"training.seq_len = 200000 .* use at most 131072"),
-    (
-        ["--model.tokenizer_path", "nowhere.model"],
-        r"model.tokenizer_path = .*nowhere.model.* cannot be read",
-    ),
-    (
-        ["--data.dataset", "local", "--data.path", "nowhere/*.txt"],
-        r"data.path = .*nowhere.* no file matches",
-    ),
-    (
-        ["--training.global_batch_size", "7"],
-        r"global_batch_size = 7 is not a multiple .* use 6 or 8",
-    ),
-    (
-        ["--parallelism.data_parallel_shard_degree", "4"],
-        r"data_parallel_shard_degree = 4: .* need 4 ranks, and there are 1",
-    ),
-    (
-        ["--parallelism.tensor_parallel_degree", "2"],
-        r"the other degrees \((tp|pp) 2\) multiply to 2, which does not divide 1 ranks; start 2",
-    ),
-    (
-        ["--parallelism.pipeline_parallel_degree", "2"],
-        r"the other degrees \((tp|pp) 2\) multiply to 2, which does not divide 1 ranks; start 2",
-    ),
-    (
-        ["--job.dump_folder", str(DEBUG)],
-        r"job.dump_folder = .*debug_model.toml is no folder; use a folder",
-    ),
-    (
-        ["--profiling.enable_memory_snapshot"],
-        r"profiling.enable_memory_snapshot = true takes snapshots of CUDA memory",
-    ),
-    (
-        [
-            "--parallelism.fsdp_reshard_after_forward=always",
-            "--parallelism.fsdp_communication=step",
-        ],
-        r'use fsdp_communication = "microbatch"',
-    ),
-    (["--checkpoint.load_step", "9"], r"checkpoint.load_step = 9: there is no such step"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG_FOR_THIS_RUN)
-def test_a_recipe_wrong_for_its_model_data_or_ranks_ends_with_one_line(options, message, tmp_path):
+def test_a_wrong_recipe_ends_before_anything_starts(tmp_path):
     folder = tmp_path / "out"
-    result = train(1, DEBUG, folder, *options)
+    result = run(*script(folder, "--training.stepz", "3"), CONFIG_FILE="debug_model")
     assert result.returncode == 2
-    *starting, line = (
-        result.stdout.splitlines()
-    )  # what torch is not needed for is told before it starts
-    assert len(starting) == ("starting on 1 rank" in result.stdout)
-    assert line.startswith("error: ")
-    assert re.search(message, line)
+    assert result.stdout == (
+        "error: command line: unknown option --training.stepz; did you mean training.steps?\n"
+    )
+    assert not folder.exists()
+
+
+def test_a_rank_of_torchrun_ends_with_one_line_too(tmp_path):
+    folder = tmp_path / "out"
+    result = torchrun(1, DEBUG, folder, "--training.seq_len", "200000")
+    line, *of_torchrun = result.stdout.splitlines()
+    assert line == (
+        "error: command line: training.seq_len = 200000 is more than the model's max_seq_len; use"
+        " at most 131072"
+    )
+    assert re.search(r"exitcode *: 2 ", result.stdout)
+    assert not any("titan_lite/" in line for line in of_torchrun)  # of a traceback
+    assert not folder.exists()
+
+
+def test_a_recipe_wrong_for_this_machine_ends_before_ranks_are_connected(tmp_path):
+    folder = tmp_path / "out"
+    result = train(2, DEBUG, folder, "--profiling.enable_memory_snapshot")
+    assert result.returncode == 2
+    starting, line = result.stdout.splitlines()
+    assert starting.endswith("starting on 2 ranks")
+    # a process group would be named by "[rank 0]"
+    assert line.startswith("error: command line: profiling.enable_memory_snapshot = true takes")
     assert not folder.exists()
 
 
@@ -453,47 +410,3 @@ def test_resuming_refuses_another_flavor_and_reports_a_longer_schedule(uninterru
         r" job.dump_folder",
         result.stdout,
     )
-
-
-def test_gpus_that_torch_cannot_use_are_an_error_but_where_the_cpu_is_wanted(tmp_path):
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text('#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: NVIDIA H100" || echo 535.54\n')
-    smi.chmod(0o755)
-    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    result = run(RUN_TRAIN, PATH=path, CUDA_VISIBLE_DEVICES=None)
-    assert result.returncode == 2
-    (line,) = result.stdout.splitlines()
-    assert "torch cannot use the GPUs of this node (GPU 0: NVIDIA H100)" in line
-    assert "driver 535.54; CUDA 13 needs driver 580" in line
-    assert "set CUDA_VISIBLE_DEVICES= for CPU processes" in line
-    ends_later = "--parallelism.tensor_parallel_degree=64"
-    result = run(RUN_TRAIN, ends_later, PATH=path, CUDA_VISIBLE_DEVICES="")
-    assert "does not divide 2 ranks" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({"NGPU": "0"}, "NGPU=0: expected the number of processes"),
-        (
-            {"NGPU": "99999999999999999999"},
-            "NGPU=99999999999999999999: expected the number of processes",
-        ),
-        ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS=abc: expected a number of threads"),
-        ({"NNODES": "two"}, "NNODES=two: expected the number of nodes"),
-        ({"NNODES": "2"}, "NNODES=2 needs RDZV_ENDPOINT=HOST:PORT"),
-        (
-            {"NNODES": "2", "RDZV_ENDPOINT": "no.such.host.invalid:29500"},
-            "this node knows no host no.such.host.invalid",
-        ),
-        ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1: expected a number"),
-        ({"CONFIG_FILE": "train_configs/debug.toml"}, "did you mean"),
-    ],
-)
-def test_a_wrong_environment_variable_ends_with_one_line(environment, said):
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    result = run(RUN_TRAIN, **environment, PATH=path)
-    assert result.returncode == 2
-    (line,) = result.stdout.splitlines()
-    assert line.startswith("error: ")
-    assert said in line

@@ -79,11 +79,43 @@ def test_variables_that_are_empty_are_not_set(environment):
     assert start.check_variables()[0] == "1"
 
 
-@pytest.mark.parametrize("value", ["0", "abc", "1.5", "-2", "²", "1 2"])
+@pytest.mark.parametrize("value", ["0", "abc", "1.5", "-2", "²", "1 2", "9" * 20])
 def test_a_wrong_number_of_processes_is_refused(value, environment):
     environment["NGPU"] = value
     with pytest.raises(ConfigError, match=f"^NGPU={value}: expected the number of processes"):
         start.check_variables()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS=abc: expected a number of threads"),
+        ({"NNODES": "two"}, "NNODES=two: expected the number of nodes"),
+        ({"NNODES": "2"}, "NNODES=2 needs RDZV_ENDPOINT=HOST:PORT"),
+        (
+            {"NNODES": "2", "RDZV_ENDPOINT": "no.such.host.invalid:29500"},
+            "RDZV_ENDPOINT=no.such.host.invalid:29500: this node knows no host",
+        ),
+        ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1: expected a number"),
+    ],
+)
+def test_a_wrong_variable_is_refused(variables, message, environment):
+    environment |= variables
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        start.launcher_options(["debug_model"])
+
+
+def test_gpus_that_torch_cannot_use_are_an_error_but_where_the_cpu_is_wanted(environment, program):
+    program("nvidia-smi", '[ "$1" = -L ] && echo "GPU 0: NVIDIA H100" || echo 535.54')
+    torch_sees_none = environment.pop("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(ConfigError) as refused:
+        start.launcher_options(["debug_model"])
+    line = str(refused.value)
+    assert "torch cannot use the GPUs of this node (GPU 0: NVIDIA H100)" in line
+    assert "driver 535.54; CUDA 13 needs driver 580" in line
+    assert "set CUDA_VISIBLE_DEVICES= for CPU processes" in line
+    environment["CUDA_VISIBLE_DEVICES"] = torch_sees_none
+    assert "-m" in start.launcher_options(["debug_model"])
 
 
 def test_more_processes_than_gpus_are_refused(environment, monkeypatch):

@@ -2,6 +2,7 @@
 does it.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -154,27 +155,31 @@ def test_exit_code_2_and_a_line_for_each_mistake(tmp_path):
     assert [line.split(": ")[1] for line in rest] == ["training.steps = 0", "optimizer.lr = 0"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options", "words"),
-    [
-        ("4", ["--parallelism.pipeline_parallel_degree=3"], "does not divide 4 ranks"),
-        ("4", ["--model.flavor=7B"], 'model.flavor = "7B"'),
-        ("4", ["--training.global_batch_size=6"], "is not a multiple"),
-        ("4", ["--model.tokenizer_path=/nowhere/tokenizer.model"], "/nowhere/tokenizer.model"),
-        ("4", ["--data.dataset=local", "--data.path=/nowhere/*.jsonl"], 'data.path = "/nowhere/*'),
-        ("0", [], "--world-size 0: use"),
-        ("two", [], "--world-size two: use"),
-    ],
-)
-def test_what_files_and_the_number_of_ranks_decide_is_told_without_torch(ranks, options, words):
+DECIDED_BY_FILES_AND_RANKS = [
+    ("4", ["--parallelism.pipeline_parallel_degree=3"], "does not divide 4 ranks"),
+    ("4", ["--model.flavor=7B"], 'model.flavor = "7B"'),
+    ("4", ["--training.global_batch_size=6"], "is not a multiple"),
+    ("4", ["--model.tokenizer_path=/nowhere/tokenizer.model"], "/nowhere/tokenizer.model"),
+    ("4", ["--data.dataset=local", "--data.path=/nowhere/*.jsonl"], 'data.path = "/nowhere/*'),
+    ("0", [], "--world-size 0: use"),
+    ("two", [], "--world-size two: use"),
+]
+
+
+def test_what_files_and_the_number_of_ranks_decide_is_reported_without_torch():
+    """All command lines in one process, since none may import torch for those after it."""
     code = (
-        "import sys; from titan_lite.recipe import main; print(main(sys.argv[1:]), 'torch' in"
-        " sys.modules)"
+        "import json, sys; from titan_lite.recipe import main\n"
+        "for arguments in json.loads(sys.argv[1]): print(main(arguments), 'torch' in sys.modules)"
     )
-    result = python("-c", code, "--world-size", ranks, DEBUG, *options)
-    assert result.stdout == "2 False\n"
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1
+    command_lines = [
+        ["--world-size", ranks, DEBUG, *options] for ranks, options, _ in DECIDED_BY_FILES_AND_RANKS
+    ]
+    result = python("-c", code, json.dumps(command_lines))
+    assert result.stdout == "2 False\n" * len(command_lines)
+    lines = result.stderr.splitlines()
+    for line, (_, _, words) in zip(lines, DECIDED_BY_FILES_AND_RANKS, strict=True):
+        assert words in line
 
 
 def test_a_layout_that_fits_and_ranks_that_print_are_told_nothing(monkeypatch, capsys):

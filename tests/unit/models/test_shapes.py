@@ -258,7 +258,7 @@ def test_checks_of_a_layout_see_the_shape():
         ConfigError, match=r"seq_len = 256 is more than the model's max_seq_len; use at most 128"
     ):
         configured("--model.max_seq_len=128")
-    with pytest.raises(ConfigError, match="does not divide the 3 attention heads"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_degree = 2 .* 3 attention heads"):
         configured(
             "--model.n_heads=3",
             "--model.n_kv_heads=3",

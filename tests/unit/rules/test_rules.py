@@ -59,6 +59,14 @@ def check_tensor_parallel(tp, seq_len=8192, **model):
     check(config, Layout.from_config(config, tp, dataclasses.replace(MODEL, **model)))
 
 
+def test_a_sequence_is_no_longer_than_the_rotary_tables():
+    with pytest.raises(
+        ConfigError,
+        match=r"training.seq_len = 200000 is more than the model's max_seq_len; use at most 131072",
+    ):
+        checked("--training.seq_len=200000")
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_tensor_parallel_degrees_that_fit(tp):
     check_tensor_parallel(tp)
@@ -266,6 +274,7 @@ def test_a_folder_that_cannot_be_made_is_named_by_its_own_key(folder, why, tmp_p
         check_inputs(config, Layout.from_config(config, 1))
     line = str(refused.value)
     assert line.startswith("command line: job.dump_folder = ")
+    assert line.endswith("; use a folder that can be created and written")
     assert why.format(tmp_path) in line
     assert "\n" not in line
 
@@ -275,3 +284,26 @@ def test_a_folder_that_can_be_made_is_not_refused(tmp_path):
     (tmp_path / "link").symlink_to("disk")
     config = load_config(DEBUG, ["--job.dump_folder", str(tmp_path / "link/new/run")])
     check_inputs(config, Layout.from_config(config, 1))
+
+
+# What a run needs beside its recipe
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--model.tokenizer_path=nowhere.model"],
+            r"model.tokenizer_path = .*nowhere.model.* cannot be read",
+        ),
+        (
+            ["--data.dataset=local", "--data.path=nowhere/*.txt"],
+            r"data.path = .*nowhere.* no file matches",
+        ),
+        (["--checkpoint.load_step=9"], r"checkpoint.load_step = 9: there is no such step"),
+    ],
+)
+def test_an_input_that_is_not_there_is_named(options, message, tmp_path):
+    config = load_config(DEBUG, [f"--job.dump_folder={tmp_path}", *options])
+    with pytest.raises(ConfigError, match=message):
+        check_inputs(config, Layout.from_config(config, 1))

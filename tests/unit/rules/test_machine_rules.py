@@ -16,7 +16,7 @@ from titan_lite.config.load import option
 from titan_lite.distributed.layout import Layout
 from titan_lite.rules.machine import check_machine, check_memory, mistakes_here
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEBUG = (
     ROOT / "train_configs/debug_model.toml"
 )  # 6 layers, 8 heads, 4 key/value heads, 256 tokens, batches of 2 of 8
@@ -77,7 +77,10 @@ WRONG = {
         8, "replicate=3 global=24", ("not divide 8 ranks", "start 9 ranks"), "global=36", 9
     ),
     "too few ranks": Wrong(
-        4, "shard=8 global=16", ("data_parallel_shard_degree = 8", "NGPU=8"), "shard=4"
+        4,
+        "shard=8 global=16",
+        ("data_parallel_shard_degree = 8", "need 8 ranks, and there are 4", "NGPU=8"),
+        "shard=4",
     ),
     "too many ranks": Wrong(8, "shard=4", ("need 4 ranks, and there are 8", "NGPU=4"), "", 4),
     "product of all five": Wrong(
@@ -87,22 +90,13 @@ WRONG = {
         "cp=1 replicate=1",
     ),
     "pipeline alone larger than the ranks": Wrong(
-        2, "pp=4", ("(pp 4) multiply to 4", "start 4 ranks"), "pp=2"
+        2, "pp=4", ("(pp 4) multiply to 4, which does not divide 2 ranks; start 4 ranks",), "pp=2"
     ),
-    "heads by tp": Wrong(
-        3,
-        "tp=3 global=-1",
-        ("tensor_parallel_degree = 3 does not divide the 8 attention heads", "use 1 or 2 or 4"),
+    "tensor parallelism alone larger than the ranks": Wrong(
+        1,
+        "tp=2",
+        ("the other degrees (tp 2) multiply to 2, which does not divide 1 ranks",),
         "tp=1",
-    ),
-    "key/value heads by tp": Wrong(
-        8, "tp=8", ("degree = 8 does not divide the 4 key/value heads", "use 1 or 2 or 4"), "tp=4"
-    ),
-    "sequence by tp": Wrong(
-        2,
-        "tp=2 seq_len=255",
-        ("does not divide the 255 tokens of training.seq_len",),
-        "seq_len=256",
     ),
     "sequence by cp": Wrong(
         2,
@@ -121,6 +115,9 @@ WRONG = {
         "batch=4 global=24",
         ("global_batch_size = 24", "4 x 4 = 16", "use 16 or 32"),
         "global=32",
+    ),
+    "global batch by local batch": Wrong(
+        1, "global=7", ("global_batch_size = 7 is not a multiple", "use 6 or 8"), "global=8"
     ),
     "global batch smaller than one round": Wrong(
         8, "batch=2 global=8", ("2 x 8 = 16; use 16",), "global=16"
@@ -237,7 +234,11 @@ WRONG = {
     "always resharded, and kept": Wrong(
         2,
         "shard=2 reshard=always every=step",
-        ('reshard_after_forward = "always" has no effect', "2 microbatches"),
+        (
+            'reshard_after_forward = "always" has no effect',
+            "2 microbatches",
+            'use fsdp_communication = "microbatch"',
+        ),
         "reshard=default",
     ),
     "always resharded, but for one block": Wrong(
@@ -457,6 +458,16 @@ def test_a_model_that_this_machine_cannot_hold_is_refused(monkeypatch):
                 "--model.n_heads=512",
             )
         )
+
+
+def test_memory_snapshots_need_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = load_config(DEBUG, ["--profiling.enable_memory_snapshot"])
+    (mistake,) = mistakes_here(config, Layout.from_config(config, 2))
+    assert mistake.message(config) == (
+        "command line: profiling.enable_memory_snapshot = true takes snapshots of CUDA memory, and"
+        " there is none here; use enable_memory_snapshot = false"
+    )
 
 
 @pytest.mark.parametrize(
