@@ -9,10 +9,10 @@ Two processes (--world-size) hold shards on CPU, or on a GPU each where there ar
 turn, --saves times, into --folder, which the page cache is in front of; every file is synced. The
 table has medians of
 
-    blocked      seconds in `save` itself
-    whole after  seconds until the step has its name
-    lost         seconds that `save` and the steps beside it took more than as many steps alone:
-                 what a save costs training
+    blocked         seconds in `save` itself
+    complete after  seconds until the checkpoint has its name
+    lost            seconds that `save` and the steps beside it took more than as many steps alone:
+                    what a save costs training
 """
 
 import argparse
@@ -71,7 +71,7 @@ def rank_main(  # noqa: PLR0913  arguments of a process
     folder: str,
     saves: int,
 ) -> None:
-    """Send the bytes of a step, then of each save (mode, seconds blocked, whole after, lost)."""
+    """Send the bytes of a step, then of each save (mode, seconds blocked, complete after, lost)."""
     logger.setLevel(logging.ERROR)
     device = join_world(rank, world_size, store)
     tensors = build_tensors(flavor, layers, device)
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{options.flavor}, {options.layers} layers: {size / 12 / 1e9:.2f}B parameters,"
         f" {size / 2**30:.1f} GiB a step"
     )
-    print("\n| async_mode | blocked s | whole after s | lost s |\n|---|--:|--:|--:|")
+    print("\n| async_mode | blocked s | complete after s | lost s |\n|---|--:|--:|--:|")
     for mode, each in found.items():
         print(
             f"| {mode} | "

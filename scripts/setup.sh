@@ -41,7 +41,7 @@ choose_python() { # run|dev
         fi
     done
 
-    # The stamp is completed last: an interrupted or outdated installation is told by it.
+    # The stamp is written last: without the right one, an installation is interrupted or outdated.
     python="$venv/bin/python"
     stamp="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
     stamp_holds "$stamp $extra" || stamp_holds "$stamp dev" && return

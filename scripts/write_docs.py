@@ -155,7 +155,7 @@ PARTS: dict[str, Callable[[], str]] = {"recipes.md": key_tables, "design.md": dr
 
 
 def as_of_today(page: Path) -> str:
-    """Return the text of the page with its part written anew.
+    """Return the text of the page with its part rewritten.
 
     Raises ValueError where the page has no place for it.
     """

@@ -80,7 +80,7 @@ def at_least_one(text: str) -> int:
 
 
 def command(*, gone: int = 0) -> Callable[[Callable[[Sequence[str]], int | None]], Program]:
-    """Return a decorator of `main` that tells what went wrong in a line, and returns an exit code.
+    """Return a decorator of `main` that prints an error as one line, and returns an exit code.
 
     The code is that of `main` (None: 0), 2 after a ConfigError, 130 after Ctrl-C, and `gone` if the
     reader of the output, such as head, has closed the pipe.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class Hook:
     """An observer. Override what you need. Tests inject faults by the same methods.
 
-    A moment gets what it is about. The start and the end of training are about the whole run, and
+    A moment gets what it is about. The start and the end of training are about all of the run, and
     get its Trainer; a hook keeps from it the parts that it observes at later moments.
     """
 

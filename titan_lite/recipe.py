@@ -54,9 +54,9 @@ Environment variables of ./run_train.sh and titan-lite train:
   LOG_RANK       ranks that print, such as 0,3 (default: 0)
   NNODES         nodes (default: 1); with more, RDZV_ENDPOINT=HOST:PORT of one of them, the same on
                  all
-  NODE_RANK      0 on the node that RDZV_ENDPOINT names, not 0 on the others; only where host names
-                 do not tell
-  LOCAL_ADDR     this node's address, where its host name does not tell the others
+  NODE_RANK      0 on the node that RDZV_ENDPOINT names, not 0 on the others; needed only where host
+                 names do not decide it
+  LOCAL_ADDR     this node's address, where the others cannot look up its host name
   RDZV_ID        name of the run, the same on all nodes (default: titan_lite)
   MAX_RESTARTS   times that all processes are started again after a failure, from the newest step
                  saved (default: 0)

@@ -40,7 +40,7 @@ from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine, peak_flops
 from titan_lite.data.bad_documents import BadDocumentsLog
 from titan_lite.data.loader import Batch, Loader, build_loader
-from titan_lite.data.preflight import tell_repeated_documents
+from titan_lite.data.preflight import warn_of_repeated_documents
 from titan_lite.data.processes import LoaderError
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.device import device_memory, init_device
@@ -522,7 +522,7 @@ class Trainer:
             values = {"validation_loss": float(nats / tokens), **per_source.values("validation_")}
         if not self.has_validated:
             sequences = self.config.validation.steps * self.layout.sequences_per_step
-            tell_repeated_documents(loader, sequences)
+            warn_of_repeated_documents(loader, sequences)
         loader.load_state_dict(beginning)
         self.metrics.log(self.step, values)
         self.has_validated = True

@@ -354,7 +354,7 @@ def _check_one_save(files: Iterable[str]) -> None:
 
 
 def _only(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file, and tell which files beside it are not read."""
+    """Return the tensors of a file, and log the files beside it that are not read."""
     files = {other.name for other in path.parent.glob("*.safetensors*") if other != path}
     if files:
         logger.info(f"{path} is read, as in transformers, and not {', '.join(sorted(files))}")

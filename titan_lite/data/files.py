@@ -67,13 +67,13 @@ _FIX = (
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a corpus: bytes of a jsonl file, a row group of a parquet file, or a whole file."""
+    """A part of a corpus: bytes of a jsonl file, a row group of a parquet file, or a file."""
 
     file: str
     name: str  # of the file, as in LocalFile
     size: int  # bytes, approximate
     # offsets in a jsonl file, an index of a row group and the next one, or of prepared documents;
-    # end = -1: the whole file
+    # end = -1: the end of the file
     start: int = 0
     end: int = -1
     first_row: int = 0  # of a row group in its file

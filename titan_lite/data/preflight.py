@@ -2,7 +2,7 @@
 
 check_first_batch(loader.peek(), tokenizer, vocab_size, dp_rank)    # a collective, before step 1
 check_first_loss(loss, vocab_size, is_trained=False)                # after step 1
-tell_repeated_documents(validation_loader, sequences)               # after the first validation
+warn_of_repeated_documents(validation_loader, sequences)               # after the first validation
 """
 
 import math
@@ -50,7 +50,7 @@ def check_first_batch(batch: Batch, tokenizer: Tokenizer, vocab_size: int, dp_ra
         )
 
 
-def tell_repeated_documents(loader: Loader, sequences: int) -> None:
+def warn_of_repeated_documents(loader: Loader, sequences: int) -> None:
     """Warn if a validation has read documents several times. A collective.
 
     loader: of validation, after it. sequences: that all ranks have read.

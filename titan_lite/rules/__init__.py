@@ -7,7 +7,7 @@
 A file has the rules of one section of the recipe. A rule is a function that yields a Mistake for
 each key with a wrong value. A decorator adds it to those that are applied: `@rule_of_keys` needs
 the recipe alone, `@rule` the layout too. `@rule_with_torch` imports torch where its keys are used,
-so these come last, and most mistakes are told in a fraction of a second. To add one, write a
+so these come last, and most mistakes are reported in a fraction of a second. To add one, write a
 function such as
 
     @rule_of_keys

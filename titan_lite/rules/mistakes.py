@@ -29,7 +29,7 @@ class Mistake:
         return self.key.partition(".")[0]
 
     def message(self, config: Config) -> str:
-        """Return the line that tells of it, with the file or "command line" that has the key."""
+        """Return its line in an error, with the file or "command line" that has the key."""
         key = self.key.partition("[")[0]
         text = f"{self.key} = {shown(self.value)} {self.why}; use {self.instead}"
         by_a_program = not config.was_set(key) and self.value != KEYS[key].default

@@ -154,7 +154,7 @@ def test_a_validation_that_repeats_its_documents_is_told(tmp_path, monkeypatch, 
             next(loader)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            preflight.tell_repeated_documents(loader, 2 * batches)
+            preflight.warn_of_repeated_documents(loader, 2 * batches)
         return caplog.text
 
     assert after(1) == ""
