@@ -142,14 +142,30 @@ def cut_graph(graph: GraphModule) -> CutGraph:
 def compile_order(segments: Mapping[Structure, Segment], place: PlaceOnNode) -> list[Structure]:
     """Return the segments in the order in which this rank compiles them.
 
-    Its own share comes first; segments are dealt to the ranks of the node by size, largest first.
-    Then come the shares of the following ranks, each from its end, where its rank has not begun.
-    Ranks whose graphs are equal have the same shares.
+    After its own share, a rank goes through those of the following ranks, each from its end, where
+    its owner has not begun. Ranks whose graphs are equal have the same shares.
     """
-    largest_first = sorted(segments, key=lambda key: -segments[key].nodes)
-    shares = [largest_first[index :: place.ranks] for index in range(place.ranks)]
+    shares = shares_of(segments, place.ranks)
     own, *others = [*shares[place.index :], *shares[: place.index]]
-    return own + [key for share in others for key in reversed(share)]
+    return own + [structure for share in others for structure in reversed(share)]
+
+
+def shares_of(segments: Mapping[Structure, Segment], ranks: int) -> list[list[Structure]]:
+    """Divide segments into a share for each rank, of about as many nodes each.
+
+    Neighbours are together: they are of one graph, and often have kernels in common. A share
+    begins with the largest segment.
+    """
+    shares: list[list[Structure]] = [[] for _ in range(ranks)]
+    total = sum(segment.nodes for segment in segments.values())
+    before = 0
+    for structure, segment in segments.items():
+        middle = before + segment.nodes / 2
+        shares[int(middle * ranks / total)].append(structure)
+        before += segment.nodes
+    for share in shares:
+        share.sort(key=lambda structure: -segments[structure].nodes)
+    return shares
 
 
 def starts_of_blocks(graph: Graph) -> set[Node]:
