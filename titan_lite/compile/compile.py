@@ -23,7 +23,9 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.cpu_vec_isa import x86_isa_checker
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.utils._triton import has_triton
 
@@ -65,6 +67,8 @@ def compile_model(
     """
     config = schedule.settings.config
     is_inductor = config.backend == "inductor"
+    if is_inductor:
+        trust_vector_instructions()
     settings = TraceSettings(
         decomposes=is_inductor or schedule.priced_as == "inductor",
         rewrites=is_inductor,
@@ -88,6 +92,8 @@ def compile_function(function: Callable[P, R], config: Compile, component: str) 
     """
     if not config.compiles(component):
         return function
+    if config.backend == "inductor":
+        trust_vector_instructions()
     compiled = torch.compile(function, backend=config.backend, fullgraph=True, dynamic=False)
 
     @functools.wraps(function)
@@ -106,6 +112,21 @@ def compile_function(function: Callable[P, R], config: Compile, component: str) 
 
 
 # Compilers of this machine
+
+
+def trust_vector_instructions() -> None:
+    """Let Inductor take the CPU's widest vector instructions without a trial, as torch does.
+
+    With an empty cache, Inductor compiles torch's vector headers for each kind of instructions that
+    the CPU has (3 s for each of AVX-512 VNNI, AVX-512 and AVX2), and uses the first one alone. At
+    every start it loads the results in other processes. The trials find a torch whose own kernels
+    lack a kind; torch knows its kind. TORCHINDUCTOR_VEC_ISA_OK, if set, decides.
+    """
+    flags = x86_isa_checker()
+    widest = "AVX512" if "avx512" in flags else "AVX2" if "avx2" in flags else ""
+    trusted = torch.backends.cpu.get_cpu_capability() == widest
+    if trusted and inductor_config.cpp.vec_isa_ok is None:
+        inductor_config.cpp.vec_isa_ok = True
 
 
 def check_backend(config: Compile, device_type: str) -> None:

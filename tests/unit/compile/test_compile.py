@@ -4,6 +4,7 @@ which cannot be compiled.
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 from titan_lite.compile import backends
 from titan_lite.compile import compile as stage
@@ -131,6 +132,29 @@ def test_the_loss_compiled_is_the_loss_and_compiled_once_with_gradients_and_once
         torch.testing.assert_close(losses[0], losses[1], **tolerance)
         torch.testing.assert_close(gradients[0], gradients[1], **tolerance)
         assert graphs() - before == 2
+
+
+# Compilers of this machine
+
+
+@pytest.mark.parametrize(
+    ("of_cpu", "of_torch", "before", "after"),
+    [
+        pytest.param(["avx2", "avx512", "avx512_vnni"], "AVX512", None, True, id="AVX-512"),
+        pytest.param(["avx2"], "AVX2", None, True, id="AVX2"),
+        pytest.param(["avx2", "avx512"], "AVX2", None, None, id="torch uses fewer"),
+        pytest.param([], "NO AVX", None, None, id="no x86"),
+        pytest.param(["avx2"], "AVX2", False, False, id="the user decides"),
+    ],
+)
+def test_vector_instructions_of_torchs_own_kernels_need_no_trial(
+    of_cpu, of_torch, before, after, monkeypatch
+):
+    monkeypatch.setattr(stage, "x86_isa_checker", lambda: of_cpu)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: of_torch)
+    with inductor_config.patch({"cpp.vec_isa_ok": before}):
+        stage.trust_vector_instructions()
+        assert inductor_config.cpp.vec_isa_ok is after
 
 
 # What cannot be compiled
