@@ -52,12 +52,9 @@ from titan_lite.distributed.mesh import (
     sum_of_losses,
     sum_over_tokens,
 )
-from titan_lite.distributed.parallelize import (
-    DeviceBatch,
-    ParallelModel,
-    parallelize,
-)
+from titan_lite.distributed.parallelize import ParallelModel, parallelize
 from titan_lite.distributed.param_collectives import started_last
+from titan_lite.distributed.pipeline import DeviceBatch
 from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.distributed.process_group import connect_store, init_process_group
 from titan_lite.dtensor import shard_of

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,13 @@ from titan_lite.distributed.context_parallel import (
 )
 from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.distributed.mesh import parameter_mesh
-from titan_lite.distributed.pipeline import MicrobatchShapes, Pipeline, SingleStage, keep_modules
+from titan_lite.distributed.pipeline import (
+    DeviceBatch,
+    MicrobatchShapes,
+    Pipeline,
+    SingleStage,
+    keep_modules,
+)
 from titan_lite.distributed.pipeline_schedule import backwards_of
 from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.distributed.simple_fsdp import (
@@ -55,14 +61,6 @@ from titan_lite.models.transformer import Transformer
 
 if TYPE_CHECKING:  # Inductor takes a second to import, and an eager run does without
     from titan_lite.compile.schedule import Schedule
-
-
-class DeviceBatch(NamedTuple):
-    """A local batch of a data-parallel rank, with this rank's t tokens of every sequence."""
-
-    input: Tensor  # (B, t) int64
-    label: Tensor  # (B, t) int64
-    model_kwargs: dict[str, Tensor]  # arguments of the model beside tokens (models/transformer.py)
 
 
 @dataclass
@@ -159,15 +157,15 @@ class ParallelModel:
                 uses = len(batches) * self.layout.pipeline.microbatches
                 for stage in self.stages:
                     gathered.enter_context(stage.gathered_for_step(uses))
-            for input, label, model_kwargs in batches:
-                losses.append(self.runner.forward_backward(input, label, model_kwargs, tokens))
+            for batch in batches:
+                losses.append(self.runner.forward_backward(batch, tokens))
                 progress()
         self.tied_table.add_gradients()
         return losses
 
     def evaluate(self, batch: DeviceBatch) -> Tensor:
         """Return the summed loss of a local batch without gradients; zero before the last stage."""
-        return self.runner.evaluate(batch.input, batch.label, batch.model_kwargs)
+        return self.runner.evaluate(batch)
 
 
 def parallelize(

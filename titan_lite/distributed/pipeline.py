@@ -3,7 +3,7 @@ through all stages.
 
     keep_modules(model, schedule.modules[0])    # removes other stages' modules; FQNs do not change
     runner = Pipeline(stages, schedule, mesh["pp"], ...)    # SingleStage(stage, loss_sum) for one
-    loss = runner.forward_backward(input, label, model_kwargs, tokens)
+    losses = runner.forward_backward(batch, tokens)
 
 torch.distributed.pipelining has the schedules and runs them. This package adds the split
 (pipeline_schedule.py), the loss, and SimpleFSDP's gathered weights under a backward in two halves.
@@ -13,7 +13,7 @@ averaged, and do not depend on the number of microbatches.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,32 +46,42 @@ def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
                 setattr(model, name, None)
 
 
+class DeviceBatch(NamedTuple):
+    """A local batch of a data-parallel rank, with this rank's t tokens of every sequence."""
+
+    input: Tensor  # (B, t) int64
+    label: Tensor  # (B, t) int64
+    # arguments of the model beside tokens (models/transformer.py), with a row for each sequence;
+    # with labels among them, the model returns the loss
+    model_kwargs: dict[str, Tensor]
+
+
 class SingleStage:
     """The methods of Pipeline for an unsplit model.
 
     loss_sum: (output, labels) -> summed loss, a scalar or (B,) (models/loss.py); losses returned
-    have the same shape. model_kwargs: arguments of the model beside tokens
-    (models/transformer.py), with a row for each sequence; with labels, the output is the loss.
+    have the same shape.
     """
 
     def __init__(self, stage: Callable[..., Tensor], loss_sum: Callable[[Tensor, Tensor], Tensor]):
         self.stage = stage
         self.loss_sum = loss_sum
 
-    def forward_backward(
-        self, input: Tensor, label: Tensor, model_kwargs: dict[str, Tensor], tokens: Tensor
-    ) -> Tensor:
-        """Run backward of the loss of a local batch (B, T), divided by the step's `tokens`; return
-        that loss.
+    def forward_backward(self, batch: DeviceBatch, tokens: Tensor) -> Tensor:
+        """Run backward of the loss of a local batch, divided by the step's `tokens`; return that
+        loss.
         """
-        losses = self.loss_sum(self.stage(input, **model_kwargs), label) / tokens
+        losses = self.loss_sum(self._output(batch), batch.label) / tokens
         losses.sum().backward()
         return losses.detach()
 
     @torch.no_grad()
-    def evaluate(self, input: Tensor, label: Tensor, model_kwargs: dict[str, Tensor]) -> Tensor:
-        """Return the summed loss of a local batch (B, T), without gradients."""
-        return self.loss_sum(self.stage(input, **model_kwargs), label)
+    def evaluate(self, batch: DeviceBatch) -> Tensor:
+        """Return the summed loss of a local batch, without gradients."""
+        return self.loss_sum(self._output(batch), batch.label)
+
+    def _output(self, batch: DeviceBatch) -> Tensor:
+        return self.stage(batch.input, **batch.model_kwargs)
 
 
 @dataclass(frozen=True)
@@ -150,17 +160,15 @@ class Pipeline:
             group=self.group,
         )
 
-    def forward_backward(
-        self, input: Tensor, label: Tensor, model_kwargs: dict[str, Tensor], tokens: Tensor
-    ) -> Tensor:
-        """Run backward of the loss of a local batch (B, T) / the step's `tokens`; return it, zero
-        except on the last stage.
+    def forward_backward(self, batch: DeviceBatch, tokens: Tensor) -> Tensor:
+        """Run backward of the loss of a local batch, divided by the step's `tokens`; return that
+        loss, zero except on the last stage.
         """
         self.tokens = tokens
         self.losses = []
-        inputs = (input,) if 0 in self.stages else ()
-        target = label if self.has_last else None
-        self.schedule.step(*inputs, target=target, return_outputs=False, **model_kwargs)
+        inputs = (batch.input,) if 0 in self.stages else ()
+        target = batch.label if self.has_last else None
+        self.schedule.step(*inputs, target=target, return_outputs=False, **batch.model_kwargs)
         if not self.has_last:
             return torch.zeros((), device=self.device)
         return torch.cat(self.losses) if self.losses[0].ndim else torch.stack(self.losses).sum()
@@ -171,9 +179,9 @@ class Pipeline:
         return losses.sum()
 
     @torch.no_grad()
-    def evaluate(self, input: Tensor, label: Tensor, model_kwargs: dict[str, Tensor]) -> Tensor:
-        """Return the summed loss of a local batch (B, T), without gradients; zero except on the
-        rank of the last stage.
+    def evaluate(self, batch: DeviceBatch) -> Tensor:
+        """Return the summed loss of a local batch, without gradients; zero except on the rank of
+        the last stage.
 
         Microbatches go through the stages one by one, so that no two ranks wait for each other,
         whatever the schedule. Torch's own evaluation does not work without backward where
@@ -181,10 +189,10 @@ class Pipeline:
         """
         losses: list[Tensor] = []
         sends: list[tuple[dist.Work, Tensor]] = []
-        tensors = (input, label, *model_kwargs.values())
+        tensors = (batch.input, batch.label, *batch.model_kwargs.values())
         chunks = [tensor.chunk(self.split.microbatches) for tensor in tensors]
         for tokens, labels, *values in zip(*chunks, strict=True):
-            kwargs = dict(zip(model_kwargs, values, strict=True))
+            kwargs = dict(zip(batch.model_kwargs, values, strict=True))
             output = tokens
             for number, stage in self.stages.items():
                 if number > 0 and self.split.rank_of[number - 1] != self.rank:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titan_lite.config.families import ModelConfig
-from titan_lite.distributed.pipeline import SingleStage, keep_modules
+from titan_lite.distributed.pipeline import DeviceBatch, SingleStage, keep_modules
 from titan_lite.models.loss import cross_entropy_sum
 from titan_lite.models.transformer import Transformer
 
@@ -40,21 +40,20 @@ def test_a_single_stage_gives_the_loss_and_gradients_of_the_model():
     model = Transformer(CONFIG)
     model.init_weights(0)
     input, label = torch.arange(10).reshape(2, 5), torch.arange(1, 11).reshape(2, 5)
+    batch = DeviceBatch(input, label, {})
     expected = cross_entropy_sum(model(input), label) / 10
     gradients = torch.autograd.grad(expected, list(model.parameters()))
     stage = SingleStage(model, cross_entropy_sum)
-    loss = stage.forward_backward(input, label, {}, torch.tensor(10))
+    loss = stage.forward_backward(batch, torch.tensor(10))
     assert torch.equal(loss, expected)
     assert not loss.requires_grad
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     by_sequence = SingleStage(model, functools.partial(cross_entropy_sum, by_sequence=True))
-    assert by_sequence.forward_backward(input, label, {}, torch.tensor(10)).sum() == pytest.approx(
-        loss.item()
-    )
+    assert by_sequence.forward_backward(batch, torch.tensor(10)).sum() == pytest.approx(loss.item())
     assert all(
         torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), gradients, strict=True)
     )
-    assert by_sequence.evaluate(input, label, {}).shape == (2,)
-    summed = stage.evaluate(input, label, {})
+    assert by_sequence.evaluate(batch).shape == (2,)
+    summed = stage.evaluate(batch)
     assert torch.equal(summed / 10, expected)
     assert not summed.requires_grad
