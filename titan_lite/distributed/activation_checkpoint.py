@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,12 +82,14 @@ def apply_activation_checkpoint(
                     ' which draws other numbers when it runs again; use "none", or a model without'
                     " dropout"
                 )
-        every_second = None  # keep nothing of the block
-        if mode == "selective" and option in ("op", "op/2"):
-            every_second = option == "op/2"
         products = sum(isinstance(module, nn.Linear) for module in block.modules())
+        kept = Kept(
+            expensive=mode == "selective" and option in ("op", "op/2"),
+            every_second=option == "op/2",
+            last_product=0 if compiled else products,
+        )
         cls: Any = type(block)
-        block.__class__ = _checkpointed_class(cls, every_second, 0 if compiled else products)
+        block.__class__ = _checkpointed_class(cls, kept)
 
 
 def recomputes(block: int, mode: str, option: str) -> bool:
@@ -119,12 +122,26 @@ def _run_keeping_weights(
         _kept_weights.reset(token)
 
 
-def selective_contexts(
-    every_second: bool, last_product: int
-) -> tuple[AbstractContextManager, AbstractContextManager]:
+@dataclass(frozen=True)
+class Kept:
+    """The results that a forward of a block keeps for backward, beside the block's input."""
+
+    expensive: bool  # those of EXPENSIVE operators; False: none
+    # of matrix products only the first, third, ..., as TorchTitan does (arXiv 2410.06511)
+    every_second: bool = False
+    # The product, counted from 1, at which recomputation ends: results from there on are not kept.
+    # 0: no such product.
+    last_product: int = 0
+
+    def new_rule(self) -> "CheckpointRule":
+        """Return the policy of one forward of a block, or of its recomputation."""
+        return KeepExpensive(self) if self.expensive else keep_nothing
+
+
+def selective_contexts(kept: Kept) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the contexts of a block's forward and of its recomputation."""
-    of_forward = KeepExpensive(every_second, last_product)
-    of_recomputation = KeepExpensive(every_second, last_product)
+    of_forward = kept.new_rule()
+    of_recomputation = kept.new_rule()
 
     def policy(
         context: SelectiveCheckpointContext, operator: OpOverload, *_: object, **__: object
@@ -137,23 +154,18 @@ def selective_contexts(
 class KeepExpensive:
     """A policy of activation checkpointing for one forward of a block, or its recomputation: keep
     results of EXPENSIVE operators.
-
-    every_second: of matrix products only the first, third, ..., as TorchTitan does (arXiv
-    2410.06511). last_product: the product, counted from 1, at which recomputation ends: results
-    from there on are not kept; 0: no such product.
     """
 
-    def __init__(self, every_second: bool, last_product: int):
-        self.every_second = every_second
-        self.last_product = last_product
+    def __init__(self, kept: Kept):
+        self.kept = kept
         self.products = 0  # so far
 
     def __call__(self, operator: OpOverload) -> CheckpointPolicy:
         is_product = operator in PRODUCTS
         if is_product:
             self.products += 1
-        is_skipped = self.products == self.last_product
-        if self.every_second and is_product and self.products % 2 == 0:
+        is_skipped = self.products == self.kept.last_product
+        if self.kept.every_second and is_product and self.products % 2 == 0:
             is_skipped = True
         if operator in EXPENSIVE and not is_skipped:
             return CheckpointPolicy.MUST_SAVE
@@ -172,16 +184,11 @@ def checkpoint_rule(block: nn.Module) -> "CheckpointRule | None":
 
 
 @functools.cache
-def _checkpointed_class(
-    cls: type[nn.Module], every_second: bool | None, last_product: int
-) -> type[nn.Module]:
-    """Return a subclass of `cls` that runs its forward under checkpoint.
-
-    every_second: as for `KeepExpensive`; None: keep the input alone.
-    """
+def _checkpointed_class(cls: type[nn.Module], kept: Kept) -> type[nn.Module]:
+    """Return a subclass of `cls` that runs its forward under checkpoint."""
 
     def new_checkpoint_rule(self: nn.Module) -> "CheckpointRule":
-        return keep_nothing if every_second is None else KeepExpensive(every_second, last_product)
+        return kept.new_rule()
 
     def forward(self: nn.Module, *args: Tensor) -> Tensor:
         if tracing():  # the compiler asks for the rule
@@ -189,14 +196,14 @@ def _checkpointed_class(
         block_forward = functools.partial(
             _run_keeping_weights, {}, functools.partial(cls.forward, self)
         )
-        if every_second is None:
+        if not kept.expensive:
             return checkpoint(block_forward, *args, use_reentrant=False, preserve_rng_state=False)
         return checkpoint(
             block_forward,
             *args,
             use_reentrant=False,
             preserve_rng_state=False,  # a block draws no numbers
-            context_fn=functools.partial(selective_contexts, every_second, last_product),
+            context_fn=functools.partial(selective_contexts, kept),
         )
 
     members = {
