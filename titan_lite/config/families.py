@@ -239,8 +239,9 @@ def find_family(name: str) -> Family:
 
 
 def where_it_is(saved: str, given: str) -> str:
-    """Return the family that a step names; `given`, model.name of the recipe, if both are a user's
-    own file of one name: it may have moved.
+    """Return the family that a checkpoint names, or where its file is now.
+
+    given: model.name of the recipe, which is returned if both are files with the same name.
     """
     is_moved = saved.endswith(".py") and Path(saved).name == Path(given).name
     return given if is_moved else saved

@@ -239,9 +239,10 @@ def _merge(tables: Tables, origins: Origins, upper: Tables, origin: str) -> None
 
 
 def _fill_from_weights(tables: Tables, origins: Origins, name: str) -> list[str]:
-    """Set the keys of [model] that are not set to those of checkpoint.initial_load_path, and
-    flavor to "", where that is "from_weights" or the path stands without a flavor. With another
-    flavor, set tokenizer_path alone.
+    """Fill keys of [model] that are not set from the weights at checkpoint.initial_load_path.
+
+    With the flavor "from_weights", or with a path and no flavor, these are all keys, and flavor
+    becomes "". With another flavor it is tokenizer_path alone.
 
     name: of the recipe. Return messages.
     """
@@ -301,8 +302,9 @@ def _family_in(tables: Tables) -> str:
 
 
 def _way_without_weights(tables: Tables, name: str) -> str:
-    """Return the end of a message about weights that cannot be read: the way on for a run that has
-    steps of its own; "" for another.
+    """Return the end of a message about weights that cannot be read, or "".
+
+    A run that has checkpoints of its own needs no weights any more: the end names its recipe.
     """
     job = tables.get("job")
     dump_folder = job.get("dump_folder") if isinstance(job, dict) else None

@@ -111,7 +111,7 @@ class BadDocumentsLog:
     """Counts and lists the skipped documents of all ranks."""
 
     def __init__(self, data: Data, dump_folder: Path, counts_short: bool):
-        """counts_short: False on a rank that reads what another one reads, too, and counts."""
+        """counts_short: False on a rank whose documents another rank reads, too, and counts."""
         self.data = data
         self.counts_short = counts_short
         self.path = dump_folder / "bad_documents.jsonl"
@@ -133,7 +133,7 @@ class BadDocumentsLog:
     def restart(self, *, keeps_file: bool) -> None:
         """Begin an empty list, since the data restarts.
 
-        keeps_file: rename the list of the start before; True on one rank.
+        keeps_file: rename the list of the previous start; True on one rank.
         """
         self.entries = []
         self.policy.known = set()
@@ -146,7 +146,7 @@ class BadDocumentsLog:
         except OSError as error:  # no reason to end the run
             logger.warning(f"{self.path} cannot be renamed, and is continued: {error.strerror}")
         else:
-            logger.info(f"{self.path} is of a start before, and is kept as {kept.name}")
+            logger.info(f"{self.path} is the list of a previous start, and is kept as {kept.name}")
 
     def _unused_path(self) -> Path:
         """Return the first free one of bad_documents-1.jsonl, bad_documents-2.jsonl and so on."""

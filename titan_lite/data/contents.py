@@ -85,9 +85,9 @@ class UnchangedFiles:
         self.contents = contents_of(dict.fromkeys(files), corpus)
 
     def check(self, *files: str) -> None:
-        """Raise ConfigError if one of these files, or of all, has another content than at first.
+        """Raise ConfigError if the content of a file has changed since it was first read.
 
-        A file is hashed only if it was written since.
+        files: those to check; none: all. A file is hashed only if its stamp has changed.
         """
         for file in files or self.contents:
             before = self.contents[file]

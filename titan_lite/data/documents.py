@@ -286,7 +286,7 @@ def _check_local(data: Data, policy: BadDocumentPolicy) -> None:
 
 
 def _belongs(name: str, split: Split, validation_fraction: float) -> bool:
-    """Return whether a document belongs to the split.
+    """Return True if a document belongs to the split.
 
     The hash of its name puts `validation_fraction` of the documents in validation.
     """
@@ -296,7 +296,7 @@ def _belongs(name: str, split: Split, validation_fraction: float) -> bool:
 
 
 def _no_document(data: Data, split: Split) -> ConfigError:
-    """Return the error that a split has no document."""
+    """Return the error for a split without a document."""
     where = f' at {data.key("path")} = "{data.path}"' if data.path else ""
     instead = ""
     if split == "validation" and data.validation_fraction < 0.5:

@@ -52,10 +52,9 @@ def refuse_folder_of_run(corpus: str, pattern: str, run_folder: str, where: str)
 
 
 def without_outputs(files: Iterable[str], corpus: str, run_folder: str, where: str) -> list[str]:
-    """Return the files that are in no folder of a run, of a checkpoint's step or of prepared
-    documents.
+    """Return the files that do not lie in a run's folder, a checkpoint or prepared documents.
 
-    The corpus itself may be in one.
+    The corpus itself may lie in one.
     """
     outputs = _Outputs(corpus, run_folder)
     found = list(files)

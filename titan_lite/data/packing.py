@@ -152,7 +152,7 @@ class SourceReader:
     def _next_document(self, stream: OpenStream, start: int, used: int) -> tuple[int, np.ndarray]:
         """Return (ordinal, tokens) of the stream's next document that has tokens.
 
-        start: ordinal from which on it is looked for. used: tokens of document `start` that are in
+        start: first ordinal that it may have. used: tokens of document `start` that are in
         earlier windows; if there are any, the document must be this one.
         """
         while True:
@@ -183,7 +183,7 @@ class SourceReader:
         return tokens
 
     def _check_resumed(self, ordinal: int, used: int, tokens: np.ndarray | None) -> None:
-        """Raise ConfigError if a document that a state is within is gone, or is shorter."""
+        """Raise ConfigError if the document of the saved position is missing or too short."""
         if tokens is not None and used < len(tokens):
             return
         what = "is not there" if tokens is None else f"has {len(tokens)}"

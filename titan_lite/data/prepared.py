@@ -41,7 +41,7 @@ _FIX = "use `titan-lite prepare` to prepare it again"
 
 @dataclass(frozen=True)
 class PreparedPart:
-    """A table of documents, and the pieces that they come from: none of the standard library."""
+    """A table of documents, and the pieces that they come from; the standard library has none."""
 
     documents: int
     tokens: int

@@ -50,10 +50,10 @@ class SourceIdentity:
         return {"settings": dict(self.settings), "files": dict(self.files)}
 
     def documents(self) -> dict[str, str]:
-        """Return names of its documents by what another source with the same ones has, too.
+        """Return {content: name} of its documents: sources that share a content share documents.
 
-        These are contents of files, without those that are empty. A dataset of the hub has one
-        entry, its name with subset and split; c4 has none, since it has a split for validation.
+        A content is size and hash of a file that is not empty. A dataset of the hub has one entry,
+        its name with subset and split; c4 has none, since it has a split for validation.
         """
         dataset = self.settings["dataset"]
         if dataset == "c4":

@@ -69,7 +69,7 @@ def text_encoder(
 def text_fault(
     encoder: tokenizers.Tokenizer, content: str, special: Mapping[str, int], ends: Set[int]
 ) -> str:
-    """Return what an encoder would do to texts that it must not, "" if nothing.
+    """Return the damage that an encoder would do to texts, in words; "" if there is none.
 
     It would end documents within texts, or lose characters without a word. content: of the
     tokenizer.json; special: ids by name; ends: the ids that begin and end a document.
@@ -97,7 +97,7 @@ def text_fault(
 
 
 def is_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:
-    """Return whether a piece has a character for each byte, as GPT-2's and Llama 3's."""
+    """Return True if a piece has a character for each byte, as GPT-2's and Llama 3's."""
     steps = [step for step in (tokenizer.normalizer, tokenizer.pre_tokenizer) if step is not None]
     # JSON, in which the quotes of a pattern have backslashes
     return any(b'"type":"ByteLevel"' in step.__getstate__() for step in steps)

@@ -74,7 +74,7 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 
 def last_start(path: Path) -> int:
-    """Return the step from which the last run in metrics.jsonl went on, 0 if it did not resume."""
+    """Return the step that the last run in metrics.jsonl resumed from, 0 if it did not resume."""
     for entry in reversed(_valid_entries(path)):
         if "resumed_from" in entry:
             return entry["resumed_from"]

@@ -128,7 +128,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str, limit_key: str) -> Iterator[None]:
-        """Return a context for a phase; afterwards the one before goes on."""
+        """Return a context for a phase; afterwards the previous one continues."""
         name_before = self.phase_name
         key_before = self.limit_key
         self.start_phase(name, limit_key)
