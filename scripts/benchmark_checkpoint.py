@@ -13,6 +13,8 @@ table has medians of
     complete after  seconds until the checkpoint has its name
     lost            seconds that `save` and the steps beside it took more than as many steps alone:
                     what a save costs training
+
+The first save of each mode is left out: it finds memory, files and groups to be made.
 """
 
 import argparse
@@ -43,18 +45,17 @@ MODES = ("disabled", "async", *(("async_with_pinned_mem",) if torch.cuda.is_avai
 
 
 def build_tensors(flavor: str, layers: int, device: torch.device) -> dict[str, DTensor]:
-    """This rank's shards of parameters and of two moments of each, by name."""
+    """Return this rank's shards of parameters and of two moments of each, by name."""
     with torch.device("meta"):
         model = Transformer(
             dataclasses.replace(LLAMA3.flavors[flavor], n_layers=layers, max_seq_len=1)
         )
-    mesh, tensors = init_device_mesh(device.type, (dist.get_world_size(),)), {}
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    tensors: dict[str, DTensor] = {}
     for name, parameter in model.named_parameters():
         for key in (name, f"optimizer.state.{name}.exp_avg", f"optimizer.state.{name}.exp_avg_sq"):
-            rows = torch.tensor_split(torch.empty(parameter.shape, device="meta"), mesh.size())[
-                mesh.get_local_rank()
-            ]
-            local = torch.randn(rows.shape, device=device)
+            shards = torch.tensor_split(torch.empty(parameter.shape, device="meta"), mesh.size())
+            local = torch.randn(shards[mesh.get_local_rank()].shape, device=device)
             tensors[key] = DTensor.from_local(
                 local, mesh, [Shard(0)], shape=parameter.shape, stride=parameter.stride()
             )
@@ -98,14 +99,15 @@ def rank_main(  # noqa: PLR0913  arguments of a process
             alone = statistics.median(step() for _ in range(5))
             start = time.perf_counter()
             checkpointer.save(number, tensors, RunState())
-            blocked, steps = time.perf_counter() - start, 0
+            blocked = time.perf_counter() - start
+            steps = 0
             while checkpointer.background_save is not None:
                 step()
                 checkpointer.poll()
                 steps += 1
-            whole = time.perf_counter() - start
-            if number:  # the first one finds memory, files and groups to be made
-                pipe.send((mode, blocked, whole, whole - steps * alone))
+            complete = time.perf_counter() - start
+            if number:
+                pipe.send((mode, blocked, complete, complete - steps * alone))
             dist.barrier()
     pipe.send(None)
     pipe.recv()
@@ -145,11 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     print("\n| async_mode | blocked s | complete after s | lost s |\n|---|--:|--:|--:|")
     for mode, each in found.items():
-        print(
-            f"| {mode} | "
-            + " | ".join(f"{statistics.median(column):.2f}" for column in zip(*each, strict=True))
-            + " |"
-        )
+        medians = [f"{statistics.median(column):.2f}" for column in zip(*each, strict=True)]
+        print(f"| {mode} | {' | '.join(medians)} |")
 
 
 if __name__ == "__main__":

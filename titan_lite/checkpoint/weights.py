@@ -51,8 +51,8 @@ from titan_lite.models.shapes import config_from_fields, parameter_shapes
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
 NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 MAX_FAULTS = 40  # shown of a folder that does not fit
-WHOLE = "model.safetensors"  # in a Hugging Face folder
-INDEX = f"{WHOLE}.index.json"
+SINGLE_FILE = "model.safetensors"  # in a Hugging Face folder, as INDEX
+INDEX = f"{SINGLE_FILE}.index.json"
 SHARD = re.compile(r"-\d+-of-(\d+)\.")  # in the name of one of several files
 
 
@@ -222,7 +222,7 @@ class HuggingFaceFolder:
         in the index. Without an index every file is read, and each tensor must be in one alone.
         named: transformers_weights of config.json. Raises CorruptFileError.
         """
-        candidates = [WHOLE, INDEX]
+        candidates = [SINGLE_FILE, INDEX]
         if named is not None:
             if not isinstance(named, str) or not _is_weights_file(named):
                 raise CorruptFileError(
@@ -281,8 +281,8 @@ class HuggingFaceFolder:
         if twice:
             two_files, name = next(iter(twice.items()))
             raise CorruptFileError(
-                f"{name} is in {two_files}, and there is neither {WHOLE} nor {INDEX} to choose;"
-                " move the files of other weights away"
+                f"{name} is in {two_files}, and there is neither {SINGLE_FILE} nor {INDEX} to"
+                " choose; move the files of other weights away"
             )
         if not stored:
             raise CorruptFileError(
@@ -349,7 +349,7 @@ def _check_one_save(files: Iterable[str]) -> None:
     if len(first_of) > 1:
         raise CorruptFileError(
             f"{' and '.join(first_of.values())} are of different saves, and there is neither"
-            f" {WHOLE} nor {INDEX} to choose; move the files of other weights away"
+            f" {SINGLE_FILE} nor {INDEX} to choose; move the files of other weights away"
         )
 
 
