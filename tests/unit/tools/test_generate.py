@@ -400,6 +400,7 @@ def test_a_tokenizer_that_is_not_the_runs_is_refused(folder, tmp_path, capsys):
     assert (Path(out) / "tokenizer.model").read_bytes() == TOKENIZER.read_bytes()
 
 
+@pytest.mark.parametrize("folder", [("llama3", False)], indirect=True)  # a pipe, whatever the model
 def test_who_has_heard_enough_may_go(folder):
     arguments = [
         sys.executable,
