@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
 from titan_lite.config.errors import ConfigError
+from titan_lite.text import error_line
 
 NAME = "manifest.json"
 BLOCK_BYTES = 4 * 2**20  # read at once to hash a file
 MAX_WHOLE = 2**20  # bytes of a file of which `sampled_sha256` reads every one
 SAMPLES = 16  # of a larger file, the first bytes and the last ones included
 SAMPLE_BYTES = 2**14
-MAX_MESSAGE = 300  # characters of another library's error
 
 
 class FileDigest(TypedDict):
@@ -55,7 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CorruptFileError(f"{path.name}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{path.name} is not JSON: {short_message(error)}") from None
+        raise CorruptFileError(f"{path.name} is not JSON: {error_line(error)}") from None
     if not isinstance(content, dict):
         raise CorruptFileError(f"{path.name} is not a JSON object")
     return content
@@ -73,13 +73,7 @@ def fields_of(name: str) -> Iterator[None]:
     except KeyError as error:
         raise CorruptFileError(f"{name} has no {error}") from None
     except (TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CorruptFileError(f"{name} is not as it was written: {short_message(error)}") from None
-
-
-def short_message(error: BaseException) -> str:
-    """Return one short line for an error, which may quote a complete file."""
-    words = " ".join(str(error).split())
-    return words if len(words) < MAX_MESSAGE else f"{words[:200]} ... {words[-80:]}"
+        raise CorruptFileError(f"{name} is not as it was written: {error_line(error)}") from None
 
 
 # Writing

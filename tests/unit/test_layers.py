@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "titan_lite"
 # The lowest layer first. A name is a folder or a module; the longest name that fits a module
 # counts.
 LAYERS = (
-    ("config", "cli", "logging", "manifest", "environment", "processes", "__init__"),
+    ("config", "cli", "logging", "manifest", "environment", "processes", "text", "__init__"),
     ("sharding", "dtensor", "collectives"),  # which part of a tensor a rank holds; what ranks send
     ("models",),
     ("cost",),

@@ -30,6 +30,7 @@ from titan_lite.checkpoint.resume import FIELDS, leaves_that_differ, short
 from titan_lite.checkpoint.run_identity import NUMERIC_VARIABLES, RunIdentity, git_revision
 from titan_lite.logging import logger
 from titan_lite.resilience.hang_report import name_ranks
+from titan_lite.text import first_names
 
 # Fields of RunIdentity that all ranks have alike; the others follow from them
 COMPARED = (
@@ -264,5 +265,4 @@ def _values(groups: Sequence[RankValues], part: str, path: str, nodes: Sequence[
 def _where(ranks: Collection[int], nodes: Sequence[str]) -> str:
     """Return ranks with their nodes, as "node0, node1 (ranks 0-15)"."""
     names = list(dict.fromkeys(nodes[rank] for rank in ranks))
-    more = f" and {len(names) - MAX_NODES} more" if len(names) > MAX_NODES else ""
-    return f"{', '.join(names[:MAX_NODES])}{more} ({name_ranks(ranks)})"
+    return f"{first_names(names, MAX_NODES)} ({name_ranks(ranks)})"

@@ -51,7 +51,8 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from titan_lite.checkpoint.names import section_of
 from titan_lite.config import ConfigError
 from titan_lite.config.weights_folder import METADATA
-from titan_lite.manifest import BLOCK_BYTES, CorruptFileError, FileDigest, short_message
+from titan_lite.manifest import BLOCK_BYTES, CorruptFileError, FileDigest
+from titan_lite.text import error_line
 
 
 def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -472,9 +473,9 @@ def _single_process() -> Iterator[None]:
 
 def _describe_failure(failed: CheckpointException) -> str:
     """Return what failed in one process."""
-    return "; ".join(short_message(cause) for cause, _ in failed.failures.values())
+    return "; ".join(error_line(cause) for cause, _ in failed.failures.values())
 
 
 def _describe_error(error: Exception) -> str:
     """Return an error that may have no text."""
-    return f"{type(error).__name__}: {short_message(error)}".removesuffix(": ")
+    return f"{type(error).__name__}: {error_line(error)}".removesuffix(": ")

@@ -44,9 +44,10 @@ from titan_lite.config.weights_folder import (
 )
 from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
 from titan_lite.logging import logger
-from titan_lite.manifest import CorruptFileError, fields_of, read_json, short_message
+from titan_lite.manifest import CorruptFileError, fields_of, read_json
 from titan_lite.models.huggingface import config_from_hf, from_hf, hf_names
 from titan_lite.models.shapes import config_from_fields, parameter_shapes
+from titan_lite.text import error_line, first_lines
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
 NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
@@ -371,7 +372,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
                 shape = torch.Size(header.get_shape())
                 stored[name] = StoredTensor(path, shape, header.get_dtype())
     except (SafetensorError, OSError) as error:
-        raise CorruptFileError(f"{path.name} cannot be read: {short_message(error)}") from None
+        raise CorruptFileError(f"{path.name} cannot be read: {error_line(error)}") from None
     return stored
 
 
@@ -576,7 +577,5 @@ def _raise_faults(faults: Iterable[str]) -> None:
         return
     if len(faults) == 1:
         raise CorruptFileError(faults[0])
-    lines = [f"{len(faults)} things do not fit:", *faults[:MAX_FAULTS]]
-    if len(faults) > MAX_FAULTS:
-        lines.append(f"and {len(faults) - MAX_FAULTS} more")
+    lines = [f"{len(faults)} things do not fit:", *first_lines(faults, MAX_FAULTS)]
     raise CorruptFileError("\n  ".join(lines))

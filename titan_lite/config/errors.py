@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel
 
+from titan_lite.text import one_line
+
 
 class ConfigError(ValueError):
     """A recipe or command line that cannot be run.
@@ -26,13 +28,6 @@ class ConfigError(ValueError):
         if len(lines) == 1:
             return lines[0]
         return "\n  ".join(("several things are wrong:", *lines))
-
-
-def one_line(text: str, most: int) -> str:
-    """Escape unprintable characters, and cut the middle of a text above `most` characters."""
-    if len(text) > most:
-        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def shown(value: object) -> str:

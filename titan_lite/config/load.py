@@ -22,7 +22,7 @@ from typing import Any, TypedDict
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from titan_lite.config.errors import ConfigError, did_you_mean, in_toml, one_line, shown
+from titan_lite.config.errors import ConfigError, did_you_mean, in_toml, shown
 from titan_lite.config.families import FAMILIES
 from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
 from titan_lite.config.from_weights import KEY as INITIAL_LOAD_PATH
@@ -39,6 +39,7 @@ from titan_lite.config.sections import (
     table_of,
 )
 from titan_lite.config.weights_folder import steps_in, tokenizer_in
+from titan_lite.text import error_line, one_line
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -162,7 +163,7 @@ def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
         wrong = f"byte {error.object[error.start]:#04x} is not UTF-8 (at line {line})"
         raise ConfigError(f"{path}: not valid TOML: {wrong}; save it as UTF-8") from None
     except ValueError as error:
-        why = one_line(str(error), 300)
+        why = error_line(error)
         fix = "use lines of the form `key = value` under a `[section]`"
         raise ConfigError(f"{path}: not valid TOML: {why}; {fix}") from None
 

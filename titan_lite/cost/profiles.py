@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from titan_lite.config import ConfigError
-from titan_lite.config.errors import one_line, shown
+from titan_lite.config.errors import shown
 from titan_lite.config.load import read_toml
 from titan_lite.cost.kernels import IDLE_POWER
 from titan_lite.cost.machine import Link, Machine
+from titan_lite.text import one_line
 
 # Bounds of a number in a file, which keep products of a few finite.
 LEAST = 1e-9

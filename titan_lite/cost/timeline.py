@@ -36,6 +36,7 @@ from titan_lite.cost.collectives import (
 )
 from titan_lite.cost.machine import MICROSECOND, Machine
 from titan_lite.cost.op_cost import is_free, is_fused_away, node_seconds
+from titan_lite.text import first_names
 
 
 @dataclass(frozen=True)
@@ -224,9 +225,7 @@ def label(node: Node) -> str:
     fqns = parameters_of(node)
     if not fqns:
         return node.name
-    if len(fqns) == 1:
-        return f"{kind_of(node)} {fqns[0]}"
-    return f"{kind_of(node)} {fqns[0]} and {len(fqns) - 1} more"
+    return f"{kind_of(node)} {first_names(fqns, 1)}"
 
 
 def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:

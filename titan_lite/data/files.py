@@ -30,7 +30,6 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from titan_lite.config import ConfigError, Data
-from titan_lite.config.errors import one_line
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.outputs import refuse_folder_of_run, without_outputs
 from titan_lite.data.readers import (
@@ -47,6 +46,7 @@ from titan_lite.data.readers import (
     records,
 )
 from titan_lite.logging import logger
+from titan_lite.text import error_line
 
 TEXT_FORMATS = (".txt", ".jsonl", ".json", ".csv")
 COLUMN_FORMATS = (".parquet", ".arrow")  # which are compressed inside
@@ -185,7 +185,7 @@ def _at_url(url: str, where: str) -> Match:
         is_folder = fs.isdir(path)
         entries = fs.find(path, detail=True) if is_folder else fs.glob(path, detail=True)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"{where} cannot be read ({_one_line(error)}); {_FIX}") from error
+        raise ConfigError(f"{where} cannot be read ({_described(error)}); {_FIX}") from error
     found = {name: info["size"] for name, info in entries.items() if info["type"] == "file"}
     if not found:
         raise ConfigError(f"{where}: no file matches; {_FIX}")
@@ -271,7 +271,7 @@ def read_piece(piece: Piece, data: Data) -> Iterator[tuple[int, object]]:
             next_position = position + 1
     except DAMAGED as error:
         _raise_if_unreachable(error, piece.file)
-        yield next_position, ValueError(f"cannot be read from here on ({_one_line(error)})")
+        yield next_position, ValueError(f"cannot be read from here on ({_described(error)})")
 
 
 def _documents(piece: Piece, data: Data) -> Iterator[tuple[int, object]]:
@@ -423,6 +423,6 @@ def _raise_if_unreachable(error: BaseException, file: str) -> None:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
-def _one_line(error: BaseException) -> str:
-    words = one_line(" ".join(str(error).split()), 300)
+def _described(error: BaseException) -> str:
+    words = error_line(error)
     return words if type(error) is ValueError else f"{type(error).__name__}: {words}"

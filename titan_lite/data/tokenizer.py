@@ -29,8 +29,9 @@ import tokenizers
 from tiktoken.load import load_tiktoken_bpe
 
 from titan_lite.config import ConfigError
-from titan_lite.config.errors import one_line, shown
+from titan_lite.config.errors import shown
 from titan_lite.data.special_tokens import CHARACTERS, text_encoder, text_fault
+from titan_lite.text import error_line
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -214,7 +215,7 @@ class JsonTokenizer:
                 return encode([_without_halves(text)], add_special_tokens=False)[0].ids
         except Exception as error:  # the library raises no subclass of it
             raise ConfigError(
-                f"{self._where} cannot encode the text {shown(text)} ({_short(error)}); use a"
+                f"{self._where} cannot encode the text {shown(text)} ({error_line(error)}); use a"
                 " tokenizer with a token for unknown text, or with tokens for all bytes"
             ) from None
 
@@ -263,7 +264,7 @@ def load_tiktoken(
         ranks = load_tiktoken_bpe(os.fspath(path), expected_hash=sha256)
     except ValueError as error:
         raise ConfigError(
-            f"{where} is not in tiktoken's format ({_short(error)}); {_FIX}"
+            f"{where} is not in tiktoken's format ({error_line(error)}); {_FIX}"
         ) from None
     # tiktoken would panic at the first text with a byte that has no token
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
@@ -282,7 +283,7 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises no subclass of it
         raise ConfigError(
-            f"{where}: cannot be read as a tokenizer.json ({_short(error)}); {_FIX}"
+            f"{where}: cannot be read as a tokenizer.json ({error_line(error)}); {_FIX}"
         ) from None
     bos_id, eos_id = _ends_of_documents(tokenizer, path, where)
     try:
@@ -370,7 +371,7 @@ def _tokens_beside(path: Path, where: str) -> dict[str, str]:
                 texts[name] = text
     except (ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{where}: {config} cannot be read ({_short(error)}); repair or remove it"
+            f"{where}: {config} cannot be read ({error_line(error)}); repair or remove it"
         ) from None
     return texts
 
@@ -386,10 +387,6 @@ def _read(path: Path, where: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read ({error.strerror}); {_FIX}") from None
-
-
-def _short(error: BaseException) -> str:
-    return one_line(" ".join(str(error).split()), 300)
 
 
 def _without_halves(text: str) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, TypedDict
 
+from titan_lite.text import first_lines
+
 # A collective that was about to start: (clock in nanoseconds, group, names of its parameters)
 StartedCollective = tuple[int, str, str]
 MAX_START_DELAY = 10**9  # nanoseconds from there to its entry in the flight recorder
@@ -216,9 +218,8 @@ def verdict(records: Mapping[int, RankRecord], world_size: int) -> str:
 
     not_waiting = sorted(set(records) - set(waiting))
     described = sorted(blamed) or not_waiting or sorted(records)[:1]
-    lines += [describe_rank(rank, records[rank]) for rank in described[:MAX_NAMED]]
-    if len(described) > MAX_NAMED:
-        lines.append(f"and {len(described) - MAX_NAMED} more")
+    descriptions = [describe_rank(rank, records[rank]) for rank in described]
+    lines += first_lines(descriptions, MAX_NAMED)
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from titan_lite.config import KEYS
+from titan_lite.text import first_names
 from titan_lite.tools.report.markup import (
     large,
     local_time,
@@ -291,7 +292,7 @@ def collectives(report: Mapping[str, Any]) -> str:
     for collective in report["after"]:
         cells = [
             collective["kind"],
-            parameters_in_short(collective["fqns"]),
+            first_names(collective["fqns"], 1),
             f"{collective['nbytes'] / 2**20:,.2f}",
             milliseconds(collective.get("seconds")),
             milliseconds(collective.get("under")),
@@ -300,12 +301,6 @@ def collectives(report: Mapping[str, Any]) -> str:
         rows.append(row("td", cells, classes))
     head = row("th", titles, classes)
     return f"<details><summary>{text(summary)}</summary>{table(head, rows)}</details>"
-
-
-def parameters_in_short(fqns: Sequence[str]) -> str:
-    if len(fqns) > 1:
-        return f"{fqns[0]} and {len(fqns) - 1} more"
-    return "".join(fqns)
 
 
 # --- Recipes --------------------------------------------------------------------------------------
