@@ -1,27 +1,38 @@
-"""Skip tests that need hardware or a scheduler where it is absent; collect the messages of wrong
-input with --messages FILE.
+"""Give tests the surroundings of hermetic.py and a limit of time; skip those that need hardware or a
+scheduler where it is absent; collect the messages of wrong input with --messages FILE.
 """
 
+import hermetic  # isort: split
+
+import faulthandler
 import os
 import re
 import shutil
 import sys
 import tempfile
 from collections import defaultdict
+from contextlib import contextmanager
 from pathlib import Path
 
 import cores
 import hypothesis
 import pytest
+from descendants import descendants, end_descendants
 
 from titan_lite.config import ConfigError
 
 # The same examples on every run, none kept on disk, and no time limits: a machine may be busy.
 hypothesis.settings.register_profile("titan_lite", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("titan_lite")
+# Not `.hypothesis` in the current folder: what it notes about the sources of the package
+hypothesis.configuration.set_hypothesis_home_dir(hermetic.CACHES / "hypothesis")
 
-
-CORES = "TITAN_LITE_TEST_CORES"  # the folder by which workers share cores
+SLOW_LIMIT = 2400  # seconds of a test marked slow; pyproject.toml has the limit of the others
+# Seconds after the limit until a test that is stuck outside of Python ends the process
+PATIENCE = 60
+RUNNING_BEFORE = pytest.StashKey[set[int]]()
+STDERR = pytest.StashKey[int]()
+CORES = "PYTEST_TITAN_LITE_CORES"  # the folder by which workers share cores
 
 
 def pytest_addoption(parser):
@@ -31,6 +42,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.stash[STDERR] = os.dup(2)  # before a test's is captured
     if getattr(
         config.option, "numprocesses", None
     ):  # this process starts workers, which inherit it
@@ -60,13 +72,6 @@ def pytest_configure(config):
     config.add_cleanup(lambda: Path(path).write_text(text() + "\n", encoding="utf-8"))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    ranks = item.get_closest_marker("ranks")
-    with cores.taken(ranks.args[0] if ranks else 1):
-        return (yield)
-
-
 def pytest_collection_finish(session):
     """Start the server of ranks early, if a test may want it: it imports while others run."""
     ranks = sys.modules.get("ranks")
@@ -84,9 +89,61 @@ def pytest_collection_modifyitems(items):
     if shutil.which("sbatch") is None:
         absent["slurm"] = "needs Slurm: no sbatch here"
     for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT))
         for marker, reason in absent.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # a test's time begins when it has its cores
+def pytest_runtest_protocol(item):
+    ranks = item.get_closest_marker("ranks")
+    with cores.taken(ranks.args[0] if ranks else 1), ends_when_stuck(item):
+        return (yield)
+
+
+@contextmanager
+def ends_when_stuck(item):
+    """End the process with the stacks of all threads where pytest-timeout, which raises an exception
+    in the main thread, has not ended a test: a library waits, and does not return to Python.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit = float(marker.args[0] if marker else item.config.getini("timeout"))
+    stderr = item.config.stash[STDERR]
+    faulthandler.dump_traceback_later(limit + PATIENCE, exit=True, file=stderr)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """End the processes of a test that failed, as one that took too long."""
+    report = yield
+    if report.failed:
+        end_descendants(item.stash.get(RUNNING_BEFORE, set()), item.nodeid)
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def empty_folder():
+    """Run all in an empty folder: a relative path leads into none of the user's files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(hermetic.EMPTY)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(request, monkeypatch):
+    """Fail a test that leaves a file in the current folder or in the home folder."""
+    monkeypatch.chdir(hermetic.EMPTY)
+    request.node.stash[RUNNING_BEFORE] = descendants()
+    before = hermetic.left_files()
+    yield
+    if left := sorted(hermetic.left_files() - before):
+        pytest.fail(f"left outside of tmp_path: {', '.join(left)}", pytrace=False)
 
 
 @pytest.fixture

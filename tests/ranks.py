@@ -12,12 +12,14 @@ import datetime
 import functools
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,7 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_lite.processes import fork_server
+from titan_lite.processes import fork_server, signal_when_parent_dies
 from titan_lite.tools.verify import observe
 
 TIMEOUT = 240  # seconds; a hang is a failure
@@ -78,7 +80,7 @@ def start_ranks(
     world_size: int, function: Callable, *args: Any, **environment: str
 ) -> list[BaseProcess]:
     """function(*args) in new processes, which have the environment of a launcher's."""
-    start_server()
+    server = start_server()
     context = multiprocessing.get_context("forkserver")
     world = {
         "WORLD_SIZE": world_size,
@@ -91,11 +93,8 @@ def start_ranks(
         own = {
             key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()
         }
-        processes.append(
-            context.Process(
-                target=_enter, args=({**os.environ, **own, **environment}, function, args)
-            )
-        )
+        variables = {**os.environ, **own, **environment}
+        processes.append(context.Process(target=_enter, args=(server, variables, function, args)))
         processes[-1].start()
     return processes
 
@@ -130,10 +129,11 @@ def free_port() -> int:
 
 
 @functools.cache
-def start_server() -> None:
+def start_server() -> int:
     """Start the server of ranks, and of the processes of `verify` and `plan` in this process.
 
-    With one thread a library, which each reads from the environment when it is imported.
+    With one thread a library, which each reads from the environment when it is imported. Returns
+    its process id.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -142,14 +142,16 @@ def start_server() -> None:
             "PYTHONPATH", os.pathsep.join(sys.path)
         )  # where it finds the package and this module
         fork_server(PRELOADED)
+    return forkserver._forkserver._forkserver_pid
 
 
-def _enter(environment: Mapping[str, str], function: Callable, args: tuple) -> None:
+def _enter(server: int, environment: Mapping[str, str], function: Callable, args: tuple) -> None:
     os.environ.clear()
     os.environ.update(environment)
     multiprocessing.set_start_method(
         None, force=True
     )  # of the rank's own processes: the default again, and not this server
+    signal_when_parent_dies(signal.SIGKILL, server)  # which ends with the tests, however they end
     torch.set_num_threads(1)
     function(*args)
 

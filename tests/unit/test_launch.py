@@ -15,6 +15,7 @@ from titan_lite.launch import describe_failures
 
 RANK = """
 import os, sys, time
+from pathlib import Path
 from titan_lite.resilience import exit_code
 from titan_lite.resilience import signals
 
@@ -27,6 +28,8 @@ def train(rank, how, seconds):
     signals.end_start()
     exit_code.record(exit_code.FAILED)
     signals.write_line("training")
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    Path(__file__).with_name(f"{attempt}-{rank}").touch()
     while how in ("stop", "fail to save") and not signals.received():
         time.sleep(0.05)
     if how == "stop":
@@ -34,6 +37,8 @@ def train(rank, how, seconds):
         signals.write_line(f"saved after {signals.received()}")
         return exit_code.STOPPED
     if how == "kill" and rank == 1:
+        while not Path(__file__).with_name(f"{attempt}-0").exists():  # until the other trains, too
+            time.sleep(0.05)
         os.kill(os.getpid(), 9)
     if how == "kill":
         while not signals.received():  # torchrun's, after the death of the other

@@ -16,6 +16,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from descendants import runs
 
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.data.documents import build_source
@@ -235,13 +236,6 @@ def children(pid):
         return [int(child) for task in tasks for child in (task / "children").read_text().split()]
     except OSError:
         return []
-
-
-def runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """The lines at a run's start, and the picture of its mesh."""
 
-import os
-
 import pytest
 import torch
-from tiny import DEBUG, DEBUG_TOKENIZER
+from tiny import DEBUG, ROOT
 
 from titan_lite.config import load_config
 from titan_lite.distributed.layout import Layout
@@ -104,7 +102,8 @@ def said(*overrides, ranks=2):
     )
 
 
-def test_the_start_says_what_will_run():
+def test_the_start_says_what_will_run(monkeypatch):
+    monkeypatch.chdir(ROOT)  # a file below the current folder is named relative to it
     threads = torch.get_num_threads()
     lines = said()
     assert lines[0] == "Llama 3 debug flavor"
@@ -121,7 +120,7 @@ def test_the_start_says_what_will_run():
         == "batch: 2,048 tokens a step = 8 sequences of 256, in 2 local batches of 2 a rank;"
         " weights gathered once a step (parallelism.fsdp_communication)"
     )
-    assert lines[7] == f"tokenizer: {os.path.relpath(DEBUG_TOKENIZER)}"
+    assert lines[7] == "tokenizer: assets/tokenizer/debug.model"
     assert lines[
         8
     ] == (  # 5,770,496 parameters of four bytes, four times on two ranks; three times unsharded
