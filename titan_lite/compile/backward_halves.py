@@ -31,7 +31,7 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, GraphModule, Node
 
 from titan_lite.collectives import collectives
-from titan_lite.compile.graph import placeholders, results_of
+from titan_lite.compile.graph import extract, placeholders, results_of
 from titan_lite.cost.collectives import (
     KINDS,
     ancestors,
@@ -85,8 +85,8 @@ def split_backward(
     saved = [node for node in shared if node.op == "placeholder"]
     crossing = [node for node in shared if node.op != "placeholder"]
     return BackwardHalves(
-        input=_extract(module, placeholders(graph), [*of_input, *crossing]),
-        weight=_extract(module, [*saved, *crossing], of_weight),
+        input=_half(module, placeholders(graph), [*of_input, *crossing]),
+        weight=_half(module, [*saved, *crossing], of_weight),
         saved=tuple(node.name for node in saved),
         crossing=tuple(node.name for node in crossing),
     )
@@ -188,17 +188,10 @@ def _has_parts(node: Node) -> bool:
     return isinstance(node.meta.get("val"), list | tuple)
 
 
-def _extract(module: GraphModule, inputs: Collection[Node], results: Results) -> GraphModule:
-    """Return the part of a graph that computes `results` from `inputs`, in the same order."""
-    part = Graph()
-    copies: dict[Node, Node] = {}
-    for node in inputs:
-        copies[node] = part.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
+def _half(module: GraphModule, inputs: Collection[Node], results: Results) -> GraphModule:
+    """Return the part of a graph that computes `results` from `inputs`, which keep their names."""
     wanted = ancestors([node for node in results if node is not None], stop_at=inputs)
-    for node in module.graph.nodes:
-        if node in wanted and node not in copies:
-            copies[node] = part.node_copy(node, copies.__getitem__)
-    part.output(tuple(node if node is None else copies[node] for node in results))
-    part.lint()
-    return GraphModule(module, part)
+    nodes = [node for node in module.graph.nodes if node in wanted and node not in inputs]
+    half = extract(nodes, {node.name: node for node in inputs}, results)
+    half.lint()
+    return GraphModule(module, half)

@@ -118,7 +118,7 @@ def trust_vector_instructions() -> None:
     """Let Inductor take the CPU's widest vector instructions without a trial, as torch does.
 
     With an empty cache, Inductor compiles torch's vector headers for each kind of instructions that
-    the CPU has (3 s for each of AVX-512 VNNI, AVX-512 and AVX2), and uses the first one alone. At
+    the CPU has (AVX-512 VNNI, AVX-512, AVX2: 2 to 3 s for each), and uses the first one alone. At
     every start it loads the results in other processes. The trials find a torch whose own kernels
     lack a kind; torch knows its kind. TORCHINDUCTOR_VEC_ISA_OK, if set, decides.
     """

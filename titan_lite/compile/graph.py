@@ -7,14 +7,14 @@
 Questions about a graph are in cost/collectives.py.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch._dynamo.utils import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
-from torch.fx.node import Argument, Target
+from torch.fx.node import Argument, Target, map_arg
 from torch.utils._pytree import tree_leaves
 
 from titan_lite.cost.collectives import KINDS, parameter_all_gathers, wait_of, waits_of
@@ -26,8 +26,36 @@ def placeholders(graph: Graph) -> list[Node]:
 
 def results_of(graph: Graph) -> list[Any]:
     """Return what a graph returns: nodes, and None for gradients that a backward graph has not."""
+    results: Any = output_node(graph).args[0]
+    return list(results)
+
+
+def output_node(graph: Graph) -> Node:
     (output,) = graph.find_nodes(op="output")
-    return list(output.args[0])
+    return output
+
+
+def extract(
+    nodes: Iterable[Node], inputs: Mapping[str, Node], results: Sequence[Node | None]
+) -> Graph:
+    """Return copies of some nodes of a graph, in order, as a graph of its own.
+
+    inputs: what the nodes read beside each other, by the names of the placeholders that stand for
+    it. Other names do not depend on the graph that the nodes are from: Inductor's cache has code by
+    the text of its graph.
+    """
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for name, node in inputs.items():
+        copies[node] = graph.placeholder(name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        args = map_arg(node.args, copies.__getitem__)
+        kwargs = map_arg(node.kwargs, copies.__getitem__)
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs)
+        copies[node].meta = dict(node.meta)
+    graph.output(tuple(None if node is None else copies[node] for node in results))
+    return graph
 
 
 def add_call(graph: Graph, target: Target, *args: Argument, **kwargs: Argument) -> Node:

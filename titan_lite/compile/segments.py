@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from titan_lite.collectives import collectives
-from titan_lite.compile.graph import placeholders, results_of
+from titan_lite.compile.graph import extract, output_node, placeholders, results_of
 from titan_lite.cost.collectives import (
     start_of,
 )
@@ -267,7 +267,10 @@ class CutGraph:
     ) -> None:
         """Call the segment with the nodes of `part`. outputs: those that are read outside of it."""
         inputs = inputs_of(part)
-        graph = extract(part, inputs, outputs)
+        names = [f"input_{number}" for number in range(len(inputs))]
+        graph = extract(part, dict(zip(names, inputs, strict=True)), outputs)
+        # The next segment is compiled for the strides of these.
+        output_node(graph).meta["user_visible_output_idxs"] = list(range(len(outputs)))
         module = GraphModule(self._module, graph)
         structure = structure_of(module)
         if structure not in self.segments:
@@ -287,21 +290,6 @@ class CutGraph:
 
     def _slot(self, argument: object) -> object:
         return self._slots[argument] if isinstance(argument, Node) else argument
-
-
-def extract(part: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> Graph:
-    """Return a part of a graph as a graph of its own, with `inputs` as its placeholders."""
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    for number, node in enumerate(inputs):
-        copies[node] = graph.placeholder(f"input_{number}")
-        copies[node].meta = dict(node.meta)
-    for node in part:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    output = graph.output(tuple(copies[node] for node in outputs))
-    # The next segment is compiled for the strides of these.
-    output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
-    return graph
 
 
 def structure_of(segment: GraphModule) -> Structure:

@@ -86,6 +86,19 @@ def test_segments_that_differ_are_compiled_apart(second):
         assert torch.equal(result, expected)
 
 
+def test_equal_segments_of_different_graphs_have_one_text():
+    """Which Inductor's cache has their code by: of another depth, or of another pipeline stage."""
+
+    def deep(x, w):
+        return chain(torch.sin(torch.relu(x) @ w @ w), w)
+
+    (own,) = CutGraph(traced(chain, (4, 4), (4, 4)), is_sine).segments.items()
+    of_deep = CutGraph(traced(deep, (4, 4), (4, 4)), is_sine).segments
+    assert len(of_deep) == 2
+    structure, segment = own
+    assert of_deep[structure].module.code == segment.module.code
+
+
 def test_constants_of_one_name_in_two_graphs_are_different_segments():
     """Segments of forward and backward are compiled together."""
 
