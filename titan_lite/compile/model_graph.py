@@ -21,7 +21,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from titan_lite.compile.backward_halves import BackwardHalves
 from titan_lite.compile.graph import add_call, placeholders, results_of
 from titan_lite.compile.model_parts import (
-    AFTER,
+    BLOCK_OUTPUT,
     HIDDEN,
     OUTPUT,
     Block,
@@ -55,7 +55,7 @@ def compose(parts: ModelParts, whole_backward: bool = True) -> ModelGraphs:
     whole_backward: backward is one graph, besides the halves that the parts have.
     """
     forward = _compose_forward(parts)
-    makes_output = parts.blocks[-1].part if parts.output == AFTER else parts.rest
+    makes_output = parts.blocks[-1].part if parts.output == BLOCK_OUTPUT else parts.outer
     backward = halves = None
     if makes_output.traced.backward is not None and whole_backward:
         backward = _Backward(parts, forward).module()
@@ -146,7 +146,7 @@ class _Forward:
     inputs: Sequence[Value]
     output: Node
     # nodes that each part's backward reads, in its order
-    saved_by_rest: Sequence[Node]
+    saved_by_outer: Sequence[Node]
     saved_by_blocks: Sequence[Sequence[Node]]
     saved: Sequence[Node]  # each of them once, in the order of the module's results
 
@@ -156,18 +156,18 @@ def _compose_forward(parts: ModelParts) -> _Forward:
     known = _add_inputs(target, parts)  # nodes of inputs, and of what parts pass on
     inputs = list(known)
 
-    module = parts.rest.traced.forward
-    rest = _Copy(target, module)
-    results = dict(zip(parts.rest.results, parts.rest.traced.results, strict=True))
+    module = parts.outer.traced.forward
+    outer = _Copy(target, module)
+    results = dict(zip(parts.outer.results, parts.outer.traced.results, strict=True))
     of_blocks = {value: node for value, node in results.items() if value != OUTPUT}
     before_blocks = ancestors(of_blocks.values())
-    for value, placeholder in parts.rest.placeholders.items():
-        if value == AFTER:
-            after = placeholder
+    for value, placeholder in parts.outer.placeholders.items():
+        if value == BLOCK_OUTPUT:
+            block_output = placeholder
         else:
-            rest.give(placeholder, known[value])
-    rest.add(node for node in module.graph.nodes if node in before_blocks)
-    known.update({value: rest.nodes[node] for value, node in of_blocks.items()})
+            outer.give(placeholder, known[value])
+    outer.add(node for node in module.graph.nodes if node in before_blocks)
+    known.update({value: outer.nodes[node] for value, node in of_blocks.items()})
 
     saved_by_blocks = []
     if parts.hidden is not None:
@@ -182,17 +182,17 @@ def _compose_forward(parts: ModelParts) -> _Forward:
         saved_by_blocks.append([copy.nodes[node] for node in block.part.traced.saved])
 
     if parts.hidden is not None:
-        known[AFTER] = known[HIDDEN]
-        rest.give(after, known[AFTER])
-    rest.add(node for node in module.graph.nodes if node not in before_blocks)
-    saved_by_rest = [rest.nodes[node] for node in parts.rest.traced.saved]
-    output = rest.nodes[results[OUTPUT]] if OUTPUT in results else known[parts.output]
-    every_saved = dict.fromkeys(itertools.chain(saved_by_rest, *saved_by_blocks))
+        known[BLOCK_OUTPUT] = known[HIDDEN]
+        outer.give(block_output, known[BLOCK_OUTPUT])
+    outer.add(node for node in module.graph.nodes if node not in before_blocks)
+    saved_by_outer = [outer.nodes[node] for node in parts.outer.traced.saved]
+    output = outer.nodes[results[OUTPUT]] if OUTPUT in results else known[parts.output]
+    every_saved = dict.fromkeys(itertools.chain(saved_by_outer, *saved_by_blocks))
     return _Forward(
         module=target.finish([output, *every_saved]),
         inputs=inputs,
         output=output,
-        saved_by_rest=saved_by_rest,
+        saved_by_outer=saved_by_outer,
         saved_by_blocks=saved_by_blocks,
         saved=list(every_saved),
     )
@@ -207,7 +207,7 @@ def _add_inputs(target: _GrowingGraph, parts: ModelParts) -> dict[Value, Node]:
             found[value] = target.placeholder(value.label, like)
             found[value].meta["is_model_input"] = True
 
-    for value, placeholder in parts.rest.placeholders.items():
+    for value, placeholder in parts.outer.placeholders.items():
         add(value, placeholder)
     for block in parts.blocks:
         for value, placeholder in block.part.placeholders.items():
@@ -229,7 +229,7 @@ class _Gradients:
         for value, node in zip(copy.part.inputs, gradients, strict=True):
             if value == HIDDEN:
                 hidden = node
-            elif node is not None and value != AFTER:
+            elif node is not None and value != BLOCK_OUTPUT:
                 self.add(value if copy.block is None else copy.block.value(value), node)
         return hidden
 
@@ -270,20 +270,22 @@ class _Backward:
 
     def _compose(self, forward: _Forward) -> None:
         hidden: Node | None = self.of_output  # that enters the backward of the next part
-        rest = None
+        outer = None
         before_blocks: set[Node] = set()
-        if self.parts.rest.traced.backward is not None:
-            rest = self._start(self.parts.rest, forward.saved_by_rest)
-            tangents = placeholders(rest.source.graph)[len(forward.saved_by_rest) :]
-            tangent_of = dict(zip(self.parts.rest.differentiable, tangents, strict=True))
+        if self.parts.outer.traced.backward is not None:
+            outer = self._start(self.parts.outer, forward.saved_by_outer)
+            tangents = placeholders(outer.source.graph)[len(forward.saved_by_outer) :]
+            tangent_of = dict(zip(self.parts.outer.differentiable, tangents, strict=True))
             if HIDDEN in tangent_of:
                 before_blocks = reached_from(tangent_of[HIDDEN], tangent_of.get(OUTPUT))
             if OUTPUT in tangent_of:
-                rest.give(tangent_of[OUTPUT], self.of_output)
-            rest.add(node for node in rest.source.graph.nodes if node not in before_blocks)
-            if AFTER in self.parts.rest.inputs and OUTPUT in tangent_of:
-                of_after = results_of(rest.source.graph)[self.parts.rest.inputs.index(AFTER)]
-                hidden = None if of_after is None else rest.nodes[of_after]
+                outer.give(tangent_of[OUTPUT], self.of_output)
+            outer.add(node for node in outer.source.graph.nodes if node not in before_blocks)
+            if BLOCK_OUTPUT in self.parts.outer.inputs and OUTPUT in tangent_of:
+                of_block_output = results_of(outer.source.graph)[
+                    self.parts.outer.inputs.index(BLOCK_OUTPUT)
+                ]
+                hidden = None if of_block_output is None else outer.nodes[of_block_output]
 
         for block, saved in zip(
             reversed(self.parts.blocks), reversed(forward.saved_by_blocks), strict=True
@@ -298,13 +300,13 @@ class _Backward:
 
         if self.parts.hidden is not None and hidden is not None:
             if self.parts.hidden == HIDDEN:
-                assert rest is not None
-                rest.give(tangent_of[HIDDEN], hidden)
+                assert outer is not None
+                outer.give(tangent_of[HIDDEN], hidden)
             else:
                 self.gradients.add(self.parts.hidden, hidden)
-        if rest is not None:
-            rest.add(node for node in rest.source.graph.nodes if node in before_blocks)
-            self.gradients.collect(rest)
+        if outer is not None:
+            outer.add(node for node in outer.source.graph.nodes if node in before_blocks)
+            self.gradients.collect(outer)
 
     def _start(
         self, part: Part, saved: Sequence[Node], block: Block | None = None
@@ -322,7 +324,7 @@ class _Backward:
         return copy
 
     def module(self) -> GraphModule:
-        """Return the whole graph."""
+        """Return the graph of a backward that runs at once."""
         return self.target.finish([self.gradients.known.get(value) for value in self.inputs])
 
     def halves(self) -> BackwardHalves:

@@ -121,8 +121,9 @@ class Value:
     """An input of a model's graphs, or what one part of the model gives to another."""
 
     # Inputs are arguments of the model, buffers, and tensors of weights. "hidden": the hidden
-    # states before a block; "after": those after the last block; "shared": what all blocks read.
-    kind: Literal["argument", "buffer", "weight", "hidden", "after", "shared", "output"]
+    # states before a block; "block_output": those after the last one; "shared": what all blocks
+    # read; "output": that of the model.
+    kind: Literal["argument", "buffer", "weight", "hidden", "block_output", "shared", "output"]
     name: str = ""  # of an argument; FQN of a buffer or a weight
     index: int = 0  # among the weight's tensors, or among what blocks read
 
@@ -138,7 +139,7 @@ class Value:
 
 
 HIDDEN = Value("hidden")
-AFTER = Value("after")
+BLOCK_OUTPUT = Value("block_output")
 OUTPUT = Value("output")
 
 
@@ -195,11 +196,11 @@ class Block:
 class ModelParts:
     """The traced parts of a model.
 
-    Values that the model passes on as they are have no node in the graphs of `rest`: `output` may
-    be AFTER, and `hidden` an argument.
+    Values that the model passes on as they are have no node in the graphs of `outer`: `output` may
+    be BLOCK_OUTPUT, and `hidden` an argument.
     """
 
-    rest: Part  # what the model does before and after its blocks
+    outer: Part  # what the model does before and after its blocks
     blocks: Sequence[Block]
     output: Value
     hidden: Value | None  # that enters the first block; None: there are no blocks
@@ -213,9 +214,10 @@ class BlockCalls:
     result of the one before and with the same other arguments.
     """
 
-    def __init__(self, blocks: nn.ModuleDict, after: Tensor | None):
+    def __init__(self, blocks: nn.ModuleDict, block_output: Tensor | None):
         self.stand_ins = {name: _StandIn(self, name) for name in blocks}
-        self.after = after  # what the last block returns; None: something like the first argument
+        # what the last block returns; None: something like the first argument
+        self.block_output = block_output
         self.arguments: tuple[object, ...] = ()  # of the first one
         self.called: list[str] = []
 
@@ -235,11 +237,11 @@ class BlockCalls:
         self.called.append(name)
         if len(self.called) < len(self.stand_ins):
             return arguments[0]
-        if self.after is None:
+        if self.block_output is None:
             hidden = arguments[0]
             assert isinstance(hidden, Tensor)
-            self.after = torch.empty_like(hidden, requires_grad=torch.is_grad_enabled())
-        return self.after
+            self.block_output = torch.empty_like(hidden, requires_grad=torch.is_grad_enabled())
+        return self.block_output
 
     def check_complete(self) -> None:
         if len(self.called) < len(self.stand_ins):
@@ -279,10 +281,10 @@ def trace_parts(
     """Return the parts for arguments like these, by name."""
     check_no_hooks(traceable.model)
     tracer = _Tracer(traceable, arguments, settings)
-    rest = tracer.trace_rest()
+    outer = tracer.trace_outer()
     blocks = [tracer.trace_block(block) for block in traceable.blocks.values()]
-    hidden = None if tracer.of_blocks is None else tracer.of_blocks.hidden
-    return ModelParts(rest, blocks, tracer.output, hidden, len(tracer.traced))
+    hidden = None if tracer.block_arguments is None else tracer.block_arguments.hidden
+    return ModelParts(outer, blocks, tracer.output, hidden, len(tracer.traced))
 
 
 def check_no_hooks(model: nn.Module) -> None:
@@ -317,7 +319,7 @@ class _Tracer:
             Value("argument", name): self.fake(tensor) for name, tensor in arguments.items()
         }
         self.output = OUTPUT
-        self.of_blocks: BlockArguments | None = None  # None: there are no blocks
+        self.block_arguments: BlockArguments | None = None  # None: there are no blocks
         self.hidden: Tensor  # fake, that enters the next block
         self.shared: dict[Value, Tensor] = {}  # fake, that all blocks read
         self.traced: list[tuple[BlockKind, Block]] = []  # a block of each kind
@@ -359,33 +361,69 @@ class _Tracer:
             stack.enter_context(self.weights.reading(weights))
             yield
 
-    def trace_rest(self) -> Part:
+    def trace_outer(self) -> Part:
         """Trace what the model does before and after its blocks."""
         within_blocks = set(self.blocks.modules())
         others = [module for module in self.model.modules() if module not in within_blocks]
         inputs = {**self.arguments, **self.inputs_of(others)}
-        if len(self.blocks):
-            first_call = _RestCall(self, list(inputs))
-            with self.mode, is_compiling():
-                first_call(*inputs.values())
-            assert first_call.of_blocks is not None
-            inputs[AFTER] = self.fake(first_call.of_blocks.after)
-        call = _RestCall(self, list(inputs))
+        with self.mode, is_compiling():
+            call = self.call_outer(inputs)
+            if call.block_arguments is not None:
+                inputs[BLOCK_OUTPUT] = self.fake(call.block_arguments.block_output)
+                call = self.call_outer(inputs)
+
+        def results(*tensors: Tensor) -> list[Tensor]:
+            return list(self.call_outer(dict(zip(inputs, tensors, strict=True))).results.values())
+
         traced = trace(
-            call, list(inputs.values()), self.mode, self.settings, static=static_inputs(inputs)
+            results, list(inputs.values()), self.mode, self.settings, static=static_inputs(inputs)
         )
-        rest = self.part(traced, inputs, list(call.results))
+        outer = self.part(traced, inputs, list(call.results))
         self.output = call.output
-        self.of_blocks = call.of_blocks
-        if self.of_blocks is not None:
-            known = {**inputs, **fake_results(rest)}
-            self.hidden = known[self.of_blocks.hidden]
-            self.shared = {value: known[value] for value in self.of_blocks.shared}
-        return rest
+        self.block_arguments = call.block_arguments
+        if self.block_arguments is not None:
+            known = {**inputs, **fake_results(outer)}
+            self.hidden = known[self.block_arguments.hidden]
+            self.shared = {value: known[value] for value in self.block_arguments.shared}
+        return outer
+
+    def call_outer(self, given: Mapping[Value, Tensor]) -> "OuterCall":
+        """Call the model without its blocks. given: its inputs, and what the last block returns."""
+        calls = BlockCalls(self.blocks, given.get(BLOCK_OUTPUT))
+        with self.reading(given), entries_replaced(self.blocks._modules, calls.stand_ins):
+            output = self.model.forward(**{value.name: given[value] for value in self.arguments})
+        calls.check_complete()
+        results: dict[Value, Tensor] = {}
+        known = {id(tensor): value for value, tensor in given.items()}
+
+        def value_of(tensor: Tensor, new: Value) -> Value:
+            """Return which value a tensor is: one that is known, or a new result."""
+            if id(tensor) not in known:
+                known[id(tensor)] = new
+                results[new] = tensor
+            return known[id(tensor)]
+
+        output_value = value_of(output, OUTPUT)
+        if not calls.arguments:
+            return OuterCall(results, output_value, None)
+        hidden, *others = calls.arguments
+        leaves, tree = pytree.tree_flatten(tuple(others))
+        assert isinstance(hidden, Tensor)
+        assert calls.block_output is not None
+        block_arguments = BlockArguments(
+            hidden=value_of(hidden, HIDDEN),
+            others=[
+                value_of(leaf, Value("shared", index=index)) if isinstance(leaf, Tensor) else leaf
+                for index, leaf in enumerate(leaves)
+            ],
+            tree=tree,
+            block_output=calls.block_output,
+        )
+        return OuterCall(results, output_value, block_arguments)
 
     def trace_block(self, module: nn.Module) -> Block:
         """Return the next block, traced if no block of its kind was."""
-        assert self.of_blocks is not None
+        assert self.block_arguments is not None
         fqn = self.fqns[module]
         modules = list(module.modules())
         inputs = {HIDDEN: self.hidden, **self.shared, **self.inputs_of(modules)}
@@ -395,7 +433,7 @@ class _Tracer:
             block = replace(alike[0], fqn=fqn)
         else:
             traced = trace(
-                _BlockCall(self, list(inputs), module, self.of_blocks),
+                _BlockCall(self, list(inputs), module, self.block_arguments),
                 list(inputs.values()),
                 self.mode,
                 self.settings,
@@ -444,7 +482,7 @@ def halves_of(
     of_hidden = [
         gradient
         for value, gradient in zip(inputs, results_of(backward.graph), strict=True)
-        if gradient is not None and value.kind in ("argument", "hidden", "after")
+        if gradient is not None and value.kind in ("argument", "hidden", "block_output")
     ]
     forward_inputs = placeholders(traced.forward.graph)
     weights = {
@@ -489,7 +527,7 @@ class BlockArguments:
     hidden: Value
     others: Sequence[object]  # all other arguments, flat: Values, and constants
     tree: pytree.TreeSpec  # of the others
-    after: Tensor
+    block_output: Tensor
 
     @property
     def shared(self) -> list[Value]:
@@ -497,57 +535,13 @@ class BlockArguments:
         return list(dict.fromkeys(other for other in self.others if isinstance(other, Value)))
 
 
-class _RestCall:
-    """The model without its blocks, as a function of tensors.
+@dataclass(frozen=True)
+class OuterCall:
+    """A call of the model without its blocks."""
 
-    It returns the model's output and the arguments of the first block, without those that are
-    inputs. The attributes describe the last call.
-    """
-
-    def __init__(self, tracer: _Tracer, values: Sequence[Value]):
-        self.tracer = tracer
-        self.values = values  # of the arguments
-        self.results: dict[Value, Tensor] = {}
-        self.output = OUTPUT
-        self.of_blocks: BlockArguments | None = None
-
-    def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        given = dict(zip(self.values, tensors, strict=True))
-        calls = BlockCalls(self.tracer.blocks, given.get(AFTER))
-        blocks = self.tracer.blocks._modules
-        with self.tracer.reading(given), entries_replaced(blocks, calls.stand_ins):
-            output = self.tracer.model.forward(
-                **{value.name: given[value] for value in self.tracer.arguments}
-            )
-        calls.check_complete()
-        self.results = {}
-        known = {id(tensor): value for value, tensor in given.items()}
-
-        def value_of(tensor: Tensor, new: Value) -> Value:
-            """Return which value a tensor is: one that is known, or a new result."""
-            if id(tensor) not in known:
-                known[id(tensor)] = new
-                self.results[new] = tensor
-            return known[id(tensor)]
-
-        self.output = value_of(output, OUTPUT)
-        if calls.arguments:
-            hidden, *others = calls.arguments
-            leaves, tree = pytree.tree_flatten(tuple(others))
-            assert isinstance(hidden, Tensor)
-            assert calls.after is not None
-            self.of_blocks = BlockArguments(
-                hidden=value_of(hidden, HIDDEN),
-                others=[
-                    value_of(leaf, Value("shared", index=index))
-                    if isinstance(leaf, Tensor)
-                    else leaf
-                    for index, leaf in enumerate(leaves)
-                ],
-                tree=tree,
-                after=calls.after,
-            )
-        return list(self.results.values())
+    results: Mapping[Value, Tensor]  # the output and what blocks read, without what was given
+    output: Value
+    block_arguments: BlockArguments | None  # None: there are no blocks
 
 
 class _BlockCall:
