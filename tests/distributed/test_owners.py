@@ -15,7 +15,7 @@ from titan_lite.config import Optimizer
 from titan_lite.dtensor import as_shard_of, shard_of
 from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
-from titan_lite.optim.state import costs_of, is_matrix
+from titan_lite.optim.state import is_matrix, owner_costs
 
 MUON, SHAMPOO = (
     Optimizer(name="Muon", ns_dtype="float32"),
@@ -102,7 +102,7 @@ def check(ranks, expected, every, matrices, optimizer, tolerance):
                 torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)
             else:
                 assert (tensor - expected[name]).norm() <= tolerance * expected[name].norm(), name
-    kept = {f"{fqn}.{name}" for fqn in matrices for name in costs_of(optimizer).owner_tensors}
+    kept = {f"{fqn}.{name}" for fqn in matrices for name in owner_costs(optimizer).tensors}
     # one rank has it
     assert sorted(name for found, _ in ranks for name in kept & found.keys()) == sorted(kept)
     assert all(found.keys() - kept == expected.keys() - kept for found, _ in ranks)

@@ -71,6 +71,7 @@ TRAINED = {
     "global_batch_ramp": "test_a_ramp_takes_the_same_windows_on_any_ranks_with_any_workers",
     "from_weights": "test_a_recipe_of_the_pages_goes_on_from_weights",
     "my_models/gated.py": "test_the_family_of_the_pages_trains_and_its_steps_speak",
+    'name = "Lion"': "test_a_run_with_lion_resumes_to_the_bit",
 }
 
 

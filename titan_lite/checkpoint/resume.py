@@ -25,6 +25,7 @@ from titan_lite.checkpoint.run_identity import DocumentsOfRun, RunIdentity
 from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import KEYS, Checkpoint, ConfigError, is_unset
 from titan_lite.config.effects import Effect, effect_of
+from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.config.weights_folder import STATE
 from titan_lite.data.source_identity import differences_in_words
 from titan_lite.manifest import fields_of
@@ -225,9 +226,10 @@ def _changes_of_preconditioning(was: Mapping[str, Any], now: Mapping[str, Any]) 
 
 
 def _first_preconditioned_step(identity: Mapping[str, Any]) -> int:
-    """Return Config.first_preconditioned_step of a run; 0: not Shampoo."""
+    """Return Config.first_preconditioned_step of a run; 0: its optimizer has no roots."""
     optimizer = identity["recipe"]["optimizer"]
-    if optimizer["name"] != "Shampoo":
+    algorithm = OPTIMIZERS.get(optimizer["name"])
+    if algorithm is None or "start_preconditioning_step" not in algorithm.keys:
         return 0
     return min(optimizer["start_preconditioning_step"], identity["total_steps"])
 

@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 
 from titan_lite.config.effects import OnlyWith, RestartsData, RestartsOptimizer, Rounding
 from titan_lite.config.families import FAMILIES
+from titan_lite.config.optimizers import OPTIMIZERS
 
 Own = TypeVar("Own", bound="Section")
 
@@ -228,18 +229,21 @@ class Training(Section):
 class Optimizer(Section):
     """The optimizer and its constants."""
 
-    name: RestartsOptimizer[Literal["AdamW", "Muon", "Shampoo"]] = "AdamW"
-    """Muon: momentum made orthogonal; Shampoo: momentum between roots of gradient statistics. Both
-    are for matrices within blocks, and AdamW for embedding, output and norms."""
+    name: RestartsOptimizer[Literal[tuple(OPTIMIZERS)]] = "AdamW"  # type: ignore[valid-type]
+    """Lion: sign of a momentum; Muon: momentum made orthogonal; Shampoo: momentum between roots of
+    gradient statistics. The last two are for matrices within blocks, and AdamW for embedding,
+    output and norms."""
 
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
 
     beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the first moment of AdamW and Shampoo."""
+    """Decay of the first moment of AdamW and Shampoo; Lion: of the momentum in a step's
+    direction."""
 
     beta2: float = Field(0.95, ge=0, lt=1)
-    """Decay of the second moment of AdamW, and of Shampoo's statistics."""
+    """Decay of the second moment of AdamW, and of Shampoo's statistics; Lion: of the momentum that
+    is kept."""
 
     eps: float = Field(1e-8, gt=0)
     """Added to the denominator of AdamW."""

@@ -18,7 +18,6 @@ from titan_lite.models.fqns import is_filtered
 from titan_lite.optim.state import (
     Shapes,
     bytes_by_owner,
-    costs_of,
     is_matrix,
     moment_bytes,
     numbers_in,
@@ -75,8 +74,6 @@ def _moment_bytes_of_rank(config: Config, layout: "Layout") -> float:
 
 def owner_bytes(config: Config, layout: "Layout") -> float:
     """Return the bytes of whole matrices on the owner with most (optim/matrix_owners.py)."""
-    if not costs_of(config.optimizer).has_owners:
-        return 0.0
     ranks = layout.world_size // layout.degrees["pp"]
     return max(bytes_by_owner(config.optimizer, layout.shapes_of_rank, ranks))
 

@@ -28,7 +28,7 @@ from titan_lite.distributed.memory import (
 from titan_lite.distributed.pipeline_schedule import bubble_fraction, order_of
 from titan_lite.models.attention import fits_flash, masks_by_kernel
 from titan_lite.models.shapes import shape_words
-from titan_lite.optim.state import costs_of, owner_buckets, sum_by_owner
+from titan_lite.optim.state import OwnerCosts, owner_buckets, owner_costs, sum_by_owner
 from titan_lite.sharding import chunk_size
 
 GIB = 2**30
@@ -71,8 +71,8 @@ def start_lines(
         lines.append(unused_rows_line(layout, tokens_known))
     if config.training.mask_documents:
         lines.append(documents_line(config, layout, device))
-    if costs_of(config.optimizer).has_owners:
-        lines.append(owners_line(config, layout))
+    if costs := owner_costs(config.optimizer):
+        lines.append(owners_line(config, layout, costs))
     if config.parallelism.replicate_compression != "none":
         lines.append(compression_line(config, layout))
     if config.compile.compiles("model") and not priced:
@@ -224,20 +224,20 @@ def attention_within_documents(config: Config, layout: Layout, device: torch.dev
     return mask
 
 
-def owners_line(config: Config, layout: Layout) -> str:
+def owners_line(config: Config, layout: Layout, costs: OwnerCosts) -> str:
     ranks = layout.world_size // layout.degrees["pp"]
     optimizer = config.optimizer
     buckets = owner_buckets(optimizer, layout.shapes_of_rank, ranks)
     matrices = sum(len(bucket) for bucket in buckets)
     shared = ""
     if ranks > 1:
-        loads = sum_by_owner(buckets, ranks, costs_of(optimizer).owner_flops)
+        loads = sum_by_owner(buckets, ranks, costs.flops)
         shared = (
             f", shared by {ranks} ranks, of which the busiest computes"
             f" {max(loads) * ranks / sum(loads):.2f} times the mean"
         )
     roots = ""
-    if optimizer.name == "Shampoo":
+    if costs.has_roots:
         roots = f", with roots from step {config.first_preconditioned_step} on"
     return (
         f"optimizer: {optimizer.name} for {matrices} matrices{shared}{roots}; AdamW for embedding,"

@@ -8,15 +8,23 @@ optimizer.zero_grad()
 optimizer.state_tensors()       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from titan_lite.config import Optimizer
+from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.optim.adamw import AdamW
+from titan_lite.optim.elementwise import Compiler, Elementwise, one_at_a_time
 from titan_lite.optim.matrices import MatrixOptimizer
-from titan_lite.optim.state import costs_of, is_matrix
+from titan_lite.optim.muon import Muon
+from titan_lite.optim.shampoo import Shampoo
+from titan_lite.optim.state import is_matrix
+
+# by optimizer.name; all others are elementwise
+MATRIX_OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {"Muon": Muon, "Shampoo": Shampoo}
 
 
 class NamedOptimizer:
@@ -28,11 +36,11 @@ class NamedOptimizer:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        optimizers: Sequence[AdamW | MatrixOptimizer],
+        optimizers: Sequence[Elementwise | MatrixOptimizer],
     ):
         self.parameters = dict(parameters)
         self.optimizers = list(optimizers)
-        self.optimizer_of: dict[nn.Parameter, AdamW | MatrixOptimizer] = {
+        self.optimizer_of: dict[nn.Parameter, Elementwise | MatrixOptimizer] = {
             parameter: optimizer
             for optimizer in self.optimizers
             for group in optimizer.param_groups
@@ -95,14 +103,15 @@ def build_optimizer(
     config: Optimizer,
     parameters: Mapping[str, nn.Parameter],
     *,
-    compile: Callable[[Callable], Callable] | None = None,
+    compile: Compiler | None = None,
 ) -> NamedOptimizer:
-    """Return AdamW, or an optimizer of the matrices within blocks with AdamW for the others.
+    """Return an elementwise optimizer, or one of the matrices within blocks and AdamW for the
+    others.
 
-    parameters: by FQN. compile: compiles AdamW's update, which else is one fused kernel for all
-    parameters; its state is the same. Norm weights do not decay.
+    parameters: by FQN. compile: compiles the elementwise update; its state is the same. Norm
+    weights do not decay.
     """
-    matrix_optimizer_class = costs_of(config).optimizer_class()
+    matrix_optimizer_class = MATRIX_OPTIMIZERS.get(config.name)
     matrices: dict[str, nn.Parameter] = {}
     if matrix_optimizer_class is not None:
         matrices = {fqn: weight for fqn, weight in parameters.items() if is_matrix(fqn)}
@@ -116,13 +125,22 @@ def build_optimizer(
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": not_decayed, "weight_decay": 0.0},
     ]
-    adamw = AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        compile=compile,
+    name = "AdamW" if matrix_optimizer_class else config.name
+    elementwise = _build_elementwise(
+        name, config, [group for group in groups if group["params"]], compile
     )
     if matrix_optimizer_class is None or not matrices:
-        return NamedOptimizer(parameters, [adamw])
-    return NamedOptimizer(parameters, [adamw, matrix_optimizer_class(matrices, config)])
+        return NamedOptimizer(parameters, [elementwise])
+    return NamedOptimizer(parameters, [elementwise, matrix_optimizer_class(matrices, config)])
+
+
+def _build_elementwise(
+    name: str, config: Optimizer, groups: list[dict[str, Any]], compile: Compiler | None
+) -> Elementwise:
+    if name == "AdamW":  # whose updates of all parameters are one kernel
+        return AdamW(groups, config, compile)
+    algorithm = OPTIMIZERS[name]
+    settings = {key: getattr(config, key) for key in ("lr", *algorithm.keys)}
+    update = importlib.import_module(f"titan_lite.optim.{name.lower()}").update
+    updates = one_at_a_time(update, config)
+    return Elementwise(groups, settings, algorithm.moments, updates, compile)

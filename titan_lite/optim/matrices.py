@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from titan_lite.config import Optimizer
 from titan_lite.dtensor import local
 from titan_lite.optim.matrix_owners import MatrixOwners
-from titan_lite.optim.state import costs_of
+from titan_lite.optim.state import owner_costs
 
 
 class MatrixOptimizer(torch.optim.Optimizer, ABC):
@@ -33,11 +33,12 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         self.matrices: list[nn.Parameter] = self.param_groups[0]["params"]
         self.indices = {matrix: index for index, matrix in enumerate(self.matrices)}
         self.shapes = [tuple(matrix.shape) for matrix in self.matrices]
-        costs = costs_of(config)
+        costs = owner_costs(config)
+        assert costs is not None
         self.owners = MatrixOwners(
             self.matrices,
-            [costs.owner_flops(shape) for shape in self.shapes],
-            getattr(torch, costs.owner_dtype),
+            [costs.flops(shape) for shape in self.shapes],
+            getattr(torch, costs.dtype),
         )
         self.skipped = torch.zeros((), dtype=torch.bool)  # True in a step that is skipped
 

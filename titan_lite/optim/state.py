@@ -1,8 +1,10 @@
-"""Costs of a matrix by optimizer: what is kept and computed, and the rank that owns it.
+"""Sizes of the state of optimizers, and of the work of those that update a matrix as a whole: what
+is kept and computed, and the rank that owns it.
 
+    moment_bytes(config.optimizer, own=1e9)         # of each of the sharded moments
     is_matrix("layers.0.attention.wq.weight")       # True: Muon and Shampoo update it as a whole
-    costs = costs_of(config.optimizer)              # MuonCosts, for optimizer.name = "Muon"
-    costs.owner_flops((4096, 4096))                 # operations of its owner in a step
+    costs = owner_costs(config.optimizer)           # MuonCosts, for optimizer.name = "Muon"
+    costs.flops((4096, 4096))                       # operations of its owner in a step
     share_out([3.0, 1.0, 2.0], ranks=2)             # [{0: 0, 1: 2}, {1: 1}]: buckets {owner: index}
 
 A run and the planner take the same numbers from here. Importing this file imports no torch.
@@ -11,21 +13,21 @@ A run and the planner take the same numbers from here. Importing this file impor
 import heapq
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from titan_lite.config import Optimizer
-
-if TYPE_CHECKING:
-    from titan_lite.optim.matrices import MatrixOptimizer
+from titan_lite.config.optimizers import OPTIMIZERS, Algorithm
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # of parameters, by FQN
 
 FLOAT32_BYTES = 4
-# whole matrices in memory at an owner: those that it computes with, and those that two all-to-alls
-# send and receive
+# tensors of a parameter's shape in memory while plain operations update it
+PLAIN_TENSORS = 4
+# complete matrices in memory at an owner: those that it computes with, and those that two
+# all-to-alls send and receive
 WHOLE_MATRICES = 8
 # Operations of float32 products, divided by n^3, in the time of an eigendecomposition in float64.
 # On a CPU they are 26 to 47 for n from 1024 to 256. The figure of a GPU, where most of the time is
@@ -59,85 +61,96 @@ def share_of_matrices(shapes: Shapes) -> float:
     return sum(map(math.prod, matrices_in(shapes))) / numbers_in(shapes)
 
 
-# What an optimizer costs
+# State and updates of shards
 
 
-class MatrixCosts:
-    """The costs of AdamW for a matrix within a block: what it keeps, and its update.
+def algorithms_of(optimizer: Optimizer) -> tuple[Algorithm, Algorithm]:
+    """Return the algorithm of matrices within blocks, and that of all other parameters."""
+    algorithm = OPTIMIZERS[optimizer.name]
+    has_owners = optimizer.name in OWNER_COSTS
+    return algorithm, OPTIMIZERS["AdamW"] if has_owners else algorithm
 
-    A subclass has the figures of another optimizer; other parameters are AdamW's with any of them.
-    Sizes are those of whole matrices.
+
+def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> list[float]:
+    """Return the bytes of each of the sharded moments, such as exp_avg and exp_avg_sq.
+
+    own: parameters of this rank; matrices: those of them within matrices of blocks. Step counts are
+    left out, and what owners have.
     """
+    of_matrices, of_others = (len(each.moments) for each in algorithms_of(optimizer))
+    nbytes = []
+    for number in range(max(of_matrices, of_others)):
+        elements = own
+        if number >= of_matrices:
+            elements -= matrices
+        if number >= of_others:
+            elements -= own - matrices
+        nbytes.append(FLOAT32_BYTES * elements)
+    return nbytes
 
-    moments = 2  # tensors of its shape that are sharded as it is
-    owner_tensors: tuple[str, ...] = ()  # names of the tensors that only its owner has
-    # bytes that are read and written for each element beside products, on its rank and its owner;
-    # 0: those of AdamW
-    update_bytes = 0.0
+
+def is_one_kernel(algorithm: Algorithm, compiled: bool) -> bool:
+    """Return True if an elementwise update reads and writes everything once."""
+    return compiled or not algorithm.update_bytes
+
+
+def update_bytes(algorithm: Algorithm, compiled: bool) -> float:
+    """Return the bytes that an update reads and writes for each element."""
+    if not is_one_kernel(algorithm, compiled):
+        return algorithm.update_bytes
+    # it reads parameter, gradient and moments, and writes all but the gradient
+    return FLOAT32_BYTES * (3.0 + 2 * len(algorithm.moments))
+
+
+# What the owner of a matrix keeps and computes
+
+
+class OwnerCosts(ABC):
+    """The costs of the owner of a matrix within a block. Sizes are those of complete matrices."""
+
+    tensors: tuple[str, ...] = ()  # names of the tensors that only it has
+    has_roots = False  # computed by eigendecompositions from some step on
 
     def __init__(self, config: Optimizer):
         self.config = config
 
-    def optimizer_class(self) -> "type[MatrixOptimizer] | None":
-        """Return the class that updates matrices. Imports torch. None: AdamW has all parameters."""
-        return None
-
     @property
-    def has_owners(self) -> bool:
-        """True if each matrix is updated as a whole, by one rank."""
-        return self.moments < 2
-
-    @property
-    def owner_dtype(self) -> str:
+    def dtype(self) -> str:
         """The dtype in which matrices travel and are multiplied."""
         return "float32"
 
-    def owner_bytes(self, shape: Shape) -> float:
-        """Return the bytes of `owner_tensors`."""
+    def nbytes(self, shape: Shape) -> float:
+        """Return the bytes of `tensors`."""
         return 0.0
 
+    @abstractmethod
     def product_flops(self, shape: Shape) -> float:
-        """Return the operations of the owner's products in a step."""
-        return 0.0
+        """Return the operations of its products in a step."""
 
     def eigendecomposition_cubes(self, shape: Shape) -> float:
-        """Return the sum of n^3 of the owner's eigendecompositions, on average over steps."""
+        """Return the sum of n^3 of its eigendecompositions, on average over steps."""
         return 0.0
 
-    def owner_flops(self, shape: Shape, device: str = "cuda") -> float:
-        """Return the time of an owner in a step, in operations of products; averaged over steps."""
+    def flops(self, shape: Shape, device: str = "cuda") -> float:
+        """Return its time in a step, in operations of products; averaged over steps."""
         cubes = self.eigendecomposition_cubes(shape)
         return self.product_flops(shape) + EIGENDECOMPOSITION[device] * cubes
 
 
-class MuonCosts(MatrixCosts):
-    moments = 1
-    update_bytes = 92.0
-
-    def optimizer_class(self) -> "type[MatrixOptimizer]":
-        from titan_lite.optim.muon import Muon
-
-        return Muon
-
+class MuonCosts(OwnerCosts):
     @property
-    def owner_dtype(self) -> str:
+    def dtype(self) -> str:
         return self.config.ns_dtype
 
     def product_flops(self, shape: Shape) -> float:
         return newton_schulz_flops(shape, self.config.ns_steps)
 
 
-class ShampooCosts(MatrixCosts):
-    moments = 0
-    owner_tensors = ("exp_avg", "exp_avg_sq", "factor_matrices", "inv_factor_matrices")
-    update_bytes = 190.0
+class ShampooCosts(OwnerCosts):
+    tensors = ("exp_avg", "exp_avg_sq", "factor_matrices", "inv_factor_matrices")
+    has_roots = True
 
-    def optimizer_class(self) -> "type[MatrixOptimizer]":
-        from titan_lite.optim.shampoo import Shampoo
-
-        return Shampoo
-
-    def owner_bytes(self, shape: Shape) -> float:
+    def nbytes(self, shape: Shape) -> float:
         factors = factor_numbers(shape, self.config.max_preconditioner_dim)
         return FLOAT32_BYTES * 2.0 * (math.prod(shape) + factors)
 
@@ -151,28 +164,13 @@ class ShampooCosts(MatrixCosts):
         return cubes / self.config.precondition_frequency
 
 
-COSTS: dict[str, type[MatrixCosts]] = {  # by optimizer.name
-    "AdamW": MatrixCosts,
-    "Muon": MuonCosts,
-    "Shampoo": ShampooCosts,
-}
+OWNER_COSTS: dict[str, type[OwnerCosts]] = {"Muon": MuonCosts, "Shampoo": ShampooCosts}
 
 
-def costs_of(config: Optimizer) -> MatrixCosts:
-    """Return what the optimizer of a recipe keeps and computes for a matrix."""
-    return COSTS[config.name](config)
-
-
-def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> list[float]:
-    """Return the bytes of each of two sharded moments, exp_avg and exp_avg_sq.
-
-    own: parameters of this rank; matrices: those of them within matrices of blocks. Step counts are
-    left out, and what owners have.
-    """
-    moments = costs_of(optimizer).moments
-    first = own if moments >= 1 else own - matrices
-    second = own if moments >= 2 else own - matrices
-    return [FLOAT32_BYTES * first, FLOAT32_BYTES * second]
+def owner_costs(optimizer: Optimizer) -> OwnerCosts | None:
+    """Return what an owner keeps and computes for a matrix; None: no rank owns any."""
+    costs = OWNER_COSTS.get(optimizer.name)
+    return None if costs is None else costs(optimizer)
 
 
 # Owners
@@ -202,11 +200,11 @@ def share_out(costs: Iterable[float], ranks: int) -> list[dict[int, int]]:
 
 def owner_buckets(config: Optimizer, shapes: Shapes, ranks: int) -> list[dict[int, Shape]]:
     """Return buckets of {owner: shape of its matrix}; none for an optimizer without owners."""
-    costs = costs_of(config)
-    if not costs.has_owners:
+    costs = owner_costs(config)
+    if costs is None:
         return []
     matrices = matrices_in(shapes)
-    buckets = share_out([costs.owner_flops(shape) for shape in matrices], ranks)
+    buckets = share_out([costs.flops(shape) for shape in matrices], ranks)
     return [{owner: matrices[index] for owner, index in bucket.items()} for bucket in buckets]
 
 
@@ -222,9 +220,11 @@ def sum_by_owner(
 
 
 def bytes_by_owner(config: Optimizer, shapes: Shapes, ranks: int) -> list[float]:
-    """Return the bytes that each rank keeps as an owner."""
-    buckets = owner_buckets(config, shapes, ranks)
-    return sum_by_owner(buckets, ranks, costs_of(config).owner_bytes)
+    """Return the bytes that each rank keeps as an owner; zeros for an optimizer without owners."""
+    costs = owner_costs(config)
+    if costs is None:
+        return [0.0] * ranks
+    return sum_by_owner(owner_buckets(config, shapes, ranks), ranks, costs.nbytes)
 
 
 # Muon
@@ -285,7 +285,10 @@ def turns_of(config: Optimizer, shapes: Shapes) -> list[list[int]]:
         names = same_key[keys[fqn]]
         layer = keys[fqn][0]
         position = layer * len(names) + names.index(fqn)
-        start = position + position // period  # every second or tenth begins at all steps, too
+        # An owner often has every n-th matrix. With the position alone, and an n that divides the
+        # period, they would begin at few of its steps. One step later after each period, they begin
+        # at all of them.
+        start = position + position // period
 
         sides = sides_of(shape, config.max_preconditioner_dim)
         steps = min(period, len(sides))

@@ -30,6 +30,7 @@ from titan_lite.rules import (  # noqa: F401  # importing a section adds its rul
     compile,
     float8,
     lr_scheduler,
+    optimizer,
     parallelism,
     training,
 )

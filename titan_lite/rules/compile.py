@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from titan_lite.config import Config
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import parameter_shapes
+from titan_lite.optim.state import owner_costs
 from titan_lite.rules.mistakes import (
     Mistake,
     alternatives,
@@ -49,9 +50,9 @@ def there_is_something_to_compile(config: Config) -> Iterator[Mistake]:
 
 
 @rule
-def only_adamw_is_compiled(config: Config, layout: Layout) -> Iterator[Mistake]:
+def updates_of_matrices_are_not_compiled(config: Config, layout: Layout) -> Iterator[Mistake]:
     name = config.optimizer.name
-    if name != "AdamW" and config.compile.compiles("optimizer"):
+    if owner_costs(config.optimizer) and config.compile.compiles("optimizer"):
         yield Mistake(
             key="compile.components",
             value=config.compile.components,

@@ -1,15 +1,13 @@
-"""AdamW: what decays, clipping, the state by name, and the same steps as torch's plain
-implementation.
+"""AdamW: what decays, clipping, and the same steps as torch's plain implementation; what it has in
+common with other elementwise optimizers is in test_elementwise.py.
 """
 
-import functools
 import math
 
 import pytest
 import torch
 
-from titan_lite.compile.compile import compile_function
-from titan_lite.config import Compile, Optimizer
+from titan_lite.config import Optimizer
 from titan_lite.config.families import ModelConfig
 from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
@@ -133,67 +131,6 @@ def optimizer_groups(model):
     return [{"params": parameters, "weight_decay": decay} for decay, parameters in by_decay.items()]
 
 
-# Compiled
-
-
-def compiling(backend):
-    return functools.partial(
-        compile_function, config=Compile(enable=True, backend=backend), component="optimizer"
-    )
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_update_is_that_of_the_fused_kernel_and_compiled_once(backend):
-    """aot_eager: moments bitwise, parameters but for the rounding of one multiplication (torch
-    2.13, on a CPU).
-    """
-    torch._dynamo.reset()
-    model, oracle = build_model(), build_model()
-    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()), compile=compiling(backend))
-    fused = build_optimizer(CONFIG, dict(oracle.named_parameters()))
-    graphs = []
-    for step in range(1, 11):
-        for each, its in ((model, optimizer), (oracle, fused)):
-            set_gradients(each, step)
-            its.set_lr(CONFIG.lr * step / 4)
-            its.step()
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert len(set(graphs)) == 1  # one a group, in the first step
-
-    ours, theirs = (its.state_tensors() for its in (optimizer, fused))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        exact = backend == "aot_eager" or name.endswith(".step")
-        torch.testing.assert_close(
-            tensor, theirs[name], rtol=0 if exact else 1e-5, atol=0 if exact else 1e-7
-        )
-    for (name, parameter), expected in zip(
-        model.named_parameters(), oracle.parameters(), strict=True
-    ):
-        torch.testing.assert_close(
-            parameter, expected, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-def test_a_compiled_update_goes_on_from_the_state_of_the_fused_kernel():
-    torch._dynamo.reset()
-    model, resumed = build_model(), build_model()
-    fused = build_optimizer(CONFIG, dict(model.named_parameters()))
-    take_steps(model, fused, [1, 2, 3])
-    resumed.load_state_dict(model.state_dict())
-    new = build_optimizer(CONFIG, dict(resumed.named_parameters()), compile=compiling("aot_eager"))
-    saved = fused.state_tensors()
-    for name, tensor in new.state_tensors().items():
-        assert tensor.dtype == saved[name].dtype
-        tensor.copy_(saved[name])
-    take_steps(model, fused, [4, 5])
-    take_steps(resumed, new, [4, 5])
-    for (name, ours), theirs in zip(resumed.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(
-            ours, theirs, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
 # Clipping
 
 
@@ -242,86 +179,3 @@ def test_one_bad_number_shows_in_the_norm_and_stays_in_the_gradients(bad):
     model.layers["0"].attention.wk.weight.grad[1, 2] = bad
     assert not clip_grad_norm_(model.parameters(), max_norm=1.0).isfinite()
     assert not model.layers["0"].attention.wk.weight.grad.isfinite().all()
-
-
-# State
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_state_is_named_after_parameters_and_is_the_live_one(tied):
-    model = build_model(tied)
-    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()))
-    state = optimizer.state_tensors()
-    names = [name for name, _ in model.named_parameters()]
-    assert ("output.weight" in names) is not tied
-    assert state.keys() == {
-        f"{name}.{part}" for name in names for part in ("step", "exp_avg", "exp_avg_sq")
-    }
-    assert not any(tensor.any() for tensor in state.values())
-    take_steps(model, optimizer, [1, 2, 3])
-    for name, parameter in model.named_parameters():
-        assert state[f"{name}.step"] == 3
-        assert (
-            state[f"{name}.exp_avg"].shape == state[f"{name}.exp_avg_sq"].shape == parameter.shape
-        )
-        assert state[f"{name}.exp_avg"].all()
-        assert (state[f"{name}.exp_avg_sq"] > 0).all()
-    again = optimizer.state_tensors()
-    assert all(again[name] is tensor for name, tensor in state.items())
-
-
-def test_asking_for_the_state_before_the_first_step_changes_nothing():
-    model, untouched = build_model(), build_model()
-    optimizers = [
-        build_optimizer(CONFIG, dict(each.named_parameters())) for each in (model, untouched)
-    ]
-    optimizers[0].state_tensors()
-    for each, optimizer in zip((model, untouched), optimizers, strict=True):
-        take_steps(each, optimizer, [1, 2])
-    states = [optimizer.state_tensors() for optimizer in optimizers]
-    for name, tensor in states[0].items():
-        assert tensor.dtype == states[1][name].dtype
-        assert torch.equal(tensor, states[1][name]), name
-    for ours, theirs in zip(model.parameters(), untouched.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_steps_after_loading_are_those_without_interruption():
-    model, resumed = build_model(), build_model()
-    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()))
-    take_steps(model, optimizer, [1, 2, 3])
-    saved = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
-    resumed.load_state_dict(model.state_dict())
-    new = build_optimizer(CONFIG, dict(resumed.named_parameters()))
-    for name, tensor in new.state_tensors().items():
-        tensor.copy_(saved[name])
-    take_steps(model, optimizer, [4, 5])
-    take_steps(resumed, new, [4, 5])
-    for (name, ours), theirs in zip(resumed.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-
-
-# Skipped steps
-
-
-@pytest.mark.parametrize("compile", [None, compiling("aot_eager")], ids=["fused", "compiled"])
-def test_a_step_that_is_skipped_on_the_device_changes_nothing(compile):
-    torch._dynamo.reset()
-    model, oracle = build_model(), build_model()
-    ours, theirs = (
-        build_optimizer(CONFIG, dict(each.named_parameters()), compile=compile)
-        for each in (model, oracle)
-    )
-    names = [dict(each.named_parameters()) for each in (model, oracle)]
-    for step, skipped in enumerate([True, False, False, True, False], 1):
-        set_gradients(model, step)
-        if skipped:
-            next(model.parameters()).grad.fill_(math.nan)
-        ours.step(torch.tensor(float(skipped)))
-        if not skipped:
-            set_gradients(oracle, step)
-            theirs.step()
-        for mine, other in zip(names[0].values(), names[1].values(), strict=True):
-            assert torch.equal(mine, other)
-        states = [its.state_tensors() for its in (ours, theirs)]
-        assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())

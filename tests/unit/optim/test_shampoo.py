@@ -18,8 +18,8 @@ from titan_lite.optim.build import build_optimizer
 from titan_lite.optim.shampoo import inverse_fourth_root
 from titan_lite.optim.state import (
     blocks_of,
-    costs_of,
     is_matrix,
+    owner_costs,
     share_out,
     sides_of,
     turns_of,
@@ -181,7 +181,7 @@ def test_the_state_is_there_before_the_first_step_and_goes_on_where_it_was(saved
     parameters, optimizer = build()
     other, resumed = build()
     state = resumed.state_tensors()
-    names = {True: costs_of(SHAMPOO).owner_tensors, False: ("exp_avg", "exp_avg_sq")}
+    names = {True: owner_costs(SHAMPOO).tensors, False: ("exp_avg", "exp_avg_sq")}
     assert state.keys() == {
         f"{fqn}.{name}" for fqn in parameters for name in ("step", *names[is_matrix(fqn)])
     }
@@ -189,7 +189,7 @@ def test_the_state_is_there_before_the_first_step_and_goes_on_where_it_was(saved
         fqn: tuple(parameter.shape) for fqn, parameter in parameters.items() if is_matrix(fqn)
     }
     kept = sum(state[f"{fqn}.{name}"].numel() for fqn in shapes for name in names[True])
-    assert 4 * kept == sum(costs_of(SHAMPOO).owner_bytes(shape) for shape in shapes.values())
+    assert 4 * kept == sum(owner_costs(SHAMPOO).nbytes(shape) for shape in shapes.values())
     take_steps(parameters, optimizer, range(1, saved + 1))
     with torch.no_grad():
         for name, tensor in (parameters | optimizer.state_tensors()).items():
@@ -237,9 +237,7 @@ def test_owners_have_alike_roots_in_every_step(flavor, ranks, most):
         for name, shape in of_block.items()
     }
     work, turns = np.zeros((ranks, config.precondition_frequency)), turns_of(config, shapes)
-    for bucket in share_out(
-        [costs_of(config).owner_flops(shape) for shape in shapes.values()], ranks
-    ):
+    for bucket in share_out([owner_costs(config).flops(shape) for shape in shapes.values()], ranks):
         for owner, number in bucket.items():
             sides = sides_of([*shapes.values()][number], config.max_preconditioner_dim)
             np.add.at(work[owner], turns[number], np.array(sides, dtype=float) ** 3)

@@ -9,6 +9,7 @@ from titan_lite.config import Config, ConfigError, load_config
 from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import owners_line
+from titan_lite.optim.state import owner_costs
 from titan_lite.rules import check, check_inputs
 from titan_lite.rules.mistakes import RULES, Mistake, nearest_divisors, nearest_multiples
 
@@ -192,6 +193,20 @@ def test_chunks_that_do_not_divide_the_tokens_of_a_rank_are_refused(chunks, use)
     checked(*options)  # an eager run cuts nothing, and its start says so
 
 
+def test_a_key_that_the_optimizer_does_not_read_is_refused():
+    wrong = (
+        'command line: optimizer.momentum = 0.9 has no effect with optimizer.name = "AdamW"; use'
+        ' its default, 0.95, or optimizer.name = "Muon"'
+    )
+    with pytest.raises(ConfigError) as refused:
+        checked("--optimizer.momentum=0.9")
+    assert refused.value.args == (wrong,)
+    with pytest.raises(ConfigError, match=r"optimizer\.eps = 1e-06 has no effect"):
+        checked("--optimizer.name=Lion", "--optimizer.eps=1e-6")
+    checked("--optimizer.momentum=0.95")  # the default says no more than none
+    checked("--optimizer.name=Muon", "--optimizer.momentum=0.9")
+
+
 def test_shampoo_has_roots_in_a_run_of_three_steps():
     for options, step in (
         (["--training.steps=3"], 3),
@@ -204,7 +219,9 @@ def test_shampoo_has_roots_in_a_run_of_three_steps():
         layout = Layout.from_config(config, 2)
         check(config, layout)
         assert config.first_preconditioned_step == step
-        assert f"with roots from step {step} on" in owners_line(config, layout)
+        assert f"with roots from step {step} on" in owners_line(
+            config, layout, owner_costs(config.optimizer)
+        )
 
 
 # Links in the folder of a run

@@ -25,7 +25,14 @@ from titan_lite.distributed.memory import (
 )
 from titan_lite.distributed.pipeline_schedule import backward_kinds, computations, order_of
 from titan_lite.distributed.step_gather import IN_FLIGHT
-from titan_lite.optim.state import WHOLE_MATRICES, costs_of, moment_bytes
+from titan_lite.optim.state import (
+    PLAIN_TENSORS,
+    WHOLE_MATRICES,
+    algorithms_of,
+    is_one_kernel,
+    moment_bytes,
+    owner_costs,
+)
 from titan_lite.tools.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
 from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION
 from titan_lite.tools.plan.tape import Stage, Tape, Weight, buckets_of
@@ -411,7 +418,7 @@ class Replay:
     def update(self) -> None:
         """Allocate the optimizer's state in the first step, and free the gradients.
 
-        Norms and fused updates need no memory.
+        Norms and updates of one kernel need no memory.
         """
         while self.errors:
             self.free(self.errors.pop())
@@ -420,23 +427,26 @@ class Replay:
             for nbytes in self.optimizer_state_bytes():
                 self.allocate(OPTIMIZER_STATE, nbytes)
             self.has_optimizer_state = True
-        optimizer = self.layout.config.optimizer
-        costs = costs_of(optimizer)
-        if costs.has_owners:
-            largest = max(
-                (weight.full_elements for weight in self.weights if weight.matrix), default=0
-            )
-            itemsize = ITEM_BYTES[costs.owner_dtype]
-            self.free(
-                self.allocate(
-                    WORKING, WHOLE_MATRICES * itemsize * self.layout.degrees["tp"] * largest
-                )
-            )
+        self.free(self.allocate(WORKING, self.update_working_bytes()))
         self.free_all(self.reduced_gradients)
         for gradients in self.gradients.values():
             self.free_all([gradient.allocation for gradient in gradients.values()])
         self.reduced_gradients.clear()
         self.gradients.clear()
+
+    def update_working_bytes(self) -> float:
+        """Return the bytes of tensors that an update needs beside the optimizer's state."""
+        config = self.layout.config
+        costs = owner_costs(config.optimizer)
+        if costs is not None:
+            matrices = [weight.full_elements for weight in self.weights if weight.matrix]
+            elements = self.layout.degrees["tp"] * max(matrices, default=0)
+            return WHOLE_MATRICES * ITEM_BYTES[costs.dtype] * elements
+        algorithm, _ = algorithms_of(config.optimizer)
+        if is_one_kernel(algorithm, config.compile.compiles("optimizer")):
+            return 0.0
+        shards = [weight.shard_elements for weight in self.weights if weight.updated]
+        return PLAIN_TENSORS * STORED_BYTES * max(shards, default=0)
 
     def optimizer_state_bytes(self) -> Iterator[float]:
         """Yield the bytes of each tensor: step count and moments, then what an owner has."""

@@ -13,7 +13,7 @@ import torch
 
 from titan_lite.cost.machine import Machine
 from titan_lite.distributed.memory import ITEM_BYTES
-from titan_lite.optim.state import costs_of, owner_buckets
+from titan_lite.optim.state import owner_buckets, owner_costs
 from titan_lite.tools.plan.trace import PlannedLayout
 
 
@@ -30,13 +30,13 @@ class Owned:
 def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
     """Return the costs of the optimizer's owners; all zero for an optimizer without any."""
     optimizer = layout.config.optimizer
-    costs = costs_of(optimizer)
-    if not costs.has_owners:
+    costs = owner_costs(optimizer)
+    if costs is None:
         return Owned()
     ranks = range(layout.world_size // layout.degrees["pp"])
     copies = layout.degrees["dp_replicate"]
     ranks_of_copy = ranks[: len(ranks) // copies]
-    dtype = costs.owner_dtype
+    dtype = costs.dtype
     speed = machine.flops(getattr(torch, dtype)) * machine.matmul_efficiency
     device = "cuda" if machine.multiprocessors else "cpu"
 
@@ -46,7 +46,7 @@ def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
     returns: list[float] = []
     sent = across = 0.0
     for bucket in owner_buckets(optimizer, layout.shapes_of_rank, len(ranks)):
-        flops = max(costs.owner_flops(shape, device) for shape in bucket.values())
+        flops = max(costs.flops(shape, device) for shape in bucket.values())
         computations.append(flops / speed)
         nbytes = ITEM_BYTES[dtype] * max(map(math.prod, bucket.values()))
         seconds, near, far = all_to_all(machine, nbytes, ranks_of_copy)

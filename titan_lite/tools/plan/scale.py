@@ -27,7 +27,7 @@ from titan_lite.config import ConfigError
 from titan_lite.cost.machine import GB
 from titan_lite.distributed.memory import STORED_BYTES, compression_error_bytes, owner_bytes
 from titan_lite.models.shapes import shape_words
-from titan_lite.optim.state import costs_of, share_of_matrices
+from titan_lite.optim.state import moment_bytes, share_of_matrices
 from titan_lite.tools.plan.owned import owned_matrices
 from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.simulate import DEVIATION, slowest_of, table_seconds
@@ -193,9 +193,9 @@ def scale_of(plan: Plan, ranks: int) -> Scale:
     layout = at_scale(plan.layout, ranks)
     config = plan.layout.config
     world = layout.world_size
-    optimizer = costs_of(config.optimizer)
-    moments = 2 - (2 - optimizer.moments) * share_of_matrices(layout.shapes_of_rank)
-    sharded = STORED_BYTES * (1 + moments) * layout.parameters_of_rank / layout.fsdp_degree
+    own = layout.parameters_of_rank / layout.fsdp_degree
+    in_matrices = own * share_of_matrices(layout.shapes_of_rank)
+    sharded = STORED_BYTES * own + sum(moment_bytes(config.optimizer, own, in_matrices))
     # An owner's matrices and the error of each copy are saved once, and sharded tensors by one of
     # the copies.
     once = owner_bytes(config, layout) + compression_error_bytes(config, layout)

@@ -23,7 +23,7 @@ from titan_lite.distributed.pipeline_schedule import (
     order_of,
     run_order,
 )
-from titan_lite.optim.state import costs_of, share_of_matrices
+from titan_lite.optim.state import algorithms_of, share_of_matrices, update_bytes
 from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION, ByAxis, Costs, StageCosts
 from titan_lite.tools.plan.owned import Owned, owned_matrices
 from titan_lite.tools.plan.trace import PlannedLayout
@@ -259,16 +259,16 @@ def slowest_of(ranks: int) -> float:
 def updated_bytes(config: Config, matrices: float = 0.0) -> float:
     """Return the bytes that clipping and the optimizer read and write per local parameter.
 
-    matrices: share of the parameters that owners update.
+    matrices: share of the parameters in matrices within blocks.
 
-    The norm reads gradients, clipping reads and writes them; AdamW reads parameter, gradient and
-    both moments, and writes all but the gradient.
+    The norm reads gradients, clipping reads and writes them.
     """
     clipping = 3 * STORED_BYTES
-    by_adamw = 7 * STORED_BYTES
-    costs = costs_of(config.optimizer)
-    by_owners = costs.update_bytes if costs.has_owners else by_adamw
-    return clipping + (1 - matrices) * by_adamw + matrices * by_owners
+    compiled = config.compile.compiles("optimizer")
+    of_matrix, of_other = (
+        update_bytes(algorithm, compiled) for algorithm in algorithms_of(config.optimizer)
+    )
+    return clipping + (1 - matrices) * of_other + matrices * of_matrix
 
 
 def accumulation_seconds(layout: PlannedLayout, stage: StageCosts, machine: Machine) -> float:

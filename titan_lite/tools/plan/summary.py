@@ -12,7 +12,7 @@ from titan_lite.cost.machine import GIB, JOINT_SHARE, UNCERTAINTY
 from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.shapes import shape_words
-from titan_lite.optim.state import costs_of
+from titan_lite.optim.state import owner_costs
 from titan_lite.tools.plan.plan import MEMORY_ERROR, Plan
 from titan_lite.tools.plan.published import bias_of
 from titan_lite.tools.plan.simulate import StepTimes
@@ -176,8 +176,8 @@ def uncertainty_line(plan: Plan) -> str:
     ]
     if machine.power:
         uncertain.append("clock at the power limit")
-    optimizer = plan.layout.config.optimizer
-    if machine.multiprocessors and costs_of(optimizer).eigendecomposition_cubes((1, 1)):
+    costs = owner_costs(plan.layout.config.optimizer)
+    if machine.multiprocessors and costs is not None and costs.has_roots:
         uncertain.append("eigendecompositions by a guess without a range")
     depths = sorted({depth for depths in plan.depths.values() for depth in depths})
     traced = " and ".join(map(str, depths))

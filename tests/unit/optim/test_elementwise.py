@@ -1,0 +1,240 @@
+"""Every elementwise optimizer: state by name, skipped and resumed steps, shards, compilation, and
+the bytes that its row has.
+"""
+
+import functools
+import math
+
+import pytest
+import torch
+from tiny import TIED, UNTIED
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_lite.compile.compile import compile_function
+from titan_lite.config import Compile, Optimizer
+from titan_lite.config.optimizers import OPTIMIZERS
+from titan_lite.models.transformer import Transformer
+from titan_lite.optim.build import MATRIX_OPTIMIZERS, build_optimizer
+
+NAMES = [name for name in OPTIMIZERS if name not in MATRIX_OPTIMIZERS]
+LR = 0.02
+
+
+def config_of(name):
+    return Optimizer(name=name, lr=LR, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.5)
+
+
+def build(name, model_config=UNTIED, **how):
+    model = Transformer(model_config)
+    model.init_weights(0)
+    parameters = dict(model.named_parameters())
+    return parameters, build_optimizer(config_of(name), parameters, **how)
+
+
+def set_gradients(parameters, step):
+    """The same for every model, other ones each step."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def take_steps(parameters, optimizer, steps):
+    for step in steps:
+        set_gradients(parameters, step)
+        optimizer.set_lr(LR * step / 4)
+        optimizer.step()
+
+
+def compiling(backend):
+    config = Compile(enable=True, backend=backend, components=("optimizer",))
+    return functools.partial(compile_function, config=config, component="optimizer")
+
+
+def assert_close(found, expected, **tolerances):
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(
+            tensor, expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerances
+        )
+
+
+def assert_equal(found, expected):
+    assert_close(found, expected, rtol=0, atol=0)
+
+
+# State
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_state_is_named_after_parameters_and_is_the_live_one(name, tied):
+    parameters, optimizer = build(name, TIED if tied else UNTIED)
+    assert ("output.weight" in parameters) is not tied
+    moments = OPTIMIZERS[name].moments
+    state = optimizer.state_tensors()
+    assert state.keys() == {f"{fqn}.{part}" for fqn in parameters for part in ("step", *moments)}
+    assert not any(tensor.any() for tensor in state.values())
+    take_steps(parameters, optimizer, [1, 2, 3])
+    for fqn, parameter in parameters.items():
+        assert state[f"{fqn}.step"] == 3
+        for moment in moments:
+            assert state[f"{fqn}.{moment}"].shape == parameter.shape
+            assert state[f"{fqn}.{moment}"].all()
+    again = optimizer.state_tensors()
+    assert all(again[name] is tensor for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_settings_of_a_parameter_are_the_keys_of_its_row(name):
+    _, optimizer = build(name)
+    settings = optimizer.settings()
+    assert settings["output.weight.lr"] == LR
+    assert settings["output.weight.weight_decay"] == 0.5
+    assert settings["norm.weight.weight_decay"] == 0.0
+    betas = settings.get("output.weight.betas")  # of torch's AdamW
+    for key in OPTIMIZERS[name].keys:
+        number = {"beta1": 0, "beta2": 1}.get(key)
+        value = betas[number] if betas and number is not None else settings[f"output.weight.{key}"]
+        assert value == getattr(config_of(name), key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_asking_for_the_state_before_the_first_step_changes_nothing(name):
+    parameters, asked = build(name)
+    others, untouched = build(name)
+    asked.state_tensors()
+    take_steps(parameters, asked, [1, 2])
+    take_steps(others, untouched, [1, 2])
+    assert_equal(asked.state_tensors(), untouched.state_tensors())
+    assert_equal(parameters, others)
+
+
+@pytest.mark.parametrize("compile", [None, compiling("aot_eager")], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_after_loading_are_those_without_interruption(name, compile):
+    torch._dynamo.reset()
+    parameters, optimizer = build(name, compile=compile)
+    take_steps(parameters, optimizer, [1, 2, 3])
+    others, resumed = build(name, compile=compile)
+    with torch.no_grad():
+        for fqn, parameter in others.items():
+            parameter.copy_(parameters[fqn])
+    saved = optimizer.state_tensors()
+    for fqn, tensor in resumed.state_tensors().items():
+        assert tensor.dtype == saved[fqn].dtype
+        tensor.copy_(saved[fqn])
+    take_steps(parameters, optimizer, [4, 5])
+    take_steps(others, resumed, [4, 5])
+    assert_equal(others, parameters)
+    assert_equal(resumed.state_tensors(), optimizer.state_tensors())
+
+
+@pytest.mark.parametrize("compile", [None, compiling("aot_eager")], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_that_is_skipped_on_the_device_changes_nothing(name, compile):
+    torch._dynamo.reset()
+    parameters, skipping = build(name, compile=compile)
+    others, without = build(name, compile=compile)
+    for step, skipped in enumerate([True, False, False, True, False], 1):
+        set_gradients(parameters, step)
+        if skipped:
+            parameters["tok_embeddings.weight"].grad.fill_(math.nan)
+        skipping.step(torch.tensor(float(skipped)))
+        if not skipped:
+            set_gradients(others, step)
+            without.step()
+        assert_equal(parameters, others)
+        assert_equal(skipping.state_tensors(), without.state_tensors())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shard_takes_the_steps_of_its_part_of_the_parameter(name):
+    """So the layout changes nothing. The cuts are not those of any kernel's vectors."""
+    generator = torch.Generator().manual_seed(0)
+    initial = torch.randn(7, 11, generator=generator)
+    gradients = [torch.randn(7, 11, generator=generator) for _ in range(4)]
+
+    def after_steps(rows):
+        shard = torch.nn.Parameter(initial[rows].clone())
+        optimizer = build_optimizer(config_of(name), {"output.weight": shard})
+        for gradient in gradients:
+            shard.grad = gradient[rows].clone()
+            optimizer.step()
+        return shard.detach()
+
+    parts = [after_steps(slice(0, 3)), after_steps(slice(3, 7))]
+    # of elements at the ends of rows, AdamW's kernel rounds some otherwise than its vectors
+    torch.testing.assert_close(torch.cat(parts), after_steps(slice(0, 7)), rtol=2e-7, atol=0)
+
+
+# Compiled
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compiled_update_is_the_eager_one_and_compiled_once(name, backend):
+    """aot_eager has the same operators. AdamW's fused kernel rounds some products otherwise (torch
+    2.13, on a CPU).
+    """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    parameters, compiled = build(name, compile=compiling(backend))
+    others, eager = build(name)
+    graphs = []
+    for step in range(1, 6):
+        take_steps(parameters, compiled, [step])
+        take_steps(others, eager, [step])
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert set(graphs) == {2}  # one a group, in the first step
+
+    exact = backend == "aot_eager" and name != "AdamW"
+    rounding = {"rtol": 0 if exact else 1e-5, "atol": 0 if exact else 1e-7}
+    assert_close(compiled.state_tensors(), eager.state_tensors(), **rounding)
+    assert_close(parameters, others, **rounding)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compiled_update_goes_on_from_the_state_of_the_eager_one(name):
+    torch._dynamo.reset()
+    parameters, eager = build(name)
+    take_steps(parameters, eager, [1, 2, 3])
+    others, compiled = build(name, compile=compiling("aot_eager"))
+    with torch.no_grad():
+        for fqn, parameter in others.items():
+            parameter.copy_(parameters[fqn])
+    saved = eager.state_tensors()
+    for fqn, tensor in compiled.state_tensors().items():
+        tensor.copy_(saved[fqn])
+    take_steps(parameters, eager, [4, 5])
+    take_steps(others, compiled, [4, 5])
+    assert_close(others, parameters, rtol=1e-5, atol=1e-7)
+
+
+# Its row
+
+
+class CountBytes(TorchDispatchMode):
+    """Counts the bytes of tensors of a size that operators read and write."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel = numel
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in (*args, result):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() == self.numel:
+                self.nbytes += tensor.nbytes
+        return result
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "AdamW"])
+def test_the_row_has_the_bytes_that_an_update_of_plain_operations_moves(name):
+    parameter = torch.nn.Parameter(torch.ones(50))
+    optimizer = build_optimizer(config_of(name), {"norm.weight": parameter})
+    optimizer.state_tensors()
+    parameter.grad = torch.ones(50)
+    with CountBytes(50) as count:
+        optimizer.step()
+    assert OPTIMIZERS[name].update_bytes == count.nbytes / 50
