@@ -165,7 +165,7 @@ def test_another_layout_goes_on_with_the_samples_and_losses(before, after, unint
 
 @pytest.fixture(scope="module")
 def with_a_new_optimizer(tmp_path_factory):
-    """As the uninterrupted run, but that the optimizer starts anew after step 4."""
+    """As the uninterrupted run, but that the optimizer restarts after step 4."""
     folder = tmp_path_factory.mktemp("new_optimizer")
     train("2 ranks", folder, *steps(4), saves_model_alone=True)
     train("2 ranks", folder, "--checkpoint.accept_model_only")
