@@ -57,9 +57,9 @@ class BackwardHalves:
     them, the half of the input returns the values of `crossing`.
     """
 
-    input: GraphModule  # has all placeholders of the whole graph
+    input: GraphModule  # has all placeholders of the graph that was split
     weight: GraphModule  # its placeholders: `saved`, then `crossing`
-    saved: tuple[str, ...]  # placeholders of the whole graph
+    saved: tuple[str, ...]  # placeholders of the graph that was split
     crossing: tuple[str, ...]
 
 
@@ -179,7 +179,7 @@ def _computes_little(node: Node) -> bool:
 
 
 def _runs_in_both(node: Node) -> bool:
-    """Return whether the half of the weights may run again what the other half has run."""
+    """Return True if the half of the weights may run again what the other half has run."""
     gather = start_of(node) if node.target is WAIT else node
     return _computes_little(node) or (is_all_gather(gather) and not parameters_of(gather))
 

@@ -238,7 +238,7 @@ class _Run(torch.autograd.Function):
             gradients, second_half = run_first_half(ctx, values)
             ctx.model.second_halves.left.append(second_half)
         else:
-            assert ctx.graphs.backward is not None, "backward runs in halves alone"
+            assert ctx.graphs.backward is not None, "backward always runs in halves"
             gradients = ctx.graphs.backward(values)
         of_inputs = [
             as_shard_of(weight, gradient)
@@ -254,7 +254,7 @@ def run_first_half(
 ) -> tuple[Sequence[Tensor | None], SecondHalf]:
     """Return the gradients of inputs that the first half makes, and the other half."""
     halves = ctx.graphs.halves
-    assert halves is not None, "backward runs whole alone"
+    assert halves is not None, "backward never runs in halves"
     kept = [values[index] for index in halves.saved]
     results = halves.input(values)
     gradients = results[: len(ctx.weights)]

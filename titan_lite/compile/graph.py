@@ -25,7 +25,7 @@ def placeholders(graph: Graph) -> list[Node]:
 
 
 def results_of(graph: Graph) -> list[Any]:
-    """Return what a graph returns: nodes, and None for gradients that a backward graph has not."""
+    """Return what a graph returns: nodes, and None for gradients that a backward does not make."""
     results: Any = output_node(graph).args[0]
     return list(results)
 

@@ -51,7 +51,7 @@ class TraceSettings:
     # share of the activations saved at 1.0 that may be saved; the partitioner recomputes the
     # cheapest per byte
     memory_budget: float = 1.0
-    # the graphs of backward: a whole one, or one for each half (backward_halves.py), or all three
+    # the graphs of backward: a complete one, one for each half (backward_halves.py), or all three
     whole_backward: bool = True
     backward_halves: bool = False
     # Save what autograd saves: for graphs that are priced as eager mode, and do not run.

@@ -36,7 +36,9 @@ class StageRanks(Protocol):
     """The ranks that run the same graphs, those of a pipeline stage. Methods are collectives."""
 
     @property
-    def place_on_node(self) -> PlaceOnNode: ...
+    def place_on_node(self) -> PlaceOnNode:
+        """This rank's place. It is no collective."""
+        ...
 
     def all_equal(self, text: str) -> bool:
         """Return True if all ranks pass the same text."""

@@ -58,7 +58,9 @@ class CompileReport:
     pass_seconds: float = 0.0  # the part of compile_seconds in our passes
     compile_seconds: float = 0.0
     copied: int | None = None  # bytes copied into and out of buckets; None for Inductor's buckets
-    segments: int = 0  # parts between collectives, which Inductor compiles; 0: the graph is whole
+    segments: int = (
+        0  # parts between collectives, which Inductor compiles; 0: aot_eager cuts nothing
+    )
     different_segments: int = 0  # that were compiled, once each (segments.py)
     # of the different ones, those that Inductor's cache had, from another rank or an earlier start
     cached_segments: int = 0
@@ -147,8 +149,8 @@ def milliseconds(seconds: float) -> str:
 def rank_timelines(reports: Sequence[CompileReport]) -> dict[int, list[Timeline]]:
     """Return the timelines of forward and backward by pipeline rank.
 
-    Of a stage whose backward runs whole or in halves, they are those of a whole one. Return none if
-    nothing is estimated or communicated.
+    A stage that runs some backwards at once and others in halves has the timeline of the former.
+    Returns {} if nothing is estimated or communicated.
     """
     by_rank: dict[int, list[Timeline]] = {}
     before = ""

@@ -70,8 +70,8 @@ def overlap_by_inductor(graph: Graph, settings: PassSettings) -> int:
 def give_own_values(graph: Graph) -> None:
     """Give each node a fake result of its own.
 
-    Copies of a block share theirs (model_graph.py), and Inductor tells the inputs of a bucket
-    apart by their fake tensors.
+    Copies of a block share theirs (model_graph.py), but Inductor identifies the inputs of a bucket
+    by their fake tensors.
     """
     seen = set()
     for node in graph.nodes:
