@@ -1,4 +1,5 @@
-"""Compare AdamW, Muon and Shampoo on a debug model: losses, also in fewer steps, and update times.
+"""Compare AdamW, Lion, Muon and Shampoo on a debug model: losses, also in fewer steps, and times of
+an update.
 
     python scripts/compare_optimizers.py              # 200 steps, 3 seeds, 3 learning rates each
     python scripts/compare_optimizers.py --whole      # the debug recipe's model and batch; hours
@@ -7,10 +8,10 @@
 
 The model and the runs are those of compare_precision.py: two blocks of width 128, one process with
 one thread, the loss of held-out documents. An optimizer's best learning rate has the least loss
-after the last step, with seed 0. There, Muon and Shampoo are trained with --shares of the steps as
+after the last step, with seed 0. There, all but AdamW are trained with --shares of the steps as
 well: each is a run with a learning-rate schedule of its own length. The update is that of the debug
-recipe's model, in float32 on gloo, with the iteration in bfloat16: AdamW, Muon and Shampoo with
-owners, and torch.optim.Muon, which computes every matrix on every rank. Shampoo is timed with the
+recipe's model, in float32 on gloo, with the iteration in bfloat16: AdamW, Lion, Muon and Shampoo,
+ and torch.optim.Muon, which computes every matrix on every rank. Shampoo is timed with the
 roots in every update, and with those of the first one. --powersgd trains on two copies (DDP), with
 AdamW, on as many tokens a step.
 """
@@ -30,6 +31,7 @@ from compare_precision import RECIPE, SMALL, run_alone
 from torch import nn
 
 from titan_lite.config import Config, Model, Optimizer, Training, load_config
+from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.memory import compressed_sizes
 from titan_lite.distributed.mesh import build_mesh
@@ -38,7 +40,7 @@ from titan_lite.metrics.run_files import read_metrics
 from titan_lite.optim.build import build_optimizer
 from titan_lite.optim.state import is_matrix
 
-NAMES = ("AdamW", "Muon", "Shampoo")
+NAMES = tuple(OPTIMIZERS)
 
 
 def loss_after(name: str, rate: float, seed: int, steps: int, size: str) -> float:
@@ -147,7 +149,7 @@ def time_updates(rank: int, folder: str, rounds: int) -> None:
     for parameter in named.values():
         parameter.grad = torch.randn_like(parameter)
     roots = dict(start_preconditioning_step=1)
-    timed = {name: Optimizer(name=name) for name in NAMES[:2]}
+    timed = {name: Optimizer(name=name) for name in NAMES if name != "Shampoo"}
     timed["Shampoo with roots"] = Optimizer(name="Shampoo", precondition_frequency=1, **roots)
     timed["Shampoo without"] = Optimizer(name="Shampoo", precondition_frequency=10**9, **roots)
     updates: dict[str, Callable] = {

@@ -237,4 +237,6 @@ def test_the_row_has_the_bytes_that_an_update_of_plain_operations_moves(name):
     parameter.grad = torch.ones(50)
     with CountBytes(50) as count:
         optimizer.step()
-    assert OPTIMIZERS[name].update_bytes == count.nbytes / 50
+    found = OPTIMIZERS[name].update_bytes
+    moved = count.nbytes / 50
+    assert found == moved, f"the row of {name} has update_bytes={found}, and it moves {moved}"
