@@ -6,10 +6,12 @@
 A recipe is a file, or the name of a shipped one.
 """
 
+import _thread
 import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 from titan_lite import launch
@@ -72,7 +74,25 @@ def own_process() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
+    sys.unraisablehook = _interrupt_again
     os.register_at_fork(before=_note_parent, after_in_child=_end_with_tool)
+
+
+def _interrupt_again(lost: "sys.UnraisableHookArgs") -> None:
+    """Raise a KeyboardInterrupt again that was raised where Python prints and forgets an exception.
+
+    Such places are the functions that run around a fork (os.register_at_fork) and __del__. A thread
+    waits until the main thread has left them.
+    """
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+
+    def interrupt() -> None:
+        time.sleep(0.01)
+        _thread.interrupt_main(signal.SIGTERM)  # which is never ignored
+
+    _thread.start_new_thread(interrupt, ())
 
 
 def _note_parent() -> None:
