@@ -38,6 +38,18 @@ FIXED |= {"OMP_NUM_THREADS": "1"}
 IGNORED_SIGNALS = "PYTEST_TITAN_LITE_IGNORED_SIGNALS"
 PASSING = {signal.SIGPIPE, signal.SIGXFSZ}  # which Python ignores, and restores in a child
 
+
+def _temporary_folder() -> str:
+    """Return where tests write: a folder with a short name without spaces, since a message quotes or
+    shortens a path.
+    """
+    for folder in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
+        if len(folder) <= 30 and " " not in folder and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    return tempfile.gettempdir()
+
+
+tempfile.tempdir = os.environ["TMPDIR"] = _temporary_folder()
 _session = tempfile.TemporaryDirectory(prefix="titan_lite-tests-", ignore_cleanup_errors=True)
 HOME = Path(_session.name, "home")
 EMPTY = Path(_session.name, "empty")

@@ -44,7 +44,7 @@ HOSTILE = {
     "HOME": "/dev/null",
 }
 SURROUNDINGS = """
-import os, signal, subprocess, sys
+import os, signal, subprocess, tempfile
 import hermetic
 
 def test_surroundings():
@@ -54,6 +54,8 @@ def test_surroundings():
     } | {*hermetic.FIXED, "HOME", "MPLCONFIGDIR", "PYTHONUSERBASE", "TORCHINDUCTOR_CACHE_DIR"} & {*expected}
     assert expected["OMP_NUM_THREADS"] == "1"
     assert os.listdir(expected["HOME"]) == os.listdir() == []
+    assert tempfile.gettempdir() == expected["TMPDIR"]
+    assert " " not in expected["TMPDIR"]
     assert os.umask(0o022) == 0o022
     of_child = subprocess.check_output(["grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status"], text=True)
     assert [int(line.split()[1], 16) for line in of_child.splitlines()] == [0, 0]
@@ -72,7 +74,9 @@ def test_surroundings_are_the_same_whatever_the_user_has_set(tmp_path):
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
-    done = run_tests(tmp_path, SURROUNDINGS, preexec_fn=detached, **HOSTILE)
+    temporary = tmp_path / "a folder"
+    temporary.mkdir()
+    done = run_tests(tmp_path, SURROUNDINGS, preexec_fn=detached, TMPDIR=str(temporary), **HOSTILE)
     assert (done.returncode, "2 passed" in done.stdout) == (0, True), done.stdout
 
 
