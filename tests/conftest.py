@@ -43,6 +43,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.stash[STDERR] = os.dup(2)  # before a test's is captured
+    config.add_cleanup(hermetic.session.cleanup)  # a worker of pytest-xdist ends without atexit
     if getattr(
         config.option, "numprocesses", None
     ):  # this process starts workers, which inherit it

@@ -50,9 +50,9 @@ def _temporary_folder() -> str:
 
 
 tempfile.tempdir = os.environ["TMPDIR"] = _temporary_folder()
-_session = tempfile.TemporaryDirectory(prefix="titan_lite-tests-", ignore_cleanup_errors=True)
-HOME = Path(_session.name, "home")
-EMPTY = Path(_session.name, "empty")
+session = tempfile.TemporaryDirectory(prefix="titan_lite-tests-", ignore_cleanup_errors=True)
+HOME = Path(session.name, "home")
+EMPTY = Path(session.name, "empty")
 # Compiled kernels and the list of fonts: half a minute of a session.
 CACHES = Path(tempfile.gettempdir(), f"titan_lite-tests-cache-{os.getuid()}")
 
@@ -89,7 +89,7 @@ def _reset_variables() -> None:
 def _own_folder(path: Path) -> Path:
     """Return `path`, or a folder of this session if another user has made that."""
     path.mkdir(mode=0o700, exist_ok=True)
-    return path if path.stat().st_uid == os.getuid() else Path(_session.name, "caches")
+    return path if path.stat().st_uid == os.getuid() else Path(session.name, "caches")
 
 
 def _reset_signals() -> None:
