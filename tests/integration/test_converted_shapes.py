@@ -6,7 +6,7 @@ import json
 
 import torch
 from commands import train
-from tiny import DEBUG, DEBUG_TOKENIZER, NO_VALIDATION, SMALL, steps
+from tiny import DEBUG, DEBUG_TOKENIZER, NO_VALIDATION, SHORT, steps
 
 from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config.families import ModelConfig
@@ -27,7 +27,7 @@ max_seq_len = 64
 tokenizer_path = "{tokenizer}"
 """
 OPTIONS = [
-    *SMALL,
+    *SHORT,
     *NO_VALIDATION,
     "--training.global_batch_size=4",
     "--lr_scheduler.warmup_steps=0",

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.ranks(2)
 
 OPTIONS = [
     *SMALL,
+    "--model.n_layers=6",
     *steps(1000),
     *NO_VALIDATION,
     *NO_CHECKPOINT,

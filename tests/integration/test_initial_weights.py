@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from commands import train
 from pages import PAGES, blocks
 from safetensors.torch import load_file
-from tiny import DEBUG, DEBUG_TOKENIZER, OF_FAMILY, SMALL, every, steps
+from tiny import DEBUG, DEBUG_TOKENIZER, OF_FAMILY, SHORT, every, steps
 
 from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config import ConfigError, load_config
@@ -30,7 +30,7 @@ from titan_lite.tools import generate as generate_command
 from titan_lite.tools.convert import write_step
 
 OPTIONS = [
-    *SMALL,
+    *SHORT,
     *steps(1, schedule=100),
     *every(50, validated=1),
     "--lr_scheduler.warmup_steps=0",

@@ -11,6 +11,7 @@ from resumed import copy_at_step_2, losses, same, trained
 from tiny import (
     DEBUG,
     DEBUG_TOKENIZER,
+    FIRST_FAMILY,
     NO_CHECKPOINT,
     NO_VALIDATION,
     NO_WORKERS,
@@ -71,9 +72,18 @@ def parameters_of(folder, name, options):
     return {fqn: parameter.detach().full_tensor() for fqn, parameter in trainer.parameters.items()}
 
 
-@pytest.fixture(
-    scope="module", params=[(name, family) for name in OPTIONS for family in OF_FAMILY], ids=str
-)
+# by default every optimizer for the first family, and one of them for all
+CASES = [
+    pytest.param(
+        (name, family),
+        marks=() if name == "Muon" or family == FIRST_FAMILY else pytest.mark.slow,
+    )
+    for name in OPTIONS
+    for family in OF_FAMILY
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
 def one_process(request, tmp_path_factory):
     name, family = request.param
     of_family = [f"--model.name={family}"]

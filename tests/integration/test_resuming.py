@@ -232,7 +232,7 @@ def test_a_checkpoint_records_its_recipe_and_run(uninterrupted):
         2,
         8,
         12,
-        6,
+        2,
     )
     assert run["versions"]["torch"] == torch.__version__
     assert run["numerics"]["threads"] == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import python, run, script, torchrun, train
 from ranks import run_ranks
-from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, SMALL, every, steps
+from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, SHORT, SMALL, every, steps
 
 from titan_lite.config import load_config
 from titan_lite.metrics.run_files import read_metrics
@@ -21,7 +21,9 @@ from titan_lite.tools.report.page import main
 from titan_lite.tools.report.run_record import read_run
 from titan_lite.trainer import Trainer
 
-OPTIONS = [*SMALL, "--training.seq_len=64", *steps(6, schedule=12), *every(3, validated=3)]
+SIX_STEPS = ["--training.seq_len=64", *steps(6, schedule=12), *every(3, validated=3)]
+OPTIONS = [*SMALL, *SIX_STEPS]
+OF_THE_DEBUG_FLAVOR = [*SHORT, *SIX_STEPS]
 
 
 def trained(ranks, recipe, folder, *options, start=train):
@@ -56,7 +58,7 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
             path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()
         }
 
-    command = script(tmp_path, *OPTIONS)
+    command = script(tmp_path, *OF_THE_DEBUG_FLAVOR)
     first = run(*command)
     assert first.returncode == 0
     assert files() == {
@@ -399,11 +401,12 @@ def test_bfloat16_has_the_losses_of_float32_within_two_thousandths(uninterrupted
 
 
 def test_resuming_refuses_another_flavor_and_reports_a_longer_schedule(uninterrupted, tmp_path):
-    trained(1, DEBUG, tmp_path, *OPTIONS, *steps(1))
-    result = train(1, DEBUG, tmp_path, *OPTIONS, *steps(2, schedule=40))
+    options = OF_THE_DEBUG_FLAVOR
+    trained(1, DEBUG, tmp_path, *options, *steps(1))
+    result = train(1, DEBUG, tmp_path, *options, *steps(2, schedule=40))
     assert result.returncode == 0
     assert "changed: steps of the schedule (lr_scheduler.total_steps): 40, was 12" in result.stdout
-    result = train(1, DEBUG, tmp_path, *OPTIONS, "--model.flavor", "1B")
+    result = train(1, DEBUG, tmp_path, *options, "--model.flavor", "1B")
     assert result.returncode != 0
     assert re.search(
         r"error: .*it cannot go on: the model's dim \(\[model\]\): 2048, was 256; .* another"
