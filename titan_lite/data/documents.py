@@ -12,6 +12,7 @@ documents are added, and ranks need no communication about it.
 
 import hashlib
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +37,9 @@ from titan_lite.data.prepared import (
     PreparedDocuments,
     PreparedStdlib,
 )
+from titan_lite.data.readers import is_url, list_names
 from titan_lite.data.stdlib import Stdlib
+from titan_lite.logging import logger
 
 # An ordinal of a PiecewiseSource is epoch * EPOCH_STRIDE + group * GROUP_STRIDE + its position in
 # the group. Both strides are primes, so consecutive groups start on different streams, however many
@@ -271,6 +274,7 @@ def _check_local(data: Data, policy: BadDocumentPolicy) -> None:
             f' {data.key("dataset")} = "prepared"'
         )
     pieces = LocalCorpus(data).pieces
+    _warn_of_links(data, pieces)
     if not any(True for piece in pieces for _ in read_piece(piece, data)):
         raise ConfigError(
             f'{data.key("path")} = "{data.path}" has no document; use files with documents'
@@ -283,6 +287,27 @@ def _check_local(data: Data, policy: BadDocumentPolicy) -> None:
             document = text_of(raw, piece, position, data)
             if isinstance(document, BadDocument):
                 policy.skip(document)
+
+
+def _warn_of_links(data: Data, pieces: list[Piece]) -> None:
+    """Warn once if files have several names: the split goes by names, and not by contents."""
+    names = {piece.file: piece.name for piece in pieces if not is_url(piece.file)}
+    first: dict[tuple[int, int], str] = {}  # name of each file on disk
+    others = []
+    for file, name in names.items():
+        status = os.stat(file)
+        same = first.setdefault((status.st_dev, status.st_ino), name)
+        if same != name:
+            others.append(f"{name} is {same}")
+    if not others:
+        return
+    so = "are read once for each name"
+    if data.validation_fraction:
+        so += ", and held-out documents may be trained on under another one"
+    logger.warning(
+        f'{data.key("path")} = "{data.path}": {len(others):,} of the {len(names):,} files'
+        f" have a second name ({list_names(others)}): their documents {so}; remove the links"
+    )
 
 
 def _belongs(name: str, split: Split, validation_fraction: float) -> bool:

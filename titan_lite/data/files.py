@@ -45,6 +45,7 @@ from titan_lite.data.readers import (
     open_file,
     records,
 )
+from titan_lite.data.saved_datasets import without_caches
 from titan_lite.logging import logger
 from titan_lite.text import error_line
 
@@ -154,7 +155,8 @@ def _on_disk(path: str, run_folder: str, where: str) -> Match:
     is_pattern = not is_folder and not os.path.isfile(path)
     found: Iterable[str] = [path]
     if is_folder:
-        found = _files_within(path)
+        found = _not_hidden(list(_files_within(path)), path, where)
+        found = without_caches(found, lambda file: Path(file).read_bytes(), where)
     elif is_pattern:
         found = glob(path, recursive=True)
     folder = path if is_folder else _fixed_part(path)
@@ -190,6 +192,11 @@ def _at_url(url: str, where: str) -> Match:
     if not found:
         raise ConfigError(f"{where}: no file matches; {_FIX}")
     folder = path if is_folder else _fixed_part(path)
+    if is_folder or (has_magic(path) and "/." not in path):  # else it names the hidden ones
+        visible = _not_hidden(found, folder, where)
+        if is_folder:
+            visible = without_caches(visible, fs.cat_file, where)
+        found = {name: found[name] for name in visible}
     sizes = {full(name): size for name, size in found.items()}
     names = {full(name): posixpath.relpath(name, folder or ".") for name in found}
     return Match(sizes, names, is_folder)
@@ -204,6 +211,27 @@ def kind_of_file(path: str | os.PathLike) -> str:
         stat.S_IFREG: "a file",
     }
     return kinds.get(stat.S_IFMT(os.stat(path).st_mode), "a device")
+
+
+def _not_hidden(files: Iterable[str], folder: str, where: str) -> list[str]:
+    """Return the files without those whose name, or a folder on the way to them, begins with a dot.
+
+    So do notebooks' checkpoints, deleted files, repositories and what macOS puts in archives. The
+    patterns of the standard library do not find them either.
+    """
+    kept = []
+    hidden = set()  # the first parts with a dot
+    for file in files:
+        parts = posixpath.relpath(file, folder or ".").split("/")
+        if with_dot := [part for part in parts if part.startswith(".") and part != ".."]:
+            hidden.add(with_dot[0])
+        else:
+            kept.append(file)
+    if hidden:
+        logger.info(
+            f"{where}: hidden files and folders are left out ({list_names(sorted(hidden))})"
+        )
+    return kept
 
 
 def _files_within(root: str) -> Iterator[str]:

@@ -6,6 +6,7 @@ import logging
 import os
 from itertools import islice
 
+import pyarrow
 import pytest
 
 from titan_lite.config import ConfigError, Data, load_config
@@ -189,3 +190,99 @@ def test_the_folder_of_the_run_is_not_that_of_the_corpus(pattern, corpus):
         check_data(with_run(corpus / pattern, corpus))
     for part in ("data.path", "job.dump_folder", os.fspath(corpus), "metrics.jsonl"):
         assert part in str(error.value)
+
+
+# What other programs have left in the corpus
+
+
+def write_hidden(corpus):
+    """Write what notebooks, desktops, git and macOS leave beside documents."""
+    for name in (
+        ".ipynb_checkpoints/a-checkpoint.jsonl",
+        ".Trash-1000/files/old.jsonl",
+        ".git/logs/x.jsonl",
+        "part/.cache/b.jsonl",
+        "._a.jsonl",
+    ):
+        write_jsonl(corpus / name, ["not a document"])
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_hidden_files_of_a_folder_are_no_documents(prefix, corpus, caplog):
+    data = local(f"{prefix}{corpus}")
+    before = names(data), digest_of(identify(data))
+    write_hidden(corpus)
+    with caplog.at_level(logging.INFO, logger="titan_lite"):
+        assert (names(data), digest_of(identify(data))) == before
+    for part in (".ipynb_checkpoints", ".Trash-1000", ".git", ".cache", "._a.jsonl"):
+        assert part in caplog.text
+    assert names(local(f"{corpus}/.git/logs")) == ["x.jsonl"]
+    assert names(local(f"{corpus}/.git/logs/*.jsonl")) == ["x.jsonl"]
+    assert names(local(f"{corpus}/._a.jsonl")) == ["._a.jsonl"]
+
+
+@pytest.mark.parametrize("pattern", ["", "/**/*.jsonl"])
+def test_hidden_files_at_a_url_are_no_documents(pattern):
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    line = b'{"text": "a"}'
+    try:
+        for name in ("a.jsonl", "part/b.jsonl", ".git/c.jsonl", "part/._b.jsonl"):
+            memory.pipe(f"/hidden/{name}", line)
+        assert names(local(f"memory://hidden{pattern}")) == ["a.jsonl", "part/b.jsonl"]
+        assert names(local("memory://hidden/.git/*.jsonl")) == ["c.jsonl"]
+        assert names(local("memory://hidden/part/._b.jsonl")) == ["._b.jsonl"]
+    finally:
+        memory.rm("/hidden", recursive=True)
+
+
+def save_to_disk(folder, texts):
+    """Write what `Dataset.save_to_disk` writes, and a cache of `map` beside it."""
+    folder.mkdir(parents=True)
+    schema = pyarrow.schema([("text", pyarrow.string())])
+    for name in ("data-00000-of-00001.arrow", "cache-5d1f6a.arrow"):
+        with pyarrow.ipc.new_stream(str(folder / name), schema) as writer:
+            writer.write_table(pyarrow.table({"text": texts}))
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+@pytest.mark.parametrize("folder", ["saved", "corpus/part/saved"])
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_a_folder_of_save_to_disk_is_read_as_what_it_is(prefix, folder, tmp_path):
+    save_to_disk(tmp_path / folder, ["one", "two"])
+    data = local(f"{prefix}{tmp_path / folder.partition('/')[0]}")
+    assert [text for _, text in islice(texts(data), 2)] == ["one", "two"]
+    assert [name.rpartition("/")[2] for name in names(data)] == ["data-00000-of-00001.arrow"]
+
+
+def test_the_splits_of_a_saved_dataset_are_not_one_corpus(tmp_path):
+    for split in ("train", "test"):
+        save_to_disk(tmp_path / split, [split])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ConfigError, match=f'train, test.*path = "{tmp_path}/train"'):
+        local_files(local(tmp_path))
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    assert "train/data-00000-of-00001.arrow" in names(local(tmp_path))
+    assert "dataset_dict.json" not in names(local(tmp_path))
+
+
+def test_a_saved_dataset_whose_tables_are_not_known_is_named(tmp_path):
+    save_to_disk(tmp_path / "saved", ["one"])
+    (tmp_path / "saved/state.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"saved was written by `datasets`.*data-\*\.arrow"):
+        local_files(local(tmp_path))
+
+
+def test_a_file_of_several_names_is_reported_in_one_line(corpus, caplog):
+    (corpus / "hard.jsonl").hardlink_to(corpus / "a.jsonl")
+    (corpus / "soft.jsonl").symlink_to(corpus / "a.jsonl")
+    with caplog.at_level(logging.INFO, logger="titan_lite"):
+        check_data(local(corpus))
+    (record,) = [record for record in caplog.records if "for each name" in record.getMessage()]
+    for part in ("2 of the 4 files", "hard.jsonl is a.jsonl", "held-out"):
+        assert part in record.getMessage()
+    caplog.clear()
+    check_data(local(corpus, validation_fraction=0.0))
+    assert "held-out" not in caplog.text
