@@ -66,7 +66,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     b`, and for booleans `--section.key` and `--section.no-key`. Raises ConfigError with all
     mistakes in single keys. What cannot be together is in titan_lite/rules/.
     """
-    path = find_recipe(Path(recipe))
+    path = find_recipe(Path(os.path.expanduser(recipe)))
     tables, origins = read_recipe(path)
     typed, mistakes = parse_command_line(overrides)
     _merge(tables, origins, typed, COMMAND_LINE)
@@ -173,7 +173,7 @@ def _extended(path: Path, base: Any) -> Path:
     if not isinstance(base, str) or not base:
         fix = 'use one such as extends = "debug_model.toml"'
         raise ConfigError(f"{path}: extends = {shown(base)} is not a path; {fix}")
-    found = path.parent / base
+    found = path.parent / os.path.expanduser(base)
     if not os.path.exists(found):
         wrong = f"extends = {shown(base)}: no such file (looked for {one_line(str(found), 200)})"
         raise ConfigError(f"{path}: {wrong}{_files_beside(found)}")
@@ -208,19 +208,19 @@ def _absolute(values: Mapping[str, Any], cls: type[Section], folder: Path) -> di
                 _absolute(part, table, folder) if table and isinstance(part, dict) else part
                 for part in value
             )
-        elif isinstance(value, str) and field and _is_relative(value, field):
-            value = os.path.abspath(folder / value)
+        elif isinstance(value, str) and field and (mark := _mark_of_path(value, field)):
+            value = os.path.expanduser(value)
+            value = os.path.abspath(folder / value) if mark.to_recipe else value
         result[name] = value
     return result
 
 
-def _is_relative(value: str, field: FieldInfo) -> bool:
-    """Return True for a path that may be relative to a recipe: not empty, and no URL."""
+def _mark_of_path(value: str, field: FieldInfo) -> Relative | None:
+    """Return the mark of a value that is a path on disk: not empty, and no URL."""
     if not value or "://" in value:
-        return False
-    return any(
-        isinstance(mark, Relative) and value.endswith(mark.suffix) for mark in field.metadata
-    )
+        return None
+    marks = (mark for mark in field.metadata if isinstance(mark, Relative))
+    return next((mark for mark in marks if value.endswith(mark.suffix)), None)
 
 
 def _merge(tables: Tables, origins: Origins, upper: Tables, origin: str) -> None:

@@ -52,15 +52,18 @@ class Section(BaseModel):
 @dataclass(frozen=True)
 class Relative:
     """Marks a path: relative to the recipe's folder in a recipe, and to the current one on the
-    command line.
+    command line. A ~ at its beginning is the user's home.
 
-    suffix: only values that end with it are paths.
+    suffix: only values that end with it are paths. to_recipe: False for what a run writes, which is
+    relative to the folder that it is started in.
     """
 
     suffix: str = ""
+    to_recipe: bool = True
 
 
 RecipePath = Annotated[str, Relative()]
+OutputPath = Annotated[str, Relative(to_recipe=False)]
 
 
 def _known_family(value: str) -> str:
@@ -86,8 +89,8 @@ ZeroOrAtLeastOne = Annotated[float, Field(ge=0), AfterValidator(_zero_or_at_leas
 class Job(Section):
     """Name and folder of the run."""
 
-    dump_folder: str = ""
-    """Folder that the run writes to; empty: outputs/<recipe name>."""
+    dump_folder: OutputPath = ""
+    """Folder that the run writes to, relative to the current one; empty: outputs/<recipe name>."""
 
     description: str = ""
     """One line about the run, shown at its start."""
@@ -469,7 +472,7 @@ class Checkpoint(Section):
     enable: bool = False
     """Save, and resume from the newest checkpoint found."""
 
-    folder: str = "checkpoint"
+    folder: OutputPath = "checkpoint"
     """Folder of the checkpoints, inside job.dump_folder."""
 
     interval: int = Field(500, ge=1)

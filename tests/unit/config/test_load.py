@@ -25,7 +25,7 @@ from titan_lite.config import (
     to_toml,
 )
 from titan_lite.config.errors import in_toml, shown
-from titan_lite.config.load import option
+from titan_lite.config.load import option, parse_command_line, read_recipe
 from titan_lite.config.sections import kind_of
 from titan_lite.rules import check_keys
 
@@ -87,6 +87,52 @@ def test_extends_goes_through_a_chain_each_path_relative_to_its_file(tmp_path):
     assert (config.optimizer.lr, config.optimizer.beta1, config.optimizer.beta2) == (1.0, 0.2, 0.3)
     assert config.model.tokenizer_path == str(tmp_path / "a/t.model")
     assert os.path.samefile(config.origin("optimizer.lr"), tmp_path / "a/bottom.toml")
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("job.dump_folder", "runs/x"),
+        ("checkpoint.folder", "steps"),
+        ("checkpoint.initial_load_path", "weights"),
+        ("data.path", "corpus/*.jsonl"),
+        ("validation.path", "held_out.jsonl"),
+        ("model.tokenizer_path", "tokenizer.json"),
+        ("model.name", "family.py"),
+        ("compile.machine", "machine.toml"),
+    ],
+)
+def test_a_tilde_is_the_home_folder_in_a_recipe_and_on_the_command_line(
+    key, name, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    section, _, field = key.partition(".")
+    expected = {section: {field: str(tmp_path / name)}}
+    recipe = tmp_path / "recipes/mine.toml"
+    recipe.parent.mkdir()
+    recipe.write_text(f'[{section}]\n{field} = "~/{name}"\n')
+    assert read_recipe(recipe)[0] == expected
+    assert parse_command_line([f"--{key}=~/{name}"]) == (expected, [])
+
+
+def test_a_tilde_is_the_home_folder_in_sources_and_extends(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sources = '[{path = "~/a"}, {path = "s3://~/b"}]'
+    (tmp_path / "base.toml").write_text(f"[data]\nsources = {sources}\n")
+    recipe = tmp_path / "recipes/mine.toml"
+    recipe.parent.mkdir()
+    recipe.write_text('extends = "~/base.toml"\n')
+    expected = {"data": {"sources": ({"path": str(tmp_path / "a")}, {"path": "s3://~/b"})}}
+    assert read_recipe(recipe)[0] == expected
+    assert parse_command_line(["--data.sources", sources]) == (expected, [])
+
+
+def test_a_relative_dump_folder_is_below_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = tmp_path / "recipes/mine.toml"
+    recipe.parent.mkdir()
+    recipe.write_text('[job]\ndump_folder = "runs/x"\n')
+    assert load_config(recipe).job.dump_folder == "runs/x"
 
 
 def test_the_dump_folder_is_named_after_the_recipe_unless_it_is_given(tmp_path):
