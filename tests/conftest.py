@@ -154,3 +154,15 @@ def two_ranks(monkeypatch):
 
     for module in PARTS_THAT_ASK_FOR_RANKS:
         monkeypatch.setattr(module, "ranks_of", lambda node: (0, 1))
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """A server at http:// for the test; served.py says what it has."""
+    from fsspec.registry import _registry  # here, since few tests need it
+    from served import Served
+
+    monkeypatch.setitem(_registry, "http", Served)
+    monkeypatch.setattr(Served, "files", {})
+    monkeypatch.setattr(Served, "headers", {})
+    return Served

@@ -22,7 +22,18 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TextIO
 
+from titan_lite.text import without_secrets
+
 logger = logging.getLogger("titan_lite")
+
+
+def _mask_secrets(record: logging.LogRecord) -> bool:
+    record.msg = without_secrets(record.getMessage())
+    record.args = ()
+    return True
+
+
+logger.addFilter(_mask_secrets)
 
 
 def log_ranks(world_size: int) -> set[int]:
@@ -118,7 +129,7 @@ class Events(logging.Handler):
             yield
         except Exception as error:
             if self.level == logging.INFO:
-                text = f"{type(error).__name__}: {error}"
+                text = without_secrets(f"{type(error).__name__}: {error}")
                 fields = {"msg": text, "event": "failed", "levelno": logging.ERROR}
                 self.emit(logging.makeLogRecord(fields))
             raise

@@ -1,18 +1,45 @@
 """Short texts for messages and logs.
 
 one_line("a\nb", 100)               # "a\\nb"; a longer text loses its middle
+without_secrets("http://me:pw@host/a.jsonl")       # "http://***@host/a.jsonl"
 error_line(error)                   # the text of an error, which may quote a complete file
 first_names(["a", "b", "c"], 2)     # "a, b and 1 more"
 first_lines(["a", "b", "c"], 2)     # ["a", "b", "and 1 more"]
 """
 
+import re
 from collections.abc import Sequence
 
 MAX_ERROR = 300  # characters of another library's error
 
+MASK = "***"
+# user and password of a URL; github:// and git:// have a repository there
+_USER = re.compile(r"(?<!github)(?<!\bgit)://[^\s/]*@")
+# values of a query that give access, or that differ from one signed URL of a file to the next
+_ACCESS = re.compile(
+    r"([?&](?:[^=&?#\s]*(?:token|secret|signature|passw|credential|api[-_]?key|access[-_]?key"
+    r"|key-pair)[^=&?#\s]*|sig|key|auth|pwd|policy|x-(?:amz|goog)-[\w-]+|expires|se|st)=)"
+    r"[^&#\s\"']+",
+    re.IGNORECASE,
+)
+
+
+def without_secrets(text: str) -> str:
+    """Return a text with *** for users, passwords and tokens in its URLs.
+
+    Everything that is written or shown passes through here: log and events, messages, config.toml
+    and what else has the recipe, identities, lists of documents.
+    """
+    if "://" in text:
+        text = _USER.sub(f"://{MASK}@", text)
+    return _ACCESS.sub(rf"\1{MASK}", text) if "=" in text else text
+
 
 def one_line(text: str, most: int) -> str:
-    """Escape unprintable characters, and cut the middle of a text above `most` characters."""
+    """Mask secrets, escape unprintable characters, and cut the middle of a text above `most`
+    characters.
+    """
+    text = without_secrets(text)
     if len(text) > most:
         text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -317,7 +317,7 @@ class Trainer:
         self.metrics = MetricsWriter(
             config.metrics,
             self.dump_folder,
-            flatten(config),
+            flatten(config.without_secrets()),
             writes=self.rank == 0,
             steps_done=self.step,
         )

@@ -110,7 +110,7 @@ def run_identity(config: Config, layout: Layout, tokenizer: Tokenizer) -> RunIde
 
     digests = {name: digest_of(sources) for name, sources in documents_of_run(config).items()}
     return RunIdentity(
-        recipe=config.model_dump(),
+        recipe=config.without_secrets().model_dump(),
         model=shape,
         tokenizer=tokenizer.sha256,
         documents=digests["documents"],

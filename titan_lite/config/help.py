@@ -90,12 +90,12 @@ def _wrapped(text: str, width: int, first_indent: str = " " * 6) -> list[str]:
 
 
 def to_toml(config: Config, *, origins: bool = False) -> str:
-    """Return all keys as TOML that loads to the same values.
+    """Return all keys as TOML that loads to the same values, but for secrets in URLs.
 
     origins: each line has a comment on where its value is from.
     """
     lines = []
-    for name, section in config:
+    for name, section in config.without_secrets():
         lines.append(f"[{name}]")
         for key, value in section:
             line = f"{key} = {in_toml(value)}"

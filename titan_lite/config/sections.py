@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from titan_lite.config.effects import OnlyWith, RestartsData, RestartsOptimizer, Rounding
 from titan_lite.config.families import FAMILIES
 from titan_lite.config.optimizers import OPTIMIZERS
+from titan_lite.text import without_secrets
 
 Own = TypeVar("Own", bound="Section")
 
@@ -47,6 +48,20 @@ class Section(BaseModel):
         if unknown := values.keys() - type(self).model_fields:
             raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
         return self.model_copy(update=values)
+
+    def without_secrets(self: Own) -> Own:
+        """Return a copy to be written or shown, without passwords and tokens in URLs."""
+        return self.replace(**{name: _without_secrets(value) for name, value in self})
+
+
+def _without_secrets(value: object) -> object:
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, Section):
+        return value.without_secrets()
+    if isinstance(value, tuple):
+        return tuple(map(_without_secrets, value))
+    return value
 
 
 @dataclass(frozen=True)
@@ -605,7 +620,11 @@ class Data(Corpus):
         """
         names: list[str] = []
         for source in self.sources:
-            fixed = [part for part in PurePath(source.path).parts if not set(part) & set("*?[")]
+            fixed = [
+                part
+                for part in PurePath(without_secrets(source.path)).parts
+                if not set(part) & set("*?[")
+            ]
             if fixed:
                 text = PurePath(fixed[-1]).name.partition(".")[0]
             else:

@@ -25,6 +25,7 @@ from titan_lite.config import ConfigError
 from titan_lite.data.readers import is_url
 from titan_lite.logging import logger
 from titan_lite.manifest import MAX_WHOLE, sampled_sha256
+from titan_lite.text import without_secrets
 
 HASH_DIGITS = 16  # of a SHA-256 that are kept: steps have those of all files
 COST_OF_FILE = 2**14  # bytes that are hashed in the time in which a file is opened
@@ -63,7 +64,12 @@ def contents_of(files: Iterable[str], corpus: str) -> dict[str, Content]:
         return {file: _of_process[file] for file in stamps}
     with lock:
         on_disk = read_remembered(path, corpus)
-        known = {file: on_disk[file] for file in unknown if _is_known(on_disk, file, stamps[file])}
+        masked = {file: without_secrets(file) for file in stamps}
+        known = {
+            file: on_disk[masked[file]]
+            for file in unknown
+            if _is_known(on_disk, masked[file], stamps[file])
+        }
         rest = [file for file in unknown if file not in known]
         if rest:
             logger.info(
@@ -72,8 +78,9 @@ def contents_of(files: Iterable[str], corpus: str) -> dict[str, Content]:
             )
         _of_process.update(known | _hash_all(rest, stamps))
         contents = {file: _of_process[file] for file in stamps}
-        if contents != on_disk:
-            write_remembered(path, contents, corpus)
+        to_remember = {masked[file]: content for file, content in contents.items()}
+        if to_remember != on_disk:
+            write_remembered(path, to_remember, corpus)
     return contents
 
 

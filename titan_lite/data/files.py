@@ -44,10 +44,11 @@ from titan_lite.data.readers import (
     list_names,
     open_file,
     records,
+    without_query,
 )
 from titan_lite.data.saved_datasets import without_caches
 from titan_lite.logging import logger
-from titan_lite.text import error_line
+from titan_lite.text import MASK, error_line, without_secrets
 
 TEXT_FORMATS = (".txt", ".jsonl", ".json", ".csv")
 COLUMN_FORMATS = (".parquet", ".arrow")  # which are compressed inside
@@ -123,8 +124,10 @@ def local_files(data: Data) -> list[LocalFile]:
 
 
 def _path_in_container(file: str) -> str:
-    """Return zip://a.txt of zip://a.txt::corpus.zip, and other paths as they are."""
-    return file.partition("::")[0] if is_url(file) else file
+    """Return zip://a.txt of zip://a.txt::corpus.zip, a URL of http without its query, and other
+    paths as they are.
+    """
+    return without_query(file.partition("::")[0]) if is_url(file) else file
 
 
 def _fixed_part(path: str) -> str:
@@ -178,6 +181,11 @@ def _on_disk(path: str, run_folder: str, where: str) -> Match:
 def _at_url(url: str, where: str) -> Match:
     """Return what `_on_disk` returns, for a URL of fsspec. Raises ConfigError."""
     _, *containers = url.split("::")  # those of zip://a.txt::corpus.zip
+    if f"://{MASK}@" in url or f"={MASK}" in url:
+        raise ConfigError(
+            f"{where}: a run does not write the passwords and tokens of URLs, and has put {MASK}"
+            " there; use the complete URL, on the command line or in the recipe"
+        )
 
     def full(path: str) -> str:
         return "::".join([fs.unstrip_protocol(path), *containers])
@@ -198,7 +206,8 @@ def _at_url(url: str, where: str) -> Match:
             visible = without_caches(visible, fs.cat_file, where)
         found = {name: found[name] for name in visible}
     sizes = {full(name): size for name, size in found.items()}
-    names = {full(name): posixpath.relpath(name, folder or ".") for name in found}
+    # a signed URL has another signature in the next run: documents are known without it
+    names = {full(n): without_secrets(posixpath.relpath(n, folder or ".")) for n in found}
     return Match(sizes, names, is_folder)
 
 
@@ -349,7 +358,7 @@ def text_of(raw: object, piece: Piece, position: int, data: Data) -> str | BadDo
         key = data.key("text_field")
         why = str(error).replace("data.text_field", key)
         instead = getattr(error, "instead", "").replace("data.text_field", key)
-        return BadDocument(piece.file, _location(piece, position), why, instead)
+        return BadDocument(without_secrets(piece.file), _location(piece, position), why, instead)
 
 
 def _decoded(raw: bytes, limit: int) -> str:

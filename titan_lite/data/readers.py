@@ -21,6 +21,7 @@ from typing import IO, BinaryIO
 from fsspec.compression import register_compression
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import infer_compression
 
 BLOCK = 2**20  # bytes that are read at once where nothing in them is kept
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -73,11 +74,17 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def without_query(path: str) -> str:
+    """Return the part of a URL of http that ends in the file's name; other paths as they are."""
+    return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
+
+
 @contextmanager
 def open_file(file: str) -> Iterator[BinaryIO]:
     """Open a file, on disk or at a URL, for reading its bytes, decompressed."""
     fs, path = url_to_fs(file) if is_url(file) else (LocalFileSystem(), file)
-    with fs.open(path, "rb", compression="infer") as opened:
+    compression = infer_compression(without_query(path))
+    with fs.open(path, "rb", compression=compression) as opened:
         # a file that is not compressed may lack `readline(size)`
         yield opened if hasattr(opened, "peek") else io.BufferedReader(opened, BLOCK // 8)
 

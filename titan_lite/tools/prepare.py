@@ -50,6 +50,7 @@ from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.environment import usable_cores
 from titan_lite.logging import init_logging
 from titan_lite.rules import check_keys
+from titan_lite.text import without_secrets
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -164,7 +165,11 @@ def _fill(folder: Path, data: Data, tokenizer: Tokenizer, workers: int) -> Prepa
             parts[split] = preparation.write(split, folder / split)
     else:
         parts[BOTH_SPLITS] = preparation.write("train", folder / BOTH_SPLITS)
-    source = {"dataset": data.dataset, "path": data.path, "text_field": data.text_field}
+    source = {
+        "dataset": data.dataset,
+        "path": without_secrets(data.path),
+        "text_field": data.text_field,
+    }
     return write_info(folder, tokenizer, parts, source, preparation.policy.skipped.bad)
 
 
@@ -322,7 +327,7 @@ def write_info(
 
 def _short_name(data: Data) -> str:
     """Return a source's part of a folder name, such as "books" for books/*.jsonl."""
-    fixed = [part for part in Path(data.path).parts if not set(part) & set("*?[")]
+    fixed = [part for part in Path(without_secrets(data.path)).parts if not set(part) & set("*?[")]
     name = Path(fixed[-1] if fixed else data.dataset).name.split(".")[0]
     return re.sub(r"[^\w.-]+", "-", name or data.dataset)[:40]
 
