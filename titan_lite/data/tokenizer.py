@@ -16,6 +16,7 @@ text, else those with the names of Llama's or GPT-2's.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -64,6 +65,11 @@ _LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN + 1},}}|(?<!\s)\s{{{_MAX_RUN + 1}
 # these stretches is fast.
 _HALF_LENGTH = _MAX_RUN // 2
 _HALF_RUN = re.compile(rf"\S{{{_HALF_LENGTH}}}|\s{{{_HALF_LENGTH}}}")
+# Another tokenizer.json may join what such a cut parts: the characters on both sides of a cut are
+# encoded together and apart before a text is cut there.
+_BOUNDARY = re.compile(r"\b")
+_AROUND_CUT = 200  # characters on each side of a cut, more than a token has
+_MAX_TRIES = 1000  # places at which a text is tried to be cut, before the rest stays in one piece
 
 
 class TiktokenTokenizer:
@@ -154,6 +160,7 @@ class JsonTokenizer:
             self.special_tokens[name] = id
         self._encoder = text_encoder(self._tokenizer, content, self.special_tokens)
         self.sha256 = hashlib.sha256(f"{content}\n{bos_id} {eos_id}".encode()).hexdigest()
+        self._is_llama_3 = json.dumps(PATTERN) in content
         # A text may be encoded in pieces, unless the tokenizer adds a prefix to each piece, like
         # Llama 2's.
         try:
@@ -172,7 +179,7 @@ class JsonTokenizer:
         unknown, or if it gives a part the token that begins or ends a document.
         """
         ids: list[int] = []
-        for piece in cut_text(text) if self._may_cut else (text,):
+        for piece in self._pieces_of(text):
             ids += self._ids(piece)
         if self.bos_id in ids or self.eos_id in ids:
             raise ConfigError(
@@ -204,6 +211,31 @@ class JsonTokenizer:
         fault = text_fault(self._encoder, self._content, self.special_tokens, ends)
         if fault:
             raise ConfigError(f"{self._where} {fault}; use another tokenizer")
+
+    def _pieces_of(self, text: str) -> Iterator[str]:
+        """Cut a text into pieces whose ids are those of the text, or where Llama 3's rule cuts."""
+        if self._may_cut and self._is_llama_3:
+            yield from cut_text(text)
+            return
+        start = 0
+        while self._may_cut and len(text) - start > _MAX_CHARACTERS:
+            end = self._next_cut(text, start + _MAX_CHARACTERS)
+            yield text[start:end]
+            start = end
+        yield text[start:]
+
+    def _next_cut(self, text: str, start: int) -> int:
+        """Return the first place from `start` on at which a cut does not change the ids.
+
+        It is the end of the text if there is none.
+        """
+        for boundary in itertools.islice(_BOUNDARY.finditer(text, start), _MAX_TRIES):
+            cut = boundary.start()
+            before = text[max(0, cut - _AROUND_CUT) : cut]
+            after = text[cut : cut + _AROUND_CUT]
+            if self._ids(before) + self._ids(after) == self._ids(before + after):
+                return cut
+        return len(text)
 
     def _ids(self, text: str) -> list[int]:
         """Return the ids of a piece. Raises ConfigError."""

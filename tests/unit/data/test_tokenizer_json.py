@@ -175,6 +175,59 @@ def test_long_texts_are_cut_where_ours_are(path, unit):
     assert load_tokenizer(path).encode(text) == OURS.encode(text)
 
 
+def byte_level(normalizer=None, pattern=r"\s?\S+|\s+"):
+    """Return a BPE of bytes with some merges, which is not Llama 3's."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("ab", "c"), ("c", "d"), ("\u0120", "ab")]
+    names = ["<s>", "</s>", *alphabet, *(first + second for first, second in merges)]
+    vocab = {name: id for id, name in enumerate(names)}
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+    p = tokenizers.pre_tokenizers
+    split = p.Split(tokenizers.Regex(pattern), "isolated")
+    theirs.pre_tokenizer = p.Sequence([split, p.ByteLevel(False, use_regex=False)])
+    theirs.decoder = tokenizers.decoders.ByteLevel()
+    if normalizer is not None:
+        theirs.normalizer = normalizer
+    return theirs
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "unit"),
+    [
+        (tokenizers.normalizers.Strip(), "a "),
+        (tokenizers.normalizers.Strip(), "ab  cd. "),
+        (tokenizers.normalizers.NFC(), "e\u0301"),
+        (tokenizers.normalizers.NFC(), "e\u0301 ab"),
+        (None, "abcd"),
+        (None, "abc"),
+        (None, "\u6f22\u5b57\uff0c"),
+        (None, "ab cd, "),
+        (None, " "),
+    ],
+)
+@pytest.mark.parametrize("shift", range(4))
+def test_a_text_that_is_cut_has_the_ids_of_the_complete_text(
+    normalizer, unit, shift, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tokenizer, "_MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(tokenizer, "_MAX_RUN", 100)
+    byte_level(normalizer).save(str(tmp_path / "tokenizer.json"))
+    read = load_tokenizer(tmp_path / "tokenizer.json")
+    text = "ab cd"[:shift] + unit * 2000
+    assert read.encode(text) == read._ids(text)
+
+
+def test_a_long_text_is_cut_where_its_ids_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_MAX_CHARACTERS", 1000)
+    byte_level(tokenizers.normalizers.Strip(), r"\w+|\W").save(str(tmp_path / "tokenizer.json"))
+    read = load_tokenizer(tmp_path / "tokenizer.json")
+    encoded = []
+    ids = read._ids
+    monkeypatch.setattr(read, "_ids", lambda text: encoded.append(text) or ids(text))
+    read.encode("ab cd(ab) " * 1000)
+    assert max(map(len, encoded)) < 1100
+
+
 def test_a_tokenizer_that_gives_every_text_a_beginning_is_not_cut(tmp_path):
     """As Llama 2's does: a second piece would begin with a space of its own."""
     vocab = {"<s>": 0, "</s>": 1, "\u2581": 2, "a": 3, "b": 4, "?": 5}
