@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from fsspec.core import url_to_fs
 
 from titan_lite.config import ConfigError
-from titan_lite.data.readers import is_url
+from titan_lite.data.readers import is_url, serves_no_ranges
 from titan_lite.logging import logger
 from titan_lite.manifest import MAX_WHOLE, sampled_sha256
 from titan_lite.text import without_secrets
@@ -32,6 +32,9 @@ COST_OF_FILE = 2**14  # bytes that are hashed in the time in which a file is ope
 REMEMBER_FROM = 2**27  # bytes to hash, which take less than a second; more are remembered on disk
 THREADS_FROM = 1000  # files
 THREADS = 8  # since a shared file system has a latency
+# what a server sends with a file, and sends differently with another content
+HTTP_STAMPS = ("ETag", "Content-MD5", "Digest", "Last-Modified")
+UNKNOWN = "unknown"  # ends the stamp of a file whose server sends none of them
 MAX_WAIT = 300  # seconds for the process that hashes, which may be stopped
 
 
@@ -44,6 +47,7 @@ class Content(NamedTuple):
 
 
 _of_process: dict[str, Content] = {}  # by path
+_reported: set[str] = set()  # corpora whose server sends no stamps
 
 
 def contents_of(files: Iterable[str], corpus: str) -> dict[str, Content]:
@@ -90,16 +94,25 @@ class UnchangedFiles:
     def __init__(self, files: Iterable[str], corpus: str):
         """corpus: as in `contents_of`. Raises ConfigError."""
         self.contents = contents_of(dict.fromkeys(files), corpus)
+        unknown = [file for file, each in self.contents.items() if each.stamp.endswith(UNKNOWN)]
+        if unknown and corpus not in _reported:
+            _reported.add(corpus)
+            logger.info(
+                f"{corpus}: the server says neither by ETag nor by Last-Modified whether"
+                f" {len(unknown):,} of {len(self.contents):,} files have changed: samples of a file"
+                " are hashed each time that it is opened"
+            )
 
     def check(self, *files: str) -> None:
         """Raise ConfigError if the content of a file has changed since it was first read.
 
-        files: those to check; none: all. A file is hashed only if its stamp has changed.
+        files: those to check; none: all. A file is hashed only if its stamp has changed, or if its
+        server sends none.
         """
         for file in files or self.contents:
             before = self.contents[file]
             stamp = stamp_of(file)
-            if stamp == before.stamp:
+            if stamp == before.stamp and not stamp.endswith(UNKNOWN):
                 continue
             now = Content(stamp, _size_in(stamp), hash_of(file))
             if (now.size, now.sha256) != (before.size, before.sha256):
@@ -115,7 +128,7 @@ class UnchangedFiles:
 
 def stamp_of(file: str) -> str:
     """Return the size of a file in bytes, and its times: another stamp means that the file may have
-    been written. Raises ConfigError.
+    been written. Behind http it has what the server sends, or ends in UNKNOWN. Raises ConfigError.
 
     The time of the last change is in it, which copying does not keep and no tool can set.
     """
@@ -125,7 +138,17 @@ def stamp_of(file: str) -> str:
             times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
             return f"{status.st_size} {times} {status.st_ino}"
         fs, path = url_to_fs(file)
-        return f"{fs.size(path)} {fs.ukey(path)}"
+        info = fs.info(path)
+        if info["size"] is None:
+            raise ConfigError(
+                f"{file} cannot be read: the server does not say its size; use another server, or a"
+                " copy on disk"
+            )
+        if "http" not in fs.protocol:
+            return f"{info['size']} {fs.ukey(path)}"
+        # fsspec takes files behind http as files that never change
+        stamps = [str(info[name]) for name in HTTP_STAMPS if info.get(name)]
+        return f"{info['size']} {' '.join(stamps) or UNKNOWN}"
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
@@ -135,7 +158,9 @@ def _size_in(stamp: str) -> int:
 
 
 def _is_known(contents: Mapping[str, Content], file: str, stamp: str) -> bool:
-    return file in contents and contents[file].stamp == stamp
+    if file not in contents or stamp.endswith(UNKNOWN):
+        return False
+    return contents[file].stamp == stamp
 
 
 def _hash_all(files: list[str], stamps: Mapping[str, str]) -> dict[str, Content]:
@@ -160,7 +185,12 @@ def hash_of(file: str) -> str:
         with fs.open(path, "rb") as opened:
             return sampled_sha256(opened)[:HASH_DIGITS]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+        fix = (
+            "; use a server that serves ranges, or a copy on disk"
+            if serves_no_ranges(error)
+            else ""
+        )
+        raise ConfigError(f"{file} cannot be read: {error}{fix}") from error
 
 
 # Contents that are remembered on disk

@@ -44,6 +44,7 @@ from titan_lite.data.readers import (
     list_names,
     open_file,
     records,
+    serves_no_ranges,
     without_query,
 )
 from titan_lite.data.saved_datasets import without_caches
@@ -456,7 +457,8 @@ def _location(piece: Piece, position: int) -> str:
 
 def _raise_if_unreachable(error: BaseException, file: str) -> None:
     """Raise ConfigError for an error of the machine or the network, which is not in the file."""
-    if isinstance(error, UNREACHABLE) or getattr(error, "errno", None) is not None:
+    of_machine = isinstance(error, UNREACHABLE) or getattr(error, "errno", None) is not None
+    if of_machine or serves_no_ranges(error):
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 

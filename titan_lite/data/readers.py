@@ -79,6 +79,13 @@ def without_query(path: str) -> str:
     return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
 
 
+def serves_no_ranges(error: BaseException) -> bool:
+    """Return True for the errors of fsspec where a server of http serves complete files alone."""
+    return isinstance(error, ValueError) and any(
+        words in str(error) for words in ("range requests", "Cannot seek streaming HTTP file")
+    )
+
+
 @contextmanager
 def open_file(file: str) -> Iterator[BinaryIO]:
     """Open a file, on disk or at a URL, for reading its bytes, decompressed."""

@@ -3,6 +3,7 @@ changed while they are read.
 """
 
 import json
+import logging
 import os
 import shutil
 from itertools import islice
@@ -11,7 +12,7 @@ import pytest
 from filelock import FileLock
 
 from titan_lite.config import ConfigError, Data, DataSource
-from titan_lite.data import contents
+from titan_lite.data import contents, files
 from titan_lite.data.contents import MAX_WHOLE, contents_of
 from titan_lite.data.documents import build_source
 from titan_lite.data.source_identity import (
@@ -38,6 +39,7 @@ def cache(tmp_path, monkeypatch):
     """The folder of remembered hashes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(contents, "_of_process", {})
+    monkeypatch.setattr(contents, "_reported", set())
     return tmp_path / "cache"
 
 
@@ -330,6 +332,68 @@ def test_a_file_at_a_url_is_looked_at_when_it_is_opened(corpus):
             list(islice(documents, 20))
     finally:
         memory.rm("/changed", recursive=True)
+
+
+@pytest.fixture
+def url(served, corpus):
+    """The URL of a file behind http."""
+    url = "http://host/a.jsonl"
+    served.files[url] = (corpus / "a.jsonl").read_bytes()
+    return url
+
+
+@pytest.mark.parametrize("header", ["ETag", "Last-Modified", "none"])
+def test_a_file_behind_http_that_is_changed_at_equal_size_ends_the_run(
+    header, url, served, monkeypatch, caplog
+):
+    monkeypatch.setattr(served, "headers", {} if header == "none" else {header: "1"})
+    with caplog.at_level(logging.INFO, logger="titan_lite"):
+        documents = epochs(local(url))
+        epochs(local(url))
+    assert caplog.text.count("neither by ETag nor by Last-Modified") == (header == "none")
+    list(islice(documents, 30))
+    served.files[url] = served.files[url].replace(b'"a ', b'"x ')
+    if header != "none":
+        list(islice(documents, 60))  # by its header it is the same file
+        monkeypatch.setattr(served, "headers", {header: "2"})
+    with pytest.raises(ConfigError, match=r"a\.jsonl was changed while the run reads it"):
+        list(islice(documents, 60))
+
+
+def test_a_file_behind_http_is_hashed_again_only_if_its_server_does_not_know(
+    url, served, monkeypatch
+):
+    monkeypatch.setattr(served, "headers", {"ETag": "1"})
+    unchanged = contents.UnchangedFiles([url], url)
+    seen = hashed(monkeypatch)
+    unchanged.check()
+    assert seen == []
+    monkeypatch.setattr(served, "headers", {"ETag": "2"})
+    unchanged.check()
+    unchanged.check()
+    assert seen == [url]
+    monkeypatch.setattr(served, "headers", {})
+    unchanged.check()
+    unchanged.check()
+    assert seen == [url] * 3
+
+
+@pytest.mark.parametrize("policy", ["error", "skip"])
+def test_a_server_without_ranges_is_no_bad_document(policy, url, served, monkeypatch):
+    monkeypatch.setattr(served, "headers", {"ETag": "1"})
+    monkeypatch.setattr(files, "PIECE", 100)
+    documents = epochs(local(url, on_bad_document=policy))
+    monkeypatch.setattr(served, "serves_ranges", False)
+    with pytest.raises(ConfigError, match="use a server that serves ranges, or a copy on disk"):
+        contents.hash_of(url)
+    with pytest.raises(ConfigError, match=r"a\.jsonl cannot be read"):
+        list(islice(documents, 20))
+
+
+def test_a_server_that_does_not_say_a_size_is_named(url, served, monkeypatch):
+    monkeypatch.setattr(served, "headers", {"size": None})
+    with pytest.raises(ConfigError, match="does not say its size"):
+        contents.stamp_of(url)
 
 
 @pytest.mark.parametrize("part", ["first epoch", "second epoch"])
