@@ -9,6 +9,7 @@ Reading yields raw documents, which are not parsed: a reader of one document in 
 eight. prepared.py has a corpus of documents that are tokens already.
 """
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -27,6 +28,7 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 
 Document = str | np.ndarray | BadDocument  # a text, the tokens of a prepared one, or neither
 
+C4 = "allenai/c4"  # name of the dataset "c4" on the hub
 BYTES_PER_DOCUMENT = 4096  # of data.shuffle_buffer
 
 
@@ -132,15 +134,27 @@ def open_corpus(data: Data, split: Split) -> Corpus:
     return LocalCorpus(data) if data.dataset == "local" else HubCorpus(data, split)
 
 
+def refuse_folder_of_that_name(data: Data) -> None:
+    """Raise ConfigError if `datasets` would read a folder in place of the dataset of the hub."""
+    name = C4 if data.dataset == "c4" else data.dataset
+    if os.path.exists(name):
+        raise ConfigError(
+            f'{data.key("dataset")} = "{data.dataset}" is a dataset of the hub, and {name} is'
+            f" in the current folder, too, where `datasets` would read it: use {data.key('dataset')} ="
+            f' "local" with {data.key("path")} = "{name}" to read that, or start in another folder'
+        )
+
+
 def _open_hub(data: Data, split: Split) -> "IterableDataset":
     """Open a streamed dataset. Raises ConfigError."""
     import datasets  # here, since it takes a second
 
+    refuse_folder_of_that_name(data)
     name = data.dataset
     subset = data.subset or None
     hub_split = data.split
     if data.dataset == "c4":
-        name = "allenai/c4"
+        name = C4
         subset = "en"
         hub_split = split
     try:

@@ -29,6 +29,7 @@ from titan_lite.data.corpora import (
     LocalCorpus,
     Split,
     open_corpus,
+    refuse_folder_of_that_name,
 )
 from titan_lite.data.files import Piece, read_piece, text_of
 from titan_lite.data.outputs import PREPARED
@@ -265,6 +266,8 @@ def check_data(data: Data) -> None:
             library.document(library.names[0])
         elif part.dataset == "local":
             _check_local(part, policy)
+        elif part.dataset != "prepared":
+            refuse_folder_of_that_name(part)
 
 
 def _check_local(data: Data, policy: BadDocumentPolicy) -> None:

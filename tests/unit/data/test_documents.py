@@ -479,6 +479,18 @@ def test_a_dataset_of_the_hub_is_read_by_shards(monkeypatch):
     assert {str(text) for _, text in read(held_out, 0, 30)} < {str(text) for _, text in epoch}
 
 
+@pytest.mark.parametrize("dataset", ["me/corpus", "c4"])
+def test_a_folder_is_not_read_as_a_dataset_of_the_hub(dataset, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("it was opened"))
+    folder = tmp_path / {"c4": "allenai/c4"}.get(dataset, dataset)
+    folder.mkdir(parents=True)
+    (folder / "train.jsonl").write_text('{"text": "a"}\n')
+    for check in (check_data, lambda data: build_source(data, split="train", seed=0)):
+        with pytest.raises(ConfigError, match=r'dataset of the hub.* "local" with data\.path'):
+            check(Data(dataset=dataset))
+
+
 def test_an_unreachable_hub_is_said_with_a_way_out(monkeypatch):
     def load_dataset(*arguments, **more):
         raise ConnectionError("no route to host")
