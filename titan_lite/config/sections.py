@@ -765,6 +765,8 @@ class Comm(Section):
 class Debug(Section):
     """Settings to repeat a run exactly."""
 
+    # Without shuffling it decides only in which turns a mixture takes its sources: another one
+    # repeats and skips nothing, as another weight does.
     seed: Annotated[RestartsData[int], OnlyWith("data.shuffle", True)] = Field(
         0, ge=0, le=2**63 - 1
     )
