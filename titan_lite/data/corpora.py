@@ -138,9 +138,10 @@ def refuse_folder_of_that_name(data: Data) -> None:
     """Raise ConfigError if `datasets` would read a folder in place of the dataset of the hub."""
     name = C4 if data.dataset == "c4" else data.dataset
     if os.path.exists(name):
+        dataset = data.key("dataset")
         raise ConfigError(
-            f'{data.key("dataset")} = "{data.dataset}" is a dataset of the hub, and {name} is'
-            f" in the current folder, too, where `datasets` would read it: use {data.key('dataset')} ="
+            f'{dataset} = "{data.dataset}" is a dataset of the hub, and {name} is in the current'
+            f" folder, too, where `datasets` would read it: use {dataset} ="
             f' "local" with {data.key("path")} = "{name}" to read that, or start in another folder'
         )
 
