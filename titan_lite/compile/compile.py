@@ -48,7 +48,7 @@ def compile_model(
     schedule: Schedule,
     *,
     memory_budget: float = 1.0,
-    whole_backward: bool = True,
+    full_backward: bool = True,
     backward_halves: bool = False,
     async_tensor_parallel_group: str = "",
 ) -> CompiledModel:
@@ -59,7 +59,7 @@ def compile_model(
 
     schedule: the passes, run on forward, then on backward. memory_budget: share of the activations
     saved at 1.0 that may be saved; the partitioner recomputes the cheapest per byte.
-    whole_backward: backward can run at once. backward_halves: it can run in halves
+    full_backward: backward can run at once. backward_halves: it can run in halves
     (CompiledModel.first_halves).
     async_tensor_parallel_group: in which Inductor splits collectives to overlap them with
     neighbouring matrix products (arXiv 2410.06511, section 3.4). Raises CompileError if there are
@@ -74,7 +74,7 @@ def compile_model(
         rewrites=is_inductor,
         keep_gathered=traceable.weights.kept,
         memory_budget=memory_budget,
-        whole_backward=whole_backward,
+        full_backward=full_backward,
         backward_halves=backward_halves,
         saves_as_autograd=schedule.priced_as == "eager",
     )

@@ -118,7 +118,7 @@ class CompiledModel:
         """Trace and compile. Backward is compiled before forward runs, as are its errors found."""
         with compile_errors(self.config, "model", in_backend=False):
             parts = trace_parts(self.traceable, arguments, self.settings)
-            graphs = compose(parts, self.settings.whole_backward)
+            graphs = compose(parts, self.settings.full_backward)
         output = results_of(graphs.forward.graph)[0]
         stride = output.meta["val"].stride()
         with compile_errors(self.config, "model", in_backend=True):

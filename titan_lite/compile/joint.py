@@ -51,8 +51,8 @@ class TraceSettings:
     # share of the activations saved at 1.0 that may be saved; the partitioner recomputes the
     # cheapest per byte
     memory_budget: float = 1.0
-    # the graphs of backward: a complete one, one for each half (backward_halves.py), or all three
-    whole_backward: bool = True
+    # the graphs of backward: a full one, one for each half (backward_halves.py), or all three
+    full_backward: bool = True
     backward_halves: bool = False
     # Save what autograd saves: for graphs that are priced as eager mode, and do not run.
     saves_as_autograd: bool = False

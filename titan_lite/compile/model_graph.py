@@ -49,15 +49,15 @@ class ModelGraphs:
         return self.backward is not None or self.halves is not None
 
 
-def compose(parts: ModelParts, whole_backward: bool = True) -> ModelGraphs:
+def compose(parts: ModelParts, full_backward: bool = True) -> ModelGraphs:
     """Return the graphs of a model.
 
-    whole_backward: backward is one graph, besides the halves that the parts have.
+    full_backward: backward is one graph, besides the halves that the parts have.
     """
     forward = _compose_forward(parts)
     makes_output = parts.blocks[-1].part if parts.output == BLOCK_OUTPUT else parts.outer
     backward = halves = None
-    if makes_output.traced.backward is not None and whole_backward:
+    if makes_output.traced.backward is not None and full_backward:
         backward = _Backward(parts, forward).module()
     if makes_output.halves is not None:
         halves = _Backward(parts, forward, first_half=True).halves()

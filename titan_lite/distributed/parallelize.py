@@ -115,7 +115,7 @@ class ParallelModel:
     def parameters_have_changed(self) -> None:
         """Copy a tied table to the last stage, and compute the scales of float8 weights.
 
-        A collective: after parameters are initialized, loaded or updated.
+        A collective. Call it after parameters are initialized, loaded or updated.
         """
         self.tied_table.update_copy()
         for stage in self.stages:
@@ -313,7 +313,7 @@ def compile_stages(
             TraceableModel(stage.model, stage.sharding, blocks, checkpoint_rule),
             schedule,
             memory_budget=budget,
-            whole_backward="B" in kinds,
+            full_backward="B" in kinds,
             backward_halves="I" in kinds,
             async_tensor_parallel_group=mesh.get_group("tp").group_name if overlaps else "",
         )

@@ -233,12 +233,12 @@ def computations(actions: "Sequence[_Action | None]") -> list[tuple[str, int, in
 def backward_kinds(
     actions: Iterable[tuple[str, int, int | None]],
 ) -> dict[tuple[int, int | None], str]:
-    """Return B or I, by stage and microbatch: backward is whole, or in halves."""
+    """Return B or I, by stage and microbatch: a full backward, or one in halves."""
     return {(stage, microbatch): kind for kind, stage, microbatch in actions if kind in "BI"}
 
 
 def backwards_of(parallelism: Parallelism, pipeline: PipelineSchedule) -> list[frozenset[str]]:
-    """Return the kinds of backward that each stage runs: B, whole, I, in halves, or both."""
+    """Return the kinds of backward that each stage runs: B (full), I (in halves), or both."""
     if not runs_halves(parallelism):
         return [frozenset("B")] * len(pipeline.modules)
     found: list[set[str]] = [set() for _ in pipeline.modules]

@@ -106,7 +106,7 @@ class Weight:
 class StageTensors:
     """The tensors of a pipeline stage, at a traced depth."""
 
-    # by the kind of a microbatch's backward: B, whole, or I, in halves
+    # by the kind of a microbatch's backward: B (full) or I (in halves)
     lifetimes: Mapping[str, StageLifetimes]
     weights: Sequence[Weight]
     buffers: int  # bytes
@@ -285,7 +285,7 @@ class _LifetimeRecorder:
 
 
 def is_of_weight(node: Node) -> bool:
-    """Return whether an input of a forward, or a gradient, is of a weight, and not of the (B, T, C)
+    """Return True if an input of a forward, or a gradient, is of a weight, and not of the (B, T, C)
     of a stage before.
     """
     return bool(nbytes_of(node)) and node.meta["val"].dim() <= 2
