@@ -76,9 +76,9 @@ def mark_fused_collectives(graph: Graph, settings: PassSettings) -> int:
             continue
         products = [site.product]
         if is_all_gather(node):
-            late = descendants(site.whole)
+            late = descendants(site.all_tokens)
             products = [
-                product for product in _products_of(site.whole) if product.args[1] not in late
+                product for product in _products_of(site.all_tokens) if product.args[1] not in late
             ]
         if not products:
             continue
@@ -131,7 +131,7 @@ class _Site(NamedTuple):
     """A collective of tokens and its product."""
 
     collective: Node
-    whole: Node  # the tokens of all ranks, (B, T, C), gathered or to be reduced
+    all_tokens: Node  # the tokens of all ranks, (B, T, C), gathered or to be reduced
     product: Node
 
 
@@ -154,13 +154,13 @@ def _gathered(node: Node) -> _Site | None:
     users = {user for part in split.users for user in part.users}
     if len(users) != 1:
         return None
-    whole = users.pop()
-    if whole.target is not aten.cat.default or whole.args[1:] != (1,):
+    all_tokens = users.pop()
+    if all_tokens.target is not aten.cat.default or all_tokens.args[1:] != (1,):
         return None
-    if not _is_in_order(whole, split):
+    if not _is_in_order(all_tokens, split):
         return None
-    products = sorted(_products_of(whole))
-    return _Site(node, whole, products[0]) if products else None
+    products = sorted(_products_of(all_tokens))
+    return _Site(node, all_tokens, products[0]) if products else None
 
 
 def _products_of(tokens: Node) -> Iterator[Node]:
@@ -185,17 +185,17 @@ def _reduced(node: Node) -> _Site | None:
         return None
     if not _is_in_order(joined, split):
         return None
-    whole = split.all_input_nodes[0]
-    product = whole
+    all_tokens = split.all_input_nodes[0]
+    product = all_tokens
     while product.target in VIEWS and len(product.users) == 1:
         product = product.all_input_nodes[0]
     if product.target not in PRODUCTS or len(product.users) > 1 or len(wait_of(node).users) == 0:
         return None
-    return _Site(node, whole, product)
+    return _Site(node, all_tokens, product)
 
 
 def _is_in_order(joined: Node, split: Node) -> bool:
-    """Return whether `joined` has all parts of `split` in their order."""
+    """Return True if `joined` has all parts of `split` in their order."""
     parts: Any = joined.args[0]
     return [(part.target, part.args) for part in parts] == [
         (operator.getitem, (split, index)) for index in range(len(parts))
@@ -203,12 +203,12 @@ def _is_in_order(joined: Node, split: Node) -> bool:
 
 
 def _divides(site: _Site, chunks: int) -> bool:
-    """Return whether the tokens can be cut into equal chunks that the product can have as rows.
+    """Return True if the tokens can be cut into equal chunks that the product can have as rows.
 
     A float8 product cannot be cut if it has a scale for each row. Its second factor is a transposed
     one.
     """
-    if site.whole.meta["val"].shape[1] % (chunks * group_size(site.collective)):
+    if site.all_tokens.meta["val"].shape[1] % (chunks * group_size(site.collective)):
         return False
     if site.product.target is aten.mm.default:
         return True
@@ -230,7 +230,7 @@ class _Chunks:
     starts: list[Node]  # collectives
     products: list[Node]
     copies: list[Node]  # of chunks, made contiguous before a collective or a product
-    whole: Node | None  # replaces the tokens of all ranks; None if the collective comes last
+    all_tokens: Node | None  # replaces the tokens of all ranks; None if the collective comes last
     result: Node  # replaces the product, or what is waited for
 
 
@@ -260,9 +260,9 @@ def _add_gathered_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
         for start in starts:
             waits.append(add_call(graph, collectives.wait_tensor.default, start))
             products.append(_multiply(graph, site, waits[-1], factor, size))
-        whole = _join_chunks(graph, site, waits, site.whole, size)
+        all_tokens = _join_chunks(graph, site, waits, site.all_tokens, size)
         result = _join_chunks(graph, site, products, site.product, size)
-    return _Chunks(site, starts, products, copies, whole, result)
+    return _Chunks(site, starts, products, copies, all_tokens, result)
 
 
 def _add_reduced_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
@@ -270,7 +270,7 @@ def _add_reduced_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
     node = site.collective
     ranks = group_size(node)
     left = cast(Node, site.product.args[0])
-    batch = site.whole.meta["val"].shape[0]
+    batch = site.all_tokens.meta["val"].shape[0]
     size = _chunk_tokens(site, chunks)
     factor = _reusable_factor(graph, site.product)
     copies = []
@@ -293,7 +293,7 @@ def _add_reduced_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
 
 def _chunk_tokens(site: _Site, chunks: int) -> int:
     """Return the tokens of a chunk on one rank."""
-    return site.whole.meta["val"].shape[1] // group_size(site.collective) // chunks
+    return site.all_tokens.meta["val"].shape[1] // group_size(site.collective) // chunks
 
 
 def _contiguous(graph: Graph, part: Node) -> Node:
@@ -320,7 +320,7 @@ def _multiply(graph: Graph, site: _Site, rows: Node, factor: Node | None, size: 
     """Add the product of a chunk, of `size` tokens of each sequence on each rank."""
     product = site.product
     left, right = cast(tuple[Node, Node], product.args[:2])
-    batch = site.whole.meta["val"].shape[0]
+    batch = site.all_tokens.meta["val"].shape[0]
     flat = add_call(
         graph, aten.view.default, rows, [group_size(site.collective) * batch * size, -1]
     )
@@ -338,7 +338,7 @@ def _join_chunks(graph: Graph, site: _Site, parts: Sequence[Node], like: Node, s
     size: tokens of a chunk on one rank.
     """
     ranks = group_size(site.collective)
-    batch = site.whole.meta["val"].shape[0]
+    batch = site.all_tokens.meta["val"].shape[0]
     by_rank = [
         add_call(graph, aten.view.default, part, [ranks, batch, 1, size, -1]) for part in parts
     ]
@@ -349,8 +349,8 @@ def _join_chunks(graph: Graph, site: _Site, parts: Sequence[Node], like: Node, s
 
 def _replace(graph: Graph, site: _Site, chunks: _Chunks) -> None:
     """Replace a site by its chunks."""
-    node, whole, product = site
-    if chunks.whole is None:
+    node, all_tokens, product = site
+    if chunks.all_tokens is None:
         wait = wait_of(node)
         joined = node.all_input_nodes[0]
         wait.replace_all_uses_with(chunks.result)
@@ -359,11 +359,11 @@ def _replace(graph: Graph, site: _Site, chunks: _Chunks) -> None:
         node.replace_all_uses_with(chunks.result)
         _erase(graph, node, joined, *_split_and_parts(joined))
         return
-    for late in sorted(node for node in descendants(whole) if node < product):
+    for late in sorted(node for node in descendants(all_tokens) if node < product):
         product.prepend(late)
-    whole.replace_all_uses_with(chunks.whole)
+    all_tokens.replace_all_uses_with(chunks.all_tokens)
     product.replace_all_uses_with(chunks.result)
-    _erase(graph, product, whole, *_split_and_parts(whole), wait_of(node), node)
+    _erase(graph, product, all_tokens, *_split_and_parts(all_tokens), wait_of(node), node)
 
 
 def _split_and_parts(joined: Node) -> list[Node]:
@@ -383,7 +383,7 @@ def _erase(graph: Graph, *nodes: Node) -> None:
 def _is_faster(
     graph: Graph, site: _Site, chunks: int, machine: Machine, fused: bool, exposed: float
 ) -> bool:
-    """Return whether a site takes less time in chunks.
+    """Return True if a site takes less time in chunks.
 
     exposed: seconds of the collective that nothing hides. The chunks are added to price them, and
     erased again.
@@ -417,7 +417,7 @@ def _seconds_in_chunks(chunks: _Chunks, machine: Machine, fused: bool) -> float:
 
     computed = 0.0  # end of what has been computed
     sent = 0.0  # end of what has been sent
-    if chunks.whole is not None:
+    if chunks.all_tokens is not None:
         computed = cost(*chunks.copies)
         for start, product in zip(chunks.starts, chunks.products, strict=True):
             sent += cost(start)
