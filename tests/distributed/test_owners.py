@@ -36,10 +36,10 @@ def updated(model, config):
 
     def counting(number, whole):
         computed.append(number)
-        return whole_update(number, whole)
+        return owner_update(number, whole)
 
     _, of_matrices = optimizer.optimizers
-    whole_update, of_matrices.whole_update = of_matrices.whole_update, counting
+    owner_update, of_matrices.owner_update = of_matrices.owner_update, counting
     for step in range(1, 11):
         for parameter in parameters.values():
             gradient = torch.randn(parameter.shape, generator=generator)

@@ -149,10 +149,10 @@ HERE = {
         "8 microbatches", PLAN, PLANNED_8B
     ),
     f"{PLANNER} train_configs/llama3_8b.toml --optimizer.name Muon": Run(
-        "whole matrices of the optimizer", PLAN, PLANNED_8B
+        "complete matrices of the optimizer", PLAN, PLANNED_8B
     ),
     f"{PLANNER} train_configs/llama3_8b.toml --optimizer.name Shampoo": Run(
-        "whole matrices of the optimizer", PLAN, PLANNED_8B
+        "complete matrices of the optimizer", PLAN, PLANNED_8B
     ),
     f"{PLANNER} train_configs/llama3_1b.toml --parallelism.pipeline_parallel_degree 2 --training.local_batch_size 8": Run(
         "pp 2 x dp_shard 4",

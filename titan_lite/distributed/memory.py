@@ -73,7 +73,7 @@ def _moment_bytes_of_rank(config: Config, layout: "Layout") -> float:
 
 
 def owner_bytes(config: Config, layout: "Layout") -> float:
-    """Return the bytes of whole matrices on the owner with most (optim/matrix_owners.py)."""
+    """Return the bytes of complete matrices on the owner with most (optim/matrix_owners.py)."""
     ranks = layout.world_size // layout.degrees["pp"]
     return max(bytes_by_owner(config.optimizer, layout.shapes_of_rank, ranks))
 

@@ -1,4 +1,4 @@
-"""An optimizer of whole matrices: those within blocks. AdamW has all other parameters (build.py).
+"""An optimizer of the matrices within blocks. AdamW has all other parameters (build.py).
 
     optimizer = Muon(matrices, config)  # or Shampoo: a file each, with what its owner does
     optimizer.step(skip)                # skip: a scalar; if it is 1, nothing changes
@@ -51,10 +51,10 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         """Return this rank's part of what the owner of a matrix needs."""
 
     @abstractmethod
-    def whole_update(self, index: int, whole: Tensor) -> Tensor:
-        """Return the update of a matrix from the whole of what `local_part` has the parts of.
+    def owner_update(self, index: int, complete: Tensor) -> Tensor:
+        """Return the update of a matrix. Called by its owner alone.
 
-        Called by its owner alone.
+        complete: what `local_part` returns the parts of.
         """
 
     def update_scale(self, index: int) -> float:
@@ -80,7 +80,7 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         skip = torch.zeros_like(steps[0]) if skip is None else skip
         torch._foreach_add_(steps, 1 - skip)
         self.skipped = skip.bool()
-        for index, update in self.owners.updates(self.local_part, self.whole_update):
+        for index, update in self.owners.updates(self.local_part, self.owner_update):
             shard = local(self.matrices[index].detach())
             decayed = shard.mul(1 - group["lr"] * group["weight_decay"])
             updated = decayed.add_(update, alpha=-group["lr"] * self.update_scale(index))

@@ -1,8 +1,8 @@
-"""Matrices that are sharded over ranks, each with one owner, which computes on the whole of it.
+"""Matrices that are sharded over ranks, each with one owner, which computes on all of it.
 
     owners = MatrixOwners(parameters, costs, torch.bfloat16)
     for index, part in owners.updates(local_part, compute):
-        ...                     # part: this rank's part of compute(index, whole matrix)
+        ...                     # part: this rank's part of compute(index, complete matrix)
     if index in owners.own:     # for a checkpoint: no other rank has this tensor
         state = owners.on_this_rank(torch.zeros(5))
 
@@ -119,7 +119,7 @@ class MatrixOwners:
         """Yield (index, this rank's part of the result) for every matrix, bucket by bucket.
 
         local_part: index -> this rank's part, in the dtype; called once a matrix. compute: index,
-        whole matrix -> result of the same shape and dtype, called by its owner alone.
+        complete matrix -> result of the same shape and dtype, called by its owner alone.
         """
         if self.group is None:
             for bucket in self.buckets:
@@ -131,12 +131,12 @@ class MatrixOwners:
         previous: tuple[Bucket, AllToAll] | None = None  # whose results are under way
         for bucket, following in zip(self.buckets, [*self.buckets[1:], None], strict=True):
             own = bucket.get(self.rank)
-            whole = self._receive_whole(own, to_owners)
+            matrix = self._receive_matrix(own, to_owners)
             if following is not None:
                 to_owners = self._send_parts(following, local_part)
             result = None
-            if own is not None and whole is not None:
-                result = compute(own, whole)
+            if own is not None and matrix is not None:
+                result = compute(own, matrix)
             if previous is not None:
                 yield from self._receive_results(*previous)
             previous = bucket, self._send_results(bucket, result)
@@ -163,18 +163,18 @@ class MatrixOwners:
                     received[rank] = math.prod(_sizes(rank_part))
         return self._all_to_all(sent, received)
 
-    def _receive_whole(self, index: int | None, to_owners: AllToAll) -> Tensor | None:
+    def _receive_matrix(self, index: int | None, to_owners: AllToAll) -> Tensor | None:
         """Return this rank's matrix, once all its parts are there; None: it owns none in this
         bucket.
         """
         received = to_owners.wait()
         if index is None:
             return None
-        whole = torch.empty(self.shapes[index], dtype=self.dtype, device=self.device)
+        matrix = torch.empty(self.shapes[index], dtype=self.dtype, device=self.device)
         for part, elements in zip(self.rank_parts[index].parts, received, strict=True):
             if elements.numel():
-                whole[part] = elements.view(_sizes(part))
-        return whole
+                matrix[part] = elements.view(_sizes(part))
+        return matrix
 
     def _send_results(self, bucket: Bucket, result: Tensor | None) -> AllToAll:
         """Send all ranks their parts of this rank's result."""

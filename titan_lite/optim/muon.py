@@ -3,8 +3,8 @@
 
 A matrix is moved by its momentum, made orthogonal by a Newton-Schulz iteration and scaled to the
 size of AdamW's steps as in Moonlight (arXiv 2502.16982, section 2.2), so that one learning rate and
-one weight decay serve both. The momentum is sharded as its parameter. The iteration needs the whole
-matrix, and its owner alone computes it (matrices.py). torch.optim.Muon with adjust_lr_fn =
+one weight decay serve both. The momentum is sharded as its parameter. The iteration needs the
+complete matrix, and its owner alone computes it (matrices.py). torch.optim.Muon with adjust_lr_fn =
 "match_rms_adamw" takes the same steps.
 """
 
@@ -53,8 +53,8 @@ class Muon(MatrixOptimizer):
         self.store(buffer, mean)
         return direction.to(self.owners.dtype)
 
-    def whole_update(self, index: int, whole: Tensor) -> Tensor:
-        return orthogonalize(whole, self.config.ns_steps)
+    def owner_update(self, index: int, complete: Tensor) -> Tensor:
+        return orthogonalize(complete, self.config.ns_steps)
 
     def update_scale(self, index: int) -> float:
         return 0.2 * math.sqrt(max(self.shapes[index]))

@@ -3,11 +3,11 @@
 
 With the gradient G of a block of at most `max_preconditioner_dim` rows and columns, in each step
 
-    M = beta1 M + (1 - beta1) G               V = beta2 V + (1 - beta2) G * G     whole matrix
+    M = beta1 M + (1 - beta1) G               V = beta2 V + (1 - beta2) G * G     complete matrix
     L = beta2 L + (1 - beta2) G G^T           R = beta2 R + (1 - beta2) G^T G     each block
     A = M' / (sqrt(V') + eps)                 AdamW's direction, M' and V' corrected
     S = (L + e l)^-1/4 M (R + e r)^-1/4       l and r: the largest eigenvalues
-    W = W - lr (weight_decay W + S |A| / |S|) norms of the whole matrix (grafting)
+    W = W - lr (weight_decay W + S |A| / |S|) norms of the complete matrix (grafting)
 
 e is `preconditioner_eps`, a part of the largest eigenvalue (arXiv 2002.09018), so that it fits
 gradients of any size. A factor of all M does not change S |A| / |S|, so M needs no correction. L
@@ -90,12 +90,12 @@ class Shampoo(MatrixOptimizer):
         assert gradient is not None
         return local(gradient)
 
-    def whole_update(self, index: int, whole: Tensor) -> Tensor:
-        """Return the direction of a step from the whole gradient, and update the state."""
+    def owner_update(self, index: int, complete: Tensor) -> Tensor:
+        """Return the direction of a step from the complete gradient, and update the state."""
         state = self.state[self.matrices[index]]
         factors = self._as_squares(index, local(state["factor_matrices"]))
         roots = self._as_squares(index, local(state["inv_factor_matrices"]))
-        self._update_statistics(index, whole, factors)
+        self._update_statistics(index, complete, factors)
 
         grafted = self._adamw_direction(index)
         age = self.count - self.config.start_preconditioning_step
@@ -109,7 +109,7 @@ class Shampoo(MatrixOptimizer):
                 root.copy_(inverse_fourth_root(corrected, self.config.preconditioner_eps))
 
         exp_avg = local(state["exp_avg"])
-        direction = torch.empty_like(whole)
+        direction = torch.empty_like(complete)
         for block, left, right in zip(self._blocks(index), roots[::2], roots[1::2], strict=True):
             direction[block] = left @ exp_avg[block] @ right
         return direction.mul_(_norm(grafted) / _norm(direction).clamp(min=TINY))

@@ -1,8 +1,7 @@
-"""Sizes of the state of optimizers, and of the work of those that update a matrix as a whole: what
-is kept and computed, and the rank that owns it.
+"""Count what optimizers keep and compute, and choose the owners of matrices.
 
     moment_bytes(config.optimizer, own=1e9)         # of each of the sharded moments
-    is_matrix("layers.0.attention.wq.weight")       # True: Muon and Shampoo update it as a whole
+    is_matrix("layers.0.attention.wq.weight")       # True: Muon and Shampoo have owners of it
     costs = owner_costs(config.optimizer)           # MuonCosts, for optimizer.name = "Muon"
     costs.flops((4096, 4096))                       # operations of its owner in a step
     share_out([3.0, 1.0, 2.0], ranks=2)             # [{0: 0, 1: 2}, {1: 1}]: buckets {owner: index}
@@ -28,7 +27,7 @@ FLOAT32_BYTES = 4
 PLAIN_TENSORS = 4
 # complete matrices in memory at an owner: those that it computes with, and those that two
 # all-to-alls send and receive
-WHOLE_MATRICES = 8
+COMPLETE_MATRICES = 8
 # Operations of float32 products, divided by n^3, in the time of an eigendecomposition in float64.
 # On a CPU they are 26 to 47 for n from 1024 to 256. The figure of a GPU, where most of the time is
 # waiting for memory and launches, is a guess.

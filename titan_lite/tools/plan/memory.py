@@ -26,8 +26,8 @@ from titan_lite.distributed.memory import (
 from titan_lite.distributed.pipeline_schedule import backward_kinds, computations, order_of
 from titan_lite.distributed.step_gather import IN_FLIGHT
 from titan_lite.optim.state import (
+    COMPLETE_MATRICES,
     PLAIN_TENSORS,
-    WHOLE_MATRICES,
     algorithms_of,
     is_one_kernel,
     moment_bytes,
@@ -441,7 +441,7 @@ class Replay:
         if costs is not None:
             matrices = [weight.full_elements for weight in self.weights if weight.matrix]
             elements = self.layout.degrees["tp"] * max(matrices, default=0)
-            return WHOLE_MATRICES * ITEM_BYTES[costs.dtype] * elements
+            return COMPLETE_MATRICES * ITEM_BYTES[costs.dtype] * elements
         algorithm, _ = algorithms_of(config.optimizer)
         if is_one_kernel(algorithm, config.compile.compiles("optimizer")):
             return 0.0

@@ -1,5 +1,5 @@
-"""Price the whole matrices of an optimizer such as Muon: what owners compute, and how long matrices
-travel (optim/matrix_owners.py).
+"""Price the complete matrices of an optimizer such as Muon: what owners compute, and how long
+matrices travel (optim/matrix_owners.py).
 
     owned = owned_matrices(layout, machine)
     owned.computing, owned.waiting, owned.sent      # seconds, seconds, bytes of a rank

@@ -558,8 +558,8 @@ def _step_seconds(
 
 
 def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors: float) -> float:
-    """Return a lower bound of a rank's bytes in tensors, without whole matrices of the optimizer:
-    the most of two moments of a step.
+    """Return a lower bound of a rank's bytes in tensors, without complete matrices of the
+    optimizer: the most of two moments of a step.
 
     errors: bytes of those of compressed gradients.
     """

@@ -25,7 +25,7 @@ PART_NAMES = {
     "optimizer": "clipping and optimizer",
     "host": "the host",
     "slowest": "the slowest rank",
-    "owners": "whole matrices of the optimizer",
+    "owners": "complete matrices of the optimizer",
     **AXIS_NAMES,
 }
 SECONDS_IN = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}

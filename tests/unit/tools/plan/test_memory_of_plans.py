@@ -17,8 +17,7 @@ from titan_lite.config import Compile, Optimizer
 from titan_lite.cost.machine import GIB
 from titan_lite.distributed.memory import owner_bytes, steady_bytes
 from titan_lite.distributed.pipeline_schedule import backwards_of, computations, order_of
-from titan_lite.optim.state import PLAIN_TENSORS, numbers_in
-from titan_lite.optim.state import WHOLE_MATRICES as WHOLES
+from titan_lite.optim.state import COMPLETE_MATRICES, PLAIN_TENSORS, numbers_in
 from titan_lite.tools.plan import memory as module
 from titan_lite.tools.plan.allocator import MIB, CachingAllocator
 from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION
@@ -114,7 +113,7 @@ def test_muon_keeps_one_moment_of_a_matrix_and_needs_whole_matrices_for_its_upda
     assert found.parts["optimizer state"] == 4 * (MIB // 2 + 2 * MIB) + 2 * 512
     assert (found.phase, found.parts["working"]) == (
         "optimizer step",
-        WHOLES * 2 * MIB,
+        COMPLETE_MATRICES * 2 * MIB,
     )  # in bfloat16
 
 

@@ -270,7 +270,7 @@ def test_a_collective_of_no_machine_is_slower_on_a_slow_one():
     assert (slow.host, fast.host) == pytest.approx((1.3 * H100.host, 0.7 * H100.host))
 
 
-# Owners of whole matrices
+# Owners of complete matrices
 
 
 def with_muon(**degrees):
