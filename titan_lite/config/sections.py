@@ -5,8 +5,8 @@
 
 A field's type has the values that are accepted, and what another value does at a resume
 (effects.py); its docstring has the meaning and the unit. Rules across keys are in
-titan_lite/rules/. Help and docs/recipes.md are made from these docstrings by
-help.py. Imports no torch.
+titan_lite/rules/. Help and docs/recipes.md are made from these docstrings by help.py. Imports no
+torch.
 """
 
 import itertools

@@ -16,8 +16,8 @@ function such as
             yield Mistake("section.key", config.section.key, "needs section.other", "...")
 
 What depends on the machine is in machine.py, in the same form; it alone imports torch, and is not
-imported here. A field's own type and bounds are in config/sections.py. Nothing else refuses a
-recipe.
+imported here. A field's own type and bounds are in config/sections.py. Degrees, batches and stages
+that do not divide have no layout: Layout.from_config refuses them.
 """
 
 import os

@@ -1,8 +1,9 @@
-"""Rules of this machine, its data and its checkpoints: the second list, applied with torch.
+"""Rules of this machine: its GPUs, its memory, and the weights that a run begins with.
 
     tokenizer = check_machine(config, layout)      # before a process group is made
 
-They have the form of the other rules, which come first. Only this file of the folder imports torch.
+`check_machine` applies all other rules first. Only this file of the folder imports torch, so it is
+imported where torch is there anyway.
 """
 
 import math

@@ -155,7 +155,7 @@ def _of_flavor(config: Config, name: str) -> str:
 
 
 @rule_with_torch
-def a_family_of_ones_own_is_whole(config: Config, layout: Layout) -> Iterator[Mistake]:
+def a_family_of_ones_own_is_complete(config: Config, layout: Layout) -> Iterator[Mistake]:
     if layout.model.family not in FAMILIES:
         from titan_lite.distributed.tensor_parallel import check_styles
         from titan_lite.models.transformer import check_own_family

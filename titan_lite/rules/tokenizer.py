@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from titan_lite.data.tokenizer import Tokenizer
 
 
-SAMPLE = (
-    "The 7 quick foxes' den\n\tdef f(x): return x ** 2  # naïve, 汉字, привет"  # for tokenizers
-)
+# text that two tokenizers are compared on
+SAMPLE = "The 7 quick foxes' den\n\tdef f(x): return x ** 2  # naïve, 汉字, привет"
 
 
 @rule_of_keys

@@ -10,8 +10,8 @@ from titan_lite.sharding import chunk_size
 
 
 @rule_of_keys
-def batches_are_whole(config: Config) -> Iterator[Mistake]:
-    """Tell a wrong batch before the number of ranks is known, where the recipe has all degrees."""
+def batches_can_be_shared(config: Config) -> Iterator[Mistake]:
+    """Refuse a wrong batch before the number of ranks is known, if the recipe has all degrees."""
     batch_ramp(config.training.global_batch_ramp)  # raises ConfigError
     parallelism = config.parallelism
     if parallelism.data_parallel_shard_degree != -1:
