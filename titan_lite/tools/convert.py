@@ -141,7 +141,7 @@ def _name(dtype: torch.dtype) -> str:
 def _written_tensors(
     folder: Path, weights: Weights, fqns: Mapping[str, str], dtype: torch.dtype | None
 ) -> Iterator[Path]:
-    """Return a context with a folder, as in `_whole`, that has the tensors as a checkpoint of DCP.
+    """Return a context with a folder, as in `_new_folder`, that has the tensors as DCP writes them.
 
     fqns: {name in the checkpoint: our name}.
     """
@@ -155,7 +155,7 @@ def _written_tensors(
     def read(name: str) -> Tensor:
         return rounding.apply(fqns[name], weights.read(fqns[name]), planned[name].dtype)
 
-    with _whole(folder, sum(tensor.nbytes for tensor in planned.values())) as unfinished:
+    with _new_folder(folder, sum(tensor.nbytes for tensor in planned.values())) as unfinished:
         tensor_files.write_one_by_one(unfinished, planned, read)
         yield unfinished
     rounding.log()
@@ -176,7 +176,7 @@ def write_hf(
     loaded = _load_tokenizer(weights, tokenizer)
     dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in hf_names(weights.config)}
     sizes = {fqn: weights.shapes[fqn].numel() * dtypes[fqn].itemsize for fqn in dtypes}
-    with _whole(folder, sum(sizes.values())) as unfinished:
+    with _new_folder(folder, sum(sizes.values())) as unfinished:
         _write_configs(unfinished, weights, dtypes["tok_embeddings.weight"], loaded)
         rounding = Rounding()
         shards = split_into_shards(sizes, shard_bytes)
@@ -287,7 +287,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _whole(folder: Path, needed: int) -> Iterator[Path]:
+def _new_folder(folder: Path, needed: int) -> Iterator[Path]:
     """Return a context with a folder to fill with `needed` bytes.
 
     It gets its name when they are on disk, and is removed on failure. Until then it has a unique

@@ -192,9 +192,9 @@ def text_of(tokens: Iterable[int], tokenizer: Tokenizer, prompt: Sequence[int]) 
 def _text_after(before: Sequence[int], tokens: Sequence[int], tokenizer: Tokenizer) -> str:
     """Return the text of tokens that come after others."""
     start = tokenizer.decode(before)
-    whole = tokenizer.decode([*before, *tokens])
-    if whole.startswith(start):
-        return whole[len(start) :]
+    text = tokenizer.decode([*before, *tokens])
+    if text.startswith(start):
+        return text[len(start) :]
     # With tokens for single bytes, one that completes no character also breaks those before it.
     return tokenizer.decode(tokens)
 

@@ -65,7 +65,7 @@ def prepare(data: Data, tokenizer: Tokenizer, folder: Path, workers: int) -> Pre
             f'{data.key("dataset")} = "prepared": {data.path} is prepared already; use "local",'
             ' "stdlib" or "c4"'
         )
-    with _whole(folder) as unfinished:
+    with _new_folder(folder) as unfinished:
         return _fill(unfinished, data, tokenizer, workers)
 
 
@@ -108,7 +108,7 @@ def prepare_parts(
     Raises ConfigError.
     """
     folders: list[tuple[Path, PreparedInfo | None]] = []
-    with _whole(folder) as unfinished:
+    with _new_folder(folder) as unfinished:
         for part in parts:
             if part.data.dataset == "prepared":
                 check_prepared(part.data, tokenizer.sha256, tokenizer.vocab_size)
@@ -121,7 +121,7 @@ def prepare_parts(
 
 
 @contextmanager
-def _whole(folder: Path) -> Iterator[Path]:
+def _new_folder(folder: Path) -> Iterator[Path]:
     """Return a context with a new folder that is called `folder` once it is complete.
 
     It is removed after an error. Raises ConfigError.
