@@ -227,4 +227,4 @@ def gathered_apart(stage, microbatches=0):
     yield
     gatherer.reduce()
     sharding.eager = sharding.prefetch
-    sharding.reader = sharding.graph
+    sharding.reader = sharding.shard_reader

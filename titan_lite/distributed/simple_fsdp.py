@@ -8,9 +8,9 @@ backward reduces its gradient.
 Each module's class is replaced by a subclass whose parameters are properties (`read_parameter`): no
 module hooks, no streams, no flat parameters. FQNs, `parameters()` and `state_dict()` read
 `_parameters`, which holds the shards; they never communicate. In eager mode a gatherer decides when
-collectives run (`Sharding.eager`). A compiled model is traced with a `TracedGatherer`, whose
-reader says what graphs have as inputs (`Sharding.reader`). `Sharding.gathered_for_step`
-selects those of an optimizer step:
+collectives run (`Sharding.eager`). A compiled model is traced with a `TracedGatherer`, whose reader
+says what graphs have as inputs (`Sharding.reader`). The first row below is the default, and
+`Sharding.gathered_for_step` selects the second:
 
                 eager                                    compiled
     each        PrefetchGatherer (prefetch.py):          ShardReader: plain collectives in the
@@ -171,12 +171,12 @@ class Sharding:
         self.scales = scales
         self.resharded = resharded  # FQNs of weights that are dropped after forward
         self.reads = reads  # of each weight in a forward, by FQN: two of a tied one
-        self.graph = ShardReader(scales)
+        self.shard_reader = ShardReader(scales)
         self.prefetch = PrefetchGatherer(specs, scales, resharded)
         # `gathered_for_step` replaces one of these. A compiled model that is called outside of a
         # step, for validation, has its own graph.
         self.eager: EagerGatherer = self.prefetch
-        self.reader: GraphReader = self.graph
+        self.reader: GraphReader = self.shard_reader
         self.traced: TracedGatherer | None = None  # within `reading` alone
 
     @property
@@ -248,7 +248,7 @@ class Sharding:
             step.finish()
         finally:
             self.eager = self.prefetch
-            self.reader = self.graph
+            self.reader = self.shard_reader
             step.close()
 
     @contextmanager
