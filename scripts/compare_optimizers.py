@@ -11,9 +11,9 @@ one thread, the loss of held-out documents. An optimizer's best learning rate ha
 after the last step, with seed 0. There, all but AdamW are trained with --shares of the steps as
 well: each is a run with a learning-rate schedule of its own length. The update is that of the debug
 recipe's model, in float32 on gloo, with the iteration in bfloat16: AdamW, Lion, Muon and Shampoo,
- and torch.optim.Muon, which computes every matrix on every rank. Shampoo is timed with the
-roots in every update, and with those of the first one. --powersgd trains on two copies (DDP), with
-AdamW, on as many tokens a step.
+whose matrices have owners, and torch.optim.Muon, which computes every matrix on every rank. Shampoo
+is timed with the roots in every update, and with those of the first one. --powersgd trains on two
+copies (DDP), with AdamW, on as many tokens a step.
 """
 
 import argparse

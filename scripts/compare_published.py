@@ -38,11 +38,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_lite.collectives import all_reduce
 from titan_lite.config import ConfigError, load_config
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.cost.profiles import load_machine, machine_from
 from titan_lite.models import llama3, qwen3
-from titan_lite.models.loss import VocabularyShard, all_reduce
+from titan_lite.models.loss import VocabularyShard
 from titan_lite.models.shapes import flops_per_token, matrices_of_block
 from titan_lite.models.transformer import RMSNorm
 from titan_lite.tools.plan.allocator import CachingAllocator
