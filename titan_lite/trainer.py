@@ -593,7 +593,7 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """Save this step."""
+        """Save this step. A collective, but for the state_dict of the parts (`Stateful`)."""
         self.read_metrics(wait=True)
         self.bad_documents.gather([loader.pop_skipped() for loader in self.loaders])
         for hook in self.hooks:

@@ -48,7 +48,7 @@ FUSED_PRODUCTS = (
 
 
 class ExpectFusedProducts(CustomGraphPass):
-    """The function below as a pass of Inductor, with a key for Inductor's cache."""
+    """`expect_fused_products` as a pass of Inductor, with a key for Inductor's cache."""
 
     def __call__(self, graph: Graph) -> None:
         expect_fused_products(graph)

@@ -113,7 +113,7 @@ def move_before(
 ) -> bool:
     """Move those of `nodes` that are behind `target` before it, in their order.
 
-    Undo this if `accepted`, called with the nodes moved, returns False. Return whether nodes moved.
+    Undo this if `accepted`, called with the nodes moved, returns False. Return True if nodes moved.
     """
     behind = sorted(node for node in nodes if node > target)
     following = [node.next for node in behind]

@@ -25,9 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from titan_lite.collectives import collectives
 from titan_lite.compile.graph import extract, output_node, placeholders, results_of
-from titan_lite.cost.collectives import (
-    start_of,
-)
+from titan_lite.cost.collectives import start_of
 
 TAKE_GRADIENT = "titan_lite::take_gradient"  # distributed/step_gather.py
 # Takes the list of its inputs, which it clears.

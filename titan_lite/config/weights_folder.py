@@ -1,6 +1,6 @@
 """Say what a folder of weights is by the names of its files, without torch.
 
-    folder_kind(Path("Llama-3.1-8B"))           # HUGGING_FACE
+    folder_kind(Path("Llama-3.1-8B"))       # HUGGING_FACE
     steps_in(Path("outputs/debug_model"))   # [.../checkpoint/step-100, .../checkpoint/step-50]
     tokenizer_files("Llama-3.1-8B")         # [.../tokenizer.json, .../tokenizer_config.json]
 

@@ -266,7 +266,7 @@ def _bytes_of_part(node: Node, kernel: _LibraryKernel) -> int:
 
 
 def is_free(node: Node) -> bool:
-    """Return whether a node moves no bytes: a view, a wait or a number.
+    """Return True if a node moves no bytes: a view, a wait or a number.
 
     meta["is_view"]: a pass says that it is one.
     """
@@ -279,7 +279,7 @@ def is_free(node: Node) -> bool:
 
 
 def is_fused_away(node: Node) -> bool:
-    """Return whether Inductor stores no result for `node`, since each reader is fused with it or
+    """Return True if Inductor stores no result for `node`, since each reader is fused with it or
     recomputes it.
     """
     return _is_pointwise(node) and bool(node.users) and all(map(fuses_with_inputs, _readers(node)))
@@ -294,7 +294,7 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _is_complex(node: Node) -> bool:
-    """Return whether a node's value is of complex numbers, whose operators Inductor does not
+    """Return True if a node's value is of complex numbers, whose operators Inductor does not
     compile.
     """
     value = node.meta.get("val")
@@ -302,7 +302,7 @@ def _is_complex(node: Node) -> bool:
 
 
 def fuses_with_inputs(node: Node) -> bool:
-    """Return whether `node` is fused into the kernel that computes its inputs."""
+    """Return True if `node` is fused into the kernel that computes its inputs."""
     return _is_pointwise(node) or node.target in REDUCTIONS
 
 

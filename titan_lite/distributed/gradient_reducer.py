@@ -88,9 +88,8 @@ class PendingSum:
     def __init__(self, reduction: BucketReduction):
         self.reduction: BucketReduction | None = reduction  # not finished
         self.rows: Tensor | None = None
-        self.earlier: PendingSum | None = (
-            None  # of an earlier microbatch, to which this one is added
-        )
+        # of an earlier microbatch, to which this one is added
+        self.earlier: PendingSum | None = None
 
     def wait(self) -> Tensor:
         if self.reduction is not None:

@@ -8,8 +8,8 @@
     layout.sequences_at(3)    # those of step 3; training.global_batch_ramp changes the first steps
 
 Plain numbers without torch, a device or a price. The trainer, the planner, the start lines, the
-checkpoint's state and verify read them here and derive none again. Which layouts are possible is
-in titan_lite/rules/, and what they take in distributed/memory.py.
+checkpoint's state and verify read them here, and compute none themselves. Which layouts are
+possible is in titan_lite/rules/, and what they take in distributed/memory.py.
 """
 
 import dataclasses

@@ -7,8 +7,8 @@
     computation          embedding         layers.0         layers.1
     all-gather           layers.0          layers.1         layers.2
 
-Both are passes of SimpleFSDP's compiler (arXiv 2411.00284), and in graphs passes do them.
-Eager mode has no graph to look ahead in, so it records the order of blocks.
+In graphs, passes do both, as in SimpleFSDP's compiler (arXiv 2411.00284). Eager mode has no graph
+to look ahead in, so it records the order of blocks.
 """
 
 import weakref

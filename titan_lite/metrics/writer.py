@@ -105,7 +105,7 @@ class MetricsWriter:
             self.wandb = start_wandb(dump_folder, plain)
 
     def _open(self) -> bool:
-        """Open metrics.jsonl to append to it, and return whether it has lines."""
+        """Open metrics.jsonl to append to it, and return True if it has lines."""
         before = self.path.read_bytes() if self.path.exists() else b""
         # `close` closes it.
         self.file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115

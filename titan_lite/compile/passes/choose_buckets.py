@@ -148,7 +148,7 @@ def _reduction_chains(graph: Graph) -> list[list[Node]]:
 
 
 def _reads_only(node: Node, earlier: Node) -> bool:
-    """Return whether a reduction reads the result of the earlier one, and nothing else."""
+    """Return True if a reduction reads the result of the earlier one, and nothing else."""
     while node is not earlier and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node is earlier

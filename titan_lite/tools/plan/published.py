@@ -116,7 +116,7 @@ def bias_of(model: ModelConfig, config: Config, machine: Machine) -> str:
 
 
 def is_of_size(model: ModelConfig, kind: RunKind) -> bool:
-    """Return whether a model has between half and twice the parameters of the runs'."""
+    """Return True if a model has between half and twice the parameters of the runs'."""
     times = parameters(model) / parameters(find_family(kind.family).flavors[kind.flavor])
     return 1 / SIZE_CLASS <= times <= SIZE_CLASS
 

@@ -459,7 +459,7 @@ def stage_inputs(layout: PlannedLayout, stage: Stage, machine: Machine) -> Stage
 
 
 def masks_by_kernel_on(machine: Machine, layout: PlannedLayout) -> bool:
-    """Return whether attention on such a machine gets documents' ends instead of a mask."""
+    """Return True if attention on such a machine gets documents' ends instead of a mask."""
     dtype = getattr(torch, layout.config.training.mixed_precision_param)
     is_cuda = not machine.is_cpu and not machine.name.startswith("MI")
     return is_cuda and layout.degrees["cp"] == 1 and fits_flash(dtype, layout.model.head_dim)
