@@ -77,9 +77,8 @@ MODELS = {  # name: (shape, sequences a rank)
         1,
     ),
 }
-WARM_UP_STEPS = (
-    4  # in which code is compiled, optimizer state made, and the order of gathers learnt
-)
+# in which code is compiled, optimizer state made, and the order of gathers learnt
+WARM_UP_STEPS = 4
 TOLERANCE = 1e-4  # relative, between the losses of variants
 Step = Callable[[], torch.Tensor]  # trains one step
 Run = Callable[..., torch.Tensor]  # the model, or its graphs

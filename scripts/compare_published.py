@@ -477,10 +477,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def normalize(self: RMSNorm, x: Tensor) -> Tensor:
-    whole = x.float()
-    return (whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(
-        x
-    ) * self.weight
+    in_float32 = x.float()
+    mean_square = in_float32.pow(2).mean(-1, keepdim=True)
+    return (in_float32 * torch.rsqrt(mean_square + self.eps)).type_as(x) * self.weight
 
 
 class LossParallel(torch.autograd.Function):

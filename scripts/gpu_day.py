@@ -136,7 +136,7 @@ def rank_of(launcher: int) -> int:
 
 def killed_and_resumed(folder: Path, device: str) -> tuple[bool, str]:
     options = ["--checkpoint.interval=5", "--debug.deterministic"]
-    expected = losses(folder / "whole", device, *options)
+    expected = losses(folder / "uninterrupted", device, *options)
     words = training(DEBUG, folder / "killed", f"--training.steps={STEPS}", *options)
     with subprocess.Popen(
         **{**command(*words, device=device), "stdout": subprocess.DEVNULL}
@@ -153,10 +153,9 @@ def killed_and_resumed(folder: Path, device: str) -> tuple[bool, str]:
     if not was_killed:
         raise RuntimeError("the run ended before it was killed")
     found = losses(folder / "killed", device, *options)
-    return (
-        found == expected,
-        "all losses equal to the bit" if found == expected else f"{found} instead of {expected}",
-    )
+    if found != expected:
+        return False, f"{found} instead of {expected}"
+    return True, "all losses equal to the bit"
 
 
 CHECKS = {

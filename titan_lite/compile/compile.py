@@ -123,7 +123,11 @@ def trust_vector_instructions() -> None:
     lack a kind; torch knows its kind. TORCHINDUCTOR_VEC_ISA_OK, if set, decides.
     """
     flags = x86_isa_checker()
-    widest = "AVX512" if "avx512" in flags else "AVX2" if "avx2" in flags else ""
+    widest = ""
+    if "avx512" in flags:
+        widest = "AVX512"
+    elif "avx2" in flags:
+        widest = "AVX2"
     trusted = torch.backends.cpu.get_cpu_capability() == widest
     if trusted and inductor_config.cpp.vec_isa_ok is None:
         inductor_config.cpp.vec_isa_ok = True

@@ -58,9 +58,8 @@ class CompileReport:
     pass_seconds: float = 0.0  # the part of compile_seconds in our passes
     compile_seconds: float = 0.0
     copied: int | None = None  # bytes copied into and out of buckets; None for Inductor's buckets
-    segments: int = (
-        0  # parts between collectives, which Inductor compiles; 0: aot_eager cuts nothing
-    )
+    # parts between collectives, which Inductor compiles; 0: aot_eager cuts nothing
+    segments: int = 0
     different_segments: int = 0  # that were compiled, once each (segments.py)
     # of the different ones, those that Inductor's cache had, from another rank or an earlier start
     cached_segments: int = 0

@@ -186,8 +186,8 @@ def parallelize(
 
     machine: what the passes estimate times on. schedule: replaces the passes of the recipe; with
     it, stages are compiled even if the recipe does not. attend: replaces the attention of context
-    parallelism, if there is any. backwards: replaces the kinds of backward that the stages of the
-    layout run (`backwards_of`).
+    parallelism. backwards: replaces the kinds of backward that the stages of the layout run
+    (`backwards_of`).
     """
     compiled = config.compile.compiles("model")
     loss = build_loss(config, layout, mesh)

@@ -19,7 +19,9 @@ def block_of(fqn: str, last: str = "norm") -> str:
     in a bucket are not copied.
     """
     parts = fqn.split(".")
-    return ".".join(parts[:2]) if parts[0] == "layers" else last if parts[0] == "norm" else parts[0]
+    if parts[0] == "layers":
+        return ".".join(parts[:2])
+    return last if parts[0] == "norm" else parts[0]
 
 
 def last_block(fqns: Iterable[str]) -> str:
