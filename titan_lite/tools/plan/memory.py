@@ -267,8 +267,8 @@ class Replay:
             self.allocate(PARAMETERS, stage.buffers)
             for weight in stage.weights:
                 if weight.is_compressed:  # an error, and Q
-                    self.allocate(COMPRESSION_ERRORS, 4 * weight.shard_elements)
-                    self.allocate(COMPRESSION_ERRORS, 4 * weight.factors[1])
+                    self.allocate(COMPRESSION_ERRORS, STORED_BYTES * weight.shard_elements)
+                    self.allocate(COMPRESSION_ERRORS, STORED_BYTES * weight.factors[1])
             # torch's stages receive each microbatch in a buffer of its own
             # (distributed/pipelining/stage.py).
             neighbours = (number > 0) + (number < len(self.layout.pipeline.modules) - 1)
@@ -413,7 +413,9 @@ class Replay:
         self.phase = "summing over copies"
         for weight in self.weights:
             if weight.is_compressed:
-                self.errors.append(self.allocate(COMPRESSION_ERRORS, 4 * weight.shard_elements))
+                self.errors.append(
+                    self.allocate(COMPRESSION_ERRORS, STORED_BYTES * weight.shard_elements)
+                )
 
     def update(self) -> None:
         """Allocate the optimizer's state in the first step, and free the gradients.
