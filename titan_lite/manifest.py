@@ -43,6 +43,13 @@ class CorruptFileError(ConfigError):
     """An error: a file or step is not as it was saved. The message begins with the file's name."""
 
 
+def is_inside(name: object) -> bool:
+    """Return True for the name of a file that stays in the folder that it is joined to."""
+    if not isinstance(name, str) or not name:
+        return False
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
 # Reading JSON
 
 
@@ -174,6 +181,9 @@ def read(folder: Path, step: int | None) -> dict[str, FileDigest]:
             for name, entry in content["files"].items()
         }
         saved_step = int(content["step"])
+    for name in files:
+        if not is_inside(name):
+            raise CorruptFileError(f"{NAME} names the file {name}, outside of the folder")
     if step not in (None, saved_step):
         raise CorruptFileError(f"{NAME} is of step {saved_step}")
     return files

@@ -18,14 +18,17 @@ writes there.
 """
 
 import hashlib
+import math
+import operator
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import (
@@ -35,8 +38,17 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
 )
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
@@ -46,13 +58,19 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.serialization import _get_layout, get_crc32_options, set_crc32_options
 
 from titan_lite.checkpoint.names import section_of
 from titan_lite.config import ConfigError
 from titan_lite.config.weights_folder import METADATA
-from titan_lite.manifest import BLOCK_BYTES, CorruptFileError, FileDigest
-from titan_lite.text import error_line
+from titan_lite.manifest import (
+    BLOCK_BYTES,
+    CorruptFileError,
+    FileDigest,
+    fields_of,
+    is_inside,
+)
+from titan_lite.text import error_line, first_lines
 
 
 def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,44 +327,92 @@ def write_one_by_one(
 
 # Reading
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a part of a tensor
+DCP_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")
 
-_METADATA_CLASSES = {  # by module
-    "torch": {"Size", "float16", "bfloat16", "float32", "float64", "int32", "int64", "bool"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+
+class _SealedType(type):
+    """The type of stand-ins for classes, which a pickle may make objects of, and not change."""
+
+    def __setstate__(cls, state: object) -> None:
+        raise _changes(cls.__name__)
+
+
+class _Sealed:
+    """A stand-in for a function or a member of an enumeration, which a pickle may use, and not
+    change.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.value(*arguments)
+
+    def __eq__(self, other: object) -> bool:
+        return self.value == other
+
+    def __setstate__(self, state: object) -> None:
+        raise _changes(getattr(self.value, "__name__", str(self.value)))
+
+
+def _changes(name: str) -> CorruptFileError:
+    return CorruptFileError(f"{METADATA} changes {name}, which DCP does not write there")
+
+
+def _sealed_type(kind: type) -> _SealedType:
+    """Return a type whose objects are of type `kind`, empty until the pickle fills them."""
+    return _SealedType(kind.__name__, (), {"__new__": lambda _: object.__new__(kind)})
+
+
+def _memory_format(value: int) -> _Sealed:
+    return _Sealed(_MEM_FORMAT_ENCODING(value))
+
+
+def _memory_format_of_name(_: object, name: str) -> _Sealed:
+    """Return a member of the one enumeration, as `getattr` would."""
+    return _Sealed(_MEM_FORMAT_ENCODING.__members__[name])
+
+
+_PATH = _Sealed(PurePosixPath)  # the folder that it was written to
+# What a pickle gets for a name: no object that it could change for all who use it.
+_KNOWN_NAMES: dict[tuple[str, str], Any] = {
+    **{("torch", name): getattr(torch, name) for name in ("Size", *DCP_DTYPES)},
+    **{
+        (kind.__module__, kind.__name__): _sealed_type(kind)
+        for kind in (
+            _StorageInfo,
+            BytesStorageMetadata,
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            StorageMeta,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
     },
+    (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__name__): _Sealed(_memory_format),
+    # As Python up to 3.11.3 pickles a member of an enumeration.
+    ("builtins", "getattr"): _Sealed(_memory_format_of_name),
+    (_get_layout.__module__, _get_layout.__name__): _Sealed(_get_layout),
 }
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that knows what DCP writes to `.metadata`, and nothing else that a pickle could
-    call.
+    call or change.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] == "pathlib":  # the folder that it was written to
-            return PurePosixPath
-        if (module, name) == ("builtins", "getattr"):
-            return _member  # as Python up to 3.11.3 pickles a member of an enumeration
-        if name not in _METADATA_CLASSES.get(module, ()):
+        if module.partition(".")[0] == "pathlib":
+            return _PATH
+        if (module, name) not in _KNOWN_NAMES:
             raise CorruptFileError(
                 f"{METADATA} asks for {module}.{name}, which DCP does not write there"
             )
-        return super().find_class(module, name)
-
-
-def _member(kind: Any, name: str) -> Any:
-    """Return a member of an enumeration by name."""
-    return kind.__members__[name]
+        return _KNOWN_NAMES[module, name]
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -365,7 +431,63 @@ def read_metadata(folder: Path) -> Metadata:
         raise CorruptFileError(f"{METADATA} cannot be read: {_describe_error(error)}") from None
     if not isinstance(metadata, Metadata):
         raise CorruptFileError(f"{METADATA} cannot be read: it is a {type(metadata).__name__}")
+    with fields_of(METADATA):
+        for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
+            if not is_inside(name):
+                raise CorruptFileError(f"{METADATA} names the file {name}, outside of the folder")
     return metadata
+
+
+def incomplete(tensors: Mapping[str, TensorStorageMetadata]) -> list[str]:
+    """Return a line for each tensor whose chunks do not have each of its numbers exactly once.
+
+    Raises CorruptFileError if they are no chunks.
+    """
+    with fields_of(METADATA):
+        lines = {name: _fault_of_chunks(tensor) for name, tensor in tensors.items()}
+    return [f"{name} {line}" for name, line in lines.items() if line]
+
+
+def _fault_of_chunks(tensor: TensorStorageMetadata) -> str:
+    shape = list(tensor.size)
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
+    boxes = [(offsets, sizes) for offsets, sizes in boxes if 0 not in sizes]
+    for offsets, sizes in boxes:
+        is_in_it = all(
+            start >= 0 and size > 0 and start + size <= whole
+            for start, size, whole in zip(offsets, sizes, shape, strict=True)
+        )
+        if not is_in_it:
+            return f"is {shape}, and has numbers from {list(offsets)} on of size {list(sizes)}"
+    if overlap := _overlap(boxes, shape):
+        return f"has numbers twice, in two parts that have the one at {overlap}"
+    stored = sum(math.prod(sizes) for _, sizes in boxes)
+    if stored != math.prod(shape):
+        return f"has {stored:,} of its {math.prod(shape):,} numbers: parts of it are missing"
+    return ""
+
+
+def _ends(box: Box) -> list[int]:
+    return list(map(operator.add, *box))
+
+
+def _overlap(boxes: Sequence[Box], shape: Sequence[int]) -> list[int]:
+    """Return a position that two boxes have, or []."""
+    if len(boxes) < 2:
+        return []
+    if not shape:
+        return [0]  # a scalar
+    # Along the dimension with the most parts, few boxes are open at a position.
+    dim = max(range(len(shape)), key=lambda each: len({offsets[each] for offsets, _ in boxes}))
+    opened: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[0][dim]):
+        opened = [other for other in opened if _ends(other)[dim] > box[0][dim]]
+        for other in opened:
+            starts = list(map(max, box[0], other[0]))
+            if all(map(operator.lt, starts, map(min, _ends(box), _ends(other)))):
+                return starts
+        opened.append(box)
+    return []
 
 
 def parameters(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -453,6 +575,9 @@ def _check_contains(metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
                 f"{name} is {list(entry.size)} in it, and {list(tensor.shape)} in this run"
             )
     if not missing:
+        asked = {name: stored[name] for name in tensors}
+        if lines := incomplete(cast(dict[str, TensorStorageMetadata], asked)):
+            raise CorruptFileError("; ".join(first_lines(lines, 3)))
         return
     if not any(section_of(name) == "optimizer" for name in stored):
         raise CorruptFileError(

@@ -44,7 +44,7 @@ from titan_lite.config.weights_folder import (
 )
 from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
 from titan_lite.logging import logger
-from titan_lite.manifest import CorruptFileError, fields_of, read_json
+from titan_lite.manifest import CorruptFileError, fields_of, is_inside, read_json
 from titan_lite.models.huggingface import config_from_hf, from_hf, hf_names
 from titan_lite.models.shapes import config_from_fields, parameter_shapes
 from titan_lite.text import error_line, first_lines
@@ -84,6 +84,14 @@ class _DcpFolder:
         self.shapes = shapes(self.config)
         expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
         _raise_faults(misfits(expected, {name: tensor.size for name, tensor in stored.items()}))
+        of_model = {name: stored[name] for name in expected}
+        _raise_faults(
+            f"{name} has dtype {str(tensor.properties.dtype).removeprefix('torch.')}: expected"
+            " numbers with a fraction, such as bfloat16 or float32"
+            for name, tensor in of_model.items()
+            if not tensor.properties.dtype.is_floating_point
+        )
+        _raise_faults(tensor_files.incomplete(of_model))
         self.dtypes = {fqn: stored[name].properties.dtype for fqn, name in self.names.items()}
 
     def digest(self) -> str:
@@ -245,6 +253,11 @@ class HuggingFaceFolder:
     def _tensors_of_index(self, index: Path) -> dict[str, StoredTensor]:
         with fields_of(index.name):
             file_of = dict(read_json(index)["weight_map"])
+            _raise_faults(
+                f"{index.name} has {name} in {file!r:.200}: expected a file in the folder"
+                for name, file in file_of.items()
+                if not is_inside(file)
+            )
             files = sorted(set(file_of.values()))
             missing = [name for name in files if not (self.folder / name).is_file()]
         if missing == files:
@@ -336,8 +349,7 @@ class HuggingFaceFolder:
 
 def _is_weights_file(name: str) -> bool:
     """Return True for the name of a safetensors file, or of an index, within a folder."""
-    inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-    return inside and name.endswith((".safetensors", ".safetensors.index.json"))
+    return is_inside(name) and name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def _check_one_save(files: Iterable[str]) -> None:

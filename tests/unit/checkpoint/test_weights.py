@@ -446,6 +446,15 @@ def first(copy, pattern):
             lambda copy: (copy / "model.safetensors.index.json").write_text("{}"),
             "model.safetensors.index.json has no 'weight_map'",
         ),
+        *(
+            (
+                lambda copy, name=name: (copy / "model.safetensors.index.json").write_text(
+                    json.dumps({"weight_map": {"model.norm.weight": name}})
+                ),
+                f"index.json has model.norm.weight in {name!r}: expected a file in the folder",
+            )
+            for name in ("../model.safetensors", "/model.safetensors", "a/../../b", 5, "")
+        ),
         (
             lambda copy: [path.unlink() for path in copy.glob("model*")],
             "there is no .safetensors file",
