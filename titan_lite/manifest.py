@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
@@ -192,26 +192,24 @@ def read(folder: Path, step: int | None) -> dict[str, FileDigest]:
 def check_step(
     folder: Path, step: int | None, share: int = 0, shares: int = 1
 ) -> dict[str, FileDigest]:
-    """Check the names and sizes of all files in the folder, and return the files as `read` does.
+    """Check that the files are there, with their sizes, and return them as `read` does.
 
-    share, shares: check only every `shares`-th file from number `share` on; the first share also
-    has the names. Raises CorruptFileError.
+    share, shares: check only every `shares`-th file from number `share` on. Raises
+    CorruptFileError.
     """
     files = read(folder, step)
-    if share == 0:
-        _check_names(folder, files)
     own = sorted(files)[share::shares]
     check_sizes(folder, {name: files[name] for name in own})
     return files
 
 
-def _check_names(folder: Path, files: Mapping[str, FileDigest]) -> None:
-    try:
-        foreign = sorted(set(os.listdir(folder)) - set(files) - {NAME})
-    except OSError as error:
-        raise CorruptFileError(f"{error.filename}: {error.strerror}") from None
-    if foreign:
-        raise CorruptFileError(f"{foreign[0]} is foreign: {NAME} does not list it")
+def foreign_files(folder: Path, files: Mapping[str, FileDigest]) -> list[str]:
+    """Return the names in the folder of a step that its manifest does not list, such as those that
+    a file system or a file manager makes. No file of the step is read from them.
+    """
+    with suppress(OSError):
+        return sorted(set(os.listdir(folder)) - set(files) - {NAME})
+    return []
 
 
 def check_sizes(folder: Path, files: Mapping[str, FileDigest]) -> None:

@@ -7,10 +7,12 @@
 config/from_weights.py reads the model's shape there, and checkpoint/weights.py its weights.
 """
 
+import os
 import re
 from pathlib import Path
 
 from titan_lite import manifest
+from titan_lite.config.errors import ConfigError
 
 # Kinds of folders.
 STEP = "a step of titan_lite"
@@ -45,6 +47,27 @@ def _has_any(folder: Path, *names: str) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
+def step_around(path: Path) -> Path | None:
+    """Return the step that a path, which need not exist, is or lies within."""
+    resolved = Path(os.path.realpath(path))
+    for folder in (resolved, *resolved.parents):
+        if all(map(os.path.isfile, (folder / manifest.NAME, folder / METADATA))):
+            return folder
+    return None
+
+
+def refuse_within_step(path: Path, name: str) -> None:
+    """Raise ConfigError for a path to be written that lies within a step.
+
+    name: the argument or option that errors begin with, such as "--output".
+    """
+    if step := step_around(path):
+        raise ConfigError(
+            f"{name} {path}: lies within {step}, {STEP}, which has only what the run saved; use a"
+            " path outside of it"
+        )
+
+
 def why_not_weights(path: Path) -> str:
     """Return what is wrong with a path that is neither a checkpoint nor a Hugging Face folder."""
     if not path.is_dir():
@@ -63,7 +86,9 @@ def steps_in(folder: Path) -> list[Path]:
 
 def tokenizer_files(path: str | Path) -> list[Path]:
     """Return a tokenizer's file, or the first one that transformers finds in a folder, then the
-    files beside it; [] if there is none.
+    files beside it; [] if there is none. Of a step, those that its manifest lists.
+
+    Raises CorruptFileError for a step without one.
     """
     path = Path(path)
     if path.is_file():
@@ -71,7 +96,11 @@ def tokenizer_files(path: str | Path) -> list[Path]:
         if path.suffix == ".json" and beside.is_file() and beside != path:
             return [path, beside]
         return [path]
-    files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+    names = [name for name in TOKENIZER_FILES if (path / name).is_file()]
+    if names and folder_kind(path) == STEP:
+        listed = manifest.read(path, None)
+        names = [name for name in names if name in listed]
+    files = [path / name for name in names]
     has_tokenizer = bool(files) and files[0].name in TOKENIZER_FILES[:2]
     return files if has_tokenizer else []
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_lite.config import Config
+from titan_lite.config.weights_folder import STEP, step_around
 from titan_lite.distributed.layout import Layout
 from titan_lite.rules.mistakes import Mistake, rule
 
@@ -56,6 +57,12 @@ def _is_within(path: Path, *folders: Path) -> bool:
 def dump_folder_cannot_be_written(config: Config) -> Iterator[Mistake]:
     """Yield a mistake if the run's folder is not there and cannot be made, or is not writable."""
     folder = Path(config.job.dump_folder).absolute()
+    for path in (folder, folder / config.checkpoint.folder):
+        if step := step_around(path):
+            why = f"{path} lies within {step}, {STEP}, which has only what its run saved"
+            instead = "a folder outside of it"
+            yield Mistake("job.dump_folder", config.job.dump_folder, why, instead)
+            return
     why = ""
     for path in (folder, *folder.parents):
         try:

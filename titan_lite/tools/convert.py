@@ -39,7 +39,11 @@ from titan_lite.checkpoint.weights import (
 )
 from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
-from titan_lite.config.weights_folder import TOKENIZER_FILES, tokenizer_files
+from titan_lite.config.weights_folder import (
+    TOKENIZER_FILES,
+    refuse_within_step,
+    tokenizer_files,
+)
 from titan_lite.data.tokenizer import TiktokenTokenizer, Tokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
 from titan_lite.logging import init_logging, logger
@@ -295,6 +299,7 @@ def _new_folder(folder: Path, needed: int) -> Iterator[Path]:
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists, and nothing is overwritten; use a new folder")
+    refuse_within_step(folder, "TARGET")
     unfinished = folder.with_name(f"unfinished-{folder.name}-{secrets.token_hex(8)}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

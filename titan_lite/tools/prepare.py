@@ -34,6 +34,7 @@ from titan_lite import manifest
 from titan_lite.cli import Parser, command
 from titan_lite.config import Config, ConfigError, Data, load_config
 from titan_lite.config.errors import in_toml
+from titan_lite.config.weights_folder import refuse_within_step
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
 from titan_lite.data.corpora import SPLITS, Corpus, Split, open_corpus
 from titan_lite.data.outputs import PREPARED
@@ -130,6 +131,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    refuse_within_step(folder, "FOLDER")
     unfinished = folder.with_name(f"unfinished-{folder.name}")
     if folder.exists():
         raise ConfigError(f"{folder} exists, and nothing is overwritten; use a new folder")

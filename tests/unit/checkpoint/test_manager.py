@@ -360,15 +360,17 @@ def test_a_damaged_step_is_named_and_the_one_before_is_taken(damage, name, tmp_p
         of(tmp_path, load_step=2).verified_step()
 
 
-def test_a_foreign_file_is_named(tmp_path, log):
+def test_a_foreign_file_is_named_and_costs_no_step(tmp_path, log):
     steps_of = save(tmp_path, 1, 2)
-    (tmp_path / "checkpoint/step-2/__1_0.distcp").write_bytes(b"x")
-    assert steps_of.step_to_load() == 1
-    assert steps_of.verified_step() == 1
+    step = tmp_path / "checkpoint/step-2"
+    (step / ".nfs0000000002").write_bytes(b"x")
+    (step / "exported").mkdir()
+    assert steps_of.step_to_load() == 2
+    assert steps_of.verified_step() == 2
     assert (
-        "step-2 is not loaded: __1_0.distcp is foreign: manifest.json does not list it; set aside"
-        " as invalid-step-2" in log
+        f"{step}: not read, since manifest.json does not list it: .nfs0000000002, exported" in log
     )
+    assert names(tmp_path) == ["step-1", "step-2"]
 
 
 def test_a_step_under_another_steps_name_is_named(tmp_path):

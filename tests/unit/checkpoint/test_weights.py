@@ -580,6 +580,8 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path,
     [
         (["nowhere", "out"], "nowhere is not a folder"),
         (["STEP", "STEP"], "nothing is overwritten"),
+        (["STEP", "STEP/exported"], "TARGET STEP/exported: lies within STEP, a step of titan_lite"),
+        (["STEP", "link/a/b"], "TARGET link/a/b: lies within STEP, a step of titan_lite"),
         (["STEP", "out", "--max-shard-size", "0"], "--max-shard-size 0.0: use GB above 0"),
         (["STEP", "out", "--max-shard-size", "nan"], "--max-shard-size nan: use GB above 0"),
         (
@@ -611,13 +613,16 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path,
 def test_wrong_options_are_one_line(options, words, step, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("README.md").write_text("# A model\n")
+    Path("link").symlink_to(step)
+    kept = sorted(os.listdir(step))
     with pytest.raises(SystemExit) as left:  # by argparse, too
         sys.exit(convert.main([option.replace("STEP", str(step)) for option in options]))
     assert left.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
-    assert words in line
-    assert os.listdir() == ["README.md"]
+    assert words.replace("STEP", str(step)) in line
+    assert sorted(os.listdir()) == ["README.md", "link"]
+    assert sorted(os.listdir(step)) == kept
 
 
 @UNTIED_ONLY

@@ -29,6 +29,7 @@ from titan_lite import rules
 from titan_lite.cli import Parser, at_least_one, command
 from titan_lite.config import Config, ConfigError, base_of, find_recipe, load_config
 from titan_lite.config.load import option
+from titan_lite.config.weights_folder import refuse_within_step
 from titan_lite.distributed.layout import Layout
 from titan_lite.rules.float8 import float8_has_results_on_gpus
 from titan_lite.rules.mistakes import raise_mistakes
@@ -162,10 +163,13 @@ def refuse_options_without_effect(options: argparse.Namespace) -> None:
             )
 
 
-def refuse_missing_folder(name: str, path: Path | None) -> None:
-    """Raise ConfigError if a file cannot be written since its folder does not exist."""
+def check_target(name: str, path: Path | None) -> None:
+    """Raise ConfigError if a file cannot be written since its folder does not exist or is a
+    step.
+    """
     if path is None:
         return
+    refuse_within_step(path, f"--{name}")
     folder = path.resolve().parent
     if not folder.is_dir():
         raise ConfigError(f"--{name} {path}: there is no folder {folder}; use one that exists")
@@ -218,8 +222,8 @@ class Subject:
 def answer(options: argparse.Namespace, overrides: list[str]) -> str:
     """Return the text that the options ask for."""
     refuse_options_without_effect(options)
-    refuse_missing_folder("picture", options.picture)
-    refuse_missing_folder("trace", options.trace)
+    check_target("picture", options.picture)
+    check_target("trace", options.trace)
     if not options.recipe:
         raise ConfigError("no recipe; use one such as train_configs/llama3_8b.toml")
     config = load_config(options.recipe, overrides)

@@ -186,6 +186,16 @@ def test_async_tensor_parallelism_waits_less_and_is_off_without_tensor_paralleli
     assert capsys.readouterr().out.count("yes") == 2
 
 
+@pytest.mark.parametrize("option", ["--picture", "--trace"])
+def test_a_plan_is_not_written_into_a_step(option, tmp_path, capsys):
+    (tmp_path / "step-12").mkdir()
+    for name in ("manifest.json", ".metadata"):
+        (tmp_path / "step-12" / name).touch()
+    target = str(tmp_path / "step-12/plan")
+    assert main([EIGHT, option, target]) == 2
+    assert f"{option} {target}: lies within {tmp_path}/step-12, a step" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def eight(tmp_path_factory):
     """The 8B recipe, for its eight ranks: as JSON, and what it drew."""
