@@ -623,7 +623,7 @@ class Trainer:
         if step is None:
             self.bad_documents.restart(keeps_file=self.rank == 0)
             path = config.checkpoint.initial_load_path
-            load_initial(path, self.layout.model, self.parameters, shard_of)
+            load_initial(path, self.layout.model, self.parameters, shard_of, self.dump_folder)
         else:
             self.load(step)
         self.model.parameters_have_changed()

@@ -12,6 +12,7 @@ Opening reads only names and shapes, and reports everything that does not fit at
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -52,6 +53,8 @@ from titan_lite.text import error_line, first_lines
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
 NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+INITIAL_STEP = "initial_step.json"  # in a run's folder: the step that it began from
+ROWS = 4096  # of two matrices that are compared at once
 MAX_FAULTS = 40  # shown of a folder that does not fit
 SINGLE_FILE = "model.safetensors"  # in a Hugging Face folder, as INDEX
 INDEX = f"{SINGLE_FILE}.index.json"
@@ -456,17 +459,24 @@ def _open_checkpoint(folder: Path, every_byte: bool, model: ModelConfig | None) 
 
 
 def load_initial(
-    path: str, model: ModelConfig, parameters: Mapping[str, Tensor], shard_of: ShardOf
+    path: str,
+    model: ModelConfig,
+    parameters: Mapping[str, Tensor],
+    shard_of: ShardOf,
+    run_folder: Path,
 ) -> None:
     """Fill a run's parameters from checkpoint.initial_load_path, if set. A collective.
 
-    Raises ConfigError on all ranks.
+    run_folder: job.dump_folder, which keeps the step that was the newest at the first start: a run
+    that starts again before it has saved begins from the same weights. Raises ConfigError on all
+    ranks.
     """
     if not path:
         return
     key = "checkpoint.initial_load_path"
     started = time.perf_counter()
-    weights = open_weights(path, key, model=model)
+    kept = _kept_step(path, run_folder)
+    weights = open_weights(kept or path, key, model=model)
     fault = ""
     if isinstance(weights, CheckpointFolder):
         try:
@@ -489,12 +499,65 @@ def load_initial(
             f'{key} = "{path}": {len(others)} of {len(digests)} ranks, the first of them rank'
             f" {others[0]}, find other weights there than rank 0; use the same files on all nodes"
         )
+    if not kept and weights.folder != Path(path):
+        _keep_step(path, weights.folder, run_folder)
     load(weights, parameters, shard_of)
     dtypes = {str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()}
     logger.info(
         f"weights from {weights.folder}, {weights.kind} in {' and '.join(sorted(dtypes))}, "
         f"read in {time.perf_counter() - started:.1f} s"
     )
+
+
+def _kept_step(path: str, run_folder: Path) -> str:
+    """Return the step of the folder `path` that the first start of a run took, or "" if this is the
+    first one. A collective. Raises ConfigError.
+    """
+    file = run_folder / INITIAL_STEP
+    step = error = ""
+    if _is_first_rank() and file.is_file():
+        try:
+            content = read_json(file)
+            with fields_of(file.name):
+                if content["initial_load_path"] == os.path.abspath(path):
+                    step = str(content["step"])
+        except CorruptFileError as damage:
+            error = f"{run_folder}: {damage}; remove that file to begin from the newest step"
+        if step and not Path(step).is_dir():
+            error = (
+                f'checkpoint.initial_load_path = "{path}": this run has begun from {step}, which is'
+                f" not there any more; remove {file} to begin from the newest step"
+            )
+    if shared_error := first_nonempty(error):
+        raise ConfigError(shared_error)
+    step = first_nonempty(step)
+    if step:
+        logger.info(f"{step} is read again, as at the first start of this run ({file})")
+    return step
+
+
+def _keep_step(path: str, step: Path, run_folder: Path) -> None:
+    """Keep the step that a run begins from, for its next start. A collective.
+
+    Raises ConfigError.
+    """
+    error = ""
+    if _is_first_rank():
+        file = run_folder / INITIAL_STEP
+        content = {"initial_load_path": os.path.abspath(path), "step": os.path.abspath(step)}
+        unfinished = file.with_name(f"unfinished-{file.name}")
+        try:
+            run_folder.mkdir(parents=True, exist_ok=True)
+            manifest.write_text(unfinished, json.dumps(content, indent=1) + "\n")
+            manifest.publish(unfinished, file)
+        except OSError as wrong:
+            error = f"{file} cannot be written: {wrong.strerror}; use another job.dump_folder"
+    if shared_error := first_nonempty(error):
+        raise ConfigError(shared_error)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 @torch.no_grad()

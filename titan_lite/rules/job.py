@@ -14,6 +14,7 @@ WRITTEN = (
     "config.toml",
     "*.jsonl",
     "compile.json",
+    "initial_step.json",
     "restarts.json*",
     "lock",
     "loss.png",
@@ -55,7 +56,9 @@ def _is_within(path: Path, *folders: Path) -> bool:
 
 
 def dump_folder_cannot_be_written(config: Config) -> Iterator[Mistake]:
-    """Yield a mistake if the run's folder is not there and cannot be made, or is not writable."""
+    """Yield a mistake if the run's folder is not there and cannot be made, is not writable, or if
+    it or that of its steps lies within a step.
+    """
     folder = Path(config.job.dump_folder).absolute()
     for path in (folder, folder / config.checkpoint.folder):
         if step := step_around(path):

@@ -4,6 +4,7 @@ one.
 
 import dataclasses
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def initial_weights(folder):
         fqn: distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(0)])
         for fqn, tensor in model_of(TINY).items()
     }
-    load_initial(str(folder), TINY, parameters, None)
+    load_initial(str(folder), TINY, parameters, None, Path("run"))
     return {fqn: parameter.full_tensor() for fqn, parameter in parameters.items()}
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny import OF_FAMILY, of_family
 
 from titan_lite import manifest
+from titan_lite.checkpoint import weights as weights_module
 from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.checkpoint.state import RunState, write_state
 from titan_lite.checkpoint.weights import (
@@ -656,7 +657,9 @@ def refusals_of_copies(folders):
         os.chdir(by_rank[dist.get_rank()])
         parameters = {fqn: torch.zeros(shape) for fqn, shape in shapes(TINY).items()}
         try:
-            load_initial("mine", TINY, parameters, lambda each: (each, (0,) * each.dim()))
+            load_initial(
+                "mine", TINY, parameters, lambda each: (each, (0,) * each.dim()), Path("run")
+            )
             said.append("")
         except ConfigError as error:
             said.append(str(error))
@@ -686,7 +689,7 @@ def test_nodes_with_other_weights_at_one_path_are_refused(step, folder, tmp_path
             )
 
 
-def initial_weights(paths):
+def initial_weights(paths, run_folder):
     """For every (path of rank 0, path of rank 1) what this rank then has, or says."""
     found = []
     for by_rank in paths:
@@ -697,6 +700,7 @@ def initial_weights(paths):
                 TINY,
                 parameters,
                 lambda parameter: (parameter, (0,) * parameter.dim()),
+                run_folder,
             )
             found.append(parameters)
         except ConfigError as error:
@@ -712,7 +716,9 @@ def test_all_ranks_start_from_the_same_weights_or_none_does(step, folder, expect
     shutil.copytree(step, run / "step-1")
     shutil.copytree(step, later / "step-2")  # the run, a moment later
     paths = [(step, step), (folder, folder), (damaged, damaged), (run, later)]
-    for loaded, exported, altered, differing in run_ranks(2, initial_weights, paths):
+    for loaded, exported, altered, differing in run_ranks(
+        2, initial_weights, paths, tmp_path / "mine"
+    ):
         assert all(torch.equal(loaded[fqn], tensor.float()) for fqn, tensor in expected.items())
         assert all(torch.equal(exported[fqn], tensor.float()) for fqn, tensor in expected.items())
         assert (
@@ -722,6 +728,49 @@ def test_all_ranks_start_from_the_same_weights_or_none_does(step, folder, expect
         assert (
             f"ranks see different newest steps in it, {run}/step-1 and {later}/step-2" in differing
         )
+
+
+def started(path, run_folder):
+    """Return the first number of the weights that a run begins with, or what it says."""
+    parameters = {fqn: torch.zeros(shape) for fqn, shape in shapes(TINY).items()}
+    try:
+        load_initial(
+            str(path), TINY, parameters, lambda each: (each, (0,) * each.dim()), run_folder
+        )
+    except ConfigError as error:
+        return str(error)
+    return float(parameters["norm.weight"][0])
+
+
+@UNTIED_ONLY
+def test_a_run_that_starts_again_begins_from_the_step_of_its_first_start(
+    tmp_path, config, monkeypatch
+):
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
+    monkeypatch.setattr(weights_module, "all_equal", lambda text: True)
+    pretraining = tmp_path / "pretraining/checkpoint"
+    for number in (1, 2):
+        given = Given(config)
+        given.parameters = {fqn: each + number for fqn, each in given.parameters.items()}
+        write_step(pretraining / f"step-{number}", given)
+        if number == 1:
+            first = started(tmp_path / "pretraining", tmp_path / "run")
+            assert first == 2.0
+    assert started(tmp_path / "pretraining", tmp_path / "run") == first
+    assert started(tmp_path / "pretraining", tmp_path / "another run") == 3.0
+    assert started(pretraining / "step-2", tmp_path / "run") == 3.0  # which the user names
+    shutil.rmtree(pretraining / "step-1")
+    refused = started(tmp_path / "pretraining", tmp_path / "run")
+    assert refused == (
+        f'checkpoint.initial_load_path = "{tmp_path}/pretraining": this run has begun from'
+        f" {pretraining}/step-1, which is not there any more; remove {tmp_path}/run/"
+        "initial_step.json to begin from the newest step"
+    )
+    (tmp_path / "run/initial_step.json").write_text("{}")
+    assert "initial_step.json has no 'initial_load_path'; remove that file" in started(
+        tmp_path / "pretraining", tmp_path / "run"
+    )
 
 
 # Rounding
