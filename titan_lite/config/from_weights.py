@@ -52,6 +52,55 @@ SCALING = {
     "rope_scaling_original_max_seq_len": "original_max_position_embeddings",
 }
 
+# Keys of config.json that change no logits, by the reason. Another one may, and is refused.
+HARMLESS = {
+    "which program wrote the file, and when": (
+        *("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype"),
+        *("unsloth_fixed", "unsloth_version"),
+    ),
+    "which files and tokens belong to the weights, read elsewhere": (
+        *("transformers_weights", "tokenizer_class", "prefix"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
+        *("cls_token_id", "mask_token_id", "decoder_start_token_id"),
+    ),
+    "how a token is drawn from logits": (
+        *("max_length", "min_length", "do_sample", "early_stopping", "num_beams"),
+        *("num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p"),
+        *("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"),
+        *("encoder_no_repeat_ngram_size", "num_return_sequences", "forced_bos_token_id"),
+        *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"),
+        *("suppress_tokens", "begin_suppress_tokens"),
+    ),
+    "what a call returns beside logits, and labels of other tasks": (
+        *("output_hidden_states", "output_attentions", "output_scores", "return_dict"),
+        *("use_return_dict", "return_dict_in_generate", "problem_type", "id2label", "label2id"),
+        *("num_labels", "task_specific_params", "finetuning_task"),
+    ),
+    "how weights begin, and dropout of a training with transformers": (
+        *("initializer_range", "attention_dropout", "gradient_checkpointing"),
+    ),
+    "how logits are computed, but for rounding": (
+        *("use_cache", "pretraining_tp", "chunk_size_feed_forward", "torchscript"),
+        *("use_bfloat16", "tf_legacy_loss", "_attn_implementation", "attn_implementation"),
+        *("_attn_implementation_autoset", "_flash_attn_2_enabled"),
+    ),
+    "which part of an encoder and decoder it is, where it is neither": (
+        *("is_decoder", "is_encoder_decoder", "add_cross_attention"),
+        *("cross_attention_hidden_size", "tie_encoder_decoder", "pruned_heads"),
+    ),
+    "read with use_sliding_window alone, which is refused": ("sliding_window", "max_window_layers"),
+}
+READ = frozenset(
+    (
+        *("architectures", "model_type", "rms_norm_eps", "tie_word_embeddings", "layer_types"),
+        *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+        *("original_max_position_embeddings", "quantization_config"),
+        *SIZES.values(),
+    )
+)
+# What a config.json of any family must have, if it has it.
+FIXED = {"is_causal": True, "use_sliding_window": False}
+
 
 @dataclass(frozen=True)
 class ModelOfWeights:
@@ -147,11 +196,20 @@ def keys_of_config_json(json: Mapping[str, Any], family: str = "") -> dict[str, 
     given = {**format.defaults, **json}
     given = {key: value for key, value in given.items() if value is not None}
     given.setdefault("num_key_value_heads", json.get("num_attention_heads"))
+    fixed = {**FIXED, **format.fixed}
     mistakes += [
         f"{key} = {json[key]!r:.60}: expected {value!r}"
-        for key, value in format.fixed.items()
+        for key, value in fixed.items()
         if json.get(key, value) != value
     ]
+    known = READ.union(fixed, format.defaults, *HARMLESS.values())
+    mistakes += [
+        f"{key} = {value!r:.60}: may change what the model computes, and is not known here; remove"
+        " it if it does not"
+        for key, value in json.items()
+        if key not in known and value is not None
+    ]
+    mistakes += _not_full_attention(json)
     heads, width = given.get("num_attention_heads"), given.get("hidden_size")
     if "head_dim" not in given and not _not_sizes(given, ["num_attention_heads", "hidden_size"]):
         given["head_dim"] = width // heads  # type: ignore[operator]
@@ -172,6 +230,27 @@ def keys_of_config_json(json: Mapping[str, Any], family: str = "") -> dict[str, 
         "norm_eps": float(given["rms_norm_eps"]),
         **rope,
     }
+
+
+def _not_full_attention(json: Mapping[str, Any]) -> list[str]:
+    """Return a line for layer_types that are not full attention in each layer."""
+    types = json.get("layer_types")
+    if types is None:
+        return []
+    layers = json.get("num_hidden_layers")
+    if not isinstance(types, list):
+        return [f"layer_types = {types!r:.60}: expected a list"]
+    lines = [
+        f"layer_types has {each!r:.60}: expected 'full_attention' for all layers"
+        for each in types
+        if each != "full_attention"
+    ]
+    if len(types) != layers:
+        lines.append(
+            f"layer_types has {len(types)} entries, and num_hidden_layers is {layers}: expected one"
+            " for each layer"
+        )
+    return list(dict.fromkeys(lines))
 
 
 def _family_of(json: Mapping[str, Any], own: str) -> tuple[str, list[str]]:

@@ -462,6 +462,49 @@ def test_scaling_that_is_none_is_told(options, words):
     assert words in str(error.value)
 
 
+QWEN3 = {**JSON, "model_type": "qwen3", "head_dim": 32}
+FULL = "full_attention"
+
+
+@pytest.mark.parametrize("json_of_family", [JSON, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"layer_types": [FULL, "sliding_attention", FULL]},
+            "layer_types has 'sliding_attention': expected 'full_attention' for all layers",
+        ),
+        (
+            {"layer_types": [FULL, FULL]},
+            "layer_types has 2 entries, and num_hidden_layers is 3: expected one for each layer",
+        ),
+        ({"layer_types": FULL}, "layer_types = 'full_attention': expected a list"),
+        ({"use_sliding_window": True}, "use_sliding_window = True: expected False"),
+        ({"is_causal": False}, "is_causal = False: expected True"),
+        (
+            {"embedding_multiplier": 12.0},
+            "embedding_multiplier = 12.0: may change what the model computes, and is not known here;"
+            " remove it if it does not",
+        ),
+        ({"auto_map": {"AutoModel": "own.Model"}}, "auto_map = {'AutoModel': 'own.Model'}: may"),
+    ],
+)
+def test_a_key_that_may_change_what_is_computed_is_refused(json_of_family, change, words):
+    with pytest.raises(ValueError) as error:
+        keys_of_config_json({**json_of_family, **change})
+    assert str(error.value) == words or (words.endswith("may") and words in str(error.value))
+
+
+@pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen3Config"])
+def test_what_transformers_writes_is_known(kind):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, kind)(
+        num_hidden_layers=3, attention_dropout=0.1, sliding_window=4096
+    )
+    content = json.loads(config.to_json_string(use_diff=False))
+    assert keys_of_config_json({**content, "layer_types": [FULL] * 3})["n_layers"] == 3
+
+
 def test_a_null_is_as_absent_where_transformers_has_it_so():
     found = keys_of_config_json({**JSON, "num_key_value_heads": None, "head_dim": None})
     assert found["n_kv_heads"] == 4
