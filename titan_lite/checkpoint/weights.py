@@ -221,8 +221,8 @@ class HuggingFaceFolder:
             for name, tensor in self.stored.items()
             if tensor.dtype not in DTYPES
         )
-        self._drop_copies()
         self.names = hf_names(self.config)  # in the folder, by FQN
+        self._drop_copies()
         self.shapes = shapes(self.config)
         expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
         _raise_faults(misfits(expected, {name: one.shape for name, one in self.stored.items()}))
@@ -311,14 +311,18 @@ class HuggingFaceFolder:
 
     def _drop_copies(self) -> None:
         """Forget what some folders have beside parameters: computed frequencies, and a second copy
-        of tied weights.
+        of tied weights. A folder may have these under the output's name alone.
         """
         for name in list(self.stored):
             if name.endswith("rotary_emb.inv_freq"):
                 del self.stored[name]
         embedding = "model.embed_tokens.weight"
         output = "lm_head.weight"
-        if self.config.tied_embeddings and {embedding, output} <= self.stored.keys():
+        if not self.config.tied_embeddings or output not in self.stored:
+            return
+        if embedding not in self.stored:
+            self.names["tok_embeddings.weight"] = output
+        else:
             if not _equal(self._open(embedding), self._open(output)):
                 raise CorruptFileError(
                     f"config.json has tie_word_embeddings = true, but {output} is not {embedding}"
@@ -616,7 +620,13 @@ def shapes(config: ModelConfig) -> dict[str, torch.Size]:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
+    """Return True if two matrices have the same numbers, in whatever dtypes."""
+    if one.shape != other.shape:
+        return False
+    if one.dtype == other.dtype:
+        return torch.equal(one, other)
+    blocks = zip(one.split(ROWS), other.split(ROWS), strict=True)
+    return all(torch.equal(a.float(), b.float()) for a, b in blocks)
 
 
 def check_size(config: ModelConfig, tensors: int) -> None:

@@ -331,13 +331,26 @@ def test_tied_weights_that_are_stored_twice_must_be_the_same(tmp_path, config):
     write_hf(tmp_path / "hf", Given(config))
     path = tmp_path / "hf/model.safetensors"
     tensors = load_file(path)
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
-    assert open_weights(tmp_path / "hf").dtypes.keys() == shapes(config).keys()
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path)
-    with pytest.raises(
-        ConfigError, match=r"tie_word_embeddings = true, but lm_head\.weight is not"
-    ):
-        open_weights(tmp_path / "hf")
+    embedding = tensors["model.embed_tokens.weight"]
+    for copy in (embedding.clone(), embedding.float()):
+        save_file(tensors | {"lm_head.weight": copy}, path)
+        assert open_weights(tmp_path / "hf").dtypes.keys() == shapes(config).keys()
+    for other in (embedding + 1, embedding.float() * (1 + 2**-12), embedding[1:].clone()):
+        save_file(tensors | {"lm_head.weight": other}, path)
+        with pytest.raises(
+            ConfigError, match=r"tie_word_embeddings = true, but lm_head\.weight is not"
+        ):
+            open_weights(tmp_path / "hf")
+
+
+@TIED_ONLY
+def test_tied_weights_may_be_stored_under_the_outputs_name_alone(tmp_path, config, expected):
+    write_hf(tmp_path / "hf", Given(config))
+    path = tmp_path / "hf/model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, path)
+    same(open_weights(tmp_path / "hf"), config, expected)
 
 
 # What does not fit
