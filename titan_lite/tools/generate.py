@@ -31,6 +31,7 @@ from titan_lite.config.weights_folder import TOKENIZER_FILES
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging
 from titan_lite.models.transformer import Mask, Transformer, rope_tables
+from titan_lite.text import first_names
 
 Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]  # as models/transformer.attend
 
@@ -156,18 +157,35 @@ def generate(
 ) -> Iterator[int]:
     """Yield tokens below vocab_size that continue the prompt, the first in `stop` as the last.
 
-    Draws on the CPU in float32, so that a seed has the same random numbers on every device.
+    Draws on the CPU in float32, so that a seed has the same random numbers on every device. Raises
+    ConfigError for logits that are no numbers.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     device = decoder.rope_cos.device
     tokens = list(prompt)
     for _ in range(max_new_tokens):
         logits = decoder(torch.tensor([tokens], device=device))[0, :vocab_size].float().cpu()
+        if not logits.isfinite().all():
+            raise ConfigError(_why_no_token(decoder))
         token = sampling.draw(logits, generator)
         yield token
         if token in stop:
             return
         tokens = [token]
+
+
+def _why_no_token(decoder: Decoder) -> str:
+    """Return what is wrong with a model whose logits have NaN or infinity."""
+    wrong = [fqn for fqn, each in decoder.named_parameters() if not each.isfinite().all()]
+    if wrong:
+        return (
+            f"there is no next token, since weights are NaN or infinite: {first_names(wrong, 3)};"
+            " use another checkpoint"
+        )
+    return (
+        "there is no next token: the model's logits are NaN or infinite, and its weights are not;"
+        " use --dtype float32, or another checkpoint"
+    )
 
 
 def text_of(tokens: Iterable[int], tokenizer: Tokenizer, prompt: Sequence[int]) -> Iterator[str]:

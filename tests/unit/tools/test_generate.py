@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from json_tokenizers import bpe, byte_level, save, unigram, word_level, word_piece
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny import OF_FAMILY, of_family
 
 from titan_lite import manifest
@@ -366,6 +366,23 @@ def test_what_is_wrong_is_one_line(folder, options, words, tmp_path, capsys, mon
     assert line.startswith("error: ")
     assert words in line
     assert not captured.out
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_weights_that_are_no_numbers_are_named(tmp_path, temperature, capsys):
+    save_hf(tmp_path, TINY)
+    tensors = load_file(tmp_path / "x.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, tmp_path / "x.safetensors")
+    shutil.copyfile(TOKENIZER, tmp_path / "tokenizer.model")
+    arguments = [str(tmp_path), "--temperature", temperature, "--device", "cpu"]
+    assert command.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1] == (
+        "error: there is no next token, since weights are NaN or infinite:"
+        " layers.1.feed_forward.w3.weight; use another checkpoint"
+    )
+    assert "\0" not in captured.out
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, capsys):
