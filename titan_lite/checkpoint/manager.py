@@ -508,7 +508,10 @@ class Checkpointer(SavedSteps):
         """Delete half-written and half-deleted steps of a killed run."""
         for path in (*self.folder.glob("unfinished-step-*"), *self.folder.glob("deleting-step-*")):
             try:
-                shutil.rmtree(path)
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:  # which a save has not made, and which would be in its way
+                    path.unlink()
                 logger.info(f"removed {path}, left by a killed run")
             except OSError as error:
                 logger.warning(f"{path}, left by a killed run, was not removed: {error}")

@@ -319,6 +319,22 @@ def test_old_steps_go_whole_and_invalid_ones_do_not_count(tmp_path, monkeypatch,
     assert names(tmp_path) == ["step-3", "step-4", "step-5", "step-6", "step-7"]
 
 
+@pytest.mark.parametrize("kind", ["file", "link", "link to nothing"])
+def test_what_stands_where_a_step_is_written_is_removed(kind, tmp_path, log):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").touch()
+    unfinished = tmp_path / "checkpoint/unfinished-step-3"
+    if kind == "file":
+        unfinished.touch()
+    else:
+        unfinished.symlink_to(tmp_path / ("mine" if kind == "link" else "nowhere"))
+    assert_step(save(tmp_path, 3), 3)
+    assert names(tmp_path) == ["step-3"]
+    assert f"removed {unfinished}, left by a killed run" in log
+    assert (tmp_path / "mine/file").exists()
+
+
 def test_leftovers_of_a_run_that_was_killed_are_removed_at_start_and_at_a_save(tmp_path, log):
     steps_of = save(tmp_path, 1)
     for begin in (steps_of.lock, lambda: save(tmp_path, 2)):
