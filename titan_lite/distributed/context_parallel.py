@@ -72,7 +72,8 @@ class ContextParallelAttention:
         mask: (B, 1, t, T).
         """
         gathered = gather_tokens(torch.cat((k, v), dim=2), self.axis)
-        k, v = in_position_order(gathered, self.axis.degree).chunk(2, dim=2)
+        heads = [k.shape[2], v.shape[2]]
+        k, v = in_position_order(gathered, self.axis.degree).split(heads, dim=2)
         head, tail = q.chunk(2, dim=1)
         head_mask, tail_mask = (None, None) if mask is None else mask.chunk(2, dim=2)
         chunk = head.shape[1]
