@@ -8,6 +8,7 @@ Launchers set those of WORLD. A process without them runs alone, and sets them a
 import os
 import re
 import socket
+from pathlib import Path
 
 from titan_lite.config import ConfigError
 from titan_lite.logging import log_ranks
@@ -116,6 +117,17 @@ def _contradictions(values: dict[str, int]) -> list[str]:
     if not 0 < values["MASTER_PORT"] <= LAST_PORT:
         wrong.append(f"MASTER_PORT={values['MASTER_PORT']}: expected a port from 1 to {LAST_PORT}")
     return wrong
+
+
+def use_loopback() -> None:
+    """Have gloo connect the ranks of one node without looking up its name."""
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def cache_folder() -> Path:
+    """Return the folder for what is remembered from run to run; relative if there is no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "titan_lite"
 
 
 def usable_cores() -> int:

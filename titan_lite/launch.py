@@ -17,7 +17,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,16 +24,25 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from titan_lite import recipe, rules
-from titan_lite.config import SHIPPED, ConfigError, load_config
+from titan_lite.config import SHIPPED, Config, ConfigError, load_config
 from titan_lite.distributed import endpoint
 from titan_lite.distributed.layout import Layout
-from titan_lite.environment import LAST_PORT, check_working_folder, resolves, usable_cores
+from titan_lite.environment import (
+    LAST_PORT,
+    check_working_folder,
+    resolves,
+    usable_cores,
+    use_loopback,
+)
 from titan_lite.processes import large_imports
 from titan_lite.resilience import exit_code
 from titan_lite.resilience.signals import LAUNCHER, STOPPING, write_line
+
+if TYPE_CHECKING:
+    from titan_lite.tools.verify.own_family import Verification
 
 NUMA_NODES = "/sys/devices/system/node"
 # seconds from a signal until ranks that have not ended are killed; a hang ends them before
@@ -44,6 +52,7 @@ NODES_LIMIT = 20
 FLOPS_OF_CORE = 1e11  # a second, in float32
 SLOW_STEP = 120  # seconds
 LOOPBACK = "127.0.0.1"
+VERIFY_LIMIT = 240  # seconds for a user's own family, which takes 4 to 10 on free cores
 DEFAULT_PORT = 29400  # torchrun's, of an endpoint without one
 RESTART_LIMIT = 600  # where ranks may start again: the time of torchrun, too
 VARIABLES = {  # name: (pattern, meaning)
@@ -112,10 +121,18 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     if nodes != "1":
         line += f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}"
     write_line(line)
+    verification = None
+    if config.model.verify and recipe.needs_verification(config):
+        verification = verification_of(config, world_size if ":" not in nodes else None)
     if address is None:
         use_loopback()
+        is_first = True
     else:
-        check_endpoint(*address, os.environ.get("NODE_RANK", ""))
+        is_first = check_endpoint(
+            *address, os.environ.get("NODE_RANK", ""), verifies=verification is not None
+        )
+    if verification is not None and is_first and not verification.run(arguments, VERIFY_LIMIT):
+        raise SystemExit(exit_code.STOPPED)
     return [
         *("--nnodes", nodes),
         *("--nproc-per-node", str(processes)),
@@ -167,22 +184,40 @@ def split_endpoint(address: str) -> tuple[str, int]:
     return host, int(match[2] or DEFAULT_PORT)
 
 
-def check_endpoint(host: str, port: int, node_rank: str) -> None:
-    """Check that this node can serve the rendezvous, or that its server answers.
+def check_endpoint(host: str, port: int, node_rank: str, *, verifies: bool = False) -> bool:
+    """Check that this node can serve the rendezvous, or that its server answers. Return True if it
+    is the node that serves.
 
-    Raises EndpointError.
+    verifies: that node verifies a family before, and the others wait for it. Raises EndpointError.
     """
     name = f"RDZV_ENDPOINT={host}:{port}"
     if node_rank and int(node_rank) == 0:
         endpoint.check_port(name, port)
-    elif node_rank or not (endpoint.port_is_free(port) and endpoint.is_here(host)):
-        endpoint.check_store(name, host, port, endpoint.CONNECT_LIMIT)
+        return True
+    if not node_rank and endpoint.port_is_free(port) and endpoint.is_here(host):
+        return True
+    seconds = endpoint.CONNECT_LIMIT
+    if verifies:
+        seconds += VERIFY_LIMIT
+        write_line(
+            f"titan_lite: the node of {name} verifies the family first: waiting for it, at most"
+            f" {seconds:g} s"
+        )
+    endpoint.check_store(name, host, port, seconds)
+    return False
 
 
-def use_loopback() -> None:
-    """Have gloo connect the ranks of one node without looking up its name."""
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def verification_of(config: Config, world_size: int | None) -> "Verification | None":
+    """Return the verification that a recipe with a user's own family needs; None if it has been
+    verified before.
+
+    world_size: number of ranks; None: any. Raises ConfigError.
+    """
+    with large_imports():
+        from titan_lite.tools.verify.own_family import Verification
+
+    verification = Verification(config, world_size)
+    return None if verification.is_remembered() else verification
 
 
 def count_gpus() -> int:

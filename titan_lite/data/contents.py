@@ -23,6 +23,7 @@ from fsspec.core import url_to_fs
 
 from titan_lite.config import ConfigError
 from titan_lite.data.readers import is_url, serves_no_ranges
+from titan_lite.environment import cache_folder
 from titan_lite.logging import logger
 from titan_lite.manifest import MAX_WHOLE, sampled_sha256
 from titan_lite.text import without_secrets
@@ -199,8 +200,7 @@ def hash_of(file: str) -> str:
 def _path_of_remembered(corpus: str) -> Path:
     """Return the file of this host with the contents of a corpus, relative if there is no home."""
     name = f"{platform.node()} {corpus if is_url(corpus) else os.path.abspath(corpus)}"
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "titan_lite" / f"{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}.json"
+    return cache_folder() / f"{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}.json"
 
 
 def _acquire_lock(path: Path, corpus: str) -> AbstractContextManager | None:

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from titan_lite.config import Config
 from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.layout import AXES, DEGREES
+from titan_lite.environment import use_loopback
 from titan_lite.hooks import Hook
 from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.metrics.run_files import read_metrics
@@ -113,6 +114,7 @@ def _train(
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ["MASTER_PORT"] = str(port)
     os.environ["NO_COLOR"] = "1"
+    use_loopback()
     # a warning about gathering a full gradient over two axes, which only this program does
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     recorder = Recorder(prepare)
