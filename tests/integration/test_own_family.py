@@ -16,7 +16,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import shape_of
 from titan_lite.rules import check
 from titan_lite.tools import convert, generate
-from titan_lite.tools.verify.compare import compare
+from titan_lite.tools.verify.compare import FLOAT8, FLOAT32, compare
 from titan_lite.tools.verify.observe import run
 from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model
 
@@ -45,6 +45,72 @@ def test_a_family_of_ones_own_trains_as_in_one_process(layout, options):
     found = run(twin(config, parse_layout(layout), 3), model)
     assert found.gradients["layers.0.attention.gate.weight"].norm() > 0
     result = compare(found, run(alone, model))
+    assert result.agrees, result
+
+
+# One norm for queries and keys, whose gradients differ, and a gate that is called twice alike, so that
+# a graph could merge both.
+READ_TWICE = (
+    ("import TransformerBlock,", "import RMSNorm, TransformerBlock,"),
+    (
+        "        self.gate = ",
+        "        self.qk_norm = RMSNorm(config.head_dim, config.norm_eps)\n        self.gate = ",
+    ),
+    (
+        "        cos, sin = ",
+        "        q, k = self.qk_norm(q), self.qk_norm(k)\n        cos, sin = ",
+    ),
+    ("torch.sigmoid(self.gate(x))", "torch.sigmoid(self.gate(x) + self.gate(x))"),
+    (
+        '        "attention.gate.weight"',
+        '        "attention.qk_norm.weight": (config.head_dim,),\n        "attention.gate.weight"',
+    ),
+    (
+        '"attention.gate": "columns"',
+        '"attention.gate": "columns", "attention.qk_norm": "replicated"',
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("dp_shard=2", ["--compile.enable"]),
+        ("pp=2", ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]),
+        *(
+            pytest.param(layout, options, marks=pytest.mark.slow)
+            for layout, options in (
+                ("dp_shard=2", []),
+                ("dp_shard=2,tp=2", ["--compile.enable"]),
+                ("dp_shard=2", ["--compile.enable", "--parallelism.fsdp_communication=microbatch"]),
+                ("dp_shard=2", ["--compile.enable", "--float8.enable"]),
+                (
+                    "pp=2",
+                    [
+                        "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+                        "--parallelism.fsdp_communication=microbatch",
+                    ],
+                ),
+                (
+                    "pp=2",
+                    ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--compile.enable"],
+                ),
+            )
+        ),
+    ],
+)
+def test_a_weight_that_a_block_reads_twice_has_both_gradients(layout, options, tmp_path):
+    text = GATED.read_text()
+    for old, new in READ_TWICE:
+        assert old in text
+        text = text.replace(old, new)
+    file = tmp_path / "twice.py"
+    file.write_text(text)
+    config = configured(file, *options)
+    small = twin(config, parse_layout(layout), 2)
+    model = twin_model(shape_of(config.model), 4)
+    within = FLOAT8 if config.float8.enable else FLOAT32
+    result = compare(run(small, model), run(reference(small), model), within)
     assert result.agrees, result
 
 

@@ -57,7 +57,7 @@ from titan_lite.distributed.step_gather import (
 )
 from titan_lite.dtensor import as_shard_of, local
 from titan_lite.models.float8 import Float8Linear, Scaled
-from titan_lite.models.fqns import parameters_within
+from titan_lite.models.fqns import is_in_block, parameters_within
 from titan_lite.sharding import chunk_range
 
 
@@ -141,15 +141,30 @@ def _reduce(gradient: Tensor, spec: ShardSpec, shard: Tensor) -> Tensor:
     return spec.finish_reduce(spec.start_reduce(gradient)).to(shard.dtype)
 
 
-@dataclass(frozen=True)
 class TracedGatherer:
-    """The Gatherer of a model that is traced."""
+    """The Gatherer of a model, or of a part of it, that is traced by one call.
 
-    reader: GraphReader
-    inputs: Mapping[str, Sequence[Tensor]]  # of the graph, by FQN
+    A block may use a weight several times, such as one norm for queries and keys. The graph has one
+    read of it, and autograd adds up the gradients of its uses. With a read for each use, the graph
+    would merge two whose gradients are equal into one.
+    """
+
+    def __init__(self, reader: GraphReader, inputs: Mapping[str, Sequence[Tensor]]):
+        self.reader = reader
+        self.inputs = inputs  # of the graph, by FQN
+        # those of blocks that were read, by FQN and whether autograd records the read
+        self.of_blocks: dict[tuple[str, bool], Tensor | Scaled] = {}
 
     def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor | Scaled:
         """Return the full weight as nodes of the graph."""
+        if not is_in_block(spec.fqn):
+            return self._read(spec)
+        key = (spec.fqn, torch.is_grad_enabled())
+        if key not in self.of_blocks:
+            self.of_blocks[key] = self._read(spec)
+        return self.of_blocks[key]
+
+    def _read(self, spec: ShardSpec) -> Tensor | Scaled:
         with annotate({"fqn": spec.fqn}):  # names the nodes for passes, those of backward too
             return self.reader.read_inputs(self.inputs[spec.fqn], spec)
 
@@ -170,7 +185,7 @@ class Sharding:
         self.specs = specs
         self.scales = scales
         self.resharded = resharded  # FQNs of weights that are dropped after forward
-        self.reads = reads  # of each weight in a forward, by FQN: two of a tied one
+        self.reads = reads  # of each weight in a graph's forward, by FQN: two of the tied table
         self.shard_reader = ShardReader(scales)
         self.prefetch = PrefetchGatherer(specs, scales, resharded)
         # `gathered_for_step` replaces one of these. A compiled model that is called outside of a
@@ -314,6 +329,8 @@ def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh, options: FSDPOptions) 
         for parameter in module._parameters.values()
         if parameter is not None
     )
+    for fqn in filter(is_in_block, reads):
+        reads[fqn] = 1  # see TracedGatherer
     sharding = Sharding(specs, Float8Scales(scaled), resharded, reads)
     for module in model.modules():
         own_specs = {}

@@ -201,7 +201,7 @@ class StepReader:
         self.scales = scales
         self.gradients = gradients
         self.specs = {spec.fqn: spec for spec in specs.values()}
-        self.reads = reads  # of a weight in a forward, by FQN: two of a tied one
+        self.reads = reads  # of a weight in a graph's forward, by FQN: two of the tied table
         self.first_reads: dict[str, Tensor] = {}  # a tied weight's first gradient in a microbatch
         self.weights: dict[str, Tensor] = {}  # full weights, by FQN
         self.handles: dict[str, Tensor] = {}  # (0,), by FQN

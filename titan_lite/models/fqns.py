@@ -24,6 +24,11 @@ def block_of(fqn: str, last: str = "norm") -> str:
     return last if parts[0] == "norm" else parts[0]
 
 
+def is_in_block(fqn: str) -> bool:
+    """Return True for a parameter of a transformer block."""
+    return fqn.startswith("layers.")
+
+
 def last_block(fqns: Iterable[str]) -> str:
     """Return the transformer block that shares a bucket with the last norm, or "norm" without
     blocks.
