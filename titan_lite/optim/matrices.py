@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from titan_lite.config import Optimizer
+from titan_lite.config import ConfigError, Optimizer
+from titan_lite.config.errors import shown
 from titan_lite.dtensor import local
 from titan_lite.optim.matrix_owners import MatrixOwners
 from titan_lite.optim.state import owner_costs
@@ -31,6 +32,7 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         super().__init__([*matrices.values()], settings)
         self.config = config
         self.matrices: list[nn.Parameter] = self.param_groups[0]["params"]
+        self.fqns = list(matrices)
         self.indices = {matrix: index for index, matrix in enumerate(self.matrices)}
         self.shapes = [tuple(matrix.shape) for matrix in self.matrices]
         costs = owner_costs(config)
@@ -68,6 +70,17 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
             initial = self.initial_state(self.indices[parameter])
             self.state[parameter] = {"step": step, **initial}
         return self.state[parameter]
+
+    def gradient_of(self, index: int) -> Tensor:
+        """Return this rank's part of the gradient of a matrix. Raises ConfigError without one."""
+        matrix = self.matrices[index]
+        if matrix.grad is None:
+            raise ConfigError(
+                f"optimizer.name = {shown(self.config.name)}: {self.fqns[index]} has no gradient,"
+                " since no forward uses it; leave it out of the model, or use AdamW, which leaves"
+                " it as it is"
+            )
+        return local(matrix.grad)
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]

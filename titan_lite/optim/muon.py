@@ -44,10 +44,9 @@ class Muon(MatrixOptimizer):
     def local_part(self, index: int) -> Tensor:
         """Return this rank's part of the direction, and update the momentum."""
         matrix = self.matrices[index]
-        assert matrix.grad is not None
         momentum = self.config.momentum
         buffer = local(self.state[matrix]["momentum_buffer"])
-        gradient = local(matrix.grad)
+        gradient = self.gradient_of(index)
         mean = buffer.lerp(gradient, 1 - momentum)
         direction = gradient.lerp(mean, momentum) if self.config.nesterov else mean
         self.store(buffer, mean)

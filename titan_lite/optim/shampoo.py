@@ -86,9 +86,7 @@ class Shampoo(MatrixOptimizer):
         super().step()
 
     def local_part(self, index: int) -> Tensor:
-        gradient = self.matrices[index].grad
-        assert gradient is not None
-        return local(gradient)
+        return self.gradient_of(index)
 
     def owner_update(self, index: int, complete: Tensor) -> Tensor:
         """Return the direction of a step from the complete gradient, and update the state."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import UNTIED
 
-from titan_lite.config import Optimizer
+from titan_lite.config import ConfigError, Optimizer
 from titan_lite.config.families import LLAMA3
 from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
@@ -75,6 +75,15 @@ def test_one_learning_rate_serves_both_and_norms_do_not_decay():
     set_gradients(parameters, 1)
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in parameters.values())
+
+
+@pytest.mark.parametrize("name", ["Muon", "Shampoo"])
+def test_a_matrix_that_no_forward_uses_is_named(name):
+    parameters, optimizer = build(Optimizer(name=name))
+    set_gradients(parameters, 1)
+    parameters["layers.1.attention.wk.weight"].grad = None
+    with pytest.raises(ConfigError, match=r"layers\.1\.attention\.wk\.weight has no gradient"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (30, 30)])
