@@ -21,7 +21,7 @@ def options(tmp_path):
     lines = [
         json.dumps({"text": f"document {i}: " + "words and more words " * 5}) for i in range(60)
     ]
-    lines[7], lines[20], lines[33] = '{"text": null}', "not json", '{"text": ""}'
+    lines[7], lines[20], lines[33] = '{"text": null}', "not json", '{"text": 1}'
     lines[40] = '{"text": "short"}'
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("\n".join(lines) + "\n")

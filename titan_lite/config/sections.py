@@ -594,9 +594,9 @@ class Data(Corpus):
     """A document of more MiB of UTF-8 is a bad one."""
 
     on_bad_document: Literal["error", "skip"] = "error"
-    """Policy for a document that cannot be read, is empty or too large: error ends the run and
-    names file and line, skip leaves it out and lists it in bad_documents.jsonl in
-    job.dump_folder."""
+    """Policy for a document that cannot be read or is too large: error ends the run and names file
+    and line, skip leaves it out and lists it in bad_documents.jsonl in job.dump_folder. Empty texts
+    are always left out."""
 
     max_bad_documents: int = Field(100, ge=0)
     """More bad documents than this end the run."""

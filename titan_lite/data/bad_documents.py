@@ -6,6 +6,9 @@
     log = BadDocumentsLog(config.data, dump_folder, counts_short=True)
     metrics = log.gather([loader.pop_skipped()])     # a collective; raises ConfigError on all ranks
 
+An empty text is nothing broken, and common in corpora of code and web pages: it is left out and
+counted, whatever the recipe says of bad documents.
+
 A line of `bad_documents.jsonl` is one document. Each one is listed once, however many epochs and
 ranks read it. A resumed run continues the list and its count. A run whose data restarts begins
 another list, and keeps the former one as `bad_documents-1.jsonl`.
@@ -24,6 +27,8 @@ from typing import Any, NamedTuple
 from titan_lite.config import ConfigError, Data
 from titan_lite.logging import logger
 from titan_lite.metrics.run_files import read_lines
+
+EMPTY = "empty"  # the reason of an empty text
 
 
 class BadDocument(NamedTuple):
@@ -52,14 +57,16 @@ class SkippedDocuments:
 
     bad: list[BadDocument] = field(default_factory=list)
     short: int = 0  # number of documents below data.min_document_tokens
+    empty: int = 0  # number of empty texts
 
     def __bool__(self) -> bool:
-        return bool(self.bad or self.short)
+        return bool(self.bad or self.short or self.empty)
 
     def add(self, other: "SkippedDocuments", *, counts_short: bool = True) -> None:
         self.bad += other.bad
         if counts_short:
             self.short += other.short
+            self.empty += other.empty
 
 
 class BadDocumentPolicy:
@@ -73,10 +80,14 @@ class BadDocumentPolicy:
         self.last_bad: BadDocument | None = None
 
     def skip(self, bad: BadDocument) -> None:
-        """Skip a bad document.
+        """Skip a bad document, or an empty text.
 
         Raises ConfigError if bad documents are errors, or if this is one too many.
         """
+        if bad.reason == EMPTY:
+            self.last_bad = bad
+            self.skipped.empty += 1
+            return
         if self.data.on_bad_document == "error":
             skip = 'data.on_bad_document = "skip"'
             fix = f"repair or remove it, or use {skip}"
@@ -119,6 +130,9 @@ class BadDocumentsLog:
         self.policy = BadDocumentPolicy(data, map(_key_of, self.entries))
         self.bad = len(self.policy.known)  # different ones of the run, resumed parts included
         self.short = 0  # documents below data.min_document_tokens, since this start
+        self.empty = 0  # empty texts, since this start
+        datasets = {part.dataset for _, part in data.mixture()}
+        self.may_have_empty = not datasets <= {"stdlib", "prepared"}
 
     def state_dict(self) -> dict[str, int]:
         """Return the length of the list: documents listed later are found again after a resume."""
@@ -181,12 +195,16 @@ class BadDocumentsLog:
 
         skips_bad = self.data.on_bad_document == "skip"
         skips_short = self.data.min_document_tokens > 0
-        if not skips_bad and not skips_short:
+        if not skips_bad and not skips_short and not self.may_have_empty:
             return {}
         short = sum(some.short for some in skipped) if self.counts_short else 0
+        empty = sum(some.empty for some in skipped) if self.counts_short else 0
         bad = [document for some in skipped for document in some.bad]
-        short_everywhere, bad_everywhere = sum_over_ranks(short, len(bad))
+        short_everywhere, empty_everywhere, bad_everywhere = sum_over_ranks(short, empty, len(bad))
         self.short += short_everywhere
+        if empty_everywhere and not self.empty:
+            logger.info("empty texts are left out; the metric empty_documents counts them")
+        self.empty += empty_everywhere
         if bad_everywhere:
             # the first rank has those of all ranks, the others none
             self._list([document for of_rank in gather_to_rank_0(bad) for document in of_rank])
@@ -197,6 +215,8 @@ class BadDocumentsLog:
             counts["bad_documents"] = self.bad
         if skips_short:
             counts["short_documents"] = self.short
+        if self.empty:
+            counts["empty_documents"] = self.empty
         return counts
 
     @contextmanager
@@ -221,6 +241,8 @@ class BadDocumentsLog:
         if self.short:
             least = self.data.min_document_tokens
             words += f", {self.short} times a document left out that is shorter than {least} tokens"
+        if self.empty:
+            words += f", {self.empty} times an empty text left out"
         return words
 
     def _read(self) -> list[dict]:

@@ -30,7 +30,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from titan_lite.config import ConfigError, Data
-from titan_lite.data.bad_documents import BadDocument
+from titan_lite.data.bad_documents import EMPTY, BadDocument
 from titan_lite.data.outputs import refuse_folder_of_run, without_outputs
 from titan_lite.data.readers import (
     BLOCK,
@@ -414,7 +414,7 @@ def _checked(text: object, field: str, limit: int) -> str:
         kind = "null" if text is None else f"of type {type(text).__name__}"
         raise ValueError(f'data.text_field = "{field}" is {kind}, not text')
     if not text:
-        raise ValueError("empty")
+        raise ValueError(EMPTY)
     try:
         size = len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError as error:

@@ -21,6 +21,7 @@ a line {"resumed_from": step}; if a step occurs twice, the later line counts.
     step_time               seconds per step
     bad_documents           different documents that the run skipped, with
                             data.on_bad_document = "skip"
+    empty_documents         empty texts skipped since this start, if there were any
     short_documents         documents skipped since this start, with data.min_document_tokens
 
 and for each source of a mixture, where NAME is the end of its path, or its dataset

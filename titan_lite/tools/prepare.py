@@ -49,7 +49,7 @@ from titan_lite.data.prepared import (
 from titan_lite.data.stdlib import Stdlib
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.environment import usable_cores
-from titan_lite.logging import init_logging
+from titan_lite.logging import init_logging, logger
 from titan_lite.rules import check_keys
 from titan_lite.text import without_secrets
 
@@ -172,7 +172,10 @@ def _fill(folder: Path, data: Data, tokenizer: Tokenizer, workers: int) -> Prepa
         "path": without_secrets(data.path),
         "text_field": data.text_field,
     }
-    return write_info(folder, tokenizer, parts, source, preparation.policy.skipped.bad)
+    skipped = preparation.policy.skipped
+    if skipped.empty:
+        logger.info(f"{skipped.empty:,} empty texts are left out")
+    return write_info(folder, tokenizer, parts, source, skipped.bad)
 
 
 class _Preparation:

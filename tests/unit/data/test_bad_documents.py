@@ -22,7 +22,7 @@ SKIP = Data(on_bad_document="skip", min_document_tokens=5, max_bad_documents=3)
 
 
 def bad(line, file="a.jsonl"):
-    return BadDocument(file, f"line {line}", "empty")
+    return BadDocument(file, f"line {line}", "not JSON")
 
 
 def listed(folder):
@@ -40,7 +40,7 @@ def others(monkeypatch):
     monkeypatch.setattr(ranks, "gather_to_rank_0", lambda own: [own, *(bad for _, bad in told)])
 
     def sum_over_ranks(*own):
-        of_others = ((short, len(bad)) for short, bad in told)
+        of_others = ((short, 0, len(bad)) for short, bad in told)
         return [sum(numbers) for numbers in zip(own, *of_others, strict=True)]
 
     monkeypatch.setattr(ranks, "sum_over_ranks", sum_over_ranks)
@@ -58,7 +58,7 @@ def test_skipped_documents_are_counted_over_ranks_and_listed_once(tmp_path, othe
         "bad_documents": 2,
         "short_documents": 6,
     }
-    assert "2 bad documents left out, 2 in all; a.jsonl, line 3: empty" in caplog.text
+    assert "2 bad documents left out, 2 in all; a.jsonl, line 3: not JSON" in caplog.text
     others.clear()
     assert documents.gather([SkippedDocuments([bad(3)], 1)]) == {
         "bad_documents": 2,
@@ -94,7 +94,7 @@ def test_a_rank_that_cannot_go_on_lists_alone_what_is_not_listed_yet(tmp_path, o
 
 def test_a_bad_document_is_an_error_or_skipped_up_to_a_number_of_different_ones():
     with pytest.raises(
-        ConfigError, match=r'^a.jsonl, line 3: empty; .* data.on_bad_document = "skip"'
+        ConfigError, match=r'^a.jsonl, line 3: not JSON; .* data.on_bad_document = "skip"'
     ):
         BadDocumentPolicy(Data()).skip(bad(3))
     policy = BadDocumentPolicy(SKIP)
@@ -103,7 +103,7 @@ def test_a_bad_document_is_an_error_or_skipped_up_to_a_number_of_different_ones(
     with pytest.raises(
         ConfigError,
         match=(
-            r"data.max_bad_documents = 3: there are 4, the last one a.jsonl, line 4: empty; use a"
+            r"data.max_bad_documents = 3: there are 4, the last one a.jsonl, line 4: not JSON; use a"
             r" higher"
         ),
     ):
@@ -258,3 +258,19 @@ def test_half_a_line_that_a_kill_has_left_is_removed(tmp_path, others):
     log.rewrite()
     assert log.gather([SkippedDocuments([bad(2)])])["bad_documents"] == 2
     assert listed(tmp_path) == [bad(1), bad(2)]
+
+
+@pytest.mark.parametrize("policy", ["error", "skip"])
+def test_empty_texts_are_no_bad_documents(policy, tmp_path, others, caplog):
+    data = Data(dataset="local", path=str(tmp_path), on_bad_document=policy, max_bad_documents=0)
+    skipping = BadDocumentPolicy(data)
+    for line in range(200):
+        skipping.skip(BadDocument("a.jsonl", f"line {line}", "empty"))
+    log = BadDocumentsLog(data, tmp_path, counts_short=True)
+    bad_counts = {"bad_documents": 0} if policy == "skip" else {}
+    with caplog.at_level("INFO", logger="titan_lite"):
+        assert log.gather([skipping.pop_skipped()]) == {**bad_counts, "empty_documents": 200}
+        assert log.gather([SkippedDocuments(empty=3)])["empty_documents"] == 203
+    assert caplog.text.count("empty texts are left out") == 1
+    assert "203 times an empty text left out" in log.summary()
+    assert not log.path.exists()

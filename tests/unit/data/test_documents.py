@@ -274,7 +274,6 @@ def test_an_empty_split_is_an_error_and_no_hang(tmp_path, split, fraction):
         ),
         ("a.parquet", "PAR1", ["a.parquet, row 0: cannot be read"]),
         ("a.txt", b"\xff\xfe\xff", ["a.txt, whole: not UTF-8 (byte 0"]),
-        ("a.txt", b"", ["a.txt, whole: empty"]),
         ("a.jsonl", "\n", ["a.jsonl", "has no document; use files"]),
     ],
 )

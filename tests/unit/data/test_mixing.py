@@ -227,6 +227,18 @@ def test_bad_and_short_documents_are_skipped_counted_and_listed(tmp_path, num_wo
     assert loaders(data, 4, 2, 2, 15)[0].pop_skipped().bad == []
 
 
+def test_empty_texts_are_left_out_and_counted_whatever_the_recipe_says_of_bad_ones(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": ""}\n' * 150)
+    data = Data(dataset="local", path=str(tmp_path), validation_fraction=0.0, num_workers=0)
+    check_data(data)
+    [loader] = loaders(data, 1, 1, 1, 15)
+    for _ in range(60):
+        next(loader)
+    skipped = loader.pop_skipped()
+    assert skipped.bad == []
+    assert 150 <= skipped.empty <= 170  # 960 tokens, in documents of 6
+
+
 def test_more_bad_documents_than_the_recipe_allows_are_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + "bad\n" * 5)
     data = Data(
