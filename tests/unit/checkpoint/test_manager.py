@@ -221,6 +221,14 @@ def test_nothing_is_written_where_there_is_no_room(mode, tmp_path, monkeypatch):
     assert save(tmp_path, 2, async_mode=mode).steps() == [1, 2]
 
 
+def test_room_is_reported_in_gib(tmp_path, monkeypatch):
+    steps_of = save(tmp_path, 1)
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage(2**30))
+    with pytest.raises(CheckpointError, match=r"^it needs 3.000 GiB, and 1.000 GiB are free$"):
+        steps_of._begin(2, 3 * 2**30)
+
+
 PHASES = {
     "data": (StepPlanner, "resolve_data"),
     "hashes": (manifest, "digest"),

@@ -72,7 +72,7 @@ def test_equal_segments_are_compiled_once_and_called_each_time():
         lambda x: torch.sin(x.t() * 2.0),
         lambda x: torch.sin(x + 2.0),
     ],
-    ids=["another constant", "another dtype", "another shape", "other strides", "another operator"],
+    ids=["another constant", "another dtype", "another shape", "a transpose", "another operator"],
 )
 def test_segments_that_differ_are_compiled_apart(second):
     def both(x):
@@ -84,6 +84,14 @@ def test_segments_that_differ_are_compiled_apart(second):
     x = torch.randn(3, 4)
     for result, expected in zip(program([x]), both(x), strict=True):
         assert torch.equal(result, expected)
+
+
+def test_segments_that_read_other_strides_are_compiled_apart():
+    def both(x):
+        return torch.sin(x * 2.0), torch.sin(torch.sin(x.t()) * 2.0)
+
+    program = compiled(CutGraph(traced(both, (4, 4)), is_sine))
+    assert program.segments == program.different_segments == 3  # two products and the transpose
 
 
 def test_equal_segments_of_different_graphs_have_one_text():

@@ -1,10 +1,11 @@
 """Families: what a row of the table says is what the family's blocks are, and the published numbers."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
-from tiny import OF_FAMILY
+from tiny import OF_FAMILY, ROOT
 
 from titan_lite.config import Model
 from titan_lite.config.families import FAMILIES, QWEN3
@@ -14,6 +15,17 @@ from titan_lite.models.transformer import Transformer
 
 def test_every_family_is_in_the_table_of_tests():
     assert OF_FAMILY.keys() == FAMILIES.keys()
+
+
+def test_no_other_file_names_a_module_that_one_family_alone_has():
+    """So most layouts need only one family's run: they cannot treat another's parameters apart."""
+    package = ROOT / "titan_lite"
+    own = {"config/families.py", *(f"models/{family}.py" for family in FAMILIES)}
+    modules = {name.rpartition(".")[2] for each in FAMILIES.values() for name in each.styles}
+    assert {"q_norm", "k_norm"} <= modules
+    for path in package.rglob("*.py"):
+        if str(path.relative_to(package)) not in own:
+            assert modules.isdisjoint(re.findall(r"\w+", path.read_text(encoding="utf-8"))), path
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -938,6 +938,11 @@ def test_a_recipe_that_is_not_there_is_called_as_it_was_written(name):
     assert line.startswith(begin)
 
 
+@pytest.mark.parametrize("name", ["train_configs/debug.toml", "debug_modle"])
+def test_a_shipped_recipe_of_a_similar_name_is_suggested(name):
+    assert lines_of(name) == [f"{name}: no such recipe; did you mean debug_model?"]
+
+
 @pytest.mark.parametrize(
     ("name", "fix"),
     [("debug_modle.toml", "debug_model.toml?"), ("zzz", "has debug_model.toml, llama3_")],
