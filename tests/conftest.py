@@ -5,6 +5,7 @@ scheduler where it is absent; collect the messages of wrong input with --message
 import hermetic  # isort: split
 
 import faulthandler
+import json
 import os
 import re
 import shutil
@@ -126,6 +127,15 @@ def pytest_runtest_makereport(item, call):
     if report.failed:
         end_descendants(item.stash.get(RUNNING_BEFORE, set()), item.nodeid)
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable():
+    """Have a report in UTF-8, in which a worker of pytest-xdist sends it: a test may print a name that
+    is not.
+    """
+    data = yield
+    return json.loads(json.dumps(data, ensure_ascii=False).encode(errors="replace"))
 
 
 @pytest.fixture(scope="session", autouse=True)

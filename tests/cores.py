@@ -1,15 +1,16 @@
 """Share this machine's cores among the workers of pytest-xdist, so that ranks count, too.
 
-A test has one core, or as many as its mark says (conftest.py): @pytest.mark.ranks(2). What starts
-ranks and waits for them gives them one core each in place of its own:
+There are places for half as many processes again as there are cores, since ranks often wait, for
+each other or for a disk. A test has one place, or as many as its mark says (conftest.py): @pytest.mark.ranks(2). What starts
+ranks and waits for them gives them one place each instead of its own:
 
     with cores.given_to(2):
         ...                     # two ranks run
 
-A core is a lock on a file that all workers know. A worker that waits for several takes each that
-becomes free, and no other worker may overtake it, so a test of eight ranks gets its cores, too.
-Where a machine has fewer cores than a test has ranks, the test takes all of them. Without
-workers there is nothing to share, and nothing happens.
+A place is a lock on a file that all workers know. A worker that waits for several takes each that
+becomes free, and no other worker may overtake it, so a test of eight ranks gets its places, too.
+Where there are fewer places than a test has ranks, it takes all of them. Without workers there is
+nothing to share, and nothing happens.
 """
 
 import fcntl
@@ -20,23 +21,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-TOTAL = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+PLACES = (3 * CORES + 1) // 2
 
 _folder: Path | None = None  # of the files
 _held: list[IO] = []
 
 
 def share(folder: Path) -> None:
-    """Share the cores with the other workers that name the same folder."""
+    """Share the places with the other workers that name the same folder."""
     global _folder
     _folder = folder
 
 
 @contextmanager
 def taken(count: int = 1) -> Iterator[None]:
-    """Have `count` cores, or all that there are, in addition to those that are held."""
+    """Have `count` places, or all that there are, in addition to those that are held."""
     before = len(_held)
-    _take(min(count, TOTAL))
+    _take(min(count, PLACES))
     try:
         yield
     finally:
@@ -45,10 +47,10 @@ def taken(count: int = 1) -> Iterator[None]:
 
 @contextmanager
 def given_to(ranks: int) -> Iterator[None]:
-    """Have one core for each rank in place of those that are held."""
+    """Have one place for each rank instead of those that are held."""
     own = len(_held)
     _give_back(own)
-    _take(min(ranks, TOTAL))
+    _take(min(ranks, PLACES))
     try:
         yield
     finally:
@@ -67,11 +69,11 @@ def _take(count: int) -> None:
 
 
 def _take_free(wanted: int) -> bool:
-    """Take cores that are free until `wanted` are held. Return True if they are."""
-    for core in range(TOTAL):
+    """Take places that are free until `wanted` are held. Return True if they are."""
+    for place in range(PLACES):
         if len(_held) == wanted:
             break
-        file = open(_folder / str(core), "w")  # noqa: SIM115 open as long as the core is held
+        file = open(_folder / str(place), "w")  # noqa: SIM115 open as long as the place is held
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -152,6 +152,7 @@ def _enter(server: int, environment: Mapping[str, str], function: Callable, args
         None, force=True
     )  # of the rank's own processes: the default again, and not this server
     signal_when_parent_dies(signal.SIGKILL, server)  # which ends with the tests, however they end
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server ignores
     torch.set_num_threads(1)
     function(*args)
 
