@@ -5,7 +5,6 @@ scheduler where it is absent; collect the messages of wrong input with --message
 import hermetic  # isort: split
 
 import faulthandler
-import json
 import os
 import re
 import shutil
@@ -38,7 +37,9 @@ CORES = "PYTEST_TITAN_LITE_CORES"  # the folder by which workers share cores
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--messages", metavar="FILE", help="write every ConfigError that the tests provoke"
+        "--messages",
+        metavar="FILE",
+        help="write every ConfigError that the tests provoke (with -n 0)",
     )
 
 
@@ -53,6 +54,8 @@ def pytest_configure(config):
     elif folder := os.environ.pop(CORES, None):
         cores.share(Path(folder))
     path, messages = config.getoption("--messages"), defaultdict(dict)
+    if path and getattr(config.option, "numprocesses", None):
+        raise pytest.UsageError("--messages is for tests in one process: add -n 0")
     if not path:
         return
     init = ConfigError.__init__
@@ -134,8 +137,18 @@ def pytest_report_to_serializable():
     """Have a report in UTF-8, in which a worker of pytest-xdist sends it: a test may print a name that
     is not.
     """
-    data = yield
-    return json.loads(json.dumps(data, ensure_ascii=False).encode(errors="replace"))
+    return encodable((yield))
+
+
+def encodable(value):
+    """Return a value of strings, numbers and containers, with strings that UTF-8 can encode."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {key: encodable(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(encodable, value))
+    return value
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from packed_attention import packed_attention
 from parity import gathered_apart
-from tiny import DEBUG, DEBUG_TOKENIZER, FIRST_FAMILY, OF_FAMILY
+from tiny import DEBUG, DEBUG_TOKENIZER, FIRST_FAMILY, OF_FAMILY, slow_unless_first
 
 from titan_lite.compile.passes import token_chunks as chunking
 from titan_lite.config import load_config
@@ -349,7 +349,7 @@ def in_chunks(folder, *options, chunks=4):
 
 
 # SELECTIVE saves what is reduced
-@pytest.mark.parametrize("family", OF_FAMILY)
+@pytest.mark.parametrize("family", slow_unless_first())
 @pytest.mark.parametrize("options", [pytest.param(NOTHING, marks=pytest.mark.slow), SELECTIVE])
 def test_tokens_in_chunks_are_the_run_of_one_process(options, family, tmp_path):
     result = in_chunks(tmp_path, *named(family), *options)

@@ -18,7 +18,7 @@ from parity import (
     step,
 )
 from ranks import run_ranks
-from tiny import HEADS, OF_FAMILY, of_family
+from tiny import FIRST_FAMILY, HEADS, OF_FAMILY, of_family
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -56,7 +56,12 @@ VARIANTS = {
 }
 
 
-def compare(layout, family):
+# by default of each family; the others of the first one
+OF_EVERY_FAMILY = ("eager", "aot_eager", "step")
+REST = tuple(variant for variant in VARIANTS if variant not in OF_EVERY_FAMILY)
+
+
+def compare(layout, family, variants):
     mesh = make_mesh(*LAYOUTS[layout])
     heads, tied = of_family(family, HEADS), of_family(family, TIED)
     tokens, labels = batch()
@@ -64,40 +69,52 @@ def compare(layout, family):
     plain = Transformer(heads)
     plain.init_weights(seed=0)
     found = {}
-    for variant, options in VARIANTS.items():
-        stage = build(tied if "tied" in variant else heads, mesh, **options)
+    for variant in variants:
+        if variant == "step":
+            found[variant] = of_two_microbatches(build(heads, mesh), mesh)
+            continue
+        stage = build(tied if "tied" in variant else heads, mesh, **VARIANTS[variant])
         if variant == "eager":
             for fqn, parameter in plain.named_parameters():
                 assert torch.equal(
                     dict(stage.model.named_parameters())[fqn].full_tensor(), parameter
                 ), fqn
         found[variant] = step(stage, mesh, my_microbatches(mesh, tokens, labels), counted_tokens)
-    stage = build(heads, mesh)
-    with stage.gathered_for_step(2):
-        loss, _ = step(
-            stage,
-            mesh,
-            my_microbatches(mesh, tokens, labels, count=2),
-            counted_tokens,
-            gradient=False,
-        )
-    found["step"] = loss, gradients(stage)
     return found
 
 
+def of_two_microbatches(stage, mesh):
+    """(loss, gradients) of a step whose weights are gathered once."""
+    tokens, labels = batch()
+    halves = my_microbatches(mesh, tokens, labels, count=2)
+    with stage.gathered_for_step(2):
+        loss, _ = step(stage, mesh, halves, (labels != -100).sum(), gradient=False)
+    return loss, gradients(stage)
+
+
 @functools.cache
-def compared(layout, family):
+def compared(layout, family, variants):
     replicate, shard, tp = LAYOUTS[layout]
-    return run_ranks(replicate * shard * tp, compare, layout, family)
+    return run_ranks(replicate * shard * tp, compare, layout, family, variants)
 
 
-@pytest.mark.parametrize("family", OF_FAMILY)
+CASES = [(family, variant) for family in OF_FAMILY for variant in OF_EVERY_FAMILY]
+CASES += [(FIRST_FAMILY, variant) for variant in REST]
+CASES += [
+    pytest.param(family, variant, marks=pytest.mark.slow)
+    for family in OF_FAMILY
+    if family != FIRST_FAMILY
+    for variant in REST
+]
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
 @pytest.mark.parametrize("layout", PARAMS)
-@pytest.mark.parametrize("variant", [*VARIANTS, "step"])
 def test_the_loss_and_every_gradient_are_those_of_one_process(layout, family, variant):
     shape = of_family(family, TIED if "tied" in variant else HEADS)
     loss, grads = one_process(shape, *batch())
-    for found_loss, found in (found[variant] for found in compared(layout, family)):
+    together = OF_EVERY_FAMILY if variant in OF_EVERY_FAMILY else REST
+    for found_loss, found in (found[variant] for found in compared(layout, family, together)):
         if "bfloat16" in variant:
             assert found_loss == pytest.approx(loss, rel=2e-3)
             for fqn, gradient in grads.items():

@@ -229,8 +229,15 @@ def ten_steps_of_transformers(folder, config):
     return losses, model
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", OF_FAMILY)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        ("llama3", False),
+        ("qwen3", True),
+        pytest.param("llama3", True, marks=pytest.mark.slow),
+        pytest.param("qwen3", False, marks=pytest.mark.slow),
+    ],
+)
 def test_ten_steps_are_those_of_a_plain_loop_with_transformers(family, tied, tmp_path):
     folder = saved_by_transformers(tmp_path / "theirs", family, tied)
     options = [

@@ -56,10 +56,10 @@ PLAN = "--hardware h100 --world-size 8 --training.global_batch_size=64"
 EAGER = "--rounds 1 --steps 1 --variants fsdp2-eager simple-eager-chunked"
 HERE = {
     "scripts/test.sh": Run("pytest 9", "--version"),
-    "scripts/test.sh tests/unit --messages all.txt": Run(
+    "scripts/test.sh tests/unit -n 0 --messages all.txt": Run(
         "tests collected", "--collect-only --quiet"
     ),
-    "scripts/test.sh -m slow": Run(
+    "scripts/test.sh --all": Run(
         "tests collected", "--collect-only --quiet tests/integration/test_numbers.py"
     ),
     "./run_train.sh --job.dump_folder outputs/fast --optimizer.lr=3e-3": Run("done: step 4", SHORT),
@@ -208,6 +208,9 @@ HERE = {
         "| imports", "--rounds 1", {" --beside BEFORE": ""}
     ),
     "python scripts/benchmark_checkpoint.py": Run("async", "--flavor debug --saves 1"),
+    "python scripts/benchmark_checkpoint.py --layers 1 --saves 2": Run(
+        "async", "--flavor debug --saves 1"
+    ),
     "python scripts/benchmark_compile.py --blocks 2 4 8 64 126 --backends inductor aot_eager": Run(
         "| 1 | titan_lite | aot_eager |", "--blocks 1 --backends aot_eager --steps 2"
     ),

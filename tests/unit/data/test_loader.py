@@ -444,17 +444,6 @@ def test_a_state_goes_on_with_its_own_streams_whatever_the_run_would_have(data, 
         )  # which is not merged with the other's
 
 
-def test_a_state_of_the_form_before_goes_on(data, tokenizer, uninterrupted):
-    """With the windows taken of each stream, here called a row."""
-    now = uninterrupted[7][0]
-    rows = {stream: [7, *by_source] for stream, by_source in now["positions"].items()}
-    state = {"windows": 56, "rows": rows, "of": 8}
-    assert now["windows_taken"] == 56
-    ranks = loaders(data, tokenizer, 2, 2, state=state)
-    assert hashes(global_batch(ranks, 2)) == uninterrupted[7][1]
-    assert state_of(ranks) == uninterrupted[8][0]
-
-
 class Letters:
     """A tokenizer of one token a character."""
 
