@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -29,8 +28,6 @@ from torch.utils.checkpoint import (
 )
 
 from titan_lite.collectives import collectives, tracing
-from titan_lite.config import ConfigError
-from titan_lite.config.errors import shown
 from titan_lite.models.attention import OPERATORS
 
 if TYPE_CHECKING:  # with Inductor, a second to import
@@ -70,18 +67,11 @@ def apply_activation_checkpoint(
     compiled: the partitioner drops what backward does not need. In eager mode, results of a block's
     last product are not kept.
 
-    Raises ConfigError for a block with dropout: recomputed, it would draw other numbers.
+    A block draws no random numbers, which recomputation would draw again (models/own_family.py).
     """
     for name, block in blocks.items():
         if not recomputes(int(name), mode, option):
             continue
-        for fqn, module in block.named_modules():
-            if isinstance(module, _DropoutNd) and module.p > 0:
-                raise ConfigError(
-                    f"activation_checkpoint.mode = {shown(mode)}: layers.{name}.{fqn} is dropout,"
-                    ' which draws other numbers when it runs again; use "none", or a model without'
-                    " dropout"
-                )
         products = sum(isinstance(module, nn.Linear) for module in block.modules())
         kept = Kept(
             expensive=mode == "selective" and option in ("op", "op/2"),

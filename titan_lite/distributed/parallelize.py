@@ -164,8 +164,17 @@ class ParallelModel:
         return losses
 
     def evaluate(self, batch: DeviceBatch) -> Tensor:
-        """Return the summed loss of a local batch without gradients; zero before the last stage."""
-        return self.runner.evaluate(batch)
+        """Return the summed loss of a local batch without gradients; zero before the last stage.
+
+        Modules are in the mode of evaluation meanwhile.
+        """
+        for stage in self.stages:
+            stage.model.eval()
+        try:
+            return self.runner.evaluate(batch)
+        finally:
+            for stage in self.stages:
+                stage.model.train()
 
 
 def parallelize(

@@ -20,15 +20,12 @@ import hashlib
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_lite.config import ConfigError
-from titan_lite.config.errors import shown
 from titan_lite.config.families import FAMILIES, ModelConfig, run_file
 from titan_lite.models.attention import Documents, attend_within_documents, documents_of
 from titan_lite.models.shapes import check_block
@@ -164,56 +161,6 @@ def _module_of(family: str) -> ModuleType:
     if family in FAMILIES:
         return importlib.import_module(f"titan_lite.models.{family}")
     return run_file(family)
-
-
-def check_own_family(config: ModelConfig, *, splits_sequences: bool) -> None:
-    """Build a block of a user's own family on the meta device, and run it. Raises ConfigError if
-    that fails, or if the block is none that can be trained.
-
-    splits_sequences: with context parallelism.
-    """
-    subject = f"model.name = {shown(config.family)}: build_block"
-    tokens = 8
-    try:
-        with torch.device("meta"):
-            model = Transformer(replace(config, n_layers=1, max_seq_len=tokens))
-            block = model.layers["0"]
-            x = torch.empty(1, tokens, config.dim)
-            y = block(x, model.rope_cos, model.rope_sin, None)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{subject} fails: {type(error).__name__}: {error}; it has to return a block as a"
-            " torch.nn.Module for any shape, which is called as block(x, cos, sin, mask)"
-        ) from error
-    if not isinstance(y, Tensor) or y.shape != x.shape:
-        found = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        raise ConfigError(
-            f"{subject}'s block returns {found} for x {tuple(x.shape)}; it has to return a tensor"
-            " of that shape"
-        )
-    if buffers := [name for name, _ in block.named_buffers()]:
-        raise ConfigError(
-            f"{subject}'s block has the buffer {', '.join(buffers)}, which nothing fills or saves;"
-            " compute it in forward, or make it a parameter"
-        )
-    for name, parameter in block.named_parameters():
-        if not parameter.requires_grad:
-            raise ConfigError(
-                f"{subject}'s block has {name} without requires_grad; all parameters are trained"
-            )
-        if parameter.ndim != (1 if "norm" in name else 2):
-            raise ConfigError(
-                f"{subject}'s block has {name} of shape {tuple(parameter.shape)}; a parameter is a"
-                ' vector that starts at 1, with "norm" in its name, or a matrix, without'
-            )
-    attention = getattr(block, "attention", None)
-    if splits_sequences and not callable(getattr(attention, "attend", None)):
-        raise ConfigError(
-            f"{subject}'s block has no module `attention` with a function `attend`, which gathers"
-            " keys and values; give it one, or use parallelism.context_parallel_degree = 1"
-        )
 
 
 class Transformer(nn.Module):

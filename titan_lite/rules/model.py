@@ -158,7 +158,7 @@ def _of_flavor(config: Config, name: str) -> str:
 def a_family_of_ones_own_is_complete(config: Config, layout: Layout) -> Iterator[Mistake]:
     if layout.model.family not in FAMILIES:
         from titan_lite.distributed.tensor_parallel import check_styles
-        from titan_lite.models.transformer import check_own_family
+        from titan_lite.models.own_family import check_own_family
 
         check_own_family(layout.model, splits_sequences=layout.degrees["cp"] > 1)
         if layout.degrees["tp"] > 1:

@@ -89,6 +89,7 @@ class Decoder(Transformer):
                     " family one"
                 )
             attention.attend = CachedAttention(attend, config.max_seq_len)
+        self.eval()
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, *others: Tensor | None, **more: Tensor | None) -> Tensor:
@@ -100,7 +101,7 @@ class Decoder(Transformer):
         cos, sin = self.rope_cos[self.tokens :], self.rope_sin[self.tokens :]
         self.tokens += tokens.shape[1]
         for layer in self.layers.values():
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, None)
         return self.output(self.norm(x[:, -1]))
 
 
