@@ -255,7 +255,7 @@ def test_a_block_of_another_form_is_refused(tmp_path):
     without = text.replace("attend = staticmethod(attend)", "pass").replace(
         "self.attend(", "attend("
     )
-    assert "no module `attention` with a function `attend`, which gathers keys" in mistake(
+    assert "layers.0 has no module `attention` with a function `attend`" in mistake(
         tmp_path / "attend.py", without, "--parallelism.context_parallel_degree=2"
     )
 

@@ -2,7 +2,7 @@
 values.
 
     positions = own_positions(seq_len, rank, degree)    # of this rank's tokens: input, labels, RoPE
-    apply_context_parallel(model, mesh["cp"], causal_attention)
+    apply_context_parallel(model, axis_of(mesh["cp"]), causal_attention)
 
 As in Llama 3 (arXiv 2407.21783, section 3.3.2), keys and values are all-gathered along the
 sequence, and their gradients are reduce-scattered; GQA makes both small. Both are nodes of the
@@ -16,16 +16,14 @@ tail, so that all ranks do the same work under a causal mask:
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
-from titan_lite.config import ConfigError
-from titan_lite.distributed.tensor_parallel import Axis, axis_of, gather_tokens
+from titan_lite.distributed.tensor_parallel import Axis, gather_tokens
 from titan_lite.models.attention import attend_in_two_parts, fits_flash
+from titan_lite.models.transformer import Transformer, attentions_of
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # as `causal_attention`
 
@@ -40,23 +38,19 @@ def own_positions(seq_len: int, rank: int, degree: int) -> list[int]:
     return [*range(head, head + chunk), *range(tail, tail + chunk)]
 
 
-def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, attend: Attend) -> None:
-    """Replace the attention of `model` in place, over the one-axis `mesh`.
+def apply_context_parallel(model: Transformer, axis: Axis, attend: Attend) -> None:
+    """Replace the attention of `model` in place.
 
-    Call it before `apply_tensor_parallel`. Raises ConfigError for a block without such a module.
+    Call it before `apply_tensor_parallel`. Raises ConfigError for a block whose attention is not
+    what is replaced.
     """
-    if mesh.size() == 1:
+    if axis.degree == 1:
         return
-    attention = ContextParallelAttention(axis_of(mesh), attend)
-    for fqn, block in model.get_submodule("layers").named_children():
-        module: Any = getattr(block, "attention", None)
-        if not callable(getattr(module, "attend", None)):
-            raise ConfigError(
-                f"parallelism.context_parallel_degree = {mesh.size()}: layers.{fqn} has no module"
-                " `attention` with a function `attend`, which gathers keys and values; use 1, or"
-                " give the family one"
-            )
-        module.attend = attention  # in place of the function
+    user = f"parallelism.context_parallel_degree = {axis.degree} gathers keys and values"
+    otherwise = ", or use parallelism.context_parallel_degree = 1"
+    parallel = ContextParallelAttention(axis, attend)
+    for attention in attentions_of(model, user, otherwise).values():
+        attention.attend = parallel  # in place of the function
 
 
 @dataclass(frozen=True)

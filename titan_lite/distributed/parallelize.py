@@ -219,7 +219,7 @@ def parallelize(
         with torch.device("meta"):
             model = Transformer(layout.model, positions)
         keep_modules(model, modules)
-        apply_context_parallel(model, mesh["cp"], attend)
+        apply_context_parallel(model, axis_of(mesh["cp"]), attend)
         if config.float8.enable:
             apply_float8(model, config.float8.recipe, config.float8.filter_fqns)
         apply_tensor_parallel(model, mesh["tp"], layout.model.family, compiled=compiled)

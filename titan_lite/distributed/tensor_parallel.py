@@ -19,7 +19,7 @@ tensors: a graph has plain collectives.
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,9 +33,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titan_lite.collectives import all_gather, all_reduce, reduce_scatter
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
-from titan_lite.config.families import find_family
+from titan_lite.config.families import (
+    ModelConfig,
+    Shape,
+    attention_parameters,
+    feed_forward_parameters,
+    find_family,
+)
 from titan_lite.models.float8 import E5M2, Float8Linear, Scaled, scale_of, stand_in, to_bytes
 from titan_lite.models.loss import VocabularyShard
+from titan_lite.models.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -124,10 +131,25 @@ def apply_tensor_parallel(
     then a part of the product's backward, which a graph computes once. Eagerly, full checkpointing
     would repeat the product's reduce-scatter, and a pipeline that halves backwards the gather.
     """
-    if mesh.size() == 1:
-        return
-    axis = axis_of(mesh)
-    split: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are split once
+    if mesh.size() > 1:
+        split = functools.partial(_split, mesh)
+        apply_styles(model, axis_of(mesh), family, split, compiled=compiled)
+
+
+def apply_styles(
+    model: nn.Module,
+    axis: Axis,
+    family: str,
+    split: Callable[[nn.Parameter, int | None], nn.Parameter],
+    *,
+    compiled: bool = False,
+) -> None:
+    """Split `model` over `axis` in place; see `apply_tensor_parallel`.
+
+    split: a parameter, and the dimension in which it is split, None: it is replicated -> this
+    rank's part.
+    """
+    parts: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are split once
     for fqn, module in model.named_modules():
         style = _style_of(fqn, family)
         for name, parameter in module._parameters.items():
@@ -135,9 +157,9 @@ def apply_tensor_parallel(
                 continue
             if style is None:
                 raise _no_style(f"{fqn}.{name}", family)
-            if parameter not in split:
-                split[parameter] = _split(parameter, mesh, style.weight)
-            module._parameters[name] = split[parameter]
+            if parameter not in parts:
+                parts[parameter] = split(parameter, style.weight)
+            module._parameters[name] = parts[parameter]
         if style is not None and (style.gathers or style.scatters):
             if _in_float8(fqn, module, style, family, compiled):
                 style = replace(style, float8=True)
@@ -146,11 +168,49 @@ def apply_tensor_parallel(
             module.__class__ = _parallel_class(cls, style)
 
 
-def check_styles(names: Iterable[str], family: str) -> None:
-    """Raise ConfigError for a parameter of a module that has no style. names: of parameters."""
-    for name in names:
-        if _style_of(name.rpartition(".")[0], family) is None:
+def check_styles(model: Transformer, family: str) -> None:
+    """Raise ConfigError for a parameter of a module without a style, or with one that cannot be.
+
+    What a style does to shapes shows when a block runs (own_family.py).
+    """
+    own = find_family(family).styles
+    usual = _usual_shapes(model.config)
+    for name, parameter in model.named_parameters():
+        fqn = name.rpartition(".")[0]
+        module = re.sub(r"^layers\.\d+\.", "", fqn)
+        style = _style_of(fqn, family)
+        if style is None:
             raise _no_style(name, family)
+        subject = f"model.name = {shown(family)}: {name}"
+        otherwise = "or use parallelism.tensor_parallel_degree = 1"
+        if style.weight is not None and parameter.ndim == 1:
+            raise ConfigError(
+                f"{subject} is a vector, and the style of {module} splits a matrix: each rank would"
+                ' see its own numbers alone; use "replicated" for a norm of each head, or'
+                f" another module, {otherwise}"
+            )
+        shape = tuple(parameter.shape)
+        expected = usual.get(name.split(".", 2)[-1], shape)
+        if module not in own and shape != expected:
+            raise ConfigError(
+                f"{subject} is {shape}, and the style that {module} has by its name is for"
+                f" {expected}; make two modules of one that has two halves, or where any part of"
+                ' its results is one of a rank, give it "columns" or "rows" in `styles` of its'
+                f" Family, {otherwise}"
+            )
+        owner = type(model.get_submodule(fqn))
+        if style == ROW and owner is not nn.Linear:
+            raise ConfigError(
+                f"{subject} is of a {owner.__qualname__}, and the result of a module of style"
+                ' "rows" is a part of a sum, which is added after its forward: it has to be a'
+                " torch.nn.Linear; do the rest in the module around it,"
+                f" {otherwise}"
+            )
+
+
+def _usual_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes within a block that the styles of STYLES are for, by name."""
+    return attention_parameters(config) | feed_forward_parameters(config)
 
 
 def _no_style(name: str, family: str) -> ConfigError:
@@ -194,7 +254,7 @@ def _style_of(fqn: str, family: str) -> Style | None:
     return None
 
 
-def _split(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
+def _split(mesh: DeviceMesh, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
     """Return a parameter as a DTensor, split over `mesh` in dimension `dim` or replicated."""
     placements: list[Placement] = [Replicate() if dim is None else Shard(dim)]
     local = parameter.detach()

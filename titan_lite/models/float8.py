@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from titan_lite.config import ConfigError
+from titan_lite.config.errors import shown
 from titan_lite.models.fqns import is_filtered
 
 E4M3 = torch.float8_e4m3fn
@@ -112,19 +114,40 @@ class Float8Linear(nn.Linear):
 def apply_float8(model: nn.Module, recipe: str, filter_fqns: Sequence[str] = ()) -> None:
     """Compute the linear layers of blocks in float8, in place, but those of `filter_fqns`."""
     multiply_in_float32_on_cpus()
-    for fqn, module in linear_layers(model):
+    for fqn, module in linear_layers(model).items():
         if not is_filtered(fqn, filter_fqns):
             module.__class__ = Float8Linear
             module.recipe = recipe  # type: ignore[assignment]
 
 
-def linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """Return the linear layers of the blocks, with their FQNs."""
-    return [
-        (fqn, module)
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of the blocks by FQN; a subclass, which has a forward of its own, is
+    none.
+    """
+    return {
+        fqn: module
         for fqn, module in model.named_modules()
-        if isinstance(module, nn.Linear) and fqn.startswith("layers.")
-    ]
+        if type(module) is nn.Linear and fqn.startswith("layers.")
+    }
+
+
+def check_layers(model: nn.Module, family: str, filter_fqns: Sequence[str] = ()) -> None:
+    """Raise ConfigError for a matrix of a block that `apply_float8` would leave as it is, though it
+    is not in `filter_fqns`.
+    """
+    linear = linear_layers(model)
+    for fqn, parameter in model.named_parameters():
+        module = fqn.removesuffix(".weight")
+        is_in_block = fqn.startswith("layers.") and parameter.ndim == 2
+        if not is_in_block or module in linear or is_filtered(module, filter_fqns):
+            continue
+        name = module.split(".", 2)[2]  # in its block
+        kind = type(model.get_submodule(fqn.rpartition(".")[0])).__qualname__
+        raise ConfigError(
+            f"model.name = {shown(family)}: float8.enable = true computes a torch.nn.Linear alone,"
+            f" and {fqn} is of a {kind}, which has a forward of its own; use a torch.nn.Linear, or"
+            f' float8.filter_fqns = ["{name}"]'
+        )
 
 
 # --- Products -------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Checks of a user's own family by blocks that are built and run without memory.
 
-    check_own_family(shape_of(config.model), splits_sequences=False)    # raises ConfigError
+    check_own_family(shape_of(config.model))    # raises ConfigError
 
 What a block does to shapes, and which operators it calls, shows on the meta device, before there is
 a process group or a device. docs/contributing.md lists what is refused.
@@ -25,11 +25,9 @@ from titan_lite.models.transformer import Transformer
 TOKENS = 8  # of the sequence that a block is run with
 
 
-def check_own_family(config: ModelConfig, *, splits_sequences: bool) -> None:
+def check_own_family(config: ModelConfig) -> None:
     """Build a block of a user's own family on the meta device, and run it. Raises ConfigError if
     that fails, or if the block is none that can be trained.
-
-    splits_sequences: with context parallelism.
     """
     subject = f"model.name = {shown(config.family)}: build_block"
     try:
@@ -37,7 +35,7 @@ def check_own_family(config: ModelConfig, *, splits_sequences: bool) -> None:
             model = Transformer(replace(config, n_layers=1, max_seq_len=TOKENS))
             block = model.layers["0"]
             x = torch.empty(1, TOKENS, config.dim, requires_grad=True)
-            y = _run(block, x, model.rope_cos, model.rope_sin)
+            y = _run(model.layers, x, model.rope_cos, model.rope_sin)
     except ConfigError:
         raise
     except DrawsNumbers as error:
@@ -72,19 +70,14 @@ def check_own_family(config: ModelConfig, *, splits_sequences: bool) -> None:
                 f"{subject}'s block has {name} of shape {tuple(parameter.shape)}; a parameter is a"
                 ' vector that starts at 1, with "norm" in its name, or a matrix, without'
             )
-    attention = getattr(block, "attention", None)
-    if splits_sequences and not callable(getattr(attention, "attend", None)):
-        raise ConfigError(
-            f"{subject}'s block has no module `attention` with a function `attend`, which gathers"
-            " keys and values; give it one, or use parallelism.context_parallel_degree = 1"
-        )
 
 
-def _run(block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> object:
+def _run(layers: nn.ModuleDict, x: Tensor, cos: Tensor, sin: Tensor) -> object:
     """Run a block as training does, forward and backward, and as validation does. Return what it
     returns in training. Raises DrawsNumbers.
     """
-    with refusing_random_numbers(block):
+    block = layers["0"]
+    with refusing_random_numbers(layers):
         y = block.train()(x, cos, sin, None)
         if isinstance(y, Tensor) and y.requires_grad:
             y.sum().backward()
@@ -101,23 +94,21 @@ class DrawsNumbers(Exception):
 
 
 class RunningModules:
-    """The modules within a block whose forward runs, the innermost last.
+    """The modules within blocks whose forward runs, the innermost last.
 
-    Make it once for a block: it adds hooks to its modules.
+    Make it once for a model's `layers`: it adds hooks to their modules.
     """
 
-    def __init__(self, block: nn.Module):
+    def __init__(self, layers: nn.ModuleDict):
         self.names: list[str] = []
-        for name, module in block.named_modules():
-            module.register_forward_pre_hook(self._entering(name))
+        for name, module in layers.named_modules():
+            module.register_forward_pre_hook(self._entering(f"layers.{name}"))
             module.register_forward_hook(self._leave)
 
     @property
     def innermost(self) -> str:
-        """The words for it in a message."""
-        if not self.names:
-            return "its backward"
-        return self.names[-1] or "its forward"
+        """Its FQN, or the word for what runs else."""
+        return self.names[-1] if self.names else "backward"
 
     def _entering(self, name: str) -> Any:  # noqa: ANN401 torch's hook
         def enter(_module: nn.Module, _inputs: object) -> None:
@@ -130,13 +121,13 @@ class RunningModules:
 
 
 @contextmanager
-def refusing_random_numbers(block: nn.Module) -> Iterator[None]:
-    """Return a context in which a block that draws random numbers raises DrawsNumbers."""
+def refusing_random_numbers(layers: nn.ModuleDict) -> Iterator[None]:
+    """Return a context in which blocks that draw random numbers raise DrawsNumbers."""
     before = random.getstate()
-    with _RefuseRandomNumbers(RunningModules(block)):
+    with _RefuseRandomNumbers(RunningModules(layers)):
         yield
     if random.getstate() != before:  # such as for layers that are left out
-        raise DrawsNumbers("its forward calls Python's random")
+        raise DrawsNumbers("forward calls Python's random")
 
 
 class _RefuseRandomNumbers(TorchDispatchMode):

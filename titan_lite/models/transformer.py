@@ -21,11 +21,14 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_lite.config import ConfigError
+from titan_lite.config.errors import shown
 from titan_lite.config.families import FAMILIES, ModelConfig, run_file
 from titan_lite.models.attention import Documents, attend_within_documents, documents_of
 from titan_lite.models.shapes import check_block
@@ -97,6 +100,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     grouped = k.shape[1] < q.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
     return out.transpose(1, 2)
+
+
+def attentions_of(model: "Transformer", user: str, otherwise: str = "") -> dict[str, Any]:
+    """Return the modules `attention` of the blocks, by the block's number, to replace `attend`.
+
+    user: who replaces it, and does what; otherwise: what else a user can do. Raises ConfigError for
+    a block without one, or with a function of its own, which would be lost.
+    """
+    attentions = {}
+    for number, block in model.layers.items():
+        attention = getattr(block, "attention", None)
+        found = getattr(attention, "attend", None)
+        if found is not attend:
+            what = f"layers.{number}.attention.attend is {_name_of(found)}"
+            if found is None:
+                what = f"layers.{number} has no module `attention` with a function `attend`"
+            raise ConfigError(
+                f"model.name = {shown(model.config.family)}: {what};"
+                f" {user} in place of titan_lite.models.transformer.attend, and of no other"
+                f" function; use that one{otherwise}"
+            )
+        attentions[number] = attention
+    return attentions
+
+
+def _name_of(function: object) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 class RMSNorm(nn.Module):

@@ -18,6 +18,7 @@ from titan_lite.models.shapes import (
     shape_of,
     shape_words,
 )
+from titan_lite.rules.float8 import float8_products_have_multiples_of_16
 from titan_lite.rules.mistakes import (
     Mistake,
     alternatives,
@@ -157,12 +158,13 @@ def _of_flavor(config: Config, name: str) -> str:
 @rule_with_torch
 def a_family_of_ones_own_is_complete(config: Config, layout: Layout) -> Iterator[Mistake]:
     if layout.model.family not in FAMILIES:
-        from titan_lite.distributed.tensor_parallel import check_styles
+        from titan_lite.distributed.own_family import check_on_rank
         from titan_lite.models.own_family import check_own_family
 
-        check_own_family(layout.model, splits_sequences=layout.degrees["cp"] > 1)
-        if layout.degrees["tp"] > 1:
-            check_styles(parameter_shapes(layout.model), layout.model.family)
+        check_own_family(layout.model)
+        # whose products are refused by a rule of their own
+        if not any(float8_products_have_multiples_of_16(config, layout)):
+            check_on_rank(layout, config.float8, config.training.mixed_precision_param)
     yield from ()
 
 

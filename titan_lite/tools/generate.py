@@ -11,7 +11,6 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,7 @@ from titan_lite.config.families import ModelConfig
 from titan_lite.config.weights_folder import TOKENIZER_FILES
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging
-from titan_lite.models.transformer import Mask, Transformer, rope_tables
+from titan_lite.models.transformer import Mask, Transformer, attentions_of, rope_tables
 from titan_lite.text import first_names
 
 Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]  # as models/transformer.attend
@@ -39,8 +38,10 @@ Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]  # as models/transform
 class CachedAttention:
     """An attention's function `attend` with a cache of keys and values, for `max_tokens` tokens."""
 
-    def __init__(self, attend: Attend, max_tokens: int):
+    def __init__(self, attend: Attend, max_tokens: int, name: str):
+        """name: of the family and the attention, for errors."""
         self.attend = attend
+        self.name = name
         self.max_tokens = max_tokens
         self.tokens = 0  # in the cache
         self.keys = torch.empty(0)  # (B, max_tokens, K, D) from the first call on
@@ -53,6 +54,7 @@ class CachedAttention:
             self.values = v.new_empty(v.shape[0], self.max_tokens, *v.shape[2:])
         past = self.tokens
         self.tokens += k.shape[1]
+        self.check_tokens(min(self.tokens, self.max_tokens))
         self.keys[:, past : self.tokens] = k
         self.values[:, past : self.tokens] = v
         if past == 0:
@@ -68,27 +70,30 @@ class CachedAttention:
         )
         return out.transpose(1, 2)
 
+    def check_tokens(self, expected: int) -> None:
+        """Raise ConfigError unless the cache has so many tokens."""
+        if self.tokens != expected:
+            raise ConfigError(
+                f"{self.name} does not call self.attend once in a forward, and generate keeps the"
+                " keys and values of one call; call it once"
+            )
+
 
 class Decoder(Transformer):
     """Transformer with a cache: each call computes the next tokens only.
 
     All calls together take at most config.max_seq_len tokens. Raises ConfigError for a family
-    without a function `attend`.
+    whose attention is not `attend`, called once.
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.tokens = 0  # so far
-        for name, layer in self.layers.items():
-            attention: Any = getattr(layer, "attention", None)
-            attend = getattr(attention, "attend", None)
-            if attend is None:
-                raise ConfigError(
-                    f"model.name = {shown(config.family)}: layers.{name} has no module `attention`"
-                    " with a function `attend`, which a cache of keys and values needs; give the"
-                    " family one"
-                )
-            attention.attend = CachedAttention(attend, config.max_seq_len)
+        self.caches: dict[str, CachedAttention] = {}
+        for number, attention in attentions_of(self, "generate keeps keys and values").items():
+            name = f"model.name = {shown(config.family)}: layers.{number}.attention"
+            attention.attend = CachedAttention(attention.attend, config.max_seq_len, name)
+            self.caches[number] = attention.attend
         self.eval()
 
     @torch.inference_mode()
@@ -100,8 +105,9 @@ class Decoder(Transformer):
         x = self.tok_embeddings(tokens)
         cos, sin = self.rope_cos[self.tokens :], self.rope_sin[self.tokens :]
         self.tokens += tokens.shape[1]
-        for layer in self.layers.values():
+        for number, layer in self.layers.items():
             x = layer(x, cos, sin, None)
+            self.caches[number].check_tokens(self.tokens)
         return self.output(self.norm(x[:, -1]))
 
 

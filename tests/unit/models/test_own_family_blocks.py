@@ -2,6 +2,7 @@
 memory; tests/integration/test_own_family.py trains those that are admitted.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from torch import nn
 from titan_lite.config import ConfigError, load_config
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.parallelize import ParallelModel
+from titan_lite.models.float8 import Float8Linear, apply_float8
 from titan_lite.rules import check
 from titan_lite.tools.generate import Decoder
 
@@ -137,3 +139,185 @@ def test_generate_evaluates(tmp_path):
     layout = checked(tmp_path / "family.py")
     decoder = Decoder(layout.model)
     assert not any(module.training for module in decoder.modules())
+
+
+# What the user wrote, and a run replaces
+
+TP = ["--parallelism.tensor_parallel_degree=2"]
+CP = ["--parallelism.context_parallel_degree=2"]
+FLOAT8 = ["--float8.enable"]
+CLASS = "class GatedAttention(nn.Module):\n"
+ATTEND = "    attend = staticmethod(attend)\n"
+WQ = "        self.wq = nn.Linear(config.dim, width, bias=False)\n"
+WO = "        self.wo = nn.Linear(width, config.dim, bias=False)\n"
+SCALED = (
+    CLASS,
+    "class Scaled(nn.Linear):\n"
+    "    def forward(self, x):\n"
+    "        return super().forward(x) * 0.5\n\n\n"
+    f"{CLASS}",
+)
+SLIDING = (
+    CLASS,
+    f"def slide(q, k, v, mask):\n    return attend(q, k, v, mask)\n\n\n{CLASS}",
+)
+
+
+def scaled(line):
+    return (line, line.replace("nn.Linear", "Scaled"))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_linear_layer_with_a_forward_of_its_own_is_not_for_float8(recipe, tmp_path):
+    file = tmp_path / "family.py"
+    options = [*FLOAT8, f"--float8.recipe={recipe}"]
+    message = mistake(file, SCALED, scaled(WQ), options=options)
+    assert "layers.0.attention.wq.weight is of a Scaled, which has a forward of its own" in message
+    assert message.endswith('use a torch.nn.Linear, or float8.filter_fqns = ["attention.wq"]')
+
+
+def test_a_matrix_of_no_linear_layer_is_not_for_float8(tmp_path):
+    parameter = GATE.replace("nn.Linear(config.dim, width, bias=False)", "Gate(width, config.dim)")
+    gate = (
+        CLASS,
+        "class Gate(nn.Module):\n"
+        "    def __init__(self, *shape):\n"
+        "        super().__init__()\n"
+        "        self.weight = nn.Parameter(torch.empty(shape))\n\n"
+        "    def forward(self, x):\n"
+        "        return x @ self.weight.T\n\n\n"
+        f"{CLASS}",
+    )
+    changes = [gate, (GATE, parameter)]
+    assert "attention.gate.weight is of a Gate" in mistake(
+        tmp_path / "family.py", *changes, options=FLOAT8
+    )
+    checked(tmp_path / "without.py", *changes)
+    filtered = [*FLOAT8, "--float8.filter_fqns", "attention.gate"]
+    checked(tmp_path / "filtered.py", *changes, options=filtered)
+
+
+def test_float8_leaves_a_forward_of_its_own_as_it_is():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 0.5
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([Scaled(16, 16, bias=False), nn.Linear(16, 16, bias=False)])
+    apply_float8(model, "tensorwise")
+    assert [type(layer) for layer in model.layers] == [Scaled, Float8Linear]
+
+
+def test_a_function_attend_of_its_own_is_not_replaced(tmp_path):
+    changes = [SLIDING, (ATTEND, ATTEND.replace("(attend)", "(slide)"))]
+    message = mistake(tmp_path / "family.py", *changes, options=CP)
+    assert "layers.0.attention.attend is slide; parallelism.context_parallel_degree = 2" in message
+    assert message.endswith("or use parallelism.context_parallel_degree = 1")
+    layout = checked(tmp_path / "alone.py", *changes)
+    with pytest.raises(ConfigError, match=r"layers.0.attention.attend is slide; generate keeps"):
+        Decoder(layout.model)
+
+
+def test_attention_calls_what_is_replaced(tmp_path):
+    call = "self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, mask)"
+    past = (call, call.removeprefix("self."))
+    message = mistake(tmp_path / "family.py", past, options=CP)
+    assert "layers.0.attention does not call self.attend" in message
+    twice = (call, f"{call} + {call}")
+    for number, change in enumerate((past, twice)):
+        layout = checked(tmp_path / f"{number}.py", change)
+        decoder = Decoder(replace(layout.model, max_seq_len=4))
+        decoder.init_weights(0)
+        with pytest.raises(ConfigError, match=r"attention does not call self.attend once"):
+            decoder(torch.zeros(1, 3, dtype=torch.int64))
+
+
+# Styles of tensor parallelism
+
+
+def styled(**styles):
+    words = ", ".join(f'"attention.{name}": "{style}"' for name, style in styles.items())
+    return ('    styles={"attention.gate": "columns"},\n', f"    styles={{{words}}},\n")
+
+
+def test_a_style_that_does_not_fit_shows_without_ranks(tmp_path):
+    message = mistake(tmp_path / "family.py", styled(gate="replicated"), options=TP)
+    assert (
+        "parallelism.tensor_parallel_degree = 2, layers.0.attention fails: RuntimeError" in message
+    )
+    assert "give its modules other styles in `styles` of the Family" in message
+    checked(tmp_path / "alone.py", styled(gate="replicated"))
+    checked(tmp_path / "right.py", options=[*TP, *FLOAT8])
+    checked(tmp_path / "compiled.py", options=[*TP, *CP, "--compile.enable"], ranks=4)
+
+
+def test_a_norm_over_all_heads_is_not_split(tmp_path):
+    norm = "        self.q_norm = RMSNorm(width, config.norm_eps)\n"
+    changes = [
+        ("import TransformerBlock", "import RMSNorm, TransformerBlock"),
+        (GATE, GATE + norm),
+        (
+            "        cos, sin = cos[",
+            "        q = self.q_norm(q.flatten(-2)).view_as(q)\n        cos, sin = cos[",
+        ),
+        (
+            "        **feed_forward_parameters",
+            '        "attention.q_norm.weight": (config.n_heads * config.head_dim,),\n'
+            "        **feed_forward_parameters",
+        ),
+    ]
+    checked(tmp_path / "alone.py", *changes)
+    split = styled(gate="columns", q_norm="columns")
+    message = mistake(tmp_path / "split.py", *changes, split, options=TP)
+    assert (
+        "layers.0.attention.q_norm.weight is a vector, and the style of attention.q_norm" in message
+    )
+    message = mistake(
+        tmp_path / "all.py", *changes, styled(gate="columns", q_norm="replicated"), options=TP
+    )
+    assert "layers.0.attention.q_norm fails: RuntimeError" in message
+
+
+def test_a_style_by_name_is_for_the_usual_shape(tmp_path):
+    fused = [
+        (
+            CLASS,
+            "class FusedFeedForward(nn.Module):\n"
+            "    def __init__(self, config):\n"
+            "        super().__init__()\n"
+            "        self.w1 = nn.Linear(config.dim, 2 * config.hidden_dim, bias=False)\n"
+            "        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)\n\n"
+            "    def forward(self, x):\n"
+            "        gate, up = self.w1(x).chunk(2, -1)\n"
+            "        return self.w2(torch.sigmoid(gate) * up)\n\n\n"
+            f"{CLASS}",
+        ),
+        (
+            "    return TransformerBlock(config, GatedAttention(config))\n",
+            "    block = TransformerBlock(config, GatedAttention(config))\n"
+            "    block.feed_forward = FusedFeedForward(config)\n"
+            "    return block\n",
+        ),
+        (
+            "        **feed_forward_parameters(config),\n",
+            '        "feed_forward.w1.weight": (2 * config.hidden_dim, config.dim),\n'
+            '        "feed_forward.w2.weight": (config.dim, config.hidden_dim),\n',
+        ),
+    ]
+    checked(tmp_path / "alone.py", *fused)
+    message = mistake(tmp_path / "family.py", *fused, options=TP)
+    assert "layers.0.feed_forward.w1.weight is (512, 128), and the style that" in message
+    assert "is for (256, 128)" in message
+
+
+def test_rows_are_of_a_linear_layer(tmp_path):
+    message = mistake(tmp_path / "family.py", SCALED, scaled(WO), options=TP)
+    assert "layers.0.attention.wo.weight is of a Scaled" in message
+    assert "it has to be a torch.nn.Linear" in message
+    checked(tmp_path / "alone.py", SCALED, scaled(WO))
+
+
+def test_a_result_of_another_dtype_is_refused(tmp_path):
+    options = ["--training.mixed_precision_param=bfloat16"]
+    message = mistake(tmp_path / "family.py", result(f"({RESULT}).float()"), options=options)
+    assert "layers.0 returns (1, 16, 128) in float32 for x (1, 16, 128) in bfloat16" in message
