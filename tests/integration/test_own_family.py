@@ -190,11 +190,11 @@ WRONG = {
     ),
     "a buffer": (
         (PARAMETER, f'{PARAMETER}        self.register_buffer("scale", torch.ones(4))\n'),
-        "build_block's block has the buffer attention.scale, which nothing fills or saves",
+        "build_block's block has the buffer layers.0.attention.scale, which nothing fills or saves",
     ),
     "a frozen parameter": (
         (PARAMETER, f"{PARAMETER}        self.gate.weight.requires_grad_(False)\n"),
-        "build_block's block has attention.gate.weight without requires_grad",
+        "build_block's block has layers.0.attention.gate.weight without requires_grad",
     ),
     "no flavor": (
         ('flavors={"debug": ModelConfig(128, 4, 8, 4, 256, vocab_size=2048)}', "flavors={}"),
@@ -239,17 +239,18 @@ def test_a_block_of_another_form_is_refused(tmp_path):
     bias = name.replace("weight", "bias").replace(", config.dim)", ",)")
     with_bias = text.replace(PARAMETER, PARAMETER.replace("False", "True"))
     with_bias = with_bias.replace(name, name + bias)
-    assert "block has attention.gate.bias of shape (128,); a parameter is a vector that" in mistake(
-        tmp_path / "bias.py", with_bias
+    assert (
+        "block has layers.0.attention.gate.bias of shape (128,); a parameter is a vector that"
+        in mistake(tmp_path / "bias.py", with_bias)
     )
     block = "    return TransformerBlock(config, GatedAttention(config))\n"
     pair = (
-        "    block = TransformerBlock(config, GatedAttention(config))\n"
-        "    forward = block.forward\n"
-        "    block.forward = lambda *inputs: (forward(*inputs), None)\n"
-        "    return block\n"
+        "    class Pair(TransformerBlock):\n"
+        "        def forward(self, *inputs):\n"
+        "            return super().forward(*inputs), None\n\n"
+        "    return Pair(config, GatedAttention(config))\n"
     )
-    assert "block returns tuple for x (1, 8, 128); it has to return a tensor of" in mistake(
+    assert "block returns tuple for x (1, 16, 128); it has to return a tensor of" in mistake(
         tmp_path / "pair.py", text.replace(block, pair)
     )
     without = text.replace("attend = staticmethod(attend)", "pass").replace(

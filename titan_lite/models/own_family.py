@@ -19,23 +19,37 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
-from titan_lite.config.families import ModelConfig
+from titan_lite.config.families import ModelConfig, Shape
 from titan_lite.models.transformer import Transformer
 
-TOKENS = 8  # of the sequence that a block is run with
+TOKENS = 16  # of the sequence that a block is run with
 
 
 def check_own_family(config: ModelConfig) -> None:
-    """Build a block of a user's own family on the meta device, and run it. Raises ConfigError if
-    that fails, or if the block is none that can be trained.
+    """Build the blocks of a user's own family on the meta device, and run them. Raises ConfigError
+    if that fails, or if they are none that can be trained.
     """
     subject = f"model.name = {shown(config.family)}: build_block"
+    with _one_line(subject), torch.device("meta"):
+        model = Transformer(replace(config, max_seq_len=TOKENS))
+    check_modules(model, subject)
+    check_tensors(model, subject)
+    names = _names_of_tensors(model.layers)
+    with _one_line(subject), torch.device("meta"), refusing_random_numbers(model.layers):
+        for number in model.layers:
+            _run(model, number, subject)
+    if new := [name for name in _names_of_tensors(model.layers) if name not in names]:
+        raise ConfigError(
+            f"{subject}'s block makes {new[0]} in its first forward, which would not be saved; make"
+            " it in __init__"
+        )
+
+
+@contextmanager
+def _one_line(subject: str) -> Iterator[None]:
+    """Return a context in which an error of a block is a ConfigError."""
     try:
-        with torch.device("meta"):
-            model = Transformer(replace(config, n_layers=1, max_seq_len=TOKENS))
-            block = model.layers["0"]
-            x = torch.empty(1, TOKENS, config.dim, requires_grad=True)
-            y = _run(model.layers, x, model.rope_cos, model.rope_sin)
+        yield
     except ConfigError:
         raise
     except DrawsNumbers as error:
@@ -45,45 +59,103 @@ def check_own_family(config: ModelConfig) -> None:
             " supported"
         ) from None
     except Exception as error:
+        reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{subject} fails: {type(error).__name__}: {error}; it has to return a block as a"
+            f"{subject} fails: {type(error).__name__}: {reason}; it has to return a block as a"
             " torch.nn.Module for any shape, which is called as block(x, cos, sin, mask)"
         ) from error
+
+
+def check_modules(model: Transformer, subject: str) -> None:
+    """Raise ConfigError for a module whose forward or tensors a run would not find."""
+    for fqn, module in model.layers.named_modules():
+        name = f"layers.{fqn}"
+        if "forward" in vars(module):
+            raise ConfigError(
+                f"{subject}'s block has {name} with a forward of its own beside that of its class,"
+                " which runs replace (activation checkpointing, tensor parallelism, float8); make"
+                " it the forward of a class"
+            )
+        for attribute, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ConfigError(
+                    f"{subject}'s block has the tensor {name}.{attribute}, which nothing fills or"
+                    " saves; compute it in forward, or make it a parameter"
+                )
+
+
+def check_tensors(model: Transformer, subject: str) -> None:
+    """Raise ConfigError for a buffer, and for a parameter of another form, of some blocks alone or
+    of several.
+    """
+    if buffers := [name for name, _ in model.layers.named_buffers()]:
+        raise ConfigError(
+            f"{subject}'s block has the buffer layers.{buffers[0]}, which nothing fills or saves;"
+            " compute it in forward, or make it a parameter"
+        )
+    first = _shapes_of(model.layers["0"])
+    owners: dict[nn.Parameter, str] = {}
+    for number, block in model.layers.items():
+        for name, parameter in block.named_parameters(remove_duplicate=False):
+            fqn = f"layers.{number}.{name}"
+            owner = owners.setdefault(parameter, fqn)
+            if owner.split(".")[1] != number:
+                raise ConfigError(
+                    f"{subject}'s blocks share {fqn} with {owner}, and a pipeline stage would have"
+                    " a copy of its own; make a module for each block"
+                )
+            check_parameter(parameter, fqn, subject)
+        shapes = _shapes_of(block)
+        if differing := [name for name in first | shapes if first.get(name) != shapes.get(name)]:
+            name = differing[0]
+            raise ConfigError(
+                f"{subject}'s blocks differ: layers.0.{name} is {first.get(name, 'not there')}, and"
+                f" layers.{number}.{name} is {shapes.get(name, 'not there')}; make all blocks alike"
+            )
+
+
+def check_parameter(parameter: nn.Parameter, fqn: str, subject: str) -> None:
+    """Raise ConfigError for a parameter that is not trained as it should be."""
+    if not parameter.requires_grad:
+        raise ConfigError(
+            f"{subject}'s block has {fqn} without requires_grad; all parameters are trained"
+        )
+    if parameter.ndim != (1 if "norm" in fqn else 2):
+        raise ConfigError(
+            f"{subject}'s block has {fqn} of shape {tuple(parameter.shape)}; a parameter is a"
+            ' vector that starts at 1, with "norm" in its name, or a matrix, without'
+        )
+    if fqn.endswith(".bias"):
+        raise ConfigError(
+            f"{subject}'s block has {fqn}, which would start at 1 as norms do; use bias=False"
+        )
+
+
+def _shapes_of(block: nn.Module) -> dict[str, Shape]:
+    return {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
+
+
+def _names_of_tensors(layers: nn.ModuleDict) -> list[str]:
+    return [f"layers.{name}" for name, _ in (*layers.named_parameters(), *layers.named_buffers())]
+
+
+def _run(model: Transformer, number: str, subject: str) -> None:
+    """Run a block as training does, forward and backward, and as validation does.
+
+    Raises ConfigError, and DrawsNumbers.
+    """
+    block = model.layers[number]
+    x = torch.empty(1, TOKENS, model.config.dim, requires_grad=True)
+    y = block.train()(x, model.rope_cos, model.rope_sin, None)
     if not isinstance(y, Tensor) or y.shape != x.shape:
         found = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         raise ConfigError(
             f"{subject}'s block returns {found} for x {tuple(x.shape)}; it has to return a tensor"
             " of that shape"
         )
-    if buffers := [name for name, _ in block.named_buffers()]:
-        raise ConfigError(
-            f"{subject}'s block has the buffer {', '.join(buffers)}, which nothing fills or saves;"
-            " compute it in forward, or make it a parameter"
-        )
-    for name, parameter in block.named_parameters():
-        if not parameter.requires_grad:
-            raise ConfigError(
-                f"{subject}'s block has {name} without requires_grad; all parameters are trained"
-            )
-        if parameter.ndim != (1 if "norm" in name else 2):
-            raise ConfigError(
-                f"{subject}'s block has {name} of shape {tuple(parameter.shape)}; a parameter is a"
-                ' vector that starts at 1, with "norm" in its name, or a matrix, without'
-            )
-
-
-def _run(layers: nn.ModuleDict, x: Tensor, cos: Tensor, sin: Tensor) -> object:
-    """Run a block as training does, forward and backward, and as validation does. Return what it
-    returns in training. Raises DrawsNumbers.
-    """
-    block = layers["0"]
-    with refusing_random_numbers(layers):
-        y = block.train()(x, cos, sin, None)
-        if isinstance(y, Tensor) and y.requires_grad:
-            y.sum().backward()
-        with torch.no_grad():
-            block.eval()(x, cos, sin, None)
-    return y
+    y.sum().backward()
+    with torch.no_grad():
+        block.eval()(x, model.rope_cos, model.rope_sin, None)
 
 
 # --- Random numbers -------------------------------------------------------------------------------

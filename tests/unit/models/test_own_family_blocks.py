@@ -232,6 +232,19 @@ def test_attention_calls_what_is_replaced(tmp_path):
             decoder(torch.zeros(1, 3, dtype=torch.int64))
 
 
+def test_a_forward_of_an_instance_is_refused(tmp_path):
+    change = (
+        "    return TransformerBlock(config, GatedAttention(config))\n",
+        (
+            "    block = TransformerBlock(config, GatedAttention(config))\n"
+            "    block.feed_forward.forward = lambda x: x\n"
+            "    return block\n"
+        ),
+    )
+    message = mistake(tmp_path / "family.py", change)
+    assert "layers.0.feed_forward with a forward of its own beside that of its class" in message
+
+
 # Styles of tensor parallelism
 
 
@@ -321,3 +334,87 @@ def test_a_result_of_another_dtype_is_refused(tmp_path):
     options = ["--training.mixed_precision_param=bfloat16"]
     message = mistake(tmp_path / "family.py", result(f"({RESULT}).float()"), options=options)
     assert "layers.0 returns (1, 16, 128) in float32 for x (1, 16, 128) in bfloat16" in message
+
+
+# Blocks, and what they are at first
+
+BLOCK = "    return TransformerBlock(config, GatedAttention(config))\n"
+COUNT = ("FAMILY = Family(", "import itertools\n\nnumbers = itertools.count()\nFAMILY = Family(")
+
+
+def later(line):
+    """Change the blocks after the first."""
+    return [
+        COUNT,
+        (
+            BLOCK,
+            "    block = TransformerBlock(config, GatedAttention(config))\n"
+            "    if next(numbers) % config.n_layers:\n"
+            f"        {line}\n"
+            "    return block\n",
+        ),
+    ]
+
+
+STRUCTURE = {
+    "shared": (
+        [
+            (
+                BLOCK,
+                "    global shared\n"
+                "    shared = globals().get('shared') or GatedAttention(config)\n"
+                "    return TransformerBlock(config, shared)\n",
+            )
+        ],
+        "blocks share layers.1.attention.wq.weight with layers.0.attention.wq.weight",
+    ),
+    "a buffer of some": (
+        later('block.register_buffer("scale", torch.ones(4))'),
+        "block has the buffer layers.1.scale",
+    ),
+    "frozen ones": (
+        later("block.attention.gate.weight.requires_grad_(False)"),
+        "block has layers.1.attention.gate.weight without requires_grad",
+    ),
+    "another parameter": (
+        later("block.more = nn.Linear(4, 4, bias=False)"),
+        "blocks differ: layers.0.more.weight is not there, and layers.1.more.weight is (4, 4)",
+    ),
+    "another shape": (
+        later("block.attention.gate = nn.Linear(config.dim, 4, bias=False)"),
+        "blocks differ: layers.0.attention.gate.weight is (128, 128), and",
+    ),
+    "made in forward": (
+        [
+            (
+                "        cos, sin = cos[",
+                '        if not hasattr(self, "scale"):\n'
+                "            self.scale = nn.Parameter(torch.ones(4, 4))\n"
+                "        cos, sin = cos[",
+            )
+        ],
+        "block makes layers.0.attention.scale in its first forward, which would not be saved",
+    ),
+    "a tensor": (
+        [(GATE, f"{GATE}        self.slopes = torch.ones(8)\n")],
+        "block has the tensor layers.0.attention.slopes, which nothing fills or saves",
+    ),
+    "a bias": (
+        [
+            (GATE, f"{GATE}        self.norm = nn.LayerNorm(config.dim)\n"),
+            (
+                "        **feed_forward_parameters",
+                '        "attention.norm.weight": (config.dim,),\n'
+                '        "attention.norm.bias": (config.dim,),\n'
+                "        **feed_forward_parameters",
+            ),
+        ],
+        "block has layers.0.attention.norm.bias, which would start at 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURE)
+def test_what_the_structure_of_all_blocks_shows_is_refused(name, tmp_path):
+    changes, words = STRUCTURE[name]
+    assert words in mistake(tmp_path / "family.py", *changes)
