@@ -71,7 +71,7 @@ class RunIdentity:
     # what rounding depends on beside recipe, device and versions: threads, CPU, variables
     numerics: Mapping[str, str | int] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)  # by package
-    family_file: str = ""  # SHA-256 of a user's own family (model.name); "": one of this package
+    family_file: str = ""  # of a user's own (config/families.file_digest); "": one of this package
     sources: str = ""  # SHA-256 of this package's files
     git: str = ""  # commit of the checkout; only rank 0 looks it up
 

@@ -8,6 +8,8 @@ its transformer blocks. What is around the blocks is the same for all (models/tr
 user's own file has both: `FAMILY`, a Family, and `build_block` (docs/contributing.md).
 """
 
+import ast
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -249,14 +251,68 @@ def where_it_is(saved: str, given: str) -> str:
 
 @functools.cache  # as the file was when it was run
 def file_digest(name: str) -> str:
-    """Return a SHA-256 of a user's own file; "" for a family of this package.
+    """Return a SHA-256 of a user's own file and of the modules in its folder that it imports; ""
+    for a family of this package.
 
     Raises ConfigError.
     """
     if name in FAMILIES:
         return ""
     find_family(name)  # raises ConfigError if the file is not there
-    return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    path = Path(name).resolve()
+    digest = hashlib.sha256(path.read_bytes())
+    for file in sorted(_imported_beside(path)):
+        relative = file.relative_to(path.parent).as_posix()
+        digest.update(f"\0{relative}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _imported_beside(path: Path) -> set[Path]:
+    """Return the files in the folder of a Python file that it imports, and those that these do.
+
+    Installed packages are none, wherever they are.
+    """
+    found: set[Path] = set()
+    to_read = [(path, "")]
+    while to_read:
+        file, package = to_read.pop()
+        for name in _imported_names(file, package):
+            source = _file_of(name)
+            if source is None or source in found or not source.is_relative_to(path.parent):
+                continue
+            found.add(source)
+            is_package = source.name == "__init__.py"
+            to_read.append((source, name if is_package else name.rpartition(".")[0]))
+    return found - {path}
+
+
+def _imported_names(file: Path, package: str) -> set[str]:
+    """Return the modules that a file of a package may import, with the packages around them."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            dots = "." * node.level
+            with contextlib.suppress(ImportError):  # no such package around this one
+                base = importlib.util.resolve_name(f"{dots}{node.module or ''}", package)
+                names += [f"{base}.{alias.name}" for alias in node.names]
+    parts = [name.split(".") for name in names]
+    return {".".join(each[:count]) for each in parts for count in range(1, len(each) + 1)}
+
+
+def _file_of(module: str) -> Path | None:
+    """Return where Python finds a module that is neither installed nor Python's own, or None."""
+    parts = module.split(".")
+    if parts[0] == "titan_lite" or parts[0] in sys.stdlib_module_names:
+        return None
+    for folder in sys.path:
+        stem = Path(folder, *parts)
+        for file in (stem / "__init__.py", stem.with_suffix(".py")):
+            if file.is_file():
+                is_installed = {"site-packages", "dist-packages"} & {*file.parts}
+                return None if is_installed else file.resolve()
+    return None
 
 
 @functools.cache  # a file is run once

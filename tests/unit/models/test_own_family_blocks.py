@@ -2,6 +2,8 @@
 memory; tests/integration/test_own_family.py trains those that are admitted.
 """
 
+import hashlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from tiny import DEBUG, DEBUG_TOKENIZER, ROOT
 from torch import nn
 
 from titan_lite.config import ConfigError, load_config
+from titan_lite.config.families import file_digest
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.parallelize import ParallelModel
 from titan_lite.models.float8 import Float8Linear, apply_float8
@@ -418,3 +421,31 @@ STRUCTURE = {
 def test_what_the_structure_of_all_blocks_shows_is_refused(name, tmp_path):
     changes, words = STRUCTURE[name]
     assert words in mistake(tmp_path / "family.py", *changes)
+
+
+# What a family is at a resume
+
+
+def test_modules_beside_the_file_belong_to_it(tmp_path, monkeypatch):
+    def digest(gate, unused="", folder="first"):
+        root = tmp_path / folder
+        package = root / "parts_of_gated"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("")
+        (package / "gates.py").write_text("from .numbers_of_gates import FACTOR as FACTOR\n")
+        (package / "numbers_of_gates.py").write_text(f"FACTOR = {gate}\n")
+        (package / "unused.py").write_text(unused)
+        file = root / "family.py"
+        file.write_text(f"import torch\nfrom parts_of_gated import gates\n{GATED.read_text()}")
+        monkeypatch.setattr("sys.path", [*sys.path, str(root)])
+        for name in [name for name in sys.modules if name.startswith("parts_of_gated")]:
+            monkeypatch.delitem(sys.modules, name)
+        found = file_digest(str(file))
+        monkeypatch.undo()
+        return found
+
+    first = digest(1)
+    assert digest(1, folder="moved") == first
+    assert digest(1, "import torch", folder="other") == first
+    assert digest(2, folder="changed") != first
+    assert file_digest(str(GATED)) == hashlib.sha256(GATED.read_bytes()).hexdigest()
