@@ -25,6 +25,16 @@ pytestmark = pytest.mark.ranks(2)
 GATED = Path(__file__).parents[1] / "own_families/gated.py"
 
 
+@pytest.fixture(scope="module")
+def page_family(tmp_path_factory):
+    (page,) = (
+        block for block in blocks(PAGES["docs/contributing.md"], "python") if "FAMILY" in block
+    )
+    file = tmp_path_factory.mktemp("page") / "page.py"
+    file.write_text(page)
+    return file
+
+
 def configured(file, *options):
     names = [f"--model.name={file}", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]
     return load_config(DEBUG, [*names, *options])
@@ -111,6 +121,16 @@ def test_a_weight_that_a_block_reads_twice_has_both_gradients(layout, options, t
     model = twin_model(shape_of(config.model), 4)
     within = FLOAT8 if config.float8.enable else FLOAT32
     result = compare(run(small, model), run(reference(small), model), within)
+    assert result.agrees, result
+
+
+def test_the_second_family_of_the_page_trains_as_in_one_process(page_family):
+    config = configured(page_family, "--training.global_batch_size=-1")
+    model = twin_model(shape_of(config.model), 4)
+    alone = reference(twin(config, parse_layout("dp_shard=1"), 3))
+    found = run(twin(config, parse_layout("tp=2"), 3), model)
+    assert found.gradients["layers.0.gate.weight"].norm() > 0
+    result = compare(found, run(alone, model))
     assert result.agrees, result
 
 

@@ -45,22 +45,19 @@ TOKEN_SHIFT = changed(
 )
 # A norm over all heads of the queries, of which a rank has its own: the mean square is of those.
 NORM_OVER_HEADS = changed(
-    ("import TransformerBlock,", "import RMSNorm, TransformerBlock,"),
     (
-        "        self.gate = ",
-        "        self.q_norm = RMSNorm(width, config.norm_eps)\n        self.gate = ",
+        "class GatedAttention",
+        "class HeadsNorm(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x * x.square().mean(-1, keepdim=True).add(1e-5).rsqrt()\n\n\n"
+        "class GatedAttention",
     ),
+    ("        self.gate = ", "        self.q_norm = HeadsNorm()\n        self.gate = "),
     (
         "        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))\n",
         "        q, k, v = self.q_norm(self.wq(x) ** 2), self.wk(x), self.wv(x)\n"
         "        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))\n",
     ),
-    (
-        '        "attention.gate.weight"',
-        '        "attention.q_norm.weight": (config.n_heads * config.head_dim,),\n'
-        '        "attention.gate.weight"',
-    ),
-    ('"attention.gate": "columns"', '"attention.gate": "columns", "attention.q_norm": "columns"'),
 )
 # Gate and up in one matrix, of which a rank has rows of the gate alone, or of up.
 GATE_AND_UP = changed(
@@ -84,6 +81,7 @@ GATE_AND_UP = changed(
         '        "feed_forward.w1.weight": (2 * config.hidden_dim, config.dim),\n'
         '        "feed_forward.w2.weight": (config.dim, config.hidden_dim),\n',
     ),
+    ('"attention.gate": "columns"', '"attention.gate": "columns", "feed_forward.w1": "columns"'),
 )
 
 

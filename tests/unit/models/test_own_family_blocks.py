@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pages import PAGES, blocks
 from tiny import DEBUG, DEBUG_TOKENIZER, ROOT
 from torch import nn
 
@@ -449,3 +450,15 @@ def test_modules_beside_the_file_belong_to_it(tmp_path, monkeypatch):
     assert digest(1, "import torch", folder="other") == first
     assert digest(2, folder="changed") != first
     assert file_digest(str(GATED)) == hashlib.sha256(GATED.read_bytes()).hexdigest()
+
+
+def test_the_family_of_the_page_is_admitted_in_every_layout(tmp_path):
+    (page,) = (
+        block for block in blocks(PAGES["docs/contributing.md"], "python") if "FAMILY" in block
+    )
+    file = tmp_path / "page.py"
+    file.write_text(page)
+    names = [f"--model.name={file}", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]
+    for options in ([], TP, CP, [*TP, *FLOAT8], ["--parallelism.pipeline_parallel_degree=2"]):
+        config = load_config(DEBUG, [*names, *options])
+        check(config, Layout.from_config(config, 2))
