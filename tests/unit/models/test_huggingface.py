@@ -37,8 +37,10 @@ def in_transformers(config):
     ids=lambda shape: f"{shape.family}, heads of {shape.head_dim}",
 )
 def test_transformers_computes_the_same_logits_and_gradients(shape, tied, scaling):
-    """On weights so large that attention is far from uniform, and norms that are not 1."""
-    config = dataclasses.replace(shape, tied_embeddings=tied, rope_scaling=scaling)
+    """On weights so large that attention is far from uniform, norms that are not 1, and no default's
+    epsilon.
+    """
+    config = dataclasses.replace(shape, tied_embeddings=tied, rope_scaling=scaling, norm_eps=1e-3)
     model = Transformer(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -63,6 +63,11 @@ def test_of_places_a_chunk_apart_too():
     assert len({int(checksum(numbers.roll(shift))) for shift in range(100)}) == 100
 
 
+def test_it_sees_where_the_only_negative_number_is():
+    rows = torch.ones(16, 16) - 2 * torch.eye(16)
+    assert len({int(checksum(row)) for row in rows}) == 16
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_of_the_numbers_in_their_order_and_not_of_their_strides(dtype):
     numbers = (100 * torch.randn(7, 5)).to(dtype)

@@ -63,8 +63,12 @@ def test_turned_off_it_finds_none_and_asks_nobody(monkeypatch):
 
 
 def test_one_that_another_rank_finds_is_one(monkeypatch):
+    def with_another_rank(tensor, operation):
+        assert operation == skipped_steps.dist.ReduceOp.MAX
+        tensor.fill_(1)
+
     made = guard()
-    monkeypatch.setattr(skipped_steps.dist, "all_reduce", lambda tensor, operation: tensor.fill_(1))
+    monkeypatch.setattr(skipped_steps.dist, "all_reduce", with_another_rank)
     assert made.skips(5, 3.0, 1.0)
 
 
