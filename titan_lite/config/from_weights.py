@@ -203,9 +203,10 @@ def keys_of_config_json(json: Mapping[str, Any], family: str = "") -> dict[str, 
         if json.get(key, value) != value
     ]
     known = READ.union(fixed, format.defaults, *HARMLESS.values())
+    or_declare = "" if name in FAMILIES else ", or give it to HuggingFace(fixed=...) of the family"
     mistakes += [
         f"{key} = {value!r:.60}: may change what the model computes, and is not known here; remove"
-        " it if it does not"
+        f" it if it does not{or_declare}"
         for key, value in json.items()
         if key not in known and value is not None
     ]

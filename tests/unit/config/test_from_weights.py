@@ -495,6 +495,29 @@ def test_a_key_that_may_change_what_is_computed_is_refused(json_of_family, chang
     assert str(error.value) == words or (words.endswith("may") and words in str(error.value))
 
 
+OWN_FAMILY = """
+from dataclasses import replace
+from titan_lite.config.families import LLAMA3
+from titan_lite.models.llama3 import build_block
+
+format = LLAMA3.huggingface
+fixed = {**format.fixed, "logits_scaling": 1.0}
+FAMILY = replace(LLAMA3, huggingface=replace(format, model_type="mine", fixed=fixed))
+"""
+
+
+def test_a_family_of_ones_own_says_which_keys_it_knows(tmp_path):
+    family = tmp_path / "mine.py"
+    family.write_text(OWN_FAMILY)
+    content = {**JSON, "model_type": "mine", "logits_scaling": 1.0}
+    assert keys_of_config_json(content, str(family))["name"] == str(family)
+    with pytest.raises(ValueError, match=r"logits_scaling = 2\.0: expected 1\.0$"):
+        keys_of_config_json({**content, "logits_scaling": 2.0}, str(family))
+    words = r"residual = 0\.5: may .* does not, or give it to HuggingFace\(fixed=\.\.\.\) of the"
+    with pytest.raises(ValueError, match=words):
+        keys_of_config_json({**content, "residual": 0.5}, str(family))
+
+
 @pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen3Config"])
 def test_what_transformers_writes_is_known(kind):
     transformers = pytest.importorskip("transformers")
