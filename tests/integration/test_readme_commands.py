@@ -214,6 +214,11 @@ HERE = {
     "python scripts/benchmark_compile.py --blocks 2 4 8 64 126 --backends inductor aot_eager": Run(
         "| 1 | titan_lite | aot_eager |", "--blocks 1 --backends aot_eager --steps 2"
     ),
+    "python scripts/benchmark_compile.py --blocks 6 32 --torchtitan PYTHON": Run(
+        "| 1 | titan_lite | aot_eager |",
+        "--blocks 1 --backends aot_eager --steps 2",
+        {" --torchtitan PYTHON": ""},
+    ),
     "python scripts/benchmark_compile.py --blocks 6 16 32 --backends inductor aot_eager"
     " --torchtitan PYTHON": Run(
         "| 1 | titan_lite | aot_eager |",
