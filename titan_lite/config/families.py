@@ -251,8 +251,8 @@ def where_it_is(saved: str, given: str) -> str:
 
 @functools.cache  # as the file was when it was run
 def file_digest(name: str) -> str:
-    """Return a SHA-256 of a user's own file and of the modules in its folder that it imports; ""
-    for a family of this package.
+    """Return a SHA-256 of a user's own file and of what it imports that is not installed; "" for a
+    family of this package.
 
     Raises ConfigError.
     """
@@ -261,29 +261,28 @@ def file_digest(name: str) -> str:
     find_family(name)  # raises ConfigError if the file is not there
     path = Path(name).resolve()
     digest = hashlib.sha256(path.read_bytes())
-    for file in sorted(_imported_beside(path)):
-        relative = file.relative_to(path.parent).as_posix()
-        digest.update(f"\0{relative}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    for module, file in sorted(_own_imports(path).items()):
+        digest.update(f"\0{module}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def _imported_beside(path: Path) -> set[Path]:
-    """Return the files in the folder of a Python file that it imports, and those that these do.
+def _own_imports(path: Path) -> dict[str, Path]:
+    """Return the modules that a Python file imports, and those that these do, with their files.
 
-    Installed packages are none, wherever they are.
+    Modules that are installed, Python's and titan_lite's are none of them.
     """
-    found: set[Path] = set()
+    found: dict[str, Path] = {}
     to_read = [(path, "")]
     while to_read:
         file, package = to_read.pop()
         for name in _imported_names(file, package):
             source = _file_of(name)
-            if source is None or source in found or not source.is_relative_to(path.parent):
+            if source is None or source == path or name in found:
                 continue
-            found.add(source)
+            found[name] = source
             is_package = source.name == "__init__.py"
             to_read.append((source, name if is_package else name.rpartition(".")[0]))
-    return found - {path}
+    return found
 
 
 def _imported_names(file: Path, package: str) -> set[str]:

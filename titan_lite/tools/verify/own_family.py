@@ -12,22 +12,17 @@ user's cache: a sweep has many dump folders, and a job that starts again has the
 agreement is remembered.
 """
 
-import ast
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 
@@ -35,7 +30,7 @@ import titan_lite
 from titan_lite.checkpoint.run_identity import source_digest
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.errors import shown
-from titan_lite.config.families import run_file
+from titan_lite.config.families import file_digest
 from titan_lite.environment import cache_folder
 from titan_lite.models.shapes import shape_of
 from titan_lite.processes import signal_when_parent_dies
@@ -59,7 +54,7 @@ class Verification:
         self.layout = name_of(layout)
         self.content = {
             "family": config.model.name,
-            "sources": [(path.name, _digest(path)) for path in own_sources(config.model.name)],
+            "sources": file_digest(config.model.name),
             "recipe": _what_decides(config, layout),
             "torch": str(torch.__version__),
             "titan_lite": f"{titan_lite.__version__} {source_digest()}",
@@ -171,71 +166,3 @@ def _what_decides(config: Config, layout: dict[str, int]) -> dict[str, object]:
         "training": small.training.model_dump(include=set(TRAINING), mode="json"),
         **{name: getattr(small, name).model_dump(mode="json") for name in SECTIONS},
     }
-
-
-# Sources
-
-
-def own_sources(name: str) -> list[Path]:
-    """Return the file of a family and what it imports that is neither installed nor titan_lite's.
-
-    Raises ConfigError.
-    """
-    run_file(name)  # so that what it imports is known
-    found = {Path(name).resolve(): ""}  # file: its package
-    waiting = list(found)
-    while waiting:
-        path = waiting.pop()
-        for module in _imports_of(path, found[path]):
-            file = _own_file(module)
-            if file is not None and file not in found:
-                is_package = file.name == "__init__.py"
-                found[file] = module if is_package else module.rpartition(".")[0]
-                waiting.append(file)
-    return sorted(found)
-
-
-def _imports_of(path: Path, package: str) -> Iterator[str]:
-    """Yield the names that a file imports: "a" and "a.b" of `from a import b`."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError):  # it is no source, or has gone
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _with_packages(alias.name)
-        elif isinstance(node, ast.ImportFrom):
-            origin = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                origin = ".".join(filter(None, (*above, origin)))
-            yield from _with_packages(origin)
-            yield from (f"{origin}.{alias.name}" for alias in node.names)
-
-
-def _with_packages(name: str) -> Iterator[str]:
-    """Yield "a", "a.b" and "a.b.c" for "a.b.c", since importing it runs all of them."""
-    parts = name.split(".")
-    yield from (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-
-
-def _own_file(module: str) -> Path | None:
-    """Return the file of a module; None if there is none, or it is installed or titan_lite's."""
-    if module.partition(".")[0] in (*sys.stdlib_module_names, "titan_lite", "torch", ""):
-        return None
-    loaded = sys.modules.get(module)
-    file = getattr(loaded, "__file__", None)
-    if loaded is None and "." not in module:  # imported within a function
-        with suppress(ImportError, ValueError):
-            spec = importlib.util.find_spec(module)
-            file = spec.origin if spec else None
-    if file is None or not file.endswith(".py"):
-        return None
-    path = Path(file).resolve()
-    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
-    return None if any(folder in path.parents for folder in installed) else path
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
