@@ -13,7 +13,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from titan_lite.dtensor import local
 
 
 class HostCopies:
@@ -35,7 +36,7 @@ class HostCopies:
         is not among the tensors, or has another shape or dtype now, is freed. Raises RuntimeError
         if there is too little memory; nothing is kept then.
         """
-        parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+        parts = {name: local(tensor) for name, tensor in tensors.items()}
         self.copies = {
             name: copy
             for name, copy in self.copies.items()
@@ -54,11 +55,6 @@ class HostCopies:
             self.copies = {}
             raise
         return dict(self.copies)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, which is all of it unless it is a DTensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_alike(copy: Tensor, part: Tensor) -> bool:
