@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from titan_lite import launch
-from titan_lite.cli import command
+from titan_lite.cli import INTERRUPTED, command
 from titan_lite.config import SHIPPED, ConfigError
 from titan_lite.config.errors import did_you_mean
 from titan_lite.processes import signal_when_parent_dies
@@ -113,7 +113,21 @@ def _end_with_tool() -> None:
 
 def run() -> None:
     """Run the installed command."""
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code == INTERRUPTED:
+        _kill_started()
+    sys.exit(code)
+
+
+def _kill_started() -> None:
+    """Kill the processes of libraries, which Python would wait for at its end.
+
+    A Ctrl-C while `datasets` starts its manager leaves a process that nobody else ends.
+    """
+    for library in ("multiprocessing", "multiprocess"):
+        processes = sys.modules.get(f"{library}.process")
+        for process in processes.active_children() if processes else ():
+            process.kill()
 
 
 if __name__ == "__main__":

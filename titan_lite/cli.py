@@ -79,6 +79,9 @@ def at_least_one(text: str) -> int:
     raise argparse.ArgumentTypeError(message)
 
 
+INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
+
+
 def command(*, gone: int = 0) -> Callable[[Callable[[Sequence[str]], int | None]], Program]:
     """Return a decorator of `main` that prints an error as one line, and returns an exit code.
 
@@ -116,7 +119,7 @@ def command(*, gone: int = 0) -> Callable[[Callable[[Sequence[str]], int | None]
                 return gone
             except KeyboardInterrupt as stopped:
                 print(*stopped.args, file=sys.stderr)
-                return 130
+                return INTERRUPTED
 
         return run
 

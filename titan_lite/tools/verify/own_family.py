@@ -28,6 +28,7 @@ import torch
 
 import titan_lite
 from titan_lite.checkpoint.run_identity import source_digest
+from titan_lite.cli import INTERRUPTED
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import file_digest
@@ -37,7 +38,6 @@ from titan_lite.processes import signal_when_parent_dies
 from titan_lite.resilience.signals import STOPPING, write_line
 from titan_lite.tools.verify.twin import layout_of, name_of, twin, twin_model
 
-STOPPED_TOOL = 130  # exit code of a tool that a signal ends
 # What decides of a twin whether it computes what one process does
 SECTIONS = ("parallelism", "activation_checkpoint", "compile", "float8")
 TRAINING = ("local_batch_size", "global_batch_size", "mask_documents", "loss_chunk_tokens")
@@ -81,7 +81,7 @@ class Verification:
         began = time.monotonic()
         code, output = self._run_tool(arguments, seconds)
         taken = time.monotonic() - began
-        if code in (STOPPED_TOOL, *(-number for number in STOPPING)):
+        if code in (INTERRUPTED, *(-number for number in STOPPING)):
             return False
         if code != 0:
             write_line(output.rstrip())
