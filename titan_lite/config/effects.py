@@ -1,4 +1,4 @@
-"""What another value of a key does to a run that resumes: a mark in the type of the key's field.
+"""Marks in the type of a key's field: the effect of another value on a run that resumes.
 
     shuffle: RestartsData[bool] = True                     # in sections.py
     shuffle_buffer: Annotated[RestartsData[int], OnlyWith("data.shuffle", True)] = 10_000
