@@ -44,7 +44,7 @@ from titan_lite.cost.machine import GIB, Machine
 from titan_lite.cost.profiles import load_machine, machine_from
 from titan_lite.models import llama3, qwen3
 from titan_lite.models.loss import VocabularyShard
-from titan_lite.models.shapes import flops_per_token, matrices_of_block
+from titan_lite.models.shapes import block_weights, flops_per_token
 from titan_lite.models.transformer import RMSNorm
 from titan_lite.tools.plan.allocator import CachingAllocator
 from titan_lite.tools.plan.command import lay_out
@@ -606,7 +606,7 @@ def kept_by_theirs(plan: Plan) -> float:
     tp = layout.degrees["tp"]
     pp = layout.degrees["pp"]
     table = model.vocab_size * model.dim / tp  # elements of the embedding, or of the output
-    block = matrices_of_block(model) / tp  # elements
+    block = block_weights(model).dense / tp  # elements
     stage = (model.n_layers * block + 2 * table) / pp
     kept = 0.0
     if not config.compile.compiles("model") and config.activation_checkpoint.mode == "selective":

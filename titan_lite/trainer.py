@@ -44,6 +44,7 @@ from titan_lite.data.preflight import warn_of_repeated_documents
 from titan_lite.data.processes import LoaderError
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.device import device_memory, init_device
+from titan_lite.distributed.expert_balance import ExpertBalance
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import (
     build_mesh,
@@ -60,6 +61,7 @@ from titan_lite.distributed.process_group import connect_store, init_process_gro
 from titan_lite.dtensor import shard_of
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger
+from titan_lite.metrics import expert_load
 from titan_lite.metrics.deferred import DeferredMetrics, StepMetrics
 from titan_lite.metrics.per_source import PerSource
 from titan_lite.metrics.profiler import set_flight_recorder
@@ -124,6 +126,7 @@ class Trainer:
     model: ParallelModel
     parameters: dict[str, nn.Parameter]  # by FQN
     grad_compression: PowerSGD  # between copies of the model
+    expert_balance: ExpertBalance  # of a mixture of experts
     optimizer: NamedOptimizer
 
     loader: Loader
@@ -251,6 +254,9 @@ class Trainer:
         self.model.materialize(self.device)
         self.model.init_weights(config.debug.seed)
         self.parameters = self.model.parameters
+        self.expert_balance = ExpertBalance(
+            self.model.stages, self.layout.model, config.experts, self.mesh, self.device
+        )
         self.grad_compression = PowerSGD(
             self.model.stages,
             config.parallelism,
@@ -421,6 +427,7 @@ class Trainer:
             batches = [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
         tokens = self.count_tokens(batches)
 
+        self.expert_balance.begin_step(self.layout.tokens_at(self.step))
         loss = self.forward_backward(batches, tokens)
         self.grad_compression.reduce(self.step)
         for hook in self.hooks:
@@ -436,6 +443,7 @@ class Trainer:
         )
         self.optimizer.set_lr(self.lr)
         self.optimizer.step(skip)
+        self.expert_balance.update(skip)
         self.model.parameters_have_changed()
         self.optimizer.zero_grad()
 
@@ -555,16 +563,31 @@ class Trainer:
             "skipped_steps": self.skipped_steps.count,
             **self.bad_documents.gather(skipped_documents),
             **self.per_source.values(),
+            **self.expert_loads(),
         }
         self.metrics.log(self.step, values)
         self.stragglers.log(self.step, values["step_time"])
         self.throughput.start(self.step)
 
+    def expert_loads(self) -> dict[str, float]:
+        """Return the metrics of experts since the last line, and write their shares. A
+        collective.
+        """
+        loads = self.expert_balance.loads()
+        if loads is None:
+            return {}
+        if self.rank == 0:
+            steps = range(self.throughput.window_start + 1, self.step + 1)
+            expert_load.write_shares(loads, self.dump_folder, steps)
+            if line := expert_load.idle_experts(loads, steps):
+                logger.warning(line)
+        return expert_load.values_of(loads)
+
     # Checkpoints
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint, by their names there."""
-        tensors: dict[str, Tensor] = dict(self.parameters)
+        tensors: dict[str, Tensor] = {**self.parameters, **self.model.buffers}
         for name, tensor in self.optimizer.state_tensors().items():
             tensors[f"optimizer.state.{name}"] = tensor
         for name, tensor in self.grad_compression.state_tensors().items():
@@ -623,7 +646,8 @@ class Trainer:
         if step is None:
             self.bad_documents.restart(keeps_file=self.rank == 0)
             path = config.checkpoint.initial_load_path
-            load_initial(path, self.layout.model, self.parameters, shard_of, self.dump_folder)
+            tensors = {**self.parameters, **self.model.buffers}
+            load_initial(path, self.layout.model, tensors, shard_of, self.dump_folder)
         else:
             self.load(step)
         self.model.parameters_have_changed()

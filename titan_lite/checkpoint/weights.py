@@ -47,8 +47,8 @@ from titan_lite.config.weights_folder import (
 from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
 from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError, fields_of, is_inside, read_json
-from titan_lite.models.huggingface import config_from_hf, from_hf, hf_names
-from titan_lite.models.shapes import config_from_fields, parameter_shapes
+from titan_lite.models.huggingface import config_from_hf, sources_of
+from titan_lite.models.shapes import buffer_shapes, config_from_fields, parameter_shapes
 from titan_lite.text import error_line, first_lines
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
@@ -78,6 +78,7 @@ class _DcpFolder:
     names: dict[str, str]  # of parameters in the folder, by FQN
     shapes: dict[str, torch.Size]  # by FQN
     dtypes: dict[str, torch.dtype]  # by FQN
+    buffers: dict[str, torch.Size]  # that it has beside parameters, by FQN
 
     def _set_shapes(self, stored: Mapping[str, TensorStorageMetadata]) -> None:
         """Set shapes and dtypes.
@@ -87,6 +88,7 @@ class _DcpFolder:
         """
         self.shapes = shapes(self.config)
         expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
+        expected |= self.buffers
         _raise_faults(misfits(expected, {name: tensor.size for name, tensor in stored.items()}))
         of_model = {name: stored[name] for name in expected}
         _raise_faults(
@@ -96,20 +98,24 @@ class _DcpFolder:
             if not tensor.properties.dtype.is_floating_point
         )
         _raise_faults(tensor_files.incomplete(of_model))
-        self.dtypes = {fqn: stored[name].properties.dtype for fqn, name in self.names.items()}
+        names = {**self.names, **{fqn: fqn for fqn in self.buffers}}
+        self.dtypes = {fqn: stored[name].properties.dtype for fqn, name in names.items()}
 
     def digest(self) -> str:
         """Return a hash of the content: of samples of all files."""
         return manifest.sampled_digest(self.folder.glob("*.distcp"))
 
     def read(self, fqn: str) -> Tensor:
-        tensor = torch.empty(self.shapes[fqn], dtype=self.dtypes[fqn])
+        shape = self.shapes.get(fqn) or self.buffers[fqn]
+        tensor = torch.empty(shape, dtype=self.dtypes[fqn])
         self.read_into({fqn: tensor})
         return tensor
 
     def read_into(self, parameters: Mapping[str, Tensor]) -> None:
         """Fill tensors or DTensors, without communication. Raises ConfigError."""
-        tensors = {self.names[fqn]: parameter.detach() for fqn, parameter in parameters.items()}
+        tensors = {
+            self.names.get(fqn, fqn): parameter.detach() for fqn, parameter in parameters.items()
+        }
         try:
             tensor_files.load(self.folder, tensors, metadata=self.metadata)
         except CorruptFileError as damage:
@@ -144,6 +150,12 @@ class CheckpointFolder(_DcpFolder):
         stored = tensor_files.parameters(self.metadata)
         check_size(self.config, len(stored))
         self.names = {fqn: fqn for fqn in shapes(self.config)}
+        # a step that `convert` wrote may have none
+        self.buffers = {
+            fqn: torch.Size(shape)
+            for fqn, shape in buffer_shapes(self.config).items()
+            if fqn in stored
+        }
         self._set_shapes(stored)
         # Only a converted step has them; those of a run are in its tokenizer.
         self.special_tokens = self.state.parts.get("special_tokens") or dict(NO_SPECIAL_TOKENS)
@@ -183,6 +195,7 @@ class TorchtitanFolder(_DcpFolder):
         check_torchtitan(config)
         self.folder = folder
         self.config = config
+        self.buffers = {}
         self.metadata = tensor_files.read_metadata(folder)
         stored = tensor_files.parameters(self.metadata)
         ours = {from_torchtitan(name): name for name in stored}  # torchtitan 0.2 has our names
@@ -221,12 +234,25 @@ class HuggingFaceFolder:
             for name, tensor in self.stored.items()
             if tensor.dtype not in DTYPES
         )
-        self.names = hf_names(self.config)  # in the folder, by FQN
-        self._drop_copies()
+        self._drop_frequencies()
+        try:
+            self.sources = sources_of(self.config, self.stored)  # by FQN
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise CorruptFileError(str(error)) from None
+        self._drop_copy_of_table()
         self.shapes = shapes(self.config)
-        expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
+        self.buffers: dict[str, torch.Size] = {}
+        expected = {
+            name: torch.Size(source.shape)
+            for source in self.sources.values()
+            for name in source.names
+        }
         _raise_faults(misfits(expected, {name: one.shape for name, one in self.stored.items()}))
-        self.dtypes = {fqn: DTYPES[self.stored[name].dtype] for fqn, name in self.names.items()}
+        self.dtypes = {
+            fqn: DTYPES[self.stored[source.names[0]].dtype] for fqn, source in self.sources.items()
+        }
         self.special_tokens = self._special_tokens()
 
     def _find_tensors(self, named: object) -> dict[str, StoredTensor]:
@@ -309,19 +335,23 @@ class HuggingFaceFolder:
             )
         return stored
 
-    def _drop_copies(self) -> None:
-        """Forget what some folders have beside parameters: computed frequencies, and a second copy
-        of tied weights. A folder may have these under the output's name alone.
-        """
+    def _drop_frequencies(self) -> None:
+        """Forget the computed frequencies that some folders have beside parameters."""
         for name in list(self.stored):
             if name.endswith("rotary_emb.inv_freq"):
                 del self.stored[name]
+
+    def _drop_copy_of_table(self) -> None:
+        """Forget a second copy of tied weights. A folder may have these under the output's name
+        alone.
+        """
         embedding = "model.embed_tokens.weight"
         output = "lm_head.weight"
         if not self.config.tied_embeddings or output not in self.stored:
             return
         if embedding not in self.stored:
-            self.names["tok_embeddings.weight"] = output
+            table = self.sources["tok_embeddings.weight"]
+            self.sources["tok_embeddings.weight"] = dataclasses.replace(table, names=(output,))
         else:
             if not _equal(self._open(embedding), self._open(output)):
                 raise CorruptFileError(
@@ -349,8 +379,9 @@ class HuggingFaceFolder:
         with safe_open(self.stored[name].file, "pt") as file:
             return file.get_tensor(name)
 
-    def read(self, fqn: str) -> Tensor:
-        return from_hf(fqn, self._open(self.names[fqn]), self.config)
+    def read(self, fqn: str, rows: slice = slice(None)) -> Tensor:
+        """Return rows of a parameter, all by default."""
+        return self.sources[fqn].join(self._open, self.config, rows)
 
     def tokenizer_files(self) -> list[Path]:
         return tokenizer_files(self.folder)
@@ -568,14 +599,18 @@ def _is_first_rank() -> bool:
 def load(
     weights: Weights, parameters: Mapping[str, Tensor], shard_of: ShardOf | None = None
 ) -> None:
-    """Fill the parameters in place, by name. Each rank reads its part, without communication.
+    """Fill parameters in place, by name, and the buffers among them that the folder has. Each rank
+    reads its part, without communication.
 
     shard_of: None if the parameters are not sharded. Raises ConfigError.
     """
     if not isinstance(weights, HuggingFaceFolder):
-        weights.read_into(parameters)
+        has = {*weights.shapes, *weights.buffers}
+        weights.read_into({fqn: tensor for fqn, tensor in parameters.items() if fqn in has})
         return
     for fqn, parameter in parameters.items():
+        if fqn not in weights.shapes:
+            continue  # such files have no buffers
         if shard_of is None:
             parameter.copy_(weights.read(fqn))
             continue
@@ -583,7 +618,8 @@ def load(
         index = tuple(
             slice(start, start + size) for start, size in zip(offset, shard.shape, strict=True)
         )
-        shard.copy_(weights.read(fqn)[index])
+        rows, *others = index
+        shard.copy_(weights.read(fqn, rows)[(slice(None), *others)])
 
 
 def check_torchtitan(config: ModelConfig) -> None:

@@ -32,7 +32,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from titan_lite.compile.graph import merge_equal_all_gathers, results_of
 from titan_lite.compile.passes import resharding
 from titan_lite.compile.torch_patches import is_compiling, no_random_state_saved
+from titan_lite.models.experts import CHOICE
 
+MIN_BUDGET = 1e-9  # a memory budget that is not 0
 # Takes and returns tensors.
 TensorFunction = Callable[..., Sequence[Tensor]]
 # What activation checkpointing does with the result of an operator. It is called for the operators
@@ -115,12 +117,17 @@ def trace(
         merge_equal_all_gathers(joint.graph)
         if checkpoint is not None:
             tag_for_checkpointing(joint.graph, checkpoint)
+        routes = keep_choices(joint.graph)
         rewrite(joint)
         resharding.reshard_after_forward(joint.graph, settings.keep_gathered)
         if settings.saves_as_autograd:
             save_as_autograd(joint.graph)
         options["static_lifetime_input_indices"] = list(static)
-        with no_random_state_saved():
+        budget = settings.memory_budget
+        if routes and not budget:  # with 0 the partitioner saves inputs alone
+            budget = MIN_BUDGET
+        within = functorch_config.patch(activation_memory_budget=budget)
+        with within, no_random_state_saved():
             forward, backward = min_cut_rematerialization_partition(joint, *args, **options)
         graphs.update(forward=forward, backward=backward)
         return forward, backward
@@ -135,8 +142,7 @@ def trace(
         partition_fn=partition,
         decompositions=select_decomp_table() if settings.decomposes else None,
     )
-    budget = functorch_config.patch(activation_memory_budget=settings.memory_budget)
-    with is_compiling(), budget, V.set_fake_mode(mode):
+    with is_compiling(), V.set_fake_mode(mode):
         traced(*inputs)  # traces at its first call, and computes nothing
     return TracedFunction(graphs["forward"], len(results), graphs.get("backward"), differentiable)
 
@@ -151,6 +157,17 @@ def tag_for_checkpointing(graph: Graph, checkpoint: CheckpointRule) -> None:
         else:
             node.meta["recompute"] = checkpoint(node.target)
         node.meta["ac_graph_id"] = 1
+
+
+def keep_choices(graph: Graph) -> bool:
+    """Save which experts a router chose, in any case, as eager mode does. Return True for a graph
+    with a router.
+    """
+    choices = [node for node in graph.nodes if node.target is CHOICE]
+    for choice in choices:
+        for node in (choice, *choice.users):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return bool(choices)
 
 
 def is_forward(node: Node) -> bool:

@@ -32,8 +32,8 @@ from titan_lite.compile.torch_patches import is_compiling
 from titan_lite.dtensor import local
 
 # Attributes of every module but `training`, and of sharded ones: `ModelWeights.described` describes
-# parameters.
-MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "_fsdp"}) - {"training"}
+# parameters. And the FQN of a router, which copies of a traced block replace.
+MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "_fsdp", "fqn"}) - {"training"}
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",

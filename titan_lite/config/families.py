@@ -51,6 +51,8 @@ class ModelConfig:
     norm_eps: float = 1e-5
     max_seq_len: int = 131_072  # tokens in the rotary tables
     head_dim: int = 0  # of a query, key or value; 0 becomes dim / n_heads
+    n_experts: int = 0  # of a block, each of hidden_dim; 0: a dense model
+    experts_per_token: int = 0  # that a token is computed by
     family: str = "llama3"  # a name that `find_family` knows
 
     def __post_init__(self) -> None:
@@ -67,8 +69,15 @@ class HuggingFace:
     # keys of config.json whose other values are another model; None is this one
     fixed: Mapping[str, Any]
     defaults: Mapping[str, Any]  # of keys that a config.json leaves out
-    # module of a block: its name there, beside those that all families have
+    # Module or parameter of a block: its name there, beside those that all families have. A "*"
+    # stands for the number of an expert: the parameter is one tensor here, and one each there.
     names: Mapping[str, str] = field(default_factory=dict)
+    # field of ModelConfig: keys of config.json that have it, beside those that all families have;
+    # the first one is written
+    sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Tensors of a block with several parameters of experts, as transformers has them in memory: the
+    # name there, and the parameters that are side by side in dimension 1.
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # modules of a block whose rows are rotary pairs, (2i, 2i + 1) here and (i, i + D/2) there
     rotary: tuple[str, ...] = ("attention.wq", "attention.wk")
 
@@ -80,6 +89,8 @@ class Family:
     flavors: Mapping[str, ModelConfig]  # "debug" is the small one of tests and `verify`
     # shapes of a block's parameters by their names in it, in the module's order
     block_parameters: Callable[[ModelConfig], Mapping[str, Shape]]
+    # shapes of a block's buffers that are saved, by their names in it
+    block_buffers: Callable[[ModelConfig], Mapping[str, Shape]] = lambda config: {}
     # fields of a shape that is given by keys of [model], where neither a key nor a flavor has them
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # module of a block: its tensor-parallel style (distributed/tensor_parallel.py), beside those
@@ -89,8 +100,9 @@ class Family:
     is_in_torchtitan: bool = False  # with the layout that torchtitan's checkpoints have
 
     def __post_init__(self) -> None:
-        if not callable(self.block_parameters):
-            raise TypeError("block_parameters of a Family is a function of a ModelConfig")
+        for name in ("block_parameters", "block_buffers"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"{name} of a Family is a function of a ModelConfig")
         if not self.flavors:
             raise TypeError("flavors of a Family: give it a ModelConfig, such as debug")
         others = [name for name, each in self.flavors.items() if not isinstance(each, ModelConfig)]
@@ -123,6 +135,25 @@ def feed_forward_parameters(config: ModelConfig) -> dict[str, Shape]:
         "feed_forward.w1.weight": (config.hidden_dim, config.dim),
         "feed_forward.w2.weight": (config.dim, config.hidden_dim),
         "feed_forward.w3.weight": (config.hidden_dim, config.dim),
+    }
+
+
+def expert_parameters(config: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of a router and its experts, which are SwiGLU (models/experts.py)."""
+    widening = (config.n_experts, config.hidden_dim, config.dim)
+    return {
+        "moe.router.weight": (config.n_experts, config.dim),
+        "moe.experts.w1": widening,
+        "moe.experts.w2": (config.n_experts, config.dim, config.hidden_dim),
+        "moe.experts.w3": widening,
+    }
+
+
+def expert_buffers(config: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of what a router keeps from step to step, in float32."""
+    return {
+        "moe.router.expert_bias": (config.n_experts,),
+        "moe.router.expert_share": (config.n_experts,),
     }
 
 
@@ -219,7 +250,86 @@ QWEN3 = Family(
     ),
 )
 
-FAMILIES: dict[str, Family] = {"llama3": LLAMA3, "qwen3": QWEN3}
+
+def _qwen3_moe_block(config: ModelConfig) -> dict[str, Shape]:
+    return {
+        **attention_parameters(config),
+        "attention.q_norm.weight": (config.head_dim,),
+        "attention.k_norm.weight": (config.head_dim,),
+        **expert_parameters(config),
+        **norm_parameters(config),
+    }
+
+
+def _qwen3_moe(dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> ModelConfig:
+    return ModelConfig(
+        *(dim, n_layers, n_heads, 4, hidden_dim, 151_936),
+        n_experts=128,
+        experts_per_token=8,
+        family="qwen3_moe",
+        **_QWEN3_DEFAULTS,
+    )
+
+
+QWEN3_MOE = Family(
+    flavors={
+        "debug": replace(
+            _qwen3_moe(256, 6, 8, 384),
+            vocab_size=2048,
+            head_dim=48,
+            n_experts=8,
+            experts_per_token=2,
+        ),
+        "30B-A3B": _qwen3_moe(2048, 48, 32, 768),
+        "235B-A22B": _qwen3_moe(4096, 94, 64, 1536),
+    },
+    block_parameters=_qwen3_moe_block,
+    block_buffers=expert_buffers,
+    defaults=_QWEN3_DEFAULTS,
+    styles=QWEN3.styles,
+    huggingface=HuggingFace(
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        fixed={
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        },
+        defaults={
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "head_dim": 128,
+            "num_key_value_heads": 4,
+            "norm_topk_prob": False,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        names={
+            "attention.q_norm": "self_attn.q_norm",
+            "attention.k_norm": "self_attn.k_norm",
+            "moe.router": "mlp.gate",
+            "moe.experts.w1": "mlp.experts.*.gate_proj.weight",
+            "moe.experts.w2": "mlp.experts.*.down_proj.weight",
+            "moe.experts.w3": "mlp.experts.*.up_proj.weight",
+        },
+        sizes={
+            "hidden_dim": ("moe_intermediate_size",),
+            "n_experts": ("num_experts", "num_local_experts"),
+            "experts_per_token": ("num_experts_per_tok",),
+        },
+        fused={
+            "mlp.experts.gate_up_proj": ("moe.experts.w1", "moe.experts.w3"),
+            "mlp.experts.down_proj": ("moe.experts.w2",),
+        },
+        rotary=("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm"),
+    ),
+)
+
+FAMILIES: dict[str, Family] = {"llama3": LLAMA3, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
 
 
 # By name

@@ -17,7 +17,7 @@ from typing import Any
 
 from titan_lite import manifest
 from titan_lite.config.errors import ConfigError, shown
-from titan_lite.config.families import FAMILIES, find_family, where_it_is
+from titan_lite.config.families import FAMILIES, HuggingFace, find_family, where_it_is
 from titan_lite.config.sections import Model
 from titan_lite.config.weights_folder import (
     CONFIG,
@@ -34,7 +34,7 @@ from titan_lite.config.weights_folder import (
 KEY = "checkpoint.initial_load_path"
 FLAVOR = "from_weights"  # the value of model.flavor
 
-# key of [model]: key of config.json
+# key of [model]: key of config.json, of families that have no other (`sizes_of`)
 SIZES = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -98,6 +98,8 @@ READ = frozenset(
         *SIZES.values(),
     )
 )
+# Keys of mixtures of experts that change no logits, which other models do not have.
+HARMLESS_OF_EXPERTS = ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")
 # What a config.json of any family must have, if it has it.
 FIXED = {"is_causal": True, "use_sliding_window": False}
 
@@ -167,6 +169,11 @@ def keys_of_shape(fields: Mapping[str, Any]) -> dict[str, Any]:
 # config.json
 
 
+def sizes_of(format: HuggingFace) -> dict[str, tuple[str, ...]]:
+    """Return {key of [model]: keys of config.json that have it}, of which the first is written."""
+    return {ours: (theirs,) for ours, theirs in SIZES.items()} | dict(format.sizes)
+
+
 def _model_of_config_json(folder: Path, family: str) -> ModelOfWeights:
     file = folder / CONFIG
     try:
@@ -197,12 +204,16 @@ def keys_of_config_json(json: Mapping[str, Any], family: str = "") -> dict[str, 
     given = {key: value for key, value in given.items() if value is not None}
     given.setdefault("num_key_value_heads", json.get("num_attention_heads"))
     fixed = {**FIXED, **format.fixed}
+    or_default = {**format.defaults, **json}
     mistakes += [
-        f"{key} = {json[key]!r:.60}: expected {value!r}"
+        f"{key} = {or_default[key]!r:.60}: expected {value!r}"
         for key, value in fixed.items()
-        if json.get(key, value) != value
+        if or_default.get(key, value) != value
     ]
-    known = READ.union(fixed, format.defaults, *HARMLESS.values())
+    sizes = sizes_of(format)
+    known = READ.union(fixed, format.defaults, *HARMLESS.values(), *sizes.values())
+    if "n_experts" in sizes:
+        known |= {*HARMLESS_OF_EXPERTS}
     or_declare = "" if name in FAMILIES else ", or give it to HuggingFace(fixed=...) of the family"
     mistakes += [
         f"{key} = {value!r:.60}: may change what the model computes, and is not known here; remove"
@@ -214,7 +225,9 @@ def keys_of_config_json(json: Mapping[str, Any], family: str = "") -> dict[str, 
     heads, width = given.get("num_attention_heads"), given.get("hidden_size")
     if "head_dim" not in given and not _not_sizes(given, ["num_attention_heads", "hidden_size"]):
         given["head_dim"] = width // heads  # type: ignore[operator]
-    mistakes += _not_sizes(given, SIZES.values())
+    found, differing = _one_name_each(sizes, json, given)
+    mistakes += differing
+    mistakes += _not_sizes(given, found.values())
     mistakes += _not_numbers(given, ["rms_norm_eps"])
     tied = json.get("tie_word_embeddings", False)
     if type(tied) is not bool:
@@ -226,11 +239,32 @@ def keys_of_config_json(json: Mapping[str, Any], family: str = "") -> dict[str, 
         raise ValueError("; ".join(mistakes + rope_mistakes))
     return {
         "name": name,
-        **{ours: given[theirs] for ours, theirs in SIZES.items()},
+        **{ours: given[theirs] for ours, theirs in found.items()},
         "tied_embeddings": "yes" if tied else "no",
         "norm_eps": float(given["rms_norm_eps"]),
         **rope,
     }
+
+
+def _one_name_each(
+    sizes: Mapping[str, tuple[str, ...]], json: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[dict[str, str], list[str]]:
+    """Return {key of [model]: the key of config.json to read}, and a line for each two that differ.
+
+    given: json with defaults, which count where the file has none of a size's keys.
+    """
+    found = {}
+    mistakes = []
+    for ours, names in sizes.items():
+        written = [name for name in names if json.get(name) is not None]
+        known = [name for name in names if name in given]
+        found[ours] = (*written, *known, *names)[0]
+        mistakes += [
+            f"{other} = {json[other]!r:.60}: expected {json[written[0]]!r:.60}, as {written[0]}"
+            for other in written[1:]
+            if json[other] != json[written[0]]
+        ]
+    return found, mistakes
 
 
 def _not_full_attention(json: Mapping[str, Any]) -> list[str]:

@@ -146,7 +146,13 @@ class Model(Section):
     of its own the flavor's."""
 
     hidden_dim: Annotated[int, Field(ge=1, le=2**20)] | Literal[0] = 0
-    """Width within feed_forward; 0: the flavor's."""
+    """Width within feed_forward, or of an expert; 0: the flavor's."""
+
+    n_experts: Annotated[int, Field(ge=1, le=2**16)] | Literal[0] = 0
+    """Experts of a block, of a family that has experts; 0: the flavor's."""
+
+    experts_per_token: Annotated[int, Field(ge=1, le=2**16)] | Literal[0] = 0
+    """Experts that a token is computed by; 0: the flavor's."""
 
     vocab_size: Annotated[int, Field(ge=1, le=2**22)] | Literal[0] = 0
     """Rows of the embedding, at least the tokenizer's tokens; 0: the flavor's."""
@@ -256,7 +262,7 @@ class Optimizer(Section):
     name: RestartsOptimizer[Literal[tuple(OPTIMIZERS)]] = "AdamW"  # type: ignore[valid-type]
     """Lion: sign of a momentum; Muon: momentum made orthogonal; Shampoo: momentum between roots of
     gradient statistics. The last two are for matrices within blocks, and AdamW for embedding,
-    output and norms."""
+    output, norms and routers of experts; Shampoo is for dense models."""
 
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
@@ -417,8 +423,28 @@ class ActivationCheckpoint(Section):
     that can be, 1 nothing."""
 
 
+class Experts(Section):
+    """Balance of a mixture of experts, which no layout changes (docs/moe.md)."""
+
+    balance: Literal["step", "sequence", "bias", "none"] = "step"
+    """How experts get alike many tokens. step: a term with the shares of the last step's choices;
+    sequence: a term with those of each sequence of training.seq_len (DeepSeek-V3); bias: after a
+    step, a number that is added to an expert's probability when experts are chosen grows by
+    bias_update_rate, or shrinks; none: nothing."""
+
+    balance_coefficient: float = Field(1e-3, gt=0, le=1)
+    """Factor of the term of balance = step and sequence: E x the sum over experts of the share of
+    choices (which sum to 1) x the mean probability, summed over layers as in Megatron.
+    router_aux_loss_coef of transformers is for layers pooled and shares that sum to
+    experts_per_token: c there is c x experts_per_token / layers here."""
+
+    bias_update_rate: float = Field(1e-3, gt=0, le=1)
+    """Change of an expert's bias in a step, with balance = bias."""
+
+
 class Float8(Section):
-    """Matrix products of the blocks' linear layers in float8, for GPUs from H100 on."""
+    """Matrix products of the blocks' linear layers in float8, for GPUs from H100 on; those of
+    routers and experts stay in mixed_precision_param."""
 
     enable: bool = False
     """Compute forward and both gradients of these layers in float8; weights stay in
@@ -792,6 +818,7 @@ class Config(Section):
     lr_scheduler: LRScheduler = LRScheduler()
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    experts: Experts = Experts()
     float8: Float8 = Float8()
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()

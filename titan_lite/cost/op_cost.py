@@ -28,6 +28,7 @@ from titan_lite.cost.collectives import (
 )
 from titan_lite.cost.kernels import SLOW_ACCUMULATION, attention_share, product_seconds
 from titan_lite.cost.machine import GB, MICROSECOND, Machine
+from titan_lite.models.experts import GROUPED_PRODUCT, GROUPED_PRODUCT_OF_WEIGHTS
 
 # Operators that return no view, and yet move no bytes.
 NO_VIEWS = frozenset({collectives.wait_tensor.default, aten.empty.memory_format})
@@ -41,6 +42,8 @@ MATMULS = frozenset(
         aten.baddbmm.default,
     }
 )
+# Products of groups of rows (models/experts.py): in forward and of rows; of weights
+GROUPED = frozenset({GROUPED_PRODUCT, GROUPED_PRODUCT_OF_WEIGHTS})
 # Operators that Inductor fuses like pointwise ones. scatter writes a constant, in the loss's
 # backward.
 AS_POINTWISE = frozenset(
@@ -95,6 +98,8 @@ def _computation_seconds(node: Node, machine: Machine, fused: bool) -> float:
 
 def _matmul_seconds(node: Node, flops: float, machine: Machine) -> float:
     """Return the seconds of a product's arithmetic alone: no memory traffic, no launch."""
+    if node.target in GROUPED:
+        return _grouped_seconds(node, flops, machine)
     a, b = (factor.meta["val"] for factor in _factors(node))
     speed = machine.flops(a.dtype) * machine.matmul_efficiency
     if not machine.multiprocessors:
@@ -107,6 +112,23 @@ def _matmul_seconds(node: Node, flops: float, machine: Machine) -> float:
     return parts * product_seconds(
         math.prod(batch), m // parts, n, k, speed=speed, multiprocessors=machine.multiprocessors
     )
+
+
+def _grouped_seconds(node: Node, flops: float, machine: Machine) -> float:
+    """Return the seconds of a grouped product's arithmetic, with experts alike busy: a batch of
+    products, each of an expert's rows. Its tiles begin anew with each expert.
+    """
+    a, b = (cast(Any, argument).meta["val"] for argument in node.args[:2])
+    speed = machine.flops(a.dtype) * machine.matmul_efficiency
+    if not machine.multiprocessors:
+        return flops / speed
+    experts = cast(Any, node.args[2]).meta["val"].shape[0]
+    rows = math.ceil(a.shape[0] / experts)
+    if node.target is GROUPED_PRODUCT:
+        m, n, k = rows, b.shape[2], a.shape[1]
+    else:
+        m, n, k = a.shape[1], b.shape[1], rows
+    return product_seconds(experts, m, n, k, speed=speed, multiprocessors=machine.multiprocessors)
 
 
 def _attention_seconds(node: Node, flops: float, machine: Machine) -> float:
@@ -158,6 +180,9 @@ def flops_of(node: Node) -> tuple[float, float]:
         return 0.0, 0.0
     if node.target in MATMULS:
         a, b = (factor.meta["val"].shape for factor in _factors(node))
+        return 2.0 * math.prod(a) * b[-1], 0.0
+    if node.target in GROUPED:
+        a, b = (cast(Any, argument).meta["val"].shape for argument in node.args[:2])
         return 2.0 * math.prod(a) * b[-1], 0.0
     name = str(node.target)
     if "scaled_dot_product" not in name and "flash_attention" not in name:

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import (
 
 from titan_lite.collectives import collectives, tracing
 from titan_lite.models.attention import OPERATORS
+from titan_lite.models.experts import CHOICE, GROUPED_PRODUCT, routers_of
 
 if TYPE_CHECKING:  # with Inductor, a second to import
     from titan_lite.compile.joint import CheckpointRule
@@ -39,7 +40,7 @@ aten = torch.ops.aten
 # F.scaled_dot_product_attention and ours, and of tensor parallelism reduce-scatters and
 # all-reduces, of one number (scales of tokens in float8). All-gathers of tensor and context
 # parallelism have large results: they run again.
-PRODUCTS = frozenset({aten.mm.default, aten._scaled_mm.default})
+PRODUCTS = frozenset({aten.mm.default, aten._scaled_mm.default, GROUPED_PRODUCT})
 EXPENSIVE = frozenset(
     {
         *PRODUCTS,
@@ -72,11 +73,12 @@ def apply_activation_checkpoint(
     for name, block in blocks.items():
         if not recomputes(int(name), mode, option):
             continue
-        products = sum(isinstance(module, nn.Linear) for module in block.modules())
+        products = sum(parameter.ndim > 1 for parameter in block.parameters())
         kept = Kept(
             expensive=mode == "selective" and option in ("op", "op/2"),
             every_second=option == "op/2",
             last_product=0 if compiled else products,
+            choices=bool(routers_of(block)),
         )
         cls: Any = type(block)
         block.__class__ = _checkpointed_class(cls, kept)
@@ -122,10 +124,11 @@ class Kept:
     # The product, counted from 1, at which recomputation ends: results from there on are not kept.
     # 0: no such product.
     last_product: int = 0
+    choices: bool = False  # of experts, in any case: recomputation must not route again
 
     def new_rule(self) -> "CheckpointRule":
         """Return the policy of one forward of a block, or of its recomputation."""
-        return KeepExpensive(self) if self.expensive else keep_nothing
+        return KeepExpensive(self) if self.expensive else keep_choices
 
 
 def selective_contexts(kept: Kept) -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -151,6 +154,8 @@ class KeepExpensive:
         self.products = 0  # so far
 
     def __call__(self, operator: OpOverload) -> CheckpointPolicy:
+        if operator is CHOICE:
+            return CheckpointPolicy.MUST_SAVE
         is_product = operator in PRODUCTS
         if is_product:
             self.products += 1
@@ -162,9 +167,11 @@ class KeepExpensive:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def keep_nothing(operator: OpOverload) -> CheckpointPolicy:
-    """The policy of full activation checkpointing: keep the block's input alone."""
-    return CheckpointPolicy.PREFER_RECOMPUTE
+def keep_choices(operator: OpOverload) -> CheckpointPolicy:
+    """The policy of full activation checkpointing: keep the block's input alone, and which experts
+    it chose.
+    """
+    return CheckpointPolicy.MUST_SAVE if operator is CHOICE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint_rule(block: nn.Module) -> "CheckpointRule | None":
@@ -186,7 +193,7 @@ def _checkpointed_class(cls: type[nn.Module], kept: Kept) -> type[nn.Module]:
         block_forward = functools.partial(
             _run_keeping_weights, {}, functools.partial(cls.forward, self)
         )
-        if not kept.expensive:
+        if not kept.expensive and not kept.choices:
             return checkpoint(block_forward, *args, use_reentrant=False, preserve_rng_state=False)
         return checkpoint(
             block_forward,

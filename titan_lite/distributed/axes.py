@@ -27,18 +27,21 @@ AXIS_NAMES = {  # for people
 def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
     """Return the axis of each of this rank's groups.
 
-    The group that shards parameters over dp_shard and cp is dp_shard.
+    The groups that shard parameters over dp_shard and cp, and experts over tp too, are dp_shard.
     """
     groups = {
         tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis
         for axis in AXES
         if mesh[axis].size() > 1
     }
-    if mesh["cp"].size() == 1:
-        return groups
     pp, dp_replicate, _, _, tp = mesh.get_coordinate()  # type: ignore[misc]
-    shard_ranks = tuple(mesh.mesh[pp, dp_replicate, :, :, tp].flatten().tolist())
-    return {shard_ranks: "dp_shard", **groups}
+    of_copy = mesh.mesh[pp, dp_replicate]
+    sharding = {
+        tuple(ranks.flatten().tolist()): "dp_shard"
+        for ranks in (of_copy[:, :, tp], of_copy)
+        if ranks.numel() > 1
+    }
+    return {**sharding, **groups}
 
 
 def ranks_in(group: str) -> tuple[int, ...]:

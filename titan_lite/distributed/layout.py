@@ -26,8 +26,9 @@ from titan_lite.config import (
 from titan_lite.config.families import ModelConfig, Shape
 from titan_lite.distributed.memory import gathered_once_bytes, steady_bytes
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
+from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.loss_chunk import automatic_chunk
-from titan_lite.models.shapes import parameter_shapes, shape_of
+from titan_lite.models.shapes import active_parameters, parameter_shapes, shape_of
 from titan_lite.optim.state import numbers_in
 from titan_lite.sharding import chunk_size
 
@@ -117,6 +118,11 @@ class Layout:
         return numbers_in(parameter_shapes(self.model))
 
     @property
+    def active_parameters(self) -> int:
+        """Number of parameters that a token is computed with; all of a dense model."""
+        return active_parameters(self.model)
+
+    @property
     def copies_table(self) -> bool:
         """True if the last stage has a copy of a tied table (distributed/tied_table.py)."""
         return self.model.tied_embeddings and len(self.pipeline.modules) > 1
@@ -162,6 +168,15 @@ class Layout:
         before sharding.
         """
         return numbers_in(self.shapes_of_rank) / self.degrees["tp"]
+
+    @property
+    def gathered_of_rank(self) -> float:
+        """Number of parameters that `parameters_of_rank` is of, when they are gathered: a
+        tensor-parallel rank has a part of them, and whole experts.
+        """
+        shapes = self.shapes_of_rank
+        experts = numbers_in({fqn: each for fqn, each in shapes.items() if is_of_experts(each)})
+        return (numbers_in(shapes) - experts) / self.degrees["tp"] + experts
 
     @property
     def copied_of_rank(self) -> float:
@@ -218,6 +233,10 @@ class Layout:
     def sequences_at(self, step: int) -> int:
         """Return the sequences of optimizer step `step`, over all ranks."""
         return self.accumulation_at(step) * self.local_batch_size * self.dp_degree
+
+    def tokens_at(self, step: int) -> int:
+        """Return the tokens of optimizer step `step`, over all ranks."""
+        return self.sequences_at(step) * self.seq_len
 
     def tokens_until(self, step: int) -> int:
         """Return the tokens of all steps up to `step`, over all ranks."""

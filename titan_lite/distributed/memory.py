@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from titan_lite.config import Config, Float8, Training
 from titan_lite.config.families import Shape
-from titan_lite.models.fqns import is_filtered
+from titan_lite.models.fqns import is_filtered, is_of_experts
 from titan_lite.optim.state import (
     Shapes,
     bytes_by_owner,
@@ -86,7 +86,7 @@ def gathered_once_bytes(config: Config, layout: "Layout") -> float:
     computed, summed = itemsizes(config.training)
     one_byte = numbers_in(gathered_in_float8(config.float8, layout.shapes_of_rank))
     saved = (computed - 1) * one_byte / layout.degrees["tp"]
-    gathered = layout.parameters_of_rank + layout.copied_of_rank
+    gathered = layout.gathered_of_rank + layout.copied_of_rank
     return (2 * computed + summed) * gathered - saved
 
 
@@ -97,7 +97,7 @@ def gathered_in_float8(float8: Float8, shapes: Shapes) -> dict[str, Shape]:
     return {
         fqn: shape
         for fqn, shape in shapes.items()
-        if is_matrix(fqn) and not is_filtered(fqn, float8.filter_fqns)
+        if is_matrix(fqn) and len(shape) == 2 and not is_filtered(fqn, float8.filter_fqns)
     }
 
 
@@ -121,11 +121,13 @@ def largest_shard(layout: "Layout", fqn: str, shape: Sequence[int]) -> Shape:
     """Return the shape of the largest part of a parameter that a rank has."""
     from titan_lite.distributed.tensor_parallel import weight_dim  # imports torch
 
-    split_dim = weight_dim(fqn.rpartition(".")[0], layout.model.family)
     part = list(shape)
-    if split_dim is not None:
+    shards = layout.fsdp_degree
+    if is_of_experts(shape):  # mesh.expert_mesh
+        shards *= layout.degrees["tp"]
+    elif (split_dim := weight_dim(fqn.rpartition(".")[0], layout.model.family)) is not None:
         part[split_dim] = chunk_size(part[split_dim], layout.degrees["tp"])
-    part[0] = chunk_size(part[0], layout.fsdp_degree)
+    part[0] = chunk_size(part[0], shards)
     return tuple(part)
 
 

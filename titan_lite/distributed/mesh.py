@@ -39,6 +39,21 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return folded[PARAMETER_AXES]
 
 
+def expert_mesh(mesh: DeviceMesh, of_parameters: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that matrices of experts are placed on, with the axes of `of_parameters`, the
+    result of `parameter_mesh`.
+
+    Tensor-parallel ranks have other tokens between blocks, so all ranks of a copy share the shards
+    of experts: cp and tp are folded into dp_shard. Without tensor parallelism the meshes are one.
+    Call it once, on all ranks, as `parameter_mesh`.
+    """
+    if mesh["tp"].size() == 1:
+        return of_parameters
+    ranks = mesh.mesh.flatten(AXES.index("dp_shard")).unsqueeze(-1)
+    folded = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("pp", *PARAMETER_AXES))
+    return folded[PARAMETER_AXES]
+
+
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
     """Return (data-parallel rank, data-parallel degree).
 
@@ -57,6 +72,13 @@ def sum_over_tokens(tensor: Tensor, mesh: DeviceMesh) -> None:
     Ranks that share tokens (tp, pp) must have the same tensor.
     """
     _sum(tensor, mesh, ("dp_replicate", "dp_shard", "cp"))
+
+
+def sum_over_positions(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Sum in place over ranks with different tokens between blocks: as `sum_over_tokens`, and over
+    tp, whose ranks share the tokens of a sequence there.
+    """
+    _sum(tensor, mesh, ("dp_replicate", "dp_shard", "cp", "tp"))
 
 
 def sum_of_losses(tensor: Tensor, mesh: DeviceMesh) -> None:

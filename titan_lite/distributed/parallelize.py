@@ -33,8 +33,9 @@ from titan_lite.distributed.context_parallel import (
     causal_attention,
     own_positions,
 )
+from titan_lite.distributed.expert_balance import apply_balance
 from titan_lite.distributed.layout import AXES, Layout
-from titan_lite.distributed.mesh import parameter_mesh
+from titan_lite.distributed.mesh import expert_mesh, parameter_mesh
 from titan_lite.distributed.pipeline import (
     DeviceBatch,
     MicrobatchShapes,
@@ -57,7 +58,7 @@ from titan_lite.dtensor import shard_of
 from titan_lite.models.attention import doc_starts, doc_stats, masks_by_kernel
 from titan_lite.models.float8 import apply_float8
 from titan_lite.models.loss import Loss, VocabularyShard
-from titan_lite.models.transformer import Transformer
+from titan_lite.models.transformer import Transformer, saved_buffers
 
 if TYPE_CHECKING:  # Inductor takes a second to import, and an eager run does without
     from titan_lite.compile.schedule import Schedule
@@ -89,6 +90,15 @@ class ParallelModel:
             for stage in self.stages
             for fqn, parameter in stage.model.named_parameters()
             if parameter is not self.tied_table.copy
+        }
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Buffers that a step has, by FQN, over all stages: equal on the ranks of a stage."""
+        return {
+            fqn: stage.model.get_buffer(fqn)
+            for stage in self.stages
+            for fqn in saved_buffers(stage.model)
         }
 
     def materialize(self, device: torch.device) -> None:
@@ -204,6 +214,7 @@ def parallelize(
     if attend is None:
         attend = functools.partial(causal_attention, kernel=config.training.attention_kernel)
     shard_mesh = parameter_mesh(mesh)
+    mesh_of_experts = expert_mesh(mesh, shard_mesh) if layout.model.n_experts else None
     fsdp = FSDPOptions(
         param_dtype=getattr(torch, config.training.mixed_precision_param),
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
@@ -229,7 +240,8 @@ def parallelize(
             config.activation_checkpoint.selective_ac_option,
             compiled=compiled,
         )
-        sharding = apply_simple_fsdp(model, shard_mesh, fsdp)
+        apply_balance(model, config.experts.balance, mesh)
+        sharding = apply_simple_fsdp(model, shard_mesh, fsdp, mesh_of_experts)
         if model.output is not None and loss.chunk:
             model.output.loss_sum = loss.of_hidden
         stages.append(Stage(model, sharding))

@@ -57,7 +57,7 @@ from titan_lite.distributed.step_gather import (
 )
 from titan_lite.dtensor import as_shard_of, local
 from titan_lite.models.float8 import Float8Linear, Scaled
-from titan_lite.models.fqns import is_in_block, parameters_within
+from titan_lite.models.fqns import is_in_block, is_of_experts, parameters_within
 from titan_lite.sharding import chunk_range
 
 
@@ -295,12 +295,19 @@ class FSDPOptions:
     reduce_over_replicas: bool = True
 
 
-def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh, options: FSDPOptions) -> Sharding:
+def apply_simple_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    options: FSDPOptions,
+    mesh_of_experts: DeviceMesh | None = None,
+) -> Sharding:
     """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place.
 
     mesh: see `parameter_mesh` (mesh.py). Of a DTensor of tensor parallelism, the local part is
     sharded. A parameter on the meta device becomes a meta shard (see `materialize`). One with data
     must be equal on all ranks, and each rank keeps its rows. Tied weights stay tied.
+
+    mesh_of_experts: see `expert_mesh`; a rank has whole matrices of experts. None: `mesh`.
     """
     resharded: frozenset[str] = frozenset()
     if options.keep_gathered is not None:
@@ -316,7 +323,10 @@ def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh, options: FSDPOptions) 
             if parameter is None or parameter in shards:
                 continue
             fqn = f"{prefix}.{name}".removeprefix(".")
-            shard, spec = shard_parameter(parameter, mesh, fqn, options)
+            own_mesh = mesh
+            if mesh_of_experts is not None and is_of_experts(parameter.shape):
+                own_mesh = mesh_of_experts
+            shard, spec = shard_parameter(parameter, own_mesh, fqn, options)
             if tensorwise:
                 scaled.append(fqn)
                 spec = replace(spec, float8=options.float8_all_gather)

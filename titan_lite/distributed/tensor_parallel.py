@@ -41,6 +41,7 @@ from titan_lite.config.families import (
     find_family,
 )
 from titan_lite.models.float8 import E5M2, Float8Linear, Scaled, scale_of, stand_in, to_bytes
+from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.loss import VocabularyShard
 from titan_lite.models.transformer import Transformer
 
@@ -73,6 +74,7 @@ STYLES: dict[str, Style] = {
     "layers.*.feed_forward.w1": COLUMN,
     "layers.*.feed_forward.w3": COLUMN,
     "layers.*.feed_forward.w2": ROW,
+    "layers.*.moe.router": Style(),  # each rank routes its own tokens
     "norm": Style(),
     "output": Style(weight=0, gathers=True),  # logits stay split: `VocabularyShard` of loss.py
 }
@@ -147,13 +149,13 @@ def apply_styles(
     """Split `model` over `axis` in place; see `apply_tensor_parallel`.
 
     split: a parameter, and the dimension in which it is split, None: it is replicated -> this
-    rank's part.
+    rank's part. Matrices of experts are left: no expert is cut (mesh.expert_mesh).
     """
     parts: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are split once
     for fqn, module in model.named_modules():
         style = _style_of(fqn, family)
         for name, parameter in module._parameters.items():
-            if parameter is None:
+            if parameter is None or is_of_experts(parameter.shape):
                 continue
             if style is None:
                 raise _no_style(f"{fqn}.{name}", family)
@@ -178,6 +180,8 @@ def check_styles(model: Transformer, family: str) -> None:
     for name, parameter in model.named_parameters():
         fqn = name.rpartition(".")[0]
         module = re.sub(r"^layers\.\d+\.", "", fqn)
+        if is_of_experts(parameter.shape):
+            continue
         style = _style_of(fqn, family)
         if style is None:
             raise _no_style(name, family)

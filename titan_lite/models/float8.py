@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
-from titan_lite.models.fqns import is_filtered
+from titan_lite.models.fqns import is_filtered, is_router
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -139,7 +139,12 @@ def check_layers(model: nn.Module, family: str, filter_fqns: Sequence[str] = ())
     for fqn, parameter in model.named_parameters():
         module = fqn.removesuffix(".weight")
         is_in_block = fqn.startswith("layers.") and parameter.ndim == 2
-        if not is_in_block or module in linear or is_filtered(module, filter_fqns):
+        if (
+            not is_in_block
+            or is_router(fqn)
+            or module in linear
+            or is_filtered(module, filter_fqns)
+        ):
             continue
         name = module.split(".", 2)[2]  # in its block
         kind = type(model.get_submodule(fqn.rpartition(".")[0])).__qualname__

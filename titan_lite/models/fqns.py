@@ -4,7 +4,7 @@ block_of("layers.3.attention.wq.weight")            # "layers.3", its bucket
 parameters_within(model, ["layers.3", "output"])    # FQNs of the parameters of these modules
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # titan_lite/models/shapes.py needs no torch
@@ -27,6 +27,18 @@ def block_of(fqn: str, last: str = "norm") -> str:
 def is_in_block(fqn: str) -> bool:
     """Return True for a parameter of a transformer block."""
     return fqn.startswith("layers.")
+
+
+def is_router(fqn: str) -> bool:
+    """Return True for a parameter or buffer of a router of experts (models/experts.py)."""
+    return ".router." in fqn
+
+
+def is_of_experts(shape: Sequence[int]) -> bool:
+    """Return True for the shape of matrices of experts, (E, rows, columns): no other parameter has
+    three dimensions.
+    """
+    return len(shape) == 3
 
 
 def last_block(fqns: Iterable[str]) -> str:

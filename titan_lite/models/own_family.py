@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import ModelConfig, Shape
+from titan_lite.models.experts import routers_of
 from titan_lite.models.transformer import Transformer
 
 TOKENS = 16  # of the sequence that a block is run with
@@ -85,10 +86,16 @@ def check_modules(model: Transformer, subject: str) -> None:
 
 
 def check_tensors(model: Transformer, subject: str) -> None:
-    """Raise ConfigError for a buffer, and for a parameter of another form, of some blocks alone or
-    of several.
+    """Raise ConfigError for a buffer of a module that is no router, and for a parameter of another
+    form, of some blocks alone or of several.
     """
-    if buffers := [name for name, _ in model.layers.named_buffers()]:
+    of_routers = {
+        f"{fqn}.{name}"
+        for fqn, router in routers_of(model.layers).items()
+        for name, _ in router.named_buffers()
+    }
+    buffers = [name for name, _ in model.layers.named_buffers() if name not in of_routers]
+    if buffers:
         raise ConfigError(
             f"{subject}'s block has the buffer layers.{buffers[0]}, which nothing fills or saves;"
             " compute it in forward, or make it a parameter"
@@ -120,10 +127,11 @@ def check_parameter(parameter: nn.Parameter, fqn: str, subject: str) -> None:
         raise ConfigError(
             f"{subject}'s block has {fqn} without requires_grad; all parameters are trained"
         )
-    if parameter.ndim != (1 if "norm" in fqn else 2):
+    if parameter.ndim not in ((1,) if "norm" in fqn else (2, 3)):
         raise ConfigError(
             f"{subject}'s block has {fqn} of shape {tuple(parameter.shape)}; a parameter is a"
-            ' vector that starts at 1, with "norm" in its name, or a matrix, without'
+            ' vector that starts at 1, with "norm" in its name, or without a matrix, or one for'
+            " each expert"
         )
     if fqn.endswith(".bias"):
         raise ConfigError(

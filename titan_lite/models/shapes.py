@@ -16,11 +16,12 @@ from titan_lite.config import ConfigError, Model
 from titan_lite.config.errors import shown
 from titan_lite.config.families import Family, ModelConfig, RopeScaling, Shape, find_family
 from titan_lite.manifest import CorruptFileError, fields_of
-from titan_lite.models.fqns import lies_within
+from titan_lite.models.fqns import is_of_experts, lies_within
 
 _SCALING_FIELDS = dataclasses.fields(RopeScaling)
 _REQUIRED_WITHOUT_FLAVOR = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")
 _SIZES = (*_REQUIRED_WITHOUT_FLAVOR, "n_kv_heads", "head_dim")
+_SIZES_OR_NONE = ("n_experts", "experts_per_token")  # 0 in a dense model
 
 
 def shape_of(model: Model) -> ModelConfig:
@@ -33,7 +34,8 @@ def shape_of(model: Model) -> ModelConfig:
     if model.flavor:
         flavor = _flavor_of(model, family)
         return dataclasses.replace(flavor, **changes, family=model.name)
-    missing = [f"model.{name}" for name in _REQUIRED_WITHOUT_FLAVOR if name not in changes]
+    required = [*_REQUIRED_WITHOUT_FLAVOR, *(_SIZES_OR_NONE if has_experts(family) else ())]
+    missing = [f"model.{name}" for name in required if name not in changes]
     if missing:
         raise ConfigError(
             f'model.flavor = "" needs {", ".join(missing)}; set them, or use a flavor such as'
@@ -51,6 +53,11 @@ def _flavor_of(model: Model, family: Family) -> ModelConfig:
             " keys of [model]"
         )
     return family.flavors[model.flavor]
+
+
+def has_experts(family: Family) -> bool:
+    """Return True for a family whose blocks have experts."""
+    return any(flavor.n_experts for flavor in family.flavors.values())
 
 
 def derives_head_dim(model: Model) -> bool:
@@ -135,6 +142,12 @@ def config_from_fields(fields: Any, name: str) -> ModelConfig:  # noqa: ANN401 -
                 raise CorruptFileError(
                     f"{name}.{field} = {size!r}: expected a whole number above 0"
                 )
+        for field in _SIZES_OR_NONE:
+            size = fields.get(field, 0)
+            if type(size) is not int or size < 0:
+                raise CorruptFileError(
+                    f"{name}.{field} = {size!r}: expected a whole number from 0 on"
+                )
         scaling = fields.get("rope_scaling")
         others = {"family": fields["family"], "rope_scaling": scaling and RopeScaling(**scaling)}
         return ModelConfig(**{**fields, **others})
@@ -150,14 +163,38 @@ def block_parameters(config: ModelConfig) -> Mapping[str, Shape]:
 
     Raises ConfigError if the function of a user's own family fails.
     """
+    return _shapes_by("block_parameters", config)
+
+
+def _shapes_by(function: str, config: ModelConfig) -> Mapping[str, Shape]:
+    """Return what a function of a Family returns, by its name. Raises ConfigError if it fails."""
     family = find_family(config.family)
     try:
-        return family.block_parameters(config)
+        shapes: Mapping[str, Shape] = getattr(family, function)(config)
     except Exception as error:
         raise ConfigError(
-            f"model.name = {shown(config.family)}: block_parameters of its Family fails:"
+            f"model.name = {shown(config.family)}: {function} of its Family fails:"
             f" {type(error).__name__}: {error}"
         ) from error
+    return shapes
+
+
+def block_buffers(config: ModelConfig) -> Mapping[str, Shape]:
+    """Return the shapes of a block's buffers that are saved, by their names in it.
+
+    Raises ConfigError if the function of a user's own family fails.
+    """
+    return _shapes_by("block_buffers", config)
+
+
+def buffer_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of the buffers that a step has beside parameters, by FQN."""
+    of_block = block_buffers(config)
+    return {
+        f"layers.{layer}.{name}": shape
+        for layer in range(config.n_layers)
+        for name, shape in of_block.items()
+    }
 
 
 def parameter_shapes(config: ModelConfig, modules: Iterable[str] = ()) -> dict[str, Shape]:
@@ -183,42 +220,67 @@ def parameter_shapes(config: ModelConfig, modules: Iterable[str] = ()) -> dict[s
     return {fqn: shape for fqn, shape in shapes.items() if lies_within(fqn, modules)}
 
 
-def check_block(config: ModelConfig, found: Mapping[str, Shape]) -> None:
-    """Raise ConfigError unless a block has the parameters that its family says.
+def check_block(
+    config: ModelConfig, parameters: Mapping[str, Shape], buffers: Mapping[str, Shape]
+) -> None:
+    """Raise ConfigError unless a block has the parameters and saved buffers that its family says.
 
-    found: the shapes of the block's parameters by their names in it.
+    parameters, buffers: their shapes by their names in the block.
     """
-    said = block_parameters(config)
-    mistakes = [
-        f"{name} is {tuple(found[name]) if name in found else 'not'} in build_block's block, and"
-        f" {tuple(said[name]) if name in said else 'not'} in block_parameters of its Family"
-        for name in dict.fromkeys((*said, *found))
-        if tuple(said.get(name, ())) != tuple(found.get(name, ()))
-    ]
-    if not mistakes and list(said) != list(found):
+    for function, found in (("block_parameters", parameters), ("block_buffers", buffers)):
+        said = _shapes_by(function, config)
         mistakes = [
-            "block_parameters of its Family has another order than build_block's block, which has"
-            f" {', '.join(found)}"
+            f"{name} is {tuple(found[name]) if name in found else 'not'} in build_block's block,"
+            f" and {tuple(said[name]) if name in said else 'not'} in {function} of its Family"
+            for name in dict.fromkeys((*said, *found))
+            if tuple(said.get(name, ())) != tuple(found.get(name, ()))
         ]
-    if mistakes:
-        lines = "; ".join(mistakes)
-        raise ConfigError(f"model.name = {shown(config.family)}: {lines}; make the two agree")
+        if not mistakes and list(said) != list(found):
+            mistakes = [
+                f"{function} of its Family has another order than build_block's block, which has"
+                f" {', '.join(found)}"
+            ]
+        if mistakes:
+            lines = "; ".join(mistakes)
+            raise ConfigError(f"model.name = {shown(config.family)}: {lines}; make the two agree")
 
 
-def matrices_of_block(config: ModelConfig) -> int:
-    """Return the number of elements in the matrices of a block."""
+@dataclasses.dataclass(frozen=True)
+class BlockWeights:
+    """The elements in the weights of matrix products of a block."""
+
+    dense: int  # of matrices that every token is multiplied by
+    experts: int  # of all experts
+    active_experts: int  # of those that a token is multiplied by
+
+
+def block_weights(config: ModelConfig) -> BlockWeights:
     shapes = block_parameters(config).values()
-    return sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    experts = sum(math.prod(shape) for shape in shapes if is_of_experts(shape))
+    active = experts // config.n_experts * config.experts_per_token if experts else 0
+    dense = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    return BlockWeights(dense, experts, active)
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters that a token is computed with: of the experts, those that it
+    chooses.
+    """
+    weights = block_weights(config)
+    total = sum(map(math.prod, parameter_shapes(config).values()))
+    return total - config.n_layers * (weights.experts - weights.active_experts)
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, *, full_attention: bool = False) -> int:
     """Return the operations of forward and backward for one token, without recomputation.
 
     6 for each weight of a matrix product (the output projection, tied or not, but not the embedding
-    look-up), and 6 H D T per layer for causal attention with H heads of D numbers: a token attends
-    to T / 2 others on average. full_attention: 12 H D T, as if every token attended to all T; PaLM
-    (arXiv 2204.02311, appendix B) and torchtitan count so.
+    look-up; of experts those that a token chooses), and 6 H D T per layer for causal attention with
+    H heads of D numbers: a token attends to T / 2 others on average. full_attention: 12 H D T, as
+    if every token attended to all T; PaLM (arXiv 2204.02311, appendix B) and torchtitan count so.
     """
-    weights = config.n_layers * matrices_of_block(config) + config.dim * config.vocab_size
+    of_block = block_weights(config)
+    in_blocks = config.n_layers * (of_block.dense + of_block.active_experts)
+    weights = in_blocks + config.dim * config.vocab_size
     attended = config.n_layers * config.n_heads * config.head_dim * seq_len
     return 6 * weights + (12 if full_attention else 6) * attended

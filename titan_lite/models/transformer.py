@@ -19,7 +19,7 @@ vocabulary.
 import hashlib
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +31,8 @@ from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import FAMILIES, ModelConfig, run_file
 from titan_lite.models.attention import Documents, attend_within_documents, documents_of
+from titan_lite.models.experts import routers_of
+from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import check_block
 
 Mask = Tensor | Documents | None  # of `attention_mask`, or what a kernel takes in its place
@@ -186,6 +188,11 @@ class Output(nn.Linear):
         return self.loss_sum(input, self.weight, labels)
 
 
+def saved_buffers(module: nn.Module) -> list[str]:
+    """Return the names of the buffers within a module that a step has: those of routers."""
+    return [f"{fqn}.{name}" for fqn, router in routers_of(module).items() for name in router.SAVED]
+
+
 def _module_of(family: str) -> ModuleType:
     """Return the file with a family's `build_block`, as a module. Raises ConfigError."""
     if family in FAMILIES:
@@ -217,7 +224,7 @@ class Transformer(nn.Module):
         build_block = _module_of(config.family).build_block
         blocks = {str(i): build_block(config) for i in range(config.n_layers)}
         self.layers = nn.ModuleDict(blocks)
-        check_block(config, {name: p.shape for name, p in blocks["0"].named_parameters()})
+        self._check_blocks(blocks)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = Output(config.dim, config.vocab_size, bias=False)
         if config.tied_embeddings:
@@ -226,6 +233,15 @@ class Transformer(nn.Module):
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
         self.register_buffer("own_positions", torch.tensor(self.positions), persistent=False)
+        for fqn, router in routers_of(self).items():
+            router.fqn = fqn
+
+    def _check_blocks(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Raise ConfigError unless blocks have the shapes that their family says."""
+        first = blocks["0"]
+        parameters = {name: parameter.shape for name, parameter in first.named_parameters()}
+        buffers = {name: first.get_buffer(name).shape for name in saved_buffers(first)}
+        check_block(self.config, parameters, buffers)
 
     def forward(
         self,
@@ -270,15 +286,23 @@ class Transformer(nn.Module):
         """
         device = self.rope_cos.device
         for fqn, parameter in self.named_parameters():
-            shard, offset = shard_of(parameter) if shard_of else (parameter, (0, 0))
+            shard, offset = shard_of(parameter) if shard_of else (parameter, (0,) * parameter.ndim)
             std, cutoff = self._init_std(fqn)
             if std is None:
                 shard.fill_(1.0)
             else:
                 key = f"{seed}/{fqn}"
                 _fill_normal(shard, offset, parameter.shape, std, cutoff, key, device)
+        self.init_buffers()
+
+    @torch.no_grad()
+    def init_buffers(self) -> None:
+        """Fill every buffer with what it is before the first step."""
+        device = self.rope_cos.device
         self.rope_cos, self.rope_sin = rope_tables(self.config, self.positions, device)
         self.own_positions = torch.tensor(self.positions, device=device)
+        for router in routers_of(self).values():
+            router.init_buffers()
 
     def _init_std(self, fqn: str) -> tuple[float | None, float]:
         """Return (standard deviation, cut-off) by name; None for norms, which start at one.
@@ -296,7 +320,10 @@ class Transformer(nn.Module):
             std = self.config.dim**-0.5 * (1.0 if self.config.tied_embeddings else 0.25)
             return std, 3 * std
         layer, name = fqn.removeprefix("layers.").split(".", 1)
-        if name in ("attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight"):
+        if name in (
+            *("attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight"),
+            *("moe.experts.w2", "moe.experts.w3"),
+        ):
             return 0.02 / math.sqrt(2 * (int(layer) + 1)), 2.0
         return 0.02, 2.0
 
@@ -313,11 +340,17 @@ def _fill_normal(
     key: str,
     device: torch.device,
 ) -> None:
-    """Fill `shard`, the part at `offset` of a (rows, columns) weight, with normal numbers.
+    """Fill `shard`, the part at `offset` of a weight, with normal numbers.
 
-    They are drawn on `device`, and truncated to +-cutoff. Rows are drawn in blocks, each from a
-    generator of its own, so that a rank draws only the blocks that its shard overlaps.
+    A weight is (rows, columns), or has these for each expert, one below the other. Numbers are
+    drawn on `device`, and truncated to +-cutoff. Rows are drawn in blocks, each from a generator of
+    its own, so that a rank draws only the blocks that its shard overlaps.
     """
+    if is_of_experts(shape):  # sharded by whole experts
+        experts, rows, columns = shape
+        shard = shard.view(-1, columns)
+        offset = (offset[0] * rows, offset[2])
+        shape = torch.Size((experts * rows, columns))
     rows, columns = shape
     first_row, first_column = offset
     end_row = first_row + shard.shape[0]

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from titan_lite.config import Optimizer
 from titan_lite.config.optimizers import OPTIMIZERS
+from titan_lite.models.fqns import is_of_experts
 from titan_lite.optim.adamw import AdamW
 from titan_lite.optim.elementwise import Compiler, Elementwise, one_at_a_time
 from titan_lite.optim.matrices import MatrixOptimizer
-from titan_lite.optim.muon import Muon
+from titan_lite.optim.muon import Muon, MuonOfExperts
 from titan_lite.optim.shampoo import Shampoo
 from titan_lite.optim.state import is_matrix
 
@@ -28,7 +29,7 @@ MATRIX_OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {"Muon": Muon, "Shampoo": 
 
 
 class NamedOptimizer:
-    """One or two optimizers, of which each updates some of the parameters; state is named by FQN.
+    """Optimizers, of which each updates some of the parameters; state is named by FQN.
 
     parameters: by FQN.
     """
@@ -105,21 +106,24 @@ def build_optimizer(
     *,
     compile: Compiler | None = None,
 ) -> NamedOptimizer:
-    """Return an elementwise optimizer, or one of the matrices within blocks and AdamW for the
-    others.
+    """Return an elementwise optimizer, or one of the matrices within blocks, one of those of
+    experts, and AdamW for the others.
 
     parameters: by FQN. compile: compiles the elementwise update; its state is the same. Norm
     weights do not decay.
     """
     matrix_optimizer_class = MATRIX_OPTIMIZERS.get(config.name)
     matrices: dict[str, nn.Parameter] = {}
+    of_experts: dict[str, nn.Parameter] = {}
     if matrix_optimizer_class is not None:
-        matrices = {fqn: weight for fqn, weight in parameters.items() if is_matrix(fqn)}
+        for fqn, weight in parameters.items():
+            if is_matrix(fqn):
+                (of_experts if is_of_experts(weight.shape) else matrices)[fqn] = weight
 
     decayed: list[nn.Parameter] = []
     not_decayed: list[nn.Parameter] = []
     for fqn, parameter in parameters.items():
-        if fqn not in matrices:
+        if fqn not in matrices and fqn not in of_experts:
             (decayed if parameter.dim() > 1 else not_decayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
@@ -129,9 +133,13 @@ def build_optimizer(
     elementwise = _build_elementwise(
         name, config, [group for group in groups if group["params"]], compile
     )
-    if matrix_optimizer_class is None or not matrices:
-        return NamedOptimizer(parameters, [elementwise])
-    return NamedOptimizer(parameters, [elementwise, matrix_optimizer_class(matrices, config)])
+    optimizers: list[Elementwise | MatrixOptimizer] = [elementwise]
+    if matrix_optimizer_class is not None and matrices:
+        optimizers.append(matrix_optimizer_class(matrices, config))
+    if of_experts:
+        assert matrix_optimizer_class is Muon, "rules/experts.py"
+        optimizers.append(MuonOfExperts(of_experts, config))
+    return NamedOptimizer(parameters, optimizers)
 
 
 def _build_elementwise(

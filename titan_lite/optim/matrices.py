@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from titan_lite.config import ConfigError, Optimizer
 from titan_lite.config.errors import shown
 from titan_lite.dtensor import local
-from titan_lite.optim.matrix_owners import MatrixOwners
-from titan_lite.optim.state import owner_costs
+from titan_lite.optim.matrix_owners import MatrixOwners, WholeMatrices
+from titan_lite.optim.state import OwnerCosts, owner_costs
 
 
 class MatrixOptimizer(torch.optim.Optimizer, ABC):
@@ -37,12 +37,13 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         self.shapes = [tuple(matrix.shape) for matrix in self.matrices]
         costs = owner_costs(config)
         assert costs is not None
-        self.owners = MatrixOwners(
-            self.matrices,
-            [costs.flops(shape) for shape in self.shapes],
-            getattr(torch, costs.dtype),
-        )
+        self.owners: MatrixOwners | WholeMatrices = self.owners_of(costs)
         self.skipped = torch.zeros((), dtype=torch.bool)  # True in a step that is skipped
+
+    def owners_of(self, costs: OwnerCosts) -> MatrixOwners | WholeMatrices:
+        """Return who computes updates."""
+        flops = [costs.flops(shape) for shape in self.shapes]
+        return MatrixOwners(self.matrices, flops, getattr(torch, costs.dtype))
 
     @abstractmethod
     def initial_state(self, index: int) -> dict[str, Tensor]:

@@ -210,6 +210,26 @@ class MatrixOwners:
         return AllToAll(work, output, received, flat)
 
 
+class WholeMatrices:
+    """Matrices of which a rank has some whole, as it has experts: it is their owner, and nothing
+    travels. In the place of MatrixOwners.
+
+    count: of parameters with such matrices. dtype: of updates.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype):
+        self.count = count
+        self.dtype = dtype
+
+    def updates(
+        self, local_part: Callable[[int], Tensor], compute: Callable[[int, Tensor], Tensor]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield (index, this rank's part of the result), as MatrixOwners does."""
+        for index in range(self.count):
+            part = local_part(index)
+            yield index, compute(index, part) if part.numel() else part
+
+
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return a process group of all ranks of a mesh, in its order."""
     ranks = mesh.mesh.flatten().tolist()

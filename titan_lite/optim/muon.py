@@ -15,6 +15,8 @@ from torch import Tensor
 
 from titan_lite.dtensor import local
 from titan_lite.optim.matrices import MatrixOptimizer
+from titan_lite.optim.matrix_owners import WholeMatrices
+from titan_lite.optim.state import OwnerCosts
 
 # of the quintic polynomial: steepest at zero, so small singular values grow fastest
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -24,15 +26,18 @@ EPS = 1e-7  # of the norm of a matrix: that of zeros
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """Return nearly U V^T of matrix = U S V^T: after five steps, most singular values are between
     0.7 and 1.2.
+
+    matrix: (rows, columns), or (E, rows, columns): each of E matrices by itself.
     """
     a, b, c = COEFFICIENTS
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=EPS)
+    addmm = torch.addmm if matrix.ndim == 2 else torch.baddbmm
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = addmm(x, addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 class Muon(MatrixOptimizer):
@@ -56,4 +61,14 @@ class Muon(MatrixOptimizer):
         return orthogonalize(complete, self.config.ns_steps)
 
     def update_scale(self, index: int) -> float:
-        return 0.2 * math.sqrt(max(self.shapes[index]))
+        return 0.2 * math.sqrt(max(self.shapes[index][-2:]))
+
+
+class MuonOfExperts(Muon):
+    """Muon for matrices of experts, (E, rows, columns), each moved by itself.
+
+    Experts are sharded whole, so a rank computes the updates of those that it has.
+    """
+
+    def owners_of(self, costs: OwnerCosts) -> WholeMatrices:
+        return WholeMatrices(len(self.matrices), getattr(torch, costs.dtype))

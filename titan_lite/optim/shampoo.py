@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from titan_lite.config import Optimizer
 from titan_lite.dtensor import local
 from titan_lite.optim.matrices import MatrixOptimizer
+from titan_lite.optim.matrix_owners import MatrixOwners
 from titan_lite.optim.state import blocks_of, factor_numbers, sides_of, turns_of
 
 TINY = 1e-30  # of an eigenvalue or a norm: that of zeros
@@ -52,6 +53,8 @@ class Shampoo(MatrixOptimizer):
     exp_avg, exp_avg_sq: as the matrix. factor_matrices, inv_factor_matrices: flat; of each block,
     row by row of blocks, L and then R, or their roots.
     """
+
+    owners: MatrixOwners
 
     def __init__(self, matrices: Mapping[str, nn.Parameter], config: Optimizer):
         super().__init__(matrices, config)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from titan_lite.config import Optimizer
 from titan_lite.config.optimizers import OPTIMIZERS, Algorithm
+from titan_lite.models.fqns import is_of_experts, is_router
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # of parameters, by FQN
@@ -38,15 +39,17 @@ EIGENDECOMPOSITION = {"cpu": 30.0, "cuda": 1000.0}
 
 
 def is_matrix(fqn: str) -> bool:
-    """Return True for the weights within blocks, norms excepted.
+    """Return True for the weights within blocks, norms and routers of experts excepted.
 
     The others, embedding and output too, are AdamW's.
     """
-    return fqn.startswith("layers.") and "norm" not in fqn
+    return fqn.startswith("layers.") and "norm" not in fqn and not is_router(fqn)
 
 
 def matrices_in(shapes: Shapes) -> list[Shape]:
-    """Return the shapes of the matrices within blocks, in the order of their names."""
+    """Return the shapes of the matrices within blocks, in the order of their names. Those of all
+    experts are one.
+    """
     return [shape for fqn, shape in shapes.items() if is_matrix(fqn)]
 
 
@@ -202,7 +205,7 @@ def owner_buckets(config: Optimizer, shapes: Shapes, ranks: int) -> list[dict[in
     costs = owner_costs(config)
     if costs is None:
         return []
-    matrices = matrices_in(shapes)
+    matrices = [shape for shape in matrices_in(shapes) if not is_of_experts(shape)]
     buckets = share_out([costs.flops(shape) for shape in matrices], ranks)
     return [{owner: matrices[index] for owner, index in bucket.items()} for bucket in buckets]
 
@@ -233,8 +236,9 @@ def newton_schulz_flops(shape: Shape, steps: int = 1) -> float:
     """Return the floating-point operations of the iteration: three products a step, of which one is
     of squares.
     """
-    short, long = sorted(shape)
-    return steps * (4.0 * short * short * long + 2.0 * short**3)
+    *experts, rows, columns = shape
+    short, long = sorted((rows, columns))
+    return math.prod(experts) * steps * (4.0 * short * short * long + 2.0 * short**3)
 
 
 # Shampoo

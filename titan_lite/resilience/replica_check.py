@@ -17,7 +17,7 @@ tensor; then one flag is copied to the host. Ranks exchange more only if somethi
 import functools
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,13 +81,7 @@ def compare_copies(tensors: Mapping[str, Tensor]) -> list[Findings] | None:
     """Return the findings of all ranks, by rank, or None if nothing is wrong. A collective."""
     checksums, finite = _examine_all(tensors.values())
     differing = torch.zeros_like(finite)  # by tensor
-    mesh = _mesh_of(tensors.values())
-    for axis in range(mesh.ndim) if mesh is not None else ():
-        copied = [
-            index for index, tensor in enumerate(tensors.values()) if _is_copied(tensor, axis)
-        ]
-        if mesh is None or mesh.size(axis) == 1 or not copied:
-            continue
+    for mesh, axis, copied in _copies(tensors.values()):
         indices = torch.tensor(copied, device=checksums.device)
         own = checksums[indices]
         extremes = torch.cat((own, ~own))  # max(~x) is ~min(x), without overflow
@@ -113,12 +107,25 @@ def _examine_all(tensors: Collection[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.stack(checksums), torch.stack(finite)
 
 
-def _mesh_of(tensors: Iterable[Tensor]) -> DeviceMesh | None:
-    """Return the mesh of the DTensors, which is the same for all."""
-    for tensor in tensors:
+def _copies(tensors: Iterable[Tensor]) -> Iterator[tuple[DeviceMesh, int, list[int]]]:
+    """Yield (mesh, its axis, indices of the tensors that are copied along it) for each axis with
+    several ranks.
+
+    Experts may be on another mesh than other parameters. Plain tensors count to the first one.
+    """
+    of_mesh: dict[DeviceMesh, list[tuple[int, Tensor]]] = {}
+    plain = []
+    for index, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
-            return tensor.device_mesh
-    return None
+            of_mesh.setdefault(tensor.device_mesh, []).append((index, tensor))
+        else:
+            plain.append((index, tensor))
+    for number, (mesh, placed) in enumerate(of_mesh.items()):
+        candidates = placed if number else sorted([*placed, *plain], key=lambda pair: pair[0])
+        for axis in range(mesh.ndim):
+            copied = [index for index, tensor in candidates if _is_copied(tensor, axis)]
+            if mesh.size(axis) > 1 and copied:
+                yield mesh, axis, copied
 
 
 def _own_findings(

@@ -28,6 +28,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.rules import (  # noqa: F401  # importing a section adds its rules
     activation_checkpoint,
     compile,
+    experts,
     float8,
     lr_scheduler,
     optimizer,

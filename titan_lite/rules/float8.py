@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from titan_lite.config import Config
 from titan_lite.config.families import ModelConfig, Shape
 from titan_lite.distributed.layout import Layout
-from titan_lite.models.fqns import is_filtered
+from titan_lite.models.fqns import is_filtered, is_of_experts
 from titan_lite.models.shapes import parameter_shapes
 from titan_lite.optim.state import is_matrix
 from titan_lite.rules.mistakes import Mistake, rule, rule_with_torch
@@ -66,7 +66,7 @@ def _linear_layers(model: ModelConfig) -> dict[str, Shape]:
     return {
         fqn.removesuffix(".weight"): shape
         for fqn, shape in parameter_shapes(model).items()
-        if is_matrix(fqn)
+        if is_matrix(fqn) and not is_of_experts(shape)
     }
 
 

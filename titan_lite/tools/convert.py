@@ -73,7 +73,7 @@ def write_step(
         "converted_from": {"folder": str(weights.folder.resolve())},
         "special_tokens": weights.special_tokens,
     }
-    fqns = {fqn: fqn for fqn in weights.shapes}
+    fqns = {fqn: fqn for fqn in (*weights.shapes, *weights.buffers)}
     with _written_tensors(folder, weights, fqns, dtype) as unfinished:
         _copy_tokenizer(unfinished, tokenizer.paths)
         write_state(unfinished, 0, ["model"], RunState(identity, parts))
@@ -149,10 +149,13 @@ def _written_tensors(
 
     fqns: {name in the checkpoint: our name}.
     """
-    planned = {
-        name: torch.empty(weights.shapes[fqn], dtype=dtype or weights.dtypes[fqn], device="meta")
-        for name, fqn in fqns.items()
-    }
+    planned = {}
+    for name, fqn in fqns.items():
+        if fqn in weights.buffers:  # what routers keep stays as it is
+            shape, stored_as = weights.buffers[fqn], weights.dtypes[fqn]
+        else:
+            shape, stored_as = weights.shapes[fqn], dtype or weights.dtypes[fqn]
+        planned[name] = torch.empty(shape, dtype=stored_as, device="meta")
 
     rounding = Rounding()
 
@@ -179,6 +182,7 @@ def write_hf(
     """
     loaded = _load_tokenizer(weights, tokenizer)
     dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in hf_names(weights.config)}
+    warn_of_biases(weights)
     sizes = {fqn: weights.shapes[fqn].numel() * dtypes[fqn].itemsize for fqn in dtypes}
     with _new_folder(folder, sum(sizes.values())) as unfinished:
         _write_configs(unfinished, weights, dtypes["tok_embeddings.weight"], loaded)
@@ -192,6 +196,18 @@ def write_hf(
         elif loaded is not None and not (unfinished / "tokenizer_config.json").is_file():
             _write_json(unfinished / "tokenizer_config.json", tokenizer_config(loaded))
     rounding.log()
+
+
+def warn_of_biases(weights: Weights) -> None:
+    """Warn of biases of routers, which transformers' files have no place for."""
+    names = [fqn for fqn in weights.buffers if fqn.endswith(".expert_bias")]
+    biased = [fqn for fqn in names if weights.read(fqn).any()]
+    if biased:
+        logger.warning(
+            f"left out: the biases by which {len(biased)} routers choose experts (experts.balance ="
+            f' "bias"), such as {biased[0]}: the format has no place for them, and without them'
+            " other experts are chosen; a step has them"
+        )
 
 
 def split_into_shards(sizes: Mapping[str, int], shard_bytes: float) -> list[list[str]]:
@@ -232,27 +248,24 @@ def _write_shards(
     rounding: Rounding,
 ) -> None:
     """Write the safetensors files, and the index of several."""
-    names = hf_names(weights.config)
     file_of: dict[str, str] = {}  # by name in transformers
     total_bytes = 0
     for number, shard in enumerate(shards, 1):
         file = "model.safetensors"
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {
-            names[fqn]: to_hf(
-                fqn, rounding.apply(fqn, weights.read(fqn), dtypes[fqn]), weights.config
-            )
-            for fqn in shard
-        }
+        tensors: dict[str, Tensor] = {}
+        for fqn in shard:
+            weight = rounding.apply(fqn, weights.read(fqn), dtypes[fqn])
+            tensors.update(to_hf(fqn, weight, weights.config))
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        file_of |= dict.fromkeys(tensors, file)
+        count = len(tensors)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", folder / file)  # save_file's is the owner's alone
         del tensors  # before those of the next file are read
-        for fqn in shard:
-            file_of[names[fqn]] = file
         total_bytes += nbytes
-        logger.info(f"{file}: {len(shard)} tensors, {nbytes / 1e9:.2f} GB")
+        logger.info(f"{file}: {count} tensors, {nbytes / 1e9:.2f} GB")
     if len(shards) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
         _write_json(folder / "model.safetensors.index.json", index)

@@ -63,6 +63,7 @@ class Given:
         self.config = config
         self.parameters = dict(model_of(config).named_parameters())
         self.shapes = shapes(config)
+        self.buffers = {}
         self.dtypes = dict.fromkeys(self.shapes, torch.bfloat16)
 
     def read(self, fqn):

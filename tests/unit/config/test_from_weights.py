@@ -387,8 +387,9 @@ ROPE = {
 @pytest.mark.parametrize("case", ROPE)
 def test_rotary_settings_are_read_as_transformers_computes_them(case, tmp_path):
     import torch
+    from in_transformers import in_files
 
-    from titan_lite.models.huggingface import config_from_hf, hf_names, to_hf
+    from titan_lite.models.huggingface import config_from_hf
     from titan_lite.models.transformer import Transformer
 
     transformers = pytest.importorskip("transformers")
@@ -406,9 +407,7 @@ def test_rotary_settings_are_read_as_transformers_computes_them(case, tmp_path):
     theirs = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(tmp_path))
     ours = Transformer(shape)
     ours.init_weights(seed=0)
-    names = hf_names(shape)
-    state = {name: to_hf(fqn, ours.get_parameter(fqn), shape) for fqn, name in names.items()}
-    theirs.load_state_dict(state, strict=False)
+    theirs.load_state_dict(in_files(ours, shape), strict=False)
     tokens = torch.arange(400)[None] * 37 % 2048
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)

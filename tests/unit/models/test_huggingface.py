@@ -7,10 +7,17 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from in_transformers import in_files, in_memory, in_ours
 from tiny import OF_FAMILY, of_family
 
 from titan_lite.config.families import FAMILIES, ModelConfig, RopeScaling, find_family
-from titan_lite.models.huggingface import config_from_hf, config_to_hf, from_hf, hf_names, to_hf
+from titan_lite.models.huggingface import (
+    config_from_hf,
+    config_to_hf,
+    hf_names,
+    sources_of,
+    to_hf,
+)
 from titan_lite.models.shapes import parameter_shapes
 from titan_lite.models.transformer import Transformer
 
@@ -48,11 +55,7 @@ def test_transformers_computes_the_same_logits_and_gradients(shape, tied, scalin
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.15, generator=generator)
     theirs = in_transformers(config)
     assert type(theirs).__name__ == find_family(shape.family).huggingface.architecture
-    names = hf_names(config)
-    weights = {
-        name: to_hf(fqn, model.get_parameter(fqn).detach(), config) for fqn, name in names.items()
-    }
-    found = theirs.load_state_dict(weights, strict=False)
+    found = theirs.load_state_dict(in_memory(in_files(model, config)), strict=False)
     assert (found.missing_keys, found.unexpected_keys) == (["lm_head.weight"] if tied else [], [])
     theirs.tie_weights()
 
@@ -62,11 +65,23 @@ def test_transformers_computes_the_same_logits_and_gradients(shape, tied, scalin
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
     for each in logits:
         F.cross_entropy(each.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    expected = in_ours({name: each.grad for name, each in theirs.named_parameters()}, config)
     for fqn, parameter in model.named_parameters():
-        expected = theirs.get_parameter(names[fqn]).grad
-        difference = to_hf(fqn, parameter.grad, config) - expected
-        assert difference.norm() < 1e-5 * expected.norm(), fqn
+        difference = parameter.grad - expected[fqn]
+        assert difference.norm() < 1e-5 * expected[fqn].norm(), fqn
     assert config_from_hf(theirs.config.to_dict()) == config  # as transformers itself writes it
+
+
+def in_ours_of(fqn, tensors, config):
+    """One parameter, in a folder that has all names."""
+    names = {
+        n: torch.empty(0) for name in hf_names(config).values() for n in numbered(name, config)
+    }
+    return sources_of(config, names)[fqn].join(tensors.__getitem__, config, slice(None))
+
+
+def numbered(name, config):
+    return [name.replace("*", str(number)) for number in range(max(1, config.n_experts))]
 
 
 @pytest.mark.parametrize("family", OF_FAMILY)
@@ -75,11 +90,15 @@ def test_only_rotary_weights_are_permuted_and_come_back_to_the_bit(family):
     half = config.head_dim // 2
     for fqn, shape in parameter_shapes(config, ["layers.1"]).items():
         weight = torch.randn(shape)
-        theirs = to_hf(fqn, weight, config)
+        tensors = to_hf(fqn, weight, config)
+        assert torch.equal(in_ours_of(fqn, tensors, config), weight)
+        if len(shape) == 3:
+            assert torch.equal(torch.stack([*tensors.values()]), weight)
+            continue
+        (theirs,) = tensors.values()
         is_rotary = fqn.split(".")[-2] in ("wq", "wk", "q_norm", "k_norm")
         assert torch.equal(theirs, weight) != is_rotary, fqn
         assert theirs.is_contiguous()
-        assert torch.equal(from_hf(fqn, theirs, config), weight)
         if is_rotary:  # within its head, row 2i goes to i and row 2i + 1 to i + D/2
             for row in range(shape[0]):
                 head, place = divmod(row, config.head_dim)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_transformers import in_files
 from json_tokenizers import bpe, byte_level, save, unigram, word_level, word_piece
 from safetensors.torch import load_file, save_file
 from tiny import OF_FAMILY, of_family
@@ -20,7 +21,7 @@ from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config.families import ModelConfig, RopeScaling
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.data.tokenizer_json import to_json
-from titan_lite.models.huggingface import config_to_hf, hf_names, to_hf
+from titan_lite.models.huggingface import config_to_hf
 from titan_lite.models.transformer import Transformer
 from titan_lite.tools import convert
 from titan_lite.tools import generate as command
@@ -43,11 +44,7 @@ def model_of(config):
 
 def save_hf(folder, config):
     model = model_of(config)
-    tensors = {
-        name: to_hf(fqn, model.get_parameter(fqn).detach(), config)
-        for fqn, name in hf_names(config).items()
-    }
-    save_file(tensors, folder / "x.safetensors")
+    save_file(in_files(model, config), folder / "x.safetensors")
     (folder / "config.json").write_text(json.dumps(config_to_hf(config, torch.float32)))
 
 

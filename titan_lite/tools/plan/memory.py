@@ -177,6 +177,8 @@ def outside_of_tensors(layout: PlannedLayout) -> float:
     if layout.world_size > 1:
         communicators = 1 + sum(degree > 1 for degree in layout.degrees.values())
         communicators += layout.sends_table
+        if layout.model.n_experts and layout.degrees["tp"] > 1:  # mesh.expert_mesh
+            communicators += 1 + (layout.degrees["dp_replicate"] > 1)
     return CONTEXT + communicators * CHANNELS * CHANNEL_BUFFERS
 
 
@@ -441,8 +443,16 @@ class Replay:
         config = self.layout.config
         costs = owner_costs(config.optimizer)
         if costs is not None:
-            matrices = [weight.full_elements for weight in self.weights if weight.matrix]
-            elements = self.layout.degrees["tp"] * max(matrices, default=0)
+            elements = max(
+                (
+                    weight.shard_elements
+                    if weight.of_experts
+                    else self.layout.degrees["tp"] * weight.full_elements
+                    for weight in self.weights
+                    if weight.matrix
+                ),
+                default=0,
+            )
             return COMPLETE_MATRICES * ITEM_BYTES[costs.dtype] * elements
         algorithm, _ = algorithms_of(config.optimizer)
         if is_one_kernel(algorithm, config.compile.compiles("optimizer")):

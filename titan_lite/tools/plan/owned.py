@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from titan_lite.cost.machine import Machine
-from titan_lite.distributed.memory import ITEM_BYTES
+from titan_lite.distributed.memory import ITEM_BYTES, largest_shard
+from titan_lite.models.fqns import is_of_experts
 from titan_lite.optim.state import owner_buckets, owner_costs
 from titan_lite.tools.plan.trace import PlannedLayout
 
@@ -64,7 +65,12 @@ def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
         for after, before in zip([*scatters[1:], 0.0], [0.0, *returns[:-1]], strict=True)
     ]
     total = scatters[0] + sum(map(max, computations, travelling)) + returns[-1]
-    return Owned(computing, total - computing, sent, across)
+    of_experts = sum(  # which a rank has whole
+        costs.flops(largest_shard(layout, fqn, shape), device) / speed
+        for fqn, shape in layout.shapes_of_rank.items()
+        if is_of_experts(shape)
+    )
+    return Owned(computing + of_experts, total - computing, sent, across)
 
 
 def all_to_all(machine: Machine, nbytes: float, ranks: Sequence[int]) -> tuple[float, float, float]:

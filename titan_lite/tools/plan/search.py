@@ -38,7 +38,7 @@ from titan_lite.distributed.pipeline_schedule import (
     order_of,
     runs_halves,
 )
-from titan_lite.models.shapes import matrices_of_block, shape_of
+from titan_lite.models.shapes import block_weights, shape_of
 from titan_lite.optim.state import moment_bytes
 from titan_lite.tools.plan.changes import (
     CHECKPOINTING,
@@ -403,22 +403,24 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
     # two norms and of the feed-forward. The norms' are gathered for tensor parallelism, which is
     # no small operator.
     is_compiled = layout.config.compile.compiles("model")
-    inputs = 0.0 if by_operator or is_compiled else 2 * model.dim + model.hidden_dim
+    hidden_dim = model.hidden_dim * max(1, model.experts_per_token)  # units of a token
+    inputs = 0.0 if by_operator or is_compiled else 2 * model.dim + hidden_dim
     if tp > 1 and not by_operator:
         inputs += 2 * model.dim * (tp if is_compiled else tp - 1)
     # At least queries, keys, values, attention's result and its product, and both halves of the
     # feed-forward.
-    results = 2 * heads + 2 * kv_heads + model.dim + 2 * model.hidden_dim
+    results = 2 * heads + 2 * kv_heads + model.dim + 2 * hidden_dim
     saved = 0.5 if by_operator and option == "op/2" else 1.0  # share of products
     per_token = recomputed * model.dim + (1 - recomputed) * (saved * results + inputs)
     # Inputs of products, where those of the same input count once, and the gradients of results.
-    factors = 3 * model.dim + model.hidden_dim
-    gradients = 3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.hidden_dim
+    factors = 3 * model.dim + hidden_dim
+    gradients = 3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * hidden_dim
     itemsize = 1 if layout.config.float8.enable else computed
+    weights = block_weights(model)
     return _Sizes(
         tokens=tokens,
         vocabulary=model.vocab_size * model.dim / tp,
-        block=matrices_of_block(model) / tp,
+        block=weights.dense / tp + weights.experts,
         recomputed=recomputed,
         kept_bytes=computed * tokens / tp * per_token,
         between_bytes=itemsize * tokens / tp * (factors + gradients),

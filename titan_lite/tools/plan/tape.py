@@ -89,6 +89,7 @@ class Weight:
     copy: int = 0  # of a block that was not traced
     float8: bool = False  # gathered as float8
     matrix: bool = False  # within a block, and no norm (optim/state.py)
+    of_experts: bool = False  # matrices of experts, of which a rank has some whole
     updated: bool = True  # by the optimizer; False: the copy of a tied table
     # Elements of P and Q, if its gradient is compressed between copies (powersgd.py).
     factors: tuple[int, int] = (0, 0)

@@ -67,6 +67,7 @@ from titan_lite.distributed.stage import Stage
 from titan_lite.distributed.step_gather import OncePerStepGatherer, StepGradients
 from titan_lite.dtensor import local
 from titan_lite.models.attention import fits_flash
+from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.loss import Loss
 from titan_lite.optim.state import is_matrix
 from titan_lite.processes import end_with_program, fork_server
@@ -365,6 +366,7 @@ def weights_of(layout: PlannedLayout, specs: Specs) -> list[Weight]:
             reduced_with=reduced_with[parameter],
             float8=spec.float8,
             matrix=is_matrix(spec.fqn),
+            of_experts=is_of_experts((spec.rows, *spec.row_shape)),
             updated=is_updated(layout, spec),
             factors=(is_updated(layout, spec) and factor_sizes(spec, parallelism)) or (0, 0),
         )

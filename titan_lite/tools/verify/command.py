@@ -12,8 +12,8 @@ shrinks the rest: the model to the debug flavor, degrees to 2 or a little more, 
 short sequences; layers are split evenly, and graphs run as traced, without Inductor. The twin is
 trained in float32, with float8 products if the recipe has them, on the standard library's text. The
 same model is trained with the same seed and data in one eager process without checkpointing. The
-comparison covers the losses of all steps and of validation, every gradient of the first step, and
-the output of every module in its forward.
+comparison covers the losses of all steps and of validation, every gradient of the first step, the
+output of every module in its forward, and which experts each token has.
 
 Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line.
 """
@@ -140,6 +140,11 @@ class Verification:
             f"tolerances, relative: loss {self.tolerances.loss:g}, gradient"
             f" {self.tolerances.gradient:g}, activations {self.tolerances.activation:g}"
         )
+        if self.flavor.n_experts:
+            print(
+                "the experts of every token of the first step are compared; two may be exchanged"
+                f" whose probabilities are apart by {self.tolerances.tie:g} at most"
+            )
         compression = self.config.parallelism.replicate_compression
         if compression != "none":
             print(
@@ -175,6 +180,12 @@ class Verification:
             return False
         verdict = "agrees" if result.agrees else "DIFFERS"
         self._print_row(layout, f"{differences(result):<50}  {module:<24}  {verdict}")
+        if result.flips:
+            tie = "nearly equal" if result.gap <= self.tolerances.tie else "not equal"
+            print(
+                f"{name_of(layout):<{self.width}}  {result.flips} tokens have other experts, whose"
+                f" probabilities are {tie}: apart by {result.gap:.1e} at most"
+            )
         return result.agrees
 
     def _reference(self, small: Config, model: ModelConfig) -> Observed:

@@ -22,12 +22,14 @@ class Tolerances(NamedTuple):
     loss: float  # over all steps, since rounding grows with training
     gradient: float  # norm of the difference relative to the norm, for each parameter
     activation: float  # of a module's sum of squares
+    # Of two probabilities, absolute: a router may choose either of two that are nearer.
+    tie: float
 
 
-FLOAT32 = Tolerances(loss=1e-4, gradient=1e-4, activation=1e-4)
+FLOAT32 = Tolerances(loss=1e-4, gradient=1e-4, activation=1e-4, tie=1e-6)
 # A scale depends on the tokens of a rank, so layouts round otherwise, and float8 has 2 or 3 bits of
 # mantissa.
-FLOAT8 = Tolerances(loss=1e-3, gradient=0.25, activation=0.02)
+FLOAT8 = Tolerances(loss=1e-3, gradient=0.25, activation=0.02, tie=0.02)
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Comparison:
     parameter: str
     module: str  # the first that diverges, or ""
     agrees: bool
+    flips: int = 0  # tokens whose experts differ, over all routers
+    gap: float = 0.0  # the largest distance of two probabilities of which one was chosen instead
 
 
 def compare(found: Observed, expected: Observed, within: Tolerances = FLOAT32) -> Comparison:
@@ -50,8 +54,23 @@ def compare(found: Observed, expected: Observed, within: Tolerances = FLOAT32) -
     }
     parameter = max(gradients, key=lambda fqn: gradients[fqn])
     module = _first_that_diverges(found, expected, within.activation)
+    flips, gap = _flips(found, expected)
     agrees = loss <= within.loss and gradients[parameter] <= within.gradient and not module
-    return Comparison(loss, gradients[parameter], parameter, module, agrees)
+    agrees = agrees and gap <= within.tie
+    return Comparison(loss, gradients[parameter], parameter, module, agrees, flips, gap)
+
+
+def _flips(found: Observed, expected: Observed) -> tuple[int, float]:
+    """Return the number of tokens whose experts differ, and the largest gap of these."""
+    flips = 0
+    largest = 0.0
+    for fqn, choices in expected.choices.items():
+        own = found.choices[fqn].experts.sort(-1)[0]
+        differ = (own != choices.experts.sort(-1)[0]).any(-1)
+        if differ.any():
+            flips += int(differ.sum())
+            largest = max(largest, float(choices.gaps[differ].max()))
+    return flips, largest
 
 
 def _loss_differences(found: Observed, expected: Observed) -> Iterator[float]:

@@ -26,6 +26,7 @@ from titan_lite.environment import use_loopback
 from titan_lite.hooks import Hook
 from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.metrics.run_files import read_metrics
+from titan_lite.models.experts import LOADS, Load, Router, routers_of
 from titan_lite.processes import end_with_program, fork_server
 from titan_lite.trainer import Trainer
 
@@ -43,6 +44,20 @@ PRELOADED = [
 
 
 @dataclass
+class Choices:
+    """The experts that a router chose in the first step, of all sequences in their order in it."""
+
+    experts: Tensor  # (sequences, T, K) int64; -1: tokens of other ranks
+    gaps: Tensor  # (sequences, T), from the least probability that was chosen to the next one
+
+    def add(self, other: "Choices") -> None:
+        """Add the tokens of another rank."""
+        found = other.experts >= 0
+        self.experts = torch.where(found, other.experts, self.experts)
+        self.gaps = torch.where(found[..., 0], other.gaps, self.gaps)
+
+
+@dataclass
 class Observed:
     """The results of a run."""
 
@@ -53,6 +68,7 @@ class Observed:
     # Outputs in the first step's forward, by the module's FQN: (number of elements, sum, sum of
     # squares), in float64
     activations: dict[str, Tensor] = field(default_factory=dict)
+    choices: dict[str, Choices] = field(default_factory=dict)  # by the router's FQN
 
     def add_activation(self, fqn: str, sums: Tensor) -> None:
         """Add the sums of another part of a module's output: another microbatch or rank."""
@@ -93,6 +109,11 @@ def _add_rank(result: Observed, part: Observed) -> None:
     result.gradients.update(part.gradients)
     for fqn, sums in part.activations.items():
         result.add_activation(fqn, sums)
+    for fqn, choices in part.choices.items():
+        if fqn in result.choices:
+            result.choices[fqn].add(choices)
+        else:
+            result.choices[fqn] = choices
 
 
 def _file(folder: str, rank: int) -> Path:
@@ -124,13 +145,50 @@ def _train(
     torch.distributed.destroy_process_group()
 
 
+class ChoicesOfRank:
+    """The Load of a router (models/experts.py) in the first step: records choices, and passes them
+    on.
+
+    Microbatches come in the order of the step's sequences, of which a data-parallel rank has every
+    n-th (data/streams.py).
+    """
+
+    def __init__(self, trainer: Trainer, load: Load):
+        self.load = load
+        self.recorded: Choices | None = None
+        self.sequences_seen = 0
+        layout = trainer.layout
+        self.first = trainer.dp_rank
+        self.stride = trainer.dp_degree
+        self.shape = (layout.sequences_at(1), layout.seq_len)
+        positions = torch.tensor(trainer.model.stages[0].model.positions)
+        self.positions = positions.chunk(layout.degrees["tp"])[trainer.mesh["tp"].get_local_rank()]
+
+    def add(self, probabilities: Tensor, choices: Tensor, counts: Tensor) -> None:
+        self.load.add(probabilities, choices, counts)
+        number, _, k = choices.shape
+        if self.recorded is None:
+            experts = torch.full((*self.shape, k), -1)
+            self.recorded = Choices(experts, torch.zeros(self.shape, dtype=torch.float64))
+        own = torch.arange(self.sequences_seen, self.sequences_seen + number)
+        self.sequences_seen += number
+        where = ((self.first + self.stride * own)[:, None], self.positions)
+        ordered = probabilities.double().sort(-1, descending=True)[0]
+        ordered = torch.cat((ordered, torch.zeros_like(ordered[..., :1])), -1)  # if all are chosen
+        self.recorded.experts[where] = choices
+        self.recorded.gaps[where] = ordered[..., k - 1] - ordered[..., k]
+
+
 class Recorder(Hook):
-    """Record the losses of every step, and the gradients and module outputs of the first."""
+    """Record the losses of every step, and the gradients, module outputs and choices of experts of
+    the first.
+    """
 
     def __init__(self, prepare: Prepare | None):
         self.prepare = prepare
         self.observed = Observed()
         self.handles: list[RemovableHandle] = []  # of the hooks that see module outputs
+        self.choices: dict[str, ChoicesOfRank] = {}  # by the router's FQN
 
     def on_train_start(self, trainer: Trainer) -> None:
         # A twin's sequences are shorter than documents; for training.mask_documents each full stop
@@ -143,6 +201,10 @@ class Recorder(Hook):
             trainer.mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"
         )
         self.modules = list(_modules_with_output(trainer))
+        for stage in trainer.model.stages:
+            for fqn in routers_of(stage.model):
+                self.choices[fqn] = ChoicesOfRank(trainer, LOADS[fqn])
+        LOADS.update(self.choices)
 
     def on_metrics(self, metrics: StepMetrics) -> None:
         self.observed.losses[self.rank, metrics.step] = metrics.loss, metrics.grad_norm
@@ -171,6 +233,10 @@ class Recorder(Hook):
             return
         for handle in self.handles:
             handle.remove()
+        for fqn, of_rank in self.choices.items():
+            LOADS[fqn] = of_rank.load
+            if of_rank.recorded is not None:
+                self.observed.choices[fqn] = of_rank.recorded
         for fqn, parameter in parameters.items():
             gradient = parameter.grad.full_tensor().clone()  # type: ignore[union-attr]
             if self.is_first_of_stage:
@@ -186,5 +252,5 @@ def _modules_with_output(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
         without_output.add("output")  # it returns the loss
     for stage in trainer.model.stages:
         for fqn, module in stage.model.named_modules():
-            if fqn not in without_output:
+            if fqn not in without_output and not isinstance(module, Router):
                 yield fqn, module

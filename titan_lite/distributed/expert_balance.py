@@ -1,0 +1,185 @@
+"""Keep the experts of a mixture alike busy, by the same numbers on every layout.
+
+    apply_balance(model, "step", mesh)                          # on the meta device
+    balance = ExpertBalance(model.stages, layout.model, config.experts, mesh, device)
+    balance.begin_step(layout.tokens_at(step))
+    ...                                     # forward and backward: routers report to LOADS
+    balance.update(skip)                    # skip: a scalar; if it is 1, the step does not count
+    balance.loads()                         # of the steps since the last call
+
+With f_i the share of expert i in the choices (they sum to 1) and P_i its mean probability, a layer
+has a term
+
+    coefficient x E x sum_i f_i P_i
+
+which is summed over layers and added to the loss. It depends on which tokens f and P are taken
+over. Over those of a microbatch on a rank, it is another term on every layout. Here it is not:
+
+    step        f of all tokens of the last step that counted, 1 / E at first: one all-reduce a step
+    sequence    f and P of a sequence, the term averaged over sequences (DeepSeek-V3, arXiv
+                2412.19437, equations 17 to 20); f is summed over ranks that share a sequence
+    bias        no term: after a step, the bias of an expert grows by `bias_update_rate` if it had
+                fewer tokens than the mean, and shrinks if it had more (arXiv 2408.15664)
+
+f has no gradient, so a term is linear in probabilities, and its gradient is a sum over tokens: that
+of a token's p_i is coefficient x E x f_i / tokens of the step, which backward adds
+(models/experts.py). All positions count, ignored labels too, since a block does not see labels. The
+logged loss does not have the term.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_lite.config import Experts
+from titan_lite.config.families import ModelConfig
+from titan_lite.distributed.mesh import sum_over_positions
+from titan_lite.distributed.stage import Stage
+from titan_lite.models.experts import LOADS, Balance, Router, routers_of
+
+
+def apply_balance(model: nn.Module, balance: Balance, mesh: DeviceMesh) -> None:
+    """Set the balance of the routers of `model`, in place. mesh: of all axes."""
+    groups = tuple(
+        mesh.get_group(axis).group_name for axis in ("cp", "tp") if mesh[axis].size() > 1
+    )
+    for router in routers_of(model).values():
+        router.balance = balance
+        router.sequence_groups = groups
+
+
+class _RouterLoad:
+    """The Load of a router: adds to its row of a table."""
+
+    def __init__(self, row: Tensor):
+        self.row = row  # (2 E + 1,), of `ExpertBalance.own`
+
+    def add(self, probabilities: Tensor, choices: Tensor, counts: Tensor) -> None:
+        experts = counts.shape[-1]
+        self.row[:experts] += counts.sum(0)
+        self.row[experts:-1] += probabilities.sum((0, 1))
+        self.row[-1] -= torch.special.xlogy(probabilities, probabilities).sum()
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What routers chose over some steps, on all ranks."""
+
+    shares: Tensor  # (layers, E), of each expert in the choices: they sum to 1
+    probabilities: Tensor  # (layers, E), means over tokens
+    entropies: Tensor  # (layers,), means over tokens, nats
+
+    @property
+    def relative(self) -> Tensor:
+        """The tokens of an expert relative to the mean of its layer: (layers, E)."""
+        return self.shares * self.shares.shape[1]
+
+    @property
+    def balance(self) -> Tensor:
+        """E x sum_i f_i P_i of each layer: 1 if experts are alike busy."""
+        return (self.relative * self.probabilities).sum(1)
+
+    @property
+    def idle(self) -> dict[int, list[int]]:
+        """Experts without any token, by layer."""
+        found = {
+            layer: (share == 0).nonzero().flatten().tolist()
+            for layer, share in enumerate(self.shares)
+        }
+        return {layer: experts for layer, experts in found.items() if experts}
+
+
+class ExpertBalance:
+    """The loads of this rank's routers, and what follows from them. Does nothing in a dense model.
+
+    own: a row for each layer, of this rank's tokens in this step: tokens of each expert, sums of
+    probabilities, the sum of entropies; zeros of other stages' layers. window: the same, of the
+    steps that counted since the last `loads`.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        model: ModelConfig,
+        settings: Experts,
+        mesh: DeviceMesh,
+        device: torch.device,
+    ):
+        self.n_experts = model.n_experts
+        self.experts_per_token = model.experts_per_token
+        self.settings = settings
+        self.mesh = mesh
+        self.tokens = 0  # of the step, over all ranks
+        self.routers: dict[int, Router] = {}  # of this rank, by layer
+        if not self.n_experts:
+            return
+        columns = 2 * self.n_experts + 1
+        self.own = torch.zeros(model.n_layers, columns, dtype=torch.float64, device=device)
+        self.window = torch.zeros_like(self.own)
+        for stage in stages:
+            for fqn, router in routers_of(stage.model).items():
+                layer = int(fqn.split(".")[1])
+                self.routers[layer] = router
+                LOADS[fqn] = _RouterLoad(self.own[layer])
+
+    @torch.no_grad()
+    def begin_step(self, tokens: int) -> None:
+        """Begin a step of so many tokens, over all ranks."""
+        if tokens == self.tokens:
+            return
+        self.tokens = tokens
+        for router in self.routers.values():
+            scale = self.settings.balance_coefficient * self.n_experts / tokens
+            router.balance_scale.fill_(scale)
+
+    @torch.no_grad()
+    def update(self, skip: Tensor) -> None:
+        """Update what routers keep, after a step. A collective, if the balance needs it.
+
+        skip: 1 if the step does not count, else 0: a float32 scalar, not read on the host.
+        """
+        if not self.n_experts:
+            return
+        if self.settings.balance in ("step", "bias"):
+            counts = self.own[:, : self.n_experts].contiguous()
+            sum_over_positions(counts, self.mesh)
+            for layer, router in self.routers.items():
+                self._update_router(router, counts[layer], skip.bool())
+        self.window += torch.where(skip.bool(), 0.0, self.own)
+        self.own.zero_()
+
+    def _update_router(self, router: Router, counts: Tensor, skip: Tensor) -> None:
+        """counts: (E,), tokens of each expert in the step, over all ranks: whole numbers."""
+        if self.settings.balance == "step":
+            kept = router.expert_share
+            new = (counts / counts.sum()).float()
+        else:
+            kept = router.expert_bias
+            direction = (counts.sum() - self.n_experts * counts).sign()
+            new = kept + self.settings.bias_update_rate * direction.float()
+        kept.copy_(torch.where(skip, kept, new))
+
+    @torch.no_grad()
+    def loads(self) -> Loads | None:
+        """Return the loads of the steps that counted since the last call; None of a dense model, or
+        if there were none. A collective.
+        """
+        if not self.n_experts:
+            return None
+        dist.all_reduce(self.window)
+        window = self.window.cpu()
+        self.window.zero_()
+        counts = window[:, : self.n_experts]
+        choices = counts.sum(1, keepdim=True)
+        if not choices.all():
+            return None
+        tokens = choices / self.experts_per_token
+        return Loads(
+            shares=counts / choices,
+            probabilities=window[:, self.n_experts : -1] / tokens,
+            entropies=(window[:, -1:] / tokens).flatten(),
+        )

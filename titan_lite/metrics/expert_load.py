@@ -1,0 +1,64 @@
+"""Show which experts the routers of a mixture choose.
+
+    loads = balance.loads()                             # distributed/expert_balance.py
+    values = values_of(loads)                           # {"expert_balance": 1.02, ...}
+    write_shares(loads, dump_folder, steps=range(1, 11))
+    line = idle_experts(loads, steps=range(1, 11))      # "" if all experts have tokens
+
+experts.json has the shares of the steps since the line before in metrics.jsonl, which the report
+draws as a picture:
+
+    {"first_step": 1, "step": 10, "layers": [[0.12, 0.13, ...], ...]}
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_lite.distributed.expert_balance import Loads
+from titan_lite.logging import logger
+from titan_lite.text import first_names
+
+FILE = "experts.json"
+SHOWN = 4  # layers, and experts of a layer, in a line
+
+
+def values_of(loads: Loads) -> dict[str, float]:
+    """Return the metrics by name (metrics/writer.py)."""
+    values = {
+        "expert_balance": float(loads.balance.mean()),
+        "router_entropy": float(loads.entropies.mean()),
+    }
+    for layer, relative in enumerate(loads.relative):
+        values[f"expert_load_max/{layer}"] = float(relative.max())
+        values[f"expert_load_min/{layer}"] = float(relative.min())
+    return values
+
+
+def write_shares(loads: Loads, folder: Path, steps: range) -> None:
+    """Write experts.json; warn if it cannot be written. steps: that the loads are of."""
+    path = folder / FILE
+    shares = [[float(f"{share:.4g}") for share in layer] for layer in loads.shares.tolist()]
+    content = {"first_step": steps[0], "step": steps[-1], "layers": shares}
+    unfinished = path.with_name(f"unfinished-{FILE}")
+    try:
+        unfinished.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        logger.warning(f"no picture of experts: {path} cannot be written: {error.strerror}")
+
+
+def idle_experts(loads: Loads, steps: range) -> str:
+    """Return a line on the experts that had no token in these steps; "" if there are none."""
+    if not loads.idle:
+        return ""
+    layers = [f"layers.{layer} {_numbers(experts)}" for layer, experts in loads.idle.items()]
+    return (
+        f"steps {steps[0]:,} to {steps[-1]:,}: experts without a token:"
+        f" {first_names(layers, SHOWN)} (experts.balance)"
+    )
+
+
+def _numbers(experts: Sequence[int]) -> str:
+    return first_names([str(expert) for expert in experts], SHOWN)

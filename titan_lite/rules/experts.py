@@ -1,0 +1,95 @@
+"""Rules of [experts] and of the keys of [model] for mixtures of experts."""
+
+from collections.abc import Iterator
+
+from titan_lite.config import KEYS, Config
+from titan_lite.config.families import FAMILIES, find_family
+from titan_lite.distributed.layout import Layout
+from titan_lite.models.shapes import has_experts, shape_of
+from titan_lite.rules.mistakes import Mistake, alternatives, nearest_multiples, rule, rule_of_keys
+
+KERNEL_BYTES = 16  # a row of a factor of a grouped product is a multiple of them
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+READ_BY = {  # key of [experts]: values of experts.balance that read it
+    "balance_coefficient": ("step", "sequence"),
+    "bias_update_rate": ("bias",),
+}
+
+
+@rule_of_keys
+def experts_are_of_a_family_that_has_them(config: Config) -> Iterator[Mistake]:
+    if has_experts(find_family(config.model.name)):
+        return
+    with_experts = [name for name, family in FAMILIES.items() if has_experts(family)]
+    keys = [("model", name) for name in ("n_experts", "experts_per_token")]
+    keys += [("experts", name) for name in type(config.experts).model_fields]
+    for section, name in keys:
+        key = f"{section}.{name}"
+        value = getattr(getattr(config, section), name)
+        if config.was_set(key) and value != KEYS[key].default:
+            yield Mistake(
+                key=key,
+                value=value,
+                why=f'has no effect with model.name = "{config.model.name}", a dense family',
+                instead=f"model.name = {alternatives(with_experts)}, or remove it",
+            )
+
+
+@rule_of_keys
+def keys_are_read_by_the_balance(config: Config) -> Iterator[Mistake]:
+    experts = config.experts
+    for name, balances in READ_BY.items():
+        key = f"experts.{name}"
+        value = getattr(experts, name)
+        if experts.balance in balances or value == KEYS[key].default or not config.was_set(key):
+            continue
+        yield Mistake(
+            key=key,
+            value=value,
+            why=f'has no effect with experts.balance = "{experts.balance}"',
+            instead=f"balance = {alternatives(balances)}, or remove it",
+        )
+
+
+@rule_of_keys
+def a_token_has_no_more_experts_than_there_are(config: Config) -> Iterator[Mistake]:
+    shape = shape_of(config.model)
+    if shape.experts_per_token > shape.n_experts:
+        yield Mistake(
+            key="model.experts_per_token",
+            value=shape.experts_per_token,
+            why=f"is more than model.n_experts = {shape.n_experts}",
+            instead=f"at most {shape.n_experts}",
+        )
+
+
+@rule_of_keys
+def products_of_experts_have_a_kernel(config: Config) -> Iterator[Mistake]:
+    shape = shape_of(config.model)
+    dtype = config.training.mixed_precision_param
+    multiple = KERNEL_BYTES // ITEM_BYTES[dtype]
+    if not shape.n_experts:
+        return
+    for name in ("dim", "hidden_dim"):
+        size = getattr(shape, name)
+        if size % multiple:
+            yield Mistake(
+                key=f"model.{name}",
+                value=size,
+                why=f"is not a multiple of {multiple}, as grouped products in {dtype} need it",
+                instead=alternatives(nearest_multiples(size, multiple)),
+            )
+
+
+@rule
+def experts_have_an_optimizer(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if layout.model.n_experts and config.optimizer.name == "Shampoo":
+        yield Mistake(
+            key="optimizer.name",
+            value="Shampoo",
+            why=(
+                "is for dense models: statistics of each expert would be those of few tokens, and"
+                f" {layout.model.n_experts} times as many roots"
+            ),
+            instead='"AdamW", "Lion" or "Muon"',
+        )
