@@ -43,8 +43,8 @@ HEADS = ModelConfig(
 OF_FAMILY = {
     "llama3": {},
     "qwen3": {"head_dim": 10},  # not dim / n_heads, and 10 of wq's rows are one head
-    # 5 experts: no number of ranks here divides them; 20 and 32 columns of theirs have a kernel
-    "qwen3_moe": {"head_dim": 10, "hidden_dim": 12, "n_experts": 5, "experts_per_token": 2},
+    # no number of ranks here divides 5 experts; 40 hidden units have a kernel in bfloat16, too
+    "qwen3_moe": {"head_dim": 10, "hidden_dim": 40, "n_experts": 5, "experts_per_token": 2},
 }
 FIRST_FAMILY = "llama3"
 

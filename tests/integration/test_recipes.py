@@ -34,6 +34,7 @@ def test_there_is_a_recipe_for_every_flavor():
         *(f"llama3_{size}" for size in ("1b", "3b", "8b", "70b", "405b", "8b_128k")),
         *(f"llama3_{size}_float8" for size in ("8b", "70b", "405b")),
         *(f"qwen3_{size}" for size in ("0.6b", "8b", "32b")),
+        *(f"qwen3_{size}" for size in ("moe_debug", "30b_a3b", "235b_a22b")),
     }
     models = [load_config(recipe).model for recipe in RECIPES]
     assert {model.flavor for model in models if model.name == "llama3"} == set(LLAMA3.flavors)

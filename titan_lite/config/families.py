@@ -274,7 +274,7 @@ def _qwen3_moe(dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> ModelC
 QWEN3_MOE = Family(
     flavors={
         "debug": replace(
-            _qwen3_moe(256, 6, 8, 384),
+            _qwen3_moe(256, 6, 8, 192),
             vocab_size=2048,
             head_dim=48,
             n_experts=8,

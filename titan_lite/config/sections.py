@@ -443,12 +443,11 @@ class Experts(Section):
 
 
 class Float8(Section):
-    """Matrix products of the blocks' linear layers in float8, for GPUs from H100 on; those of
-    routers and experts stay in mixed_precision_param."""
+    """Matrix products of the blocks' linear layers in float8, for GPUs from H100 on."""
 
     enable: bool = False
-    """Compute forward and both gradients of these layers in float8; weights stay in
-    float32."""
+    """Compute forward and both gradients of these layers in float8; weights stay in float32, and
+    routers and experts compute in mixed_precision_param."""
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """Numbers that share a scale. tensorwise: those of a tensor, the fastest; rowwise: those of a

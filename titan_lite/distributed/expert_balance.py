@@ -172,7 +172,7 @@ class ExpertBalance:
             return None
         dist.all_reduce(self.window)
         window = self.window.cpu()
-        self.window.zero_()
+        self.window = torch.zeros_like(self.window)
         counts = window[:, : self.n_experts]
         choices = counts.sum(1, keepdim=True)
         if not choices.all():

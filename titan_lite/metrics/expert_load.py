@@ -18,9 +18,9 @@ from pathlib import Path
 
 from titan_lite.distributed.expert_balance import Loads
 from titan_lite.logging import logger
+from titan_lite.metrics.run_files import FILE_OF_EXPERTS
 from titan_lite.text import first_names
 
-FILE = "experts.json"
 SHOWN = 4  # layers, and experts of a layer, in a line
 
 
@@ -29,6 +29,8 @@ def values_of(loads: Loads) -> dict[str, float]:
     values = {
         "expert_balance": float(loads.balance.mean()),
         "router_entropy": float(loads.entropies.mean()),
+        "expert_load_max": float(loads.relative.max()),
+        "expert_load_min": float(loads.relative.min()),
     }
     for layer, relative in enumerate(loads.relative):
         values[f"expert_load_max/{layer}"] = float(relative.max())
@@ -38,10 +40,10 @@ def values_of(loads: Loads) -> dict[str, float]:
 
 def write_shares(loads: Loads, folder: Path, steps: range) -> None:
     """Write experts.json; warn if it cannot be written. steps: that the loads are of."""
-    path = folder / FILE
+    path = folder / FILE_OF_EXPERTS
     shares = [[float(f"{share:.4g}") for share in layer] for layer in loads.shares.tolist()]
     content = {"first_step": steps[0], "step": steps[-1], "layers": shares}
-    unfinished = path.with_name(f"unfinished-{FILE}")
+    unfinished = path.with_name(f"unfinished-{FILE_OF_EXPERTS}")
     try:
         unfinished.write_text(json.dumps(content), encoding="utf-8")
         os.replace(unfinished, path)

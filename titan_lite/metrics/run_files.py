@@ -16,6 +16,7 @@ from typing import Any
 
 ENDINGS = {"done", "stop", "failed", "error"}  # events that end an attempt
 EVENT_KEYS = ("step", "event", "time", "text", "facts")  # of a line of events.jsonl
+FILE_OF_EXPERTS = "experts.json"  # the shares of experts (metrics/expert_load.py)
 MAX_LINE_BYTES = 2**20  # a longer line is not valid
 
 

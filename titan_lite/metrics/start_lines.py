@@ -27,6 +27,7 @@ from titan_lite.distributed.memory import (
 )
 from titan_lite.distributed.pipeline_schedule import bubble_fraction, order_of
 from titan_lite.models.attention import fits_flash, masks_by_kernel
+from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import shape_words
 from titan_lite.optim.state import OwnerCosts, owner_buckets, owner_costs, sum_by_owner
 from titan_lite.sharding import chunk_size
@@ -142,6 +143,8 @@ def model_line(config: Config, layout: Layout, device: torch.device) -> str:
         )
     shape = f"{config.model.name} {shape_words(config.model)}"
     parameters = f"{layout.parameters:,} parameters"
+    if layout.model.n_experts:
+        parameters += f", {layout.active_parameters:,} of them for a token"
     return f"model: {shape}, {parameters}; torch {torch.__version__}, {'; '.join(ways)}"
 
 
@@ -239,9 +242,14 @@ def owners_line(config: Config, layout: Layout, costs: OwnerCosts) -> str:
     roots = ""
     if costs.has_roots:
         roots = f", with roots from step {config.first_preconditioned_step} on"
+    of_experts = routers = ""
+    if n_experts := layout.model.n_experts:
+        parameters = sum(map(is_of_experts, layout.shapes_of_rank.values()))
+        of_experts = f", and {n_experts * parameters} of experts on the ranks that have them"
+        routers = ", routers"
     return (
-        f"optimizer: {optimizer.name} for {matrices} matrices{shared}{roots}; AdamW for embedding,"
-        " output and norms (optimizer.name)"
+        f"optimizer: {optimizer.name} for {matrices} matrices{shared}{of_experts}{roots}; AdamW for"
+        f" embedding, output{routers} and norms (optimizer.name)"
     )
 
 

@@ -24,6 +24,14 @@ a line {"resumed_from": step}; if a step occurs twice, the later line counts.
     empty_documents         empty texts skipped since this start, if there were any
     short_documents         documents skipped since this start, with data.min_document_tokens
 
+of a mixture of experts, over the steps since the line before
+
+    expert_balance          E times the sum over experts of share of choices x mean probability,
+                            the mean of layers: 1 if experts are alike busy
+    router_entropy          of the probabilities of a token, nats, the mean of layers
+    expert_load_max, _min   tokens of the most and the least loaded expert, relative to the mean of
+                            their layer; expert_load_max/0 is that of layer 0
+
 and for each source of a mixture, where NAME is the end of its path, or its dataset
 
     loss_by_source/NAME     nats per token of that source, over all steps since the line before

@@ -231,9 +231,11 @@ class Router(nn.Module):
     @torch.no_grad()
     def init_buffers(self) -> None:
         """Fill the buffers with what they are before the first step."""
-        self.expert_bias.zero_()
-        self.expert_share.fill_(1 / len(self.expert_share))
-        self.balance_scale.zero_()
+        # float32, also where `to` has cast them
+        experts, device = len(self.expert_bias), self.expert_bias.device
+        self.expert_bias = torch.zeros(experts, device=device)
+        self.expert_share = torch.full((experts,), 1 / experts, device=device)
+        self.balance_scale = torch.zeros((), device=device)
 
     def forward(self, x: Tensor) -> Routing:
         probabilities = F.linear(x.float(), self.weight.float()).softmax(-1)

@@ -14,6 +14,7 @@ WRITTEN = (
     "config.toml",
     "*.jsonl",
     "compile.json",
+    "experts.json",
     "initial_step.json",
     "restarts.json*",
     "lock",

@@ -29,7 +29,7 @@ from titan_lite.config.families import ModelConfig
 from titan_lite.config.weights_folder import TOKENIZER_FILES
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging
-from titan_lite.models.transformer import Mask, Transformer, attentions_of, rope_tables
+from titan_lite.models.transformer import Mask, Transformer, attentions_of, saved_buffers
 from titan_lite.text import first_names
 
 Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]  # as models/transformer.attend
@@ -125,8 +125,9 @@ def build_decoder(
     decoder.to_empty(device=device)
     if weights.config.tied_embeddings:
         decoder.output.weight = decoder.tok_embeddings.weight  # type: ignore[union-attr]
-    load(weights, dict(decoder.named_parameters()))
-    decoder.rope_cos, decoder.rope_sin = rope_tables(weights.config, range(max_tokens), device)
+    decoder.init_buffers()
+    buffers = {fqn: decoder.get_buffer(fqn) for fqn in saved_buffers(decoder)}
+    load(weights, {**dict(decoder.named_parameters()), **buffers})
     return decoder
 
 

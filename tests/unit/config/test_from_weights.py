@@ -218,7 +218,7 @@ def test_a_flavor_that_the_weights_are_not_is_told_with_all_that_differs(folder,
         (["--checkpoint.initial_load_path=PATH/titan"], 'titan": a checkpoint of torchtitan does'),
         (
             ["--checkpoint.initial_load_path=PATH/gpt"],
-            "gpt\": config.json: model_type = 'gpt2': expected 'llama' or 'qwen3'; hidden_size = None",
+            "gpt\": config.json: model_type = 'gpt2': expected 'llama' or 'qwen3' or 'qwen3_moe'; hidden_size = None",
         ),
         (
             ["--checkpoint.initial_load_path=PATH/classes"],

@@ -10,6 +10,7 @@ FILE. It shows these files:
     metrics.jsonl    every curve; resumes
     events.jsonl     checkpoints, skipped steps, warnings, failures
     config.toml      the resolved recipe
+    experts.json     the shares of experts
     compile.json     buckets; timeline.json: their timeline
 
 The run may still be going on. page.html has the frame of the page, its style and its script.
@@ -100,6 +101,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         '<p class="muted">Point at one to read all of them; drag to look closer.</p>',
         '<div id="bar"></div><div id="charts"></div>',
         sections.sources(runs),
+        sections.experts(runs),
         sections.events(runs),
         sections.buckets(runs),
         sections.recipes(runs),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan_lite.config.load import read_toml
-from titan_lite.metrics.run_files import RecordError, read_events, read_rows
+from titan_lite.metrics.run_files import FILE_OF_EXPERTS, RecordError, read_events, read_rows
 
 MICROSECONDS = 1e3  # in a millisecond; the unit of a trace
 T = TypeVar("T")
@@ -31,6 +31,7 @@ class RunRecord:
     recipe: dict[str, Any] = field(default_factory=dict)
     compile_reports: list[dict[str, Any]] = field(default_factory=list)  # compile.json
     timelines: list[dict[str, Any]] = field(default_factory=list)  # as `_timelines` returns them
+    experts: dict[str, Any] = field(default_factory=dict)  # experts.json; empty of a dense model
     notes: list[str] = field(default_factory=list)  # on lines that were skipped
 
     def column(self, name: str) -> list[float]:
@@ -56,6 +57,9 @@ def read_run(folder: Path, name: str) -> RunRecord:
     with _damage(folder / "compile.json"):
         for report in run.compile_reports:
             _check_compile_report(report)
+    run.experts = _read_json(folder / FILE_OF_EXPERTS, default={})
+    with _damage(folder / FILE_OF_EXPERTS):
+        _check_experts(run.experts)
     trace: dict[str, Any] = _read_json(folder / "timeline.json", default={})
     with _damage(folder / "timeline.json"):
         run.timelines = _timelines(trace)
@@ -122,6 +126,18 @@ def _check_compile_report(report: Mapping[str, Any]) -> None:
         missing += [key for key in times if key not in report["timeline"]]
     if missing:
         raise KeyError(missing[0])
+
+
+def _check_experts(content: Mapping[str, Any]) -> None:
+    """Raise KeyError or TypeError for an experts.json without what the page draws."""
+    if not content:
+        return
+    if not all(type(content[name]) is int for name in ("first_step", "step")):
+        raise TypeError("its steps are no whole numbers")
+    layers = content["layers"]
+    experts = {len(layer) for layer in layers}
+    if len(experts) != 1 or not all(type(share) in (int, float) for row in layers for share in row):
+        raise TypeError("its layers are not lists of as many numbers")
 
 
 def _read_json(path: Path, default: T) -> T:

@@ -10,13 +10,19 @@ from titan_lite.tools.report.run_record import RunRecord
 MAX_ROWS = 4000  # of metrics that are drawn for a run; of more, windows keep their extremes
 EXTREMES = ("loss", "grad_norm", "tps", "step_time", "memory_gib", "data_wait")
 AXES = {"step", "time", "tokens", "hours"}  # of a row of metrics; the rest are curves
+OF_LAYERS = ("expert_load_max/", "expert_load_min/")  # which a picture has (sections.experts)
 NOT_MARKED = ("start", "first step", "done", "restart")  # events
 
 
 def script_data(run: RunRecord, number: int) -> dict[str, Any]:
     """Return what the script draws of run `number` of the page."""
     rows = thin(run.rows)
-    curves = {name for row in rows for name, value in row.items() if value is not None} - AXES
+    curves = {
+        name
+        for row in rows
+        for name, value in row.items()
+        if value is not None and not name.startswith(OF_LAYERS)
+    } - AXES
     return {
         "name": run.name,
         "number": number,

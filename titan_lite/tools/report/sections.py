@@ -1,6 +1,7 @@
 """The sections of the page, as HTML: results, sources, events, buckets, recipes."""
 
 import itertools
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,15 @@ from titan_lite.tools.report.markup import (
 from titan_lite.tools.report.run_record import RunRecord
 
 COLORS = 6  # of runs, in page.html
+# Tokens of an expert relative to the mean of its layer: at most, color, words
+LOADS = (
+    (0.0, "#000000", "no token"),
+    (0.5, "#8c2d04", "up to 0.5 of the mean"),
+    (0.8, "#fe9929", "to 0.8"),
+    (1.25, "#d9d9d9", "to 1.25"),
+    (2.0, "#6baed6", "to 2"),
+    (math.inf, "#08519c", "above"),
+)
 EVENT_WORDS = {
     "start": "started",
     "stop": "stopped",
@@ -194,6 +204,42 @@ def source_rows(run: RunRecord, *, named: bool) -> list[str]:
             classes = ["name", *classes]
         rows.append(row("td", cells, classes))
     return rows
+
+
+# --- Experts --------------------------------------------------------------------------------------
+
+
+def experts(runs: Sequence[RunRecord]) -> str:
+    """Return a picture for each run of a mixture: the load of each expert over layers."""
+    pictures = [picture_of_experts(run) for run in runs if run.experts]
+    if not pictures:
+        return ""
+    keys = "".join(
+        f'<span class="swatch" style="border-color: {color}"></span>{text(words)} '
+        for _, color, words in LOADS
+    )
+    return f'<h2>Experts</h2><p class="muted">{keys}</p>{"".join(pictures)}'
+
+
+def picture_of_experts(run: RunRecord) -> str:
+    """Return a picture with a row for each layer and a column for each expert."""
+    layers = run.experts["layers"]
+    count = len(layers[0])
+    steps = f"steps {run.experts['first_step']:,} to {run.experts['step']:,}"
+    cells: dict[str, list[str]] = {}  # by color
+    for number, shares in enumerate(layers):
+        for expert, share in enumerate(shares):
+            color = next(color for most, color, _ in LOADS if share * count <= most)
+            cells.setdefault(color, []).append(f"M{expert} {number}h1v1h-1z")
+    paths = "".join(f'<path fill="{color}" d="{"".join(d)}"/>' for color, d in cells.items())
+    height = min(24 * len(layers), 480)
+    title = f"{run.name}, {steps}: {len(layers)} layers from above, {count} experts from left"
+    return (
+        f'<figure><p class="muted">{text(title)}</p>'
+        f'<svg viewBox="0 0 {count} {len(layers)}" height="{height}" preserveAspectRatio="none"'
+        f' shape-rendering="crispEdges" role="img" aria-label="{text(title)}">{paths}</svg>'
+        "</figure>"
+    )
 
 
 # --- Events ---------------------------------------------------------------------------------------

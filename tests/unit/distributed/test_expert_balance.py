@@ -1,0 +1,130 @@
+"""What a router keeps from step to step: the shares or the bias of steps that counted, and loads."""
+
+import dataclasses
+
+import pytest
+import torch
+from tiny import UNTIED, of_family
+
+from titan_lite.config import Experts
+from titan_lite.distributed import expert_balance
+from titan_lite.distributed.expert_balance import ExpertBalance
+from titan_lite.distributed.stage import Stage
+from titan_lite.models.experts import LOADS, routers_of
+from titan_lite.models.transformer import Transformer
+
+CONFIG = dataclasses.replace(of_family("qwen3_moe", UNTIED), n_layers=2)
+COUNTED, SKIPPED = torch.zeros(()), torch.ones(())
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    monkeypatch.setattr(expert_balance, "sum_over_positions", lambda tensor, mesh: None)
+    monkeypatch.setattr(expert_balance.dist, "all_reduce", lambda tensor: None)
+    yield
+    LOADS.clear()
+
+
+def balance_of(model, **settings):
+    stage = Stage(model, sharding=None)
+    return ExpertBalance([stage], model.config, Experts(**settings), None, torch.device("cpu"))
+
+
+def model():
+    model = Transformer(CONFIG)
+    model.init_weights(seed=0)
+    return model
+
+
+def forward(model, sequences=2):
+    ids = torch.arange(sequences * 16).view(sequences, 16) * 11 % CONFIG.vocab_size
+    model(ids)
+
+
+def kept(model):
+    return [
+        (router.expert_share.clone(), router.expert_bias.clone())
+        for router in routers_of(model).values()
+    ]
+
+
+def test_shares_are_those_of_the_last_step_that_counted():
+    m = model()
+    balance = balance_of(m, balance="step")
+    assert all(torch.equal(share, torch.full((5,), 0.2)) for share, _ in kept(m))
+    forward(m)
+    counts = balance.own[:, :5].clone()
+    assert counts.sum(1).tolist() == [64, 64]
+    balance.update(COUNTED)
+    after = kept(m)
+    for (share, bias), count in zip(after, counts, strict=True):
+        torch.testing.assert_close(share, (count / 64).float())
+        assert not bias.any()
+    forward(m, sequences=1)
+    balance.update(SKIPPED)
+    for before, now in zip(after, kept(m), strict=True):
+        assert all(map(torch.equal, before, now))
+    assert balance.loads().shares.shape == (2, 5)
+
+
+def test_a_bias_grows_by_the_sign_of_what_lacks():
+    m = model()
+    balance = balance_of(m, balance="bias", bias_update_rate=0.25)
+    forward(m)
+    counts = balance.own[:, :5].clone()
+    balance.update(COUNTED)
+    for (share, bias), count in zip(kept(m), counts, strict=True):
+        assert bias.tolist() == [0.25 * (int(5 * n < 64) - int(5 * n > 64)) for n in count]
+        assert torch.equal(share, torch.full((5,), 0.2))
+        assert bias.dtype == torch.float32
+    before = kept(m)
+    forward(m)
+    balance.update(SKIPPED)
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(before, kept(m), strict=True))
+
+
+def test_loads_are_of_the_steps_that_counted_since_the_last_ones():
+    m = model()
+    balance = balance_of(m, balance="none")
+    for skip in (COUNTED, SKIPPED, COUNTED):
+        forward(m)
+        balance.update(skip)
+    assert int(balance.window[:, :5].sum()) == 2 * 2 * 64
+    loads = balance.loads()
+    torch.testing.assert_close(loads.shares.sum(1), torch.ones(2, dtype=torch.float64))
+    torch.testing.assert_close(loads.probabilities.sum(1), torch.ones(2, dtype=torch.float64))
+    assert (loads.balance > 0.5).all()
+    assert ((loads.entropies > 0) & (loads.entropies <= 1.61)).all()  # ln 5
+    assert balance.loads() is None
+    forward(m)
+    balance.update(SKIPPED)
+    assert balance.loads() is None
+
+
+def test_experts_without_a_token_are_named():
+    m = model()
+    first, *_ = routers_of(m).values()
+    first.expert_bias = torch.tensor([9.0, 0, 0, 8.0, 0])
+    balance = balance_of(m, balance="none")
+    forward(m)
+    balance.update(COUNTED)
+    loads = balance.loads()
+    assert loads.idle[0] == [1, 2, 4]
+    assert loads.relative[0].tolist() == [2.5, 0, 0, 2.5, 0]
+
+
+def test_the_scale_is_that_of_the_steps_tokens():
+    m = model()
+    balance = balance_of(m, balance_coefficient=0.5)
+    for tokens in (64, 64, 128):
+        balance.begin_step(tokens)
+        for router in routers_of(m).values():
+            assert router.balance_scale.item() == pytest.approx(0.5 * 5 / tokens)
+
+
+def test_a_dense_model_has_nothing_to_balance():
+    dense = Transformer(dataclasses.replace(UNTIED, n_layers=1))
+    balance = balance_of(dense)
+    balance.begin_step(64)
+    balance.update(COUNTED)
+    assert balance.loads() is None
