@@ -1,0 +1,157 @@
+"""Runs of a mixture of experts: what is logged and drawn, and that a run that is stopped or killed is
+the run left alone, on other ranks too.
+"""
+
+import json
+import logging
+
+import pytest
+import torch
+from commands import train
+from ranks import run_ranks
+from resumed import copy_at_step_2, losses, same, trained
+from tiny import DEBUG, NO_VALIDATION, SMALL, steps
+
+from titan_lite.config import load_config
+from titan_lite.hooks import Hook
+from titan_lite.logging import logger
+from titan_lite.metrics.run_files import read_metrics
+from titan_lite.tools.report.page import main as report
+from titan_lite.trainer import Trainer
+
+MOE = ["--model.name=qwen3_moe", "--model.hidden_dim=32"]
+BIAS = [*MOE, "--experts.balance=bias", "--experts.bias_update_rate=1e-4"]
+STEP = [*MOE, "--experts.balance_coefficient=0.5"]
+FOUR = steps(4)
+
+
+def test_a_run_logs_the_load_of_experts_and_the_report_draws_it(tmp_path):
+    options = [*SMALL, *MOE, *steps(4), *NO_VALIDATION, "--metrics.log_freq=2"]
+    done = train(2, DEBUG, tmp_path, *options)
+    assert done.returncode == 0
+    assert "of them for a token" in done.stdout
+    last = read_metrics(tmp_path / "metrics.jsonl")[4]
+    assert 0.9 < last["expert_balance"] < 1.5
+    assert 1 < last["router_entropy"] < 2.08  # ln 8
+    for layer in (0, 1):
+        assert last[f"expert_load_min/{layer}"] <= 1 <= last[f"expert_load_max/{layer}"]
+    written = json.loads((tmp_path / "experts.json").read_text())
+    assert (written["first_step"], written["step"]) == (3, 4)
+    assert [len(layer) for layer in written["layers"]] == [8, 8]
+    assert all(sum(layer) == pytest.approx(1, abs=1e-3) for layer in written["layers"])
+    report([str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    assert "<h2>Experts</h2>" in page
+    assert "2 layers from above, 8 experts from left" in page
+    assert '"expert_balance"' in page
+    assert "expert_load_max/0" not in page
+
+
+def test_experts_without_a_token_are_named_in_a_line(tmp_path):
+    """As those that others outweigh by far."""
+    options = [*SMALL, *MOE, *steps(2), *NO_VALIDATION, "--metrics.log_freq=2"]
+    lines, _ = run_ranks(1, with_idle_experts, tmp_path, options, init=False)[0]
+    assert "steps 1 to 2: experts without a token: layers.1 2, 3, 4, 5 and 2 more" in lines
+
+
+def with_idle_experts(folder, options):
+    def prepare(trainer):
+        router = trainer.model.stages[0].model.layers["1"].moe.router
+        router.expert_bias += torch.tensor([5.0, 5.0, *[0.0] * 6])
+
+    return logged(folder, options, prepare)
+
+
+def logged(folder, options, prepare):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    config = load_config(DEBUG, ["--job.dump_folder", str(folder), *options])
+    trainer = Trainer(config)
+    prepare(trainer)
+    trainer.train()
+    return "\n".join(lines), None
+
+
+@pytest.mark.parametrize("options", [BIAS, STEP], ids=["bias", "step"])
+def test_a_resumed_mixture_is_the_run_left_alone(options, tmp_path):
+    """To the bit: what routers keep, too."""
+    _, left_alone = run_ranks(1, trained, tmp_path / "run", [*options, *FOUR], init=False)[0]
+    kept = [name for name in left_alone if ".router.expert_" in name]
+    assert len(kept) == 2 * 2
+    changing = "expert_bias" if options is BIAS else "expert_share"
+    assert all(left_alone[name].std() > 0 for name in kept if changing in name)
+    copy = copy_at_step_2(tmp_path / "run", tmp_path / "copy")
+    _, resumed = run_ranks(1, trained, copy, [*options, *FOUR], init=False)[0]
+    assert same(resumed, left_alone)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(["--parallelism.tensor_parallel_degree=2"], id="tp"),
+        pytest.param(["--parallelism.pipeline_parallel_degree=2"], id="pp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mixture_goes_on_on_another_layout(layout, tmp_path):
+    run_ranks(1, trained, tmp_path / "run", [*BIAS, *FOUR], init=False)
+    expected = losses(tmp_path / "run")
+    copy = copy_at_step_2(tmp_path / "run", tmp_path / "copy")
+    run_ranks(2, trained, copy, [*BIAS, *FOUR, *layout], init=False)
+    found = losses(copy)
+    assert found[4] == pytest.approx(expected[4], rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [BIAS, STEP], ids=["bias", "step"])
+def test_a_skipped_step_leaves_what_routers_keep(options, tmp_path):
+    found = run_ranks(
+        1, skipping_step_2, tmp_path, [*options, *steps(3), *NO_VALIDATION], init=False
+    )[0]
+    first, second, third = found
+    assert all(torch.equal(second[name], first[name]) for name in first)
+    assert any(not torch.equal(third[name], first[name]) for name in first)
+
+
+def skipping_step_2(folder, options):
+    """What routers keep after each of three steps, of which the second has an infinite gradient."""
+    config = load_config(DEBUG, ["--job.dump_folder", str(folder), *SMALL, *options])
+    trainer = Trainer(config)
+    kept = []
+
+    class Watch(Hook):
+        def on_gradients(self, step, parameters):
+            if step == 2:
+                next(iter(parameters.values())).grad.mul_(float("inf"))
+
+        def on_step_end(self, step):
+            kept.append({name: t.clone() for name, t in trainer.model.buffers.items()})
+
+    trainer.hooks.append(Watch())
+    trainer.train()
+    return kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--optimizer.name=Muon", "--optimizer.ns_dtype=float32"],
+        ["--optimizer.name=Lion", "--optimizer.lr=1e-3"],
+        ["--float8.enable"],
+        [
+            "--parallelism.data_parallel_replicate_degree=2",
+            "--parallelism.replicate_compression=powersgd",
+            "--parallelism.replicate_uncompressed_steps=2",
+        ],
+        ["--training.mixed_precision_param=bfloat16"],
+        ["--compile.enable", "--compile.backend=aot_eager", "--compile.components=['model']"],
+    ],
+    ids=lambda options: options[0].partition("=")[2] or options[0],
+)
+def test_a_mixture_learns_with(options, tmp_path):
+    run_options = [*SMALL, *MOE, *steps(20), *NO_VALIDATION, "--training.local_batch_size=4"]
+    done = train(2, DEBUG, tmp_path, *run_options, *options)
+    assert done.returncode == 0
+    found = [values["loss"] for values in read_metrics(tmp_path / "metrics.jsonl").values()]
+    assert found[-1] < found[0] - 0.3
