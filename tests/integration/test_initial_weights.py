@@ -37,7 +37,7 @@ OPTIONS = [
     "--lr_scheduler.warmup_steps=0",
     "--training.seq_len=64",
 ]
-OPTIONS += ["--training.global_batch_size=4"]
+OPTIONS += ["--training.global_batch_size=4", "--optimizer.lr=5e-4"]
 
 
 def saved_by_transformers(path, family, tied=False):

@@ -23,6 +23,7 @@ from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_mod
 pytestmark = pytest.mark.ranks(2)
 
 GATED = Path(__file__).parents[1] / "own_families/gated.py"
+SHARED_EXPERT = GATED.with_name("shared_expert.py")
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,17 @@ def page_family(tmp_path_factory):
 def configured(file, *options):
     names = [f"--model.name={file}", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]
     return load_config(DEBUG, [*names, *options])
+
+
+def test_a_family_of_ones_own_with_experts_trains_as_in_one_process():
+    config = configured(SHARED_EXPERT, "--training.global_batch_size=-1")
+    model = twin_model(shape_of(config.model), 4)
+    alone = run(reference(twin(config, parse_layout("dp_shard=1"), 3)), model)
+    found = run(twin(config, parse_layout("tp=2"), 3), model)
+    assert found.gradients["layers.0.moe.experts.w1"].norm() > 0
+    assert len(found.choices) == 4
+    result = compare(found, alone)
+    assert result.agrees, result
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,13 @@ HERE = {
         "planned / measured", "--training.seq_len 64", RECIPE
     ),
     "python -m titan_lite verify train_configs/llama3_405b.toml": Run("agrees", "--steps 1"),
+    "CONFIG_FILE=train_configs/qwen3_moe_debug.toml ./run_train.sh": Run(
+        "done: step 1", f"{SMALLEST} --job.dump_folder outputs/experts"
+    ),
+    "python -m titan_lite verify train_configs/qwen3_moe_debug.toml --layouts tp=2 pp=2": Run(
+        "agrees", "--steps 1"
+    ),
+    "python -m titan_lite plan train_configs/qwen3_30b_a3b.toml": Run("of 80 on the device"),
     "python -m titan_lite report outputs/debug_model": Run("report.html"),
     "python -m titan_lite report outputs/a outputs/b --output compare.html": Run("compare.html"),
     "MAX_RESTARTS=5 ./run_train.sh": Run(

@@ -11,7 +11,7 @@ from pages import ALL, PAGES, README, ROOT, anchor, anchors, blocks, links
 from tiny import DEBUG
 
 from titan_lite.config import KEYS, load_config
-from titan_lite.config.families import LLAMA3
+from titan_lite.config.families import LLAMA3, QWEN3_MOE
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.huggingface import config_to_hf
 
@@ -69,7 +69,10 @@ TRAINED = {
         "test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_sources"
     ),
     "global_batch_ramp": "test_a_ramp_takes_the_same_windows_on_any_ranks_with_any_workers",
-    "from_weights": "test_a_recipe_of_the_pages_goes_on_from_weights",
+    "Llama-3.1-8B": "test_a_recipe_of_the_pages_goes_on_from_weights",
+    "Qwen3-30B-A3B": (
+        "test_a_run_goes_on_from_transformers_weights_and_transformers_from_the_runs"
+    ),
     "my_models/gated.py": "test_the_family_of_the_pages_trains_and_its_steps_speak",
     'name = "Lion"': "test_a_run_with_lion_resumes_to_the_bit",
 }
@@ -81,11 +84,15 @@ def test_every_part_of_a_recipe_that_a_page_shows_is_one_and_is_trained_by_a_tes
         path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
     )
     assert len(shown) == len(TRAINED)
-    weights = tmp_path / "Llama-3.1-8B"  # of which the recipe has the model
-    weights.mkdir()
-    (weights / "config.json").write_text(
-        json.dumps(config_to_hf(LLAMA3.flavors["8B"], torch.bfloat16))
-    )
+    models = {  # of which recipes have the model
+        "Llama-3.1-8B": LLAMA3.flavors["8B"],
+        "Qwen3-30B-A3B": QWEN3_MOE.flavors["30B-A3B"],
+    }
+    for name, model in models.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(
+            json.dumps(config_to_hf(model, torch.bfloat16))
+        )
     own_family = tmp_path / "recipes/my_models/gated.py"
     own_family.parent.mkdir(parents=True)
     own_family.write_text((ROOT / "tests/own_families/gated.py").read_text())

@@ -45,7 +45,7 @@ def test_every_field_of_a_model_has_a_key_which_changes_it_alone():
         rope_theta=1e4,
         norm_eps=1e-6,
         head_dim=64,
-        n_experts=4,
+        n_experts=6,
         experts_per_token=2,
     )
     others |= dict(max_seq_len=64, tied_embeddings="yes", rope_scaling_factor=4.0)

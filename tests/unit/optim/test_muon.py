@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import UNTIED
+from torch import nn
 
 from titan_lite.config import ConfigError, Optimizer
 from titan_lite.config.families import LLAMA3
@@ -162,3 +163,43 @@ def test_owners_of_the_matrices_of_8b_have_alike_work(ranks, most):
 
 def test_more_ranks_than_matrices_leave_some_without():
     assert share_out([1.0, 3.0, 2.0], 5) == [{0: 1, 1: 2, 2: 0}]
+
+
+# Experts
+
+
+def test_each_experts_matrix_moves_by_itself_as_one_of_a_dense_model():
+    """By its own norm: that of one does not depend on how large the gradients of others are."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(3, 24, 16, generator=generator)
+    config = Optimizer(name="Muon", ns_dtype="float32")
+    experts = nn.Parameter(start.clone())
+    fqn = "layers.0.moe.experts.w1"
+    optimizer = build_optimizer(config, {fqn: experts, "norm.weight": nn.Parameter(torch.ones(4))})
+    alone = [nn.Parameter(matrix.clone()) for matrix in start]
+    names = [f"layers.{number}.feed_forward.w1.weight" for number in range(3)]
+    dense = build_optimizer(
+        config,
+        {**dict(zip(names, alone, strict=True)), "norm.weight": nn.Parameter(torch.ones(4))},
+    )
+    for _ in range(3):
+        gradients = torch.randn(3, 24, 16, generator=generator)
+        gradients[1] *= 1e4
+        gradients[2] = 0
+        experts.grad = gradients
+        for parameter, gradient in zip(alone, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+        dense.step()
+    assert optimizer.state_of(experts).keys() == {"step", "momentum_buffer"}
+    assert not torch.equal(experts.detach(), start)
+    for matrix, expected in zip(experts.detach(), alone, strict=True):
+        torch.testing.assert_close(matrix, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_router_is_adamws():
+    fqn = "layers.0.moe.router.weight"
+    assert not is_matrix(fqn)
+    router = nn.Parameter(torch.randn(4, 8))
+    optimizer = build_optimizer(Optimizer(name="Muon"), {fqn: router})
+    assert optimizer.state_of(router).keys() == {"step", "exp_avg", "exp_avg_sq"}

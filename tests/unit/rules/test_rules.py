@@ -345,3 +345,62 @@ def test_an_input_that_is_not_there_is_named(options, message, tmp_path):
     config = load_config(DEBUG, [f"--job.dump_folder={tmp_path}", *options])
     with pytest.raises(ConfigError, match=message):
         check_inputs(config, Layout.from_config(config, 1))
+
+
+# Mixtures of experts
+
+MOE = ("--model.name=qwen3_moe",)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["--model.n_experts=4"],
+            'model.n_experts = 4 has no effect with model.name = "llama3", a dense family; use'
+            " model.name = qwen3_moe, or remove it",
+        ),
+        (["--experts.balance=bias"], 'experts.balance = "bias" has no effect with model.name'),
+        (
+            [*MOE, "--model.experts_per_token=9"],
+            "model.experts_per_token = 9 is more than model.n_experts = 8; use at most 8",
+        ),
+        (
+            [*MOE, "--model.hidden_dim=90"],
+            "model.hidden_dim = 90 is not a multiple of 4, as grouped products in float32 need it;"
+            " use 88 or 92",
+        ),
+        (
+            [*MOE, "--model.hidden_dim=92", "--training.mixed_precision_param=bfloat16"],
+            "model.hidden_dim = 92 is not a multiple of 8, as grouped products in bfloat16 need it;"
+            " use 88 or 96",
+        ),
+        (
+            [*MOE, "--experts.balance=none", "--experts.balance_coefficient=0.1"],
+            'experts.balance_coefficient = 0.1 has no effect with experts.balance = "none"; use'
+            " balance = step or sequence, or remove it",
+        ),
+        (
+            [*MOE, "--experts.bias_update_rate=0.1"],
+            'experts.bias_update_rate = 0.1 has no effect with experts.balance = "step"',
+        ),
+        ([*MOE, "--optimizer.name=Shampoo"], 'optimizer.name = "Shampoo" is for dense models'),
+        (
+            [*MOE, "--float8.enable", "--float8.filter_fqns", "moe.experts"],
+            'has "moe.experts", which is no part of the name of a linear layer in a block',
+        ),
+        ([*MOE, "--model.flavor=", "--model.dim=64"], "model.n_experts, model.experts_per_token"),
+        (
+            [*MOE, "--experts.balance=microbatch"],
+            'experts.balance = "microbatch": expected one of "step", "sequence", "bias", "none"',
+        ),
+    ],
+)
+def test_a_mixture_of_experts_that_cannot_be(options, words):
+    with pytest.raises(ConfigError) as error:
+        checked(*options)
+    assert words in str(error.value)
+
+
+def test_a_mixture_of_experts_that_can_be():
+    checked(*MOE, "--model.n_experts=3", "--experts.balance=sequence")

@@ -79,6 +79,12 @@ def recipe_lines(plan: Plan) -> list[str]:
             f" {layout.microbatch_size} per rank"
         ),
     ]
+    if layout.model.n_experts:
+        lines.append(
+            f"{layout.model.n_experts} experts, {layout.model.experts_per_token} for a token, alike"
+            f" busy: {layout.parameters:,} parameters, {layout.active_parameters:,} of them for a"
+            " token"
+        )
     if layout.ramp:
         lines.append(
             f"planned for the end of the ramp: {describe_ramp(layout)} (training.global_batch_ramp)"
@@ -248,6 +254,8 @@ def as_json(plan: Plan) -> str:
         "flavor": shape_words(layout.config.model),
         "world_size": layout.world_size,
         "degrees": layout.degrees,
+        "parameters": layout.parameters,
+        "active_parameters": layout.active_parameters,
         "machine": plan.machine.name,
         "tokens_per_step": layout.tokens,
         "microbatches": layout.microbatches,

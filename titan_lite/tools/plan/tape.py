@@ -286,10 +286,10 @@ class _LifetimeRecorder:
 
 
 def is_of_weight(node: Node) -> bool:
-    """Return True if an input of a forward, or a gradient, is of a weight, and not of the (B, T, C)
-    of a stage before.
+    """Return True if an input of a forward that has a gradient is of a weight, and not the hidden
+    states of a stage before, which are the model's argument `tokens`.
     """
-    return bool(nbytes_of(node)) and node.meta["val"].dim() <= 2
+    return bool(nbytes_of(node)) and node.name != "tokens"
 
 
 def _attention_positions(nodes: Sequence[Node]) -> list[int]:

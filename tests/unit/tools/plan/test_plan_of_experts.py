@@ -1,0 +1,117 @@
+"""The plan of a mixture of experts: parameters and FLOPs of a token, experts on all ranks of a copy, and
+products priced by the rows of an expert.
+"""
+
+import json
+
+import pytest
+import torch
+from tiny import DEBUG_TOKENIZER, RECIPES
+
+from titan_lite.config import load_config
+from titan_lite.config.families import QWEN3_MOE
+from titan_lite.cost.op_cost import flops_of, node_seconds
+from titan_lite.cost.profiles import load_machine
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.memory import largest_shard, steady_bytes
+from titan_lite.models.experts import grouped_mm, grouped_mm_of_weights
+from titan_lite.models.shapes import (
+    active_parameters,
+    block_weights,
+    flops_per_token,
+    parameter_shapes,
+)
+from titan_lite.optim.state import numbers_in
+from titan_lite.tools.plan.command import main
+
+A3B = QWEN3_MOE.flavors["30B-A3B"]
+H100 = load_machine("H100")
+
+
+@pytest.mark.parametrize(
+    ("flavor", "total", "active"),
+    # "30.5B in total and 3.3B activated", "235B in total and 22B activated" (model cards)
+    [("30B-A3B", 30.53e9, 3.35e9), ("235B-A22B", 235.09e9, 22.19e9)],
+)
+def test_parameters_are_those_of_the_published_models(flavor, total, active):
+    config = QWEN3_MOE.flavors[flavor]
+    assert numbers_in(parameter_shapes(config)) == pytest.approx(total, rel=1e-3)
+    assert active_parameters(config) == pytest.approx(active, rel=1e-3)
+
+
+def test_flops_of_a_token_are_those_of_the_experts_that_it_has():
+    weights = block_weights(A3B)
+    assert weights.experts == 128 * 3 * 2048 * 768
+    assert weights.active_experts * 16 == weights.experts
+    embedding = A3B.vocab_size * A3B.dim
+    norms = 48 * (2 * 2048 + 2 * 128) + 2048
+    products = active_parameters(A3B) - embedding - norms
+    attention = 6 * 48 * 32 * 128 * 4096
+    assert flops_per_token(A3B, 4096) == 6 * products + attention
+
+
+def layout_of(*options, ranks=8):
+    recipe = RECIPES / "qwen3_30b_a3b.toml"
+    options = [f"--model.tokenizer_path={DEBUG_TOKENIZER}", *options]
+    config = load_config(recipe, options)
+    return config, Layout.from_config(config, ranks)
+
+
+def test_experts_are_sharded_over_tensor_parallel_ranks_and_gathered_whole():
+    tp = "--parallelism.tensor_parallel_degree=2"
+    (config, alone), (_, split) = layout_of(), layout_of(tp)
+    fqn = "layers.0.moe.experts.w2"
+    for layout in (alone, split):
+        assert largest_shard(layout, fqn, (128, 2048, 768)) == (16, 2048, 768)
+        assert steady_bytes(config, layout) == pytest.approx(4 * 4 * layout.parameters / 8)
+    experts = 48 * block_weights(A3B).experts
+    others = alone.parameters - experts
+    assert alone.gathered_of_rank == alone.parameters
+    assert split.gathered_of_rank == others / 2 + experts
+
+
+def node_of(operator, *shapes):
+    """A node of a graph that calls the operator."""
+    graph = torch.fx.Graph()
+    nodes = []
+    for number, shape in enumerate(shapes):
+        node = graph.placeholder(f"x{number}")
+        dtype = torch.int32 if len(shape) == 1 else torch.bfloat16
+        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+        nodes.append(node)
+    call = graph.call_function(operator._opoverload, tuple(nodes))
+    call.meta["val"] = operator(*(node.meta["val"] for node in nodes))
+    return call
+
+
+def test_a_grouped_product_is_priced_by_the_rows_of_an_expert():
+    """Few rows leave tiles partly empty, and weights are read whatever the rows."""
+    flops = 2.0 * 65536 * 2048 * 768
+    forward = node_of(grouped_mm, (65536, 2048), (128, 2048, 768), (128,))
+    weights = node_of(grouped_mm_of_weights, (65536, 768), (65536, 2048), (128,))
+    assert flops_of(forward) == flops_of(weights) == (flops, 0.0)
+    peak = flops / H100.flops(torch.bfloat16)
+    for node in (forward, weights):
+        assert peak < node_seconds(node, H100) < 3 * peak
+    few = node_of(grouped_mm, (1024, 2048), (128, 2048, 768), (128,))
+    assert node_seconds(few, H100) > 4 * peak / 64
+    assert node_seconds(few, H100) > 2.0 * 128 * 2048 * 768 / 3.35e12
+
+
+def test_a_plan_says_what_a_token_is_computed_with(capsys):
+    recipe = str(RECIPES / "qwen3_moe_debug.toml")
+    arguments = [recipe, "--hardware", "h100", "--world-size", "2"]
+    assert main([*arguments]) == 0
+    assert "9,912,128 parameters, 4,603,712 of them for a token" in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["parameters"], plan["active_parameters"]) == (9_912_128, 4_603_712)
+
+
+def test_expert_shards_travel_over_fsdp_with_tensor_parallelism(capsys):
+    recipe = str(RECIPES / "qwen3_moe_debug.toml")
+    options = ["--parallelism.tensor_parallel_degree=2", "--json"]
+    assert main([recipe, "--hardware", "h100", "--world-size", "4", *options]) == 0
+    sent = json.loads(capsys.readouterr().out)["sent_bytes"]
+    assert sent["dp_shard"] > 6 * 4 * block_weights(QWEN3_MOE.flavors["debug"]).experts
+    assert sent["tp"] > 0
