@@ -527,6 +527,7 @@ class Trainer:
             values = {"validation_loss": float(nats / tokens), **per_source.values("validation_")}
         if not self.has_validated:
             sequences = self.config.validation.steps * self.layout.sequences_per_step
+            self.watchdog.progress("validation")  # counting documents takes some seconds
             warn_of_repeated_documents(loader, sequences)
         loader.load_state_dict(beginning)
         self.metrics.log(self.step, values)

@@ -58,7 +58,7 @@ from titan_lite.dtensor import shard_of
 from titan_lite.models.attention import doc_starts, doc_stats, masks_by_kernel
 from titan_lite.models.float8 import apply_float8
 from titan_lite.models.loss import Loss, VocabularyShard
-from titan_lite.models.transformer import Transformer, saved_buffers
+from titan_lite.models.transformer import Transformer, saved_buffers, takes_documents
 
 if TYPE_CHECKING:  # Inductor takes a second to import, and an eager run does without
     from titan_lite.compile.schedule import Schedule
@@ -116,6 +116,8 @@ class ParallelModel:
             self.layout.model.head_dim,
             self.layout.degrees["cp"],
         )
+        # a family of a user's own with another function gets a mask
+        self.needs_doc_stats &= all(takes_documents(stage.model) for stage in self.stages)
 
     def init_weights(self, seed: int) -> None:
         """Initialize parameters and buffers; values depend on seed and FQN, not on the layout."""

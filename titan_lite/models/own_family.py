@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,9 +27,11 @@ from titan_lite.models.transformer import Transformer
 TOKENS = 16  # of the sequence that a block is run with
 
 
-def check_own_family(config: ModelConfig) -> None:
+def check_own_family(config: ModelConfig, *, masks_documents: bool = False) -> None:
     """Build the blocks of a user's own family on the meta device, and run them. Raises ConfigError
     if that fails, or if they are none that can be trained.
+
+    masks_documents: training.mask_documents, which gives blocks a mask.
     """
     subject = f"model.name = {shown(config.family)}: build_block"
     with _one_line(subject), torch.device("meta"):
@@ -39,6 +42,9 @@ def check_own_family(config: ModelConfig) -> None:
     with _one_line(subject), torch.device("meta"), refusing_random_numbers(model.layers):
         for number in model.layers:
             _run(model, number, subject)
+    if masks_documents:
+        with torch.device("meta"):
+            _check_that_masks_are_read(model, subject)
     if new := [name for name in _names_of_tensors(model.layers) if name not in names]:
         raise ConfigError(
             f"{subject}'s block makes {new[0]} in its first forward, which would not be saved; make"
@@ -164,6 +170,42 @@ def _run(model: Transformer, number: str, subject: str) -> None:
     y.sum().backward()
     with torch.no_grad():
         block.eval()(x, model.rope_cos, model.rope_sin, None)
+
+
+def _check_that_masks_are_read(model: Transformer, subject: str) -> None:
+    """Raise ConfigError for a block whose operators do not read its mask."""
+    x = torch.empty(1, TOKENS, model.config.dim)
+    mask = torch.empty(1, 1, TOKENS, TOKENS, dtype=torch.bool)
+    for number, block in model.layers.items():
+        with torch.no_grad(), _Reads(mask) as reads:
+            block(x, model.rope_cos, model.rope_sin, mask)
+        if not reads.found:
+            raise ConfigError(
+                f"{subject}'s block layers.{number} does not read its argument mask, by which"
+                " training.mask_documents = true keeps attention within documents; give it to"
+                " self.attend, or use training.mask_documents = false"
+            )
+
+
+class _Reads(TorchDispatchMode):
+    """Finds out whether an operator reads a tensor."""
+
+    def __init__(self, tensor: Tensor):
+        super().__init__()
+        self.tensor = tensor
+        self.found = False
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Any,  # noqa: ANN401 torch's
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 torch's
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        self.found = self.found or any(leaf is self.tensor for leaf in leaves)
+        return func(*args, **kwargs)
 
 
 # --- Random numbers -------------------------------------------------------------------------------

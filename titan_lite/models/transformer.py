@@ -127,6 +127,12 @@ def attentions_of(model: "Transformer", user: str, otherwise: str = "") -> dict[
     return attentions
 
 
+def takes_documents(model: "Transformer") -> bool:
+    """Return True if all blocks attend by `attend`, which takes Documents in place of a mask."""
+    attentions = (getattr(block, "attention", None) for block in model.layers.values())
+    return all(getattr(attention, "attend", None) is attend for attention in attentions)
+
+
 def _name_of(function: object) -> str:
     return getattr(function, "__qualname__", type(function).__qualname__)
 

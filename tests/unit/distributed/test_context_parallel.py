@@ -7,11 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from titan_lite.config.families import ModelConfig
+from titan_lite.distributed import context_parallel
 from titan_lite.distributed.context_parallel import (
+    ContextParallelAttention,
     causal_attention,
     in_position_order,
     own_positions,
 )
+from titan_lite.distributed.tensor_parallel import Axis
 from titan_lite.models.transformer import Transformer
 
 
@@ -48,6 +51,33 @@ def test_the_last_queries_attend_as_in_the_whole(queries):
     )
     found = causal_attention(q[:, -queries:], k, v)
     torch.testing.assert_close(found, whole.transpose(1, 2)[:, -queries:])
+
+
+@pytest.mark.parametrize("heads_of_values", [1, 2, 4])
+def test_keys_and_values_may_have_different_heads(heads_of_values, monkeypatch):
+    """As in an `attend` of one's own: both are gathered in one tensor, and come apart by heads."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 16, heads, 8, generator=generator) for heads in (4, 2, heads_of_values)
+    )
+    own = [own_positions(16, rank, 2) for rank in range(2)]
+    gathered = torch.cat([torch.cat((k, v), dim=2)[:, positions] for positions in own], dim=1)
+    monkeypatch.setattr(context_parallel, "gather_tokens", lambda tensor, axis: gathered)
+    seen = []
+
+    def watching(q, k, v, mask):
+        seen.append((k, v))
+        return q
+
+    for rank, positions in enumerate(own):
+        attend = ContextParallelAttention(Axis("", 2, rank), watching)
+        attend(q[:, positions], k[:, positions], v[:, positions], None)
+        for keys, values in seen:
+            assert torch.equal(keys, k[:, : keys.shape[1]])
+            assert torch.equal(values, v[:, : values.shape[1]])
+        ends = [(rank + 1) * 4, 16 - 4 * rank]
+        assert [keys.shape[1] for keys, _ in seen] == ends
+        seen.clear()
 
 
 def test_rope_is_by_position_and_not_by_place():

@@ -15,10 +15,11 @@ from tiny import DEBUG, DEBUG_TOKENIZER, ROOT
 from torch import nn
 
 from titan_lite.config import ConfigError, load_config
-from titan_lite.config.families import file_digest
+from titan_lite.config.families import LLAMA3, file_digest
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.parallelize import ParallelModel
 from titan_lite.models.float8 import Float8Linear, apply_float8
+from titan_lite.models.transformer import Transformer, takes_documents
 from titan_lite.rules import check
 from titan_lite.tools.generate import Decoder
 
@@ -52,6 +53,23 @@ def mistake(file: Path, *changes, options=(), ranks=2):
 
 def result(words):
     return (RESULT, words)
+
+
+def test_attention_that_leaves_out_its_mask_is_refused_with_mask_documents(tmp_path):
+    without = ("apply_rope(k, cos, sin), v, mask)", "apply_rope(k, cos, sin), v, None)")
+    masked = ["--training.mask_documents"]
+    message = mistake(tmp_path / "own.py", without, options=masked)
+    assert "layers.0 does not read its argument mask" in message
+    checked(tmp_path / "own.py", without)
+    checked(tmp_path / "with.py", options=masked)
+
+
+def test_attention_by_a_function_of_its_own_gets_a_mask_and_no_documents():
+    """A kernel's Documents are for `attend` alone."""
+    model = Transformer(LLAMA3.flavors["debug"])
+    assert takes_documents(model)
+    model.layers["3"].attention.attend = lambda q, k, v, mask: q
+    assert not takes_documents(model)
 
 
 RANDOM = {
