@@ -30,12 +30,12 @@ FULL = ["--activation_checkpoint.mode=full"]
 AT_ONCE = ["--training.global_batch_size=-1"]
 ZBV = ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
 QUICK = [
-    ("step", "dp_shard=2", []),
+    ("step", "dp_shard=2,tp=2", []),
     ("sequence", "tp=2", FULL),
     ("sequence", "cp=2", COMPILED),
     ("bias", "pp=2", ZBV),
 ]
-LAYOUTS = ["dp_shard=2,tp=2", "dp_replicate=2,cp=2", "pp=2,tp=2", "dp_replicate=2,dp_shard=2,tp=2"]
+LAYOUTS = ["dp_shard=2", "dp_replicate=2,cp=2", "pp=2,tp=2", "dp_replicate=2,dp_shard=2,tp=2"]
 SLOW = [
     (balance, layout, options)
     for balance in BALANCES
