@@ -16,6 +16,7 @@ from titan_lite.config import Config, Float8, Training
 from titan_lite.config.families import Shape
 from titan_lite.models.fqns import is_filtered, is_of_experts
 from titan_lite.optim.state import (
+    FLOAT32_BYTES,
     Shapes,
     bytes_by_owner,
     is_matrix,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # a layout is decided by these bytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Bytes of a stored weight, of its gradient and of each of its moments: float32.
-STORED_BYTES = 4
+STORED_BYTES = FLOAT32_BYTES
 
 
 def itemsizes(training: Training) -> tuple[int, int]:

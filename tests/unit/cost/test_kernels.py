@@ -12,7 +12,12 @@ from torch.fx import Graph
 from titan_lite.cost.kernels import (
     ATTENTION,
     CLOCK_EXPONENT,
+    LAUNCH,
     SLOW_ACCUMULATION,
+    SUM_BANDWIDTH,
+    SUM_LAUNCH,
+    TILE_OVERHEAD,
+    TILES,
     attention_share,
     clock_share,
     product_seconds,
@@ -179,3 +184,14 @@ def test_products_under_a_power_limit_are_as_fast_as_published():
             peak = limited.flops(dtype) * limited.matmul_efficiency
             seconds = product_seconds(1, m, n, k, speed=peak, multiprocessors=132)
             assert 2 * m * n * k / seconds / 1e12 == pytest.approx(tflops, rel=0.06)
+
+
+def test_parts_of_a_split_product_are_read_in_float32_and_the_sum_is_written_in_bfloat16():
+    """One tile, so long that eight parts are fastest: the rest of its time is adding them."""
+    speed, rows, columns, inner = 1e12, 64, 64, 2**16
+    tile_speed = speed / 132 * TILES[rows, columns]
+    computing = 2 * rows * columns * inner / 8 / tile_speed + TILE_OVERHEAD
+    nbytes = 8 * 4 * rows * columns + 2 * rows * columns
+    expected = computing + nbytes / SUM_BANDWIDTH + SUM_LAUNCH + LAUNCH
+    found = product_seconds(1, rows, columns, inner, speed=speed, multiprocessors=132)
+    assert found == pytest.approx(expected, rel=1e-9)

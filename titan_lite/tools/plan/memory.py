@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_lite.cost.machine import GIB, Machine
+from titan_lite.cost.nccl import CHANNELS
 from titan_lite.distributed.memory import (
     ITEM_BYTES,
     STORED_BYTES,
@@ -43,7 +44,6 @@ CONTEXT = 0.5 * GIB
 # NCCL keeps a buffer for each protocol, channel and connection (src/include/device.h,
 # defaultBuffSizes in src/init.cc): LL, LL128 and SIMPLE, for the neighbour in a ring. On 8 GPUs
 # with NVSwitch it reports 24 channels.
-CHANNELS = 24
 CHANNEL_BUFFERS = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB  # bytes
 # A workspace of cuBLAS comes from the allocator, one for each thread that multiplies: forward's and
 # backward's (aten/src/ATen/cuda/CublasHandlePool.cpp).
