@@ -11,7 +11,9 @@ from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.config import load_config
 from titan_lite.config.families import QWEN3_MOE
+from titan_lite.dtensor import local
 from titan_lite.hooks import Hook
+from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import shape_of
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run
@@ -56,6 +58,11 @@ class KeptAtTheEnd(Hook):
         self.folder = folder
 
     def on_train_end(self, trainer):
+        degrees = trainer.layout.degrees  # all ranks of a copy share the experts
+        shards = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+        for fqn, parameter in trainer.parameters.items():
+            if is_of_experts(parameter.shape):
+                assert local(parameter).shape[0] == 8 // shards, fqn
         kept = {fqn: buffer.clone() for fqn, buffer in trainer.model.buffers.items()}
         stage = trainer.mesh["pp"].get_local_rank()
         file = f"{self.folder}/{stage}-{trainer.rank}.pt"
@@ -134,3 +141,16 @@ def test_choices_that_differ_are_found_with_their_gap():
     assert not result.agrees
     assert result.flips > 0
     assert 1e-6 < result.gap <= 0.011
+
+    # by choices alone: an exchange of two that are nearly equal is none
+    fqn, choices = next(iter(expected.choices.items()))
+    exchanged = choices.experts.clone()
+    exchanged[0, 0] = (exchanged[0, 0] + 1) % 8
+    found = replace(
+        expected, choices={**expected.choices, fqn: replace(choices, experts=exchanged)}
+    )
+    for gap, agrees in ((1e-3, False), (1e-8, True)):
+        expected.choices[fqn].gaps[0, 0] = gap
+        result = compare(found, expected)
+        assert (result.flips, result.agrees) == (1, agrees)
+        assert result.gap == pytest.approx(gap)
