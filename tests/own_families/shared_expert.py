@@ -52,4 +52,5 @@ FAMILY = Family(
     },
     block_parameters=block_parameters,
     block_buffers=expert_buffers,
+    styles={"moe.router": "replicated"},
 )

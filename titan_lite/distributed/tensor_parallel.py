@@ -74,7 +74,6 @@ STYLES: dict[str, Style] = {
     "layers.*.feed_forward.w1": COLUMN,
     "layers.*.feed_forward.w3": COLUMN,
     "layers.*.feed_forward.w2": ROW,
-    "layers.*.moe.router": Style(),  # each rank routes its own tokens
     "norm": Style(),
     "output": Style(weight=0, gathers=True),  # logits stay split: `VocabularyShard` of loss.py
 }
