@@ -195,7 +195,12 @@ def _at_url(url: str, where: str) -> Match:
         fs, path = url_to_fs(url)
         is_folder = fs.isdir(path)
         entries = fs.find(path, detail=True) if is_folder else fs.glob(path, detail=True)
-    except (OSError, ValueError, ImportError) as error:
+    except ImportError as error:
+        raise ConfigError(
+            f"{where} cannot be read: {error_line(error)}; install what it names with pip, where"
+            " the run finds its packages"
+        ) from error
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{where} cannot be read ({_described(error)}); {_FIX}") from error
     found = {name: info["size"] for name, info in entries.items() if info["type"] == "file"}
     if not found:

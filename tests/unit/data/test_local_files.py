@@ -10,6 +10,7 @@ import pyarrow
 import pytest
 
 from titan_lite.config import ConfigError, Data, load_config
+from titan_lite.data import files
 from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.files import local_files
 from titan_lite.data.source_identity import digest_of, identify
@@ -286,3 +287,14 @@ def test_a_file_of_several_names_is_reported_in_one_line(corpus, caplog):
     caplog.clear()
     check_data(local(corpus, validation_fraction=0.0))
     assert "held-out" not in caplog.text
+
+
+def test_a_url_whose_package_is_not_installed_is_refused_with_its_name(monkeypatch):
+    """As http without aiohttp: what to do is to install it, and not another path."""
+
+    def lacking(url):
+        raise ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
+
+    monkeypatch.setattr(files, "url_to_fs", lacking)
+    with pytest.raises(ConfigError, match=r'"aiohttp" to be installed; install what it names'):
+        names(local("http://host/a.jsonl"))
