@@ -288,3 +288,45 @@ def test_validation_counts_nothing():
     assert load.calls == 0
     model.train()(ids)
     assert load.calls == 1
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_grouped_products_are_a_loop_and_an_empty_group_has_zeros():
+    rows = torch.randn(400, 64, device="cuda", dtype=torch.bfloat16)
+    weights = torch.randn(4, 64, 96, device="cuda", dtype=torch.bfloat16)
+    sizes = [130, 0, 262, 8]
+    ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
+    found = grouped_mm(rows, weights, ends)
+    parts = rows.split(sizes)
+    expected = torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    transposed = weights.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.testing.assert_close(grouped_mm(rows, transposed, ends), found, rtol=2e-2, atol=2e-2)
+    of_weights = grouped_mm_of_weights(found, rows, ends)
+    for part, x, product in zip(found.split(sizes), parts, of_weights, strict=True):
+        torch.testing.assert_close(product, part.t() @ x, rtol=2e-2, atol=0.5)
+    assert not of_weights[1].any()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_mixture_is_that_of_a_cpu_and_nothing_waits_for_the_host():
+    moe = filled(MixtureOfExperts(CONFIG))
+    x = tokens()
+    expected = moe(x)
+    on_gpu = MixtureOfExperts(CONFIG)
+    on_gpu.load_state_dict(moe.state_dict())
+    on_gpu = on_gpu.to("cuda", torch.bfloat16)
+    on_gpu.router.init_buffers()
+    given = x.detach().to("cuda", torch.bfloat16).requires_grad_()
+    on_gpu(given).sum().backward()  # kernels are loaded
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = on_gpu(given)
+        found.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    difference = found.detach().cpu().float() - expected.detach()
+    assert difference.norm() < 0.1 * expected.norm()
