@@ -215,6 +215,7 @@ HERE = {
         "| imports", "--rounds 1", {" --beside BEFORE": ""}
     ),
     "python scripts/benchmark_checkpoint.py": Run("async", "--flavor debug --saves 1"),
+    "python scripts/benchmark_checkpoint.py --saves 3": Run("async", "--flavor debug --saves 1"),
     "python scripts/benchmark_checkpoint.py --layers 1 --saves 2": Run(
         "async", "--flavor debug --saves 1"
     ),

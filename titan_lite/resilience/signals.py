@@ -26,6 +26,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from types import FrameType
 
@@ -90,9 +91,18 @@ def _record(number: int, frame: FrameType | None = None) -> None:
     with _recording:
         _first_signal = _first_signal or signal.Signals(number).name
         if _is_starting:
+            _await_new_parent()
             rank = os.environ.get("RANK", "0")
             write_line(f"[rank {rank}] {received()}: stopped at the start, with nothing to save")
             os._exit(STOPPED)
+
+
+def _await_new_parent() -> None:
+    """Give the kernel 0.1 s to end a launcher that has died, so that the line names its death."""
+    for _ in range(10):
+        if _launcher == 0 or os.getppid() != _launcher:
+            return
+        time.sleep(0.01)
 
 
 def _watch_launcher() -> int:
