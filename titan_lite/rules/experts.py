@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from titan_lite.config import KEYS, Config
+from titan_lite.config.errors import shown
 from titan_lite.config.families import FAMILIES, find_family
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import has_experts, shape_of
@@ -31,13 +32,15 @@ def experts_are_of_a_family_that_has_them(config: Config) -> Iterator[Mistake]:
                 key=key,
                 value=value,
                 why=f'has no effect with model.name = "{config.model.name}", a dense family',
-                instead=f"model.name = {alternatives(with_experts)}, or remove it",
+                instead=f"model.name = {alternatives(map(shown, with_experts))}, or remove it",
             )
 
 
 @rule_of_keys
 def keys_are_read_by_the_balance(config: Config) -> Iterator[Mistake]:
     experts = config.experts
+    if not has_experts(find_family(config.model.name)):
+        return
     for name, balances in READ_BY.items():
         key = f"experts.{name}"
         value = getattr(experts, name)
@@ -47,18 +50,19 @@ def keys_are_read_by_the_balance(config: Config) -> Iterator[Mistake]:
             key=key,
             value=value,
             why=f'has no effect with experts.balance = "{experts.balance}"',
-            instead=f"balance = {alternatives(balances)}, or remove it",
+            instead=f"experts.balance = {alternatives(map(shown, balances))}, or remove it",
         )
 
 
 @rule_of_keys
 def a_token_has_no_more_experts_than_there_are(config: Config) -> Iterator[Mistake]:
     shape = shape_of(config.model)
-    if shape.experts_per_token > shape.n_experts:
+    has_any = has_experts(find_family(config.model.name))
+    if has_any and not 1 <= shape.experts_per_token <= shape.n_experts:
         yield Mistake(
             key="model.experts_per_token",
             value=shape.experts_per_token,
-            why=f"is more than model.n_experts = {shape.n_experts}",
+            why=f"is not from 1 to model.n_experts = {shape.n_experts}",
             instead=f"at most {shape.n_experts}",
         )
 

@@ -358,12 +358,12 @@ MOE = ("--model.name=qwen3_moe",)
         (
             ["--model.n_experts=4"],
             'model.n_experts = 4 has no effect with model.name = "llama3", a dense family; use'
-            " model.name = qwen3_moe, or remove it",
+            ' model.name = "qwen3_moe", or remove it',
         ),
         (["--experts.balance=bias"], 'experts.balance = "bias" has no effect with model.name'),
         (
             [*MOE, "--model.experts_per_token=9"],
-            "model.experts_per_token = 9 is more than model.n_experts = 8; use at most 8",
+            "model.experts_per_token = 9 is not from 1 to model.n_experts = 8; use at most 8",
         ),
         (
             [*MOE, "--model.hidden_dim=90"],
@@ -378,7 +378,7 @@ MOE = ("--model.name=qwen3_moe",)
         (
             [*MOE, "--experts.balance=none", "--experts.balance_coefficient=0.1"],
             'experts.balance_coefficient = 0.1 has no effect with experts.balance = "none"; use'
-            " balance = step or sequence, or remove it",
+            ' experts.balance = "step" or "sequence", or remove it',
         ),
         (
             [*MOE, "--experts.bias_update_rate=0.1"],
