@@ -51,7 +51,7 @@ def test_experts_without_a_token_are_named_in_a_line(tmp_path):
     """As those that others outweigh by far."""
     options = [*SMALL, *MOE, *steps(2), *NO_VALIDATION, "--metrics.log_freq=2"]
     lines, _ = run_ranks(1, with_idle_experts, tmp_path, options, init=False)[0]
-    assert "steps 1 to 2: experts without a token: layers.1 2, 3, 4, 5 and 2 more" in lines
+    assert "experts without a token (experts.balance): layers.1: 2, 3, 4, 5 and 2 more" in lines
 
 
 def with_idle_experts(folder, options):

@@ -117,7 +117,7 @@ def trace(
         merge_equal_all_gathers(joint.graph)
         if checkpoint is not None:
             tag_for_checkpointing(joint.graph, checkpoint)
-        routes = keep_choices(joint.graph)
+        routes = save_choices(joint.graph)
         rewrite(joint)
         resharding.reshard_after_forward(joint.graph, settings.keep_gathered)
         if settings.saves_as_autograd:
@@ -159,7 +159,7 @@ def tag_for_checkpointing(graph: Graph, checkpoint: CheckpointRule) -> None:
         node.meta["ac_graph_id"] = 1
 
 
-def keep_choices(graph: Graph) -> bool:
+def save_choices(graph: Graph) -> bool:
     """Save which experts a router chose, in any case, as eager mode does. Return True for a graph
     with a router.
     """

@@ -427,10 +427,10 @@ class Experts(Section):
     """Balance of a mixture of experts, which no layout changes (docs/moe.md)."""
 
     balance: Literal["step", "sequence", "bias", "none"] = "step"
-    """How experts get alike many tokens. step: a term with the shares of the last step's choices;
-    sequence: a term with those of each sequence of training.seq_len (DeepSeek-V3); bias: after a
-    step, a number that is added to an expert's probability when experts are chosen grows by
-    bias_update_rate, or shrinks; none: nothing."""
+    """Method by which experts get equally many tokens. step: a term with the shares of the last
+    step's choices; sequence: a term with those of each sequence of training.seq_len (DeepSeek-V3);
+    bias: after a step, a number that is added to an expert's probability when experts are chosen
+    grows by bias_update_rate, or shrinks; none: nothing."""
 
     balance_coefficient: float = Field(1e-3, gt=0, le=1)
     """Factor of the term of balance = step and sequence: E x the sum over experts of the share of
@@ -446,8 +446,8 @@ class Float8(Section):
     """Matrix products of the blocks' linear layers in float8, for GPUs from H100 on."""
 
     enable: bool = False
-    """Compute forward and both gradients of these layers in float8; weights stay in float32, and
-    routers and experts compute in mixed_precision_param."""
+    """Compute forward and both gradients of these layers in float8; weights stay in float32.
+    Experts compute in mixed_precision_param, and routers in float32."""
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """Numbers that share a scale. tensorwise: those of a tensor, the fastest; rowwise: those of a

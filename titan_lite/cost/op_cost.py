@@ -115,7 +115,7 @@ def _matmul_seconds(node: Node, flops: float, machine: Machine) -> float:
 
 
 def _grouped_seconds(node: Node, flops: float, machine: Machine) -> float:
-    """Return the seconds of a grouped product's arithmetic, with experts alike busy: a batch of
+    """Return the seconds of a grouped product's arithmetic, with equally loaded experts: a batch of
     products, each of an expert's rows. Its tiles begin anew with each expert.
     """
     a, b = (cast(Any, argument).meta["val"] for argument in node.args[:2])
@@ -124,10 +124,10 @@ def _grouped_seconds(node: Node, flops: float, machine: Machine) -> float:
         return flops / speed
     experts = cast(Any, node.args[2]).meta["val"].shape[0]
     rows = math.ceil(a.shape[0] / experts)
-    if node.target is GROUPED_PRODUCT:
-        m, n, k = rows, b.shape[2], a.shape[1]
-    else:
-        m, n, k = a.shape[1], b.shape[1], rows
+    n = b.shape[-1]
+    is_of_weights = node.target is GROUPED_PRODUCT_OF_WEIGHTS  # it sums over an expert's rows
+    m = a.shape[1] if is_of_weights else rows
+    k = rows if is_of_weights else a.shape[1]
     return product_seconds(experts, m, n, k, speed=speed, multiprocessors=machine.multiprocessors)
 
 

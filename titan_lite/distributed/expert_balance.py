@@ -1,4 +1,4 @@
-"""Keep the experts of a mixture alike busy, by the same numbers on every layout.
+"""Keep the experts of a mixture equally loaded, by the same numbers on every layout.
 
     apply_balance(model, "step", mesh)                          # on the meta device
     balance = ExpertBalance(model.stages, layout.model, config.experts, mesh, device)
@@ -12,15 +12,16 @@ has a term
 
     coefficient x E x sum_i f_i P_i
 
-which is summed over layers and added to the loss. It depends on which tokens f and P are taken
-over. Over those of a microbatch on a rank, it is another term on every layout. Here it is not:
+which is summed over layers and added to the loss. Taken over a rank's microbatch, f and P would
+depend on the layout. So there are three choices:
 
-    step        f of all tokens of the last step that counted, 1 / E at first: one all-reduce a step
+    step        f of all tokens of the last step that counted, 1 / E at first; P of this step
     sequence    f and P of a sequence, the term averaged over sequences (DeepSeek-V3, arXiv
                 2412.19437, equations 17 to 20); f is summed over ranks that share a sequence
     bias        no term: after a step, the bias of an expert grows by `bias_update_rate` if it had
                 fewer tokens than the mean, and shrinks if it had more (arXiv 2408.15664)
 
+step and bias need the counts of all ranks: an all-reduce a step for each axis with several ranks.
 f has no gradient, so a term is linear in probabilities, and its gradient is a sum over tokens: that
 of a token's p_i is coefficient x E x f_i / tokens of the step, which backward adds
 (models/experts.py). All positions count, ignored labels too, since a block does not see labels. The
@@ -67,7 +68,7 @@ class _RouterLoad:
 
 @dataclass(frozen=True)
 class Loads:
-    """What routers chose over some steps, on all ranks."""
+    """Choices of routers over some steps, on all ranks."""
 
     shares: Tensor  # (layers, E), of each expert in the choices: they sum to 1
     probabilities: Tensor  # (layers, E), means over tokens
@@ -80,7 +81,7 @@ class Loads:
 
     @property
     def balance(self) -> Tensor:
-        """E x sum_i f_i P_i of each layer: 1 if experts are alike busy."""
+        """E x sum_i f_i P_i of each layer: 1 if experts are equally loaded."""
         return (self.relative * self.probabilities).sum(1)
 
     @property
@@ -129,6 +130,8 @@ class ExpertBalance:
     @torch.no_grad()
     def begin_step(self, tokens: int) -> None:
         """Begin a step of so many tokens, over all ranks."""
+        if self.n_experts:
+            self.own.zero_()  # of what ran outside of a step
         if tokens == self.tokens:
             return
         self.tokens = tokens

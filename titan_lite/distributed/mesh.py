@@ -43,9 +43,10 @@ def expert_mesh(mesh: DeviceMesh, of_parameters: DeviceMesh) -> DeviceMesh:
     """Return the mesh that matrices of experts are placed on, with the axes of `of_parameters`, the
     result of `parameter_mesh`.
 
-    Tensor-parallel ranks have other tokens between blocks, so all ranks of a copy share the shards
-    of experts: cp and tp are folded into dp_shard. Without tensor parallelism the meshes are one.
-    Call it once, on all ranks, as `parameter_mesh`.
+    Tensor-parallel ranks have other tokens between blocks, so all ranks of a pipeline stage's copy
+    share the shards of experts: cp and tp are folded into dp_shard. The reduce-scatter over that
+    axis is also the sum over tp, for which a norm needs an all-reduce. Without tensor parallelism
+    the meshes are one. Call it once, on all ranks, as `parameter_mesh`.
     """
     if mesh["tp"].size() == 1:
         return of_parameters

@@ -94,7 +94,7 @@ class ParallelModel:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers that a step has, by FQN, over all stages: equal on the ranks of a stage."""
+        """Buffers that a checkpoint has, by FQN, over all stages: equal on the ranks of a stage."""
         return {
             fqn: stage.model.get_buffer(fqn)
             for stage in self.stages

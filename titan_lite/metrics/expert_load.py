@@ -5,8 +5,8 @@
     write_shares(loads, dump_folder, steps=range(1, 11))
     line = idle_experts(loads, steps=range(1, 11))      # "" if all experts have tokens
 
-experts.json has the shares of the steps since the line before in metrics.jsonl, which the report
-draws as a picture:
+experts.json has the shares over the steps since the previous line of metrics.jsonl, which the
+report draws as a picture:
 
     {"first_step": 1, "step": 10, "layers": [[0.12, 0.13, ...], ...]}
 """
@@ -55,10 +55,11 @@ def idle_experts(loads: Loads, steps: range) -> str:
     """Return a line on the experts that had no token in these steps; "" if there are none."""
     if not loads.idle:
         return ""
-    layers = [f"layers.{layer} {_numbers(experts)}" for layer, experts in loads.idle.items()]
+    layers = [f"layers.{layer}: {_numbers(experts)}" for layer, experts in loads.idle.items()]
+    more = f"; and {len(layers) - SHOWN} more layers" if len(layers) > SHOWN else ""
     return (
-        f"steps {steps[0]:,} to {steps[-1]:,}: experts without a token:"
-        f" {first_names(layers, SHOWN)} (experts.balance)"
+        f"steps {steps[0]:,} to {steps[-1]:,}: experts without a token (experts.balance):"
+        f" {'; '.join(layers[:SHOWN])}{more}"
     )
 
 

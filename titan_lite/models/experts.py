@@ -9,16 +9,18 @@
       -> rows back in the order of tokens, summed over K -> (B, T, C)
 
 The number of rows does not depend on the choices, so shapes are static and nothing waits for the
-host; how many rows each expert has is a tensor. A token is routed once, where it lives, in float32;
-of equal probabilities the expert with the lower number wins, on every device.
+host; how many rows each expert has is a tensor. A token is routed once, in float32, by the rank
+that has it between blocks. Of equal probabilities the expert with the lower number is chosen, on
+every device.
 
-Two buffers of a router last from step to step, and are saved: `expert_bias`, which is added to
-probabilities when experts are chosen and has no part in weights (arXiv 2408.15664), and
-`expert_share`, the shares of the last step's choices. distributed/expert_balance.py updates them,
-from what `choose_experts` gives to the Load of the router.
+Two buffers of a router last from step to step, and are in checkpoints: `expert_bias`, which is
+added to probabilities when experts are chosen and has no part in weights (arXiv 2408.15664), and
+`expert_share`, each expert's share of the choices in the last step that counted.
+distributed/expert_balance.py updates the one that experts.balance reads, from what `choose_experts`
+gives to the Load of the router.
 
-Dimensions: as in models/transformer.py; E experts, K of a token, F their hidden units, R = B T K
-rows.
+Dimensions: as in models/transformer.py; E experts, K of a token, F their hidden units, N = B T
+tokens, R = N K rows; I and O, the inner and the outer size of a product.
 """
 
 from collections.abc import Sequence
@@ -49,14 +51,15 @@ LOADS: dict[str, Load] = {}
 
 @torch.library.custom_op("titan_lite::choose_experts", mutates_args=())
 def choose_experts(probabilities: Tensor, bias: Tensor, k: int, fqn: str) -> tuple[Tensor, Tensor]:
-    """Return the experts of each token, (B, T, K) int64, likeliest first, and how many tokens of
-    each sequence an expert has, (B, E) int64.
+    """Return the experts of each token, (B, T, K) int64, and how many tokens of each sequence an
+    expert has, (B, E) int64.
 
-    probabilities: (B, T, E). bias: (E,), added to them for this choice. fqn: of the router, whose
-    Load gets the results; "": of none.
+    They come by descending probability + bias, of equal sums the lower number first. probabilities:
+    (B, T, E). bias: (E,). fqn: of the router, whose Load gets the results; "": of none.
 
     Recomputation in backward must take these results, and not call it again: it would count twice,
-    and may choose otherwise where probabilities are nearly equal.
+    and may choose otherwise where probabilities are nearly equal. Activation checkpointing
+    (distributed/activation_checkpoint.py) and the compiler (compile/joint.py) see to it.
     """
     # topk chooses any of equal numbers
     choices = (probabilities + bias).sort(dim=-1, descending=True, stable=True)[1][..., :k]
@@ -81,7 +84,7 @@ def _(probabilities: Tensor, bias: Tensor, k: int, fqn: str) -> tuple[Tensor, Te
 # a pipeline could not divide into halves.
 @torch.library.custom_op("titan_lite::grouped_mm", mutates_args=())
 def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows (R, K) by the matrix of their group, weights (E, K, N) -> (R, N).
+    """Multiply rows (R, I) by the matrix of their group, weights (E, I, O) -> (R, O).
 
     ends: (E,) int32, where the rows of each group end; groups may be empty. The rows past the last
     end are undefined.
@@ -96,7 +99,7 @@ def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("titan_lite::grouped_mm_of_weights", mutates_args=())
 def grouped_mm_of_weights(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Return a^T b of the rows of each group: a (R, N), b (R, K) -> (E, N, K); zeros for an empty
+    """Return a^T b of the rows of each group: a (R, O), b (R, I) -> (E, O, I); zeros for an empty
     group.
     """
     product = F.grouped_mm(a.t(), b, offs=ends)
@@ -117,7 +120,7 @@ CHOICE = torch.ops.titan_lite.choose_experts.default
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """rows (R, K), weights (E, N, K) -> (R, N): each row times the transposed matrix of its group.
+    """rows (R, I), weights (E, O, I) -> (R, O): each row times the transposed matrix of its group.
 
     ends: as for `grouped_mm`.
     """
@@ -174,10 +177,10 @@ class _Repeated(torch.autograd.Function):
 
 
 class _BalanceGradient(torch.autograd.Function):
-    """Probabilities as they are, whose gradient is that of the balance term beside the loss's.
+    """Return probabilities (B, T, E) unchanged; backward adds the gradient of the balance term.
 
-    The term is linear in probabilities; `share` times `scale` is its gradient (expert_balance.py).
-    It is not a part of the loss: a pipeline stage does its own.
+    The term is linear in probabilities, and its gradient is share times scale (expert_balance.py).
+    share: (E,), or (B, 1, E) of each sequence. Each pipeline stage adds its own.
     """
 
     @staticmethod
@@ -211,10 +214,10 @@ class Router(nn.Module):
     expert_share: Tensor
     balance_scale: Tensor
 
-    SAVED = ("expert_bias", "expert_share")  # buffers that a step has
+    SAVED = ("expert_bias", "expert_share")  # buffers that a checkpoint has
 
     fqn = ""  # set by the Transformer
-    balance: Balance = "none"  # of training
+    balance: Balance = "none"  # in training alone
     # groups of the ranks that have other tokens of the same sequences, for the balance "sequence"
     sequence_groups: Sequence[str] = ()
 
@@ -232,7 +235,8 @@ class Router(nn.Module):
     def init_buffers(self) -> None:
         """Fill the buffers with what they are before the first step."""
         # float32, also where `to` has cast them
-        experts, device = len(self.expert_bias), self.expert_bias.device
+        experts = len(self.expert_bias)
+        device = self.expert_bias.device
         self.expert_bias = torch.zeros(experts, device=device)
         self.expert_share = torch.full((experts,), 1 / experts, device=device)
         self.balance_scale = torch.zeros((), device=device)
@@ -268,13 +272,14 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        experts, hidden_dim, dim = config.n_experts, config.hidden_dim, config.dim
-        self.w1 = nn.Parameter(torch.empty(experts, hidden_dim, dim))
-        self.w2 = nn.Parameter(torch.empty(experts, dim, hidden_dim))
-        self.w3 = nn.Parameter(torch.empty(experts, hidden_dim, dim))
+        widening = (config.n_experts, config.hidden_dim, config.dim)
+        narrowing = (config.n_experts, config.dim, config.hidden_dim)
+        self.w1 = nn.Parameter(torch.empty(widening))
+        self.w2 = nn.Parameter(torch.empty(narrowing))
+        self.w3 = nn.Parameter(torch.empty(widening))
 
     def forward(self, x: Tensor, weights: Tensor, choices: Tensor, counts: Tensor) -> Tensor:
-        """weights, choices: (N, K). counts: (E,), tokens of each expert."""
+        """x: (N, C). weights, choices: (N, K). counts: (E,), tokens of each expert."""
         order = choices.flatten().argsort(stable=True)
         inverse = order.scatter(0, order, torch.arange(len(order), device=order.device))
         ends = counts.cumsum(0).int()

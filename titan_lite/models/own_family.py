@@ -7,7 +7,7 @@ a process group or a device. docs/contributing.md lists what is refused.
 """
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,6 +22,7 @@ from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import ModelConfig, Shape
 from titan_lite.models.experts import routers_of
+from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.transformer import Transformer
 
 TOKENS = 16  # of the sequence that a block is run with
@@ -106,6 +107,7 @@ def check_tensors(model: Transformer, subject: str) -> None:
             f"{subject}'s block has the buffer layers.{buffers[0]}, which nothing fills or saves;"
             " compute it in forward, or make it a parameter"
         )
+    _check_experts(model, subject)
     first = _shapes_of(model.layers["0"])
     owners: dict[nn.Parameter, str] = {}
     for number, block in model.layers.items():
@@ -125,6 +127,27 @@ def check_tensors(model: Transformer, subject: str) -> None:
                 f"{subject}'s blocks differ: layers.0.{name} is {first.get(name, 'not there')}, and"
                 f" layers.{number}.{name} is {shapes.get(name, 'not there')}; make all blocks alike"
             )
+
+
+def _check_experts(model: Transformer, subject: str) -> None:
+    """Raise ConfigError for two routers of a block, and for a parameter with three dimensions that
+    is not of the experts.
+    """
+    count = model.config.n_experts
+    for number, block in model.layers.items():
+        routers = [f"layers.{number}.{name}" for name in routers_of(block)]
+        if len(routers) > 1:
+            raise ConfigError(
+                f"{subject}'s block has the routers {' and '.join(routers)}, of which one alone"
+                " would be balanced; leave the others out"
+            )
+        for name, parameter in block.named_parameters():
+            if is_of_experts(parameter.shape) and (not count or parameter.shape[0] != count):
+                raise ConfigError(
+                    f"{subject}'s block has layers.{number}.{name} of shape"
+                    f" {tuple(parameter.shape)}; three dimensions are for a matrix of each expert,"
+                    f" and n_experts is {count}"
+                )
 
 
 def check_parameter(parameter: nn.Parameter, fqn: str, subject: str) -> None:
@@ -177,9 +200,15 @@ def _check_that_masks_are_read(model: Transformer, subject: str) -> None:
     x = torch.empty(1, TOKENS, model.config.dim)
     mask = torch.empty(1, 1, TOKENS, TOKENS, dtype=torch.bool)
     for number, block in model.layers.items():
-        with torch.no_grad(), _Reads(mask) as reads:
+        readers: list[OpOverload] = []
+
+        def note_reader(func: OpOverload, *arguments: object) -> None:
+            if any(leaf is mask for leaf in pytree.tree_leaves(arguments)):
+                readers.append(func)  # noqa: B023 - called within this turn alone
+
+        with torch.no_grad(), _Watched(note_reader):
             block(x, model.rope_cos, model.rope_sin, mask)
-        if not reads.found:
+        if not readers:
             raise ConfigError(
                 f"{subject}'s block layers.{number} does not read its argument mask, by which"
                 " training.mask_documents = true keeps attention within documents; give it to"
@@ -187,13 +216,12 @@ def _check_that_masks_are_read(model: Transformer, subject: str) -> None:
             )
 
 
-class _Reads(TorchDispatchMode):
-    """Finds out whether an operator reads a tensor."""
+class _Watched(TorchDispatchMode):
+    """A context that calls a function with each operator and its arguments, before it runs."""
 
-    def __init__(self, tensor: Tensor):
+    def __init__(self, see: Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any]], None]):
         super().__init__()
-        self.tensor = tensor
-        self.found = False
+        self.see = see
 
     def __torch_dispatch__(
         self,
@@ -203,8 +231,7 @@ class _Reads(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 torch's
         kwargs = kwargs or {}
-        leaves = pytree.tree_leaves((args, kwargs))
-        self.found = self.found or any(leaf is self.tensor for leaf in leaves)
+        self.see(func, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -246,30 +273,17 @@ class RunningModules:
 def refusing_random_numbers(layers: nn.ModuleDict) -> Iterator[None]:
     """Return a context in which blocks that draw random numbers raise DrawsNumbers."""
     before = random.getstate()
-    with _RefuseRandomNumbers(RunningModules(layers)):
+    running = RunningModules(layers)
+
+    def refuse(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws and not _drops_nothing(func, args, kwargs):
+            raise DrawsNumbers(f"{running.innermost} calls {func}")
+
+    with _Watched(refuse):
         yield
     if random.getstate() != before:  # such as for layers that are left out
         raise DrawsNumbers("forward calls Python's random")
-
-
-class _RefuseRandomNumbers(TorchDispatchMode):
-    def __init__(self, running: RunningModules):
-        super().__init__()
-        self.running = running
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Any,  # noqa: ANN401 torch's
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 torch's
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(
-            func, args, kwargs
-        ):
-            raise DrawsNumbers(f"{self.running.innermost} calls {func}")
-        return func(*args, **kwargs)
 
 
 def _drops_nothing(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -257,7 +257,7 @@ class BlockWeights:
 def block_weights(config: ModelConfig) -> BlockWeights:
     shapes = block_parameters(config).values()
     experts = sum(math.prod(shape) for shape in shapes if is_of_experts(shape))
-    active = experts // config.n_experts * config.experts_per_token if experts else 0
+    active = experts // max(1, config.n_experts) * config.experts_per_token
     dense = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
     return BlockWeights(dense, experts, active)
 

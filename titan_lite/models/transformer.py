@@ -195,7 +195,7 @@ class Output(nn.Linear):
 
 
 def saved_buffers(module: nn.Module) -> list[str]:
-    """Return the names of the buffers within a module that a step has: those of routers."""
+    """Return the names of the buffers within a module that a checkpoint has: those of routers."""
     return [f"{fqn}.{name}" for fqn, router in routers_of(module).items() for name in router.SAVED]
 
 

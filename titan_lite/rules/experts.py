@@ -63,7 +63,7 @@ def a_token_has_no_more_experts_than_there_are(config: Config) -> Iterator[Mista
             key="model.experts_per_token",
             value=shape.experts_per_token,
             why=f"is not from 1 to model.n_experts = {shape.n_experts}",
-            instead=f"at most {shape.n_experts}",
+            instead=f"1 to {shape.n_experts}",
         )
 
 

@@ -19,6 +19,7 @@ from titan_lite.config.families import LLAMA3, file_digest
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.parallelize import ParallelModel
 from titan_lite.models.float8 import Float8Linear, apply_float8
+from titan_lite.models.own_family import check_tensors
 from titan_lite.models.transformer import Transformer, takes_documents
 from titan_lite.rules import check
 from titan_lite.tools.generate import Decoder
@@ -480,3 +481,40 @@ def test_the_family_of_the_page_is_admitted_in_every_layout(tmp_path):
     for options in ([], TP, CP, [*TP, *FLOAT8], ["--parallelism.pipeline_parallel_degree=2"]):
         config = load_config(DEBUG, [*names, *options])
         check(config, Layout.from_config(config, 2))
+
+
+def of_experts(text):
+    """A family of the shared expert with other text in its block."""
+    return (ROOT / "tests/own_families/shared_expert.py").read_text().replace(*text)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            (
+                "        self.moe = MixtureOfExperts(config)\n",
+                "        self.moe = MixtureOfExperts(config)\n"
+                "        self.feed_forward = MixtureOfExperts(config)\n",
+            ),
+            "has the routers layers.0.feed_forward.router and layers.0.moe.router",
+        ),
+        (
+            (
+                "        self.moe = MixtureOfExperts(config)\n",
+                "        self.moe = MixtureOfExperts(config)\n"
+                "        self.moe.experts.w1 = nn.Parameter(self.moe.experts.w1[:3])\n",
+            ),
+            "three dimensions are for a matrix of each expert, and n_experts is 4",
+        ),
+    ],
+)
+def test_experts_that_would_not_be_balanced_or_sharded_are_refused(change, words):
+    """Even where block_parameters agrees with the block."""
+    namespace = {}
+    exec(of_experts(change), namespace)
+    model = SimpleNamespace(config=namespace["FAMILY"].flavors["debug"])
+    with torch.device("meta"):
+        model.layers = nn.ModuleDict({"0": namespace["build_block"](model.config)})
+    with pytest.raises(ConfigError, match=words):
+        check_tensors(model, "own.py")

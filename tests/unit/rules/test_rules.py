@@ -363,7 +363,7 @@ MOE = ("--model.name=qwen3_moe",)
         (["--experts.balance=bias"], 'experts.balance = "bias" has no effect with model.name'),
         (
             [*MOE, "--model.experts_per_token=9"],
-            "model.experts_per_token = 9 is not from 1 to model.n_experts = 8; use at most 8",
+            "model.experts_per_token = 9 is not from 1 to model.n_experts = 8; use 1 to 8",
         ),
         (
             [*MOE, "--model.hidden_dim=90"],

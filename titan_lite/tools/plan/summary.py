@@ -81,9 +81,9 @@ def recipe_lines(plan: Plan) -> list[str]:
     ]
     if layout.model.n_experts:
         lines.append(
-            f"{layout.model.n_experts} experts, {layout.model.experts_per_token} for a token, alike"
-            f" busy: {layout.parameters:,} parameters, {layout.active_parameters:,} of them for a"
-            " token"
+            f"{layout.model.n_experts} experts, {layout.model.experts_per_token} for a token,"
+            f" equally loaded: {layout.parameters:,} parameters, {layout.active_parameters:,} of"
+            " them for a token"
         )
     if layout.ramp:
         lines.append(
