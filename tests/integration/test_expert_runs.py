@@ -145,12 +145,13 @@ def skipping_step_2(folder, options):
             "--parallelism.replicate_uncompressed_steps=2",
         ],
         ["--training.mixed_precision_param=bfloat16"],
-        ["--compile.enable", "--compile.backend=aot_eager", "--compile.components=['model']"],
+        ["--compile.enable", "--compile.backend=aot_eager", "--compile.components", "model"],
     ],
     ids=lambda options: options[0].partition("=")[2] or options[0],
 )
 def test_a_mixture_learns_with(options, tmp_path):
-    run_options = [*SMALL, *MOE, *steps(20), *NO_VALIDATION, "--training.local_batch_size=4"]
+    run_options = [*SMALL, *MOE, *steps(40), *NO_VALIDATION]
+    run_options += ["--training.local_batch_size=4", "--lr_scheduler.warmup_steps=2"]
     done = train(2, DEBUG, tmp_path, *run_options, *options)
     assert done.returncode == 0
     found = [values["loss"] for values in read_metrics(tmp_path / "metrics.jsonl").values()]
