@@ -1,13 +1,16 @@
 """Check and measure what needs a GPU, in about ten minutes on one, and print a Markdown table.
 
     python scripts/gpu_day.py                 # on the first GPU
+    python scripts/gpu_day.py --only checks   # or: --only speed
     python scripts/gpu_day.py --device cpu    # the debug model, shrunk: shows that this script runs
 
-First correctness: the tests marked `gpu`; ten steps of the debug model against the CPU, in float32
-and in bfloat16; compiled against eager; a run that is killed and resumed. Then speed and memory of
-1B and of 8B with as many blocks as fit, in turn: eager, compiled, and a plain FSDP2 loop of the
-same model, batch and precision, beside the prediction of `plan`. Exit code 1: a check failed. No
-network is needed: the text is the running Python's, the tokenizer the debug model's.
+First correctness, side by side: the tests marked `gpu`; ten steps of the debug models, dense and a
+mixture, against the CPU, in float32 and in bfloat16; compiled against eager; float8 against
+bfloat16; each optimizer against the CPU; a run that is killed and resumed. Then speed and memory
+of 1B, of 8B and of a mixture with as many blocks as fit, in turn: eager, compiled, and a plain
+FSDP2 loop of the same model, batch and precision, beside the prediction of `plan`. Exit code 1: a
+check failed. No network is needed: the text is the running Python's, the tokenizer the debug
+model's.
 """
 
 import argparse
@@ -21,11 +24,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DEBUG, STEPS, ROUNDS = "debug_model", 10, 2
+DENSE, MIXTURE = "debug_model", "qwen3_moe_debug"
+STEPS = 10
+BFLOAT16 = "--training.mixed_precision_param=bfloat16"
 SMALL = ["--training.seq_len=64"]  # on a CPU, where the figures mean nothing
 OFFLINE = [
     "--data.dataset=stdlib",
@@ -34,6 +41,7 @@ OFFLINE = [
 ]
 OFFLINE += ["--metrics.log_freq=1", "--metrics.no-enable_tensorboard", "--checkpoint.interval=1000"]
 BLOCKS_OF_8B = 8  # with which weights, gradients and AdamW's state take 41 GiB
+BLOCKS_OF_30B = 3  # of a mixture, likewise
 
 
 def command(*words: str, device: str) -> dict[str, Any]:
@@ -42,7 +50,7 @@ def command(*words: str, device: str) -> dict[str, Any]:
     environment = {
         **os.environ,
         "PATH": path,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "NGPU": "1",
         "LOG_RANK": "0",
     }
@@ -86,8 +94,8 @@ def metrics(folder: Path) -> dict[int, dict[str, float]]:
     return found
 
 
-def losses(folder: Path, device: str, *options: str) -> list[float]:
-    run(*training(DEBUG, folder, f"--training.steps={STEPS}", *options), device=device)
+def losses(folder: Path, device: str, *options: str, recipe: str = DENSE) -> list[float]:
+    run(*training(recipe, folder, f"--training.steps={STEPS}", *options), device=device)
     return [metrics(folder)[step]["loss"] for step in range(1, STEPS + 1)]
 
 
@@ -107,22 +115,53 @@ def test_suite(folder: Path, device: str) -> tuple[bool, str]:
     return done.returncode == 0, closing
 
 
-def against_the_cpu(folder: Path, device: str) -> tuple[bool, str]:
-    expected = losses(folder / "cpu", "cpu")
-    exact = furthest(losses(folder / "float32", device), expected)
-    half = furthest(
-        losses(folder / "bfloat16", device, "--training.mixed_precision_param=bfloat16"), expected
-    )
+def against_the_cpu(recipe: str, folder: Path, device: str) -> tuple[bool, str]:
+    folder /= recipe
+    expected = losses(folder / "cpu", "cpu", recipe=recipe)
+    exact = furthest(losses(folder / "float32", device, recipe=recipe), expected)
+    half = furthest(losses(folder / "bfloat16", device, BFLOAT16, recipe=recipe), expected)
     return (
         exact < 1e-4 and half < 2e-2,
         f"float32 within {exact:.1e} (1e-4 allowed), bfloat16 within {half:.1e} (2e-2)",
     )
 
 
-def compiled_against_eager(folder: Path, device: str) -> tuple[bool, str]:
-    expected = losses(folder / "eager", device)
-    found = furthest(losses(folder / "compiled", device, "--compile.enable"), expected)
-    return found < 1e-4, f"within {found:.1e} (1e-4 allowed)"
+def compiled_against_eager(recipe: str, folder: Path, device: str) -> tuple[bool, str]:
+    folder /= f"compiled-{recipe}"
+    parts = []
+    good = True
+    for precision, options, allowed in (("float32", [], 1e-4), ("bfloat16", [BFLOAT16], 1e-2)):
+        eager = losses(folder / f"{precision}-eager", device, *options, recipe=recipe)
+        words = ["--compile.enable", *options]
+        found = furthest(losses(folder / precision, device, *words, recipe=recipe), eager)
+        good &= found < allowed
+        parts.append(f"{precision} within {found:.1e} ({allowed:.0e} allowed)")
+    return good, ", ".join(parts)
+
+
+def float8_against_bfloat16(folder: Path, device: str) -> tuple[bool, str]:
+    expected = losses(folder / "float8-none", device, BFLOAT16)
+    parts = []
+    good = True
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        words = [BFLOAT16, "--float8.enable", f"--float8.recipe={recipe}"]
+        found = furthest(losses(folder / f"float8-{recipe}", device, *words), expected)
+        good &= found < 2e-2
+        parts.append(f"{recipe} within {found:.1e}")
+    return good, ", ".join(parts) + " (2e-2 allowed)"
+
+
+def optimizers_against_the_cpu(folder: Path, device: str) -> tuple[bool, str]:
+    parts = []
+    good = True
+    changes = {"Muon": ["--optimizer.ns_dtype=float32"], "Shampoo": [], "Lion": []}
+    for name, options in changes.items():
+        words = [f"--optimizer.name={name}", "--optimizer.lr=0.0005", *options]
+        expected = losses(folder / f"{name}-cpu", "cpu", *words)
+        found = furthest(losses(folder / name, device, *words), expected)
+        good &= found < 1e-3
+        parts.append(f"{name} within {found:.1e}")
+    return good, ", ".join(parts) + " (1e-3 allowed)"
 
 
 def rank_of(launcher: int) -> int:
@@ -137,7 +176,7 @@ def rank_of(launcher: int) -> int:
 def killed_and_resumed(folder: Path, device: str) -> tuple[bool, str]:
     options = ["--checkpoint.interval=5", "--debug.deterministic"]
     expected = losses(folder / "uninterrupted", device, *options)
-    words = training(DEBUG, folder / "killed", f"--training.steps={STEPS}", *options)
+    words = training(DENSE, folder / "killed", f"--training.steps={STEPS}", *options)
     with subprocess.Popen(
         **{**command(*words, device=device), "stdout": subprocess.DEVNULL}
     ) as process:
@@ -160,8 +199,12 @@ def killed_and_resumed(folder: Path, device: str) -> tuple[bool, str]:
 
 CHECKS = {
     "tests marked `gpu`": test_suite,
-    "ten losses against the CPU's": against_the_cpu,
-    "compiled against eager": compiled_against_eager,
+    "ten losses against the CPU's": partial(against_the_cpu, DENSE),
+    "those of a mixture": partial(against_the_cpu, MIXTURE),
+    "compiled against eager": partial(compiled_against_eager, DENSE),
+    "a mixture, compiled against eager": partial(compiled_against_eager, MIXTURE),
+    "float8 against bfloat16": float8_against_bfloat16,
+    "optimizers against the CPU": optimizers_against_the_cpu,
     "killed and resumed against uninterrupted": killed_and_resumed,
 }
 
@@ -267,14 +310,16 @@ def planned(recipe: str, options: Sequence[str], device: str) -> dict[str, float
     }
 
 
-def measure(name: str, recipe: str, options: Sequence[str], folder: Path, device: str) -> list[str]:
-    """Rows of the table: every variant in turn, ROUNDS times."""
+def measure(
+    name: str, recipe: str, options: Sequence[str], rounds: int, folder: Path, device: str
+) -> list[str]:
+    """Rows of the table: every variant in turn, `rounds` times."""
     variants: dict[str, list[str]] = {
         "eager": ["--compile.no-enable"],
         "compiled": ["--compile.enable"],
     }
     found: dict[str, list[dict[str, float]]] = {}
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         for variant, changes in variants.items():
             place = folder / f"{name}-{variant}-{turn}".replace(" ", "-")
             found.setdefault(variant, []).append(speed(recipe, place, device, *options, *changes))
@@ -302,6 +347,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", choices=("checks", "speed"))
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each variant (2)")
     parser.add_argument(
         "--fsdp2", choices=("eager", "compiled"), help=argparse.SUPPRESS
     )  # one row, in a process of its own
@@ -326,37 +373,62 @@ def main() -> int:
     )
     one = ["--training.local_batch_size=1", "--training.global_batch_size=1"]
     models: dict[str, tuple[str, list[str]]] = {
-        "debug": (DEBUG, ["--training.global_batch_size=2"])
+        "debug": (DENSE, ["--training.global_batch_size=2"])
     }
     if options.device == "cuda":
         models = {
             "1B": ("llama3_1b", one),
             f"8B, {BLOCKS_OF_8B} blocks": ("llama3_8b", [*one, f"--model.n_layers={BLOCKS_OF_8B}"]),
+            f"30B-A3B, {BLOCKS_OF_30B} blocks": (
+                "qwen3_30b_a3b",
+                [*one, f"--model.n_layers={BLOCKS_OF_30B}"],
+            ),
         }
-    good = True
     with tempfile.TemporaryDirectory() as folder:
-        print("| check | result |\n|---|---|")
-        for check, function in CHECKS.items():
-            try:
-                passed, words = function(Path(folder), options.device)
-            except RuntimeError as error:
-                passed, words = False, str(error)
-            good &= passed
-            print(f"| {check} | {'passed' if passed else 'FAILED'}: {words} |", flush=True)
-        print(
-            "\n| model | variant | tokens/s | / FSDP2 eager | MFU | peak GiB"
-            " |\n|---|---|--:|--:|--:|--:|"
-        )
-        for model, (recipe, changes) in models.items():
-            try:
-                print(
-                    "\n".join(measure(model, recipe, changes, Path(folder), options.device)),
-                    flush=True,
-                )
-            except RuntimeError as error:
-                good = False
-                print(f"| {model} | FAILED: {error} | | | | |", flush=True)
+        good = options.only == "speed" or checked(Path(folder), options.device)
+        if options.only != "checks":
+            good &= measured(models, options.rounds, Path(folder), options.device)
     return 0 if good else 1
+
+
+def checked(folder: Path, device: str) -> bool:
+    """Print a table of CHECKS, which run side by side where there are cores for it."""
+
+    def row(check: str) -> tuple[bool, str]:
+        started = time.perf_counter()
+        try:
+            passed, words = CHECKS[check](folder, device)
+        except RuntimeError as error:
+            passed, words = False, str(error)
+        words = f"{'passed' if passed else 'FAILED'}: {words}"
+        return passed, f"| {check} | {words} | {time.perf_counter() - started:.0f} |"
+
+    print("| check | result | s |\n|---|---|--:|")
+    good = True
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as threads:
+        for passed, line in threads.map(row, CHECKS):
+            good &= passed
+            print(line, flush=True)
+    return good
+
+
+def measured(
+    models: dict[str, tuple[str, list[str]]], rounds: int, folder: Path, device: str
+) -> bool:
+    """Print a table of the models' speeds."""
+    print(
+        "\n| model | variant | tokens/s | / FSDP2 eager | MFU | peak GiB"
+        " |\n|---|---|--:|--:|--:|--:|"
+    )
+    good = True
+    for model, (recipe, changes) in models.items():
+        try:
+            rows = measure(model, recipe, changes, rounds, folder, device)
+            print("\n".join(rows), flush=True)
+        except RuntimeError as error:
+            good = False
+            print(f"| {model} | FAILED: {error} | | | | |", flush=True)
+    return good
 
 
 if __name__ == "__main__":
