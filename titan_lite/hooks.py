@@ -168,12 +168,11 @@ class LogCompilation(Hook):
     def on_train_start(self, trainer: Trainer) -> None:
         self.first_step = trainer.step + 1
         self.model = trainer.model
-        self.mesh = trainer.mesh
 
     def on_step_end(self, step: int) -> None:
         if step != self.first_step:
             return
-        self.model.compile_reports = gather_reports(self.model.compile_reports, self.mesh)
+        self.model.compile_reports = gather_reports(self.model)
         if self.writes:
             log_compile_reports(self.model.compile_reports, self.dump_folder)
 

@@ -45,6 +45,7 @@ from titan_lite.data.processes import LoaderError
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.device import device_memory, init_device
 from titan_lite.distributed.expert_balance import ExpertBalance
+from titan_lite.distributed.expert_capacity import ExpertCapacity
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import (
     build_mesh,
@@ -58,7 +59,7 @@ from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.pipeline import DeviceBatch
 from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.distributed.process_group import connect_store, init_process_group
-from titan_lite.dtensor import shard_of
+from titan_lite.dtensor import gradient_shard, shard_of
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger
 from titan_lite.metrics import expert_load
@@ -127,6 +128,7 @@ class Trainer:
     parameters: dict[str, nn.Parameter]  # by FQN
     grad_compression: PowerSGD  # between copies of the model
     expert_balance: ExpertBalance  # of a mixture of experts
+    expert_capacity: ExpertCapacity
     optimizer: NamedOptimizer
 
     loader: Loader
@@ -257,6 +259,7 @@ class Trainer:
         self.expert_balance = ExpertBalance(
             self.model.stages, self.layout.model, config.experts, self.mesh, self.device
         )
+        self.expert_capacity = ExpertCapacity(self.model.stages, self.layout, config, self.device)
         self.grad_compression = PowerSGD(
             self.model.stages,
             config.parallelism,
@@ -427,7 +430,7 @@ class Trainer:
             batches = [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
         tokens = self.count_tokens(batches)
 
-        self.expert_balance.begin_step(self.layout.tokens_at(self.step))
+        self.begin_counts()
         loss = self.forward_backward(batches, tokens)
         self.grad_compression.reduce(self.step)
         for hook in self.hooks:
@@ -459,10 +462,30 @@ class Trainer:
 
     def forward_backward(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> Tensor:
         """Accumulate the gradients of the loss, and return this rank's part of it, a scalar."""
+        found = self.model.forward_backward(batches, tokens, self.watchdog.progress)
+        if self.expert_capacity.exceeded():
+            found = self.with_room_for_all(batches, tokens)
         total = torch.zeros((), device=self.device)
-        for losses in self.model.forward_backward(batches, tokens, self.watchdog.progress):
+        for losses in found:
             total += self.per_source.add(losses, tokens)
         return total
+
+    def begin_counts(self) -> None:
+        """Begin what is counted of experts in a step."""
+        self.expert_balance.begin_step(self.layout.tokens_at(self.step))
+        self.expert_capacity.begin_step()
+
+    def with_room_for_all(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> list[Tensor]:
+        """Run a step again, with room for all rows of experts. Nothing of the first run counts."""
+        for parameter in self.parameters.values():
+            gradient_shard(parameter)  # it may still be reduced
+        self.optimizer.zero_grad()
+        self.begin_counts()
+        with (
+            self.watchdog.phase("a step with room for all rows of experts", self.compile_limit),
+            self.expert_capacity.room_for_all(),
+        ):
+            return self.model.forward_backward(batches, tokens, self.watchdog.progress)
 
     def count_tokens(self, batches: Sequence[DeviceBatch]) -> Tensor:
         """Return the number of counted labels of a step, over all ranks: a scalar."""
@@ -575,14 +598,20 @@ class Trainer:
         collective.
         """
         loads = self.expert_balance.loads()
+        rows = self.expert_capacity.values()
         if loads is None:
-            return {}
+            return rows
         if self.rank == 0:
             steps = range(self.throughput.window_start + 1, self.step + 1)
             expert_load.write_shares(loads, self.dump_folder, steps)
-            if line := expert_load.idle_experts(loads, steps):
-                logger.warning(line)
-        return expert_load.values_of(loads)
+            factor = self.config.experts.capacity_factor
+            for line in (
+                expert_load.idle_experts(loads, steps),
+                expert_load.repeated_steps(rows, factor, steps),
+            ):
+                if line:
+                    logger.warning(line)
+        return expert_load.values_of(loads) | rows
 
     # Checkpoints
 

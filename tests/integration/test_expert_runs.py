@@ -87,20 +87,97 @@ def test_a_resumed_mixture_is_the_run_left_alone(options, tmp_path):
     assert same(resumed, left_alone)
 
 
+EP = "--parallelism.expert_parallel_degree=2"
+TP = "--parallelism.tensor_parallel_degree=2"
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("before", "after"),
     [
-        pytest.param(["--parallelism.tensor_parallel_degree=2"], id="tp"),
-        pytest.param(["--parallelism.pipeline_parallel_degree=2"], id="pp", marks=pytest.mark.slow),
+        pytest.param([], [TP, EP], id="to tp and ep"),
+        pytest.param([EP], [], id="from ep"),
+        pytest.param([TP], [EP], id="from tp to ep", marks=pytest.mark.slow),
+        pytest.param(
+            [], ["--parallelism.pipeline_parallel_degree=2"], id="to pp", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_a_mixture_goes_on_on_another_layout(layout, tmp_path):
-    run_ranks(1, trained, tmp_path / "run", [*BIAS, *FOUR], init=False)
+def test_a_mixture_goes_on_on_another_layout(before, after, tmp_path):
+    run_ranks(2 if before else 1, trained, tmp_path / "run", [*BIAS, *FOUR, *before], init=False)
     expected = losses(tmp_path / "run")
     copy = copy_at_step_2(tmp_path / "run", tmp_path / "copy")
-    run_ranks(2, trained, copy, [*BIAS, *FOUR, *layout], init=False)
+    run_ranks(2 if after else 1, trained, copy, [*BIAS, *FOUR, *after], init=False)
     found = losses(copy)
     assert found[4] == pytest.approx(expected[4], rel=1e-5)
+
+
+COMPILED = ["--compile.enable", "--compile.backend=aot_eager", "--compile.components", "model"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="eager"),
+        pytest.param([*COMPILED, "--activation_checkpoint.mode=selective"], id="compiled"),
+        pytest.param(
+            [
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+                "--model.n_layers=4",
+            ],
+            id="halves",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--parallelism.pipeline_parallel_degree=2", "--model.n_layers=4", *COMPILED],
+            id="compiled pipeline",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_step_without_room_runs_again_and_is_the_step_with_room(options, tmp_path):
+    """Losses, norms, loads, what routers keep, and that a line says so."""
+    options = [*options, EP, "--parallelism.data_parallel_shard_degree=2"]
+    ranks = 4 if any("pipeline_parallel_degree" in option for option in options) else 2
+    run_options = [*BIAS, *steps(4), *NO_VALIDATION, "--metrics.log_freq=2", *options]
+    (whole, kept), *_ = run_ranks(ranks, with_tensors, tmp_path / "whole", run_options, init=False)
+    tight = [*run_options, "--experts.capacity_factor=1"]
+    (lines, found), *_ = run_ranks(ranks, with_tensors, tmp_path / "tight", tight, init=False)
+    assert "ran again" not in whole
+    assert "more than experts.capacity_factor = 1" in lines
+    expected = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    values = read_metrics(tmp_path / "tight" / "metrics.jsonl")
+    assert sum(row["repeated_steps"] for row in values.values()) >= 3
+    assert all(row["expert_rows_max"] > 1 for row in values.values())
+    names = ["loss", "grad_norm", "expert_balance", "router_entropy", "expert_load_max/1"]
+    for step in (2, 4):
+        for name in names:
+            assert values[step][name] == pytest.approx(expected[step][name], rel=1e-6), name
+    for name, buffer in kept.items():
+        assert torch.equal(found[name], buffer), name
+
+
+def with_tensors(folder, options):
+    """(lines of the log, what routers keep at the end)."""
+    kept = {}
+
+    def prepare(trainer):
+        class Keep(Hook):
+            def on_train_end(self, trainer):
+                kept.update({fqn: each.clone() for fqn, each in trainer.model.buffers.items()})
+
+        trainer.hooks.append(Keep())
+
+    lines, _ = logged(folder, [*SMALL, *options], prepare)
+    return lines, kept
+
+
+def test_with_room_for_what_comes_no_step_runs_again(tmp_path):
+    options = [*SMALL, *MOE, *steps(2), EP, "--experts.capacity_factor=1.9", "--validation.freq=1"]
+    lines, _ = run_ranks(2, with_tensors, tmp_path, options, init=False)[0]
+    assert "ran again" not in lines
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert all(row.get("repeated_steps", 0) == 0 for row in rows.values())
 
 
 @pytest.mark.parametrize("options", [BIAS, STEP], ids=["bias", "step"])
@@ -145,9 +222,12 @@ def skipping_step_2(folder, options):
             "--parallelism.replicate_uncompressed_steps=2",
         ],
         ["--training.mixed_precision_param=bfloat16"],
+        [EP],
+        [EP, "--optimizer.name=Muon", "--optimizer.ns_dtype=float32"],
+        [EP, "--compile.enable", "--training.mixed_precision_param=bfloat16"],
         ["--compile.enable", "--compile.backend=aot_eager", "--compile.components", "model"],
     ],
-    ids=lambda options: options[0].partition("=")[2] or options[0],
+    ids=lambda options: " ".join(option.partition("=")[2] or option for option in options[:2]),
 )
 def test_a_mixture_learns_with(options, tmp_path):
     run_options = [*SMALL, *MOE, *steps(40), *NO_VALIDATION]

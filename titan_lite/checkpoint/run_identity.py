@@ -106,6 +106,8 @@ def run_identity(config: Config, layout: Layout, tokenizer: Tokenizer) -> RunIde
     compression = {}
     if config.parallelism.replicate_compression != "none":
         compression = {axis: degree for axis, degree in layout.degrees.items() if axis != "pp"}
+        if layout.expert_parallel > 1:
+            compression["ep"] = layout.expert_parallel
         compression["rank"] = config.parallelism.replicate_rank
 
     digests = {name: digest_of(sources) for name, sources in documents_of_run(config).items()}

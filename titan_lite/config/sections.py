@@ -361,6 +361,11 @@ class Parallelism(Section):
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that each sequence is split over."""
 
+    expert_parallel_degree: int = Field(1, ge=1)
+    """Ranks that the experts of a block are split over, of those of the shard, context and tensor
+    degrees, whose product it divides. Tokens travel in place of experts: for small microbatches,
+    and for experts that take too much memory when they are gathered (docs/moe.md)."""
+
     pipeline_parallel_degree: int = Field(1, ge=1)
     """Groups of ranks that the layers are split over."""
 
@@ -424,7 +429,7 @@ class ActivationCheckpoint(Section):
 
 
 class Experts(Section):
-    """Balance of a mixture of experts, which no layout changes (docs/moe.md)."""
+    """Balance of a mixture of experts, which no layout changes, and their memory (docs/moe.md)."""
 
     balance: Literal["step", "sequence", "bias", "none"] = "step"
     """Method by which experts get equally many tokens. step: a term with the shares of the last
@@ -440,6 +445,12 @@ class Experts(Section):
 
     bias_update_rate: float = Field(1e-3, gt=0, le=1)
     """Change of an expert's bias in a step, with balance = bias."""
+
+    capacity_factor: Annotated[float, Field(ge=1)] | Literal[0] = 0
+    """With expert parallelism: tokens that a rank's experts have memory for, relative to equally
+    loaded experts; 0: all that may come, expert_parallel_degree times as many, or n_experts /
+    experts_per_token if that is less. No token is dropped: a step in which a rank gets more runs
+    again with memory for all of them. The host waits for the device once a step."""
 
 
 class Float8(Section):

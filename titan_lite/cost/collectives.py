@@ -72,6 +72,11 @@ def parameters_of(node: Node) -> tuple[str, ...]:
     return () if fqn is None else (fqn,)
 
 
+def named_axis(node: Node) -> str:
+    """Return the mesh axis that the model's code names for a collective; "": none."""
+    return node.meta.get("custom", {}).get("axis", "")
+
+
 def parameter_collectives(graph: Graph) -> list[Node]:
     """Return the collectives that gather parameters or reduce their gradients."""
     return [node for node in graph.nodes if parameters_of(node)]

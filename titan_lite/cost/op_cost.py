@@ -118,17 +118,32 @@ def _grouped_seconds(node: Node, flops: float, machine: Machine) -> float:
     """Return the seconds of a grouped product's arithmetic, with equally loaded experts: a batch of
     products, each of an expert's rows. Its tiles begin anew with each expert.
     """
-    a, b = (cast(Any, argument).meta["val"] for argument in node.args[:2])
+    a, b, ends = (cast(Any, argument).meta["val"] for argument in node.args[:3])
     speed = machine.flops(a.dtype) * machine.matmul_efficiency
     if not machine.multiprocessors:
         return flops / speed
-    experts = cast(Any, node.args[2]).meta["val"].shape[0]
-    rows = math.ceil(a.shape[0] / experts)
+    experts = ends.shape[0]
+    rows = math.ceil(_expected_rows(node) / experts)
     n = b.shape[-1]
     is_of_weights = node.target is GROUPED_PRODUCT_OF_WEIGHTS  # it sums over an expert's rows
     m = a.shape[1] if is_of_weights else rows
     k = rows if is_of_weights else a.shape[1]
     return product_seconds(experts, m, n, k, speed=speed, multiprocessors=machine.multiprocessors)
+
+
+def _expected_rows(node: Node) -> int:
+    """Return the rows that a grouped product computes of those that there is room for."""
+    return cast(int, node.args[3])
+
+
+def _bytes_of_groups(node: Node) -> int:
+    """Return the bytes that a grouped product reads and writes, without rows in no group."""
+    a, b = cast(Any, node.args[:2])
+    has_rows, others = (
+        ([a, b], [node]) if node.target is GROUPED_PRODUCT_OF_WEIGHTS else ([a, node], [b])
+    )
+    share = _expected_rows(node) / a.meta["val"].shape[0]
+    return round(share * sum(map(nbytes_of, has_rows))) + sum(map(nbytes_of, others))
 
 
 def _attention_seconds(node: Node, flops: float, machine: Machine) -> float:
@@ -183,7 +198,7 @@ def flops_of(node: Node) -> tuple[float, float]:
         return 2.0 * math.prod(a) * b[-1], 0.0
     if node.target in GROUPED:
         a, b = (cast(Any, argument).meta["val"].shape for argument in node.args[:2])
-        return 2.0 * math.prod(a) * b[-1], 0.0
+        return 2.0 * _expected_rows(node) * math.prod(a[1:]) * b[-1], 0.0
     name = str(node.target)
     if "scaled_dot_product" not in name and "flash_attention" not in name:
         return 0.0, 0.0
@@ -258,6 +273,8 @@ def _bytes_moved(node: Node, fused: bool, on_gpu: bool) -> int:
         return 2 * nbytes + nbytes_of(node.all_input_nodes[0])
     if target is aten.gather.default and fused:
         return 3 * nbytes
+    if target in GROUPED:
+        return _bytes_of_groups(node)
     sources: Sequence[Node] = node.all_input_nodes
     if fused and fuses_with_inputs(node):
         sources = [source for source in sources if not _is_pointwise(_base_of(source))]

@@ -27,6 +27,7 @@ from titan_lite.cost.collectives import (
     group_of,
     is_all_gather,
     kind_of,
+    named_axis,
     nbytes_of,
     parameter_collectives,
     parameters_of,
@@ -50,6 +51,7 @@ class Span:
     exposed: float = 0.0  # seconds in which the wait for this collective blocks computation
     under: float = 0.0  # seconds of computation between the collective and its wait
     group: str = ""  # process group of a collective, also of one whose wait counts as computation
+    axis: str = ""  # of the mesh, if the model's code names it (distributed/expert_parallel.py)
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,8 @@ class _Simulation:
         start = max(self.now, self.busy_until.get((group, lane), 0.0))
         self.busy_until[group, lane] = start + seconds
         self.in_flight[node] = (len(self.spans), self.compute)
-        self.spans.append(Span(lane, label(node), start, seconds, group=group))
+        span = Span(lane, label(node), start, seconds, group=group, axis=named_axis(node))
+        self.spans.append(span)
 
     def wait(self, collective: Node) -> None:
         """Block computation until a collective is done."""

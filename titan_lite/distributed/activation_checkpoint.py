@@ -4,15 +4,15 @@ others.
     apply_activation_checkpoint(model.layers, mode="selective", option="op")
 
 Each block's class is replaced by a subclass that runs forward under torch's non-reentrant
-checkpoint; FQNs do not change. Recomputing a block reads its weights again: SimpleFSDP gathers
-those again that it resharded, and finds the others in `kept_weights`. Under the compiler,
-checkpointing (`checkpoint_rule`) and resharding (compile/passes/resharding.py) are tags on the
-graph, and one partitioner reads both.
+checkpoint, and its attribute `_kept` says what is kept; FQNs do not change. Recomputing a block
+reads its weights again: SimpleFSDP gathers those again that it resharded, and finds the others in
+`kept_weights`. Under the compiler, checkpointing (`checkpoint_rule`) and resharding
+(compile/passes/resharding.py) are tags on the graph, and one partitioner reads both.
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -71,8 +71,6 @@ def apply_activation_checkpoint(
     A block draws no random numbers, which recomputation would draw again (models/own_family.py).
     """
     for name, block in blocks.items():
-        if not recomputes(int(name), mode, option):
-            continue
         products = sum(parameter.ndim > 1 for parameter in block.parameters())
         kept = Kept(
             expensive=mode == "selective" and option in ("op", "op/2"),
@@ -80,8 +78,22 @@ def apply_activation_checkpoint(
             last_product=0 if compiled else products,
             choices=bool(routers_of(block)),
         )
+        block.__dict__["_kept"] = kept if recomputes(int(name), mode, option) else None
         cls: Any = type(block)
-        block.__class__ = _checkpointed_class(cls, kept)
+        block.__class__ = _checkpointed_class(cls)
+
+
+@contextmanager
+def fully_checkpointed(blocks: nn.ModuleDict) -> Iterator[None]:
+    """Return a context in which `blocks` keep their inputs alone, and which experts they chose."""
+    before = {block: block.__dict__["_kept"] for block in blocks.values()}
+    for block in blocks.values():
+        block.__dict__["_kept"] = Kept(expensive=False, choices=bool(routers_of(block)))
+    try:
+        yield
+    finally:
+        for block, kept in before.items():
+            block.__dict__["_kept"] = kept
 
 
 def recomputes(block: int, mode: str, option: str) -> bool:
@@ -176,19 +188,17 @@ def keep_choices(operator: OpOverload) -> CheckpointPolicy:
 
 def checkpoint_rule(block: nn.Module) -> "CheckpointRule | None":
     """Return what is kept of one forward of a block; None: the block is not checkpointed."""
-    new_rule = getattr(block, "new_checkpoint_rule", None)
-    return None if new_rule is None else new_rule()
+    kept: Kept | None = block.__dict__.get("_kept")
+    return None if kept is None else kept.new_rule()
 
 
 @functools.cache
-def _checkpointed_class(cls: type[nn.Module], kept: Kept) -> type[nn.Module]:
-    """Return a subclass of `cls` that runs its forward under checkpoint."""
-
-    def new_checkpoint_rule(self: nn.Module) -> "CheckpointRule":
-        return kept.new_rule()
+def _checkpointed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of `cls` that runs its forward under checkpoint, if `_kept` is not None."""
 
     def forward(self: nn.Module, *args: Tensor) -> Tensor:
-        if tracing():  # the compiler asks for the rule
+        kept: Kept | None = self.__dict__["_kept"]
+        if kept is None or tracing():  # the compiler asks for the rule
             return cls.forward(self, *args)
         block_forward = functools.partial(
             _run_keeping_weights, {}, functools.partial(cls.forward, self)
@@ -203,9 +213,4 @@ def _checkpointed_class(cls: type[nn.Module], kept: Kept) -> type[nn.Module]:
             context_fn=functools.partial(selective_contexts, kept),
         )
 
-    members = {
-        "forward": forward,
-        "new_checkpoint_rule": new_checkpoint_rule,
-        "__module__": cls.__module__,
-    }
-    return type(cls.__name__, (cls,), members)
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})

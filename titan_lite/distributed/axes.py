@@ -1,6 +1,7 @@
 """Name the mesh axis of a collective from the ranks of its group.
 
-timeline = by_axis(timeline, axes_of(mesh))     # groups of collectives become "dp_shard", "tp"
+axes = axes_of(mesh, layout.expert_parallel)
+timeline = by_axis(timeline, axes)              # groups of collectives become "dp_shard", "tp"
 AXIS_NAMES["tp"]                                # "tensor parallelism"
 """
 
@@ -21,13 +22,16 @@ AXIS_NAMES = {  # for people
     "dp_shard": "FSDP",
     "cp": "context parallelism",
     "tp": "tensor parallelism",
+    "ep": "expert parallelism",
 }
 
 
-def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
-    """Return the axis of each of this rank's groups.
+def axes_of(mesh: DeviceMesh, expert_parallel: int) -> dict[tuple[int, ...], str]:
+    """Return the axis of each of this rank's groups of parameters and of tokens.
 
     The groups that shard parameters over dp_shard and cp, and experts over tp too, are dp_shard.
+    Expert parallelism may have the same ranks, so its collectives name their axis (named_axis in
+    cost/collectives.py).
     """
     groups = {
         tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis
@@ -36,9 +40,12 @@ def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
     }
     pp, dp_replicate, _, _, tp = mesh.get_coordinate()  # type: ignore[misc]
     of_copy = mesh.mesh[pp, dp_replicate]
+    of_experts = of_copy.flatten()
+    place = of_experts.tolist().index(mesh.get_rank())
+    shards_of_experts = of_experts[place % expert_parallel :: expert_parallel]
     sharding = {
         tuple(ranks.flatten().tolist()): "dp_shard"
-        for ranks in (of_copy[:, :, tp], of_copy)
+        for ranks in (of_copy[:, :, tp], shards_of_experts)
         if ranks.numel() > 1
     }
     return {**sharding, **groups}
@@ -65,7 +72,7 @@ def by_axis(timeline: Timeline, axes: Axes) -> Timeline:
         if not span.group:
             return span
         of_parameters = span.lane == "communication"
-        axis = axis_along(ranks_in(span.group), axes, of_parameters)
+        axis = span.axis or axis_along(ranks_in(span.group), axes, of_parameters)
         return dataclasses.replace(span, group=axis)
 
     return dataclasses.replace(timeline, spans=tuple(map(with_axis, timeline.spans)))

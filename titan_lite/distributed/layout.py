@@ -54,6 +54,7 @@ class Layout:
     local_batch_size: int  # sequences that a data-parallel rank or its pipeline takes at once
     accumulation: int  # local batches of a step on each data-parallel rank, once the ramp is over
     gathers_once: bool  # weights are gathered, gradients reduced once a step, not once a microbatch
+    expert_parallel: int = 1  # ranks, of dp_shard x cp x tp, that have a block's experts together
     loss_chunk: int = 0  # tokens whose logits a rank has at a time; 0: all of a microbatch
     ramp: tuple[tuple[int, int], ...] = ()  # (local batches, last step), before `accumulation`
 
@@ -89,6 +90,7 @@ class Layout:
             accumulation=accumulation,
             ramp=tuple((batches, int(last)) for batches, last in ramp),
             gathers_once=False,
+            expert_parallel=config.parallelism.expert_parallel_degree,
         )
         return dataclasses.replace(
             layout,
@@ -109,6 +111,11 @@ class Layout:
     def fsdp_degree(self) -> int:
         """Number of ranks that share a parameter's shards."""
         return self.degrees["dp_shard"] * self.degrees["cp"]
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that share all experts of a block."""
+        return self.fsdp_degree * self.degrees["tp"]
 
     # Parameters
 
@@ -172,11 +179,12 @@ class Layout:
     @property
     def gathered_of_rank(self) -> float:
         """Number of parameters that `parameters_of_rank` is of, when they are gathered: a
-        tensor-parallel rank has a part of them, and whole experts.
+        tensor-parallel rank has a part of them, and of experts some whole.
         """
         shapes = self.shapes_of_rank
         experts = numbers_in({fqn: each for fqn, each in shapes.items() if is_of_experts(each)})
-        return (numbers_in(shapes) - experts) / self.degrees["tp"] + experts
+        dense = numbers_in(shapes) - experts
+        return dense / self.degrees["tp"] + experts / self.expert_parallel
 
     @property
     def copied_of_rank(self) -> float:

@@ -125,7 +125,8 @@ def largest_shard(layout: "Layout", fqn: str, shape: Sequence[int]) -> Shape:
     part = list(shape)
     shards = layout.fsdp_degree
     if is_of_experts(shape):  # mesh.expert_mesh
-        shards *= layout.degrees["tp"]
+        part[0] //= layout.expert_parallel
+        shards = layout.expert_ranks // layout.expert_parallel
     elif (split_dim := weight_dim(fqn.rpartition(".")[0], layout.model.family)) is not None:
         part[split_dim] = chunk_size(part[split_dim], layout.degrees["tp"])
     part[0] = chunk_size(part[0], shards)

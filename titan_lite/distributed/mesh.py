@@ -16,6 +16,7 @@ from titan_lite.distributed.gloo import gather_without_coalescing
 from titan_lite.distributed.layout import AXES
 
 PARAMETER_AXES = ("dp_replicate", "dp_shard", "tp")
+EXPERT_AXES = ("dp_replicate", "dp_shard", "ep")
 
 
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
@@ -39,20 +40,20 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return folded[PARAMETER_AXES]
 
 
-def expert_mesh(mesh: DeviceMesh, of_parameters: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that matrices of experts are placed on, with the axes of `of_parameters`, the
-    result of `parameter_mesh`.
+def expert_mesh(mesh: DeviceMesh, of_parameters: DeviceMesh, degree: int) -> DeviceMesh:
+    """Return the mesh that matrices of experts are placed on: EXPERT_AXES, or `of_parameters`, the
+    result of `parameter_mesh`, if it has the same ranks.
 
     Tensor-parallel ranks have other tokens between blocks, so all ranks of a pipeline stage's copy
-    share the shards of experts: cp and tp are folded into dp_shard. The reduce-scatter over that
-    axis is also the sum over tp, for which a norm needs an all-reduce. Without tensor parallelism
-    the meshes are one. Call it once, on all ranks, as `parameter_mesh`.
+    share the experts: cp and tp are folded into dp_shard, of which `degree` neighbours are ep. The
+    reduce-scatter over dp_shard is also the sum over tp, for which a norm needs an all-reduce. Call
+    it once, on all ranks, as `parameter_mesh`.
     """
-    if mesh["tp"].size() == 1:
+    if mesh["tp"].size() == degree == 1:
         return of_parameters
-    ranks = mesh.mesh.flatten(AXES.index("dp_shard")).unsqueeze(-1)
-    folded = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("pp", *PARAMETER_AXES))
-    return folded[PARAMETER_AXES]
+    ranks = mesh.mesh.flatten(AXES.index("dp_shard")).unflatten(-1, (-1, degree))
+    folded = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("pp", *EXPERT_AXES))
+    return folded[EXPERT_AXES]
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from titan_lite.config import ConfigError, Float8
 from titan_lite.config.errors import shown
 from titan_lite.distributed.context_parallel import apply_context_parallel, causal_attention
+from titan_lite.distributed.expert_parallel import check_experts
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.tensor_parallel import Axis, apply_styles, check_styles
 from titan_lite.models.float8 import DIM_MULTIPLE, apply_float8, check_layers
@@ -41,6 +42,8 @@ def check_on_rank(layout: Layout, float8: Float8, param_dtype: str) -> None:
     block = model.layers["0"].to(dtype)
     if tp.degree > 1:
         check_styles(model, family)
+    if layout.expert_parallel > 1:
+        check_experts(model)
     attend = _Counted()
     apply_context_parallel(model, cp, attend)
     if float8.enable:

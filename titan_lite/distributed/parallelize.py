@@ -34,6 +34,8 @@ from titan_lite.distributed.context_parallel import (
     own_positions,
 )
 from titan_lite.distributed.expert_balance import apply_balance
+from titan_lite.distributed.expert_capacity import apply_capacity
+from titan_lite.distributed.expert_parallel import apply_expert_parallel
 from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.distributed.mesh import expert_mesh, parameter_mesh
 from titan_lite.distributed.pipeline import (
@@ -201,8 +203,8 @@ def parallelize(
 ) -> ParallelModel:
     """Build this rank's stages on the meta device. A collective: it may make process groups.
 
-    The order matters. Context and tensor parallelism decide which tokens and weights a rank has.
-    Checkpointing comes before SimpleFSDP, so that recomputing a block reads its weights again.
+    The order matters. Context, tensor and expert parallelism decide which tokens and weights a rank
+    has. Checkpointing comes before SimpleFSDP, so that recomputing a block reads its weights again.
     The compiler comes last, to see all collectives.
 
     machine: what the passes estimate times on. schedule: replaces the passes of the recipe; with
@@ -216,7 +218,9 @@ def parallelize(
     if attend is None:
         attend = functools.partial(causal_attention, kernel=config.training.attention_kernel)
     shard_mesh = parameter_mesh(mesh)
-    mesh_of_experts = expert_mesh(mesh, shard_mesh) if layout.model.n_experts else None
+    mesh_of_experts = None
+    if layout.model.n_experts:
+        mesh_of_experts = expert_mesh(mesh, shard_mesh, layout.expert_parallel)
     fsdp = FSDPOptions(
         param_dtype=getattr(torch, config.training.mixed_precision_param),
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
@@ -236,6 +240,8 @@ def parallelize(
         if config.float8.enable:
             apply_float8(model, config.float8.recipe, config.float8.filter_fqns)
         apply_tensor_parallel(model, mesh["tp"], layout.model.family, compiled=compiled)
+        if mesh_of_experts is not None and layout.expert_parallel > 1:
+            apply_expert_parallel(model, mesh_of_experts["ep"])
         apply_activation_checkpoint(
             model.layers,
             config.activation_checkpoint.mode,
@@ -243,6 +249,7 @@ def parallelize(
             compiled=compiled,
         )
         apply_balance(model, config.experts.balance, mesh)
+        apply_capacity(model, config.experts.capacity_factor)
         sharding = apply_simple_fsdp(model, shard_mesh, fsdp, mesh_of_experts)
         if model.output is not None and loss.chunk:
             model.output.loss_sum = loss.of_hidden
@@ -332,14 +339,17 @@ def compile_stages(
         # Blocks alone have matrix products that collectives overlap with.
         blocks = stage.model.layers
         overlaps = config.parallelism.enable_async_tensor_parallel and len(blocks) > 0
-        stage.compiled = compile_model(
+        compiled = functools.partial(
+            compile_model,
             TraceableModel(stage.model, stage.sharding, blocks, checkpoint_rule),
             schedule,
-            memory_budget=budget,
             full_backward="B" in kinds,
             backward_halves="I" in kinds,
             async_tensor_parallel_group=mesh.get_group("tp").group_name if overlaps else "",
         )
+        stage.compiled = compiled(memory_budget=budget)
+        if config.experts.capacity_factor:
+            stage.compiled_for_all = compiled()
 
 
 def build_runner(model: ParallelModel, device: torch.device) -> SingleStage | Pipeline:
@@ -366,12 +376,13 @@ def build_runner(model: ParallelModel, device: torch.device) -> SingleStage | Pi
     )
 
 
-def gather_reports(reports: Sequence[CompileReport], mesh: DeviceMesh) -> list[CompileReport]:
-    """Return the reports of all pipeline ranks, with the axes of groups. A collective."""
-    axes = axes_of(mesh)
+def gather_reports(model: ParallelModel) -> list[CompileReport]:
+    """Return the compile reports of all pipeline ranks, with the axes of groups. A collective."""
+    mesh = model.mesh
+    axes = axes_of(mesh, model.layout.expert_parallel)
     named = [
         replace(report, timeline=report.timeline and by_axis(report.timeline, axes))
-        for report in reports
+        for report in model.compile_reports
     ]
     if mesh["pp"].size() == 1:
         return named

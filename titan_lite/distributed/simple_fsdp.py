@@ -27,8 +27,8 @@ FSDP, HSDP and DDP differ only in the sizes of the mesh axes dp_replicate and dp
                                                                    of the shard over replicas
     DDP    dp_replicate m, dp_shard 1    nothing                   all-reduce
 
-A parameter that tensor parallelism has split is sharded further; "unsharded" then means a
-tensor-parallel rank's part of it. Gradients are *summed* over ranks: the loss is already divided by
+A parameter that tensor or expert parallelism has split is sharded further; "unsharded" then means
+a rank's part of it. Gradients are *summed* over ranks: the loss is already divided by
 the number of tokens of all ranks.
 """
 
@@ -303,9 +303,9 @@ def apply_simple_fsdp(
 ) -> Sharding:
     """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place.
 
-    mesh: see `parameter_mesh` (mesh.py). Of a DTensor of tensor parallelism, the local part is
-    sharded. A parameter on the meta device becomes a meta shard (see `materialize`). One with data
-    must be equal on all ranks, and each rank keeps its rows. Tied weights stay tied.
+    mesh: see `parameter_mesh` (mesh.py). Of a DTensor of tensor or expert parallelism, the local
+    part is sharded. A parameter on the meta device becomes a meta shard (see `materialize`). One
+    with data must be equal on all ranks, and each rank keeps its rows. Tied weights stay tied.
 
     mesh_of_experts: see `expert_mesh`; a rank has whole matrices of experts. None: `mesh`.
     """
@@ -357,11 +357,15 @@ def apply_simple_fsdp(
 def shard_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, fqn: str, options: FSDPOptions
 ) -> tuple[nn.Parameter, ShardSpec]:
-    """Return this rank's rows of a parameter as a DTensor, and the spec to gather it."""
-    tp_placement: Placement = Replicate()
+    """Return this rank's rows of a parameter as a DTensor, and the spec to gather it.
+
+    The last axis of `mesh`, tp or ep, is the one that a DTensor is split over already.
+    """
+    axis = (mesh.mesh_dim_names or ())[-1]
+    part_placement: Placement = Replicate()
     unsharded = parameter.detach()
     if isinstance(parameter, DTensor):
-        (tp_placement,) = parameter.placements
+        (part_placement,) = parameter.placements
         unsharded = local(parameter).detach()
     size = unsharded.shape[0]
     degree = mesh["dp_shard"].size()
@@ -369,8 +373,8 @@ def shard_parameter(
     rows = unsharded[own.start : own.stop].clone(memory_format=torch.contiguous_format)
 
     sum_axes = ["dp_replicate"] if options.reduce_over_replicas else []
-    if not tp_placement.is_shard():
-        sum_axes.append("tp")
+    if not part_placement.is_shard():
+        sum_axes.append(axis)
     spec = ShardSpec(
         fqn=fqn,
         rows=size,
@@ -379,20 +383,20 @@ def shard_parameter(
         shard_degree=degree,
         shard_group=mesh.get_group("dp_shard").group_name,
         sum_groups=tuple(
-            mesh.get_group(axis).group_name for axis in sum_axes if mesh[axis].size() > 1
+            mesh.get_group(name).group_name for name in sum_axes if mesh[name].size() > 1
         ),
         param_dtype=options.param_dtype,
         reduce_dtype=options.reduce_dtype,
     )
 
-    # FSDP splits a rank's tensor-parallel part: the axis on the right, tp, is split first.
+    # FSDP splits a rank's part: the axis on the right, tp or ep, is split first.
     dp_placement: Placement = Shard(0)
-    if tp_placement.is_shard(0) and mesh["tp"].size() > 1:
-        dp_placement = _StridedShard(0, split_factor=mesh["tp"].size())
+    if part_placement.is_shard(0) and mesh[axis].size() > 1:
+        dp_placement = _StridedShard(0, split_factor=mesh[axis].size())
     sharded = DTensor.from_local(
         rows,
         mesh,
-        (Replicate(), dp_placement, tp_placement),
+        (Replicate(), dp_placement, part_placement),
         run_check=False,
         shape=parameter.shape,  # cannot be inferred from uneven shards, nor the stride
         stride=parameter.stride(),

@@ -9,7 +9,8 @@ An unsplit model is one stage. Who runs a stage calls it, and never its model: t
 does not know its graphs.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,11 +30,24 @@ class Stage:
     model: Transformer
     sharding: Sharding
     compiled: "CompiledModel | None" = None
+    # in the place of `compiled` within `with_room_for_all`
+    compiled_for_all: "CompiledModel | None" = None
 
     def __call__(self, *args: Tensor, **model_kwargs: Tensor) -> Tensor:
         run = self.model if self.compiled is None else self.compiled
         output: Tensor = run(*args, **model_kwargs)
         return output
+
+    @contextmanager
+    def with_room_for_all(self) -> Iterator[None]:
+        """Return a context in which the graphs run that have room for all rows of experts
+        (expert_capacity.py).
+        """
+        self.compiled, self.compiled_for_all = self.compiled_for_all, self.compiled
+        try:
+            yield
+        finally:
+            self.compiled, self.compiled_for_all = self.compiled_for_all, self.compiled
 
     def gathered_for_step(self, microbatches: int) -> AbstractContextManager[None]:
         """Return a context in which weights are gathered once and gradients reduced once, for all

@@ -112,6 +112,9 @@ class Axis:
     rank: int  # this rank's, along the axis
 
 
+Move = Callable[[Tensor, Axis], Tensor]  # a collective of tokens
+
+
 def axis_of(mesh: DeviceMesh) -> Axis:
     """Return the Axis of a mesh with one axis."""
     return Axis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
@@ -133,7 +136,7 @@ def apply_tensor_parallel(
     would repeat the product's reduce-scatter, and a pipeline that halves backwards the gather.
     """
     if mesh.size() > 1:
-        split = functools.partial(_split, mesh)
+        split = functools.partial(split_over, mesh)
         apply_styles(model, axis_of(mesh), family, split, compiled=compiled)
 
 
@@ -257,7 +260,7 @@ def _style_of(fqn: str, family: str) -> Style | None:
     return None
 
 
-def _split(mesh: DeviceMesh, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
+def split_over(mesh: DeviceMesh, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
     """Return a parameter as a DTensor, split over `mesh` in dimension `dim` or replicated."""
     placements: list[Placement] = [Replicate() if dim is None else Shard(dim)]
     local = parameter.detach()
@@ -307,12 +310,17 @@ def _look_up(tokens: Tensor, weight: Tensor, vocabulary: VocabularyShard) -> Ten
 
 def gather_tokens(x: Tensor, axis: Axis) -> Tensor:
     """All-gather tokens: (B, t, C) -> (B, T, C). Backward reduce-scatters the gradient."""
-    return _Tokens.apply(x, axis, _all_gather, _reduce_scatter)
+    return exchange_tokens(x, axis, _all_gather, _reduce_scatter)
 
 
 def scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter tokens: (B, T, C) -> (B, t, C). Backward all-gathers the gradient."""
-    return _Tokens.apply(x, axis, _reduce_scatter, _all_gather)
+    return exchange_tokens(x, axis, _reduce_scatter, _all_gather)
+
+
+def exchange_tokens(x: Tensor, axis: Axis, move: Move, move_back: Move) -> Tensor:
+    """Run the collective `move`. Backward runs `move_back` on the gradient."""
+    return _Tokens.apply(x, axis, move, move_back)
 
 
 def gather_float8_tokens(x: Tensor, axis: Axis) -> Scaled:
@@ -346,10 +354,10 @@ class _Float8Tokens(torch.autograd.Function):
 
 
 class _Tokens(torch.autograd.Function):
-    """A collective `move`, with `move_back` as its backward."""
+    """See `exchange_tokens`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, move: Callable, move_back: Callable) -> Tensor:  # noqa: ANN401 torch's
+    def forward(ctx: Any, x: Tensor, axis: Axis, move: Move, move_back: Move) -> Tensor:  # noqa: ANN401 torch's
         ctx.axis = axis
         ctx.move_back = move_back
         return move(x, axis)

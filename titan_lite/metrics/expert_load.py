@@ -13,7 +13,7 @@ report draws as a picture:
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from titan_lite.distributed.expert_balance import Loads
@@ -60,6 +60,21 @@ def idle_experts(loads: Loads, steps: range) -> str:
     return (
         f"steps {steps[0]:,} to {steps[-1]:,}: experts without a token (experts.balance):"
         f" {'; '.join(layers[:SHOWN])}{more}"
+    )
+
+
+def repeated_steps(rows: Mapping[str, float], factor: float, steps: range) -> str:
+    """Return a line on the steps that ran again with room for all rows; "" if there are none.
+
+    rows: ExpertCapacity.values. factor: experts.capacity_factor.
+    """
+    repeated = round(rows.get("repeated_steps", 0))
+    if not repeated:
+        return ""
+    return (
+        f"steps {steps[0]:,} to {steps[-1]:,}: {repeated:,} ran again with memory for all tokens of"
+        f" experts: a rank's had {rows['expert_rows_max']:.2f} times those of equally loaded ones,"
+        f" more than experts.capacity_factor = {factor:g}"
     )
 
 

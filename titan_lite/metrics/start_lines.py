@@ -161,7 +161,8 @@ def describe_layout(layout: Layout) -> str:
     """Return the ranks and degrees in words, such as "4 ranks = dp_shard 2 x tp 2"."""
     axes = [f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1]
     product = f" = {' x '.join(axes)}" if axes else ""
-    return f"{counted(layout.world_size, 'rank')}{product}"
+    experts = f", experts over ep {layout.expert_parallel}" if layout.expert_parallel > 1 else ""
+    return f"{counted(layout.world_size, 'rank')}{product}{experts}"
 
 
 def stages_of_ranks(layout: Layout) -> list[str]:

@@ -31,6 +31,9 @@ of a mixture of experts, over the steps since the line before
     router_entropy          of the probabilities of a token, nats, the mean of layers
     expert_load_max, _min   tokens of the most and the least loaded expert, relative to the mean of
                             their layer; expert_load_max/0 is that of layer 0
+    expert_rows_max         with experts.capacity_factor: tokens of a rank's experts, relative to
+                            equally loaded ones, the most of a layer and microbatch
+    repeated_steps          likewise: steps that ran again with memory for all of them
 
 and for each source of a mixture, where NAME is the end of its path, or its dataset
 

@@ -4,7 +4,7 @@
     y = moe(x)                                      # (B, T, C) -> (B, T, C)
 
     x (B, T, C) -> router: probabilities (B, T, E) -> the K largest; weights, which sum to 1
-      -> B T K rows of tokens, those of an expert side by side
+      -> rows of tokens, those of an expert side by side
       -> SwiGLU of each row by its expert: three grouped products; hidden units times the weight
       -> rows back in the order of tokens, summed over K -> (B, T, C)
 
@@ -13,16 +13,22 @@ host; how many rows each expert has is a tensor. A token is routed once, in floa
 that has it between blocks. Of equal probabilities the expert with the lower number is chosen, on
 every device.
 
+A rank may have some of the experts alone (distributed/expert_parallel.py). Then rows between the
+last end and the last row are of no expert: what products leave there is undefined, and nothing
+reads it. The last row is spare. Products are zero there, and choices of other ranks' experts read
+it, so that sums over K and gradients are right without a mask.
+
 Two buffers of a router last from step to step, and are in checkpoints: `expert_bias`, which is
 added to probabilities when experts are chosen and has no part in weights (arXiv 2408.15664), and
 `expert_share`, each expert's share of the choices in the last step that counted.
 distributed/expert_balance.py updates the one that experts.balance reads, from what `choose_experts`
 gives to the Load of the router.
 
-Dimensions: as in models/transformer.py; E experts, K of a token, F their hidden units, N = B T
-tokens, R = N K rows; I and O, the inner and the outer size of a product.
+Dimensions: as in models/transformer.py; E experts, K of a token, F their hidden units, N tokens,
+R rows; I and O, the inner and the outer size of a product.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -47,6 +53,9 @@ class Load(Protocol):
 # The Load of each router of this process by its FQN: an operator of a graph takes tensors and plain
 # values, no objects. Without one, nothing is counted.
 LOADS: dict[str, Load] = {}
+# The most rows that the experts of this process have needed in training, by their FQN: scalars,
+# int64. Only experts with a capacity are in it.
+MOST_ROWS: dict[str, Tensor] = {}
 
 
 @torch.library.custom_op("titan_lite::choose_experts", mutates_args=())
@@ -80,27 +89,68 @@ def _(probabilities: Tensor, bias: Tensor, k: int, fqn: str) -> tuple[Tensor, Te
     return choices, probabilities.new_empty(sequences, experts, dtype=torch.int64)
 
 
+@torch.library.custom_op("titan_lite::rows_of_experts", mutates_args=())
+def rows_of_experts(
+    choices: Tensor, first: int, experts: int, room: int, spare: int, fqn: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Arrange choices in rows, those of an expert side by side, in the order of tokens.
+
+    choices: (N, K). The experts are so many from the first on, with room for so many rows; choices
+    for which there is none are as those of other experts. spare: 1, or 0 without such choices.
+    Returns what `Rows` has, with R = room + spare: the choice of each row (R,), the row of each
+    choice (N K,), and the ends (E,) of the rows of each expert. fqn: in MOST_ROWS, which gets the
+    rows that all choices need; "": in none.
+    """
+    flat = choices.flatten()
+    is_own = (flat >= first) & (flat < first + experts)
+    in_order, order = torch.where(is_own, flat - first, experts).sort(stable=True)
+    numbers = torch.arange(experts, device=flat.device)
+    ends = torch.searchsorted(in_order, numbers, right=True)
+    if fqn in MOST_ROWS:
+        most = MOST_ROWS[fqn]
+        most.copy_(torch.maximum(most, ends[-1]))
+    ends = ends.clamp(max=room).int()
+    row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=flat.device))
+    row = torch.where(row < ends[-1], row, room)
+    return F.pad(order, (0, spare))[: room + spare], row, ends
+
+
+@rows_of_experts.register_fake
+def _(
+    choices: Tensor, first: int, experts: int, room: int, spare: int, fqn: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        choices.new_empty(room + spare),
+        choices.new_empty(choices.numel()),
+        choices.new_empty(experts, dtype=torch.int32),
+    )
+
+
 # F.grouped_mm has no fake result in float32 (torch 2.13), and its backward is one operator, which
 # a pipeline could not divide into halves.
 @torch.library.custom_op("titan_lite::grouped_mm", mutates_args=())
-def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor, expected: int) -> Tensor:
     """Multiply rows (R, I) by the matrix of their group, weights (E, I, O) -> (R, O).
 
-    ends: (E,) int32, where the rows of each group end; groups may be empty. The rows past the last
-    end are undefined.
+    ends: (E,) int32, where the rows of each group end; groups may be empty. expected: the rows that
+    are in groups if these are equally large, by which the product is priced (cost/op_cost.py). If
+    it is not R, the last row is in no group, and zero; others past the last end are undefined.
     """
-    return F.grouped_mm(rows, weights, offs=ends)
+    product = F.grouped_mm(rows, weights, offs=ends)
+    if expected < product.shape[0]:
+        product[-1] = 0.0
+    return product
 
 
 @grouped_mm.register_fake
-def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def _(rows: Tensor, weights: Tensor, ends: Tensor, expected: int) -> Tensor:
     return rows.new_empty(rows.shape[0], weights.shape[2])
 
 
 @torch.library.custom_op("titan_lite::grouped_mm_of_weights", mutates_args=())
-def grouped_mm_of_weights(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def grouped_mm_of_weights(a: Tensor, b: Tensor, ends: Tensor, expected: int) -> Tensor:
     """Return a^T b of the rows of each group: a (R, O), b (R, I) -> (E, O, I); zeros for an empty
-    group.
+    group. ends, expected: as for `grouped_mm`.
     """
     product = F.grouped_mm(a.t(), b, offs=ends)
     if product.is_cuda:  # some kernels do not write that of an empty group (pytorch issue 172439)
@@ -110,7 +160,7 @@ def grouped_mm_of_weights(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 @grouped_mm_of_weights.register_fake
-def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def _(a: Tensor, b: Tensor, ends: Tensor, expected: int) -> Tensor:
     return a.new_empty(ends.shape[0], a.shape[1], b.shape[1])
 
 
@@ -119,61 +169,101 @@ GROUPED_PRODUCT_OF_WEIGHTS = torch.ops.titan_lite.grouped_mm_of_weights.default
 CHOICE = torch.ops.titan_lite.choose_experts.default
 
 
-class _GroupedLinear(torch.autograd.Function):
-    """rows (R, I), weights (E, O, I) -> (R, O): each row times the transposed matrix of its group.
+class Rows(NamedTuple):
+    """Rows of tokens for the experts of a rank."""
 
-    ends: as for `grouped_mm`.
+    choice: Tensor  # (R,) int64, of each row: a number in (N, K), flat
+    row: Tensor  # (N K,) int64, of each choice: the last one, which is spare, if it has none here
+    ends: Tensor  # (E,) int32, where the rows of each expert end
+    tokens: int  # N
+    expected: int  # rows with an expert, if experts are equally loaded
+
+    @property
+    def of_token(self) -> int:
+        """K, the choices of a token."""
+        return self.row.shape[0] // self.tokens
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Input (R, I), weights (E, O, I) -> (R, O): each row times the transposed matrix of its
+    expert.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:  # noqa: ANN401 torch's
-        ctx.save_for_backward(rows, weights, ends)
-        return grouped_mm(rows, weights.transpose(1, 2), ends)
+    def forward(ctx: Any, input: Tensor, weights: Tensor, rows: Rows) -> Tensor:  # noqa: ANN401 torch's
+        ctx.save_for_backward(input, weights, rows.ends)
+        ctx.expected = rows.expected
+        return grouped_mm(input, weights.transpose(1, 2), rows.ends, rows.expected)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401 torch's
-        rows, weights, ends = ctx.saved_tensors
+        input, weights, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
-        of_rows = grouped_mm(gradient, weights, ends)
-        return of_rows, grouped_mm_of_weights(gradient, rows, ends), None
+        of_input = grouped_mm(gradient, weights, ends, ctx.expected)
+        of_weights = grouped_mm_of_weights(gradient, input, ends, ctx.expected)
+        return of_input, of_weights, None
 
 
-class _Rearranged(torch.autograd.Function):
-    """Rows in another order: (R, C) -> (R, C), of which row i is row order[i].
-
-    The gradient is gathered by the inverse order. Autograd would add it up row by row, on GPUs in
-    any order.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # noqa: ANN401 torch's
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 torch's
-        (inverse,) = ctx.saved_tensors
-        return gradient.index_select(0, inverse), None, None
+# Rows are moved by gathers in both directions. Autograd would add gradients up row by row, on GPUs
+# in any order.
+def _to_rows(x: Tensor, rows: Rows) -> Tensor:
+    """Tokens (N, C) -> the token of each row (R, C)."""
+    return x.index_select(0, rows.choice // rows.of_token)
 
 
-class _Repeated(torch.autograd.Function):
-    """Rows of tokens, each K times, in the order of experts: (N, C) -> (N K, C), of which row i is
-    row order[i] // K.
+def _to_tokens(x: Tensor, rows: Rows) -> Tensor:
+    """Rows (R, C) -> the sum of each token's rows (N, C)."""
+    return x.index_select(0, rows.row).unflatten(0, (rows.tokens, -1)).sum(1)
 
-    inverse: of `order`.
-    """
+
+class _ToRows(torch.autograd.Function):
+    """`_to_rows`, with `_to_tokens` as its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # noqa: ANN401 torch's
-        ctx.save_for_backward(inverse)
-        ctx.tokens = x.shape[0]
-        return x.index_select(0, order // (order.shape[0] // x.shape[0]))
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:  # noqa: ANN401 torch's
+        _keep(ctx, rows)
+        return _to_rows(x, rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 torch's
-        (inverse,) = ctx.saved_tensors
-        of_tokens = gradient.index_select(0, inverse).unflatten(0, (ctx.tokens, -1))
-        return of_tokens.sum(1), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 torch's
+        return _to_tokens(gradient, _kept(ctx)), None
+
+
+class _ToTokens(torch.autograd.Function):
+    """`_to_tokens`, with `_to_rows` as its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:  # noqa: ANN401 torch's
+        _keep(ctx, rows)
+        return _to_tokens(x, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 torch's
+        return _to_rows(gradient, _kept(ctx)), None
+
+
+class _WeightsOfRows(torch.autograd.Function):
+    """Weights (N, K) -> the weight of each row (R, 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, rows: Rows) -> Tensor:  # noqa: ANN401 torch's
+        _keep(ctx, rows)
+        return weights.reshape(-1, 1).index_select(0, rows.choice)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 torch's
+        rows = _kept(ctx)
+        return gradient.index_select(0, rows.row).view(rows.tokens, -1), None
+
+
+def _keep(ctx: Any, rows: Rows) -> None:  # noqa: ANN401 torch's
+    tensors = rows[:3]
+    ctx.save_for_backward(*tensors)
+    ctx.numbers = rows[3:]
+
+
+def _kept(ctx: Any) -> Rows:  # noqa: ANN401 torch's
+    return Rows(*ctx.saved_tensors, *ctx.numbers)
 
 
 class _BalanceGradient(torch.autograd.Function):
@@ -204,7 +294,6 @@ class Routing(NamedTuple):
 
     weights: Tensor  # (B, T, K) float32, which sum to 1
     choices: Tensor  # (B, T, K) int64
-    counts: Tensor  # (B, E) int64, tokens of each sequence that an expert has
 
 
 class Router(nn.Module):
@@ -253,7 +342,7 @@ class Router(nn.Module):
                 share = self._share_of_sequences(counts)
             probabilities = _BalanceGradient.apply(probabilities, share, self.balance_scale)
         weights = probabilities.gather(-1, choices)
-        return Routing(weights / weights.sum(-1, keepdim=True), choices, counts)
+        return Routing(weights / weights.sum(-1, keepdim=True), choices)
 
     def _share_of_sequences(self, counts: Tensor) -> Tensor:
         """Return the share of each expert in the choices of each sequence: (B, 1, E)."""
@@ -270,6 +359,11 @@ class Experts(nn.Module):
     output of an expert, of which there are K times C numbers a token.
     """
 
+    fqn = ""  # set by the Transformer
+    # Rows that there is room for in training, relative to those of equally loaded experts; 0: all
+    # that there may be.
+    capacity_factor = 0.0
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         widening = (config.n_experts, config.hidden_dim, config.dim)
@@ -277,19 +371,33 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(widening))
         self.w2 = nn.Parameter(torch.empty(narrowing))
         self.w3 = nn.Parameter(torch.empty(widening))
+        self.n_experts = config.n_experts
+        # The experts that this rank computes. Of tokens with others alone, the result is zero.
+        self.own = range(config.n_experts)
 
-    def forward(self, x: Tensor, weights: Tensor, choices: Tensor, counts: Tensor) -> Tensor:
-        """x: (N, C). weights, choices: (N, K). counts: (E,), tokens of each expert."""
-        order = choices.flatten().argsort(stable=True)
-        inverse = order.scatter(0, order, torch.arange(len(order), device=order.device))
-        ends = counts.cumsum(0).int()
-        rows = _Repeated.apply(x, order, inverse)
-        gate = _GroupedLinear.apply(rows, self.w1, ends)
-        hidden = F.silu(gate) * _GroupedLinear.apply(rows, self.w3, ends)
-        weight = _Rearranged.apply(weights.reshape(-1, 1), order, inverse)
+    def forward(self, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+        """x: (N, C). weights, choices: (N, K)."""
+        rows = self.rows_of(choices)
+        input = _ToRows.apply(x, rows)
+        gate = _GroupedLinear.apply(input, self.w1, rows)
+        hidden = F.silu(gate) * _GroupedLinear.apply(input, self.w3, rows)
+        weight = _WeightsOfRows.apply(weights, rows)
         hidden = hidden * weight.to(hidden.dtype)
-        of_experts = _GroupedLinear.apply(hidden, self.w2, ends)
-        return _Rearranged.apply(of_experts, inverse, order).unflatten(0, choices.shape).sum(1)
+        return _ToTokens.apply(_GroupedLinear.apply(hidden, self.w2, rows), rows)
+
+    def rows_of(self, choices: Tensor) -> Rows:
+        """Return the rows of choices (N, K)."""
+        tokens, of_token = choices.shape
+        own = len(self.own)
+        expected = tokens * of_token * own // self.n_experts
+        room = tokens * min(of_token, own)
+        fqn = ""
+        if self.training and self.capacity_factor:
+            room = min(room, math.ceil(self.capacity_factor * expected))
+            fqn = self.fqn
+        spare = int(own < self.n_experts)
+        choice, row, ends = rows_of_experts(choices, self.own.start, own, room, spare, fqn)
+        return Rows(choice, row, ends, tokens, expected)
 
 
 class MixtureOfExperts(nn.Module):
@@ -304,9 +412,14 @@ class MixtureOfExperts(nn.Module):
         routing: Routing = self.router(x)
         weights = routing.weights.flatten(0, 1)
         choices = routing.choices.flatten(0, 1)
-        return self.experts(x.flatten(0, 1), weights, choices, routing.counts.sum(0)).view_as(x)
+        return self.experts(x.flatten(0, 1), weights, choices).view_as(x)
 
 
 def routers_of(model: nn.Module) -> dict[str, Router]:
     """Return the routers of a model by FQN, in order."""
     return {fqn: module for fqn, module in model.named_modules() if isinstance(module, Router)}
+
+
+def experts_of(model: nn.Module) -> dict[str, Experts]:
+    """Return the modules of experts of a model by FQN, in order."""
+    return {fqn: module for fqn, module in model.named_modules() if isinstance(module, Experts)}

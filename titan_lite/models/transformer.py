@@ -31,7 +31,7 @@ from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import FAMILIES, ModelConfig, run_file
 from titan_lite.models.attention import Documents, attend_within_documents, documents_of
-from titan_lite.models.experts import routers_of
+from titan_lite.models.experts import experts_of, routers_of
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import check_block
 
@@ -241,6 +241,8 @@ class Transformer(nn.Module):
         self.register_buffer("own_positions", torch.tensor(self.positions), persistent=False)
         for fqn, router in routers_of(self).items():
             router.fqn = fqn
+        for fqn, experts in experts_of(self).items():
+            experts.fqn = fqn
 
     def _check_blocks(self, blocks: Mapping[str, nn.Module]) -> None:
         """Raise ConfigError unless blocks have the shapes that their family says."""

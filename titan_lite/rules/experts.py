@@ -1,5 +1,6 @@
 """Rules of [experts] and of the keys of [model] for mixtures of experts."""
 
+import math
 from collections.abc import Iterator
 
 from titan_lite.config import KEYS, Config
@@ -24,6 +25,7 @@ def experts_are_of_a_family_that_has_them(config: Config) -> Iterator[Mistake]:
     with_experts = [name for name, family in FAMILIES.items() if has_experts(family)]
     keys = [("model", name) for name in ("n_experts", "experts_per_token")]
     keys += [("experts", name) for name in type(config.experts).model_fields]
+    keys.append(("parallelism", "expert_parallel_degree"))
     for section, name in keys:
         key = f"{section}.{name}"
         value = getattr(getattr(config, section), name)
@@ -83,6 +85,42 @@ def products_of_experts_have_a_kernel(config: Config) -> Iterator[Mistake]:
                 why=f"is not a multiple of {multiple}, as grouped products in {dtype} need it",
                 instead=alternatives(nearest_multiples(size, multiple)),
             )
+
+
+@rule
+def expert_parallel_degree_divides(config: Config, layout: Layout) -> Iterator[Mistake]:
+    degree = layout.expert_parallel
+    if degree == 1:
+        return
+    divided = {
+        "experts": layout.model.n_experts,
+        "ranks of dp_shard x cp x tp": layout.expert_ranks,
+    }
+    fitting = math.gcd(*divided.values())
+    for what, count in divided.items():
+        if count % degree:
+            yield Mistake(
+                key="parallelism.expert_parallel_degree",
+                value=degree,
+                why=f"does not divide the {count} {what}",
+                instead=alternatives(n for n in range(1, fitting + 1) if fitting % n == 0),
+            )
+
+
+@rule_of_keys
+def a_capacity_is_of_expert_parallelism(config: Config) -> Iterator[Mistake]:
+    factor = config.experts.capacity_factor
+    dense = not has_experts(find_family(config.model.name))
+    if factor and config.parallelism.expert_parallel_degree == 1 and not dense:
+        yield Mistake(
+            key="experts.capacity_factor",
+            value=factor,
+            why=(
+                "has no effect with parallelism.expert_parallel_degree = 1: a rank has as many"
+                " rows as its own tokens choose experts"
+            ),
+            instead="0, or a degree of 2 or more",
+        )
 
 
 @rule

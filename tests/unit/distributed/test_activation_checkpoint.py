@@ -10,7 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_lite.config.families import ModelConfig
-from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_lite.distributed.activation_checkpoint import (
+    apply_activation_checkpoint,
+    checkpoint_rule,
+    fully_checkpointed,
+)
 from titan_lite.models.transformer import Transformer, TransformerBlock
 
 LAYERS = 3
@@ -99,18 +103,33 @@ def test_what_a_block_computes_again_in_backward(mode, option, recomputed):
 def test_every_so_many_blocks_is_recomputed(option, blocks):
     _, backward = operators("selective", option)
     assert backward["silu"] == blocks
-    checkpointed = [
-        type(block) is not TransformerBlock
-        for block in build_model("selective", option).layers.values()
+    checkpointed = list(map(checkpoint_rule, build_model("selective", option).layers.values()))
+    assert [rule is not None for rule in checkpointed] == [
+        i % int(option) == 0 for i in range(LAYERS)
     ]
-    assert checkpointed == [i % int(option) == 0 for i in range(LAYERS)]
 
 
 def test_blocks_are_counted_in_the_whole_model_and_not_in_a_stage():
     model = Transformer(CONFIG)
     del model.layers["0"]
     apply_activation_checkpoint(model.layers, "selective", "2")
-    assert [type(block) is not TransformerBlock for block in model.layers.values()] == [False, True]
+    rules = [checkpoint_rule(block) for block in model.layers.values()]
+    assert [rule is not None for rule in rules] == [False, True]
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_blocks_can_be_fully_checkpointed_for_a_time(mode):
+    model = build_model(mode)
+    tokens = torch.arange(8)[None]
+    with fully_checkpointed(model.layers):
+        model(tokens).sum().backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model(tokens).sum().backward()
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        assert torch.equal(gradient, parameter.grad)
+    is_checkpointed = [checkpoint_rule(block) is not None for block in model.layers.values()]
+    assert is_checkpointed == [mode != "none"] * LAYERS
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -124,7 +143,7 @@ def test_names_and_classes_stay(mode):
     assert [name for name, _ in model.named_modules()] == modules
     for block in model.layers.values():
         assert isinstance(block, TransformerBlock)
-        assert (type(block) is TransformerBlock) is (mode == "none")
+        assert (checkpoint_rule(block) is None) is (mode == "none")
 
 
 def test_one_model_does_not_change_another():

@@ -20,12 +20,15 @@ from titan_lite.distributed.activation_checkpoint import (
 )
 from titan_lite.models.experts import (
     LOADS,
+    MOST_ROWS,
+    Experts,
     MixtureOfExperts,
     Router,
     choose_experts,
     grouped_mm,
     grouped_mm_of_weights,
     routers_of,
+    rows_of_experts,
 )
 from titan_lite.models.transformer import Transformer
 
@@ -48,6 +51,7 @@ class Count:
 def no_loads():
     yield
     LOADS.clear()
+    MOST_ROWS.clear()
 
 
 def filled(moe, seed=0):
@@ -77,6 +81,11 @@ def loop(moe, x, bias=0.0):
                 hidden = F.silu(experts.w1[n] @ x[b, t]) * (experts.w3[n] @ x[b, t])
                 out[b, t] = out[b, t] + weight * (experts.w2[n] @ hidden)
     return out
+
+
+def counts_of(choices):
+    """Tokens of each sequence that an expert has: (B, E)."""
+    return F.one_hot(choices, CONFIG.n_experts).sum((1, 2))
 
 
 def gradients(moe, x, out):
@@ -118,7 +127,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros():
     moe.router.expert_bias = torch.tensor([5.0, 0.0, 0.0, -5.0, 0.0])
     x = tokens()
     assert_same_as_loop(moe, x, moe.router.expert_bias)
-    counts = moe.router(x).counts.sum(0)
+    counts = counts_of(moe.router(x).choices).sum(0)
     assert counts[3] == 0
     assert counts[0] == 24
     moe(x).sum().backward()
@@ -148,10 +157,10 @@ def test_grouped_products_are_a_loop_of_products(dtype):
     rows, weights = torch.randn(20, 16).to(dtype), torch.randn(4, 16, 24).to(dtype)
     ends = torch.tensor([3, 3, 15, 20], dtype=torch.int32)
     parts = rows.split([3, 0, 12, 5])
-    found = grouped_mm(rows, weights, ends)
+    found = grouped_mm(rows, weights, ends, 20)
     expected = torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
     torch.testing.assert_close(found, expected)
-    of_weights = grouped_mm_of_weights(found, rows, ends)
+    of_weights = grouped_mm_of_weights(found, rows, ends, 20)
     expected = [y.t() @ x for y, x in zip(found.split([3, 0, 12, 5]), parts, strict=True)]
     torch.testing.assert_close(of_weights, torch.stack(expected))
     assert not of_weights[1].any()
@@ -162,15 +171,104 @@ def test_operators_are_what_torch_asks_of_them():
     ends = torch.tensor([3, 3, 15, 20], dtype=torch.int32)
     tests = ("test_schema", "test_faketensor")
     rows, weights = torch.randn(20, 16), torch.randn(4, 16, 24)
-    torch.library.opcheck(grouped_mm, (rows, weights, ends), test_utils=tests)
-    torch.library.opcheck(
-        grouped_mm,
-        (rows, weights.transpose(1, 2).contiguous().transpose(1, 2), ends),
-        test_utils=tests,
-    )
-    torch.library.opcheck(grouped_mm_of_weights, (rows, torch.randn(20, 8), ends), test_utils=tests)
+    transposed = weights.transpose(1, 2).contiguous().transpose(1, 2)
+    for factor in (weights, transposed):
+        torch.library.opcheck(grouped_mm, (rows, factor, ends, 20), test_utils=tests)
+    of_weights = (rows, torch.randn(20, 8), ends, 20)
+    torch.library.opcheck(grouped_mm_of_weights, of_weights, test_utils=tests)
     probabilities = torch.rand(2, 6, 5)
     torch.library.opcheck(choose_experts, (probabilities, torch.zeros(5), 2, ""), test_utils=tests)
+    choices = torch.tensor([[0, 3], [1, 2], [3, 0]])
+    for experts, room, spare in ((4, 6, 0), (2, 6, 1), (2, 1, 1)):
+        arguments = (choices, 0, experts, room, spare, "")
+        torch.library.opcheck(rows_of_experts, arguments, test_utils=tests)
+
+
+# Some of the experts
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Grouped products leave NaN in the rows past the last end, as kernels may."""
+    product = F.grouped_mm
+
+    def poison(a, b, offs):
+        found = product(a, b, offs=offs)
+        if b.ndim == 3:
+            found[offs[-1] :] = float("nan")
+        return found
+
+    monkeypatch.setattr(F, "grouped_mm", poison)
+
+
+def test_rows_of_some_experts_are_side_by_side_in_the_order_of_tokens():
+    choices = torch.tensor([[0, 3], [1, 2], [3, 2], [4, 1]])
+    choice, row, ends = rows_of_experts(choices, 2, 2, 6, 1, "")
+    assert ends.tolist() == [2, 4]
+    assert choice[:4].tolist() == [3, 5, 1, 4]  # of expert 2: tokens 1 and 2; of 3: 0 and 2
+    assert row.tolist() == [6, 2, 6, 0, 3, 1, 6, 6]
+
+
+def split(moe, parts):
+    """The experts of `moe` in parts, as ranks have them."""
+    found = []
+    count = CONFIG.n_experts // parts
+    for number in range(parts):
+        own = range(number * count, (number + 1) * count)
+        part = Experts(CONFIG)
+        part.own = own
+        for name, weight in moe.experts.named_parameters():
+            setattr(part, name, torch.nn.Parameter(weight.detach()[own.start : own.stop].clone()))
+        found.append(part)
+    return found
+
+
+@pytest.mark.parametrize("bias", [[0.0] * 5, [9.0, 9.0, 0.0, 0.0, 0.0]], ids=["any", "one part"])
+def test_parts_of_the_experts_add_up_to_all_of_them(bias, poisoned):
+    """Forward and every gradient; also where one part gets all tokens, and others get none."""
+    moe = filled(MixtureOfExperts(CONFIG))
+    moe.router.expert_bias = torch.tensor(bias)
+    x = tokens()
+    expected = moe(x)
+    of_x, _, *of_experts = gradients(moe, x, expected)
+    parts = split(moe, 5)
+    routing = moe.router(x)
+    weights, choices = routing.weights.flatten(0, 1), routing.choices.flatten(0, 1)
+    found = sum(part(x.flatten(0, 1), weights, choices) for part in parts).view_as(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_near(gradients(moe, x, found)[0], of_x)
+    for name, whole in zip(("w1", "w2", "w3"), of_experts, strict=True):
+        joined = torch.cat([getattr(part, name).grad for part in parts])
+        assert joined.isfinite().all()
+        assert_near(joined, whole)
+
+
+def test_without_room_choices_are_as_those_of_other_experts(poisoned):
+    """And the rows that all choices need are known."""
+    moe = filled(MixtureOfExperts(CONFIG))
+    x = tokens()
+    (part, *_) = split(moe, 5)
+    part.fqn = "here"
+    part.capacity_factor = 1.0
+    routing = moe.router(x)
+    weights, choices = routing.weights.flatten(0, 1), routing.choices.flatten(0, 1)
+    needed = int((choices == 0).sum())
+    room = 24 * 2 // 5
+    assert needed > room
+    MOST_ROWS["here"] = most = torch.zeros((), dtype=torch.int64)
+    found = part(x.flatten(0, 1), weights, choices)
+    assert int(most) == needed
+    with_room = (choices == 0).any(1).nonzero().flatten()[:room]
+    assert found.isfinite().all()
+    assert found.any(1).nonzero().flatten().tolist() == with_room.tolist()
+    found.sum().backward()
+    assert all(weight.grad.isfinite().all() for weight in part.parameters())
+    assert x.grad.isfinite().all()
+
+    part.eval()  # validation has room for all
+    most.zero_()
+    assert int(part(x.flatten(0, 1), weights, choices).any(1).sum()) == needed
+    assert int(most) == 0
 
 
 # Balance
@@ -197,7 +295,7 @@ def test_backward_adds_the_gradient_of_the_term(balance):
     if balance == "step":
         expected = term(router, x, router.expert_share, 0.7)
     else:
-        counts = router(x).counts.float()
+        counts = counts_of(router(x).choices).float()
         of_sequences = [
             term(router, x[n : n + 1], counts[n] / counts[n].sum(), 0.7) for n in range(len(x))
         ]
@@ -299,13 +397,13 @@ def test_on_a_gpu_grouped_products_are_a_loop_and_an_empty_group_has_zeros():
     weights = torch.randn(4, 64, 96, device="cuda", dtype=torch.bfloat16)
     sizes = [130, 0, 262, 8]
     ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
-    found = grouped_mm(rows, weights, ends)
+    found = grouped_mm(rows, weights, ends, 400)
     parts = rows.split(sizes)
     expected = torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
     transposed = weights.transpose(1, 2).contiguous().transpose(1, 2)
-    torch.testing.assert_close(grouped_mm(rows, transposed, ends), found, rtol=2e-2, atol=2e-2)
-    of_weights = grouped_mm_of_weights(found, rows, ends)
+    torch.testing.assert_close(grouped_mm(rows, transposed, ends, 400), found, rtol=2e-2, atol=2e-2)
+    of_weights = grouped_mm_of_weights(found, rows, ends, 400)
     for part, x, product in zip(found.split(sizes), parts, of_weights, strict=True):
         torch.testing.assert_close(product, part.t() @ x, rtol=2e-2, atol=0.5)
     assert not of_weights[1].any()
@@ -330,3 +428,20 @@ def test_on_a_gpu_a_mixture_is_that_of_a_cpu_and_nothing_waits_for_the_host():
         torch.cuda.set_sync_debug_mode("default")
     difference = found.detach().cpu().float() - expected.detach()
     assert difference.norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_parts_of_the_experts_add_up_to_all_of_them():
+    moe = filled(MixtureOfExperts(CONFIG))
+    x = tokens()
+    expected = moe(x).flatten(0, 1).detach()
+    routing = moe.router(x)
+    weights, choices = (each.flatten(0, 1).cuda().detach() for each in routing)
+    weights.requires_grad_()
+    given = x.detach().flatten(0, 1).to("cuda", torch.bfloat16).requires_grad_()
+    parts = [part.to("cuda", torch.bfloat16) for part in split(moe, 5)]
+    found = sum(part(given, weights, choices) for part in parts)
+    found.sum().backward()
+    assert (found.detach().cpu().float() - expected).norm() < 0.05 * expected.norm()
+    results = [given, weights, *(weight for part in parts for weight in part.parameters())]
+    assert all(tensor.grad.isfinite().all() for tensor in results)

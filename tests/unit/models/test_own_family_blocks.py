@@ -518,3 +518,31 @@ def test_experts_that_would_not_be_balanced_or_sharded_are_refused(change, words
         model.layers = nn.ModuleDict({"0": namespace["build_block"](model.config)})
     with pytest.raises(ConfigError, match=words):
         check_tensors(model, "own.py")
+
+
+def test_expert_parallelism_splits_the_module_that_it_knows_alone(tmp_path):
+    text = of_experts(
+        (
+            "class Block(nn.Module):",
+            """class Scaled(Experts):
+    def forward(self, x, weights, choices):
+        return 2 * super().forward(x, weights, choices)
+
+
+class Block(nn.Module):""",
+        )
+    )
+    text = text.replace("import MixtureOfExperts", "import Experts, MixtureOfExperts")
+    moe = "        self.moe = MixtureOfExperts(config)\n"
+    text = text.replace(moe, f"{moe}        self.moe.experts = Scaled(config)\n")
+    file = tmp_path / "scaled.py"
+    file.write_text(text)
+    for degree in (1, 2):
+        names = [f"--model.name={file}", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]
+        config = load_config(DEBUG, [*names, f"--parallelism.expert_parallel_degree={degree}"])
+        layout = Layout.from_config(config, 2)
+        if degree == 1:
+            check(config, layout)
+            continue
+        with pytest.raises(ConfigError, match=r"moe\.experts\.w1 is of a Scaled, and expert"):
+            check(config, layout)

@@ -350,6 +350,7 @@ def test_an_input_that_is_not_there_is_named(options, message, tmp_path):
 # Mixtures of experts
 
 MOE = ("--model.name=qwen3_moe",)
+EP = "--parallelism.expert_parallel_degree=2"
 
 
 @pytest.mark.parametrize(
@@ -391,6 +392,21 @@ MOE = ("--model.name=qwen3_moe",)
         ),
         ([*MOE, "--model.flavor=", "--model.dim=64"], "model.n_experts, model.experts_per_token"),
         (
+            [EP],
+            'parallelism.expert_parallel_degree = 2 has no effect with model.name = "llama3", a'
+            " dense family",
+        ),
+        (
+            [*MOE, EP, "--experts.capacity_factor=0.5"],
+            "experts.capacity_factor = 0.5: expected a number at least 1, or 0",
+        ),
+        (
+            [*MOE, "--experts.capacity_factor=1.5"],
+            "experts.capacity_factor = 1.5 has no effect with parallelism.expert_parallel_degree ="
+            " 1: a rank has as many rows as its own tokens choose experts; use 0, or a degree of 2"
+            " or more",
+        ),
+        (
             [*MOE, "--experts.balance=microbatch"],
             'experts.balance = "microbatch": expected one of "step", "sequence", "bias", "none"',
         ),
@@ -404,3 +420,14 @@ def test_a_mixture_of_experts_that_cannot_be(options, words):
 
 def test_a_mixture_of_experts_that_can_be():
     checked(*MOE, "--model.n_experts=3", "--experts.balance=sequence")
+    checked(*MOE, EP, "--experts.capacity_factor=1.5", ranks=4)
+
+
+def test_expert_parallelism_divides_experts_and_ranks():
+    """The values that fit are those that divide both."""
+    with pytest.raises(ConfigError) as error:
+        checked(*MOE, "--model.n_experts=6", "--parallelism.expert_parallel_degree=4", ranks=4)
+    assert "does not divide the 6 experts; use 1 or 2" in str(error.value)
+    checked(*MOE, "--model.n_experts=6", EP, "--parallelism.tensor_parallel_degree=4", ranks=4)
+    with pytest.raises(ConfigError, match="the 1 ranks of dp_shard x cp x tp; use 1"):
+        checked(*MOE, EP, "--parallelism.data_parallel_replicate_degree=4", ranks=4)

@@ -1,6 +1,6 @@
 """Price graphs, and the collectives of parameters: seconds, bytes and FLOPs by kind and mesh axis.
 
-    costs = graph_costs(graph, machine, fused=True, axes=axes_of(mesh))
+    costs = graph_costs(graph, machine, fused=True, axes=axes)
     costs.compute, costs.exposed["tp"], costs.sent["tp"]        # seconds, seconds, bytes
     once_per_step_costs(specs, machine, axes, hidden_under={})  # of parameters gathered once a step
 
@@ -20,6 +20,7 @@ from titan_lite.cost.collectives import (
     KINDS,
     collective_bytes,
     kind_of,
+    named_axis,
     parameters_of,
     ranks_of,
 )
@@ -202,7 +203,7 @@ def graph_costs(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Cost
         ranks = tuple(ranks_of(node))
         if len(ranks) > 1:
             costs.add_collective(
-                axis_along(ranks, axes, bool(parameters_of(node))),
+                named_axis(node) or axis_along(ranks, axes, bool(parameters_of(node))),
                 kind_of(node),
                 collective_bytes(node),
                 ranks,

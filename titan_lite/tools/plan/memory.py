@@ -177,8 +177,13 @@ def outside_of_tensors(layout: PlannedLayout) -> float:
     if layout.world_size > 1:
         communicators = 1 + sum(degree > 1 for degree in layout.degrees.values())
         communicators += layout.sends_table
-        if layout.model.n_experts and layout.degrees["tp"] > 1:  # mesh.expert_mesh
-            communicators += 1 + (layout.degrees["dp_replicate"] > 1)
+        of_experts = (
+            layout.degrees["dp_replicate"],
+            layout.expert_ranks // layout.expert_parallel,
+            layout.expert_parallel,
+        )
+        if layout.model.n_experts and max(layout.degrees["tp"], layout.expert_parallel) > 1:
+            communicators += sum(degree > 1 for degree in of_experts)  # mesh.expert_mesh
     return CONTEXT + communicators * CHANNELS * CHANNEL_BUFFERS
 
 

@@ -80,10 +80,11 @@ def recipe_lines(plan: Plan) -> list[str]:
         ),
     ]
     if layout.model.n_experts:
+        split = f", over ep {layout.expert_parallel}" if layout.expert_parallel > 1 else ""
         lines.append(
             f"{layout.model.n_experts} experts, {layout.model.experts_per_token} for a token,"
-            f" equally loaded: {layout.parameters:,} parameters, {layout.active_parameters:,} of"
-            " them for a token"
+            f" equally loaded{split}: {layout.parameters:,} parameters,"
+            f" {layout.active_parameters:,} of them for a token"
         )
     if layout.ramp:
         lines.append(
@@ -254,6 +255,7 @@ def as_json(plan: Plan) -> str:
         "flavor": shape_words(layout.config.model),
         "world_size": layout.world_size,
         "degrees": layout.degrees,
+        "expert_parallel": layout.expert_parallel,
         "parameters": layout.parameters,
         "active_parameters": layout.active_parameters,
         "machine": plan.machine.name,

@@ -263,7 +263,7 @@ def trace_stage(
     gc.collect()  # graphs of earlier traces
     config = layout.config
     mesh = build_mesh(layout.degrees, "cpu")
-    axes = axes_of(mesh)
+    axes = axes_of(mesh, layout.expert_parallel)
     machines = [
         machine.with_attention_kernel(config.training.attention_kernel) for machine in machines
     ]

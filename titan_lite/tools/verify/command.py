@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     layouts: list[Degrees] = []
     for name in options.layouts:
         if name == "all":
-            layouts += every_layout()
+            layouts += every_layout(experts=shape_of(config.model).n_experts > 0)
         elif name == "recipe":
             layouts.append(layout_of(config, options.world_size))
         else:

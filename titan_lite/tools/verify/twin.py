@@ -41,7 +41,8 @@ from titan_lite.models.loss_chunk import automatic_chunk
 from titan_lite.models.shapes import shape_of
 from titan_lite.sharding import chunk_size
 
-Degrees = dict[str, int]  # by axis
+Degrees = dict[str, int]  # by axis, and by "ep", which is within the others
+KEYS = {**DEGREES, "ep": "expert_parallel_degree"}
 
 TOKENIZER = SHIPPED.parent / "assets/tokenizer/debug.model"
 MAX_PROCESSES = 8
@@ -68,6 +69,7 @@ def layout_of(config: Config, world_size: int | None = None) -> Degrees:
         if wanted["dp_shard"] == -1:
             wanted["dp_shard"] = DEGREE_OF_ANY
     layout = {axis: min(2, degree) for axis, degree in wanted.items()}
+    layout["ep"] = min(2, config.parallelism.expert_parallel_degree)
     growing = [axis for axis in AXES if axis not in ("pp", "tp")]
     while True:
         axis = max(growing, key=lambda axis: wanted[axis] / layout[axis])
@@ -77,23 +79,26 @@ def layout_of(config: Config, world_size: int | None = None) -> Degrees:
         layout = larger
 
 
-def every_layout() -> list[Degrees]:
+def every_layout(experts: bool = False) -> list[Degrees]:
     """Return all combinations of degrees 1 and 2 for 2 to MAX_PROCESSES processes."""
     choices = itertools.product((1, 2), repeat=len(AXES))
-    layouts = [dict(zip(AXES, degrees, strict=True)) for degrees in choices]
+    layouts = [dict(zip(KEYS, (*degrees, 1), strict=True)) for degrees in choices]
     possible = [layout for layout in layouts if 1 < processes_of(layout) <= MAX_PROCESSES]
+    if experts:
+        split = [layout | {"ep": 2} for layout in possible if ranks_of_copy(layout) > 1]
+        possible += split
     return sorted(possible, key=processes_of)
 
 
 def parse_layout(text: str) -> Degrees:
     """Parse "dp_shard=2,tp=2" into the degrees of all axes. Raises ConfigError."""
-    layout = dict.fromkeys(AXES, 1)
+    layout = dict.fromkeys(KEYS, 1)
     for part in text.split(","):
         axis, _, degree = part.partition("=")
-        if axis not in AXES or not (degree.isascii() and degree.isdigit() and int(degree) > 0):
+        if axis not in KEYS or not (degree.isascii() and degree.isdigit() and int(degree) > 0):
             raise ConfigError(
                 f"--layouts {text}: '{part}' is not a degree; use recipe, all, or degrees of "
-                f"{', '.join(AXES)} such as dp_shard=2,tp=2"
+                f"{', '.join(KEYS)} such as dp_shard=2,tp=2"
             )
         layout[axis] = int(degree)
     return layout
@@ -106,7 +111,12 @@ def name_of(layout: Degrees) -> str:
 
 
 def processes_of(layout: Degrees) -> int:
-    return math.prod(layout.values())
+    return math.prod(layout[axis] for axis in AXES)
+
+
+def ranks_of_copy(layout: Degrees) -> int:
+    """Return the ranks that may share the experts of a block, of which ep is a part."""
+    return layout["dp_shard"] * layout["cp"] * layout["tp"]
 
 
 # --- Twins ----------------------------------------------------------------------------------------
@@ -142,6 +152,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
         optimizer=_optimizer(config.optimizer),
         lr_scheduler=config.lr_scheduler.replace(warmup_steps=0, total_steps=-1),
         parallelism=_parallelism(config, layout),
+        experts=config.experts.replace(capacity_factor=0),
         float8=config.float8.replace(filter_fqns=_fqns(config.float8.filter_fqns)),
         compile=_compile(config.compile, SEQ_LEN // layout["cp"] // layout["tp"]),
         checkpoint=Checkpoint(),
@@ -220,7 +231,7 @@ def _microbatch_size(config: Config, layout: Degrees) -> int:
 
 def _parallelism(config: Config, layout: Degrees) -> Parallelism:
     given = config.parallelism
-    degrees = {DEGREES[axis]: degree for axis, degree in layout.items()}
+    degrees = {KEYS[axis]: degree for axis, degree in layout.items()}
     parallelism = given.replace(
         **degrees,
         fsdp_keep_gathered=_fqns(given.fsdp_keep_gathered),

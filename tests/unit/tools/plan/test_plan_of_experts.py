@@ -70,7 +70,18 @@ def test_experts_are_sharded_over_tensor_parallel_ranks_and_gathered_whole():
     assert split.gathered_of_rank == others / 2 + experts
 
 
-def node_of(operator, *shapes):
+def test_a_rank_gathers_its_own_experts_alone():
+    ep = "--parallelism.expert_parallel_degree=4"
+    (config, alone), (_, split) = layout_of(), layout_of(ep)
+    experts = 48 * block_weights(A3B).experts
+    assert split.gathered_of_rank == alone.gathered_of_rank - experts * 3 / 4
+    assert split.expert_ranks == 8
+    for layout in (alone, split):
+        assert largest_shard(layout, "layers.0.moe.experts.w2", (128, 2048, 768)) == (16, 2048, 768)
+        assert steady_bytes(config, layout) == pytest.approx(4 * 4 * layout.parameters / 8)
+
+
+def node_of(operator, *shapes, expected):
     """A node of a graph that calls the operator."""
     graph = torch.fx.Graph()
     nodes = []
@@ -79,21 +90,28 @@ def node_of(operator, *shapes):
         dtype = torch.int32 if len(shape) == 1 else torch.bfloat16
         node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
         nodes.append(node)
-    call = graph.call_function(operator._opoverload, tuple(nodes))
-    call.meta["val"] = operator(*(node.meta["val"] for node in nodes))
+    call = graph.call_function(operator._opoverload, (*nodes, expected))
+    call.meta["val"] = operator(*(node.meta["val"] for node in nodes), expected)
     return call
 
 
 def test_a_grouped_product_is_priced_by_the_rows_of_an_expert():
     """Few rows leave tiles partly empty, and weights are read whatever the rows."""
     flops = 2.0 * 65536 * 2048 * 768
-    forward = node_of(grouped_mm, (65536, 2048), (128, 2048, 768), (128,))
-    weights = node_of(grouped_mm_of_weights, (65536, 768), (65536, 2048), (128,))
-    assert flops_of(forward) == flops_of(weights) == (flops, 0.0)
+
+    def products(rows, room):
+        return (
+            node_of(grouped_mm, (room, 2048), (128, 2048, 768), (128,), expected=rows),
+            node_of(grouped_mm_of_weights, (room, 768), (room, 2048), (128,), expected=rows),
+        )
+
     peak = flops / H100.flops(torch.bfloat16)
-    for node in (forward, weights):
+    for node, with_room in zip(products(65536, 65536), products(65536, 500000), strict=True):
+        assert flops_of(node) == flops_of(with_room) == (flops, 0.0)
         assert peak < node_seconds(node, H100) < 3 * peak
-    few = node_of(grouped_mm, (1024, 2048), (128, 2048, 768), (128,))
+        # room that stays empty costs nothing
+        assert node_seconds(with_room, H100) == node_seconds(node, H100)
+    few, _ = products(1024, 1024)
     assert node_seconds(few, H100) > 4 * peak / 64
     assert node_seconds(few, H100) > 2.0 * 128 * 2048 * 768 / 3.35e12
 
@@ -115,3 +133,25 @@ def test_expert_shards_travel_over_fsdp_with_tensor_parallelism(capsys):
     sent = json.loads(capsys.readouterr().out)["sent_bytes"]
     assert sent["dp_shard"] > 6 * 4 * block_weights(QWEN3_MOE.flavors["debug"]).experts
     assert sent["tp"] > 0
+
+
+def test_with_expert_parallelism_tokens_travel_in_place_of_experts(capsys):
+    recipe = str(RECIPES / "qwen3_moe_debug.toml")
+    arguments = [recipe, "--hardware", "h100", "--world-size", "4", "--json"]
+
+    def planned(*options):
+        assert main([*arguments, *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    options = ["--parallelism.expert_parallel_degree=2"]
+    whole, split = planned(), planned(*options)
+    # with ep = 4 no expert is gathered, by the ranks that also shard the other weights
+    all_split = planned("--parallelism.expert_parallel_degree=4")
+    assert "ep" not in whole["sent_bytes"]
+    assert 0 < all_split["sent_bytes"]["dp_shard"] < split["sent_bytes"]["dp_shard"]
+    assert split["sent_bytes"]["dp_shard"] < whole["sent_bytes"]["dp_shard"]
+    assert 0 < split["sent_bytes"]["ep"] < all_split["sent_bytes"]["ep"]
+    assert split["expert_parallel"] == 2
+    # rows that are not computed take memory alone
+    little = planned(*options, "--experts.capacity_factor=1")
+    assert little["memory"]["peak"] < split["memory"]["peak"]

@@ -1,0 +1,104 @@
+"""Give experts room for as many rows as the recipe says, and for all in a step that needs more.
+
+    capacity = ExpertCapacity(model.stages, layout, config, device)
+    capacity.begin_step()
+    losses = model.forward_backward(batches, tokens)
+    if capacity.exceeded():                     # a collective, for which the host waits
+        ...                                     # drop gradients and counts of the step
+        with capacity.room_for_all():
+            losses = model.forward_backward(batches, tokens)
+
+With expert parallelism, all ranks may send a rank all their tokens: ep times the rows of equally
+loaded experts, if ep is at most E / K. With experts.capacity_factor = 1.5, tensors are for 1.5
+times these rows, and a rank that gets more has no room for the last ones. No token is dropped for
+that: the step does not count, and the same batches run again with room for all rows. Then blocks
+recompute all that they can in backward, so that the rows of one layer are in memory at a time.
+Compiled stages have other graphs for that, made when a step needs them first.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan_lite.config import Config
+from titan_lite.distributed.activation_checkpoint import fully_checkpointed
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.pipeline_schedule import runs_halves
+from titan_lite.distributed.stage import Stage
+from titan_lite.models.experts import MOST_ROWS, Experts, experts_of
+
+
+def apply_capacity(model: nn.Module, factor: float) -> None:
+    """Set the capacity of the experts of `model`, in place. factor: as in Experts."""
+    for experts in experts_of(model).values():
+        experts.capacity_factor = factor
+
+
+class ExpertCapacity:
+    """The rows that the experts of this rank need. Does nothing without experts.capacity_factor."""
+
+    def __init__(
+        self, stages: Sequence[Stage], layout: Layout, config: Config, device: torch.device
+    ):
+        self.stages = stages
+        self.factor = config.experts.capacity_factor
+        self.repeated_steps = 0  # since the last `values`
+        self.most = 0.0  # rows relative to equally loaded experts, likewise
+        # Without graphs, each half of a backward would recompute a block.
+        self.recomputes = config.compile.compiles("model") or not (
+            layout.degrees["pp"] > 1 and runs_halves(config.parallelism)
+        )
+        if not self.factor:
+            return
+        tokens = layout.tokens_per_microbatch // layout.degrees["tp"]
+        self.expected = (
+            tokens * layout.model.experts_per_token
+        )  # rows, if experts are equally loaded
+        self.experts: dict[str, Experts] = {}
+        for stage in stages:
+            self.experts |= experts_of(stage.model)
+        self.rows = torch.zeros(max(1, len(self.experts)), dtype=torch.int64, device=device)
+        MOST_ROWS.update(zip(self.experts, self.rows, strict=False))
+
+    def begin_step(self) -> None:
+        if self.factor:
+            self.rows.zero_()
+
+    def exceeded(self) -> bool:
+        """Return True if a rank has needed more rows in this step than there is room for. A
+        collective, for which the host waits.
+        """
+        if not self.factor:
+            return False
+        most = self.rows.max()
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        rows = int(most)
+        self.most = max(self.most, rows / self.expected)
+        exceeded = rows > math.ceil(self.factor * self.expected)
+        self.repeated_steps += exceeded
+        return exceeded
+
+    @contextmanager
+    def room_for_all(self) -> Iterator[None]:
+        """Return a context in which experts have room for all rows."""
+        with ExitStack() as stack:
+            for stage in self.stages:
+                apply_capacity(stage.model, 0.0)
+                stack.callback(apply_capacity, stage.model, self.factor)
+                if self.recomputes:
+                    stack.enter_context(fully_checkpointed(stage.model.layers))
+                stack.enter_context(stage.with_room_for_all())
+            yield
+
+    def values(self) -> dict[str, float]:
+        """Return the metrics since the last call by name (metrics/writer.py)."""
+        if not self.factor:
+            return {}
+        values = {"expert_rows_max": self.most, "repeated_steps": float(self.repeated_steps)}
+        self.most = 0.0
+        self.repeated_steps = 0
+        return values
