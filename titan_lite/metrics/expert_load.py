@@ -58,7 +58,7 @@ def idle_experts(loads: Loads, steps: range) -> str:
     layers = [f"layers.{layer}: {_numbers(experts)}" for layer, experts in loads.idle.items()]
     more = f"; and {len(layers) - SHOWN} more layers" if len(layers) > SHOWN else ""
     return (
-        f"steps {steps[0]:,} to {steps[-1]:,}: experts without a token (experts.balance):"
+        f"{_range(steps)}: experts without a token (experts.balance):"
         f" {'; '.join(layers[:SHOWN])}{more}"
     )
 
@@ -71,11 +71,19 @@ def repeated_steps(rows: Mapping[str, float], factor: float, steps: range) -> st
     repeated = round(rows.get("repeated_steps", 0))
     if not repeated:
         return ""
+    most = rows["expert_rows_max"]
     return (
-        f"steps {steps[0]:,} to {steps[-1]:,}: {repeated:,} ran again with memory for all tokens of"
-        f" experts: a rank's had {rows['expert_rows_max']:.2f} times those of equally loaded ones,"
-        f" more than experts.capacity_factor = {factor:g}"
+        f"{_range(steps)}: {repeated:,} ran again, with memory for all tokens of experts: those of"
+        f" a rank had {most:.2f} times the tokens of equally loaded ones, and"
+        f" experts.capacity_factor = {factor:g}"
     )
+
+
+def _range(steps: range) -> str:
+    """Return "step 5", or "steps 5 to 9"."""
+    if len(steps) == 1:
+        return f"step {steps[0]:,}"
+    return f"steps {steps[0]:,} to {steps[-1]:,}"
 
 
 def _numbers(experts: Sequence[int]) -> str:

@@ -339,7 +339,24 @@ def plan_lines(subject: Subject, options: argparse.Namespace) -> list[str]:
         return [*describe(plan, options.tokens), "", *describe_scale(plan)]
     if options.changes:
         return [*describe(plan, options.tokens), *best_changes(plan, rows)]
-    return describe(plan, options.tokens, plan_with_less_checkpointing(subject, plan, options.full))
+    return describe(
+        plan,
+        options.tokens,
+        lighter=plan_with_less_checkpointing(subject, plan, options.full),
+        with_room=plan_with_room_for_all(subject, options.full),
+    )
+
+
+def plan_with_room_for_all(subject: Subject, full: bool) -> "Plan | None":
+    """Return a plan of a step that runs again with room for all rows of experts
+    (distributed/expert_capacity.py); None without a capacity.
+    """
+    from titan_lite.tools.plan.plan import make_plan
+
+    if not subject.config.experts.capacity_factor:
+        return None
+    changes = {"experts.capacity_factor": "0", "activation_checkpoint.mode": "full"}
+    return make_plan(subject.lay_out(changes), subject.machine.nominal_slow_fast(), full)
 
 
 def plan_with_less_checkpointing(subject: Subject, plan: "Plan", full: bool) -> "Plan | None":

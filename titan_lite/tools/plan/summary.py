@@ -33,11 +33,18 @@ SHOWN_SHARE = 5e-4  # smaller parts of a step are left out
 SHORT_WAIT = 0.1  # share of a step; with shorter waits, computation is the bottleneck
 
 
-def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None) -> list[str]:
+def describe(
+    plan: Plan,
+    token_budget: float = 0.0,
+    *,
+    lighter: Plan | None = None,
+    with_room: Plan | None = None,
+) -> list[str]:
     """Return the plan as lines of one screen.
 
     token_budget: tokens to give time and GPU-hours for; 0: those of training.steps.
-    lighter: the plan of the same recipe with less activation checkpointing.
+    lighter: the plan of the same recipe with less activation checkpointing. with_room: that of a
+    step that runs again with room for all rows of experts.
     """
     lines = [
         *recipe_lines(plan),
@@ -54,6 +61,8 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
         "",
         f"bottleneck: {what_binds(plan)}",
     ]
+    if with_room is not None:
+        lines.append(repeated_step_line(plan, with_room))
     if lighter is not None and plan.fits:
         lines.append(spare_memory_line(plan, lighter))
     lines.append(uncertainty_line(plan))
@@ -208,6 +217,17 @@ def spare_memory_line(plan: Plan, lighter: Plan) -> str:
     return (
         f"free memory: {free:.1f} GiB; activation_checkpoint.mode = {mode} needs {needs:.1f} GiB in"
         f" total, and {outcome}"
+    )
+
+
+def repeated_step_line(plan: Plan, with_room: Plan) -> str:
+    """Return a line on a step that runs again, as `with_room`, a plan, does."""
+    factor = plan.layout.config.experts.capacity_factor
+    verdict = "fits" if with_room.fits else "does not fit"
+    return (
+        f"a step with more tokens of experts on a rank than {factor:g} times the mean runs again:"
+        f" {with_room.nominal.seconds:.3g} s more, and {with_room.memory.total / GIB:.1f} GiB,"
+        f" which {verdict}"
     )
 
 

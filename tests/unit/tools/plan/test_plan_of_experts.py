@@ -155,3 +155,16 @@ def test_with_expert_parallelism_tokens_travel_in_place_of_experts(capsys):
     # rows that are not computed take memory alone
     little = planned(*options, "--experts.capacity_factor=1")
     assert little["memory"]["peak"] < split["memory"]["peak"]
+
+
+def test_a_plan_with_a_capacity_says_what_a_step_needs_that_runs_again(capsys):
+    recipe = str(RECIPES / "qwen3_moe_debug.toml")
+    options = ["--parallelism.expert_parallel_degree=2", "--experts.capacity_factor=1.25"]
+    assert main([recipe, "--hardware", "h100", "--world-size", "2", *options]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "a step with more tokens of experts on a rank than 1.25 times the mean runs again" in said
+    )
+    assert "GiB, which fits" in said
+    assert "over ep 2" in said
+    assert "expert parallelism" in said
