@@ -59,7 +59,7 @@ from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.pipeline import DeviceBatch
 from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.distributed.process_group import connect_store, init_process_group
-from titan_lite.dtensor import gradient_shard, shard_of
+from titan_lite.dtensor import gradient_shard
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger
 from titan_lite.metrics import expert_load
@@ -677,7 +677,7 @@ class Trainer:
             self.bad_documents.restart(keeps_file=self.rank == 0)
             path = config.checkpoint.initial_load_path
             tensors = {**self.parameters, **self.model.buffers}
-            load_initial(path, self.layout.model, tensors, shard_of, self.dump_folder)
+            load_initial(path, self.layout.model, tensors, self.dump_folder)
         else:
             self.load(step)
         self.model.parameters_have_changed()

@@ -6,12 +6,17 @@
     train_state.step                    for torchtitan; a resume reads state.json (state.py)
 
     section_of("optimizer.state.norm.weight.step")      # "optimizer"
-    to_torchtitan("layers.0.attention.wq.weight")       # "layers.0.attention.qkv_linear.wq.weight"
-    from_torchtitan("lm_head.weight")                   # "output.weight"
+    names = TorchtitanNames("qwen3_moe")                # raises ConfigError for other families
+    names.of("layers.0.attention.wq.weight")            # "layers.0.attention.qkv_linear.wq.weight"
+    names.ours("lm_head.weight")                        # "output.weight"
 
-torchtitan's Llama 3 (0.3.0) has the same parameters in the same layout, rotary pairs included, so
-that names are all that differs.
+torchtitan (0.3.0) has the same parameters. Those of its Llama 3 have the same layout, rotary pairs
+included; those of its Qwen3 have rotary pairs as transformers does.
 """
+
+from titan_lite.config import ConfigError
+from titan_lite.config.errors import shown
+from titan_lite.config.families import find_family
 
 SECTIONS = (  # first words of names that are no parameters
     "optimizer",
@@ -20,13 +25,12 @@ SECTIONS = (  # first words of names that are no parameters
     "lr_scheduler",  # in torchtitan's checkpoints alone
     "dataloader",  # in torchtitan's checkpoints alone
 )
-TORCHTITAN = {  # our module: torchtitan's
+_OF_ALL = {  # our module: torchtitan's
     "attention.wq": "attention.qkv_linear.wq",
     "attention.wk": "attention.qkv_linear.wk",
     "attention.wv": "attention.qkv_linear.wv",
     "output": "lm_head",
 }
-OURS = {theirs: ours for ours, theirs in TORCHTITAN.items()}
 
 
 def section_of(name: str) -> str:
@@ -35,21 +39,47 @@ def section_of(name: str) -> str:
     return first if first in SECTIONS else "model"
 
 
-def to_torchtitan(fqn: str) -> str:
-    """Return torchtitan's name of a parameter."""
-    return _renamed(fqn, TORCHTITAN)
+class TorchtitanNames:
+    """The names of a family's tensors in torchtitan's checkpoints. Raises ConfigError for a family
+    that is not there.
+    """
+
+    def __init__(self, family: str):
+        format = find_family(family).torchtitan
+        if format is None:
+            raise ConfigError(
+                f"model.name = {shown(family)}: torchtitan's checkpoints have another layout of"
+                " this family, or none; use a Hugging Face folder"
+            )
+        self.rotary = format.rotary
+        self.theirs = {**_OF_ALL, **format.names}
+        self._ours = {theirs: ours for ours, theirs in self.theirs.items()}
+
+    def of(self, fqn: str) -> str:
+        """Return the name of a parameter or buffer there."""
+        return _renamed(fqn, self.theirs)
+
+    def ours(self, name: str) -> str:
+        """Invert `of`."""
+        return _renamed(name, self._ours)
+
+    def has(self, buffer: str) -> bool:
+        """Return True if a buffer, by its FQN, has a place there."""
+        return _in_block(buffer) in self.theirs
+
+    def is_rotary(self, fqn: str) -> bool:
+        """Return True if the rows of a parameter are in another order there."""
+        return _in_block(fqn).rpartition(".")[0] in self.rotary
 
 
-def from_torchtitan(name: str) -> str:
-    """Invert `to_torchtitan`."""
-    return _renamed(name, OURS)
+def _renamed(fqn: str, names: dict[str, str]) -> str:
+    """Return a name, such as "layers.0.attention.wq.weight", with another tensor or module."""
+    inner = _in_block(fqn)
+    layer = fqn.removesuffix(inner)
+    module, _, tensor = inner.rpartition(".")
+    return layer + names.get(inner, f"{names.get(module, module)}.{tensor}")
 
 
-def _renamed(fqn: str, modules: dict[str, str]) -> str:
-    """Return a parameter's name, such as "layers.0.attention.wq.weight", with another module."""
-    module, _, parameter = fqn.rpartition(".")
-    layer = ""
-    if module.startswith("layers."):
-        _, number, module = module.split(".", 2)
-        layer = f"layers.{number}."
-    return f"{layer}{modules.get(module, module)}.{parameter}"
+def _in_block(fqn: str) -> str:
+    """Return the name of a tensor in its block, or the FQN of one that is in none."""
+    return fqn.split(".", 2)[2] if fqn.startswith("layers.") else fqn

@@ -4,14 +4,16 @@ folder.
     weights = open_weights("outputs/debug_model")     # a run's newest step, or any folder
     weights.config                                    # the model's shape
     weights.read("layers.3.attention.wq.weight")      # an unsharded tensor, our name and layout
-    load(weights, dict(model.named_parameters()), shard_of)     # into a model on any layout
+    load(weights, dict(model.named_parameters()))     # into a model on any layout
 
 Opening reads only names and shapes, and reports everything that does not fit at once.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
+import operator
 import os
 import re
 import time
@@ -24,15 +26,15 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
-from titan_lite.checkpoint.names import from_torchtitan, to_torchtitan
+from titan_lite.checkpoint.names import TorchtitanNames
 from titan_lite.checkpoint.state import read_state
 from titan_lite.checkpoint.steps import log_foreign_files
 from titan_lite.config import ConfigError
-from titan_lite.config.errors import shown
-from titan_lite.config.families import ModelConfig, file_digest, find_family, where_it_is
+from titan_lite.config.families import ModelConfig, file_digest, where_it_is
 from titan_lite.config.weights_folder import (
     CONFIG,
     HUGGING_FACE,
@@ -45,9 +47,10 @@ from titan_lite.config.weights_folder import (
     why_not_weights,
 )
 from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
+from titan_lite.dtensor import shard_of
 from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError, fields_of, is_inside, read_json
-from titan_lite.models.huggingface import config_from_hf, sources_of
+from titan_lite.models.huggingface import config_from_hf, sources_of, to_pairs
 from titan_lite.models.shapes import buffer_shapes, config_from_fields, parameter_shapes
 from titan_lite.text import error_line, first_lines
 
@@ -75,7 +78,7 @@ class _DcpFolder:
     folder: Path
     config: ModelConfig
     metadata: Metadata
-    names: dict[str, str]  # of parameters in the folder, by FQN
+    names: dict[str, str]  # of parameters and buffers in the folder, by FQN
     shapes: dict[str, torch.Size]  # by FQN
     dtypes: dict[str, torch.dtype]  # by FQN
     buffers: dict[str, torch.Size]  # that it has beside parameters, by FQN
@@ -88,7 +91,7 @@ class _DcpFolder:
         """
         self.shapes = shapes(self.config)
         expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
-        expected |= self.buffers
+        expected |= {self.names[fqn]: shape for fqn, shape in self.buffers.items()}
         _raise_faults(misfits(expected, {name: tensor.size for name, tensor in stored.items()}))
         of_model = {name: stored[name] for name in expected}
         _raise_faults(
@@ -98,8 +101,7 @@ class _DcpFolder:
             if not tensor.properties.dtype.is_floating_point
         )
         _raise_faults(tensor_files.incomplete(of_model))
-        names = {**self.names, **{fqn: fqn for fqn in self.buffers}}
-        self.dtypes = {fqn: stored[name].properties.dtype for fqn, name in names.items()}
+        self.dtypes = {fqn: stored[name].properties.dtype for fqn, name in self.names.items()}
 
     def digest(self) -> str:
         """Return a hash of the content: of samples of all files."""
@@ -113,9 +115,7 @@ class _DcpFolder:
 
     def read_into(self, parameters: Mapping[str, Tensor]) -> None:
         """Fill tensors or DTensors, without communication. Raises ConfigError."""
-        tensors = {
-            self.names.get(fqn, fqn): parameter.detach() for fqn, parameter in parameters.items()
-        }
+        tensors = {self.names[fqn]: parameter.detach() for fqn, parameter in parameters.items()}
         try:
             tensor_files.load(self.folder, tensors, metadata=self.metadata)
         except CorruptFileError as damage:
@@ -149,13 +149,13 @@ class CheckpointFolder(_DcpFolder):
             logger.warning(f"{self.config.family} has changed since {folder} was saved")
         stored = tensor_files.parameters(self.metadata)
         check_size(self.config, len(stored))
-        self.names = {fqn: fqn for fqn in shapes(self.config)}
         # a step that `convert` wrote may have none
         self.buffers = {
             fqn: torch.Size(shape)
             for fqn, shape in buffer_shapes(self.config).items()
             if fqn in stored
         }
+        self.names = {fqn: fqn for fqn in (*shapes(self.config), *self.buffers)}
         self._set_shapes(stored)
         # Only a converted step has them; those of a run are in its tokenizer.
         self.special_tokens = self.state.parts.get("special_tokens") or dict(NO_SPECIAL_TOKENS)
@@ -192,18 +192,30 @@ class TorchtitanFolder(_DcpFolder):
     kind = TORCHTITAN
 
     def __init__(self, folder: Path, config: ModelConfig):
-        check_torchtitan(config)
+        self.theirs = TorchtitanNames(config.family)
         self.folder = folder
         self.config = config
-        self.buffers = {}
         self.metadata = tensor_files.read_metadata(folder)
         stored = tensor_files.parameters(self.metadata)
-        ours = {from_torchtitan(name): name for name in stored}  # torchtitan 0.2 has our names
+        # torchtitan 0.2 has our names
+        ours = {self.theirs.ours(name): name for name in stored}
         if config.tied_embeddings and "output.weight" in ours:  # torchtitan stores them twice
             del stored[ours["output.weight"]]
-        self.names = {fqn: ours.get(fqn, to_torchtitan(fqn)) for fqn in shapes(config)}
+        self.buffers = {
+            fqn: torch.Size(shape) for fqn, shape in buffer_shapes(config).items() if fqn in ours
+        }
+        fqns = (*shapes(config), *self.buffers)
+        self.names = {fqn: ours.get(fqn, self.theirs.of(fqn)) for fqn in fqns}
         self._set_shapes(stored)
         self.special_tokens = dict(NO_SPECIAL_TOKENS)
+
+    def read_into(self, parameters: Mapping[str, Tensor]) -> None:
+        rotary = {fqn for fqn in parameters if self.theirs.is_rotary(fqn)}
+        super().read_into({fqn: each for fqn, each in parameters.items() if fqn not in rotary})
+        for fqn in rotary:
+            weight = torch.empty(self.shapes[fqn], dtype=self.dtypes[fqn])
+            super().read_into({fqn: weight})
+            _fill(parameters[fqn], to_pairs(weight, self.config.head_dim).__getitem__)
 
     def tokenizer_files(self) -> list[Path]:
         return tokenizer_files(self.folder)
@@ -383,6 +395,11 @@ class HuggingFaceFolder:
         """Return rows of a parameter, all by default."""
         return self.sources[fqn].join(self._open, self.config, rows)
 
+    def read_into(self, parameters: Mapping[str, Tensor]) -> None:
+        """Fill tensors or DTensors, without communication: this rank's rows of each."""
+        for fqn, parameter in parameters.items():
+            _fill(parameter, functools.partial(self.read, fqn))
+
     def tokenizer_files(self) -> list[Path]:
         return tokenizer_files(self.folder)
 
@@ -429,8 +446,6 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 Weights = CheckpointFolder | TorchtitanFolder | HuggingFaceFolder
-# parameter -> (this rank's part of it, the offset of that part in it)
-ShardOf = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
 
 
 def open_weights(
@@ -497,7 +512,6 @@ def load_initial(
     path: str,
     model: ModelConfig,
     parameters: Mapping[str, Tensor],
-    shard_of: ShardOf,
     run_folder: Path,
 ) -> None:
     """Fill a run's parameters from checkpoint.initial_load_path, if set. A collective.
@@ -536,7 +550,7 @@ def load_initial(
         )
     if not kept and weights.folder != Path(path):
         _keep_step(path, weights.folder, run_folder)
-    load(weights, parameters, shard_of)
+    load(weights, parameters)
     dtypes = {str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()}
     logger.info(
         f"weights from {weights.folder}, {weights.kind} in {' and '.join(sorted(dtypes))}, "
@@ -596,39 +610,21 @@ def _is_first_rank() -> bool:
 
 
 @torch.no_grad()
-def load(
-    weights: Weights, parameters: Mapping[str, Tensor], shard_of: ShardOf | None = None
-) -> None:
-    """Fill parameters in place, by name, and the buffers among them that the folder has. Each rank
-    reads its part, without communication.
-
-    shard_of: None if the parameters are not sharded. Raises ConfigError.
+def load(weights: Weights, parameters: Mapping[str, Tensor]) -> None:
+    """Fill tensors or DTensors in place, by name, and the buffers among them that the folder has.
+    Each rank reads its part, without communication. Raises ConfigError.
     """
-    if not isinstance(weights, HuggingFaceFolder):
-        has = {*weights.shapes, *weights.buffers}
-        weights.read_into({fqn: tensor for fqn, tensor in parameters.items() if fqn in has})
-        return
-    for fqn, parameter in parameters.items():
-        if fqn not in weights.shapes:
-            continue  # such files have no buffers
-        if shard_of is None:
-            parameter.copy_(weights.read(fqn))
-            continue
+    has = {*weights.shapes, *weights.buffers}
+    weights.read_into({fqn: tensor for fqn, tensor in parameters.items() if fqn in has})
+
+
+def _fill(parameter: Tensor, read: Callable[[slice], Tensor]) -> None:
+    """Fill a tensor, or this rank's part of a DTensor. read: returns rows of it."""
+    shard, offset = parameter, (0,) * parameter.ndim
+    if isinstance(parameter, DTensor):
         shard, offset = shard_of(parameter)
-        index = tuple(
-            slice(start, start + size) for start, size in zip(offset, shard.shape, strict=True)
-        )
-        rows, *others = index
-        shard.copy_(weights.read(fqn, rows)[(slice(None), *others)])
-
-
-def check_torchtitan(config: ModelConfig) -> None:
-    """Raise ConfigError for a family whose layout in torchtitan's checkpoints is not that here."""
-    if not find_family(config.family).is_in_torchtitan:
-        raise ConfigError(
-            f"model.name = {shown(config.family)}: torchtitan's checkpoints have another layout of"
-            " this family, or none; use a Hugging Face folder"
-        )
+    rows, *others = map(slice, offset, map(operator.add, offset, shard.shape))
+    shard.copy_(read(rows)[(slice(None), *others)])
 
 
 def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256: str) -> None:

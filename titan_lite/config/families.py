@@ -83,6 +83,15 @@ class HuggingFace:
 
 
 @dataclass(frozen=True)
+class Torchtitan:
+    """A family in torchtitan's checkpoints (checkpoint/names.py)."""
+
+    # Module, parameter or buffer of a block: its name there, beside those that all families have.
+    names: Mapping[str, str] = field(default_factory=dict)
+    rotary: tuple[str, ...] = ()  # modules whose rows are other pairs there, as in HuggingFace
+
+
+@dataclass(frozen=True)
 class Family:
     """A model family, but for its modules."""
 
@@ -97,7 +106,7 @@ class Family:
     # that all families have
     styles: Mapping[str, str] = field(default_factory=dict)
     huggingface: HuggingFace | None = None  # None: such files are not read or written
-    is_in_torchtitan: bool = False  # with the layout that torchtitan's checkpoints have
+    torchtitan: Torchtitan | None = None  # None: such checkpoints are not read or written
 
     def __post_init__(self) -> None:
         for name in ("block_parameters", "block_buffers"):
@@ -193,7 +202,7 @@ LLAMA3 = Family(
         fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
     ),
-    is_in_torchtitan=True,
+    torchtitan=Torchtitan(),
 )
 
 
@@ -207,6 +216,7 @@ def _qwen3_block(config: ModelConfig) -> dict[str, Shape]:
     }
 
 
+_QWEN3_ROTARY = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 _QWEN3_DEFAULTS: dict[str, Any] = {
     "rope_theta": 1_000_000.0,
     "norm_eps": 1e-6,
@@ -246,8 +256,9 @@ QWEN3 = Family(
             "num_key_value_heads": 32,
         },
         names={"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"},
-        rotary=("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm"),
+        rotary=_QWEN3_ROTARY,
     ),
+    torchtitan=Torchtitan(rotary=_QWEN3_ROTARY),
 )
 
 
@@ -325,7 +336,17 @@ QWEN3_MOE = Family(
             "mlp.experts.gate_up_proj": ("moe.experts.w1", "moe.experts.w3"),
             "mlp.experts.down_proj": ("moe.experts.w2",),
         },
-        rotary=("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm"),
+        rotary=_QWEN3_ROTARY,
+    ),
+    torchtitan=Torchtitan(
+        names={
+            "moe.router": "moe.router.gate",
+            "moe.router.expert_bias": "moe.expert_bias_E",
+            "moe.experts.w1": "moe.routed_experts.inner_experts.w1_EFD",
+            "moe.experts.w2": "moe.routed_experts.inner_experts.w2_EDF",
+            "moe.experts.w3": "moe.routed_experts.inner_experts.w3_EFD",
+        },
+        rotary=_QWEN3_ROTARY,
     ),
 )
 

@@ -93,7 +93,17 @@ def to_hf(fqn: str, weight: Tensor, config: ModelConfig) -> dict[str, Tensor]:
         return {name.replace("*", str(number)): each.clone() for number, each in enumerate(weight)}
     if not _is_rotary(fqn, config):
         return {name: weight}
-    return {name: weight.unflatten(0, (-1, config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)}
+    return {name: to_halves(weight, config.head_dim)}
+
+
+def to_halves(weight: Tensor, head_dim: int) -> Tensor:
+    """Return a copy with rotary pairs (i, i + D/2) in each head, which are (2i, 2i+1) here."""
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def to_pairs(weight: Tensor, head_dim: int) -> Tensor:
+    """Invert `to_halves`."""
+    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 @dataclass(frozen=True)
@@ -120,8 +130,7 @@ class Source:
         if self.part is not None:
             return weight[own, self.part]
         if _is_rotary(self.fqn, config):
-            pairs = weight.unflatten(0, (-1, 2, config.head_dim // 2))
-            weight = pairs.transpose(1, 2).flatten(0, 2)
+            weight = to_pairs(weight, config.head_dim)
         return weight[own]
 
 

@@ -14,7 +14,7 @@ import json
 import secrets
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +27,13 @@ from torch import Tensor
 
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
-from titan_lite.checkpoint.names import to_torchtitan
+from titan_lite.checkpoint.names import TorchtitanNames
 from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.checkpoint.state import RunState, write_state
 from titan_lite.checkpoint.weights import (
     CheckpointFolder,
     Weights,
     check_tokenizer,
-    check_torchtitan,
     open_weights,
 )
 from titan_lite.cli import Parser, command
@@ -47,7 +46,8 @@ from titan_lite.config.weights_folder import (
 from titan_lite.data.tokenizer import TiktokenTokenizer, Tokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
 from titan_lite.logging import init_logging, logger
-from titan_lite.models.huggingface import config_to_hf, hf_names, to_hf
+from titan_lite.models.huggingface import config_to_hf, hf_names, to_halves, to_hf
+from titan_lite.models.shapes import buffer_shapes
 
 DEFAULT_SHARD_GB = 5.0  # of a safetensors file
 
@@ -74,7 +74,7 @@ def write_step(
         "special_tokens": weights.special_tokens,
     }
     fqns = {fqn: fqn for fqn in (*weights.shapes, *weights.buffers)}
-    with _written_tensors(folder, weights, fqns, dtype) as unfinished:
+    with _written_tensors(folder, weights, fqns, dtype, weights.read) as unfinished:
         _copy_tokenizer(unfinished, tokenizer.paths)
         write_state(unfinished, 0, ["model"], RunState(identity, parts))
         files = {path.name: manifest.digest(path) for path in unfinished.iterdir()}
@@ -91,12 +91,23 @@ def write_torchtitan(
 
     Raises ConfigError.
     """
-    check_torchtitan(weights.config)
+    theirs = TorchtitanNames(weights.config.family)
     _load_tokenizer(weights, tokenizer)
-    fqns = {to_torchtitan(fqn): fqn for fqn in weights.shapes}
+    fqns = {theirs.of(fqn): fqn for fqn in weights.shapes}
     if weights.config.tied_embeddings:
-        fqns[to_torchtitan("output.weight")] = "tok_embeddings.weight"
-    with _written_tensors(folder, weights, fqns, dtype) as unfinished:
+        fqns[theirs.of("output.weight")] = "tok_embeddings.weight"
+    # torchtitan asks for biases of routers, also if none was ever set
+    shapes = buffer_shapes(weights.config)
+    buffers = {fqn: shape for fqn, shape in shapes.items() if theirs.has(fqn)}
+    fqns |= {theirs.of(fqn): fqn for fqn in buffers}
+
+    def converted(fqn: str) -> Tensor:
+        if fqn in buffers and fqn not in weights.buffers:
+            return torch.zeros(buffers[fqn])
+        weight = weights.read(fqn)
+        return to_halves(weight, weights.config.head_dim) if theirs.is_rotary(fqn) else weight
+
+    with _written_tensors(folder, weights, fqns, dtype, converted) as unfinished:
         _copy_tokenizer(unfinished, tokenizer.paths)
 
 
@@ -143,16 +154,23 @@ def _name(dtype: torch.dtype) -> str:
 
 @contextmanager
 def _written_tensors(
-    folder: Path, weights: Weights, fqns: Mapping[str, str], dtype: torch.dtype | None
+    folder: Path,
+    weights: Weights,
+    fqns: Mapping[str, str],
+    dtype: torch.dtype | None,
+    converted: Callable[[str], Tensor],
 ) -> Iterator[Path]:
     """Return a context with a folder, as in `_new_folder`, that has the tensors as DCP writes them.
 
-    fqns: {name in the checkpoint: our name}.
+    fqns: {name in the checkpoint: our name}. converted: returns a tensor by our name, as the
+    checkpoint has it.
     """
     planned = {}
+    buffers = buffer_shapes(weights.config)
     for name, fqn in fqns.items():
-        if fqn in weights.buffers:  # what routers keep stays as it is
-            shape, stored_as = weights.buffers[fqn], weights.dtypes[fqn]
+        shape: Sequence[int]
+        if fqn in buffers:  # what routers keep stays as it is
+            shape, stored_as = buffers[fqn], weights.dtypes.get(fqn, torch.float32)
         else:
             shape, stored_as = weights.shapes[fqn], dtype or weights.dtypes[fqn]
         planned[name] = torch.empty(shape, dtype=stored_as, device="meta")
@@ -160,7 +178,7 @@ def _written_tensors(
     rounding = Rounding()
 
     def read(name: str) -> Tensor:
-        return rounding.apply(fqns[name], weights.read(fqns[name]), planned[name].dtype)
+        return rounding.apply(fqns[name], converted(fqns[name]), planned[name].dtype)
 
     with _new_folder(folder, sum(tensor.nbytes for tensor in planned.values())) as unfinished:
         tensor_files.write_one_by_one(unfinished, planned, read)
@@ -206,7 +224,7 @@ def warn_of_biases(weights: Weights) -> None:
         logger.warning(
             f"left out: the biases by which {len(biased)} routers choose experts (experts.balance ="
             f' "bias"), such as {biased[0]}: the format has no place for them, and without them'
-            " other experts are chosen; a step has them"
+            " other experts are chosen; a checkpoint has them"
         )
 
 

@@ -22,7 +22,7 @@ from titan_lite.config import ConfigError
 from titan_lite.models.shapes import buffer_shapes
 from titan_lite.models.transformer import Transformer
 from titan_lite.tools import convert
-from titan_lite.tools.convert import write_hf, write_step, write_torchtitan
+from titan_lite.tools.convert import write_hf, write_step
 from titan_lite.tools.generate import build_decoder
 
 CONFIG = of_family("qwen3_moe", UNTIED)
@@ -230,8 +230,3 @@ def test_a_step_that_lacks_an_expert_is_refused(step, tmp_path):
     manifest.write(tmp_path / "copy", 7, files)
     with pytest.raises(ConfigError, match=r"moe.experts.w1 is \[5, 40, 20\], where \[6, 40, 20\]"):
         open_weights(tmp_path / "copy")
-
-
-def test_torchtitan_has_another_layout_of_it(step, tmp_path):
-    with pytest.raises(ConfigError, match="torchtitan's checkpoints have another layout"):
-        write_torchtitan(tmp_path / "theirs", open_weights(step))

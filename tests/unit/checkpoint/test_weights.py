@@ -671,9 +671,7 @@ def refusals_of_copies(folders):
         os.chdir(by_rank[dist.get_rank()])
         parameters = {fqn: torch.zeros(shape) for fqn, shape in shapes(TINY).items()}
         try:
-            load_initial(
-                "mine", TINY, parameters, lambda each: (each, (0,) * each.dim()), Path("run")
-            )
+            load_initial("mine", TINY, parameters, Path("run"))
             said.append("")
         except ConfigError as error:
             said.append(str(error))
@@ -713,7 +711,6 @@ def initial_weights(paths, run_folder):
                 str(by_rank[dist.get_rank()]),
                 TINY,
                 parameters,
-                lambda parameter: (parameter, (0,) * parameter.dim()),
                 run_folder,
             )
             found.append(parameters)
@@ -748,9 +745,7 @@ def started(path, run_folder):
     """Return the first number of the weights that a run begins with, or what it says."""
     parameters = {fqn: torch.zeros(shape) for fqn, shape in shapes(TINY).items()}
     try:
-        load_initial(
-            str(path), TINY, parameters, lambda each: (each, (0,) * each.dim()), run_folder
-        )
+        load_initial(str(path), TINY, parameters, run_folder)
     except ConfigError as error:
         return str(error)
     return float(parameters["norm.weight"][0])
