@@ -57,6 +57,7 @@ from titan_lite.distributed.mesh import (
 from titan_lite.distributed.parallelize import ParallelModel, parallelize
 from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.pipeline import DeviceBatch
+from titan_lite.distributed.pipeline_schedule import runs_halves
 from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.distributed.process_group import connect_store, init_process_group
 from titan_lite.dtensor import gradient_shard
@@ -259,7 +260,13 @@ class Trainer:
         self.expert_balance = ExpertBalance(
             self.model.stages, self.layout.model, config.experts, self.mesh, self.device
         )
-        self.expert_capacity = ExpertCapacity(self.model.stages, self.layout, config, self.device)
+        self.expert_capacity = ExpertCapacity(
+            self.model.stages,
+            self.layout,
+            config.experts.capacity_factor,
+            self.device,
+            recomputes=config.compile.compiles("model") or not runs_halves(config.parallelism),
+        )
         self.grad_compression = PowerSGD(
             self.model.stages,
             config.parallelism,

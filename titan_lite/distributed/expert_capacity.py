@@ -1,6 +1,6 @@
 """Give experts room for as many rows as the recipe says, and for all in a step that needs more.
 
-    capacity = ExpertCapacity(model.stages, layout, config, device)
+    capacity = ExpertCapacity(model.stages, layout, 1.5, device, recomputes=True)
     capacity.begin_step()
     losses = model.forward_backward(batches, tokens)
     if capacity.exceeded():                     # a collective, for which the host waits
@@ -24,10 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_lite.config import Config
 from titan_lite.distributed.activation_checkpoint import fully_checkpointed
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.pipeline_schedule import runs_halves
 from titan_lite.distributed.stage import Stage
 from titan_lite.models.experts import MOST_ROWS, Experts, experts_of
 
@@ -42,16 +40,22 @@ class ExpertCapacity:
     """The rows that the experts of this rank need. Does nothing without experts.capacity_factor."""
 
     def __init__(
-        self, stages: Sequence[Stage], layout: Layout, config: Config, device: torch.device
+        self,
+        stages: Sequence[Stage],
+        layout: Layout,
+        factor: float,
+        device: torch.device,
+        *,
+        recomputes: bool,
     ):
+        """factor: experts.capacity_factor. recomputes: blocks can, in a step that runs again; False
+        where each half of a backward would do it.
+        """
         self.stages = stages
-        self.factor = config.experts.capacity_factor
+        self.factor = factor
+        self.recomputes = recomputes
         self.repeated_steps = 0  # since the last `values`
         self.most = 0.0  # rows relative to equally loaded experts, likewise
-        # Without graphs, each half of a backward would recompute a block.
-        self.recomputes = config.compile.compiles("model") or not (
-            layout.degrees["pp"] > 1 and runs_halves(config.parallelism)
-        )
         if not self.factor:
             return
         tokens = layout.tokens_per_microbatch // layout.degrees["tp"]
