@@ -2,18 +2,23 @@
 
     python scripts/first_step.py titan_lite --blocks 6 --backend inductor --steps 6
     python scripts/first_step.py torchtitan --blocks 6            # with a Python that has it
+    python scripts/first_step.py titan_lite --recipe qwen3_moe_debug --expert-parallel 2
 
-benchmark_compile.py calls this, and says what is measured. Two ranks train a model of the debug
-flavor's width on the CPU, on random tokens, in steps of forward, backward and AdamW. A program is
-imported by the ranks only, so that any Python with torch and that program can run this file.
+benchmark_compile.py and benchmark_experts.py call this, and say what is measured. Two ranks train a
+model of the debug flavor's width on the CPU, on random tokens, in steps of forward, backward and
+AdamW. A program is imported by the ranks only, so that any Python with torch and that program can
+run this file.
 
 torchtitan is its package of that name (0.3.0): its model, FSDP2 and its own way to compile, by
-block, of its `debugmodel`, with SDPA in place of FlexAttention, which has no CPU kernel for
-backward, without activation checkpointing and validation, in float32 as the other one.
+block, of its `debugmodel`, or of a mixture with the sizes of ours, with SDPA in place of
+FlexAttention, which has no CPU kernel for backward, without activation checkpointing and
+validation, in float32 as the other one, experts of eager mode included; compiled, they are in
+bfloat16.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -22,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +39,7 @@ LOCAL_BATCH_SIZE = 4
 RANKS = 2
 TOKENS = RANKS * LOCAL_BATCH_SIZE * SEQ_LEN  # of a step
 VOCABULARY = 256  # of the random tokens
+MIXTURE = "qwen3_moe_debug"
 
 Step = Callable[[Tensor, Tensor], None]  # trains on (input, label), both (B, T)
 
@@ -42,9 +49,11 @@ class Options:
     """The program of a measurement, and its sizes."""
 
     program: str
+    recipe: str
     blocks: int
-    backend: str
+    backend: str  # "eager": not compiled
     bucketing: str  # of titan_lite
+    expert_parallel: int
     steps: int
 
 
@@ -95,13 +104,17 @@ def titan_lite_step(options: Options) -> tuple[Step, float, Callable[[], str]]:
 
     imported = time.time()
     blocks = options.blocks
+    compiled = [
+        "--compile.enable",
+        "--compile.components=model",
+        f"--compile.backend={options.backend}",
+        f"--compile.bucketing={options.bucketing}",
+    ]
     config = load_config(
-        "debug_model",
+        options.recipe,
         [
-            "--compile.enable",
-            "--compile.components=model",
-            f"--compile.backend={options.backend}",
-            f"--compile.bucketing={options.bucketing}",
+            *(["--compile.no-enable"] if options.backend == "eager" else compiled),
+            f"--parallelism.expert_parallel_degree={options.expert_parallel}",
             f"--training.local_batch_size={LOCAL_BATCH_SIZE}",
             f"--training.seq_len={SEQ_LEN}",
         ],
@@ -146,14 +159,27 @@ def torchtitan_step(options: Options) -> tuple[Step, float, Callable[[], str]]:
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.models.common.attention import ScaledDotProductAttention
-    from torchtitan.models.llama3 import model_registry
 
+    if options.recipe == MIXTURE:
+        import torchtitan.models.qwen3  # noqa: F401 - so that its time is one of imports
+
+        build_spec = functools.partial(torchtitan_mixture, options)
+    else:
+        from torchtitan.models.llama3 import model_registry
+
+        build_spec = functools.partial(model_registry, "debugmodel")
     imported = time.time()
+    spec = build_spec()
     training = TrainingConfig(mixed_precision_param="float32")
     # "spmd_types", the default, needs a newer torch than 2.13 for FSDP2
-    parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
-    compile = CompileConfig(enable=True, components=["model"], backend=options.backend)
-    spec = model_registry("debugmodel")
+    parallelism = ParallelismConfig(
+        spmd_backend="partial_dtensor", expert_parallel_degree=options.expert_parallel
+    )
+    compile = CompileConfig(
+        enable=options.backend != "eager",
+        components=["model"],
+        backend="inductor" if options.backend == "eager" else options.backend,
+    )
     attention = spec.model.layers[0].attention
     attention.inner_attention = ScaledDotProductAttention.Config()
     attention.rope = dataclasses.replace(attention.rope, max_seq_len=SEQ_LEN)
@@ -194,14 +220,44 @@ def torchtitan_step(options: Options) -> tuple[Step, float, Callable[[], str]]:
     return step, imported, str
 
 
+def torchtitan_mixture(options: Options) -> Any:
+    """Return torchtitan's spec of a Qwen3-MoE with the sizes of qwen3_moe_debug.toml."""
+    from torchtitan.models import qwen3
+    from torchtitan.models.common import CosSinRoPE
+    from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+    spec = qwen3.model_registry("debugmodel_moe", moe_comm_backend="standard")
+    spec.model.layers = qwen3._build_qwen3_moe_layers(
+        n_layers=options.blocks,
+        dim=256,
+        n_heads=8,
+        n_kv_heads=4,
+        head_dim=48,
+        moe_hidden_dim=192,
+        num_experts=8,
+        top_k=2,
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        rope=CosSinRoPE.Config(dim=48, max_seq_len=SEQ_LEN, theta=1e6),
+    )
+    is_split = options.expert_parallel > 1
+    set_qwen3_sharding_config(spec.model, enable_sp=False, enable_ep=is_split)
+    if options.backend == "eager":  # the compiler refuses grouped products in float32
+        torch.Tensor.bfloat16 = lambda tensor: tensor  # which experts are cast to
+    return spec
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("program", choices=["titan_lite", "torchtitan"])
+    parser.add_argument("--recipe", default="debug_model", choices=["debug_model", MIXTURE])
     parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager"])
+    backends = ["inductor", "aot_eager", "eager"]
+    parser.add_argument("--backend", default="inductor", choices=backends)
     parser.add_argument("--bucketing", default="block", help="of titan_lite")
+    parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6)
     options = Options(**vars(parser.parse_args()))
     if options.steps < 2:

@@ -128,7 +128,8 @@ def check_world(config: Config, world_size: int) -> None:
 def needs_verification(config: Config) -> bool:
     """Return True if the layout splits blocks of a user's own family, as their file says of them.
 
-    Data parallelism alone needs nothing of what it says.
+    Data parallelism needs nothing of what it says, and expert parallelism splits a module of this
+    package alone.
     """
     degrees = (
         config.parallelism.pipeline_parallel_degree,

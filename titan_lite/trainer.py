@@ -54,10 +54,13 @@ from titan_lite.distributed.mesh import (
     sum_of_losses,
     sum_over_tokens,
 )
-from titan_lite.distributed.parallelize import ParallelModel, parallelize
+from titan_lite.distributed.parallelize import (
+    ParallelModel,
+    parallelize,
+    recomputes_in_repeats,
+)
 from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.pipeline import DeviceBatch
-from titan_lite.distributed.pipeline_schedule import runs_halves
 from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.distributed.process_group import connect_store, init_process_group
 from titan_lite.dtensor import gradient_shard
@@ -262,10 +265,9 @@ class Trainer:
         )
         self.expert_capacity = ExpertCapacity(
             self.model.stages,
-            self.layout,
             config.experts.capacity_factor,
             self.device,
-            recomputes=config.compile.compiles("model") or not runs_halves(config.parallelism),
+            recomputes=recomputes_in_repeats(config),
         )
         self.grad_compression = PowerSGD(
             self.model.stages,
@@ -431,7 +433,8 @@ class Trainer:
     def train_step(self) -> None:
         """Accumulate gradients over the local batches, then update the weights.
 
-        Nothing here but Shampoo waits for the device: `read_metrics` gets the scalars later.
+        Nothing here but Shampoo, and experts with a capacity, waits for the device: `read_metrics`
+        gets the scalars later.
         """
         with self.stragglers.preparing():
             batches = [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
@@ -485,7 +488,8 @@ class Trainer:
     def with_room_for_all(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> list[Tensor]:
         """Run a step again, with room for all rows of experts. Nothing of the first run counts."""
         for parameter in self.parameters.values():
-            gradient_shard(parameter)  # it may still be reduced
+            if parameter.grad is not None:
+                gradient_shard(parameter)  # it may still be reduced
         self.optimizer.zero_grad()
         self.begin_counts()
         with (
@@ -606,19 +610,16 @@ class Trainer:
         """
         loads = self.expert_balance.loads()
         rows = self.expert_capacity.values()
-        if loads is None:
-            return rows
+        steps = range(self.throughput.window_start + 1, self.step + 1)
+        lines = [expert_load.repeated_steps(rows, self.config.experts.capacity_factor, steps)]
+        if loads is not None:
+            lines.append(expert_load.idle_experts(loads, steps))
         if self.rank == 0:
-            steps = range(self.throughput.window_start + 1, self.step + 1)
-            expert_load.write_shares(loads, self.dump_folder, steps)
-            factor = self.config.experts.capacity_factor
-            for line in (
-                expert_load.idle_experts(loads, steps),
-                expert_load.repeated_steps(rows, factor, steps),
-            ):
-                if line:
-                    logger.warning(line)
-        return expert_load.values_of(loads) | rows
+            for line in filter(None, lines):
+                logger.warning(line)
+            if loads is not None:
+                expert_load.write_shares(loads, self.dump_folder, steps)
+        return {**({} if loads is None else expert_load.values_of(loads)), **rows}
 
     # Checkpoints
 

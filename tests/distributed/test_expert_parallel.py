@@ -135,6 +135,16 @@ def test_expert_parallelism_compiled_by_inductor_is_the_run_of_one_process(layou
     assert result.agrees, result
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--optimizer.name=Muon"], COMPILED])
+def test_experts_of_a_rank_that_its_shards_do_not_divide(options):
+    """Four experts of each half over three ranks: 2, 2 and none."""
+    config = twin_of("dp_shard=6,ep=2", *options)
+    model = twin_model(shape_of(config.model), 4)
+    result = compare(run(config, model), run(reference(config), model))
+    assert result.agrees, result
+
+
 def all_to_one(trainer):
     """Every token chooses experts 0 and 1 in all layers."""
     for stage in trainer.model.stages:

@@ -111,6 +111,7 @@ def test_a_mixture_goes_on_on_another_layout(before, after, tmp_path):
     assert found[4] == pytest.approx(expected[4], rel=1e-5)
 
 
+TWO_BATCHES = ["--training.local_batch_size=2", "--training.global_batch_size=8"]
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager", "--compile.components", "model"]
 
 
@@ -118,7 +119,23 @@ COMPILED = ["--compile.enable", "--compile.backend=aot_eager", "--compile.compon
     "options",
     [
         pytest.param([], id="eager"),
-        pytest.param([*COMPILED, "--activation_checkpoint.mode=selective"], id="compiled"),
+        pytest.param(
+            [
+                *COMPILED,
+                "--activation_checkpoint.mode=selective",
+                "--parallelism.fsdp_communication=microbatch",
+            ],
+            id="compiled",
+        ),
+        pytest.param(
+            [
+                "--model.tied_embeddings=yes",
+                "--parallelism.pipeline_parallel_degree=2",
+                "--model.n_layers=4",
+            ],
+            id="tied pipeline",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             [
                 "--parallelism.pipeline_parallel_degree=2",
@@ -136,15 +153,17 @@ COMPILED = ["--compile.enable", "--compile.backend=aot_eager", "--compile.compon
     ],
 )
 def test_a_step_without_room_runs_again_and_is_the_step_with_room(options, tmp_path):
-    """Losses, norms, loads, what routers keep, and that a line says so."""
-    options = [*options, EP, "--parallelism.data_parallel_shard_degree=2"]
+    """Losses, norms, loads, what routers keep, and that a line says so; with two local batches a
+    step, for which weights are gathered once.
+    """
+    options = [*options, EP, "--parallelism.data_parallel_shard_degree=2", *TWO_BATCHES]
     ranks = 4 if any("pipeline_parallel_degree" in option for option in options) else 2
     run_options = [*BIAS, *steps(4), *NO_VALIDATION, "--metrics.log_freq=2", *options]
     (whole, kept), *_ = run_ranks(ranks, with_tensors, tmp_path / "whole", run_options, init=False)
     tight = [*run_options, "--experts.capacity_factor=1"]
     (lines, found), *_ = run_ranks(ranks, with_tensors, tmp_path / "tight", tight, init=False)
     assert "ran again" not in whole
-    assert "of equally loaded ones, and experts.capacity_factor = 1" in lines
+    assert "times the tokens of equally loaded ones, and experts.capacity_factor = 1" in lines
     expected = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     values = read_metrics(tmp_path / "tight" / "metrics.jsonl")
     assert sum(row["repeated_steps"] for row in values.values()) >= 3
@@ -225,6 +244,12 @@ def skipping_step_2(folder, options):
         [EP],
         [EP, "--optimizer.name=Muon", "--optimizer.ns_dtype=float32"],
         [EP, "--compile.enable", "--training.mixed_precision_param=bfloat16"],
+        [
+            EP,
+            "--parallelism.data_parallel_replicate_degree=2",
+            "--parallelism.replicate_compression=powersgd",
+            "--parallelism.replicate_uncompressed_steps=2",
+        ],
         ["--compile.enable", "--compile.backend=aot_eager", "--compile.components", "model"],
     ],
     ids=lambda options: " ".join(option.partition("=")[2] or option for option in options[:2]),
@@ -232,7 +257,8 @@ def skipping_step_2(folder, options):
 def test_a_mixture_learns_with(options, tmp_path):
     run_options = [*SMALL, *MOE, *steps(40), *NO_VALIDATION]
     run_options += ["--training.local_batch_size=4", "--lr_scheduler.warmup_steps=2"]
-    done = train(2, DEBUG, tmp_path, *run_options, *options)
+    ranks = 4 if EP in options and "--parallelism.replicate_compression=powersgd" in options else 2
+    done = train(ranks, DEBUG, tmp_path, *run_options, *options)
     assert done.returncode == 0
     found = [values["loss"] for values in read_metrics(tmp_path / "metrics.jsonl").values()]
     assert found[-1] < found[0] - 0.3

@@ -189,7 +189,7 @@ HERE = {
     "CONFIG_FILE=train_configs/qwen3_moe_debug.toml ./run_train.sh": Run(
         "done: step 1", f"{SMALLEST} --job.dump_folder outputs/experts"
     ),
-    "python -m titan_lite verify train_configs/qwen3_moe_debug.toml --layouts tp=2 pp=2": Run(
+    "python -m titan_lite verify train_configs/qwen3_moe_debug.toml --layouts tp=2 dp_shard=2,ep=2": Run(
         "agrees", "--steps 1"
     ),
     "python -m titan_lite plan train_configs/qwen3_30b_a3b.toml": Run("of 80 on the device"),
@@ -231,6 +231,11 @@ HERE = {
     " --torchtitan PYTHON": Run(
         "| 1 | titan_lite | aot_eager |",
         "--blocks 1 --backends aot_eager --steps 2",
+        {" --torchtitan PYTHON": ""},
+    ),
+    "python scripts/benchmark_experts.py --torchtitan PYTHON": Run(
+        "| titan_lite | eager | 2 |",
+        "--modes eager --rounds 1 --steps 2",
         {" --torchtitan PYTHON": ""},
     ),
     "python scripts/benchmark_start.py --modes inductor --rounds 1 --beside BEFORE": Run(

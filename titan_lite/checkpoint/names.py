@@ -11,7 +11,7 @@
     names.ours("lm_head.weight")                        # "output.weight"
 
 torchtitan (0.3.0) has the same parameters. Those of its Llama 3 have the same layout, rotary pairs
-included; those of its Qwen3 have rotary pairs as transformers does.
+included; those of its Qwen3 have rotary pairs as transformers does. torchtitan 0.2 has our names.
 """
 
 from titan_lite.config import ConfigError
@@ -45,14 +45,14 @@ class TorchtitanNames:
     """
 
     def __init__(self, family: str):
-        format = find_family(family).torchtitan
-        if format is None:
+        found = find_family(family).torchtitan
+        if found is None:
             raise ConfigError(
                 f"model.name = {shown(family)}: torchtitan's checkpoints have another layout of"
                 " this family, or none; use a Hugging Face folder"
             )
-        self.rotary = format.rotary
-        self.theirs = {**_OF_ALL, **format.names}
+        self.rotary = found.rotary
+        self.theirs = {**_OF_ALL, **found.names}
         self._ours = {theirs: ours for ours, theirs in self.theirs.items()}
 
     def of(self, fqn: str) -> str:

@@ -34,6 +34,7 @@ from titan_lite.checkpoint.names import TorchtitanNames
 from titan_lite.checkpoint.state import read_state
 from titan_lite.checkpoint.steps import log_foreign_files
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import shown
 from titan_lite.config.families import ModelConfig, file_digest, where_it_is
 from titan_lite.config.weights_folder import (
     CONFIG,
@@ -59,6 +60,7 @@ NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 INITIAL_STEP = "initial_step.json"  # in a run's folder: the step that it began from
 ROWS = 4096  # of two matrices that are compared at once
 MAX_FAULTS = 40  # shown of a folder that does not fit
+QUERIES = "layers.0.attention.wq.weight"
 SINGLE_FILE = "model.safetensors"  # in a Hugging Face folder, as INDEX
 INDEX = f"{SINGLE_FILE}.index.json"
 SHARD = re.compile(r"-\d+-of-(\d+)\.")  # in the name of one of several files
@@ -183,8 +185,9 @@ class CheckpointFolder(_DcpFolder):
 
 
 class TorchtitanFolder(_DcpFolder):
-    """The model's weights in a checkpoint of torchtitan, or of a plain `dcp.save` with its names or
-    ours.
+    """The model's weights in a checkpoint of torchtitan, or of a plain `dcp.save` with its names.
+
+    Of Llama 3 also with ours; with these, the order of other families' rows is not certain.
 
     config: the model's shape, which the folder does not have.
     """
@@ -197,8 +200,13 @@ class TorchtitanFolder(_DcpFolder):
         self.config = config
         self.metadata = tensor_files.read_metadata(folder)
         stored = tensor_files.parameters(self.metadata)
-        # torchtitan 0.2 has our names
         ours = {self.theirs.ours(name): name for name in stored}
+        if self.theirs.rotary and QUERIES in stored:
+            raise ConfigError(
+                f"{folder} has {QUERIES}, a name of titan_lite and of torchtitan 0.2, whose rows"
+                f" of model.name = {shown(config.family)} are in different orders; use a step that"
+                " titan_lite has saved, torchtitan 0.3, or a Hugging Face folder"
+            )
         if config.tied_embeddings and "output.weight" in ours:  # torchtitan stores them twice
             del stored[ours["output.weight"]]
         self.buffers = {

@@ -32,7 +32,7 @@ from titan_lite.compile.torch_patches import is_compiling
 from titan_lite.dtensor import local
 
 # Attributes of every module but `training`, and of sharded ones: `ModelWeights.described` describes
-# parameters. And the FQN of a router, which copies of a traced block replace.
+# parameters. And the FQN of a router or of experts, which copies of a traced block replace.
 MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "_fsdp", "fqn"}) - {"training"}
 HOOKS = (
     "_forward_hooks",

@@ -62,7 +62,7 @@ def choose_passes(settings: PassSettings) -> list[Pass]:
     config = settings.config
     passes: list[Pass] = []
 
-    # Collectives of activations (tensor and context parallelism)
+    # Collectives of activations (tensor, context and expert parallelism)
     if settings.async_tensor_parallel:
         passes.append(mark_fused_collectives)
     else:

@@ -27,7 +27,14 @@ from titan_lite.collectives import collectives
 from titan_lite.compile.graph import extract, output_node, placeholders, results_of
 from titan_lite.cost.collectives import start_of
 
-TAKE_GRADIENT = "titan_lite::take_gradient"  # distributed/step_gather.py
+# Operators with an FQN as an argument: no two segments with one would be equal.
+OF_A_MODULE = frozenset(
+    {
+        "titan_lite::take_gradient",  # distributed/step_gather.py
+        "titan_lite::choose_experts",  # models/experts.py, like the next one
+        "titan_lite::rows_of_experts",
+    }
+)
 # Takes the list of its inputs, which it clears.
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 Structure = Hashable  # equal for segments of the same code
@@ -115,13 +122,15 @@ def _value(values: Sequence[Any], argument: object) -> Any:  # noqa: ANN401 any 
 
 
 def is_outside(node: Node) -> bool:
-    """Return True for operators between segments: collectives, waits, and `take_gradient`.
-
-    The last one has an FQN as an argument, so that no two segments with it would be equal.
+    """Return True for operators between segments, and for one result of such an operator:
+    collectives, waits, and operators of OF_A_MODULE.
     """
+    if node.target is operator.getitem:
+        (source,) = node.all_input_nodes
+        return is_outside(source)
     if not isinstance(node.target, OpOverload) or is_fused(node):
         return False
-    return node.target.namespace == "_c10d_functional" or node.target.name() == TAKE_GRADIENT
+    return node.target.namespace == "_c10d_functional" or node.target.name() in OF_A_MODULE
 
 
 def is_fused(node: Node) -> bool:
@@ -214,8 +223,8 @@ class CutGraph:
     ):
         """Cut the graph, whose nodes have fake results in meta["val"].
 
-        runs_outside: True for operators with one result that are called between segments. apart,
-        starts: as in `split`.
+        runs_outside: True for operators that are called between segments, and for the nodes that
+        take one of several results. apart, starts: as in `split`.
         """
         self.segments: dict[Structure, Segment] = {}  # the different ones, by first call
         self._module = module

@@ -83,7 +83,7 @@ def parameter_collectives(graph: Graph) -> list[Node]:
 
 
 def activation_collectives(graph: Graph) -> list[Node]:
-    """Return the collectives of tensor and context parallelism: of tokens, heads and scales."""
+    """Return the collectives of tensor, context and expert parallelism: of tokens and heads."""
     return [node for node in graph.nodes if node.target in KINDS and not parameters_of(node)]
 
 

@@ -133,7 +133,7 @@ def _grouped_seconds(node: Node, flops: float, machine: Machine) -> float:
 
 def _expected_rows(node: Node) -> int:
     """Return the rows that a grouped product computes of those that there is room for."""
-    return cast(int, node.args[3])
+    return cast(int, node.args[-1])
 
 
 def _bytes_of_groups(node: Node) -> int:

@@ -1,6 +1,6 @@
 """Give experts room for as many rows as the recipe says, and for all in a step that needs more.
 
-    capacity = ExpertCapacity(model.stages, layout, 1.5, device, recomputes=True)
+    capacity = ExpertCapacity(model.stages, 1.5, device, recomputes=True)
     capacity.begin_step()
     losses = model.forward_backward(batches, tokens)
     if capacity.exceeded():                     # a collective, for which the host waits
@@ -16,7 +16,6 @@ recompute all that they can in backward, so that the rows of one layer are in me
 Compiled stages have other graphs for that, made when a step needs them first.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -25,9 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_lite.distributed.activation_checkpoint import fully_checkpointed
-from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.stage import Stage
-from titan_lite.models.experts import MOST_ROWS, Experts, experts_of
+from titan_lite.models.experts import ROOM_NEEDED, experts_of
 
 
 def apply_capacity(model: nn.Module, factor: float) -> None:
@@ -40,37 +38,21 @@ class ExpertCapacity:
     """The rows that the experts of this rank need. Does nothing without experts.capacity_factor."""
 
     def __init__(
-        self,
-        stages: Sequence[Stage],
-        layout: Layout,
-        factor: float,
-        device: torch.device,
-        *,
-        recomputes: bool,
+        self, stages: Sequence[Stage], factor: float, device: torch.device, *, recomputes: bool
     ):
-        """factor: experts.capacity_factor. recomputes: blocks can, in a step that runs again; False
-        where each half of a backward would do it.
-        """
+        """factor: experts.capacity_factor. recomputes: blocks do in a step that runs again."""
         self.stages = stages
         self.factor = factor
         self.recomputes = recomputes
         self.repeated_steps = 0  # since the last `values`
         self.most = 0.0  # rows relative to equally loaded experts, likewise
-        if not self.factor:
-            return
-        tokens = layout.tokens_per_microbatch // layout.degrees["tp"]
-        self.expected = (
-            tokens * layout.model.experts_per_token
-        )  # rows, if experts are equally loaded
-        self.experts: dict[str, Experts] = {}
-        for stage in stages:
-            self.experts |= experts_of(stage.model)
-        self.rows = torch.zeros(max(1, len(self.experts)), dtype=torch.int64, device=device)
-        MOST_ROWS.update(zip(self.experts, self.rows, strict=False))
+        # rows of this step relative to the room, of each layer; a zero on a rank without experts
+        fqns = [fqn for stage in stages for fqn in experts_of(stage.model)] if factor else []
+        self.needed = torch.zeros(len(fqns) + 1, dtype=torch.float64, device=device)
+        ROOM_NEEDED.update(zip(fqns, self.needed[1:], strict=True))
 
     def begin_step(self) -> None:
-        if self.factor:
-            self.rows.zero_()
+        self.needed.zero_()
 
     def exceeded(self) -> bool:
         """Return True if a rank has needed more rows in this step than there is room for. A
@@ -78,13 +60,12 @@ class ExpertCapacity:
         """
         if not self.factor:
             return False
-        most = self.rows.max()
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        rows = int(most)
-        self.most = max(self.most, rows / self.expected)
-        exceeded = rows > math.ceil(self.factor * self.expected)
-        self.repeated_steps += exceeded
-        return exceeded
+        needed = self.needed.max()
+        dist.all_reduce(needed, dist.ReduceOp.MAX)
+        most = needed.item()
+        self.most = max(self.most, most * self.factor)
+        self.repeated_steps += most > 1
+        return most > 1
 
     @contextmanager
     def room_for_all(self) -> Iterator[None]:

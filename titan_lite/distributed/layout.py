@@ -14,6 +14,7 @@ possible is in titan_lite/rules/, and what they take in distributed/memory.py.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from titan_lite.config import (
@@ -80,6 +81,7 @@ class Layout:
             n_layers=model.n_layers,
             local_batch_size=training.local_batch_size,
         )
+        check_expert_parallel(config.parallelism.expert_parallel_degree, degrees)
         dp_degree = degrees["dp_replicate"] * degrees["dp_shard"]
         *ramp, (accumulation, _) = gradient_accumulation_steps(training, dp_degree)
         layout = cls(
@@ -282,6 +284,17 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
             f" ranks (NGPU={product}), or set data_parallel_shard_degree = -1"
         )
     return degrees
+
+
+def check_expert_parallel(degree: int, degrees: Mapping[str, int]) -> None:
+    """Raise ConfigError unless a copy of a pipeline stage has a multiple of so many ranks."""
+    ranks = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+    if ranks % degree:
+        fitting = " or ".join(str(each) for each in range(1, ranks + 1) if ranks % each == 0)
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree = {degree} does not divide the {ranks} ranks of"
+            f" dp_shard x cp x tp; use {fitting}"
+        )
 
 
 def _gathers_once(config: Config, layout: Layout, device_memory: float) -> bool:

@@ -45,7 +45,7 @@ from titan_lite.distributed.pipeline import (
     SingleStage,
     keep_modules,
 )
-from titan_lite.distributed.pipeline_schedule import backwards_of
+from titan_lite.distributed.pipeline_schedule import backwards_of, runs_halves
 from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.distributed.simple_fsdp import (
     FSDPOptions,
@@ -273,6 +273,13 @@ def kept_gathered(parallelism: Parallelism) -> tuple[str, ...] | None:
     if parallelism.fsdp_reshard_after_forward == "always":
         return ()
     return parallelism.fsdp_keep_gathered
+
+
+def recomputes_in_repeats(config: Config) -> bool:
+    """Return True if blocks recompute all that they can in a step that runs again
+    (expert_capacity.py). Without graphs, each half of a backward would do it.
+    """
+    return config.compile.compiles("model") or not runs_halves(config.parallelism)
 
 
 def build_loss(config: Config, layout: Layout, mesh: DeviceMesh) -> Loss:

@@ -245,7 +245,7 @@ class PowerSGD:
         """Return the live state, which a checkpoint is loaded into, as DTensors.
 
         "FQN.error" has a dimension for the copy before those of the parameter, "FQN.q" dimensions
-        for the rank along dp_shard and tp before (m, r).
+        for the rank along dp_shard and tp, of experts ep, before (m, r).
         """
         tensors: dict[str, Tensor] = {}
         for sharded in [sharded for block in self.blocks.values() for sharded in block]:

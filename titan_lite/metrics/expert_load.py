@@ -72,10 +72,10 @@ def repeated_steps(rows: Mapping[str, float], factor: float, steps: range) -> st
     if not repeated:
         return ""
     most = rows["expert_rows_max"]
+    which = f"{repeated:,} of {_range(steps)}" if len(steps) > 1 else _range(steps)
     return (
-        f"{_range(steps)}: {repeated:,} ran again, with memory for all tokens of experts: those of"
-        f" a rank had {most:.2f} times the tokens of equally loaded ones, and"
-        f" experts.capacity_factor = {factor:g}"
+        f"{which} ran again, with memory for all tokens of experts: those of a rank had {most:.2f}"
+        f" times the tokens of equally loaded ones, and experts.capacity_factor = {factor:g}"
     )
 
 

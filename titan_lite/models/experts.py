@@ -24,8 +24,8 @@ added to probabilities when experts are chosen and has no part in weights (arXiv
 distributed/expert_balance.py updates the one that experts.balance reads, from what `choose_experts`
 gives to the Load of the router.
 
-Dimensions: as in models/transformer.py; E experts, K of a token, F their hidden units, N tokens,
-R rows; I and O, the inner and the outer size of a product.
+Dimensions: as in models/transformer.py; E experts, e of a rank, K of a token, F their hidden units,
+N tokens, R rows; I and O, the inner and the outer size of a product.
 """
 
 import math
@@ -53,9 +53,9 @@ class Load(Protocol):
 # The Load of each router of this process by its FQN: an operator of a graph takes tensors and plain
 # values, no objects. Without one, nothing is counted.
 LOADS: dict[str, Load] = {}
-# The most rows that the experts of this process have needed in training, by their FQN: scalars,
-# int64. Only experts with a capacity are in it.
-MOST_ROWS: dict[str, Tensor] = {}
+# The rows that the experts of this process have needed in training at most, relative to their room,
+# by their FQN: scalars, float64. Only experts with a capacity are in it.
+ROOM_NEEDED: dict[str, Tensor] = {}
 
 
 @torch.library.custom_op("titan_lite::choose_experts", mutates_args=())
@@ -95,20 +95,20 @@ def rows_of_experts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Arrange choices in rows, those of an expert side by side, in the order of tokens.
 
-    choices: (N, K). The experts are so many from the first on, with room for so many rows; choices
-    for which there is none are as those of other experts. spare: 1, or 0 without such choices.
-    Returns what `Rows` has, with R = room + spare: the choice of each row (R,), the row of each
-    choice (N K,), and the ends (E,) of the rows of each expert. fqn: in MOST_ROWS, which gets the
-    rows that all choices need; "": in none.
+    choices: (N, K). A rank's experts are first to first + experts - 1. It has `room` rows for them;
+    choices beyond it have none, as choices of other ranks' experts. spare: 1, or 0 if every choice
+    has a row. Returns what `Rows` has, with R = room + spare: the choice of each row (R,), the row
+    of each choice (N K,), and the ends (e,) of the rows of each expert. fqn: of the entry of
+    ROOM_NEEDED that gets the rows of all choices, relative to the room; "": of none.
     """
     flat = choices.flatten()
     is_own = (flat >= first) & (flat < first + experts)
     in_order, order = torch.where(is_own, flat - first, experts).sort(stable=True)
     numbers = torch.arange(experts, device=flat.device)
     ends = torch.searchsorted(in_order, numbers, right=True)
-    if fqn in MOST_ROWS:
-        most = MOST_ROWS[fqn]
-        most.copy_(torch.maximum(most, ends[-1]))
+    if fqn in ROOM_NEEDED:
+        needed = ROOM_NEEDED[fqn]
+        needed.copy_(torch.maximum(needed, ends[-1].double() / room))
     ends = ends.clamp(max=room).int()
     row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=flat.device))
     row = torch.where(row < ends[-1], row, room)
@@ -129,27 +129,27 @@ def _(
 # F.grouped_mm has no fake result in float32 (torch 2.13), and its backward is one operator, which
 # a pipeline could not divide into halves.
 @torch.library.custom_op("titan_lite::grouped_mm", mutates_args=())
-def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor, expected: int) -> Tensor:
-    """Multiply rows (R, I) by the matrix of their group, weights (E, I, O) -> (R, O).
+def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor, spare: int, expected: int) -> Tensor:
+    """Multiply rows (R, I) by the matrix of their group, weights (e, I, O) -> (R, O).
 
-    ends: (E,) int32, where the rows of each group end; groups may be empty. expected: the rows that
-    are in groups if these are equally large, by which the product is priced (cost/op_cost.py). If
-    it is not R, the last row is in no group, and zero; others past the last end are undefined.
+    ends: (e,) int32, where the rows of each group end; groups may be empty. Rows past the last end
+    are undefined. spare: 1 if the last row is in no group, and zero; else 0. expected: the rows
+    that are in groups if these are equally large, by which it is priced (cost/op_cost.py).
     """
     product = F.grouped_mm(rows, weights, offs=ends)
-    if expected < product.shape[0]:
+    if spare:
         product[-1] = 0.0
     return product
 
 
 @grouped_mm.register_fake
-def _(rows: Tensor, weights: Tensor, ends: Tensor, expected: int) -> Tensor:
+def _(rows: Tensor, weights: Tensor, ends: Tensor, spare: int, expected: int) -> Tensor:
     return rows.new_empty(rows.shape[0], weights.shape[2])
 
 
 @torch.library.custom_op("titan_lite::grouped_mm_of_weights", mutates_args=())
 def grouped_mm_of_weights(a: Tensor, b: Tensor, ends: Tensor, expected: int) -> Tensor:
-    """Return a^T b of the rows of each group: a (R, O), b (R, I) -> (E, O, I); zeros for an empty
+    """Return a^T b of the rows of each group: a (R, O), b (R, I) -> (e, O, I); zeros for an empty
     group. ends, expected: as for `grouped_mm`.
     """
     product = F.grouped_mm(a.t(), b, offs=ends)
@@ -174,8 +174,9 @@ class Rows(NamedTuple):
 
     choice: Tensor  # (R,) int64, of each row: a number in (N, K), flat
     row: Tensor  # (N K,) int64, of each choice: the last one, which is spare, if it has none here
-    ends: Tensor  # (E,) int32, where the rows of each expert end
+    ends: Tensor  # (e,) int32, where the rows of each expert end
     tokens: int  # N
+    spare: int  # 1 if the last row is of no choice; else 0
     expected: int  # rows with an expert, if experts are equally loaded
 
     @property
@@ -185,22 +186,23 @@ class Rows(NamedTuple):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Input (R, I), weights (E, O, I) -> (R, O): each row times the transposed matrix of its
+    """Input (R, I), weights (e, O, I) -> (R, O): each row times the transposed matrix of its
     expert.
     """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weights: Tensor, rows: Rows) -> Tensor:  # noqa: ANN401 torch's
         ctx.save_for_backward(input, weights, rows.ends)
-        ctx.expected = rows.expected
-        return grouped_mm(input, weights.transpose(1, 2), rows.ends, rows.expected)
+        ctx.sizes = rows.spare, rows.expected
+        return grouped_mm(input, weights.transpose(1, 2), rows.ends, *ctx.sizes)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401 torch's
         input, weights, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
-        of_input = grouped_mm(gradient, weights, ends, ctx.expected)
-        of_weights = grouped_mm_of_weights(gradient, input, ends, ctx.expected)
+        spare, expected = ctx.sizes
+        of_input = grouped_mm(gradient, weights, ends, spare, expected)
+        of_weights = grouped_mm_of_weights(gradient, input, ends, expected)
         return of_input, of_weights, None
 
 
@@ -360,8 +362,7 @@ class Experts(nn.Module):
     """
 
     fqn = ""  # set by the Transformer
-    # Rows that there is room for in training, relative to those of equally loaded experts; 0: all
-    # that there may be.
+    # of rows, relative to equally loaded experts, that there is room for in training; 0: of all
     capacity_factor = 0.0
 
     def __init__(self, config: ModelConfig):
@@ -397,7 +398,7 @@ class Experts(nn.Module):
             fqn = self.fqn
         spare = int(own < self.n_experts)
         choice, row, ends = rows_of_experts(choices, self.own.start, own, room, spare, fqn)
-        return Rows(choice, row, ends, tokens, expected)
+        return Rows(choice, row, ends, tokens, spare, expected)
 
 
 class MixtureOfExperts(nn.Module):

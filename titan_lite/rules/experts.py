@@ -89,37 +89,34 @@ def products_of_experts_have_a_kernel(config: Config) -> Iterator[Mistake]:
 
 @rule
 def expert_parallel_degree_divides(config: Config, layout: Layout) -> Iterator[Mistake]:
-    degree = layout.expert_parallel
-    if degree == 1:
-        return
-    divided = {
-        "experts": layout.model.n_experts,
-        "ranks of dp_shard x cp x tp": layout.expert_ranks,
-    }
-    fitting = math.gcd(*divided.values())
-    for what, count in divided.items():
-        if count % degree:
-            yield Mistake(
-                key="parallelism.expert_parallel_degree",
-                value=degree,
-                why=f"does not divide the {count} {what}",
-                instead=alternatives(n for n in range(1, fitting + 1) if fitting % n == 0),
-            )
+    experts = layout.model.n_experts
+    if experts % layout.expert_parallel:
+        fitting = math.gcd(experts, layout.expert_ranks)
+        yield Mistake(
+            key="parallelism.expert_parallel_degree",
+            value=layout.expert_parallel,
+            why=f"does not divide the {experts} experts",
+            instead=alternatives(n for n in range(1, fitting + 1) if fitting % n == 0),
+        )
 
 
-@rule_of_keys
-def a_capacity_is_of_expert_parallelism(config: Config) -> Iterator[Mistake]:
+@rule
+def a_capacity_can_be_exceeded(config: Config, layout: Layout) -> Iterator[Mistake]:
     factor = config.experts.capacity_factor
-    dense = not has_experts(find_family(config.model.name))
-    if factor and config.parallelism.expert_parallel_degree == 1 and not dense:
+    model = layout.model
+    if not factor or not model.n_experts:
+        return
+    most = min(layout.expert_parallel, model.n_experts / model.experts_per_token)
+    if factor >= most:
         yield Mistake(
             key="experts.capacity_factor",
             value=factor,
             why=(
-                "has no effect with parallelism.expert_parallel_degree = 1: a rank has as many"
-                " rows as its own tokens choose experts"
+                "has no effect with parallelism.expert_parallel_degree ="
+                f" {layout.expert_parallel}: the experts of a rank never have more than {most:g}"
+                " times the tokens of equally loaded ones"
             ),
-            instead="0, or a degree of 2 or more",
+            instead="0" if most == 1 else f"0, or a number below {most:g}",
         )
 
 

@@ -120,9 +120,13 @@ def test_names_are_those_of_torchtitan_and_back():
 
 
 @pytest.mark.parametrize(
-    "config", [TINY, TIED, QWEN3, MOE], ids=["untied", "tied", "Qwen3", "Qwen3-MoE"]
+    ("config", "rename"),
+    [
+        *((config, None) for config in (TINY, TIED, QWEN3, MOE)),
+        *((config, str) for config in (TINY, TIED)),
+    ],
+    ids=["untied", "tied", "Qwen3", "Qwen3-MoE", "untied, 0.2", "tied, 0.2"],
 )
-@pytest.mark.parametrize("rename", [None, str], ids=["0.3", "0.2"])
 def test_a_plain_save_is_opened_with_the_shape_of_the_recipe(config, rename, tmp_path):
     step = plain_save(tmp_path / "checkpoint/step-3", config, rename)
     for path in (step, tmp_path):
@@ -201,6 +205,12 @@ def test_what_does_not_fit_is_one_line(tmp_path, capsys):
     (step / ".metadata").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"theirs: .metadata cannot be read: EOFError"):
         open_weights(step, model=TINY)
+
+
+def test_of_qwen3_our_names_are_refused_since_rows_may_be_in_either_order(tmp_path):
+    folder = plain_save(tmp_path / "theirs", QWEN3, str)
+    with pytest.raises(ConfigError, match=r"rows of model.name = \"qwen3\" are in different order"):
+        open_weights(folder, model=QWEN3)
 
 
 def test_a_family_that_torchtitan_does_not_have_is_refused(tmp_path):

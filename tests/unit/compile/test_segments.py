@@ -1,9 +1,11 @@
 """Segments: what is compiled, what runs in which order, what is freed when."""
 
+import dataclasses
 import weakref
 
 import pytest
 import torch
+from tiny import UNTIED, of_family
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,9 +22,15 @@ from titan_lite.compile.segments import (
     split,
 )
 from titan_lite.config.families import ModelConfig
+from titan_lite.distributed.activation_checkpoint import (
+    apply_activation_checkpoint,
+    checkpoint_rule,
+)
+from titan_lite.models.experts import experts_of
 from titan_lite.models.transformer import Transformer
 
 aten = torch.ops.aten
+MOE = of_family("qwen3_moe", UNTIED)
 
 
 def is_sine(node):
@@ -227,3 +235,28 @@ def test_without_collectives_blocks_are_segments_that_are_compiled_once(layers):
         # what is before the blocks, behind them, and the blocks
         assert program.segments == layers + 2
         assert program.different_segments == 3
+
+
+@pytest.mark.parametrize("capacity", [0.0, 1.5])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_mixture_has_as_many_different_segments_whatever_its_depth(mode, capacity):
+    """Though operators of routers and experts have their FQNs as arguments."""
+    found = []
+    for layers in (3, 7):
+        model = Transformer(dataclasses.replace(MOE, n_layers=layers))
+        model.init_weights(0)
+        for experts in experts_of(model).values():
+            experts.own = range(2)
+            for name, weight in experts.named_parameters():
+                setattr(experts, name, torch.nn.Parameter(weight.detach()[:2].clone()))
+            experts.capacity_factor = capacity
+        apply_activation_checkpoint(model.layers, mode, compiled=True)
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+        traceable = TraceableModel(model, PlainWeights(model), model.layers, checkpoint_rule)
+        graphs = compose(trace_parts(traceable, {"tokens": tokens}, TraceSettings()))
+        programs = [
+            compiled(CutGraph(graph, is_outside, starts=starts_of_blocks(graph.graph)))
+            for graph in (graphs.forward, graphs.backward)
+        ]
+        found.append([program.different_segments for program in programs])
+    assert found[0] == found[1]

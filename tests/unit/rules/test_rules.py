@@ -403,8 +403,13 @@ EP = "--parallelism.expert_parallel_degree=2"
         (
             [*MOE, "--experts.capacity_factor=1.5"],
             "experts.capacity_factor = 1.5 has no effect with parallelism.expert_parallel_degree ="
-            " 1: a rank has as many rows as its own tokens choose experts; use 0, or a degree of 2"
-            " or more",
+            " 1: the experts of a rank never have more than 1 times the tokens of equally loaded"
+            " ones; use 0",
+        ),
+        (
+            [*MOE, EP, "--experts.capacity_factor=2"],
+            "never have more than 2 times the tokens of equally loaded ones; use 0, or a number"
+            " below 2",
         ),
         (
             [*MOE, "--experts.balance=microbatch"],

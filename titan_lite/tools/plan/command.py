@@ -351,11 +351,14 @@ def plan_with_room_for_all(subject: Subject, full: bool) -> "Plan | None":
     """Return a plan of a step that runs again with room for all rows of experts
     (distributed/expert_capacity.py); None without a capacity.
     """
+    from titan_lite.distributed.parallelize import recomputes_in_repeats
     from titan_lite.tools.plan.plan import make_plan
 
     if not subject.config.experts.capacity_factor:
         return None
-    changes = {"experts.capacity_factor": "0", "activation_checkpoint.mode": "full"}
+    changes = {"experts.capacity_factor": "0"}
+    if recomputes_in_repeats(subject.config):
+        changes["activation_checkpoint.mode"] = "full"
     return make_plan(subject.lay_out(changes), subject.machine.nominal_slow_fast(), full)
 
 

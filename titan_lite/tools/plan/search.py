@@ -375,7 +375,9 @@ class _Sizes:
 
     tokens: int  # of a microbatch on this rank, before tensor parallelism
     vocabulary: float  # elements of the embedding, or of the output
-    block: float  # elements of a block's matrices
+    block: float  # elements of a block's matrices, when they are gathered
+    multiplied: float  # of them, those that a token is multiplied by
+    sharded: float  # elements of a block's matrices that a rank has
     recomputed: float  # share of blocks that run twice
     # Of a block's microbatch, lower bounds. Activations, from forward to backward:
     kept_bytes: float
@@ -420,7 +422,9 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
     return _Sizes(
         tokens=tokens,
         vocabulary=model.vocab_size * model.dim / tp,
-        block=weights.dense / tp + weights.experts,
+        block=weights.dense / tp + weights.experts / layout.expert_parallel,
+        multiplied=(weights.dense + weights.active_experts) / tp,
+        sharded=(weights.dense + weights.experts) / layout.expert_ranks,
         recomputed=recomputed,
         kept_bytes=computed * tokens / tp * per_token,
         between_bytes=itemsize * tokens / tp * (factors + gradients),
@@ -445,7 +449,7 @@ def _block_seconds(layout: PlannedLayout, machine: Machine, sizes: _Sizes) -> _B
     computed, summed = itemsizes(config.training)
     peak = machine.flops(getattr(torch, config.training.mixed_precision_param))
     peak_of_products = machine.flops(torch.float8_e4m3fn) if config.float8.enable else peak
-    products = 2 * sizes.block * sizes.tokens / (peak_of_products * machine.matmul_efficiency)
+    products = 2 * sizes.multiplied * sizes.tokens / (peak_of_products * machine.matmul_efficiency)
     attended = layout.seq_len / 2  # tokens that a token attends to, on average
     heads = layout.model.n_heads * layout.model.head_dim
     attention_flops = 4 * sizes.tokens * attended * heads / tp
@@ -503,6 +507,10 @@ class _PartOfRank:
         return sum(stage.elements for stage in self.stages)
 
     @property
+    def sharded(self) -> float:
+        return sum(stage.sharded for stage in self.stages)
+
+    @property
     def copied(self) -> float:
         return sum(stage.copied for stage in self.stages)
 
@@ -513,8 +521,9 @@ class _PartOfStage:
 
     blocks: int
     has_output: bool
-    elements: float  # of matrices, embedding and output, before FSDP
-    copied: float  # of them, those that the optimizer does not update: a copy of a tied table
+    elements: float  # of matrices, embedding and output, when they are gathered
+    sharded: float  # of them, those that a rank has
+    copied: float  # of these, those that the optimizer does not update: a copy of a tied table
 
 
 def _part_of_rank(layout: PlannedLayout, sizes: _Sizes, rank: int) -> _PartOfRank:
@@ -530,9 +539,14 @@ def _part_of_stage(layout: PlannedLayout, sizes: _Sizes, modules: Sequence[str])
     is_one = layout.model.tied_embeddings and not layout.copies_table
     tables = 1 if is_one else has_embedding + has_output
     blocks = blocks_in(modules)
-    elements = blocks * sizes.block + tables * sizes.vocabulary
-    copied = sizes.vocabulary if has_output and layout.copies_table else 0.0
-    return _PartOfStage(blocks, has_output, elements, copied)
+    table_shard = sizes.vocabulary / layout.fsdp_degree
+    return _PartOfStage(
+        blocks,
+        has_output,
+        elements=blocks * sizes.block + tables * sizes.vocabulary,
+        sharded=blocks * sizes.sharded + tables * table_shard,
+        copied=table_shard if has_output and layout.copies_table else 0.0,
+    )
 
 
 def _step_seconds(
@@ -567,9 +581,9 @@ def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors
     """
     config = layout.config
     _, summed = itemsizes(config.training)
-    own = part.elements / layout.fsdp_degree
-    updated = own - part.copied / layout.fsdp_degree
-    in_blocks = part.blocks * sizes.block / layout.fsdp_degree
+    own = part.sharded
+    updated = own - part.copied
+    in_blocks = part.blocks * sizes.sharded
     moments = moment_bytes(config.optimizer, updated, in_blocks)
     state = STORED_BYTES * own + sum(moments) + errors
     state += _received_bytes(layout, sizes, part)
@@ -652,8 +666,7 @@ def _bytes_in_flight(
     # In a second local batch, gradients of the first exist.
     if counts.has_gradients or layout.accumulation > 1:
         _, summed = itemsizes(layout.config.training)
-        shares = 1 if layout.gathers_once else layout.fsdp_degree
-        nbytes += summed * stage.elements / shares
+        nbytes += summed * (stage.elements if layout.gathers_once else stage.sharded)
     return nbytes
 
 

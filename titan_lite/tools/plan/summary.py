@@ -226,8 +226,8 @@ def repeated_step_line(plan: Plan, with_room: Plan) -> str:
     verdict = "fits" if with_room.fits else "does not fit"
     return (
         f"a step with more tokens of experts on a rank than {factor:g} times the mean runs again:"
-        f" {with_room.nominal.seconds:.3g} s more, and {with_room.memory.total / GIB:.1f} GiB,"
-        f" which {verdict}"
+        f" in {with_room.nominal.seconds:.3g} s more at most, with"
+        f" {with_room.memory.total / GIB:.1f} GiB, which {verdict}"
     )
 
 

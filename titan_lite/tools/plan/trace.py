@@ -203,6 +203,7 @@ def trace_key(layout: PlannedLayout) -> tuple[Hashable, ...]:
         degrees,
         config.compile,
         config.float8,
+        config.experts,
         config.activation_checkpoint,
         config.parallelism.replace(**pipeline_defaults),
         config.training.replace(local_batch_size=1, global_batch_size=-1, global_batch_ramp=()),

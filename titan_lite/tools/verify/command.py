@@ -151,6 +151,11 @@ class Verification:
                 f'not in the twin: parallelism.replicate_compression = "{compression}", which'
                 " approximates"
             )
+        if factor := self.config.experts.capacity_factor:
+            print(
+                f"not in the twin: experts.capacity_factor = {factor:g}; there is room for all"
+                " tokens of experts"
+            )
         print(
             f"{'layout':<{self.width}}  processes  loss     gradient  {'of':<31} "
             f" {'first to diverge':<24}  verdict"

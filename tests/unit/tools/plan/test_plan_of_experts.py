@@ -81,7 +81,7 @@ def test_a_rank_gathers_its_own_experts_alone():
         assert steady_bytes(config, layout) == pytest.approx(4 * 4 * layout.parameters / 8)
 
 
-def node_of(operator, *shapes, expected):
+def node_of(operator, *shapes, sizes):
     """A node of a graph that calls the operator."""
     graph = torch.fx.Graph()
     nodes = []
@@ -90,8 +90,8 @@ def node_of(operator, *shapes, expected):
         dtype = torch.int32 if len(shape) == 1 else torch.bfloat16
         node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
         nodes.append(node)
-    call = graph.call_function(operator._opoverload, (*nodes, expected))
-    call.meta["val"] = operator(*(node.meta["val"] for node in nodes), expected)
+    call = graph.call_function(operator._opoverload, (*nodes, *sizes))
+    call.meta["val"] = operator(*(node.meta["val"] for node in nodes), *sizes)
     return call
 
 
@@ -101,8 +101,8 @@ def test_a_grouped_product_is_priced_by_the_rows_of_an_expert():
 
     def products(rows, room):
         return (
-            node_of(grouped_mm, (room, 2048), (128, 2048, 768), (128,), expected=rows),
-            node_of(grouped_mm_of_weights, (room, 768), (room, 2048), (128,), expected=rows),
+            node_of(grouped_mm, (room, 2048), (128, 2048, 768), (128,), sizes=(0, rows)),
+            node_of(grouped_mm_of_weights, (room, 768), (room, 2048), (128,), sizes=(rows,)),
         )
 
     peak = flops / H100.flops(torch.bfloat16)

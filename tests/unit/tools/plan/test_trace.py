@@ -464,6 +464,9 @@ def test_every_key_that_changes_a_graph_has_traces_of_its_own():
         ["--training.loss_chunk_tokens=64"],
     ]
     others += [["--compile.enable"]]
+    moe = ["--model.name=qwen3_moe"]
+    split = [*moe, "--parallelism.expert_parallel_degree=2"]
+    others += [moe, split, [*split, "--experts.capacity_factor=1.5"]]
     assert len({repr(traced(*options)) for options in alike}) == 1
     assert len({repr(traced(*options)) for options in [[], *others]}) == 1 + len(others)
 
