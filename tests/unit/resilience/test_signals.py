@@ -25,9 +25,9 @@ from titan_lite.resilience import signals
 signals.listen(starting=False)
 if sys.argv[1] == "unblocked":
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPPING)  # as a library may do
-for name in sys.argv[2:]:
+for name in sys.argv[3:]:
     os.kill(os.getpid(), getattr(signal, name))
-    end = time.monotonic() + 30  # a thread receives the signal, on a busy machine after a while
+    end = time.monotonic() + float(sys.argv[2])  # a thread receives the signal, on a busy machine after a while
     time.sleep(0.1)
     while not signals.received() and time.monotonic() < end:
         time.sleep(0.1)
@@ -38,7 +38,7 @@ for name in sys.argv[2:]:
 @pytest.mark.parametrize("how", ["blocked", "unblocked"])
 def test_the_first_signal_is_noted_and_others_change_nothing(how):
     for first in NAMES if how == "blocked" else ["SIGTERM"]:
-        process = start(NOTING, how, first, *NAMES, *NAMES)
+        process = start(NOTING, how, "30", first, *NAMES, *NAMES)
         assert process.communicate(timeout=60)[0].split() == [f"['{first}']"] * 9
         assert process.returncode == 0
 
@@ -47,8 +47,10 @@ def test_a_hangup_that_is_ignored_stays_ignored():
     def ignore():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
 
-    process = start(NOTING, "blocked", "SIGHUP", "SIGINT", preexec_fn=ignore)
-    assert process.communicate(timeout=60)[0].split() == ["['']", "['SIGINT']"]
+    process = start(NOTING, "blocked", "1", "SIGHUP", preexec_fn=ignore)
+    assert process.communicate(timeout=60)[0].split() == ["['']"]
+    process = start(NOTING, "blocked", "30", "SIGINT", preexec_fn=ignore)
+    assert process.communicate(timeout=60)[0].split() == ["['SIGINT']"]
 
 
 ENDING = """
@@ -118,9 +120,10 @@ def test_a_process_that_is_starting_ends_at_once_also_from_within_a_library(phas
 RANK = """
 import os, sys, time
 from titan_lite.resilience import signals
-signals.listen(starting=sys.argv[1] == "starting")
+starting = sys.argv[1] == "starting"  # then a thread of `listen` ends the process
+signals.listen(starting=starting)
 print(os.getpid(), flush=True)
-while not signals.received():
+while starting or not signals.received():
     time.sleep(0.02)
 print(signals.received(), flush=True)
 os._exit(75)
