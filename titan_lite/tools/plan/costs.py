@@ -108,7 +108,9 @@ class Costs:
         _add_by_axis(self.sent_to_other_nodes, {axis: across})
 
     def extrapolated(self, other: "Costs", share: float) -> "Costs":
-        """Return the costs on the line from these (share 0) through the other's (share 1)."""
+        """Return the costs on the line from these (share 0) through the other's (share 1), none of
+        them below zero.
+        """
         return Costs(
             compute=_on_line(self.compute, other.compute, share),
             exposed=_on_line_by_axis(self.exposed, other.exposed, share),
@@ -174,7 +176,7 @@ def _add_by_axis(total: ByAxis, added: Mapping[str, float], times: float = 1) ->
 
 
 def _on_line(low: float, high: float, share: float) -> float:
-    return low + share * (high - low)
+    return max(0.0, low + share * (high - low))
 
 
 def _on_line_by_axis(low: ByAxis, high: ByAxis, share: float) -> ByAxis:

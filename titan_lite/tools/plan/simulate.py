@@ -98,7 +98,7 @@ def simulate_step(
     for times in ranks:
         for part, value in times.parts.items():
             mean[part] += value / degree
-    mean["bubble"] = seconds - sum(mean.values())
+    mean["bubble"] = max(0.0, seconds - sum(mean.values()))  # rounding may leave less
     all_ends = [times.ends for times in ranks]
     if machine.multiprocessors:  # what a run measured is of its slowest rank
         slowest = seconds * (slowest_of(layout.world_size) - 1)

@@ -217,9 +217,11 @@ def depths_to_trace(config: Config) -> tuple[int, int] | None:
     if by_price or names_blocks(config):
         return None
     period = checkpointing_period(config)
-    # Of two blocks, the first would have the embedding's all-gather and the second the output's.
-    first = math.ceil(3 / period) * period
-    return first, first + period
+    # The first and the last blocks differ from those between them: they have gathers and reductions
+    # of embedding and output beside them, and wait longer. From four blocks on, four more take four
+    # times as long as one more; of Qwen3 32B, waits of three blocks are longer than those of four.
+    first = math.ceil(4 / period) * period
+    return first, 2 * first
 
 
 def checkpointing_period(config: Config) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,23 @@ def eight(tmp_path_factory):
             == 0
         )
     return json.loads(text.getvalue()), folder
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, marks=() if recipe.stem == "qwen3_32b" else pytest.mark.slow)
+        for recipe in sorted(RECIPES.glob("*.toml"))
+        if re.search(r"^# world_size: \d+$", recipe.read_text(), re.MULTILINE)
+    ],
+    ids=lambda recipe: recipe.stem,
+)
+def test_no_part_of_a_step_is_below_zero_and_all_sum_to_it(recipe, capsys):
+    assert main([str(recipe), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    parts = plan["parts_seconds"]
+    assert min(parts.values()) >= 0
+    assert sum(parts.values()) == pytest.approx(plan["step_seconds"]["stated"])
 
 
 def test_the_numbers_of_a_plan_add_up(eight):

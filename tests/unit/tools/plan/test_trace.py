@@ -287,7 +287,7 @@ def kept(stage, what="activations"):
 
 
 def test_two_depths_tell_of_a_third(traces):
-    assert depths_to_trace(FSDP.config) == (3, 4)
+    assert depths_to_trace(FSDP.config) == (4, 8)
     check_line(traces, (3, 4), 5)
 
 
@@ -418,15 +418,15 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
 @pytest.mark.parametrize(
     ("sections", "depths"),
     [
-        ({}, (3, 4)),
-        (dict(activation_checkpoint=ActivationCheckpoint(mode="selective")), (3, 4)),
+        ({}, (4, 8)),
+        (dict(activation_checkpoint=ActivationCheckpoint(mode="selective")), (4, 8)),
         (
             dict(
                 activation_checkpoint=ActivationCheckpoint(
                     mode="selective", selective_ac_option="3"
                 )
             ),
-            (3, 6),
+            (6, 12),
         ),
         (dict(parallelism=Parallelism(fsdp_keep_gathered=("layers.5", "output"))), None),
         (
@@ -434,8 +434,8 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
             None,
         ),
         (dict(compile=Compile(enable=True, bucketing="greedy")), None),
-        (dict(compile=Compile(enable=False, bucketing="greedy")), (3, 4)),
-        (dict(float8=Float8(enable=True, filter_fqns=("attention.wk", "w2"))), (3, 4)),
+        (dict(compile=Compile(enable=False, bucketing="greedy")), (4, 8)),
+        (dict(float8=Float8(enable=True, filter_fqns=("attention.wk", "w2"))), (4, 8)),
         (dict(float8=Float8(enable=True, filter_fqns=("layers.31",))), None),
         (dict(float8=Float8(enable=True, filter_fqns=("31.attention",))), None),
     ],
