@@ -554,6 +554,8 @@ def start_with_their_model(world_size: int, of_2024: bool) -> None:
     (torchtitan/models/llama3/model.py at its commit e7c0cae).
     """
     patch("titan_lite.models.llama3.apply_rope", rotate).start()
+    # which context parallelism replaces, as it does ours
+    patch("titan_lite.models.transformer.attend", attend).start()
     for family in (llama3, qwen3):
         patch.object(family.Attention, "attend", staticmethod(attend)).start()
     if of_2024:
