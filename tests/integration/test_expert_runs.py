@@ -246,6 +246,7 @@ def skipping_step_2(folder, options):
         [EP, "--compile.enable", "--training.mixed_precision_param=bfloat16"],
         [
             EP,
+            "--training.global_batch_size=16",
             "--parallelism.data_parallel_replicate_degree=2",
             "--parallelism.replicate_compression=powersgd",
             "--parallelism.replicate_uncompressed_steps=2",
