@@ -177,11 +177,14 @@ def test_a_step_without_room_runs_again_and_is_the_step_with_room(options, tmp_p
 
 
 def with_tensors(folder, options):
-    """(lines of the log, what routers keep at the end)."""
+    """(lines of the log, what routers keep at the end and what they counted in each step)."""
     kept = {}
 
     def prepare(trainer):
         class Keep(Hook):
+            def on_gradients(self, step, parameters):
+                kept[f"counts of step {step}"] = trainer.expert_balance.own.clone()
+
             def on_train_end(self, trainer):
                 kept.update({fqn: each.clone() for fqn, each in trainer.model.buffers.items()})
 

@@ -29,7 +29,7 @@ N tokens, R rows; I and O, the inner and the outer size of a product.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -218,54 +218,33 @@ def _to_tokens(x: Tensor, rows: Rows) -> Tensor:
     return x.index_select(0, rows.row).unflatten(0, (rows.tokens, -1)).sum(1)
 
 
-class _ToRows(torch.autograd.Function):
-    """`_to_rows`, with `_to_tokens` as its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:  # noqa: ANN401 torch's
-        _keep(ctx, rows)
-        return _to_rows(x, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 torch's
-        return _to_tokens(gradient, _kept(ctx)), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """`_to_tokens`, with `_to_rows` as its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:  # noqa: ANN401 torch's
-        _keep(ctx, rows)
-        return _to_tokens(x, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 torch's
-        return _to_rows(gradient, _kept(ctx)), None
-
-
-class _WeightsOfRows(torch.autograd.Function):
+def _weights_of_rows(weights: Tensor, rows: Rows) -> Tensor:
     """Weights (N, K) -> the weight of each row (R, 1)."""
+    return weights.reshape(-1, 1).index_select(0, rows.choice)
+
+
+def _weights_of_choices(weights: Tensor, rows: Rows) -> Tensor:
+    """Weights of rows (R, 1) -> the weight of each choice (N, K)."""
+    return weights.index_select(0, rows.row).view(rows.tokens, -1)
+
+
+Move = Callable[[Tensor, Rows], Tensor]
+
+
+class _Moved(torch.autograd.Function):
+    """`move(x, rows)`, with `move_back` as its backward."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, rows: Rows) -> Tensor:  # noqa: ANN401 torch's
-        _keep(ctx, rows)
-        return weights.reshape(-1, 1).index_select(0, rows.choice)
+    def forward(ctx: Any, x: Tensor, rows: Rows, move: Move, move_back: Move) -> Tensor:  # noqa: ANN401 torch's
+        tensors, ctx.numbers = rows[:3], rows[3:]
+        ctx.save_for_backward(*tensors)
+        ctx.move_back = move_back
+        return move(x, rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 torch's
-        rows = _kept(ctx)
-        return gradient.index_select(0, rows.row).view(rows.tokens, -1), None
-
-
-def _keep(ctx: Any, rows: Rows) -> None:  # noqa: ANN401 torch's
-    tensors = rows[:3]
-    ctx.save_for_backward(*tensors)
-    ctx.numbers = rows[3:]
-
-
-def _kept(ctx: Any) -> Rows:  # noqa: ANN401 torch's
-    return Rows(*ctx.saved_tensors, *ctx.numbers)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401 torch's
+        rows = Rows(*ctx.saved_tensors, *ctx.numbers)
+        return ctx.move_back(gradient, rows), None, None, None
 
 
 class _BalanceGradient(torch.autograd.Function):
@@ -379,12 +358,13 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
         """x: (N, C). weights, choices: (N, K)."""
         rows = self.rows_of(choices)
-        input = _ToRows.apply(x, rows)
+        input = _Moved.apply(x, rows, _to_rows, _to_tokens)
         gate = _GroupedLinear.apply(input, self.w1, rows)
         hidden = F.silu(gate) * _GroupedLinear.apply(input, self.w3, rows)
-        weight = _WeightsOfRows.apply(weights, rows)
+        weight = _Moved.apply(weights, rows, _weights_of_rows, _weights_of_choices)
         hidden = hidden * weight.to(hidden.dtype)
-        return _ToTokens.apply(_GroupedLinear.apply(hidden, self.w2, rows), rows)
+        of_rows = _GroupedLinear.apply(hidden, self.w2, rows)
+        return _Moved.apply(of_rows, rows, _to_tokens, _to_rows)
 
     def rows_of(self, choices: Tensor) -> Rows:
         """Return the rows of choices (N, K)."""

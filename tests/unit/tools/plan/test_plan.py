@@ -219,21 +219,40 @@ def eight(tmp_path_factory):
     return json.loads(text.getvalue()), folder
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(recipe, marks=() if recipe.stem == "qwen3_32b" else pytest.mark.slow)
-        for recipe in sorted(RECIPES.glob("*.toml"))
-        if re.search(r"^# world_size: \d+$", recipe.read_text(), re.MULTILINE)
-    ],
-    ids=lambda recipe: recipe.stem,
-)
-def test_no_part_of_a_step_is_below_zero_and_all_sum_to_it(recipe, capsys):
-    assert main([str(recipe), "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+def planned(recipe, capsys, *options):
+    assert main([str(RECIPES / f"{recipe}.toml"), "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def check_sum(plan):
     parts = plan["parts_seconds"]
     assert min(parts.values()) >= 0
     assert sum(parts.values()) == pytest.approx(plan["step_seconds"]["stated"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipe.stem
+        for recipe in sorted(RECIPES.glob("*.toml"))
+        if re.search(r"^# world_size: \d+$", recipe.read_text(), re.MULTILINE)
+    ],
+)
+def test_no_part_of_a_step_is_below_zero_and_all_sum_to_it(recipe, capsys):
+    check_sum(planned(recipe, capsys))
+
+
+def test_a_step_is_that_of_all_blocks_traced(capsys):
+    """Of a recipe whose waits are longer with three blocks than with four."""
+    options = ["--model.n_layers=12"]
+    line = planned("qwen3_32b", capsys, *options)
+    full = planned("qwen3_32b", capsys, *options, "--full")
+    for plan in (line, full):
+        check_sum(plan)
+    for speed in ("stated", "slow", "fast"):
+        steps = [plan["step_seconds"][speed] for plan in (line, full)]
+        assert steps[0] == pytest.approx(steps[1], rel=0.003)
 
 
 def test_the_numbers_of_a_plan_add_up(eight):
@@ -279,11 +298,6 @@ def fits(plan, recipe):
     assert plan["world_size"] == world_size_of(RECIPES / f"{recipe}.toml")
     assert plan["memory"]["fits"], plan["memory"]
     return plan["memory"]["total"]
-
-
-def planned(recipe, capsys):
-    assert main([str(RECIPES / f"{recipe}.toml"), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_the_recipe_of_8b_fits_its_cluster(eight):
