@@ -155,6 +155,11 @@ def exit_code(arguments):
         ([DEBUG, "--steps", "none"], r"argument --steps: none: use an integer at least 1"),
         ([DEBUG, "--steps"], r"argument --steps: expected one argument"),
         ([DEBUG, "--layouts=tp=3"], r"parallelism.tensor_parallel_degree = 3 "),
+        ([DEBUG, "--layouts=dp_shard=2,ep=2"], r"ep = 2 has no effect with model.name = .llama3"),
+        (
+            [RECIPES / "qwen3_moe_debug.toml", "--layouts=ep=2"],
+            r"does not divide the 1 ranks of dp_shard x cp x tp",
+        ),
         ([DEBUG, "--world-size", "0"], r"argument --world-size: 0: use an integer at least 1"),
         ([DEBUG, "--world-size=4", "--layouts=tp=2"], r"--world-size 4 has no effect with"),
         (
@@ -286,6 +291,11 @@ def test_a_twin_needs_no_gpu_or_data_of_its_recipe_and_logs_nothing_elsewhere():
 def test_all_layouts_are_all_that_eight_processes_can_have():
     names = [name_of(layout) for layout in every_layout()]
     assert len(names) == len(set(names)) == 25
+    # ep within those that share the experts of a block
+    with_experts = [name_of(layout) for layout in every_layout(experts=True)]
+    split = set(with_experts) - set(names)
+    assert {"dp_shard=2,ep=2", "pp=2,cp=2,tp=2,ep=2"} <= split
+    assert not {"pp=2,ep=2", "dp_replicate=2,ep=2"} & split
     assert {
         "pp=2",
         "dp_shard=2,cp=2",

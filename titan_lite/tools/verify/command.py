@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 
 from titan_lite.cli import Parser, at_least_one, command
 from titan_lite.config import Compile, Config, ConfigError, load_config
+from titan_lite.config.errors import shown
 from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.device import device_memory
 from titan_lite.distributed.layout import Layout
@@ -82,13 +83,19 @@ def main(arguments: Sequence[str]) -> int:
             f" {' '.join(options.layouts)}: it is for --layouts recipe; leave it out"
         )
     layouts: list[Degrees] = []
+    has_experts = shape_of(config.model).n_experts > 0
     for name in options.layouts:
         if name == "all":
-            layouts += every_layout(experts=shape_of(config.model).n_experts > 0)
+            layouts += every_layout(has_experts)
         elif name == "recipe":
             layouts.append(layout_of(config, options.world_size))
         else:
             layouts.append(parse_layout(name))
+            if layouts[-1]["ep"] > 1 and not has_experts:
+                raise ConfigError(
+                    f"--layouts {name}: ep = {layouts[-1]['ep']} has no effect with model.name ="
+                    f" {shown(config.model.name)}, a dense family; leave it out"
+                )
     return 0 if verify(config, layouts, steps=options.steps) else 1
 
 
