@@ -1,4 +1,5 @@
-"""Compare the losses of this working tree with those of another commit, bit by bit, on six layouts.
+"""Compare the losses of this working tree with those of another commit, bit by bit, on seven
+layouts.
 
     python scripts/compare_losses.py 5fc5bfc              # 20 steps of the debug recipe on each
     python scripts/compare_losses.py 5fc5bfc --only "tp 2"
@@ -26,6 +27,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # name: (ranks, options beside th
     "2 ranks, aot_eager, greedy": (2, [*AOT_EAGER, "greedy"]),
     "pp 2": (2, ["--parallelism.pipeline_parallel_degree", "2"]),
     "tp 2": (2, ["--parallelism.tensor_parallel_degree", "2"]),
+    "cp 2": (2, ["--parallelism.context_parallel_degree", "2"]),
 }
 
 
