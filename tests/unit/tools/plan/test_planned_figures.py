@@ -1,0 +1,74 @@
+"""The planned figures on the pages are those of today: what changes a price changes them there, in the
+same commit, which says why.
+"""
+
+import json
+import re
+
+import pytest
+from commands import python, run
+from tiny import RECIPES, ROOT
+
+from titan_lite.tools.plan.command import main
+
+SAME = 0.005  # relative; other versions of torch trace a little more or less
+QUICK = ("llama3_1b.toml", "qwen3_30b_a3b.toml")
+
+
+def numbers(text):
+    """Those of a cell, such as "1,050 to 1,200"."""
+    return [float(number.replace(",", "")) for number in re.findall(r"[\d,]*\.?\d+", text)]
+
+
+def rows_of(lines):
+    """The rows of a Markdown table without its head, by their first cell."""
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+    return {first: cells for first, *cells in rows}
+
+
+def table(page, heading):
+    """The rows of the first table behind a heading of a page."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
+    return rows_of(text[text.index("\n|") + 1 :].partition("\n\n")[0].splitlines()[2:])
+
+
+PLANNED = table("layouts.md", "The recipes, as planned")
+PUBLISHED = table("benchmarks.md", "Plan against published runs")
+
+
+def test_every_recipe_for_a_cluster_has_its_row():
+    for_clusters = {
+        recipe.name
+        for recipe in RECIPES.glob("*.toml")
+        if re.search(r"^# world_size: \d+$", recipe.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert set(PLANNED) == for_clusters
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLANNED],
+)
+def test_the_page_has_what_a_recipe_is_planned_with_today(recipe, capsys):
+    ranks, _, _, step, speed, memory, _ = PLANNED[recipe]
+    assert main([str(RECIPES / recipe), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["world_size"] == int(ranks)
+    seconds, tokens = plan["step_seconds"], plan["tokens_per_second"]
+    assert numbers(step) == pytest.approx([seconds["fast"], seconds["slow"]], rel=SAME)
+    assert numbers(speed) == pytest.approx([tokens["slow"], tokens["fast"]], rel=SAME)
+    assert numbers(memory) == pytest.approx([plan["memory"]["total"] / 2**30], rel=SAME)
+
+
+@pytest.mark.slow
+def test_the_page_has_what_published_runs_are_planned_with_today():
+    done = run(*python(ROOT / "scripts/compare_published.py"), seconds=1800)
+    assert done.returncode == 0
+    assert "published.py says" not in done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    found = rows_of(lines[1:])
+    assert found.keys() == PUBLISHED.keys()
+    for name, (speed, published, ratio, memory, *_) in PUBLISHED.items():
+        of_today = found[name][:4]
+        for on_page, today in zip((speed, published, ratio, memory), of_today, strict=True):
+            assert numbers(today) == pytest.approx(numbers(on_page), rel=0.01), name
