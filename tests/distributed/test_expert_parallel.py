@@ -9,11 +9,11 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from poisoned import poisoned
 from ranks import run_ranks
 from tiny import DEBUG, DEBUG_TOKENIZER, NO_VALIDATION, SMALL, steps
 
 from titan_lite.config import load_config
-from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.dtensor import local
 from titan_lite.hooks import Hook
 from titan_lite.models.experts import experts_of
@@ -100,15 +100,7 @@ class HasItsExperts(Hook):
 
 def poison(trainer):
     """Grouped products leave NaN in the rows past the last end, as kernels may."""
-    product = F.grouped_mm
-
-    def poisoned(a, b, offs):
-        found = product(a, b, offs=offs)
-        if b.ndim == 3:
-            found[offs[-1] :] = float("nan")
-        return found
-
-    F.grouped_mm = poisoned
+    F.grouped_mm = poisoned(F.grouped_mm)
     trainer.hooks.append(HasItsExperts())
 
 
@@ -188,7 +180,6 @@ def test_reports_name_its_collectives(axis, tmp_path):
     ]
     lanes = run_ranks(2, groups_of_graphs, tmp_path, options, init=False)[0]
     other = "dp_shard" if axis == "data_parallel_shard" else "tp"
-    assert AXIS_NAMES["ep"] == "expert parallelism"
     for graph in ("forward", "backward"):
         # gathers and scatters of each of two layers: tokens, weights, choices
         assert lanes[graph].count("ep") == (2 * 4 if graph == "forward" else 2 * 3), lanes

@@ -139,11 +139,14 @@ def _expected_rows(node: Node) -> int:
 def _bytes_of_groups(node: Node) -> int:
     """Return the bytes that a grouped product reads and writes, without rows in no group."""
     a, b = cast(Any, node.args[:2])
-    has_rows, others = (
-        ([a, b], [node]) if node.target is GROUPED_PRODUCT_OF_WEIGHTS else ([a, node], [b])
-    )
     share = _expected_rows(node) / a.meta["val"].shape[0]
-    return round(share * sum(map(nbytes_of, has_rows))) + sum(map(nbytes_of, others))
+    if node.target is GROUPED_PRODUCT_OF_WEIGHTS:
+        of_rows = nbytes_of(a) + nbytes_of(b)
+        of_experts = nbytes_of(node)
+    else:
+        of_rows = nbytes_of(a) + nbytes_of(node)
+        of_experts = nbytes_of(b)
+    return round(share * of_rows) + of_experts
 
 
 def _attention_seconds(node: Node, flops: float, machine: Machine) -> float:

@@ -64,8 +64,10 @@ class ExpertCapacity:
         dist.all_reduce(needed, dist.ReduceOp.MAX)
         most = needed.item()
         self.most = max(self.most, most * self.factor)
-        self.repeated_steps += most > 1
-        return most > 1
+        if most <= 1:
+            return False
+        self.repeated_steps += 1
+        return True
 
     @contextmanager
     def room_for_all(self) -> Iterator[None]:

@@ -361,7 +361,8 @@ def shard_parameter(
 
     The last axis of `mesh`, tp or ep, is the one that a DTensor is split over already.
     """
-    axis = (mesh.mesh_dim_names or ())[-1]
+    assert mesh.mesh_dim_names is not None
+    axis = mesh.mesh_dim_names[-1]
     part_placement: Placement = Replicate()
     unsharded = parameter.detach()
     if isinstance(parameter, DTensor):

@@ -193,16 +193,16 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weights: Tensor, rows: Rows) -> Tensor:  # noqa: ANN401 torch's
         ctx.save_for_backward(input, weights, rows.ends)
-        ctx.sizes = rows.spare, rows.expected
-        return grouped_mm(input, weights.transpose(1, 2), rows.ends, *ctx.sizes)
+        ctx.spare = rows.spare
+        ctx.expected = rows.expected
+        return grouped_mm(input, weights.transpose(1, 2), rows.ends, rows.spare, rows.expected)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401 torch's
         input, weights, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
-        spare, expected = ctx.sizes
-        of_input = grouped_mm(gradient, weights, ends, spare, expected)
-        of_weights = grouped_mm_of_weights(gradient, input, ends, expected)
+        of_input = grouped_mm(gradient, weights, ends, ctx.spare, ctx.expected)
+        of_weights = grouped_mm_of_weights(gradient, input, ends, ctx.expected)
         return of_input, of_weights, None
 
 
@@ -236,14 +236,14 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows, move: Move, move_back: Move) -> Tensor:  # noqa: ANN401 torch's
-        tensors, ctx.numbers = rows[:3], rows[3:]
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(rows.choice, rows.row, rows.ends)
+        ctx.sizes = (rows.tokens, rows.spare, rows.expected)
         ctx.move_back = move_back
         return move(x, rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401 torch's
-        rows = Rows(*ctx.saved_tensors, *ctx.numbers)
+        rows = Rows(*ctx.saved_tensors, *ctx.sizes)
         return ctx.move_back(gradient, rows), None, None, None
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from poisoned import poisoned
 from tiny import UNTIED, of_family
 
 from titan_lite.compile.compile import compile_model
@@ -188,17 +189,8 @@ def test_operators_are_what_torch_asks_of_them():
 
 
 @pytest.fixture
-def poisoned(monkeypatch):
-    """Grouped products leave NaN in the rows past the last end, as kernels may."""
-    product = F.grouped_mm
-
-    def poison(a, b, offs):
-        found = product(a, b, offs=offs)
-        if b.ndim == 3:
-            found[offs[-1] :] = float("nan")
-        return found
-
-    monkeypatch.setattr(F, "grouped_mm", poison)
+def rows_of_no_expert_are_nan(monkeypatch):
+    monkeypatch.setattr(F, "grouped_mm", poisoned(F.grouped_mm))
 
 
 def test_rows_of_some_experts_are_side_by_side_in_the_order_of_tokens():
@@ -224,7 +216,7 @@ def split(moe, parts):
 
 
 @pytest.mark.parametrize("bias", [[0.0] * 5, [9.0, 9.0, 0.0, 0.0, 0.0]], ids=["any", "one part"])
-def test_parts_of_the_experts_add_up_to_all_of_them(bias, poisoned):
+def test_parts_of_the_experts_add_up_to_all_of_them(bias, rows_of_no_expert_are_nan):
     """Forward and every gradient; also where one part gets all tokens, and others get none."""
     moe = filled(MixtureOfExperts(CONFIG))
     moe.router.expert_bias = torch.tensor(bias)
@@ -243,7 +235,7 @@ def test_parts_of_the_experts_add_up_to_all_of_them(bias, poisoned):
         assert_near(joined, whole)
 
 
-def test_without_room_choices_are_as_those_of_other_experts(poisoned):
+def test_without_room_choices_are_as_those_of_other_experts(rows_of_no_expert_are_nan):
     """And the rows that all choices need are known, relative to the room."""
     moe = filled(MixtureOfExperts(CONFIG))
     x = tokens()

@@ -218,8 +218,8 @@ def depths_to_trace(config: Config) -> tuple[int, int] | None:
         return None
     period = checkpointing_period(config)
     # The first and the last blocks differ from those between them: they have gathers and reductions
-    # of embedding and output beside them, and wait longer. From four blocks on, four more take four
-    # times as long as one more; of Qwen3 32B, waits of three blocks are longer than those of four.
+    # of embedding and output beside them, and wait longer. From four blocks on, each further block
+    # takes the same time. (Three blocks of Qwen3 32B wait longer than four.)
     first = math.ceil(4 / period) * period
     return first, 2 * first
 
