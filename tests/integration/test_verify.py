@@ -288,6 +288,16 @@ def test_a_twin_needs_no_gpu_or_data_of_its_recipe_and_logs_nothing_elsewhere():
     assert (small.metrics.enable_wandb, small.metrics.enable_tensorboard) == (False, False)
 
 
+def test_a_capacity_is_not_in_the_twin_and_a_line_says_so(capsys):
+    options = ["--parallelism.expert_parallel_degree=2", "--experts.capacity_factor=1.5"]
+    config = load_config(RECIPES / "qwen3_moe_debug.toml", options)
+    layout = layout_of(config, 2)
+    assert name_of(layout) == "dp_shard=2,ep=2"
+    assert twin(config, layout, steps=1).experts.capacity_factor == 0
+    program.Verification(config, [layout], steps=1).print_head()
+    assert "not in the twin: experts.capacity_factor = 1.5" in capsys.readouterr().out
+
+
 def test_all_layouts_are_all_that_eight_processes_can_have():
     names = [name_of(layout) for layout in every_layout()]
     assert len(names) == len(set(names)) == 25

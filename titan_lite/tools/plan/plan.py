@@ -42,7 +42,7 @@ from titan_lite.tools.plan.trace import (
     submit_traces,
 )
 
-# Published runs of this design reserve 1% and 3% more than planned (docs/benchmarks.md).
+# Published runs of this design reserve 0.5% and 3% more than planned (docs/benchmarks.md).
 MEMORY_ERROR = 0.03
 TracedStages = Mapping[StageModules, Mapping[int, TracedStage]]  # then by number of blocks
 

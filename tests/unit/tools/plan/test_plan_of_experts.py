@@ -157,6 +157,20 @@ def test_with_expert_parallelism_tokens_travel_in_place_of_experts(capsys):
     assert little["memory"]["peak"] < split["memory"]["peak"]
 
 
+def test_a_repeated_step_of_a_schedule_that_cannot_recompute_is_planned_as_it_runs(capsys):
+    """In eager mode, each half of a backward would recompute every block."""
+    recipe = str(RECIPES / "qwen3_moe_debug.toml")
+    options = [
+        "--compile.no-enable",
+        "--parallelism.pipeline_parallel_degree=2",
+        "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+        "--parallelism.expert_parallel_degree=2",
+        "--experts.capacity_factor=1.25",
+    ]
+    assert main([recipe, "--hardware", "h100", "--world-size", "4", *options]) == 0
+    assert "times the mean runs again" in capsys.readouterr().out
+
+
 def test_a_plan_with_a_capacity_says_what_a_step_needs_that_runs_again(capsys):
     recipe = str(RECIPES / "qwen3_moe_debug.toml")
     options = ["--parallelism.expert_parallel_degree=2", "--experts.capacity_factor=1.25"]
