@@ -162,7 +162,6 @@ def test_a_step_without_room_runs_again_and_is_the_step_with_room(options, tmp_p
     (whole, kept), *_ = run_ranks(ranks, with_tensors, tmp_path / "whole", run_options, init=False)
     tight = [*run_options, "--experts.capacity_factor=1"]
     (lines, found), *_ = run_ranks(ranks, with_tensors, tmp_path / "tight", tight, init=False)
-    assert "experts over ep 2" in whole
     assert "ran again" not in whole
     assert "times the tokens of equally loaded ones, and experts.capacity_factor = 1" in lines
     expected = read_metrics(tmp_path / "whole" / "metrics.jsonl")
