@@ -6,7 +6,12 @@ from tiny import DEBUG, ROOT
 
 from titan_lite.config import load_config
 from titan_lite.distributed.layout import Layout
-from titan_lite.metrics.start_lines import mesh_picture, short_names, start_lines
+from titan_lite.metrics.start_lines import (
+    describe_layout,
+    mesh_picture,
+    short_names,
+    start_lines,
+)
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -192,3 +197,14 @@ def test_the_start_of_other_runs():
         "pipeline: 4 stages, Interleaved1F1B, 2 microbatches of 1; ranks wait 20.0% of the time"
         in lines[9]
     )
+
+
+def test_the_layout_names_the_ranks_of_experts():
+    options = ["--parallelism.tensor_parallel_degree=2", "--model.name=qwen3_moe"]
+    split = [*options, "--parallelism.expert_parallel_degree=4"]
+    whole, over_ep = (
+        describe_layout(Layout.from_config(load_config(DEBUG, words), 8))
+        for words in (options, split)
+    )
+    assert whole == "8 ranks = dp_shard 4 x tp 2"
+    assert over_ep == f"{whole}, experts over ep 4"
