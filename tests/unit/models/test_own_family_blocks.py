@@ -102,6 +102,7 @@ RANDOM = {
         "attention calls aten.rand.default",
     ),
     "Python": ([result(f"{RESULT} * __import__('random').random()")], "calls Python's random"),
+    "numpy": ([result(f"{RESULT} * __import__('numpy').random.rand()")], "calls numpy.random"),
     "backward": (
         [
             (
@@ -403,6 +404,18 @@ STRUCTURE = {
         later("block.more = nn.Linear(4, 4, bias=False)"),
         "blocks differ: layers.0.more.weight is not there, and layers.1.more.weight is (4, 4)",
     ),
+    "another number": (
+        later("block.attention_norm.eps = 1e-3"),
+        "blocks differ: layers.0.attention_norm.eps is 1e-05, and layers.1.attention_norm.eps is",
+    ),
+    "another class": (
+        later("block.attention_norm = torch.nn.RMSNorm(config.dim)"),
+        "blocks differ: layers.0.attention_norm.__class__ is 'titan_lite.models.transformer.RMSNorm', and",
+    ),
+    "another module": (
+        later("block.noise = nn.Dropout(0.1)"),
+        "blocks differ: layers.0.noise.__class__ is 'not there', and layers.1.noise.__class__ is",
+    ),
     "another shape": (
         later("block.attention.gate = nn.Linear(config.dim, 4, bias=False)"),
         "blocks differ: layers.0.attention.gate.weight is (128, 128), and",
@@ -421,6 +434,33 @@ STRUCTURE = {
     "a tensor": (
         [(GATE, f"{GATE}        self.slopes = torch.ones(8)\n")],
         "block has the tensor layers.0.attention.slopes, which nothing fills or saves",
+    ),
+    "a hook on a parameter": (
+        [(GATE, f"{GATE}        self.gate.weight.register_hook(lambda grad: grad * 3)\n")],
+        "layers.0.attention.gate.weight with a hook, an attribute or a class of its own",
+    ),
+    "a hook after accumulation": (
+        [
+            (
+                GATE,
+                f"{GATE}        self.gate.weight.register_post_accumulate_grad_hook(\n"
+                "            lambda parameter: None\n"
+                "        )\n",
+            )
+        ],
+        "layers.0.attention.gate.weight with a hook, an attribute or a class of its own",
+    ),
+    "an attribute of a parameter": (
+        [(GATE, f"{GATE}        self.gate.weight.factor = 3\n")],
+        "layers.0.attention.gate.weight with a hook, an attribute or a class of its own",
+    ),
+    "another dtype": (
+        [(GATE, GATE.replace("bias=False", "bias=False, dtype=torch.float64"))],
+        "block has layers.0.attention.gate.weight in float64; parameters are float32",
+    ),
+    "the default dtype": (
+        [("import torch\n", "import torch\n\ntorch.set_default_dtype(torch.bfloat16)\n")],
+        "the file sets torch's default dtype to bfloat16",
     ),
     "a bias": (
         [
@@ -441,6 +481,157 @@ STRUCTURE = {
 def test_what_the_structure_of_all_blocks_shows_is_refused(name, tmp_path):
     changes, words = STRUCTURE[name]
     assert words in mistake(tmp_path / "family.py", *changes)
+
+
+# Blocks, and what they read and write in forward
+
+FORWARD = "        cos, sin = cos["
+BLOCK_FORWARD = "    def forward(self, x, cos, sin, mask=None):\n"
+
+
+def forward(line):
+    """Begin the forward of attention with a line."""
+    return (BLOCK_FORWARD, f"{BLOCK_FORWARD}        {line}\n")
+
+
+def made(line):
+    """Make something beside the gate."""
+    return (GATE, f"{GATE}        {line}\n")
+
+
+def of_file(words):
+    return (CLASS, f"{words}\n\n\n{CLASS}")
+
+
+def of_block(line):
+    """Begin the forward of blocks with a line."""
+    return (
+        "def build_block(config):\n    return TransformerBlock(",
+        "class Block(TransformerBlock):\n"
+        f"{BLOCK_FORWARD}        {line}\n"
+        "        return super().forward(x, cos, sin, mask)\n\n\n"
+        "def build_block(config):\n    return Block(",
+    )
+
+
+READS = "block reads a tensor that is none of its arguments and parameters, and not of this"
+CACHE = "@__import__('functools').cache\ndef slopes(n):\n    return torch.linspace(0.5, 1, n)"
+BEYOND_ARGUMENTS = {
+    "input": ([of_block("x.data.mul_(0.5)")], "block changes x in place: layers.0 calls aten.mul_"),
+    "table": ([of_block("cos *= 0.9")], "block changes cos in place: layers.0 calls aten.mul_"),
+    "weight": (
+        [forward("self.gate.weight.data.clamp_(-0.005, 0.005)")],
+        "block changes layers.0.attention.gate.weight in place: layers.0.attention calls aten.clam",
+    ),
+    "data of a weight": (
+        [forward("self.gate.weight.data = self.gate.weight.data.clamp(-0.005, 0.005)")],
+        "block replaces the data of layers.0.attention.gate.weight in forward",
+    ),
+    "list of modules": (
+        [
+            made("self.more = [nn.Linear(4, config.dim, bias=False)]"),
+            result("self.more[0](x[..., :4])"),
+        ],
+        f"{READS} forward alone: layers.0.attention calls aten.t.default with one of shape (128, 4)",
+    ),
+    "dict of tensors": (
+        [made('self.more = {"slopes": torch.ones(config.dim)}'), result('x * self.more["slopes"]')],
+        f"{READS} forward alone: layers.0.attention calls aten.mul.Tensor with one of shape (128,)",
+    ),
+    "kept tensor": (
+        [
+            made("self.slopes = None"),
+            forward("self.slopes = torch.ones(128) if self.slopes is None else self.slopes"),
+            result("x * self.slopes"),
+        ],
+        f"{READS} forward alone: layers.0.attention calls aten.mul.Tensor with one of shape (128,)",
+    ),
+    "cache of the file": (
+        [of_file(CACHE), result("x * slopes(128)")],
+        f"{READS} forward alone: layers.0.attention calls aten.mul.Tensor with one of shape (128,)",
+    ),
+    "tensor of the block before": (
+        [of_file("kept = []"), forward("kept.append(x)"), result("x * kept[-2 % len(kept)]")],
+        f"{READS} forward alone: layers.0.attention calls aten.mul.Tensor with one of shape (1, 16, 128)",
+    ),
+    "counter": (
+        [made("self.calls = 0"), forward("self.calls += 1")],
+        "block changes layers.0.attention.calls in every forward",
+    ),
+    "generator of the file": (
+        [of_file("RNG = __import__('random').Random(0)"), result(f"{RESULT} * RNG.random()")],
+        "block changes the global RNG in every forward",
+    ),
+    "another weight": (
+        [
+            result(
+                "torch.func.functional_call(self.wo, {'weight': self.wo.weight * 2}, out.flatten(-2))"
+            )
+        ],
+        "block calls layers.0.attention.wo with another tensor as its weight",
+    ),
+    "clock": (
+        [result(f"{RESULT} * (__import__('time').perf_counter() % 1e-3 * 1e3)")],
+        "block layers.0 computes other numbers from equal ones",
+    ),
+    "bytes of the system": (
+        [result(f"{RESULT} * int.from_bytes(__import__('os').urandom(4))")],
+        "block layers.0 computes other numbers from equal ones",
+    ),
+    "mean of a batch": (
+        [of_block("x = x - x.mean(0, keepdim=True)")],
+        "block layers.0 mixes the sequences of a batch",
+    ),
+    "norm of a batch": (
+        [
+            made("self.bn = nn.BatchNorm1d(config.dim, affine=False, track_running_stats=False)"),
+            forward("x = self.bn(x.transpose(1, 2)).transpose(1, 2)"),
+        ],
+        "block layers.0 mixes the sequences of a batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_ARGUMENTS)
+def test_a_result_is_of_arguments_and_parameters_alone(name, tmp_path):
+    changes, words = BEYOND_ARGUMENTS[name]
+    assert words in mistake(tmp_path / "family.py", *changes)
+
+
+ARGUMENTS_ALONE = {
+    "tensors of numbers": [result(f"{RESULT} * torch.tensor([0.5]) * torch.tensor(2.0)")],
+    "a number that is set once": [
+        made("self.scale = None"),
+        forward("self.scale = self.scale or x.shape[-1] ** -0.5"),
+    ],
+    "a change of what it computes": [result(f"{RESULT}.mul_(0.5)")],
+    "a weight that is computed": [
+        (
+            "import torch\n",
+            "import torch\nfrom torch.nn.utils.parametrizations import weight_norm\n",
+        ),
+        made("weight_norm(self.gate)"),
+        (
+            '"attention.gate.weight": (config.n_heads * config.head_dim, config.dim),\n',
+            '"attention.gate.parametrizations.weight.original0": (config.dim, 1),\n'
+            '        "attention.gate.parametrizations.weight.original1": (config.dim, config.dim),\n',
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_ALONE)
+def test_what_a_block_makes_for_itself_is_admitted(name, tmp_path):
+    checked(tmp_path / "family.py", *ARGUMENTS_ALONE[name])
+
+
+def test_a_large_block_without_a_flavor_debug_is_not_run_with_numbers(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("titan_lite.models.own_family.MAX_WEIGHTS", 1000)
+    mixing = of_block("x = x - x.mean(0, keepdim=True)")
+    checked(tmp_path / "family.py", mixing)
+    assert "that sequences of a batch do not mix is not verified" in caplog.text
 
 
 # What a family is at a resume
