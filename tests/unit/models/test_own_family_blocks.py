@@ -22,7 +22,7 @@ from titan_lite.models.float8 import Float8Linear, apply_float8
 from titan_lite.models.own_family import check_tensors
 from titan_lite.models.transformer import Transformer, takes_documents
 from titan_lite.rules import check
-from titan_lite.tools.generate import Decoder
+from titan_lite.tools.generate import Decoder, check_steps
 
 GATED = ROOT / "tests/own_families/gated.py"
 RESULT = "self.wo(out.flatten(-2) * torch.sigmoid(self.gate(x)))"
@@ -623,6 +623,14 @@ ARGUMENTS_ALONE = {
 @pytest.mark.parametrize("name", ARGUMENTS_ALONE)
 def test_what_a_block_makes_for_itself_is_admitted(name, tmp_path):
     checked(tmp_path / "family.py", *ARGUMENTS_ALONE[name])
+
+
+def test_generate_refuses_tokens_that_mix_outside_of_attention(tmp_path):
+    shift = "x = (x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]) / 2"
+    layout = checked(tmp_path / "family.py", of_block(shift))
+    with pytest.raises(ConfigError, match="from one token at a time than from all at once"):
+        check_steps(layout.model)
+    check_steps(checked(tmp_path / "gated.py").model)
 
 
 def test_a_large_block_without_a_flavor_debug_is_not_run_with_numbers(
