@@ -102,7 +102,7 @@ def check_modules(model: Transformer, subject: str) -> None:
                 " it the forward of a class"
             )
         for attribute, value in vars(module).items():
-            if isinstance(value, Tensor) and value.is_meta:
+            if isinstance(value, Tensor):
                 raise ConfigError(
                     f"{subject}'s block has the tensor {name}.{attribute}, which nothing fills or"
                     " saves; compute it in forward, or make it a parameter"
@@ -305,6 +305,7 @@ def _check_runs(model: Transformer, subject: str) -> None:
                 " layout decide how often a forward runs, and no checkpoint has it; compute from"
                 " the arguments of the block and its parameters alone"
             )
+        _check_gradients(block, number, subject)
         operators = _CheckedOperators(subject, running, inputs | registered, earlier)
         with operators, torch.no_grad():
             block.eval()(*inputs.values(), None)
@@ -357,6 +358,16 @@ def _check_registered(
             raise ConfigError(
                 f"{subject}'s block replaces the data of {name} in forward, of which ranks have a"
                 " shard; compute with a new tensor"
+            )
+
+
+def _check_gradients(block: nn.Module, number: str, subject: str) -> None:
+    """Raise ConfigError for a parameter without a gradient."""
+    for name, parameter in block.named_parameters():
+        if parameter.grad is None:
+            raise ConfigError(
+                f"{subject}'s block computes no gradient of layers.{number}.{name}; all parameters"
+                " are trained: use it in forward, without detach, or leave it out"
             )
 
 
@@ -556,28 +567,41 @@ def _check_numbers(config: ModelConfig, subject: str) -> None:
         for experts in experts_of(model).values():
             experts.fqn = ""
         model.init_weights(0)
+        model.layers["1"].load_state_dict(model.layers["0"].state_dict())
         generator = torch.Generator().manual_seed(0)
         first, second, other = torch.randn(3, TOKENS, shape.dim, generator=generator)
+        later = torch.cat((first[:-1], other[-1:]))  # another last token
+        batches = ((first, second), (first, second), (first, 3 * other), (later, second))
+        of_blocks = []
         for number, block in model.layers.items():
-            found = [
-                _train(block, _inputs(model, torch.stack(batch)), subject)
-                for batch in ((first, second), (first, second), (first, 3 * other))
-            ]
-            results = [torch.stack((y[0], gradient[0])) for y, gradient in found]
-            if not _are_equal(results[0], results[1]):
+            found = [_train(block, _inputs(model, torch.stack(each)), subject) for each in batches]
+            once, again, in_other_batch, _ = (torch.stack((y[0], grad[0])) for y, grad in found)
+            if not _are_equal(once, again):
                 raise ConfigError(
                     f"{subject}'s block layers.{number} computes other numbers from equal ones: it"
                     " draws random numbers that are not torch's, counts its calls or reads a"
                     " clock; recomputation, the ranks of a layout and a resumed run would have"
                     " others, so compute from its arguments and parameters alone"
                 )
-            if not _are_equal(results[0], results[2]):
+            if not _are_equal(once, in_other_batch):
                 raise ConfigError(
                     f"{subject}'s block layers.{number} mixes the sequences of a batch, which are"
                     " dimension 0 of x: results would depend on training.local_batch_size and the"
                     " number of ranks; compute each sequence by itself, as norms over the last"
                     " dimension do and BatchNorm does not"
                 )
+            if not _are_equal(found[0][0][0, :-1], found[3][0][0, :-1]):
+                raise ConfigError(
+                    f"{subject}'s block layers.{number} computes a token from later ones, which a"
+                    " model that is trained to predict them must not see; compute it from itself"
+                    " and those before it, as self.attend does"
+                )
+            of_blocks.append(once)
+        if not _are_equal(*of_blocks):
+            raise ConfigError(
+                f"{subject}'s blocks differ: from equal parameters and inputs layers.0 and layers.1"
+                " compute other numbers; a compiled run traces one for all, so make them alike"
+            )
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:

@@ -578,6 +578,26 @@ BEYOND_ARGUMENTS = {
         [result(f"{RESULT} * int.from_bytes(__import__('os').urandom(4))")],
         "block layers.0 computes other numbers from equal ones",
     ),
+    "no gradient": (
+        [result("self.wo(out.flatten(-2) * torch.sigmoid(self.gate(x).detach()))")],
+        "block computes no gradient of layers.0.attention.gate.weight",
+    ),
+    "tensor on the CPU": (
+        [made('self.scale = torch.tensor(0.5, device="cpu")'), forward("self.scale.mul_(0.99)")],
+        "block has the tensor layers.0.attention.scale, which nothing fills or saves",
+    ),
+    "later tokens": (
+        [of_block("x = x - x.mean(1, keepdim=True)")],
+        "block layers.0 computes a token from later ones",
+    ),
+    "number of a block": (
+        [
+            of_file("blocks = []"),
+            made("blocks.append(id(self))"),
+            result(f"{RESULT} * (1 + blocks.index(id(self)) % 2)"),
+        ],
+        "blocks differ: from equal parameters and inputs layers.0 and layers.1 compute other",
+    ),
     "mean of a batch": (
         [of_block("x = x - x.mean(0, keepdim=True)")],
         "block layers.0 mixes the sequences of a batch",
