@@ -129,7 +129,11 @@ def test_the_launcher_verifies_once_and_again_what_has_changed(environment, tmp_
     assert (
         f'titan_lite: model.name = "{file}" is not one of titan_lite\'s: verifying it on' in lines
     )
-    assert re.search(r"titan_lite: tp=2 computes what one process does: verified in \d+ s\n", lines)
+    assert re.search(
+        r"titan_lite: tp=2 computes what one process does: verified in \d+ s with sequences of 32"
+        r" tokens\n",
+        lines,
+    )
     launched(file, *TP, "--optimizer.lr=1e-3")
     launched(file)  # data parallelism alone
     assert "verifying" not in capfd.readouterr().err

@@ -36,7 +36,7 @@ from titan_lite.environment import cache_folder
 from titan_lite.models.shapes import shape_of
 from titan_lite.processes import signal_when_parent_dies
 from titan_lite.resilience.signals import STOPPING, write_line
-from titan_lite.tools.verify.twin import layout_of, name_of, twin, twin_model
+from titan_lite.tools.verify.twin import SEQ_LEN, layout_of, name_of, twin, twin_model
 
 # What decides of a twin whether it computes what one process does
 SECTIONS = ("parallelism", "activation_checkpoint", "compile", "float8")
@@ -88,6 +88,7 @@ class Verification:
             raise ConfigError(self._error(code, taken))
         write_line(
             f"titan_lite: {self.layout} computes what one process does: verified in {taken:.0f} s"
+            f" with sequences of {SEQ_LEN} tokens"
         )
         self._remember()
         return True
