@@ -1,17 +1,20 @@
-"""Write what is made from the sources: tables of docs/recipes.md, the drawing of docs/design.md.
+"""Write what is made from the sources: tables of docs/recipes.md and docs/benchmarks.md, the
+drawing of docs/design.md.
 
-    python scripts/write_docs.py            # writes both parts into their pages
+    python scripts/write_docs.py            # writes the parts into their pages
     python scripts/write_docs.py --check    # writes nothing; exit code 1 if a page would change
 
-The tables are made from the docstrings of titan_lite/config/sections.py; the drawing from the
-imports of the package, and its layers from tests/unit/test_layers.py. A part stands between two
-comments of its page, and the rest of the page is written by hand.
+The tables of keys are made from the docstrings of titan_lite/config/sections.py; those of published
+runs from titan_lite/tools/plan/published.csv; the drawing from the imports of the package, and its
+layers from tests/unit/test_layers.py. A part stands between two comments of its page, and the rest
+of the page is written by hand.
 """
 
 import argparse
 import ast
+import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
@@ -20,6 +23,7 @@ from titan_lite.config import SECTIONS
 from titan_lite.config.effects import Effect, OnlyWith
 from titan_lite.config.errors import in_toml
 from titan_lite.config.help import accepted, doc_of
+from titan_lite.tools.plan.published import PublishedRun, evidence_among, published_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "titan_lite"
@@ -151,7 +155,108 @@ def drawing() -> str:
     return "\n".join([*lines, "```", ""])
 
 
-PARTS: dict[str, Callable[[], str]] = {"recipes.md": key_tables, "design.md": drawing}
+# --- docs/benchmarks.md ---------------------------------------------------------------------------
+
+
+def published_tables() -> str:
+    """Return the errors of plans of published runs: by class, of the blind ones, and of each."""
+    runs = [run for run in published_runs() if run.published]
+    blind = [run for run in runs if run.role == "blind"]
+    return "\n".join(
+        [
+            "Runs by class:",
+            "",
+            *class_table(runs, runs),
+            "",
+            "The blind ones alone:",
+            "",
+            *class_table(blind, runs),
+            "",
+            "Each run:",
+            "",
+            *run_table(runs),
+        ]
+    )
+
+
+def class_table(shown: Sequence[PublishedRun], runs: Sequence[PublishedRun]) -> list[str]:
+    """Return a row for each class of runs, and one for all. runs: those that ranges follow from."""
+    classes: dict[tuple[str, ...], list[PublishedRun]] = {}
+    for run in shown:
+        kind = run.kind
+        sort = "mixture" if kind.is_mixture else "dense"
+        classes.setdefault((kind.limited, kind.precision, kind.mode, sort), []).append(run)
+    return [
+        (
+            "| device | precision | mode | models | runs | planned / published | median error |"
+            " most | in the range | half width | GiB planned / published |"
+        ),
+        "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|",
+        *(class_row(words, of_class, runs) for words, of_class in sorted(classes.items())),
+        class_row(("all", "", "", ""), shown, runs),
+    ]
+
+
+def class_row(
+    words: Sequence[str], of_class: Sequence[PublishedRun], runs: Sequence[PublishedRun]
+) -> str:
+    ranges = [left_out_range(run, runs) for run in of_class]
+    errors = [abs(run.speed - 1) for run in of_class]
+    held = sum(
+        slow <= run.published <= fast for run, (slow, fast) in zip(of_class, ranges, strict=True)
+    )
+    width = statistics.median((fast - slow) / (fast + slow) for slow, fast in ranges)
+    memory = [run.memory for run in of_class if run.published_gib]
+    cells = (
+        *words,
+        len(of_class),
+        least_to_most(run.speed for run in of_class),
+        f"{statistics.median(errors):.0%}",
+        f"{max(errors):.0%}",
+        f"{held} of {len(of_class)}",
+        f"{width:.0%}",
+        least_to_most(memory) if memory else "-",
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def left_out_range(run: PublishedRun, runs: Sequence[PublishedRun]) -> tuple[float, float]:
+    """Return the range that a plan of a run has if the run itself is no evidence."""
+    others = [other for other in runs if other is not run]
+    return run.range_with(evidence_among(others, run.kind).error)
+
+
+def least_to_most(ratios: Iterable[float]) -> str:
+    values = sorted(ratios)
+    return f"{values[0]:.2f} to {values[-1]:.2f}" if len(values) > 1 else f"{values[0]:.2f}"
+
+
+def run_table(runs: Sequence[PublishedRun]) -> list[str]:
+    lines = [
+        "| run | | tok/s planned | published | ratio | GiB planned | published | not known |",
+        "|---|---|--:|--:|--:|--:|--:|---|",
+    ]
+    for run in runs:
+        slow, fast = left_out_range(run, runs)
+        cells = (
+            run.name,
+            run.role,
+            f"{slow:,.0f} to {fast:,.0f}",
+            f"{run.published:,.0f}",
+            f"{run.speed:.2f}",
+            f"{run.planned_gib:.1f}",
+            f"{run.published_gib:.1f}" if run.published_gib else "-",
+            run.unknown,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "recipes.md": key_tables,
+    "design.md": drawing,
+    "benchmarks.md": published_tables,
+}
 
 
 def as_of_today(page: Path) -> str:

@@ -325,9 +325,44 @@ def _way_without_weights(tables: Tables, name: str) -> str:
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[Tables, list[str]]:
     """Return the keys that are typed, as tables of a recipe, and messages about other words."""
-    if not arguments:
-        return {}, []
-    import tyro  # not needed without arguments
+    options = [_complete_option(word) for word in arguments]
+    if None not in options:  # as `option` writes them
+        words = dict(filter(None, options))
+        unknown: Sequence[str] = ()
+    else:
+        words, unknown = _read_words(arguments)
+    mistakes = list(_unknown_words(unknown))
+    tables: Tables = {}
+    for key, typed in words.items():
+        section, _, name = key.partition(".")
+        try:
+            value = _value_of(key, typed)
+        except ConfigError as error:
+            mistakes += error.args
+            continue
+        tables.setdefault(section, {})[name] = value
+    return _absolute(tables, Config, Path()), mistakes
+
+
+def _complete_option(word: str) -> tuple[str, bool | tuple[str, ...]] | None:
+    """Return the key and the words of an option that needs no other word: --section.key=value, and
+    of a boolean --section.key or --section.no-key. None for another word, which tyro reads.
+    """
+    key, equals, value = word.removeprefix("--").partition("=")
+    section, _, name = key.partition(".")
+    positive = f"{section}.{name.removeprefix('no-')}"
+    if not word.startswith("--") or positive not in KEYS:
+        return None
+    if KEYS[positive].annotation is bool:
+        return None if equals else (positive, key == positive)
+    return (key, (value,)) if equals and key == positive else None
+
+
+def _read_words(
+    arguments: Sequence[str],
+) -> tuple[dict[str, bool | tuple[str, ...]], Sequence[str]]:
+    """Return the words typed for each key, and those for none."""
+    import tyro  # takes a tenth of a second
 
     words, unknown = tyro.cli(
         _words_of_keys(),
@@ -337,17 +372,12 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Tables, list[str]]:
         console_outputs=False,
         config=(tyro.conf.HelptextFromCommentsOff,),  # else it reads this file's source each time
     )
-    mistakes = list(_unknown_words(unknown))
-    tables: Tables = {}
-    for section, table in words.items():
-        for name, typed in table.items():
-            try:
-                value = _value_of(f"{section}.{name}", typed)
-            except ConfigError as error:
-                mistakes += error.args
-                continue
-            tables.setdefault(section, {})[name] = value
-    return _absolute(tables, Config, Path()), mistakes
+    typed = {
+        f"{section}.{name}": value
+        for section, table in words.items()
+        for name, value in table.items()
+    }
+    return typed, unknown
 
 
 def option(key: str, text: str) -> str:

@@ -50,6 +50,8 @@ ATTENTION = {
     "H200": {"auto": 0.52, "cudnn": 0.52, "FA2": 0.31, "FA3": 0.53},
     "A100": {"auto": 0.55, "cudnn": 0.45, "FA2": 0.55},
     "B200": {"auto": 0.55, "cudnn": 0.55, "FA4": 0.55},
+    "B300": {"auto": 0.55, "cudnn": 0.55, "FA4": 0.55},
+    "GB200": {"auto": 0.55, "cudnn": 0.55, "FA4": 0.55},
 }
 # Tokens at which attention reaches half its speed. With 2,048 tokens causal attention has 0.79
 # (FA2) and 0.84 (cuDNN) of the speed without a mask on an H20 (Dao-AILab/flash-attention issue

@@ -38,10 +38,12 @@ NVLINK3 = Link(300, 1.9)
 NVLINK4 = Link(450, 1.9)
 NVLINK5 = Link(900, 1.9)
 XGMI = Link(448, 4.0)
+XGMI4 = Link(537, 4.0)
 PCIE = Link(32, 4.0)
 # One network card a GPU, as in DGX and HGX machines.
 HDR200 = Link(25, 4.0)
 NDR400 = Link(50, 4.0)
+XDR800 = Link(100, 4.0)
 
 # Dense peaks in TFLOP/s. float32 is without TF32, torch's default.
 PEAKS_A100 = {"bfloat16": 312.0, "float32": 19.5}
@@ -49,7 +51,9 @@ PEAKS_H100 = {"bfloat16": 989.4, "float32": 66.9, "float8_e4m3fn": 1978.9}
 PEAKS_H100_PCIE = {"bfloat16": 756.0, "float32": 51.2, "float8_e4m3fn": 1513.0}
 PEAKS_H100_NVL = {"bfloat16": 835.5, "float32": 60.0, "float8_e4m3fn": 1671.0}
 PEAKS_B200 = {"bfloat16": 2250.0, "float32": 80.0, "float8_e4m3fn": 4500.0}
+PEAKS_GB200 = {"bfloat16": 2500.0, "float32": 80.0, "float8_e4m3fn": 5000.0}
 PEAKS_MI300X = {"bfloat16": 1307.4, "float32": 163.4, "float8_e4m3fn": 2614.9}
+PEAKS_MI355X = {"bfloat16": 2516.6, "float32": 157.3, "float8_e4m3fn": 5033.2}
 
 # The efficiency of products is that of full waves of tiles. It is fitted for H100 (kernels.py). For
 # the others the best product is as fast as in "Maximum Achievable Matmul FLOPS"
@@ -67,6 +71,26 @@ B200 = Machine(
     nominal_power=1000,
     matmul_efficiency=0.81,
     attention_efficiency=0.55,
+)
+B300 = dataclasses.replace(
+    B200,
+    name="B300",
+    memory=268,
+    memory_bandwidth=8000,
+    inter_node=XDR800,
+    nominal_power=1100,
+    matmul_efficiency=0.82,
+)
+# NVLink joins 72 GPUs.
+GB200 = dataclasses.replace(
+    B200,
+    name="GB200",
+    tflops=PEAKS_GB200,
+    memory=184,
+    memory_bandwidth=8000,
+    ranks_per_node=72,
+    nominal_power=1200,
+    matmul_efficiency=0.76,
 )
 H100 = Machine(
     name="H100",
@@ -134,10 +158,36 @@ MI300X = Machine(
     matmul_efficiency=0.53,
     attention_efficiency=0.3,
 )
+MI325X = dataclasses.replace(
+    MI300X,
+    name="MI325X",
+    memory=256,
+    memory_bandwidth=6000,
+    nominal_power=1000,
+    matmul_efficiency=0.62,
+)
+MI355X = Machine(
+    name="MI355X",
+    tflops=PEAKS_MI355X,
+    memory=288,
+    memory_bandwidth=8000,
+    intra_node=XGMI4,
+    inter_node=NDR400,
+    host=HOST,
+    multiprocessors=256,
+    nominal_power=1400,
+    matmul_efficiency=0.65,
+    attention_efficiency=0.35,
+)
 # A device has the first profile with a name that occurs in its own, as a word: longer names first.
 PROFILES = {
     machine.name: machine
-    for machine in (B200, H200_NVL, H200, H100_PCIE, H100_NVL, H100, A100, MI300X)
+    for machine in (
+        *(GB200, B300, B200),
+        *(H200_NVL, H200, H100_PCIE, H100_NVL, H100),
+        A100,
+        *(MI355X, MI325X, MI300X),
+    )
 }
 
 

@@ -22,6 +22,7 @@ from titan_lite.optim.state import (
     is_matrix,
     moment_bytes,
     numbers_in,
+    owner_costs,
     share_of_matrices,
 )
 from titan_lite.sharding import chunk_size
@@ -75,6 +76,8 @@ def _moment_bytes_of_rank(config: Config, layout: "Layout") -> float:
 
 def owner_bytes(config: Config, layout: "Layout") -> float:
     """Return the bytes of complete matrices on the owner with most (optim/matrix_owners.py)."""
+    if owner_costs(config.optimizer) is None:
+        return 0.0
     ranks = layout.world_size // layout.degrees["pp"]
     return max(bytes_by_owner(config.optimizer, layout.shapes_of_rank, ranks))
 

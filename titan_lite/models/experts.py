@@ -177,7 +177,7 @@ class Rows(NamedTuple):
     ends: Tensor  # (e,) int32, where the rows of each expert end
     tokens: int  # N
     spare: int  # 1 if the last row is of no choice; else 0
-    expected: int  # rows with an expert, if experts are equally loaded
+    expected: int  # rows with an expert, as a plan prices them
 
     @property
     def of_token(self) -> int:
@@ -343,6 +343,8 @@ class Experts(nn.Module):
     fqn = ""  # set by the Transformer
     # of rows, relative to equally loaded experts, that there is room for in training; 0: of all
     capacity_factor = 0.0
+    # Rows of this rank's experts that a plan prices, relative to equally loaded experts.
+    imbalance = 1.0
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -370,14 +372,15 @@ class Experts(nn.Module):
         """Return the rows of choices (N, K)."""
         tokens, of_token = choices.shape
         own = len(self.own)
-        expected = tokens * of_token * own // self.n_experts
+        balanced = tokens * of_token * own // self.n_experts
         room = tokens * min(of_token, own)
         fqn = ""
         if self.training and self.capacity_factor:
-            room = min(room, math.ceil(self.capacity_factor * expected))
+            room = min(room, math.ceil(self.capacity_factor * balanced))
             fqn = self.fqn
         spare = int(own < self.n_experts)
         choice, row, ends = rows_of_experts(choices, self.own.start, own, room, spare, fqn)
+        expected = min(room, round(self.imbalance * balanced))
         return Rows(choice, row, ends, tokens, spare, expected)
 
 

@@ -204,20 +204,25 @@ def parameter_shapes(config: ModelConfig, modules: Iterable[str] = ()) -> dict[s
     name, and is within "output" too.
     """
     of_block = block_parameters(config)
-    table = (config.vocab_size, config.dim)
-    shapes: dict[str, Shape] = {"tok_embeddings.weight": table}
-    for layer in range(config.n_layers):
-        for name, shape in of_block.items():
-            shapes[f"layers.{layer}.{name}"] = shape
-    shapes["norm.weight"] = (config.dim,)
+    of_table = {"weight": (config.vocab_size, config.dim)}
+    by_module: dict[str, Mapping[str, Shape]] = {"tok_embeddings": of_table}
+    by_module |= {f"layers.{layer}": of_block for layer in range(config.n_layers)}
+    by_module["norm"] = {"weight": (config.dim,)}
     if not config.tied_embeddings:
-        shapes["output.weight"] = table
-    modules = tuple(modules)
-    if not modules:
-        return shapes
-    if config.tied_embeddings and lies_within("output.weight", modules):
-        modules = (*modules, "tok_embeddings")
-    return {fqn: shape for fqn, shape in shapes.items() if lies_within(fqn, modules)}
+        by_module["output"] = of_table
+    wanted = {*modules}
+    if config.tied_embeddings and lies_within("output.weight", wanted):
+        wanted.add("tok_embeddings")
+    # most callers name whole modules
+    others = wanted - by_module.keys()
+    shapes: dict[str, Shape] = {}
+    for module, of_module in by_module.items():
+        is_whole = not wanted or module in wanted
+        for name, shape in of_module.items():
+            fqn = f"{module}.{name}"
+            if is_whole or (others and lies_within(fqn, others)):
+                shapes[fqn] = shape
+    return shapes
 
 
 def check_block(

@@ -97,7 +97,8 @@ def context_parallel_ranks_have_two_chunks(config: Config, layout: Layout) -> It
 @rule
 def every_pipeline_rank_updates_a_parameter(config: Config, layout: Layout) -> Iterator[Mistake]:
     points = config.parallelism.pipeline_parallel_split_points
-    if any(not layout.shapes_on(rank) for rank in range(layout.degrees["pp"])):
+    degree = layout.degrees["pp"]
+    if layout.copies_table and not all(layout.shapes_on(rank) for rank in range(degree)):
         yield Mistake(
             key="parallelism.pipeline_parallel_split_points",
             value=points,

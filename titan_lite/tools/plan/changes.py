@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tqdm import tqdm
 
 from titan_lite.compile.compile import CompileError
-from titan_lite.config import KEYS, ConfigError
+from titan_lite.config import KEYS, Config, ConfigError, flatten
 from titan_lite.config.load import nearest_key
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.tools.plan.plan import Plan, make_plans
@@ -22,7 +22,14 @@ from titan_lite.tools.plan.trace import PlannedLayout
 
 Change = dict[str, str]  # {"section.key": value as on a command line}
 Row = tuple[Change, Plan | str]  # (change, its plan or why there is none)
-CHECKPOINTING = ("none", "selective", "full")
+MODE = "activation_checkpoint.mode"
+# From the most memory and the least recomputation to the opposite.
+CHECKPOINTING: tuple[Change, ...] = (
+    {MODE: "none"},
+    {MODE: "selective", "activation_checkpoint.selective_ac_option": "op"},
+    {MODE: "selective", "activation_checkpoint.selective_ac_option": "op/2"},
+    {MODE: "full"},
+)
 LEAST_GAIN = 0.005  # of tokens per second, for a change to be shown
 
 
@@ -55,8 +62,17 @@ def candidates(layout: PlannedLayout, machine: Machine) -> list[Change]:
 
 
 def checkpointing_changes(layout: PlannedLayout) -> list[Change]:
-    used = layout.config.activation_checkpoint.mode
-    return [{"activation_checkpoint.mode": mode} for mode in CHECKPOINTING if mode != used]
+    used = checkpointing_of(layout.config)
+    return [way for way in CHECKPOINTING if way is not used]
+
+
+def checkpointing_of(config: Config) -> Change | None:
+    """Return the one of CHECKPOINTING that a recipe has; None for every n-th block."""
+    keys = flatten(config)
+    for way in CHECKPOINTING:
+        if all(keys[key] == value for key, value in way.items()):
+            return way
+    return None
 
 
 def batch_changes(layout: PlannedLayout) -> list[Change]:
@@ -225,7 +241,8 @@ def table(rows: Sequence[Row], name: Callable[[Change], str] = keys_of) -> list[
             columns = _columns("-", "-", "-", "-")
             why = plan
         else:
-            _, slow, fast = plan.steps
+            slow = plan.slow
+            fast = plan.fast
             columns = _columns(
                 f"{plan.tokens_per_second(slow):,.0f} to {plan.tokens_per_second(fast):,.0f}",
                 f"{100 * plan.mfu(slow):.0f} to {100 * plan.mfu(fast):.0f}",

@@ -7,6 +7,7 @@ communication.
     python -m titan_lite plan RECIPE --sweep parallelism.tensor_parallel_degree=2,4,8
     python -m titan_lite plan RECIPE --world-size 64 --search   # the best layout that fits
     python -m titan_lite plan RECIPE --scale              # on 512 to 100,000 ranks
+    python -m titan_lite plan RECIPE --tokens 1e12 --price-per-gpu-hour 2.5     # days and money
     python -m titan_lite plan RECIPE --picture plan.png --trace plan.json
     python -m titan_lite plan RECIPE --compare outputs/llama3_8b  # beside a run that has ended
 
@@ -17,6 +18,7 @@ no weights are allocated, no tokenizer or data is read, and no GPU or network is
 """
 
 import argparse
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -38,6 +40,7 @@ if TYPE_CHECKING:  # these import torch, which is slow: a wrong recipe fails bef
     from titan_lite.cost.machine import Machine
     from titan_lite.metrics.run_files import Window
     from titan_lite.tools.plan.plan import Plan
+    from titan_lite.tools.plan.summary import Budget
     from titan_lite.tools.plan.trace import PlannedLayout
 
 SEARCHED = 12  # plans of a search by default
@@ -76,6 +79,23 @@ def build_parser() -> Parser:
         type=above_zero,
         default=0.0,
         help="a token budget, such as 15e12, to print its days and GPU-hours",
+    )
+    parser.add_argument(
+        "--price-per-gpu-hour",
+        type=above_zero,
+        default=0.0,
+        metavar="PRICE",
+        help="the price of a GPU-hour, such as 2.5, to print that of the training",
+    )
+    parser.add_argument(
+        "--expert-imbalance",
+        type=factor,
+        default=1.0,
+        metavar="FACTOR",
+        help=(
+            "with expert parallelism: tokens of the experts of the rank that has most, relative to"
+            " the mean (default 1: equally loaded)"
+        ),
     )
     parser.add_argument(
         "--full",
@@ -117,9 +137,9 @@ def build_parser() -> Parser:
         const=SEARCHED,
         metavar="PLANS",
         help=(
-            "find the fastest degrees, local batch size, checkpointing, schedule and bucketing for"
-            " this number of ranks and tokens per step; PLANS: number of layouts that fit to plan,"
-            f" the fastest by formula first (default {SEARCHED})"
+            "find the fastest degrees, local batch size, checkpointing and schedule for this number"
+            " of ranks and tokens per step; PLANS: number of layouts that fit to plan, the fastest"
+            f" by formula first (default {SEARCHED})"
         ),
     )
     answers.add_argument(
@@ -138,7 +158,18 @@ def above_zero(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: use a number above 0, such as 15e12")
+        raise argparse.ArgumentTypeError(f"{text}: use a number above 0, such as 2.5 or 15e12")
+    return number
+
+
+def factor(text: str) -> float:
+    """Return an option's value as a number from 1 on, as `type` of add_argument."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: use a number from 1 on, such as 1.2")
     return number
 
 
@@ -153,6 +184,7 @@ def refuse_options_without_effect(options: argparse.Namespace) -> None:
         "picture": prints_no_plan,
         "trace": prints_no_plan,
         "tokens": {**prints_no_plan, "json": options.json},
+        "price_per_gpu_hour": {**prints_no_plan, "json": options.json},
         "world_size": {"compare": options.compare is not None},
     }
     for name, others in overruled_by.items():
@@ -161,6 +193,16 @@ def refuse_options_without_effect(options: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} has no effect with --{given[0]}; leave one of them out"
             )
+
+
+def check_imbalance(imbalance: float, config: Config) -> None:
+    """Raise ConfigError for an imbalance of experts that no rank can have."""
+    if imbalance > 1 and config.parallelism.expert_parallel_degree == 1:
+        raise ConfigError(
+            f"--expert-imbalance {imbalance:g} has no effect with"
+            " parallelism.expert_parallel_degree = 1, where a rank computes all experts of its"
+            " tokens; leave it out"
+        )
 
 
 def check_target(name: str, path: Path | None) -> None:
@@ -184,6 +226,7 @@ class Subject:
     config: Config
     world_size: int
     machine: "Machine"
+    expert_imbalance: float = 1.0
 
     @property
     def recipe_world_size(self) -> int:
@@ -207,7 +250,8 @@ class Subject:
             )
         if not self.machine.is_cpu:
             raise_mistakes(config, float8_has_results_on_gpus(config))
-        return lay_out(config, self.world_size, self.machine.memory * 2**30)
+        layout = lay_out(config, self.world_size, self.machine.memory * 2**30)
+        return dataclasses.replace(layout, expert_imbalance=self.expert_imbalance)
 
     def without_idle_async_tp(self, change: dict[str, str]) -> dict[str, str]:
         """Return a change that also turns off asynchronous tensor parallelism, if it leaves no
@@ -237,7 +281,10 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
     else:
         world_size = options.world_size or world_size_of(find_recipe(Path(options.recipe)))
     machine = find_hardware(options.hardware, config)
-    subject = Subject(options.recipe, overrides, config, world_size, machine)
+    check_imbalance(options.expert_imbalance, config)
+    subject = Subject(
+        options.recipe, overrides, config, world_size, machine, options.expert_imbalance
+    )
     if options.search is not None:
         lines = search_lines(subject, options.search, options.full)
     elif options.sweep:
@@ -335,16 +382,31 @@ def plan_lines(subject: Subject, options: argparse.Namespace) -> list[str]:
         write_plan_trace(plan, options.trace)
     if options.json:
         return [as_json(plan)]
+    budget = budget_of(plan, options)
     if options.scale:
-        return [*describe(plan, options.tokens), "", *describe_scale(plan)]
+        return [*describe(plan, budget), "", *describe_scale(plan)]
     if options.changes:
-        return [*describe(plan, options.tokens), *best_changes(plan, rows)]
+        return [*describe(plan, budget), *best_changes(plan, rows)]
     return describe(
         plan,
-        options.tokens,
+        budget,
         lighter=plan_with_less_checkpointing(subject, plan, options.full),
         with_room=plan_with_room_for_all(subject, options.full),
     )
+
+
+def budget_of(plan: "Plan", options: argparse.Namespace) -> "Budget":
+    """Return what the options ask for. The time that failures cost is told beside a number of
+    tokens or a price, of a recipe that saves.
+    """
+    from titan_lite.tools.plan.scale import scale_of
+    from titan_lite.tools.plan.summary import Budget
+
+    goodput = 1.0
+    if plan.layout.config.checkpoint.enable and (options.tokens or options.price_per_gpu_hour):
+        scale = scale_of(plan, plan.layout.world_size)
+        goodput = scale.goodput(scale.recipe_interval)
+    return Budget(options.tokens, options.price_per_gpu_hour, goodput)
 
 
 def plan_with_room_for_all(subject: Subject, full: bool) -> "Plan | None":

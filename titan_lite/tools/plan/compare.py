@@ -90,7 +90,9 @@ def describe_comparison(plan: Plan, windows: Sequence[Window]) -> list[str]:
 
     plan: with a step on the nominal, a slow and a fast machine.
     """
-    nominal, slow, fast = plan.steps
+    nominal = plan.nominal
+    slow = plan.slow
+    fast = plan.fast
     layout = plan.layout
     measured_step = statistics.median(window.seconds / window.steps for window in windows)
     measured_speed = statistics.median(window.tokens_per_second for window in windows)

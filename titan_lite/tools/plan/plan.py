@@ -10,12 +10,15 @@ How the seconds of a step come about:
     cost/timeline.py    the seconds of a graph, whose collectives overlap with computation
     costs.py            these as figures of a stage, linear in the number of its blocks
     simulate.py         a step: the pipeline's schedule of stages, accumulation, the update
+    published.py        how far off plans of published runs like it were
 
 Speeds are ranges. The machine's peaks, links and memory come from its datasheet, but the
 efficiencies of real kernels are uncertain. So everything is simulated three times: nominal, and
-with all efficiencies at the slow and at the fast end of the uncertainty in cost/machine.py.
+with all efficiencies at the slow and at the fast end of the uncertainty in cost/machine.py. A range
+is wider than that where plans of published runs were further off.
 """
 
+import dataclasses
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future
@@ -29,6 +32,7 @@ from titan_lite.cost.machine import GIB, Machine
 from titan_lite.cost.timeline import Timeline
 from titan_lite.models.shapes import flops_per_token
 from titan_lite.tools.plan.memory import Memory, memory_of
+from titan_lite.tools.plan.published import Evidence, evidence_for
 from titan_lite.tools.plan.simulate import StepTimes, simulate_step
 from titan_lite.tools.plan.tape import Stage, stage_of
 from titan_lite.tools.plan.trace import (
@@ -42,8 +46,6 @@ from titan_lite.tools.plan.trace import (
     submit_traces,
 )
 
-# Published runs of this design reserve 0.5% and 3% more than planned (docs/benchmarks.md).
-MEMORY_ERROR = 0.03
 TracedStages = Mapping[StageModules, Mapping[int, TracedStage]]  # then by number of blocks
 
 
@@ -53,8 +55,9 @@ class Plan:
 
     layout: PlannedLayout
     machine: Machine
-    steps: tuple[StepTimes, ...]  # on each machine: nominal, slow, fast
+    steps: tuple[StepTimes, ...]  # simulated on each machine: nominal, slow, fast
     memory: Memory
+    evidence: Evidence
     depths: dict[StageModules, tuple[int, ...]]  # traced numbers of blocks
     seconds: float  # of planning
     # Of the graphs of the stage with most blocks.
@@ -63,6 +66,20 @@ class Plan:
     @property
     def nominal(self) -> StepTimes:
         return self.steps[0]
+
+    @property
+    def slow(self) -> StepTimes:
+        """The step at the slow end of the range."""
+        step = self.steps[1]
+        longest = max(step.seconds, self.nominal.seconds * self.evidence.error)
+        return dataclasses.replace(step, seconds=longest)
+
+    @property
+    def fast(self) -> StepTimes:
+        """The step at the fast end of the range."""
+        step = self.steps[2]
+        shortest = min(step.seconds, self.nominal.seconds / self.evidence.error)
+        return dataclasses.replace(step, seconds=shortest)
 
     @property
     def capacity(self) -> float:
@@ -75,8 +92,9 @@ class Plan:
 
     @property
     def is_tight(self) -> bool:
-        """Return True if it fits, but by less than published runs exceeded their plans."""
-        return self.fits and self.memory.total * (1 + MEMORY_ERROR) > self.capacity
+        """Return True if it fits, but by less than published runs like it exceeded their plans."""
+        exceeding = self.memory.reserved * self.evidence.memory_error
+        return self.fits and self.memory.total + exceeding > self.capacity
 
     def tokens_per_second(self, step: StepTimes) -> float:
         """Return the tokens per second of one rank."""
@@ -163,6 +181,7 @@ def plan_of(
         machines[0],
         tuple(steps),
         memory,
+        evidence_for(layout, machines[0]),
         depths={beside: tuple(sorted(by_depth)) for beside, by_depth in traced.items()},
         seconds=time.perf_counter() - started,
         timelines={

@@ -1,125 +1,257 @@
-"""Ratios of planned to published speed, which docs/benchmarks.md and every plan show.
+"""What published runs say about a plan: the errors of plans of runs like it.
 
-`python scripts/compare_published.py` plans the runs and reports ratios that have changed. Only runs
-of which all is published that a plan needs are here, except the number of a pipeline's
-microbatches; the script's table has what is missing of the others. Some had asynchronous tensor
-parallelism beside float8, which a run here refuses.
+    evidence = evidence_for(layout, machine)
+    evidence.error          # 1.14: 80% of plans of such runs are at most so many times off
+    evidence.in_words()     # "plans of 6 published runs (8B, ...) were 0.99 to 1.00 times as fast"
+
+published.csv has the runs and their plans: `python scripts/compare_published.py --write` writes it
+from the settings in scripts/published.toml. The errors come from the narrowest class of runs that
+has three (`WIDER`).
 """
 
+import csv
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from titan_lite.config import Config
-from titan_lite.config.families import ModelConfig, find_family
 from titan_lite.cost.machine import Machine
-from titan_lite.cost.profiles import PROFILES
-from titan_lite.models.shapes import parameter_shapes, shape_words
+from titan_lite.models.shapes import shape_words
+from titan_lite.tools.plan.trace import PlannedLayout
 
-SIZE_CLASS = 2  # most times as many parameters, or as few, as a model of about the same size
+FILE = Path(__file__).with_suffix(".csv")
+COVERED = 0.8  # share of runs that a range is to hold
+LEAST_RUNS = 3  # of a class that says something
+SIZE_CLASS = 2  # most times as many parameters, or as few, of models of about the same size
+KNOWN = 1.25  # with larger errors, the speed of this kind of run is not known
 
 
-class RunKind(NamedTuple):
-    """A kind of published runs: of one model, mode, precision and machine."""
+@dataclass(frozen=True)
+class RunKind:
+    """What runs may have in common."""
 
-    flavor: str
-    mode: str  # eager, or the backend of torch.compile
+    model: str
+    billions: float  # parameters
+    active_billions: float  # parameters that a token is multiplied by: fewer in a mixture
+    device: str
+    power: float  # watts that the device is limited to
     precision: str  # of matrix products
-    machine: str
-    family: str = "llama3"
+    mode: str  # eager, or the backend of torch.compile
+
+    @property
+    def is_mixture(self) -> bool:
+        return self.active_billions < self.billions
+
+    @property
+    def limited(self) -> str:
+        """The device and its power."""
+        return f"{self.device} at {self.power:g} W"
+
+    def is_of_size(self, other: "RunKind") -> bool:
+        """Return True if a model has between half and twice the parameters of another one."""
+        of_all = self.billions / other.billions
+        of_active = self.active_billions / other.active_billions
+        return all(1 / SIZE_CLASS <= times <= SIZE_CLASS for times in (of_all, of_active))
 
 
-# Nominal planned tokens per second / published, by kind and name in scripts/compare_published.py
-RUNS = {
-    RunKind("8B", "eager", "bfloat16", "H100"): {
-        "TorchTitan paper: 8B on 8, eager": 0.89,
-        "TorchTitan paper: 8B on 128, eager": 0.97,
-        "torchtitan 2024-12: 8B on 8, eager": 0.96,
-        "torchtitan 2024-12: 8B on 128, eager": 0.98,
-    },
-    RunKind("8B", "inductor", "bfloat16", "H100"): {
-        "TorchTitan paper: 8B on 8, compiled": 0.99,
-        "TorchTitan paper: 8B on 128, compiled": 1.00,
-        "torchtitan 2024-12: 8B on 8, compiled": 0.99,
-        "torchtitan 2024-12: 8B on 128, compiled": 1.00,
-        "torchtitan 2025-06: 8B on 64, FSDP 8 x TP 8": 0.99,
-        "torchtitan 2025-06: 8B on 64, FSDP 8 x TP 8, async TP": 0.99,
-    },
-    RunKind("8B", "inductor", "float8", "H100"): {
-        "TorchTitan paper: 8B on 8, float8": 0.94,
-        "TorchTitan paper: 8B on 128, float8": 0.94,
-        "torchtitan 2024-12: 8B on 8, float8": 1.04,
-        "torchtitan 2024-12: 8B on 128, float8": 1.05,
-        "torchtitan 2024-12: 8B on 8, float8, 32k tokens": 0.99,
-        "torchtitan 2024-12: 8B, float8, FSDP 4 x CP 2, 64k tokens": 0.88,
-        "torchtitan 2024-12: 8B, float8, FSDP 2 x CP 4, 128k tokens": 1.15,
-        "torchtitan 2025-06: 8B on 64, float8": 1.14,
-        "torchtitan 2025-06: 8B on 64, float8, async TP": 1.10,
-    },
-    RunKind("70B", "inductor", "float8", "H100"): {
-        "TorchTitan paper: 70B on 256, float8": 0.93,
-        "TorchTitan paper: 70B on 256, float8, async TP": 0.89,
-        "torchtitan 2024-12: 70B on 256, float8": 1.01,
-        "torchtitan 2024-12: 70B on 256, float8, async TP": 1.03,
-        "torchtitan 2025-06: 70B on 256, float8": 1.03,
-        "torchtitan 2025-06: 70B on 256, float8, async TP": 0.96,
-    },
-    RunKind("405B", "inductor", "float8", "H100"): {
-        "TorchTitan paper: 405B on 512, float8, 1F1B": 0.98,
-        "TorchTitan paper: 405B on 512, float8, interleaved": 1.00,
-        "torchtitan 2024-12: 405B on 512, float8, 1F1B": 1.08,
-        "torchtitan 2024-12: 405B on 512, float8, interleaved": 1.10,
-        "torchtitan 2024-12: 405B on 512, float8, CP 1, 32k tokens": 0.98,
-        "torchtitan 2024-12: 405B on 512, float8, CP 2, 64k tokens": 1.12,
-        "torchtitan 2024-12: 405B on 512, float8, CP 4, 128k tokens": 1.07,
-    },
-    RunKind("8B", "aot_eager", "bfloat16", "H100"): {
-        "torchtitan 1881: 8B, FSDP 8": 0.78,
-        "torchtitan 1881: 8B, FSDP 4 x TP 2": 0.84,
-    },
-    RunKind("70B", "inductor", "bfloat16", "H100"): {
-        "torchtitan 2025-06: 70B on 256, FSDP 32 x TP 8": 0.98,
-        "torchtitan 2025-06: 70B on 256, FSDP 32 x TP 8, async TP": 0.99,
-    },
-    RunKind("8B", "inductor", "float8", "H200"): {
-        "torchtitan 2025-06, H200: 8B on 32, float8": 1.18,
-        "torchtitan 2025-06, H200: 8B on 64, float8": 1.20,
-    },
-}
-RATIOS = {name: ratio for runs in RUNS.values() for name, ratio in runs.items()}
+@dataclass(frozen=True)
+class PublishedRun:
+    """A published run, and its plan. Speeds: tokens a second and GPU; memory: GiB, reserved."""
+
+    name: str
+    role: str  # known, aside or blind: scripts/published.toml
+    kind: RunKind
+    published: float  # 0: not known yet
+    planned: float
+    slow: float  # of the simulation
+    fast: float
+    published_gib: float  # 0: not published
+    planned_gib: float
+    unknown: str  # what is not known of the run
+
+    @property
+    def speed(self) -> float:
+        """Planned by published."""
+        return self.planned / self.published
+
+    @property
+    def memory(self) -> float:
+        """Planned by published."""
+        return self.planned_gib / self.published_gib
+
+    def range_with(self, error: float) -> tuple[float, float]:
+        """Return the range of a plan whose evidence has this error."""
+        return min(self.slow, self.planned / error), max(self.fast, self.planned * error)
+
+    @property
+    def says_memory(self) -> bool:
+        return bool(self.published_gib) and not self.unknown
 
 
-def bias_of(model: ModelConfig, config: Config, machine: Machine) -> str:
-    """Return the error of plans of published runs like this one, in words; or that there is none.
+# What runs of a class need not have in common, from the narrowest class to the widest.
+WIDER: tuple[tuple[str, ...], ...] = (
+    (),
+    ("power",),
+    ("power", "size"),
+    ("power", "size", "mode"),
+    ("power", "size", "mode", "precision"),
+    ("power", "size", "mode", "precision", "device"),
+    ("power", "size", "mode", "precision", "device", "mixture"),
+)
 
-    Alike are runs on the same machine, compiled by the same backend, in the same precision, and of
-    models of about this size.
+
+@dataclass(frozen=True)
+class Evidence:
+    """The published runs that are nearest to a kind of run, and the errors of their plans."""
+
+    kind: RunKind
+    runs: Sequence[PublishedRun]  # of the narrowest class for speed; empty on a CPU
+    differ_in: Sequence[str]  # what they need not have in common with the kind, as in WIDER
+    memory_runs: Sequence[PublishedRun] = ()  # of that for memory
+
+    @property
+    def error(self) -> float:
+        """The factor, at least 1, by which plans of COVERED of such runs are off at most."""
+        return math.exp(_quantile([abs(math.log(run.speed)) for run in self.runs]))
+
+    @property
+    def is_known(self) -> bool:
+        return self.error <= KNOWN
+
+    @property
+    def memory_error(self) -> float:
+        """How much more than planned COVERED of such runs reserved at most, as a share."""
+        return max(0.0, _quantile([1 / run.memory - 1 for run in self.memory_runs]))
+
+    def in_words(self) -> str:
+        """Return what plans of published runs were worth."""
+        if not self.runs:
+            return "no published run on a CPU to compare with"
+        speeds = [run.speed for run in self.runs]
+        plans = (
+            f"plans of {len(self.runs)} published runs ({self.shared()}) were {min(speeds):.2f} to"
+            f" {max(speeds):.2f} times as fast as the runs"
+        )
+        if not self.differ_in:
+            return plans
+        kind = self.kind
+        described = ", ".join((kind.model, kind.mode, kind.precision, kind.limited))
+        return f"no three published runs like this one ({described}); {plans}"
+
+    def shared(self) -> str:
+        """Return what all the runs are, in words."""
+        shown = {
+            "size": " and ".join(dict.fromkeys(run.kind.model for run in self.runs)),
+            "mode": self.kind.mode,
+            "precision": self.kind.precision,
+            "device": self.kind.device,
+            "power": self.kind.limited,
+        }
+        if "power" not in self.differ_in:
+            del shown["device"]
+        words = [word for facet, word in shown.items() if facet not in self.differ_in]
+        if not words:
+            words = ["of mixtures" if self.kind.is_mixture else "of dense models"]
+            if "mixture" in self.differ_in:
+                words = ["all"]
+        return ", ".join(words)
+
+
+def evidence_for(layout: PlannedLayout, machine: Machine) -> Evidence:
+    """Return what published runs say about a plan of a layout on a machine."""
+    kind = kind_of_run(layout, machine)
+    if machine.is_cpu:
+        return Evidence(kind, (), ())
+    return evidence_among(published_runs(), kind)
+
+
+def evidence_among(runs: Sequence[PublishedRun], kind: RunKind) -> Evidence:
+    """Return what some runs say about a kind of run."""
+    differ_in, nearest = _narrowest([run for run in runs if run.published], kind)
+    _, for_memory = _narrowest([run for run in runs if run.says_memory], kind)
+    return Evidence(kind, nearest, differ_in, for_memory)
+
+
+def kind_of_run(layout: PlannedLayout, machine: Machine) -> RunKind:
+    """Return the kind of a layout's run on a machine.
+
+    A machine of a file is of the device that it is like.
     """
-    mode = config.compile.backend if config.compile.compiles("model") else "eager"
-    training = config.training
-    precision = "float8" if config.float8.enable else training.mixed_precision_param
-    ratios: list[float] = []
-    flavors: list[str] = []
-    for kind, runs in RUNS.items():
-        is_alike = (kind.mode, kind.precision) == (mode, precision)
-        if is_alike and PROFILES[kind.machine] == machine and is_of_size(model, kind):
-            ratios += runs.values()
-            is_of_family = kind.family == model.family
-            flavors.append(kind.flavor if is_of_family else f"{kind.family} {kind.flavor}")
-    if not ratios:
-        described = ", ".join((shape_words(config.model), mode, precision, machine.name))
-        return f"no published run of this kind ({described}) to compare with"
-    described = ", ".join((" and ".join(flavors), mode, precision, machine.name))
-    return (
-        f"plans of {len(ratios)} published runs ({described}) were {min(ratios):.2f} to"
-        f" {max(ratios):.2f} times as fast as the runs"
+    config = layout.config
+    return RunKind(
+        shape_words(config.model),
+        layout.parameters / 1e9,
+        layout.active_parameters / 1e9,
+        machine.like or machine.name,
+        machine.power or machine.nominal_power,
+        "float8" if config.float8.enable else config.training.mixed_precision_param,
+        config.compile.backend if config.compile.compiles("model") else "eager",
     )
 
 
-def is_of_size(model: ModelConfig, kind: RunKind) -> bool:
-    """Return True if a model has between half and twice the parameters of the runs'."""
-    times = parameters(model) / parameters(find_family(kind.family).flavors[kind.flavor])
-    return 1 / SIZE_CLASS <= times <= SIZE_CLASS
+@functools.cache
+def published_runs() -> Sequence[PublishedRun]:
+    """Return the runs of published.csv."""
+    with FILE.open(encoding="utf-8", newline="") as file:
+        return [_run_of(row) for row in csv.DictReader(file)]
 
 
-def parameters(model: ModelConfig) -> int:
-    return sum(map(math.prod, parameter_shapes(model).values()))
+def _run_of(row: dict[str, str]) -> PublishedRun:
+    def text(*names: str) -> dict[str, str]:
+        return {name: row[name] for name in names}
+
+    def numbers(*names: str) -> dict[str, float]:
+        return {name: float(row[name]) for name in names}
+
+    kind = RunKind(
+        **text("model", "device", "precision", "mode"),
+        **numbers("billions", "active_billions", "power"),
+    )
+    return PublishedRun(
+        kind=kind,
+        **text("name", "role", "unknown"),
+        **numbers("published", "planned", "slow", "fast", "published_gib", "planned_gib"),
+    )
+
+
+def _narrowest(
+    runs: Sequence[PublishedRun], kind: RunKind
+) -> tuple[Sequence[str], Sequence[PublishedRun]]:
+    """Return the narrowest class around a kind that has LEAST_RUNS: what its runs need not have in
+    common, and the runs.
+    """
+    for differ_in, alike in _classes(runs, kind):
+        if len(alike) >= LEAST_RUNS:
+            return differ_in, alike
+    return WIDER[-1], runs
+
+
+def _classes(
+    runs: Sequence[PublishedRun], kind: RunKind
+) -> Iterator[tuple[Sequence[str], Sequence[PublishedRun]]]:
+    for differ_in in WIDER:
+        yield differ_in, [run for run in runs if _unlike(run.kind, kind) <= {*differ_in}]
+
+
+def _unlike(one: RunKind, other: RunKind) -> Collection[str]:
+    """Return in what two kinds differ."""
+    alike = {
+        "device": one.device == other.device,
+        "power": one.limited == other.limited,
+        "precision": one.precision == other.precision,
+        "mode": one.mode == other.mode,
+        "mixture": one.is_mixture == other.is_mixture,
+        "size": one.is_of_size(other),
+    }
+    return {facet for facet, is_alike in alike.items() if not is_alike}
+
+
+def _quantile(errors: Sequence[float]) -> float:
+    """Return the error that a further run exceeds with a chance of 1 - COVERED, if it is drawn as
+    these are (conformal prediction, arXiv 2107.07511); 0.0 without errors.
+    """
+    if not errors:
+        return 0.0
+    rank = math.ceil(COVERED * (len(errors) + 1))
+    return sorted(errors)[min(rank, len(errors)) - 1]

@@ -157,7 +157,7 @@ def step_seconds(plan: Plan, layout: PlannedLayout) -> float:
 
     The sums of gradients over copies, and PowerSGD's products, stay those of the plan's shards.
     """
-    step = plan.steps[0]
+    step = plan.nominal
     machine = plan.machine
     fsdp_before = plan.layout.fsdp_degree
     fsdp_after = layout.fsdp_degree

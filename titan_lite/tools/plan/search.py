@@ -2,12 +2,14 @@
 and plan the fastest of them until enough fit.
 
     changes = space(config, world_size, machine, sequences)     # [{"section.key": "8", ...}, ...]
-    estimate(layout, machine)       # rough seconds and a lower bound of the bytes, in a millisecond
+    step_seconds(layout, machine)   # rough, in a millisecond
+    least_bytes(layout)             # a lower bound
     why_lost(plan, best)            # "12% slower: waiting for tensor parallelism +0.31 s per step"
 
 The formulas only choose what is planned; their results are not shown. Their bytes are at most those
-of a plan, so no layout that fits is excluded. A layout is put aside if one of its kind that needs
-less by formula was planned and does not fit.
+of a plan, so no layout that fits is excluded by them. A layout is put aside if it would not fit
+with as much more as plans of its kind need at least. What is in flight in a pipeline takes seconds
+to find out, so only the fastest layouts are asked for it.
 """
 
 import functools
@@ -42,9 +44,11 @@ from titan_lite.models.shapes import block_weights, shape_of
 from titan_lite.optim.state import moment_bytes
 from titan_lite.tools.plan.changes import (
     CHECKPOINTING,
+    MODE,
     Change,
     Row,
     Stopped,
+    checkpointing_of,
     fitting,
     plan_changes,
     ranked,
@@ -56,6 +60,9 @@ from titan_lite.tools.plan.simulate import table_seconds
 from titan_lite.tools.plan.summary import describe_degrees, part_name
 from titan_lite.tools.plan.trace import PROCESSES, PlannedLayout, blocks_in
 
+CHECKPOINTING_KEYS = (MODE, "activation_checkpoint.selective_ac_option")
+# Ranks of a pipeline: the order of a longer one takes seconds to find out. A recipe's own is tried.
+MOST_PIPELINE_RANKS = 16
 LONG_SEQUENCE = 32768  # tokens; shorter sequences are not split over ranks
 
 
@@ -64,9 +71,13 @@ class Candidate:
     """A layout that may fit, by formula."""
 
     change: Change
-    seconds: float  # of a step
-    nbytes: float  # of a rank, a lower bound
-    kind: tuple[object, ...]  # of layouts whose plans exceed their bounds about alike
+    layout: PlannedLayout
+    seconds: float  # of a step, by formula
+
+    @functools.cached_property
+    def nbytes(self) -> float:
+        """The bytes of a rank, a lower bound."""
+        return least_bytes(self.layout)
 
 
 @dataclass
@@ -85,19 +96,19 @@ class Search:
     rows: list[Row] = field(default_factory=list)
 
     def estimate_all(self, changes: Sequence[Change]) -> None:
-        """Estimate layouts by formula, and drop those that cannot run or fit."""
+        """Estimate layouts by formula, and drop those that cannot run, or hold their state."""
         self.layouts = len(changes)
         for change in tqdm(changes, desc="estimated by formula", leave=False, mininterval=1):
             try:
                 layout = self.lay_out(change)
-                seconds, nbytes = estimate(layout, self.machine)
+                seconds = step_seconds(layout, self.machine)
             except ConfigError:
                 self.refused += 1
                 continue
-            if nbytes > self.machine.memory * GIB:
+            if least_bytes(layout, in_flight=False) > self.capacity:
                 self.too_large += 1
             else:
-                self.waiting.append(Candidate(change, seconds, nbytes, kind_of(layout)))
+                self.waiting.append(Candidate(change, layout, seconds))
         self.waiting.sort(key=lambda candidate: candidate.seconds)
 
     def plan_until(self, count: int) -> None:
@@ -105,15 +116,39 @@ class Search:
 
         Raises Stopped.
         """
-        while self.waiting:
-            missing = count - len(with_room(self.rows))
-            if missing <= 0:
+        while (missing := count - len(with_room(self.rows))) > 0:
+            chosen = self.next_candidates(max(missing, PROCESSES))
+            if not chosen:
                 return
-            chosen = self.waiting[: max(missing, PROCESSES)]
-            self.waiting = self.waiting[len(chosen) :]
             self.planned += chosen
             self.plan([candidate.change for candidate in chosen])
-            self.put_heavier_aside()
+
+    def next_candidates(self, count: int) -> list[Candidate]:
+        """Take the fastest layouts that may fit from those that wait, and count those that may
+        not.
+        """
+        needs = self.least_needs()
+        chosen: list[Candidate] = []
+        while self.waiting and len(chosen) < count:
+            candidate = self.waiting.pop(0)
+            if candidate.nbytes > self.capacity:
+                self.too_large += 1
+            elif candidate.nbytes * needs.get(kind_of(candidate.layout), 1.0) > self.capacity:
+                self.put_aside += 1
+            else:
+                chosen.append(candidate)
+        return chosen
+
+    def least_needs(self) -> dict[tuple[object, ...], float]:
+        """Return by how many times planned layouts exceed their lower bounds at least, by kind."""
+        plans = [(change, plan) for change, plan in self.rows if isinstance(plan, Plan)]
+        needs: dict[tuple[object, ...], float] = {}
+        for candidate in self.planned:
+            for plan in [plan for change, plan in plans if change == candidate.change]:
+                kind = kind_of(candidate.layout)
+                times = plan.memory.total / candidate.nbytes
+                needs[kind] = min(times, needs.get(kind, math.inf))
+        return needs
 
     def plan(self, changes: Sequence[Change]) -> None:
         """Plan layouts. Raises Stopped, with the rows of all plans so far."""
@@ -125,25 +160,10 @@ class Search:
             raise Stopped(self.rows, wanted) from None
         self.rows = ranked([*self.rows, *rows])
 
-    def put_heavier_aside(self) -> None:
-        """Put aside what needs as much by formula as a planned layout of its kind that does not
-        fit.
-        """
-        too_large = [
-            change for change, plan in self.rows if isinstance(plan, Plan) and not plan.fits
-        ]
-        least: dict[tuple[object, ...], float] = {}  # bytes by formula, by kind
-        for candidate in self.planned:
-            if candidate.change in too_large:
-                known = least.get(candidate.kind, math.inf)
-                least[candidate.kind] = min(known, candidate.nbytes)
-        lighter = [
-            candidate
-            for candidate in self.waiting
-            if candidate.nbytes < least.get(candidate.kind, math.inf)
-        ]
-        self.put_aside += len(self.waiting) - len(lighter)
-        self.waiting = lighter
+    @property
+    def capacity(self) -> float:
+        """Bytes of a device."""
+        return self.machine.memory * GIB
 
     @property
     def may_fit(self) -> int:
@@ -164,16 +184,20 @@ class Search:
             f"{self.refused:,} cannot run, {self.too_large:,} cannot fit (parameters, optimizer and"
             f" microbatches in flight alone); of {self.may_fit:,} others {planned:,} are planned,"
             f" the fastest by formula first; not looked at: {slower:,} that are slower by formula,"
-            f" and {self.put_aside:,} that need as much by formula as a planned one of their kind"
-            " that does not fit"
+            f" and {self.put_aside:,} that would not fit if they need as much more than by formula"
+            " as planned ones of their kind"
         )
 
 
 def kind_of(layout: PlannedLayout) -> tuple[object, ...]:
+    """Return what layouts have in common whose plans exceed their lower bounds about alike."""
+    checkpointing = layout.config.activation_checkpoint
     return (
-        layout.config.activation_checkpoint.mode,
+        checkpointing.mode,
+        checkpointing.selective_ac_option,
         layout.gathers_once,
         layout.degrees["tp"],
+        layout.expert_parallel,
         layout.degrees["pp"] > 1,
         layout.config.parallelism.pipeline_parallel_schedule,
     )
@@ -200,14 +224,8 @@ def search(
     """
     state = Search(lay_out, machine, full)
     state.estimate_all(changes)
-    others: list[Change] = []
     try:
         state.plan_until(count)
-        fit = fitting(state.rows)
-        if fit:
-            change, best = fit[0]
-            others = other_buckets(change, best.layout)
-            state.plan(others)
     except Stopped as stopped:
         stopped.lines = [
             f"{state.layouts:,} layouts: {state.counts()}",
@@ -217,9 +235,8 @@ def search(
             *outcome(config, state.rows, state.not_planned),
         ]
         raise
-    last = "; then the best one with other buckets" if others else ""
     return [
-        f"{state.layouts:,} layouts: {state.counts()}{last}",
+        f"{state.layouts:,} layouts: {state.counts()}",
         "",
         *table(state.rows, label),
         *outcome(config, state.rows, state.not_planned),
@@ -252,29 +269,15 @@ def lighter(plan: Plan, lay_out: Callable[[Change], PlannedLayout]) -> list[Chan
 
     Formulas scale the planned memory.
     """
-    mode = plan.layout.config.activation_checkpoint.mode
-    if mode not in CHECKPOINTING:
+    used = checkpointing_of(plan.layout.config)
+    if used is None:
         return []
-    _, lower_bound = estimate(plan.layout, plan.machine)
-    for less in CHECKPOINTING[: CHECKPOINTING.index(mode)]:
-        change = {"activation_checkpoint.mode": less}
-        _, nbytes = estimate(lay_out(change), plan.machine)
+    lower_bound = least_bytes(plan.layout)
+    for change in CHECKPOINTING[: CHECKPOINTING.index(used)]:
+        nbytes = least_bytes(lay_out(change))
         if plan.memory.total * nbytes / lower_bound <= plan.capacity:
             return [change]
     return []
-
-
-def other_buckets(change: Change, layout: PlannedLayout) -> list[Change]:
-    """Return other bucketings than the recipe's; none if weights are gathered once per step, with
-    buckets of its own.
-    """
-    if not layout.config.compile.compiles("model") or layout.gathers_once:
-        return []
-    return [
-        change | {"compile.bucketing": way}
-        for way in ("block", "greedy")
-        if way != layout.config.compile.bucketing
-    ]
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -283,8 +286,8 @@ def powers_of_two(most: int) -> list[int]:
 
 def space(config: Config, world_size: int, machine: Machine, sequences: int) -> Iterator[Change]:
     """Yield combinations of degrees, local batch size, checkpointing, schedule and
-    fsdp_communication at `sequences` per step, with tensor parallelism inside a node. Some are
-    refused when they are laid out.
+    fsdp_communication at `sequences` per step, with tensor and expert parallelism inside a node.
+    Some are refused when they are laid out.
     """
     for degrees in degrees_on(config, world_size, machine, sequences):
         of_rank = sequences // (degrees["dp_replicate"] * degrees["dp_shard"])
@@ -295,7 +298,11 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
         compression = "none"
         if degrees["dp_replicate"] > 1:
             compression = config.parallelism.replicate_compression
-        for batch, mode in itertools.product(_local_batches(of_rank, degrees["pp"]), CHECKPOINTING):
+        for batch, checkpointing, experts in itertools.product(
+            _local_batches(of_rank, degrees["pp"]),
+            CHECKPOINTING,
+            expert_degrees(config, machine, world_size // degrees["pp"]),
+        ):
             has_microbatches = batch < of_rank or has_pipeline
             communication = ("step", "microbatch") if has_microbatches else ("step",)
             for schedule, when in itertools.product(schedules, communication):
@@ -306,12 +313,30 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
                     },
                     "training.local_batch_size": str(batch),
                     "training.global_batch_size": str(sequences),
-                    "activation_checkpoint.mode": mode,
+                    **checkpointing,
+                    **experts,
                     "parallelism.pipeline_parallel_schedule": schedule,
                     "parallelism.fsdp_communication": when,
                     "compile.bucketing": config.compile.bucketing,
                     "parallelism.replicate_compression": compression,
                 }
+
+
+def expert_degrees(config: Config, machine: Machine, ranks: int) -> list[Change]:
+    """Return the degrees of expert parallelism for so many ranks of a pipeline stage: none, or
+    those inside a node. With one, experts have the recipe's capacity.
+    """
+    if not shape_of(config.model).n_experts:
+        return [{}]
+    own = str(config.experts.capacity_factor)
+    return [
+        {
+            "parallelism.expert_parallel_degree": str(degree),
+            "experts.capacity_factor": own if degree > 1 else "0",
+        }
+        for degree in powers_of_two(machine.ranks_per_node)
+        if ranks % degree == 0
+    ]
 
 
 def degrees_on(
@@ -323,10 +348,12 @@ def degrees_on(
     """
     shape = shape_of(config.model)
     contexts = {1, config.parallelism.context_parallel_degree}
+    longest = max(MOST_PIPELINE_RANKS, config.parallelism.pipeline_parallel_degree)
+    pipelines = powers_of_two(min(shape.n_layers, longest))
     if config.training.seq_len >= LONG_SEQUENCE:
         contexts |= {2, 4, 8, 16}
     for tp, pp, cp in itertools.product(
-        powers_of_two(machine.ranks_per_node), powers_of_two(shape.n_layers), sorted(contexts)
+        powers_of_two(machine.ranks_per_node), pipelines, sorted(contexts)
     ):
         dp, rest = divmod(world_size, tp * pp * cp)
         if rest or not dp or sequences % dp or sequences < dp:
@@ -343,8 +370,10 @@ def label(change: Change) -> str:
     words = [
         describe_degrees(degrees),
         f"batch {change['training.local_batch_size']}",
-        f"checkpointing {change['activation_checkpoint.mode']}",
+        "checkpointing " + " ".join(change[key] for key in CHECKPOINTING_KEYS if key in change),
     ]
+    if int(change.get("parallelism.expert_parallel_degree", "1")) > 1:
+        words.append(f"experts over {change['parallelism.expert_parallel_degree']}")
     if degrees["pp"] > 1:
         words.append(change["parallelism.pipeline_parallel_schedule"])
     words.append(f"FSDP once per {change['parallelism.fsdp_communication']}")
@@ -477,14 +506,21 @@ def _block_seconds(layout: PlannedLayout, machine: Machine, sizes: _Sizes) -> _B
     )
 
 
-def estimate(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
-    """Return the approximate seconds of a step, and a lower bound of a rank's bytes."""
+def step_seconds(layout: PlannedLayout, machine: Machine) -> float:
+    """Return the approximate seconds of a step."""
     sizes = _sizes(layout)
-    parts = [_part_of_rank(layout, sizes, rank) for rank in range(layout.degrees["pp"])]
+    return _step_seconds(layout, machine, sizes, _parts_of_ranks(layout, sizes))
+
+
+def least_bytes(layout: PlannedLayout, *, in_flight: bool = True) -> float:
+    """Return a lower bound of a rank's bytes. in_flight: with the activations of microbatches."""
+    sizes = _sizes(layout)
     errors = compression_error_bytes(layout.config, layout)
-    nbytes = max(_least_bytes(layout, sizes, part, errors) for part in parts)
-    nbytes += owner_bytes(layout.config, layout) + outside_of_tensors(layout)
-    return _step_seconds(layout, machine, sizes, parts), nbytes
+    nbytes = max(
+        _least_bytes(layout, sizes, part, errors, in_flight)
+        for part in _parts_of_ranks(layout, sizes)
+    )
+    return nbytes + owner_bytes(layout.config, layout) + outside_of_tensors(layout)
 
 
 @dataclass(frozen=True)
@@ -524,6 +560,10 @@ class _PartOfStage:
     elements: float  # of matrices, embedding and output, when they are gathered
     sharded: float  # of them, those that a rank has
     copied: float  # of these, those that the optimizer does not update: a copy of a tied table
+
+
+def _parts_of_ranks(layout: PlannedLayout, sizes: _Sizes) -> list[_PartOfRank]:
+    return [_part_of_rank(layout, sizes, rank) for rank in range(layout.degrees["pp"])]
 
 
 def _part_of_rank(layout: PlannedLayout, sizes: _Sizes, rank: int) -> _PartOfRank:
@@ -573,11 +613,13 @@ def _step_seconds(
     return seconds + table_seconds(layout, machine)
 
 
-def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors: float) -> float:
+def _least_bytes(
+    layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors: float, in_flight: bool
+) -> float:
     """Return a lower bound of a rank's bytes in tensors, without complete matrices of the
     optimizer: the most of two moments of a step.
 
-    errors: bytes of those of compressed gradients.
+    errors: bytes of those of compressed gradients. in_flight: with the activations of microbatches.
     """
     config = layout.config
     _, summed = itemsizes(config.training)
@@ -587,6 +629,9 @@ def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors
     moments = moment_bytes(config.optimizer, updated, in_blocks)
     state = STORED_BYTES * own + sum(moments) + errors
     state += _received_bytes(layout, sizes, part)
+    before_update = summed * updated + errors
+    if not in_flight:
+        return state + before_update
 
     parallelism = Parallelism(
         pipeline_parallel_degree=layout.degrees["pp"],
@@ -604,7 +649,6 @@ def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors
     if layout.gathers_once:
         in_microbatches += _gathered_bytes(layout, part)
 
-    before_update = summed * updated + errors
     return state + max(in_microbatches, before_update)
 
 
@@ -643,15 +687,18 @@ def most_in_flight(
             else:
                 now[stage] = before._replace(halves=before.halves - 1, has_gradients=True)
         moments.add(tuple(now.values()))
-        found.append({moment for moment in moments if not _is_exceeded(moment, moments)})
+        found.append(_largest(moments))
     return found
 
 
-def _is_exceeded(moment: tuple[InFlight, ...], others: Iterable[tuple[InFlight, ...]]) -> bool:
-    flat = list(itertools.chain(*moment))
-    return any(
-        other != moment and all(map(operator.ge, itertools.chain(*other), flat)) for other in others
-    )
+def _largest(moments: Iterable[tuple[InFlight, ...]]) -> set[tuple[InFlight, ...]]:
+    """Return the moments that no other one exceeds: has as much or more of everything."""
+    largest: dict[tuple[InFlight, ...], list[int]] = {}
+    for moment in sorted(moments, key=lambda moment: -sum(map(sum, moment))):
+        counts = [*itertools.chain(*moment)]
+        if not any(all(map(operator.ge, other, counts)) for other in largest.values()):
+            largest[moment] = counts
+    return {*largest}
 
 
 def _bytes_in_flight(

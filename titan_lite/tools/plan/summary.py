@@ -6,6 +6,7 @@ print(as_json(plan))
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from titan_lite.cost.machine import GIB, JOINT_SHARE, UNCERTAINTY
@@ -13,8 +14,7 @@ from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.shapes import shape_words
 from titan_lite.optim.state import owner_costs
-from titan_lite.tools.plan.plan import MEMORY_ERROR, Plan
-from titan_lite.tools.plan.published import bias_of
+from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.simulate import StepTimes
 from titan_lite.tools.plan.trace import names_blocks
 
@@ -33,23 +33,33 @@ SHOWN_SHARE = 5e-4  # smaller parts of a step are left out
 SHORT_WAIT = 0.1  # share of a step; with shorter waits, computation is the bottleneck
 
 
+@dataclass(frozen=True)
+class Budget:
+    """What a training is to cost."""
+
+    tokens: float = 0.0  # 0: those of training.steps
+    price: float = 0.0  # of a GPU-hour; 0: not given
+    goodput: float = 1.0  # share of the time that ends in kept steps (scale.py)
+
+
 def describe(
     plan: Plan,
-    token_budget: float = 0.0,
+    budget: Budget = Budget(),
     *,
     lighter: Plan | None = None,
     with_room: Plan | None = None,
 ) -> list[str]:
     """Return the plan as lines of one screen.
 
-    token_budget: tokens to give time and GPU-hours for; 0: those of training.steps.
     lighter: the plan of the same recipe with less activation checkpointing. with_room: that of a
     step that runs again with room for all rows of experts.
     """
     lines = [
         *recipe_lines(plan),
         "",
-        *speed_lines(plan, token_budget),
+        *speed_lines(plan),
+        *budget_lines(plan, budget),
+        f"  {plan.evidence.in_words()}",
         "",
         "nominal breakdown of the step",
         *breakdown_lines(plan),
@@ -90,9 +100,12 @@ def recipe_lines(plan: Plan) -> list[str]:
     ]
     if layout.model.n_experts:
         split = f", over ep {layout.expert_parallel}" if layout.expert_parallel > 1 else ""
+        load = "equally loaded"
+        if layout.expert_imbalance > 1:
+            load = f"{layout.expert_imbalance:g} times the mean on the rank with most"
         lines.append(
             f"{layout.model.n_experts} experts, {layout.model.experts_per_token} for a token,"
-            f" equally loaded{split}: {layout.parameters:,} parameters,"
+            f" {load}{split}: {layout.parameters:,} parameters,"
             f" {layout.active_parameters:,} of them for a token"
         )
     if layout.ramp:
@@ -108,34 +121,52 @@ def describe_degrees(degrees: Mapping[str, int]) -> str:
     return " x ".join(axes) or "one rank"
 
 
-def speed_lines(plan: Plan, token_budget: float) -> list[str]:
-    layout = plan.layout
-    config = layout.config
-    _, slow, fast = plan.steps
+def speed_lines(plan: Plan) -> list[str]:
+    slow = plan.slow
+    fast = plan.fast
 
     def slow_to_fast(figure: Callable[[StepTimes], float], scale: float = 1.0) -> str:
         return f"{scale * figure(slow):,.0f} to {scale * figure(fast):,.0f}"
 
     speed = slow_to_fast(plan.tokens_per_second)
-    speed = f"{speed}; {bias_of(layout.model, config, plan.machine)}"
+    if not plan.evidence.is_known:
+        speed = f"{speed}: not known for this kind of run"
     mfu = slow_to_fast(plan.mfu, 100)
     mfu_full = slow_to_fast(plan.mfu_full_attention, 100)
     hfu = slow_to_fast(plan.hfu, 100)
-    if token_budget:
-        tokens = token_budget
-        budget = f"{tokens:.3g} tokens"
-    else:
-        tokens = layout.tokens_until(config.training.steps)
-        budget = f"{tokens:.3g} tokens ({config.training.steps:,} steps)"
-    durations = [tokens / layout.tokens * step.seconds for step in (fast, slow)]
-    gpu_hours = " to ".join(rounded(layout.world_size * each / 3600) for each in durations)
     return [
         f"  step time        {fast.seconds:.3g} to {slow.seconds:.3g} s",
         f"  tokens/s per GPU {speed}",
         f"  TFLOP/s per GPU  {slow_to_fast(plan.model_flops, 1e-12)}",
         f"  MFU              {mfu}% ({mfu_full}% with attention counted as full), HFU {hfu}%",
-        f"  {budget}: {in_units(*durations)}, {gpu_hours} GPU-hours, without stops",
     ]
+
+
+def budget_lines(plan: Plan, budget: Budget) -> list[str]:
+    """Return lines on the time, the GPU-hours and the price of a training."""
+    layout = plan.layout
+    steps = layout.config.training.steps
+    tokens = budget.tokens or layout.tokens_until(steps)
+    words = f"{tokens:.3g} tokens" + ("" if budget.tokens else f" ({steps:,} steps)")
+    durations = [tokens / layout.tokens * step.seconds for step in (plan.fast, plan.slow)]
+
+    def with_goodput(share: float) -> str:
+        seconds = [each / share for each in durations]
+        hours = [layout.world_size * each / 3600 for each in seconds]
+        costs = f"{in_units(*seconds)}, {' to '.join(map(rounded, hours))} GPU-hours"
+        if not budget.price:
+            return costs
+        money = " to ".join(rounded(budget.price * each) for each in hours)
+        return f"{costs}, {money} at {budget.price:g} a GPU-hour"
+
+    lines = [f"  {words}: {with_goodput(1.0)}, without stops"]
+    if budget.goodput < 1:
+        lines.append(
+            f"    with GPUs that fail, {budget.goodput:.1%} of the time counts"
+            f" (checkpoint.interval = {layout.config.checkpoint.interval}):"
+            f" {with_goodput(budget.goodput)}"
+        )
+    return lines
 
 
 def breakdown_lines(plan: Plan) -> list[str]:
@@ -170,8 +201,8 @@ def memory_lines(plan: Plan) -> list[str]:
     verdict = f"fits, {free:.1f} free"
     if plan.is_tight:
         verdict = (
-            f"tight, {free:.1f} free: published runs needed up to {100 * MEMORY_ERROR:.0f}% more"
-            " than planned"
+            f"tight, {free:.1f} free: published runs reserved up to"
+            f" {100 * plan.evidence.memory_error:.0f}% more than planned"
         )
     elif not plan.fits:
         verdict = f"does not fit: {-free:.1f} too many"
@@ -269,7 +300,8 @@ def as_json(plan: Plan) -> str:
     step = plan.nominal
 
     def each(figure: Callable[[StepTimes], float]) -> dict[str, float]:
-        return dict(zip(("stated", "slow", "fast"), map(figure, plan.steps), strict=True))
+        steps = (plan.nominal, plan.slow, plan.fast)
+        return dict(zip(("stated", "slow", "fast"), map(figure, steps), strict=True))
 
     values: dict[str, Any] = {
         "flavor": shape_words(layout.config.model),
@@ -288,7 +320,14 @@ def as_json(plan: Plan) -> str:
         "mfu": each(plan.mfu),
         "mfu_full_attention": each(plan.mfu_full_attention),
         "hfu": each(plan.hfu),
-        "bias": bias_of(layout.model, layout.config, plan.machine),
+        "evidence": {
+            "runs": [run.name for run in plan.evidence.runs],
+            "differ_in": plan.evidence.differ_in,
+            "error": plan.evidence.error,
+            "is_known": plan.evidence.is_known,
+            "memory_error": plan.evidence.memory_error,
+            "words": plan.evidence.in_words(),
+        },
         "parts_seconds": step.parts,
         "sent_bytes": step.sent,
         "sent_to_other_nodes_bytes": step.across,

@@ -67,6 +67,7 @@ from titan_lite.distributed.stage import Stage
 from titan_lite.distributed.step_gather import OncePerStepGatherer, StepGradients
 from titan_lite.dtensor import local
 from titan_lite.models.attention import fits_flash
+from titan_lite.models.experts import Experts
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.loss import Loss
 from titan_lite.optim.state import is_matrix
@@ -96,6 +97,8 @@ class PlannedLayout(Layout):
     """A layout with its recipe."""
 
     config: Config
+    # Rows of the experts of the rank that has most, relative to the mean of all ranks.
+    expert_imbalance: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,7 @@ def trace_key(layout: PlannedLayout) -> tuple[Hashable, ...]:
     degrees = tuple(degree for axis, degree in layout.degrees.items() if axis != "pp")
     return (
         layout.model,
+        layout.expert_imbalance,
         layout.microbatch_size,
         layout.gathers_once,
         degrees,
@@ -423,6 +427,9 @@ def parallelize_stage(
 def materialize_stage(layout: PlannedLayout, stage: Stage) -> None:
     """Allocate the parameters in a fake world, gathered or sharded as in a step."""
     materialize(stage.model, torch.device("cpu"))
+    for module in stage.model.modules():
+        if isinstance(module, Experts):
+            module.imbalance = layout.expert_imbalance
     if layout.gathers_once:
         sharding = stage.sharding
         gradients = StepGradients(sharding.specs, sharding.prefetch, microbatches=1)

@@ -30,11 +30,33 @@ from titan_lite.tools.plan.changes import (
 )
 from titan_lite.tools.plan.memory import Memory
 from titan_lite.tools.plan.plan import Plan
+from titan_lite.tools.plan.published import Evidence, PublishedRun, RunKind
 from titan_lite.tools.plan.simulate import StepTimes
-from titan_lite.tools.plan.summary import describe, what_binds
+from titan_lite.tools.plan.summary import Budget, describe, what_binds
 from titan_lite.tools.plan.trace import PlannedLayout
 
 H100 = load_machine("H100")
+KIND = RunKind("8B", 8.0, 8.0, "H100", 500.0, "bfloat16", "inductor")
+
+
+def published_run(speed=1.0, *, memory=1.0, unknown="", **kind):
+    """A run of KIND, but for what `kind` says. speed, memory: planned by published."""
+    return PublishedRun(
+        f"{speed} {kind}",
+        "known",
+        dataclasses.replace(KIND, **kind),
+        published=1000.0,
+        planned=1000.0 * speed,
+        slow=980.0 * speed,
+        fast=1020.0 * speed,
+        published_gib=60.0,
+        planned_gib=60.0 * memory,
+        unknown=unknown,
+    )
+
+
+# Runs took the planned time, and 3% more memory.
+EVIDENCE = Evidence(KIND, [published_run()] * 3, (), [published_run(memory=1 / 1.03)] * 3)
 
 
 def layout(ranks=16, gathers_once=False, compile=True, **parallelism):
@@ -70,14 +92,19 @@ def planned(seconds=1.0, memory=70.0, **parts):
     found = Memory(
         0, "forward", {"activations": memory * GIB}, reserved=memory * GIB, outside=2 * GIB
     )
-    return Plan(layout(), H100, tuple(steps), found, {("output",): (2, 4)}, 1.0)
+    return Plan(layout(), H100, tuple(steps), found, EVIDENCE, {("output",): (2, 4)}, 1.0)
 
 
 def test_candidates_are_one_step_away():
     found = candidates(layout(tensor_parallel_degree=2), H100)
     assert {"activation_checkpoint.mode": "none"} in found
     assert {"activation_checkpoint.mode": "full"} in found
-    assert {"activation_checkpoint.mode": "selective"} not in found
+    every_second = {
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "op/2",
+    }
+    assert every_second in found
+    assert every_second | {"activation_checkpoint.selective_ac_option": "op"} not in found
     assert {"training.local_batch_size": "4"} in found
     assert {"compile.bucketing": "greedy"} in found
     copies = {
@@ -196,15 +223,27 @@ def test_names_of_single_blocks_are_those_of_a_stage_and_a_plan_says_so(stages, 
 
 
 def test_one_screen_says_ranges_memory_and_whether_it_fits():
-    lines = describe(planned(memory=90.0), token_budget=1e12)
+    lines = describe(planned(memory=90.0), Budget(tokens=1e12))
     assert len(lines) < 50
     text = "\n".join(lines)
     tokens = 2 * 8192
     assert f"{tokens / 1.2:,.0f} to {tokens / 0.9:,.0f}" in text
     assert "does not fit: 12.0 too many" in text
     assert "1e+12 tokens: 39.7 to 53 days, 15,259 to 20,345 GPU-hours" in text
-    assert "; plans of 6 published runs (8B, inductor, bfloat16, H100) were 0.99" in text
+    assert (
+        "\n  plans of 3 published runs (8B, inductor, bfloat16, H100 at 500 W) were 1.00 to" in text
+    )
     assert "ramp" not in text
+
+
+def test_a_budget_has_a_price_and_the_time_that_failures_cost():
+    text = "\n".join(describe(planned(), Budget(tokens=1e12, price=2.5, goodput=0.8)))
+    hours = "15,259 to 20,345 GPU-hours, 38,147 to 50,863 at 2.5 a GPU-hour"
+    assert f"1e+12 tokens: 39.7 to 53 days, {hours}, without stops" in text
+    hours = "19,073 to 25,431 GPU-hours, 47,684 to 63,578 at 2.5 a GPU-hour"
+    assert (
+        f"80.0% of the time counts (checkpoint.interval = 500): 49.7 to 66.2 days, {hours}" in text
+    )
 
 
 def test_of_a_ramp_the_last_batch_is_priced_and_all_tokens_are_counted():
@@ -248,7 +287,7 @@ def test_what_was_planned_until_ctrl_c_is_there(monkeypatch, capsys):
 
 
 def test_a_plan_that_nearly_fills_the_device_is_tight():
-    """Published runs of this design needed up to 3% more than planned."""
+    """Published runs of its kind needed 3% more than planned."""
     nearly, roomy = planned(0.5, memory=77.7), planned(1.0, memory=75.0)
     assert (nearly.fits, nearly.is_tight, roomy.is_tight) == (True, True, False)
     assert any("tight, 0.3 free: published runs" in line for line in describe(nearly))

@@ -8,6 +8,7 @@ import json
 
 import pytest
 from matplotlib.figure import Figure
+from test_changes import EVIDENCE
 from test_simulate import AT_ONCE, layout, stages_of
 
 from titan_lite.cost.timeline import Span, Timeline
@@ -53,6 +54,7 @@ def plan():
         AT_ONCE,
         (step, step, step),
         Memory(0, "forward", {}, 0.0, 0.0),
+        EVIDENCE,
         depths,
         1.0,
         timelines,

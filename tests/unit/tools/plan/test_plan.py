@@ -18,7 +18,7 @@ from titan_lite.cost.profiles import load_machine
 from titan_lite.models.shapes import parameter_shapes
 from titan_lite.tools.plan.command import lay_out, main, world_size_of
 from titan_lite.tools.plan.plan import make_plan
-from titan_lite.tools.plan.search import estimate
+from titan_lite.tools.plan.search import least_bytes
 from titan_lite.tools.plan.summary import in_units
 
 RECIPES = Path(__file__).parents[4] / "train_configs"
@@ -54,9 +54,14 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         (["--training.seq_length=1"], ["training.seq_length", "did you mean training.seq_len?"]),
         (["--training.seq_len"], ["training.seq_len", "no value"]),
         (["--model.flavor=7B"], ['model.flavor = "7B"', "8B"]),
-        (["--tokens", "many"], ["--tokens: many", "use a number above 0, such as 15e12"]),
+        (["--tokens", "many"], ["--tokens: many", "use a number above 0, such as 2.5 or 15e12"]),
         (["--tokens", "nan"], ["--tokens: nan", "above 0"]),
         (["--tokens=1e12", "--json"], ["--tokens has no effect with --json"]),
+        (["--price-per-gpu-hour=0"], ["--price-per-gpu-hour: 0", "such as 2.5"]),
+        (
+            ["--price-per-gpu-hour=2", "--search"],
+            ["--price-per-gpu-hour has no effect with --search"],
+        ),
         (
             ["--world-size=2", "--compare", "outputs/x"],
             ["--world-size has no effect with --compare"],
@@ -291,7 +296,7 @@ def test_a_trace_shows_the_step_and_a_lane_for_the_axis(eight):
 def by_formula(recipe):
     """Bytes that it needs at least; a plan needs less than twice as many (the slow test below)."""
     config = load_config(RECIPES / f"{recipe}.toml")
-    return estimate(lay_out(config, world_size_of(RECIPES / f"{recipe}.toml")), H100)[1]
+    return least_bytes(lay_out(config, world_size_of(RECIPES / f"{recipe}.toml")))
 
 
 def fits(plan, recipe):

@@ -157,6 +157,40 @@ def test_with_expert_parallelism_tokens_travel_in_place_of_experts(capsys):
     assert little["memory"]["peak"] < split["memory"]["peak"]
 
 
+def test_the_rank_with_most_tokens_of_experts_is_planned(capsys):
+    recipe = str(RECIPES / "qwen3_30b_a3b.toml")
+    options = ["--model.n_layers=4", "--parallelism.expert_parallel_degree=8"]
+    arguments = [recipe, "--world-size=8", "--parallelism.fsdp_communication=step", *options]
+
+    def planned(imbalance):
+        assert main([*arguments, "--json", f"--expert-imbalance={imbalance}"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    even, uneven = planned(1), planned(1.5)
+    more = uneven["parts_seconds"]["compute"] - even["parts_seconds"]["compute"]
+    # half as many rows again, of 12 products a block (three, twice in backward, once recomputed)
+    rows = 8 * 4 * 4096 * 8 / 8
+    products = 12 * 4 * 2.0 * 0.5 * rows * 2048 * 768
+    assert more > products / H100.flops(torch.bfloat16)
+    assert uneven["memory"]["peak"] == even["memory"]["peak"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--expert-imbalance=1.5"], "has no effect with parallelism.expert_parallel_degree = 1"),
+        (["--expert-imbalance=0.9"], "--expert-imbalance: 0.9: use a number from 1 on"),
+    ],
+)
+def test_an_imbalance_that_cannot_be_is_refused(options, message, capsys):
+    try:
+        code = main([str(RECIPES / "qwen3_moe_debug.toml"), "--world-size=2", *options])
+    except SystemExit as exit:
+        code = exit.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_repeated_step_of_a_schedule_that_cannot_recompute_is_planned_as_it_runs(capsys):
     """In eager mode, each half of a backward would recompute every block."""
     recipe = str(RECIPES / "qwen3_moe_debug.toml")

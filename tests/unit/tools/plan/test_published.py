@@ -1,74 +1,164 @@
-"""The figures of published runs: those of the table in docs/benchmarks.md, and what a plan says of
-them.
-"""
+"""What a plan says of published runs, and the files that have them."""
 
-import re
+import dataclasses
+import sys
 
 import pytest
-from pages import PAGES, ROOT
+from test_changes import KIND, planned
+from test_changes import published_run as run
+from tiny import ROOT
 
 from titan_lite.config import load_config
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.profiles import PROFILES, machine_from
-from titan_lite.models.shapes import shape_of
-from titan_lite.tools.plan.published import RATIOS, bias_of
+from titan_lite.tools.plan.command import lay_out
+from titan_lite.tools.plan.published import (
+    COVERED,
+    Evidence,
+    evidence_among,
+    evidence_for,
+    published_runs,
+)
+from titan_lite.tools.plan.summary import describe
+
+sys.path.append(str(ROOT / "scripts"))
+import compare_published
+
+LIMITED = machine_from({"like": "H100", "power": 500}, "mine.toml")
+EAGER = "--compile.no-enable"
+FLOAT8 = "--float8.enable"
 
 
-def test_the_figures_are_those_of_the_table():
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in PAGES["docs/benchmarks.md"].splitlines()
-        if line[:1] == "|"
-    ]
-    table = {
-        row[0]: (row[3], row[6])
-        for row in rows
-        if len(row) == 7 and re.fullmatch(r"\d\.\d\d", row[3])
+# The files
+
+
+def test_every_run_of_the_settings_has_its_plan():
+    figures = {
+        each.name: (each.role, each.gib, each.unknown, each.tokens_per_second)
+        for each in compare_published.read_runs()
+        if not each.tflops
     }
-    assert {name: (f"{ratio:.2f}", "") for name, ratio in RATIOS.items()} == {
-        name: found for name, found in table.items() if not found[1]
-    }
+    assert len(figures) > 50
+    found = {each.name: each for each in published_runs()}
+    for name, (role, gib, unknown, speed) in figures.items():
+        kept = found[name]
+        assert (kept.role, kept.unknown) == (role, unknown)
+        assert (kept.published_gib, kept.published) == pytest.approx((gib, speed), rel=1e-4)
 
 
-def bias(flavor: str, machine: Machine, *options: str) -> str:
-    keys = [f"--model.flavor={flavor}", *options]
-    config = load_config(ROOT / "train_configs/llama3_8b.toml", keys)
-    return bias_of(shape_of(config.model), config, machine)
+def test_what_is_written_is_read(monkeypatch, tmp_path):
+    file = tmp_path / "published.csv"
+    monkeypatch.setattr("titan_lite.tools.plan.published.FILE", file)
+    monkeypatch.setattr(compare_published, "FILE", file)
+    runs = [run(0.9, unknown='with "quotes", and a comma'), run(1.1, billions=30.5, model="30B")]
+    compare_published.write_runs(runs)
+    published_runs.cache_clear()
+    try:
+        assert published_runs() == runs
+    finally:
+        published_runs.cache_clear()
 
 
-EAGER, AOT = "--compile.no-enable", "--compile.backend=aot_eager"
-FLOAT8 = ("--float8.enable", "--compile.backend=inductor")
-FLOAT32 = "--training.mixed_precision_param=float32"
+def test_ranges_hold_most_of_the_runs_that_they_have_not_seen():
+    runs = [each for each in published_runs() if each.published and each.role != "blind"]
+    ranges = [write_docs.left_out_range(each, runs) for each in runs]
+    held = sum(
+        slow <= each.published <= fast for each, (slow, fast) in zip(runs, ranges, strict=True)
+    )
+    assert held >= COVERED * len(runs)
+
+
+# Which runs are evidence
 
 
 @pytest.mark.parametrize(
-    ("flavor", "machine", "options", "words"),
+    ("others", "count", "differ_in"),
     [
-        ("8B", "H100", (), "plans of 6 published runs (8B, inductor, bfloat16, H100) were 0.99 to"),
-        ("8B", "H100", (EAGER,), "plans of 4 published runs (8B, eager, bfloat16, H100) were 0.89"),
-        ("8B", "H100", ("--compile.components=loss",), "(8B, eager, bfloat16, H100) were 0.89"),
-        ("8B", "H100", (AOT,), "plans of 2 published runs (8B, aot_eager, bfloat16, H100)"),
-        ("8B", "H100", FLOAT8, "plans of 9 published runs (8B, inductor, float8, H100)"),
-        ("8B", "H200", FLOAT8, "plans of 2 published runs (8B, inductor, float8, H200) were 1.18"),
-        ("70B", "H100", (), "plans of 2 published runs (70B, inductor, bfloat16, H100) were 0.98"),
-        ("405B", "H100", FLOAT8, "(405B, inductor, float8, H100) were 0.98 to 1.12"),
-        ("405B", "H100", (), "no published run of this kind (405B, inductor, bfloat16, H100)"),
-        ("8B", "A100", (), "no published run of this kind (8B, inductor, bfloat16, A100)"),
-        ("8B", "H200", (), "no published run of this kind (8B, inductor, bfloat16, H200)"),
-        ("8B", "H100", (FLOAT32,), "no published run of this kind (8B, inductor, float32, H100)"),
-        (
-            "8B",
-            "H100",
-            ("--model.name=qwen3",),
-            "plans of 6 published runs (llama3 8B, inductor, bfloat16, H100) were 0.99 to",
-        ),
-        ("1B", "H100", (), "no published run of this kind (1B, inductor, bfloat16, H100)"),
+        ([], 3, ()),
+        ([{"power": 700.0}] * 3, 3, ()),  # the narrowest class that has three
+        ([{"billions": 13.0, "active_billions": 13.0}], 4, ()),  # of about the same size
+        ([{"billions": 70.0, "active_billions": 70.0}], 3, ()),
     ],
 )
-def test_a_plan_names_published_runs_of_its_kind_alone(flavor, machine, options, words):
-    assert words in bias(flavor, PROFILES[machine], *options)
+def test_the_narrowest_class_with_three_runs_is_the_evidence(others, count, differ_in):
+    runs = [run(0.9), run(1.0), run(1.2), *(run(2.0, **other) for other in others)]
+    evidence = evidence_among(runs, KIND)
+    assert (len(evidence.runs), tuple(evidence.differ_in)) == (count, differ_in)
 
 
-def test_a_machine_of_a_file_has_no_published_runs():
-    mine = machine_from({"like": "H100"}, "mine.toml")
-    assert bias("8B", mine).startswith("no published run of this kind")
+@pytest.mark.parametrize(
+    ("other", "differs"),
+    [
+        ({"power": 700.0}, "power"),
+        ({"billions": 70.0, "active_billions": 70.0}, "size"),
+        ({"mode": "eager"}, "mode"),
+        ({"precision": "float8"}, "precision"),
+        ({"device": "H200"}, "device"),
+        ({"billions": 30.0, "active_billions": 3.0}, "mixture"),
+    ],
+)
+def test_with_fewer_it_is_the_next_wider_class(other, differs):
+    evidence = evidence_among([run(1.0), run(1.0), run(1.3, **other)], KIND)
+    assert len(evidence.runs) == 3
+    assert evidence.differ_in[-1] == differs
+    assert evidence.error == pytest.approx(1.3)
+    assert not evidence.is_known
+
+
+def test_four_of_five_further_runs_are_within_the_error():
+    runs = [run(speed) for speed in (1.0, 0.99, 1.02, 1.04, 1.05, 0.93, 1.1, 1.5, 1.0)]
+    # the eighth of nine: 0.8 x 10
+    assert evidence_among(runs, KIND).error == pytest.approx(1.1)
+
+
+def test_memory_is_of_runs_of_which_all_is_known():
+    runs = [run(memory=0.9), run(memory=0.95), run(memory=1.1), run(memory=0.5, unknown="stages")]
+    evidence = evidence_among(runs, KIND)
+    assert len(evidence.runs) == 4
+    assert evidence.memory_error == pytest.approx(1 / 0.9 - 1)
+    assert evidence_among([run(memory=1.1)] * 3, KIND).memory_error == 0.0
+
+
+def test_a_range_is_as_wide_as_the_errors_demand():
+    plan = planned(2.0)
+    assert (plan.slow.seconds, plan.fast.seconds) == (2.4, 1.8)  # as simulated
+    unsure = dataclasses.replace(plan, evidence=Evidence(KIND, [run(1.3)] * 3, ()))
+    assert unsure.slow.seconds == pytest.approx(2.6)
+    assert unsure.fast.seconds == pytest.approx(2.0 / 1.3)
+    assert unsure.nominal.seconds == 2.0
+    assert any("not known for this kind of run" in line for line in describe(unsure))
+    assert not any("not known" in line for line in describe(plan))
+
+
+# In words
+
+
+def words(flavor: str, machine: Machine, *options: str) -> str:
+    keys = [f"--model.flavor={flavor}", *options]
+    config = load_config(ROOT / "train_configs/llama3_8b.toml", keys)
+    return evidence_for(lay_out(config, 8), machine).in_words()
+
+
+@pytest.mark.parametrize(
+    ("flavor", "machine", "options", "expected"),
+    [
+        ("8B", LIMITED, (), "plans of 6 published runs (8B, inductor, bfloat16, H100 at 500 W) we"),
+        ("8B", LIMITED, (EAGER,), "plans of 4 published runs (8B, eager, bfloat16, H100 at 500 W)"),
+        ("405B", LIMITED, (FLOAT8,), "(405B, inductor, float8, H100 at 500 W) were 0.98 to 1.12"),
+        ("405B", PROFILES["H100"], (), "plans of 3 published runs (405B, inductor, bfloat16, H100"),
+        (
+            "8B",
+            PROFILES["H100"],
+            (),
+            "no three published runs like this one (8B, inductor, bfloat16, H100 at 700 W); plans of 6"
+            " published runs (8B, inductor, bfloat16, H100) were 0.99 to 1.00 times as fast",
+        ),
+    ],
+)
+def test_a_plan_says_which_runs_are_its_evidence(flavor, machine, options, expected):
+    assert expected in words(flavor, machine, *options)
+
+
+def test_a_plan_on_cpus_has_no_evidence():
+    cpu = dataclasses.replace(PROFILES["H100"], name="CPU of this machine")
+    assert words("8B", cpu) == "no published run on a CPU to compare with"

@@ -28,7 +28,7 @@ def planned(*settings, ranks=512, recipe="llama3_405b"):
         RECIPES / f"{recipe}.toml", ["--parallelism.no-enable_async_tensor_parallel", *settings]
     )
     step = SimpleNamespace(seconds=20.0, parts={"optimizer": 0.02}, sent={"dp_shard": 14e9})
-    return SimpleNamespace(layout=lay_out(config, ranks), machine=H100, steps=(step, step, step))
+    return SimpleNamespace(layout=lay_out(config, ranks), machine=H100, nominal=step)
 
 
 def test_goodput_by_hand():
@@ -77,7 +77,7 @@ def test_what_stays_and_what_grows():
 
 def test_a_step_that_sends_nothing_takes_as_long_on_more_ranks():
     plan = planned()
-    plan.steps[0].sent.clear()
+    plan.nominal.sent.clear()
     assert scale_of(plan, 16_384).planned_step == pytest.approx(20 - 0.02 * 31 / 32)
 
 
