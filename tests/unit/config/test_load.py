@@ -21,6 +21,7 @@ from titan_lite.config import (
     batch_ramp,
     flatten,
     gradient_accumulation_steps,
+    load,
     load_config,
     to_toml,
 )
@@ -125,6 +126,30 @@ def test_a_tilde_is_the_home_folder_in_sources_and_extends(tmp_path, monkeypatch
     expected = {"data": {"sources": ({"path": str(tmp_path / "a")}, {"path": "s3://~/b"})}}
     assert read_recipe(recipe)[0] == expected
     assert parse_command_line(["--data.sources", sources]) == (expected, [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--training.steps=3"],
+        ["--training.steps=3", "--training.steps=4"],
+        ["--training.steps=a=b"],
+        ["--model.name="],
+        ["--compile.enable", "--float8.no-enable"],
+        ["--compile.enable=true"],
+        ["--model.no-name=x"],
+        ["--no.key=3"],
+        ["--training.local-batch-size=3"],
+        ["-training.steps=3"],
+        ["--parallelism.pipeline_parallel_split_points=layers.1,layers.2"],
+        ["--data.sources=[{dataset='c4', weight=2}]"],
+        ["--job.dump_folder=~/x"],
+    ],
+)
+def test_options_that_need_no_other_word_are_read_as_tyro_reads_them(words, monkeypatch):
+    found = parse_command_line(words)
+    monkeypatch.setattr(load, "_complete_option", lambda word: None)
+    assert parse_command_line(words) == found
 
 
 def test_a_relative_dump_folder_is_below_the_current_folder(tmp_path, monkeypatch):

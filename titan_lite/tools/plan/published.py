@@ -12,6 +12,7 @@ has three (`WIDER`).
 import csv
 import functools
 import math
+import statistics
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,8 +113,17 @@ class Evidence:
 
     @property
     def error(self) -> float:
-        """The factor, at least 1, by which plans of COVERED of such runs are off at most."""
-        return math.exp(_quantile([abs(math.log(run.speed)) for run in self.runs]))
+        """The factor, at least 1, by which plans of COVERED of such runs are off at most.
+
+        Plans of a device are off together, so without runs of this one each device counts once.
+        """
+        errors = [abs(math.log(run.speed)) for run in self.runs]
+        if "device" in self.differ_in:
+            of_devices: dict[str, list[float]] = {}
+            for run, error in zip(self.runs, errors, strict=True):
+                of_devices.setdefault(run.kind.device, []).append(error)
+            errors = [statistics.median(of_device) for of_device in of_devices.values()]
+        return math.exp(_quantile(errors))
 
     @property
     def is_known(self) -> bool:

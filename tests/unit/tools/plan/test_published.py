@@ -23,6 +23,7 @@ from titan_lite.tools.plan.summary import describe
 
 sys.path.append(str(ROOT / "scripts"))
 import compare_published
+import write_docs
 
 LIMITED = machine_from({"like": "H100", "power": 500}, "mine.toml")
 EAGER = "--compile.no-enable"
@@ -94,7 +95,7 @@ def test_the_narrowest_class_with_three_runs_is_the_evidence(others, count, diff
         ({"mode": "eager"}, "mode"),
         ({"precision": "float8"}, "precision"),
         ({"device": "H200"}, "device"),
-        ({"billions": 30.0, "active_billions": 3.0}, "mixture"),
+        ({"billions": 30.0, "active_billions": 3.0, "device": "H200"}, "mixture"),
     ],
 )
 def test_with_fewer_it_is_the_next_wider_class(other, differs):
@@ -109,6 +110,17 @@ def test_four_of_five_further_runs_are_within_the_error():
     runs = [run(speed) for speed in (1.0, 0.99, 1.02, 1.04, 1.05, 0.93, 1.1, 1.5, 1.0)]
     # the eighth of nine: 0.8 x 10
     assert evidence_among(runs, KIND).error == pytest.approx(1.1)
+
+
+def test_without_runs_of_a_device_each_other_one_counts_once():
+    """Plans of a device are off together."""
+    runs = [
+        *(run(1.0, device="H200") for _ in range(9)),
+        *(run(speed, device="A100") for speed in (1.2, 1.1, 1.5)),
+    ]
+    evidence = evidence_among(runs, KIND)
+    assert len(evidence.runs) == 12
+    assert evidence.error == pytest.approx(1.2)
 
 
 def test_memory_is_of_runs_of_which_all_is_known():

@@ -11,7 +11,15 @@ import pytest
 from commands import Job, python
 from test_changes import H100, planned
 
-from titan_lite.config import Config, ConfigError, Model, Parallelism, Training, load_config
+from titan_lite.config import (
+    Config,
+    ConfigError,
+    Experts,
+    Model,
+    Parallelism,
+    Training,
+    load_config,
+)
 from titan_lite.cost.machine import GIB
 from titan_lite.tools.plan import search as searching
 from titan_lite.tools.plan.changes import Stopped
@@ -68,11 +76,14 @@ def test_the_space_keeps_the_tokens_of_a_step_and_the_ranks():
         assert degree["tensor_parallel"] * degree["pipeline_parallel"] * dp == 16
         assert 32 % (dp * int(change["training.local_batch_size"])) == 0
         assert change["parallelism.context_parallel_degree"] == "1"
-    assert {change["activation_checkpoint.mode"] for change in found} == {
-        "none",
-        "selective",
-        "full",
+    ways = {
+        (
+            change["activation_checkpoint.mode"],
+            change.get("activation_checkpoint.selective_ac_option"),
+        )
+        for change in found
     }
+    assert ways == {("none", None), ("selective", "op"), ("selective", "op/2"), ("full", None)}
     assert {change["parallelism.pipeline_parallel_schedule"] for change in found} == {
         "1F1B",
         "Interleaved1F1B",
@@ -95,6 +106,31 @@ def test_long_sequences_may_be_split_and_tied_models_have_pipelines():
     }
     degrees = {change["parallelism.pipeline_parallel_degree"] for change in found}
     assert degrees == {"1", "2", "4", "8", "16"}
+
+
+def test_experts_are_split_inside_a_node_or_not_at_all():
+    mixture = Model(name="qwen3_moe", flavor="30B-A3B")
+    config = Config(model=mixture, experts=Experts(capacity_factor=1.5))
+    found = list(space(config, 16, H100, 16))
+    with_capacity = {
+        (change["parallelism.expert_parallel_degree"], change["experts.capacity_factor"])
+        for change in found
+    }
+    assert with_capacity == {("1", "0"), ("2", "1.5"), ("4", "1.5"), ("8", "1.5")}
+    assert any(", experts over 8" in label(change) for change in found)
+    dense = list(space(Config(model=Model(flavor="8B")), 16, H100, 16))
+    assert not any("parallelism.expert_parallel_degree" in change for change in dense)
+
+
+def test_pipelines_have_16_ranks_at_most_or_as_many_as_the_recipes():
+    for own, longest in ((1, 16), (32, 32)):
+        parallelism = Parallelism(pipeline_parallel_degree=own)
+        config = Config(model=Model(flavor="405B"), parallelism=parallelism)
+        degrees = {
+            int(change["parallelism.pipeline_parallel_degree"])
+            for change in space(config, 512, H100, 512)
+        }
+        assert max(degrees) == longest
 
 
 def test_formulas_know_what_costs_memory_and_time():
