@@ -257,6 +257,7 @@ def test_a_run_that_is_done_and_has_the_model_alone_has_nothing_to_do(tmp_path):
 def test_a_second_run_in_one_folder_ends_before_it_begins(tmp_path, locked, options, key):
     folder = tmp_path / locked
     folder.mkdir(exist_ok=True)
+    (tmp_path / "lock").touch()  # as every run has one
     (tmp_path / "config.toml").write_text("of the first run")
     with FileLock(folder / "lock"):
         result = run(

@@ -60,6 +60,7 @@ class FolderLock:
             ) from None
         except OSError as error:
             if error.errno in NO_LOCKS:
+                self.path.touch()  # by which the folder is known as one of a run
                 logger.warning(
                     f"{self.folder} has no locks ({error.strerror}): a second run that writes there"
                     " is not detected"

@@ -37,7 +37,7 @@ from titan_lite.rules import (  # noqa: F401  # importing a section adds its rul
 )
 from titan_lite.rules.checkpoint import check_resume
 from titan_lite.rules.data import tables_of_documents
-from titan_lite.rules.job import dump_folder_cannot_be_written
+from titan_lite.rules.job import dump_folder_cannot_be_written, recipe_would_be_replaced
 from titan_lite.rules.metrics import missing_packages
 from titan_lite.rules.mistakes import (
     RULES,
@@ -91,6 +91,7 @@ def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
 
     raise_mistakes(config, missing_packages(config))
     raise_mistakes(config, dump_folder_cannot_be_written(config))
+    raise_mistakes(config, recipe_would_be_replaced(config))
     raise_mistakes(config, only_the_weights_have_a_tokenizer(config))
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     raise_mistakes(config, vocabulary_is_too_small(config, layout, tokenizer))

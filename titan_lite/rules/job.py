@@ -86,3 +86,18 @@ def dump_folder_cannot_be_written(config: Config) -> Iterator[Mistake]:
     if why:
         instead = "a folder that can be created and written"
         yield Mistake("job.dump_folder", config.job.dump_folder, why, instead)
+
+
+def recipe_would_be_replaced(config: Config) -> Iterator[Mistake]:
+    """Yield a mistake if the run's folder has a config.toml that no run has written.
+
+    A run replaces it by the resolved recipe. Before that, every run makes the file `lock`.
+    """
+    recipe = Path(config.job.dump_folder, "config.toml")
+    if os.path.lexists(recipe) and not os.path.lexists(recipe.with_name("lock")):
+        yield Mistake(
+            key="job.dump_folder",
+            value=config.job.dump_folder,
+            why=f"has {recipe}, which no run has written and this one would replace",
+            instead="another folder, or rename this file",
+        )

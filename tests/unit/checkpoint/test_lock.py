@@ -93,4 +93,5 @@ def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monke
     monkeypatch.setattr(module, "FileLock", NoLocks)
     lock = FolderLock(tmp_path, "key", "another folder")
     assert not lock.acquire()
+    assert lock.path.is_file()
     assert lock.is_held()

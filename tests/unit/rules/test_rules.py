@@ -324,6 +324,20 @@ def test_a_folder_that_can_be_made_is_not_refused(tmp_path):
     check_inputs(config, Layout.from_config(config, 1))
 
 
+def test_a_recipe_in_the_folder_of_the_run_is_not_replaced(tmp_path):
+    recipe = tmp_path / "config.toml"
+    recipe.write_text(f'extends = "{DEBUG}"\n')
+    config = load_config(recipe, ["--job.dump_folder", str(tmp_path)])
+    with pytest.raises(ConfigError) as refused:
+        check_inputs(config, Layout.from_config(config, 1))
+    assert str(refused.value) == (
+        f'command line: job.dump_folder = "{tmp_path}" has {recipe}, which no run has written and'
+        " this one would replace; use another folder, or rename this file"
+    )
+    (tmp_path / "lock").touch()  # of a run, which goes on with its own recipe
+    check_inputs(config, Layout.from_config(config, 1))
+
+
 # What a run needs beside its recipe
 
 
