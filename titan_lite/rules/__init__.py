@@ -51,7 +51,7 @@ from titan_lite.rules.tokenizer import (
     tokenizer_is_not_that_of_the_weights,
     vocabulary_is_too_small,
 )
-from titan_lite.rules.validation import documents_in_both
+from titan_lite.rules.validation import documents_in_both, documents_in_several_sources
 
 if TYPE_CHECKING:
     from titan_lite.data.tokenizer import Tokenizer
@@ -104,6 +104,8 @@ def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
                 check_prepared(source, tokenizer.sha256, tokenizer.vocab_size)
     if len(tables) > 1:
         raise_mistakes(config, documents_in_both(*tables))
+    elif config.validation.enable:
+        raise_mistakes(config, documents_in_several_sources(config.data))
     if os.environ.get("RANK", "0") == "0":  # all ranks would open ranks x files
         check_resume(config, layout, tokenizer)
     return tokenizer

@@ -1,9 +1,11 @@
 """Rules of [validation]: documents that are not trained on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from titan_lite.config import Config, Data
 from titan_lite.rules.mistakes import Mistake, rule_of_keys
+
+Document = tuple[str, Data]  # its name, and the source that it is in
 
 
 @rule_of_keys
@@ -41,35 +43,67 @@ def validation_reads_its_documents(config: Config) -> Iterator[Mistake]:
 
 def documents_in_both(data: Data, validation: Data) -> Iterator[Mistake]:
     """Yield a mistake for each source of validation that is trained on, or a copy of it."""
-    from titan_lite.data.source_identity import identify
-
     trained = {
         content: (name, part)
-        for (_, part), source in zip(data.mixture(), identify(data), strict=True)
-        for content, name in source.documents().items()
+        for part, documents in _sources(data)
+        for content, name in documents.items()
     }
-    for (_, part), source in zip(validation.mixture(), identify(validation), strict=True):
-        both = {
-            name: trained[content]
-            for content, name in source.documents().items()
-            if content in trained
+    for part, documents in _sources(validation):
+        if shared := _shared(documents, part, trained):
+            yield Mistake(
+                key=_key_of_documents(part),
+                value=part.path or part.dataset,
+                why=shared,
+                instead="documents that are not trained on",
+            )
+
+
+def documents_in_several_sources(data: Data) -> Iterator[Mistake]:
+    """Yield a mistake for each source that has documents of one before it, or copies, by other
+    names: some that are held out of one source would be trained on in the other.
+    """
+    if not data.sources:
+        return
+    of_field: dict[str, dict[str, Document]] = {}  # another column has other texts
+    for part, documents in _sources(data):
+        before = of_field.setdefault(part.text_field, {})
+        renamed = {
+            content: name
+            for content, name in documents.items()
+            if content in before and before[content][0] != name
         }
-        if not both:
-            continue
-        name, (name_in_training, part_of_training) = next(iter(both.items()))
-        trained_key = _key_of_documents(part_of_training)
-        what = f"documents of {trained_key}"
-        if part.dataset == "local":
-            several = len(both) > 1
-            what = f"{len(both):,} files" if several else "a file"
-            what += f" of {trained_key}, or {'copies' if several else 'a copy'}"
-        same = name if name == name_in_training else f"{name} is {name_in_training} there"
-        yield Mistake(
-            key=_key_of_documents(part),
-            value=part.path or part.dataset,
-            why=f"has {what} ({same})",
-            instead="documents that are not trained on",
-        )
+        if shared := _shared(renamed, part, before):
+            yield Mistake(
+                key=_key_of_documents(part),
+                value=part.path or part.dataset,
+                why=f"{shared}: what is held out of one source may be trained on in the other",
+                instead="sources without common documents, or validation.path",
+            )
+        before |= {content: (name, part) for content, name in documents.items()}
+
+
+def _sources(data: Data) -> Iterator[tuple[Data, dict[str, str]]]:
+    """Yield each source and the names of its documents by content."""
+    from titan_lite.data.source_identity import identify
+
+    for (_, part), source in zip(data.mixture(), identify(data), strict=True):
+        yield part, source.documents()
+
+
+def _shared(documents: Mapping[str, str], part: Data, others: Mapping[str, Document]) -> str:
+    """Return which documents of a source are those of others, or copies, in words; "" if none."""
+    both = {name: others[content] for content, name in documents.items() if content in others}
+    if not both:
+        return ""
+    name, (other_name, other_part) = next(iter(both.items()))
+    other_key = _key_of_documents(other_part)
+    what = f"documents of {other_key}"
+    if part.dataset == "local":
+        several = len(both) > 1
+        what = f"{len(both):,} files" if several else "a file"
+        what += f" of {other_key}, or {'copies' if several else 'a copy'}"
+    same = name if name == other_name else f"{name} is {other_name} there"
+    return f"has {what} ({same})"
 
 
 def _key_of_documents(data: Data) -> str:

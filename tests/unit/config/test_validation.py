@@ -198,6 +198,32 @@ def test_a_copy_of_what_is_trained_on_is_one_line_with_both_names(corpus):
     assert "has 2 files of data.path, or copies (a.jsonl); use" in message
 
 
+def test_sources_with_the_same_documents_hold_none_out(corpus):
+    """The names of a document differ, by which it is held out of one source and not of the other."""
+    (corpus / "train/sub").mkdir()
+    shutil.move(corpus / "train/b.jsonl", corpus / "train/sub/b.jsonl")
+    paths = [f"{corpus}/train", f"{corpus}/train/sub"]
+
+    def mixed(*options, fields=("text", "text")):
+        sources = ", ".join(
+            f'{{dataset = "local", path = "{path}", text_field = "{field}"}}'
+            for path, field in zip(paths, fields, strict=True)
+        )
+        return load_config(DEBUG, [f"--data.sources=[{sources}]", *options])
+
+    assert message_of(mixed("--validation.enable")) == (
+        f'command line: data.sources[2].path = "{paths[1]}" has a file of data.sources[1].path, or'
+        " a copy (b.jsonl is sub/b.jsonl there): what is held out of one source may be trained on in"
+        " the other; use sources without common documents, or validation.path"
+    )
+    checked(mixed("--validation.enable", fields=("text", "body")))
+    paths[1] = f"{corpus}/train/**/b.jsonl"  # with the same names
+    checked(mixed("--validation.enable"))
+    paths[1] = f"{corpus}/train/sub"
+    checked(mixed("--validation.no-enable"))
+    checked(mixed(f"--validation.path={corpus}/val.jsonl"))
+
+
 def test_a_large_copy_is_known(corpus):
     text = "".join(json.dumps({"text": f"number {i}"}) + "\n" for i in range(200_000))
     (corpus / "train" / "large.jsonl").write_text(text)
