@@ -11,6 +11,7 @@ leave a lock file in the user's cache for each, and decode with threads, which a
 process should not start.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
@@ -60,19 +61,48 @@ def parquet_rows(
 
 
 def arrow_rows(file: BinaryIO, field: str) -> Iterator[tuple[int, object]]:
-    """Yield (row, raw) of an Arrow file or stream. Raises ValueError or OSError."""
+    """Yield (row, raw) of an Arrow file, or of one or several streams. Raises ValueError or
+    OSError.
+    """
     with _damage_is_a_value_error():
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
-        reader = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
-        if wrong := _wrong_column(reader.schema, field):
-            yield 0, wrong
+        first_row = 0
+        for reader in [pyarrow.ipc.open_file(file)] if is_file else _streams(file):
+            if wrong := _wrong_column(reader.schema, field):
+                yield first_row, wrong
+                return
+            batches = _batches_of_file(reader) if is_file else _batches_of_stream(reader, file)
+            for row, raw in _rows((batch.column(field) for batch in batches), first_row):
+                yield row, raw
+                first_row = row + 1
+
+
+def _batches_of_file(reader: pyarrow.RecordBatchFileReader) -> Iterator[pyarrow.RecordBatch]:
+    return (reader.get_batch(index) for index in range(reader.num_record_batches))
+
+
+def _streams(file: BinaryIO) -> Iterator[pyarrow.RecordBatchStreamReader]:
+    """Yield a reader of each stream, which must be read to its end: cat makes a file of several."""
+    while True:
+        yield pyarrow.ipc.open_stream(file)
+        if not file.read(1):
             return
-        if is_file:
-            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-        else:
-            batches = iter(reader)
-        yield from _rows((batch.column(field) for batch in batches), 0)
+        file.seek(-1, os.SEEK_CUR)
+
+
+def _batches_of_stream(
+    reader: pyarrow.RecordBatchStreamReader, file: BinaryIO
+) -> Iterator[pyarrow.RecordBatch]:
+    """Yield the batches of a stream. Raises ValueError if it has no mark of its end: pyarrow takes
+    a stream that is cut between two batches as complete.
+    """
+    position = file.tell()
+    for batch in reader:
+        yield batch
+        position = file.tell()
+    if file.tell() == position:
+        raise ValueError("the stream has no mark of its end: the file is cut short")
 
 
 @contextmanager

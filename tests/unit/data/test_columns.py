@@ -72,6 +72,17 @@ def test_every_kind_of_text_is_read(tmp_path, kind, name):
     ]
 
 
+def test_streams_one_after_the_other_are_read(tmp_path):
+    """As `cat a.arrow b.arrow` makes them."""
+    parts = [
+        arrow(pyarrow.array(texts, pyarrow.string()), pyarrow.ipc.new_stream)
+        for texts in (["one"], [], ["two", ""])
+    ]
+    (tmp_path / "a.arrow").write_bytes(b"".join(parts))
+    one, two, bad = documents(tmp_path / "a.arrow")
+    assert (one, two, bad.location) == ("one", "two", "row 2")
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_text_that_is_not_utf8_is_one_bad_document(tmp_path, name):
     raw = pyarrow.array([b"good one", b"\xff\xfe", b"good two"], pyarrow.binary())
