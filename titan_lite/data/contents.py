@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from fsspec.core import url_to_fs
 
 from titan_lite.config import ConfigError
-from titan_lite.data.readers import is_url, serves_no_ranges
+from titan_lite.data.readers import info_at_url, is_url, serves_no_ranges
 from titan_lite.environment import cache_folder
 from titan_lite.logging import logger
 from titan_lite.manifest import MAX_WHOLE, sampled_sha256
@@ -139,12 +139,7 @@ def stamp_of(file: str) -> str:
             times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
             return f"{status.st_size} {times} {status.st_ino}"
         fs, path = url_to_fs(file)
-        info = fs.info(path)
-        if info["size"] is None:
-            raise ConfigError(
-                f"{file} cannot be read: the server does not say its size; use another server, or a"
-                " copy on disk"
-            )
+        info = info_at_url(fs, path)
         if "http" not in fs.protocol:
             return f"{info['size']} {fs.ukey(path)}"
         # fsspec takes files behind http as files that never change

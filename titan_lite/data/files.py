@@ -37,6 +37,7 @@ from titan_lite.data.readers import (
     NoText,
     TooLarge,
     elements,
+    info_at_url,
     is_array,
     is_url,
     lines,
@@ -117,6 +118,15 @@ def local_files(data: Data) -> list[LocalFile]:
     files = sorted(file for file in match.sizes if _format(file)[0])
     if len(files) < len(match.sizes):
         logger.info(f"{where}: {len(match.sizes) - len(files)} files of other formats are left out")
+    for file in files:
+        name = os.fsencode(match.names[file])
+        try:
+            name.decode()
+        except UnicodeDecodeError:
+            raise ConfigError(
+                f"{where}: {name!r} is not the name of a document, since it is not UTF-8; rename"
+                " the file"
+            ) from None
     if not files:
         raise ConfigError(
             f"{where}: none of the {len(match.sizes)} files in this folder can be read; {_FIX}"
@@ -159,16 +169,24 @@ def _on_disk(path: str, run_folder: str, where: str) -> Match:
     is_pattern = not is_folder and not os.path.isfile(path)
     found: Iterable[str] = [path]
     if is_folder:
-        found = _not_hidden(list(_files_within(path)), path, where)
+        found = _not_hidden(list(_files_within(path, where)), path, where)
         found = without_caches(found, lambda file: Path(file).read_bytes(), where)
     elif is_pattern:
         found = glob(path, recursive=True)
+        _refuse_unreadable_folders(path, where)
     folder = path if is_folder else _fixed_part(path)
     if is_folder or is_pattern:
         pattern = "*" if is_folder else os.path.basename(path)
         refuse_folder_of_run(folder, pattern, run_folder, where)
         found = without_outputs(found, folder, run_folder, where)
-    sizes = {file: os.path.getsize(file) for file in found if os.path.isfile(file)}
+    sizes = {}
+    for file in found:
+        try:
+            status = os.stat(file)
+        except OSError as error:
+            raise _unreadable(where, file, error) from None
+        if stat.S_ISREG(status.st_mode):
+            sizes[file] = status.st_size
     if not sizes and not is_folder and os.path.exists(path):
         raise ConfigError(
             f"{where} is {kind_of_file(path)}, not a file that can be read again; {_FIX}"
@@ -181,7 +199,11 @@ def _on_disk(path: str, run_folder: str, where: str) -> Match:
 
 def _at_url(url: str, where: str) -> Match:
     """Return what `_on_disk` returns, for a URL of fsspec. Raises ConfigError."""
-    _, *containers = url.split("::")  # those of zip://a.txt::corpus.zip
+    first, *containers = url.split("::")  # those of zip://a.txt::corpus.zip
+    if "://" not in first:
+        raise ConfigError(
+            f'{where}: "{first}::" before a URL is not supported; use the URL without it'
+        )
     if f"://{MASK}@" in url or f"={MASK}" in url:
         raise ConfigError(
             f"{where}: a run does not write the passwords and tokens of URLs, and has put {MASK}"
@@ -195,6 +217,10 @@ def _at_url(url: str, where: str) -> Match:
         fs, path = url_to_fs(url)
         is_folder = fs.isdir(path)
         entries = fs.find(path, detail=True) if is_folder else fs.glob(path, detail=True)
+        found = {name: info["size"] for name, info in entries.items() if info["type"] == "file"}
+        for name, size in found.items():
+            if size is None and _format(name)[0]:  # a page of http has links without sizes
+                found[name] = info_at_url(fs, name)["size"]
     except ImportError as error:
         raise ConfigError(
             f"{where} cannot be read: {error_line(error)}; install what it names with pip, where"
@@ -202,7 +228,6 @@ def _at_url(url: str, where: str) -> Match:
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where} cannot be read ({_described(error)}); {_FIX}") from error
-    found = {name: info["size"] for name, info in entries.items() if info["type"] == "file"}
     if not found:
         raise ConfigError(f"{where}: no file matches; {_FIX}")
     folder = path if is_folder else _fixed_part(path)
@@ -249,10 +274,19 @@ def _not_hidden(files: Iterable[str], folder: str, where: str) -> list[str]:
     return kept
 
 
-def _files_within(root: str) -> Iterator[str]:
-    """Yield the files below a folder, each linked folder once."""
+def _files_within(root: str, where: str) -> Iterator[str]:
+    """Yield the files below a folder, each linked folder once.
+
+    Raises ConfigError for a folder that cannot be read, unless it is hidden.
+    """
+
+    def refuse(error: OSError) -> None:
+        parts = os.path.relpath(error.filename, root).split(os.sep)
+        if not any(part.startswith(".") and part != "." for part in parts):
+            raise _unreadable(where, error.filename, error)
+
     seen = set()
-    for folder, subfolders, files in os.walk(root, followlinks=True):
+    for folder, subfolders, files in os.walk(root, onerror=refuse, followlinks=True):
         subfolders.sort()
         real = os.path.realpath(folder)
         if real in seen:
@@ -260,6 +294,39 @@ def _files_within(root: str) -> Iterator[str]:
             continue
         seen.add(real)
         yield from (os.path.join(folder, file) for file in files)
+
+
+def _refuse_unreadable_folders(pattern: str, where: str) -> None:
+    """Raise ConfigError if a folder in which `glob` looks for the files of a pattern cannot be
+    read: it takes that as an empty one.
+    """
+    parts = pattern.split("/")
+    first = len(_fixed_part(pattern).split("/"))
+    last = len(parts) if parts[-1] == "**" else len(parts) - 1
+    for end in range(first, last + 1):
+        folders = "/".join(parts[:end])
+        if parts[end - 1] == "**":  # without files
+            folders += "/"
+        for folder in glob(folders, recursive=True):
+            try:
+                os.scandir(folder).close()
+            except NotADirectoryError:
+                continue
+            except OSError as error:
+                raise _unreadable(where, folder, error) from None
+
+
+def _unreadable(where: str, path: str, error: OSError) -> ConfigError:
+    """Return the error for a file or folder of the corpus that cannot be read."""
+    if os.path.islink(path) and not os.path.exists(path):
+        return ConfigError(
+            f"{where}: {path} is a link to {os.readlink(path)}, which is not there; restore that,"
+            " or remove the link"
+        )
+    return ConfigError(
+        f"{where}: {path} cannot be read: {error.strerror}; use a path without it, or make it"
+        " readable"
+    )
 
 
 def local_pieces(data: Data) -> list[Piece]:
@@ -420,6 +487,8 @@ def _checked(text: object, field: str, limit: int) -> str:
         raise ValueError(f'data.text_field = "{field}" is {kind}, not text')
     if not text:
         raise ValueError(EMPTY)
+    if text.count("\0") * 4 > len(text):
+        raise ValueError("not UTF-8 (more than a quarter of it is NUL characters, as in UTF-16)")
     try:
         size = len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError as error:

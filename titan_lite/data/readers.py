@@ -16,8 +16,9 @@ import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
+from fsspec import AbstractFileSystem
 from fsspec.compression import register_compression
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -77,6 +78,16 @@ def is_url(path: str) -> bool:
 def without_query(path: str) -> str:
     """Return the part of a URL of http that ends in the file's name; other paths as they are."""
     return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
+
+
+def info_at_url(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
+    """Return what a file system of fsspec says of a file. Raises ValueError if its size is not
+    known.
+    """
+    info = fs.info(path)
+    if info["size"] is None:
+        raise ValueError("the server does not say its size; use another server, or a copy on disk")
+    return info
 
 
 def serves_no_ranges(error: BaseException) -> bool:
@@ -280,7 +291,7 @@ def records(file: BinaryIO, limit: int, field: str) -> Iterator[tuple[int, str |
     record_lines = _RecordLines(file, limit)
     # strict: otherwise a quote that is never closed makes one document of the rest of the file
     reader = csv.reader(record_lines, strict=True)
-    column: int | None = None
+    header: list[str] = []
     while True:
         line = record_lines.count + 1
         record_lines.begin_record()
@@ -288,20 +299,20 @@ def records(file: BinaryIO, limit: int, field: str) -> Iterator[tuple[int, str |
             record = next(reader, None)
         except (csv.Error, TooLarge) as error:
             yield line, error if isinstance(error, TooLarge) else ValueError(str(error))
-            if column is None:
+            if not header:
                 return
             continue
         if record is None:
             return
         if not record:  # a blank line
             continue
-        if column is not None:
-            yield line, _text_of_record(record, column, field)
+        if header:
+            yield line, _text_of_record(record, header, field)
             continue
         if wrong := _wrong_header(record, field):
             yield line, wrong
             return
-        column = record.index(field)
+        header = record
 
 
 def _wrong_header(names: list[str], field: str) -> ValueError | None:
@@ -313,7 +324,13 @@ def _wrong_header(names: list[str], field: str) -> ValueError | None:
     return no_column(field, names)
 
 
-def _text_of_record(record: list[str], column: int, field: str) -> str | NoText:
+def _text_of_record(record: list[str], header: list[str], field: str) -> str | ValueError:
+    if len(record) > len(header):  # such as a text with a comma and without quotes
+        return ValueError(
+            f"this record has {len(record)} fields, and the first one, which names them,"
+            f" {len(header)}: a text with a comma needs quotes"
+        )
+    column = header.index(field)
     if column < len(record):
         return record[column]
     return NoText(

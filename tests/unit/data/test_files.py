@@ -292,6 +292,14 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
         2,
     ),
     (
+        "comma",
+        "a.csv",
+        b"text\ngood one\nHello, world\ngood two\n",
+        "line 3",
+        "this record has 2 fields, and the first one, which names them, 1: a text with a comma",
+        2,
+    ),
+    (
         "no column",
         "a.csv",
         b"id,body\n1,good one\n",
@@ -325,6 +333,8 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
     ),
     ("bad UTF-8", "a.txt", b"fine \xc3(", "whole", "not UTF-8 (byte 5", 0),
     ("empty", "a.txt", b"", "whole", "empty", 0),
+    ("UTF-16", "a.txt", "caf\u00e9".encode("utf-16-le")[:6], "whole", "NUL characters, as in", 0),
+    ("UTF-16", "a.jsonl", lines(as_jsonl(["a\0b\0"])), "line 2", "NUL characters, as in", 2),
     (
         "large",
         "a.json",
@@ -392,6 +402,31 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
         "row 0",
         "cannot be read",
         0,
+    ),
+    (
+        "cut short between batches",
+        "a.arrow",
+        as_arrow(GOOD, pyarrow.ipc.new_stream)[:-8],
+        "row 2",
+        "cannot be read from here on (the stream has no mark of its end",
+        2,
+    ),
+    (
+        "cut short after the columns",
+        "a.arrow",
+        as_arrow([], pyarrow.ipc.new_stream)[:-8],
+        "row 0",
+        "the stream has no mark of its end",
+        0,
+    ),
+    (
+        "second stream of other columns",
+        "a.arrow",
+        as_arrow(GOOD, pyarrow.ipc.new_stream)
+        + as_arrow(["x"], pyarrow.ipc.new_stream).replace(b"text", b"body"),
+        "row 2",
+        '"text" is no column',
+        2,
     ),
     ("no arrow", "a.arrow", b"something", "row 0", "cannot be read from here on", 0),
 ]

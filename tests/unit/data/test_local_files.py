@@ -289,6 +289,86 @@ def test_a_file_of_several_names_is_reported_in_one_line(corpus, caplog):
     assert "held-out" not in caplog.text
 
 
+# What cannot be read
+
+
+@pytest.mark.parametrize("pattern", ["", "*.jsonl", "**/*.jsonl", "part.jsonl"])
+def test_a_link_to_nothing_is_named(pattern, corpus):
+    """As in a snapshot of the hub's cache whose blob was deleted."""
+    link = corpus / "part.jsonl"
+    link.symlink_to("../blobs/0123")
+    with pytest.raises(ConfigError) as error:
+        local_files(local(corpus / pattern))
+    assert str(error.value) == (
+        f'data.path = "{corpus / pattern}": {link} is a link to ../blobs/0123, which is not there;'
+        " restore that, or remove the link"
+    )
+    assert names(local(corpus / "[ab].jsonl")) == ["a.jsonl"]
+    link.rename(corpus / ".hidden")
+    assert names(local(corpus)) == ["a.jsonl", "part/b.jsonl"]
+
+
+@pytest.mark.parametrize("pattern", ["", "*/*.jsonl", "**/*.jsonl", "**", "part/*.jsonl", "part"])
+def test_a_folder_that_cannot_be_read_is_named(pattern, corpus, monkeypatch):
+    part = os.fspath(corpus / "part")
+    scandir = os.scandir
+
+    def refused(path):
+        if os.path.realpath(path) in (part, os.fspath(corpus / ".hidden")):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    (corpus / ".hidden").mkdir()
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(ConfigError, match=rf"data\.path.*: {part}/? cannot be read: Permission d"):
+        local_files(local(corpus / pattern))
+    assert names(local(corpus / "*.jsonl")) == ["a.jsonl"]
+
+
+def test_a_link_of_a_pattern_to_a_folder_that_is_gone_is_named(corpus):
+    (corpus / "more").symlink_to("gone")
+    with pytest.raises(ConfigError, match=f"{corpus}/more is a link to gone, which is not there"):
+        local_files(local(corpus / "*/*.jsonl"))
+
+
+def test_a_name_that_is_not_utf8_is_refused(corpus):
+    other = os.fsencode(corpus) + b"/caf\xe9.txt"
+    with open(other, "w") as file:
+        file.write("a document")
+    with pytest.raises(
+        ConfigError, match=r"b'caf\\xe9\.txt' is not the name of a document.*rename"
+    ):
+        local_files(local(corpus))
+    assert names(local(corpus / "*.jsonl")) == ["a.jsonl"]
+
+
+# At a URL
+
+
+@pytest.mark.parametrize("pattern", ["", "/*.jsonl"])
+def test_sizes_that_a_page_of_http_lacks_are_asked_for(pattern, served, monkeypatch):
+    def listed(cls, path, **_):
+        return {file: {"name": file, "size": None, "type": "file"} for file in cls.files}
+
+    served.files["http://host/corpus/a.jsonl"] = b'{"text": "a"}\n'
+    served.files["http://host/corpus/?C=N"] = b"the page in another order"
+    for method in ("find", "glob"):
+        monkeypatch.setattr(served, method, classmethod(listed))
+    if pattern:
+        del served.files["http://host/corpus/?C=N"]
+    (file,) = local_files(local(f"http://host/corpus{pattern}"))
+    assert (file.name, file.size) == ("a.jsonl", 14)
+    monkeypatch.setattr(served, "headers", {"size": None})
+    with pytest.raises(ConfigError, match=r'data\.path = "http://host.*does not say its size; use'):
+        local_files(local(f"http://host/corpus{pattern}"))
+
+
+def test_a_cache_of_fsspec_before_a_url_is_refused(served):
+    served.files["http://host/a.jsonl"] = b'{"text": "a"}\n'
+    with pytest.raises(ConfigError, match=r'"simplecache::" before a URL is not supported; use'):
+        local_files(local("simplecache::http://host/a.jsonl"))
+
+
 def test_a_url_whose_package_is_not_installed_is_refused_with_its_name(monkeypatch):
     """As http without aiohttp: what to do is to install it, and not another path."""
 
