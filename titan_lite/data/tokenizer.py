@@ -32,6 +32,7 @@ from tiktoken.load import load_tiktoken_bpe
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.data.special_tokens import CHARACTERS, text_encoder, text_fault
+from titan_lite.logging import logger
 from titan_lite.text import error_line
 
 PATTERN = (
@@ -70,6 +71,10 @@ _HALF_RUN = re.compile(rf"\S{{{_HALF_LENGTH}}}|\s{{{_HALF_LENGTH}}}")
 _BOUNDARY = re.compile(r"\b")
 _AROUND_CUT = 200  # characters on each side of a cut, more than a token has
 _MAX_TRIES = 1000  # places at which a text is tried to be cut, before the rest stays in one piece
+
+
+# A text with letters of both cases, accents, digits, spaces, tabs and lines.
+SAMPLE = "Some words, 3.14:\n\tdef f(x):\n\n    return 'Caf\u00e9 \u6f22\u5b57'  # The end\n"
 
 
 class TiktokenTokenizer:
@@ -151,12 +156,16 @@ class JsonTokenizer:
         self.bos_id = bos_id
         self.eos_id = eos_id
         self._tokenizer = tokenizer
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if len(set(vocabulary.values())) < len(vocabulary):
+            raise ValueError("has several tokens with one id")
+        self.vocab_size = 1 + max(vocabulary.values())
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in added.items() if token.special}
         for id in (bos_id, eos_id):  # which the file may have as ordinary tokens
             name = added[id].content if id in added else self._tokenizer.id_to_token(id)
-            assert name is not None  # since it has the id
+            if name is None:  # the library numbers added tokens by the vocabulary, which has gaps
+                raise ValueError(f"begins or ends documents with the id {id}, which no token has")
             self.special_tokens[name] = id
         self._encoder = text_encoder(self._tokenizer, content, self.special_tokens)
         self.sha256 = hashlib.sha256(f"{content}\n{bos_id} {eos_id}".encode()).hexdigest()
@@ -259,6 +268,27 @@ def _read_again(content: str, bos_id: int, eos_id: int, where: str) -> JsonToken
 
 
 Tokenizer = TiktokenTokenizer | JsonTokenizer
+
+
+def warn_of_lost_text(tokenizer: Tokenizer, path: str) -> None:
+    """Warn once if a sample text is another one after it was encoded and decoded.
+
+    Some files lower letters, remove accents, or leave out spaces and lines.
+    """
+    try:
+        text = tokenizer.decode(tokenizer.encode(SAMPLE))
+    except ConfigError:  # of a vocabulary for other texts, which is an error for these alone
+        return
+    if text == SAMPLE:
+        return
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, SAMPLE, strict=False))
+    begin = max(0, len(list(pairs)) - 10)
+    logger.warning(
+        f'model.tokenizer_path = "{path}": a text is not the same after it was encoded and'
+        f" decoded: {shown(SAMPLE[begin : begin + 30])} is {shown(text[begin : begin + 30])}; use"
+        " another tokenizer to keep it"
+    )
+
 
 USUAL_TOKENS = {  # of Llama 3, of Llama 2, and of GPT-2, which has one token for both
     "bos_token": ("<|begin_of_text|>", "<s>", "<|endoftext|>"),

@@ -87,7 +87,7 @@ def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
     # imported here, since packages that only ./run_train.sh installs come with it
     from titan_lite.data.documents import check_data
     from titan_lite.data.prepared import check_prepared
-    from titan_lite.data.tokenizer import load_tokenizer
+    from titan_lite.data.tokenizer import load_tokenizer, warn_of_lost_text
 
     raise_mistakes(config, missing_packages(config))
     raise_mistakes(config, dump_folder_cannot_be_written(config))
@@ -107,5 +107,6 @@ def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
     elif config.validation.enable:
         raise_mistakes(config, documents_in_several_sources(config.data))
     if os.environ.get("RANK", "0") == "0":  # all ranks would open ranks x files
+        warn_of_lost_text(tokenizer, config.model.tokenizer_path)
         check_resume(config, layout, tokenizer)
     return tokenizer

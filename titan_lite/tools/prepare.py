@@ -47,7 +47,7 @@ from titan_lite.data.prepared import (
     read_prepared,
 )
 from titan_lite.data.stdlib import Stdlib
-from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from titan_lite.data.tokenizer import Tokenizer, load_tokenizer, warn_of_lost_text
 from titan_lite.environment import usable_cores
 from titan_lite.logging import init_logging, logger
 from titan_lite.rules import check_keys
@@ -392,6 +392,7 @@ def _prepare(options: Namespace, others: Sequence[str]) -> None:
     check_keys(config)
     folder = Path(others[1])
     tokenizer = load_tokenizer(config.model.tokenizer_path)
+    warn_of_lost_text(tokenizer, config.model.tokenizer_path)
     parts = parts_of(config)
     if [part.table for part in parts] == ["data"]:
         info = prepare(config.data, tokenizer, folder, options.workers)

@@ -12,11 +12,14 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import DEBUG
 
-from titan_lite.config import ConfigError
+from titan_lite.config import ConfigError, load_config
 from titan_lite.data import tokenizer
 from titan_lite.data.tokenizer import SPECIAL_TOKENS, TiktokenTokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import CHARACTERS, to_json, tokenizer_config
+from titan_lite.distributed.layout import Layout
+from titan_lite.rules import check_inputs
 
 SMALL = TiktokenTokenizer(
     {bytes([byte]): byte for byte in range(256)} | {b"so": 256, b"me": 257}, "0" * 64
@@ -311,6 +314,68 @@ def test_a_file_of_another_kind_is_an_error(tmp_path, content):
     assert str(error.value).startswith(
         f'model.tokenizer_path = "{tmp_path}/some.json": cannot be read as a tokenizer.json'
     )
+
+
+@pytest.mark.parametrize(
+    ("piece", "id", "words"),
+    [
+        ("dup", 5, "has several tokens with one id"),
+        ("far", 2**31, "begins or ends documents with the id 1792, which no token has"),
+    ],
+)
+def test_ids_that_are_no_numbering_are_refused(path, piece, id, words):
+    model = json.loads(path.read_text())["model"]
+    change(path, model={**model, "vocab": {**model["vocab"], piece: id}})
+    with pytest.raises(ConfigError, match=f"tokenizer.json. {words}; use another tokenizer"):
+        load_tokenizer(path)
+
+
+LINES_REMOVED = {
+    "type": "Split",
+    "pattern": {"Regex": "\\n"},
+    "behavior": "Removed",
+    "invert": False,
+}
+STRIPPED_LINE = {
+    "id": 2048,
+    "content": "\n",
+    "single_word": False,
+    "lstrip": True,
+    "rstrip": True,
+    "normalized": False,
+    "special": False,
+}
+
+
+def lost(path, caplog):
+    """The warnings of a run that reads this tokenizer."""
+    options = [f"--model.tokenizer_path={path}", "--model.vocab_size=2049"]
+    config = load_config(DEBUG, [*options, f"--job.dump_folder={path.parent}"])
+    caplog.clear()
+    check_inputs(config, Layout.from_config(config, 1))
+    return [record.getMessage() for record in caplog.records if "encoded" in record.getMessage()]
+
+
+def test_a_tokenizer_that_loses_characters_is_reported_with_the_first(path, caplog):
+    assert not lost(path, caplog)
+    whole = json.loads(path.read_text())
+    first = whole["pre_tokenizer"]["pretokenizers"]
+    words = {"type": "WhitespaceSplit"}
+    where = f'model.tokenizer_path = "{path}": a text is not the same after it was encoded'
+    for parts, differences in (
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, *first]}}, "Somewords"),
+        (
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [LINES_REMOVED, *first]}},
+            r"rds, 3.14:\tdef f(x):    return",
+        ),
+        ({"normalizer": {"type": "Lowercase"}}, "some words"),
+        ({"added_tokens": [*whole["added_tokens"], STRIPPED_LINE]}, r"3.14:\ndef f(x)"),
+    ):
+        change(path, **{**whole, **parts})
+        (line,) = lost(path, caplog)
+        assert line.startswith(where)
+        assert differences in line
+        assert line.endswith("; use another tokenizer to keep it")
 
 
 @pytest.mark.parametrize("content", ["{", "5", "[]"])
