@@ -36,6 +36,7 @@ import datetime
 import functools
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -76,6 +77,7 @@ from titan_lite.logging import events, logger
 from titan_lite.manifest import CorruptFileError, FileDigest
 
 GROUP = "checkpoint"  # name of the process group of saves, which has a time limit of its own
+LEFTOVER = re.compile(r"(unfinished|deleting)-step-\d+")
 # The beginning of a file's name: rank 0 makes it, and the others look whether they have it, too.
 LOOKED_FOR = "looked-for-by-all-ranks-"
 # Seconds until a rank gives up: NFS remembers for up to 60 that a new folder is not there.
@@ -506,7 +508,9 @@ class Checkpointer(SavedSteps):
 
     def _remove_leftovers(self) -> None:
         """Delete half-written and half-deleted steps of a killed run."""
-        for path in (*self.folder.glob("unfinished-step-*"), *self.folder.glob("deleting-step-*")):
+        for path in self.folder.glob("*-step-*"):
+            if not LEFTOVER.fullmatch(path.name):
+                continue
             try:
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)

@@ -435,6 +435,9 @@ def read_metadata(folder: Path) -> Metadata:
         for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
             if not is_inside(name):
                 raise CorruptFileError(f"{METADATA} names the file {name}, outside of the folder")
+        for name, tensor in parameters(metadata).items():
+            if not isinstance(tensor.properties.dtype, torch.dtype):
+                raise CorruptFileError(f"{METADATA} has no dtype of {name}")
     return metadata
 
 

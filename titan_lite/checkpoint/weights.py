@@ -63,6 +63,7 @@ MAX_FAULTS = 40  # shown of a folder that does not fit
 QUERIES = "layers.0.attention.wq.weight"
 SINGLE_FILE = "model.safetensors"  # in a Hugging Face folder, as INDEX
 INDEX = f"{SINGLE_FILE}.index.json"
+ADAPTER = "adapter_config.json"
 SHARD = re.compile(r"-\d+-of-(\d+)\.")  # in the name of one of several files
 
 
@@ -240,6 +241,11 @@ class HuggingFaceFolder:
 
     def __init__(self, folder: Path, family: str = ""):
         self.folder = folder
+        if (folder / ADAPTER).is_file():  # transformers adds it to the weights, with peft
+            raise CorruptFileError(
+                f"{ADAPTER} is there: weights with an adapter, such as LoRA's, are not read; merge"
+                " it into the weights, or remove this file to read them without it"
+            )
         try:
             content = read_json(folder / CONFIG)
             self.config = config_from_hf(content, family)

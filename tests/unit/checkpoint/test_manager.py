@@ -345,11 +345,15 @@ def test_what_stands_where_a_step_is_written_is_removed(kind, tmp_path, log):
 
 def test_leftovers_of_a_run_that_was_killed_are_removed_at_start_and_at_a_save(tmp_path, log):
     steps_of = save(tmp_path, 1)
+    of_user = {"unfinished-step-by-step-notes", "deleting-step-3.old", "my-unfinished-step-7"}
+    for name in of_user:
+        (tmp_path / "checkpoint" / name).mkdir()
     for begin in (steps_of.lock, lambda: save(tmp_path, 2)):
         for name in ("unfinished-step-7", "deleting-step-3"):
             (tmp_path / "checkpoint" / name / "inner").mkdir(parents=True)
         begin()
         assert not {"unfinished-step-7", "deleting-step-3"} & set(names(tmp_path))
+        assert of_user < set(names(tmp_path))
     assert sum("unfinished-step-7, left by a killed run" in line for line in log) == 2
 
 

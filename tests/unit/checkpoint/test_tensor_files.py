@@ -89,6 +89,33 @@ def test_chunks_of_another_rank_are_one_line(folder):
         open_weights(folder, model=TINY)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda metadata: setattr(metadata, "state_dict_metadata", None), "is not as it was"),
+        (
+            lambda metadata: metadata.state_dict_metadata.update(
+                {5: metadata.state_dict_metadata[NAME]}
+            ),
+            "is not as it was",
+        ),
+        (
+            lambda metadata: setattr(metadata.state_dict_metadata[NAME], "properties", None),
+            "is not as it was",
+        ),
+        (
+            lambda metadata: setattr(metadata.state_dict_metadata[NAME].properties, "dtype", None),
+            f"has no dtype of {NAME}",
+        ),
+    ],
+)
+def test_metadata_that_lack_a_field_are_one_line(folder, change, words):
+    change_metadata(folder, change)
+    with pytest.raises(ConfigError, match=rf"\.metadata {words}") as error:
+        open_weights(folder, model=TINY)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64])
 def test_weights_that_are_no_fractions_are_refused(tmp_path, dtype):
     tensors = {fqn: torch.ones(shape) for fqn, shape in shapes(TINY).items()}

@@ -964,6 +964,10 @@ def without_index(copy):
             lambda copy: name_file(copy, "../mine.safetensors"),
             r"transformers_weights = '../mine.safetensors': expected the name of a .safetensors",
         ),
+        (
+            lambda copy: (copy / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
+            "adapter_config.json is there: weights with an adapter, such as LoRA's, are not read",
+        ),
     ],
 )
 def test_a_folder_that_does_not_say_which_weights_is_refused(folder, tmp_path, change, words):
