@@ -277,12 +277,14 @@ def _not_hidden(files: Iterable[str], folder: str, where: str) -> list[str]:
 def _files_within(root: str, where: str) -> Iterator[str]:
     """Yield the files below a folder, each linked folder once.
 
-    Raises ConfigError for a folder that cannot be read, unless it is hidden.
+    Raises ConfigError for a folder that cannot be read, unless it is hidden, or the one that a file
+    system has at its root.
     """
 
     def refuse(error: OSError) -> None:
         parts = os.path.relpath(error.filename, root).split(os.sep)
-        if not any(part.startswith(".") and part != "." for part in parts):
+        is_hidden = any(part.startswith(".") and part != "." for part in parts)
+        if not is_hidden and parts != ["lost+found"]:
             raise _unreadable(where, error.filename, error)
 
     seen = set()

@@ -325,6 +325,19 @@ def test_a_folder_that_cannot_be_read_is_named(pattern, corpus, monkeypatch):
     assert names(local(corpus / "*.jsonl")) == ["a.jsonl"]
 
 
+def test_what_a_file_system_has_at_its_root_is_no_part_of_a_corpus(corpus, monkeypatch):
+    (corpus / "lost+found").mkdir()
+    scandir = os.scandir
+
+    def refused(path):
+        if os.fspath(path).endswith("lost+found"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    assert names(local(corpus)) == ["a.jsonl", "part/b.jsonl"]
+
+
 def test_a_link_of_a_pattern_to_a_folder_that_is_gone_is_named(corpus):
     (corpus / "more").symlink_to("gone")
     with pytest.raises(ConfigError, match=f"{corpus}/more is a link to gone, which is not there"):
