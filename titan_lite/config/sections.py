@@ -501,8 +501,9 @@ class Compile(Section):
 
     machine: Annotated[str, Relative(".toml")] = ""
     """Cost model of communication and computation: a profile (A100, H100, H100 PCIe, H100 NVL,
-    H200, H200 NVL, B200, MI300X) or the path of a .toml file (cost/profiles.py), on a CPU also
-    the peak for MFU; empty: this GPU's profile, or measurements of this CPU."""
+    H200, H200 NVL, B200, B300, GB200, MI300X, MI325X, MI355X) or the path of a .toml file
+    (cost/profiles.py), on a CPU also the peak for MFU; empty: this GPU's profile, or measurements
+    of this CPU."""
 
     dump_graphs: bool = False
     """Write every graph before and after each pass to graphs/."""

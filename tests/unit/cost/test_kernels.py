@@ -195,3 +195,36 @@ def test_parts_of_a_split_product_are_read_in_float32_and_the_sum_is_written_in_
     expected = computing + nbytes / SUM_BANDWIDTH + SUM_LAUNCH + LAUNCH
     found = product_seconds(1, rows, columns, inner, speed=speed, multiprocessors=132)
     assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    # TFLOP/s in bfloat16 of the fastest product that a search over sizes found (stas00/ml-engineering,
+    # compute/accelerator/README.md)
+    [
+        ("A100", 271.2),
+        ("H100", 794.5),
+        ("B200", 1745.0),
+        ("B300", 1769.0),
+        ("GB200", 1822.0),
+        ("MI300X", 668.4),
+        ("MI325X", 784.9),
+        ("MI355X", 1565.0),
+    ],
+)
+def test_the_fastest_product_of_a_device_is_as_fast_as_published(name, published):
+    machine = PROFILES[name]
+    speed = machine.flops(torch.bfloat16) * machine.matmul_efficiency
+    sizes = (4096, 8192, 16384, 32768)
+    fastest = max(
+        2
+        * m
+        * n
+        * k
+        / product_seconds(1, m, n, k, speed=speed, multiprocessors=machine.multiprocessors)
+        for m in sizes
+        for n in sizes
+        for k in sizes
+    )
+    # the law that fits all products of an H100 is 3% above its fastest one
+    assert fastest / 1e12 == pytest.approx(1.03 * published, rel=0.02)

@@ -6,16 +6,18 @@
 
 published.csv has the runs and their plans: `python scripts/compare_published.py --write` writes it
 from the settings in scripts/published.toml. The errors come from the narrowest class of runs that
-has three (`WIDER`).
+has three (`SPEED_FACETS`).
 """
 
 import csv
+import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from titan_lite.cost.machine import Machine
 from titan_lite.models.shapes import shape_words
@@ -90,16 +92,10 @@ class PublishedRun:
         return bool(self.published_gib) and not self.unknown
 
 
-# What runs of a class need not have in common, from the narrowest class to the widest.
-WIDER: tuple[tuple[str, ...], ...] = (
-    (),
-    ("power",),
-    ("power", "size"),
-    ("power", "size", "mode"),
-    ("power", "size", "mode", "precision"),
-    ("power", "size", "mode", "precision", "device"),
-    ("power", "size", "mode", "precision", "device", "mixture"),
-)
+# What runs need not have in common, one facet after the other, until a class has LEAST_RUNS.
+SPEED_FACETS = ("power", "size", "mode", "precision", "device", "mixture")
+# Bytes are those of any device; the number of blocks and stages decides what is kept of them.
+MEMORY_FACETS = ("power", "device", "precision", "mode", "size", "mixture")
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,7 @@ class Evidence:
 
     kind: RunKind
     runs: Sequence[PublishedRun]  # of the narrowest class for speed; empty on a CPU
-    differ_in: Sequence[str]  # what they need not have in common with the kind, as in WIDER
+    differ_in: Sequence[str]  # what they need not have in common with the kind
     memory_runs: Sequence[PublishedRun] = ()  # of that for memory
 
     @property
@@ -178,8 +174,8 @@ def evidence_for(layout: PlannedLayout, machine: Machine) -> Evidence:
 
 def evidence_among(runs: Sequence[PublishedRun], kind: RunKind) -> Evidence:
     """Return what some runs say about a kind of run."""
-    differ_in, nearest = _narrowest([run for run in runs if run.published], kind)
-    _, for_memory = _narrowest([run for run in runs if run.says_memory], kind)
+    differ_in, nearest = _narrowest([run for run in runs if run.published], kind, SPEED_FACETS)
+    _, for_memory = _narrowest([run for run in runs if run.says_memory], kind, MEMORY_FACETS)
     return Evidence(kind, nearest, differ_in, for_memory)
 
 
@@ -208,43 +204,32 @@ def published_runs() -> Sequence[PublishedRun]:
 
 
 def _run_of(row: dict[str, str]) -> PublishedRun:
-    def text(*names: str) -> dict[str, str]:
-        return {name: row[name] for name in names}
-
-    def numbers(*names: str) -> dict[str, float]:
-        return {name: float(row[name]) for name in names}
-
-    kind = RunKind(
-        **text("model", "device", "precision", "mode"),
-        **numbers("billions", "active_billions", "power"),
-    )
-    return PublishedRun(
-        kind=kind,
-        **text("name", "role", "unknown"),
-        **numbers("published", "planned", "slow", "fast", "published_gib", "planned_gib"),
-    )
+    of_kind = dataclasses.fields(RunKind)
+    are_numbers = {
+        field.name for field in (*of_kind, *dataclasses.fields(PublishedRun)) if field.type is float
+    }
+    values: dict[str, Any] = {
+        name: float(text) if name in are_numbers else text for name, text in row.items()
+    }
+    kind = RunKind(**{field.name: values.pop(field.name) for field in of_kind})
+    return PublishedRun(kind=kind, **values)
 
 
 def _narrowest(
-    runs: Sequence[PublishedRun], kind: RunKind
+    runs: Sequence[PublishedRun], kind: RunKind, facets: Sequence[str]
 ) -> tuple[Sequence[str], Sequence[PublishedRun]]:
     """Return the narrowest class around a kind that has LEAST_RUNS: what its runs need not have in
-    common, and the runs.
+    common, the first of `facets`, and the runs.
     """
-    for differ_in, alike in _classes(runs, kind):
+    alike: Sequence[PublishedRun] = ()
+    for count in range(len(facets) + 1):
+        alike = [run for run in runs if _unlike(run.kind, kind) <= {*facets[:count]}]
         if len(alike) >= LEAST_RUNS:
-            return differ_in, alike
-    return WIDER[-1], runs
+            return facets[:count], alike
+    return facets, alike
 
 
-def _classes(
-    runs: Sequence[PublishedRun], kind: RunKind
-) -> Iterator[tuple[Sequence[str], Sequence[PublishedRun]]]:
-    for differ_in in WIDER:
-        yield differ_in, [run for run in runs if _unlike(run.kind, kind) <= {*differ_in}]
-
-
-def _unlike(one: RunKind, other: RunKind) -> Collection[str]:
+def _unlike(one: RunKind, other: RunKind) -> set[str]:
     """Return in what two kinds differ."""
     alike = {
         "device": one.device == other.device,
