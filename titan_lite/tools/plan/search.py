@@ -485,12 +485,18 @@ def _block_seconds(layout: PlannedLayout, machine: Machine, sizes: _Sizes) -> _B
     attention = attention_flops / (peak * machine.attention_efficiency)
     forward = products + attention
     backward = 2 * products + 2.5 * attention + sizes.recomputed * forward
-    tp_ranks = range(tp)  # neighbours
     hidden_bytes = computed * sizes.tokens * layout.model.dim
-    exchange = 2 * (
-        machine.collective("all_gather", hidden_bytes, tp_ranks)
-        + machine.collective("reduce_scatter", hidden_bytes, tp_ranks)
-    )
+
+    def exchange_seconds(nbytes: float, ranks: int) -> float:
+        """Return the seconds to gather tokens of neighbours, and to sum and scatter results."""
+        return machine.collective("all_gather", nbytes, range(ranks)) + machine.collective(
+            "reduce_scatter", nbytes, range(ranks)
+        )
+
+    exchange = 2 * exchange_seconds(hidden_bytes, tp)
+    if layout.expert_parallel > 1:
+        of_ranks = layout.expert_parallel * hidden_bytes / tp
+        exchange += exchange_seconds(of_ranks, layout.expert_parallel)
     fsdp_ranks = range(0, layout.fsdp_degree * tp, tp)  # inside a pipeline rank
     gather = machine.collective("all_gather", computed * sizes.block, fsdp_ranks)
     reduce = machine.collective("reduce_scatter", summed * sizes.block, fsdp_ranks)
@@ -607,9 +613,15 @@ def _step_seconds(
         waits *= 1 - 2 * of_block.weights / both
     in_turn = layout.pipeline.microbatches + waits
     seconds = layout.accumulation * slowest * in_turn
+    exchanged = 1.0  # blocks whose weights and gradients nothing hides
+    times = layout.microbatches
     if layout.gathers_once:
-        most_elements = max(part.elements for part in parts)
-        seconds += most_elements / sizes.block * (of_block.gather + of_block.reduce)
+        exchanged = max(part.elements for part in parts) / sizes.block
+        times = 1
+    seconds += times * exchanged * (of_block.gather + of_block.reduce)
+    _, summed = itemsizes(layout.config.training)
+    added = 3 * summed * max(part.sharded for part in parts)  # bytes to add a gradient to the sum
+    seconds += (times - 1) * machine.memory_traffic(added)
     return seconds + table_seconds(layout, machine)
 
 
