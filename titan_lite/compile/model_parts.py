@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -501,10 +502,17 @@ def halves_of(
 def attributes_of(module: nn.Module) -> dict[str, object]:
     """Return the attributes that a module's code may read, beside parameters and buffers."""
     return {
-        name: (type(value), value)  # 1 == True
+        name: (type(value), _comparable(value))  # 1 == True
         for name, value in vars(module).items()
         if name not in MODULE_ATTRIBUTES
     }
+
+
+def _comparable(value: object) -> object:
+    """Return a value with its arrays of numpy, whose == is no bool, as descriptions."""
+    return pytree.tree_map_only(
+        np.ndarray, lambda array: (array.dtype.str, array.shape, array.tobytes()), value
+    )
 
 
 def static_inputs(inputs: Iterable[Value]) -> list[int]:

@@ -4,6 +4,7 @@ bit by bit, and one traced block for each kind.
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -173,6 +174,16 @@ def test_a_block_that_differs_in_anything_its_code_may_read_is_traced():
     model.layers["1"].requires_grad_(False)
     assert parts_of(model, tokens=TOKENS).different_blocks == 4
     check(model, TOKENS)
+
+
+def test_arrays_of_numpy_are_told_apart_by_their_numbers():
+    model = build()
+    for block in model.layers.values():
+        block.attention.slopes = [np.linspace(0.5, 1, 4, dtype=np.float32)]
+    assert parts_of(model, tokens=TOKENS).different_blocks == 1
+    model.layers["2"].attention.slopes = [np.linspace(0.5, 1, 4)]
+    model.layers["3"].attention.slopes = [np.linspace(0.5, 2, 4, dtype=np.float32)]
+    assert parts_of(model, tokens=TOKENS).different_blocks == 3
 
 
 def test_weights_before_which_nothing_is_trained():
