@@ -70,8 +70,8 @@ def test_a_family_of_ones_own_trains_as_in_one_process(layout, options):
     assert result.agrees, result
 
 
-# One norm for queries and keys, whose gradients differ, and a gate that is called twice alike, so that
-# a graph could merge both.
+# One norm for queries and keys, whose gradients differ, one for attention and feed-forward, which lie
+# behind one another, and a gate that is called twice alike, so that a graph could merge both.
 READ_TWICE = (
     ("import TransformerBlock,", "import RMSNorm, TransformerBlock,"),
     (
@@ -91,6 +91,13 @@ READ_TWICE = (
         '"attention.gate": "columns"',
         '"attention.gate": "columns", "attention.qk_norm": "replicated"',
     ),
+    (
+        "    return TransformerBlock(config, GatedAttention(config))\n",
+        "    block = TransformerBlock(config, GatedAttention(config))\n"
+        "    block.ffn_norm = block.attention_norm\n"
+        "    return block\n",
+    ),
+    ("**norm_parameters(config)", '"attention_norm.weight": (config.dim,)'),
 )
 
 

@@ -12,6 +12,7 @@ averaged, and do not depend on the number of microbatches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     get_schedule_class,
@@ -264,7 +266,8 @@ class _TorchStage(PipelineStage):
             return backward(backward_type, bwd_kwargs, last_backward)
         if stage.compiled is None:
             with stage.sharding.backward_of_weights():
-                return backward("weight", bwd_kwargs, last_backward)
+                _backward_of_weights(self.submod.parameters(), bwd_kwargs["param_groups"])
+            return (), None
         if backward_type == "input":
             if bwd_kwargs["output_grads"] is None:  # the loss, in a tuple
                 (loss,) = bwd_kwargs["stage_output"]
@@ -275,3 +278,21 @@ class _TorchStage(PipelineStage):
         second_halves: SecondHalves = bwd_kwargs["param_groups"]
         second_halves.run()
         return (), None
+
+
+def _backward_of_weights(weights: Iterator[Any], groups: list[dict[str, Any]]) -> None:
+    """Compute the gradients of weights from what the half of inputs has recorded.
+
+    groups: weights, the nodes of the autograd graph that read them, and the gradients there.
+    """
+    # A weight that is read at two places behind one another, such as one norm for attention and
+    # feed-forward: from the later one, autograd passes again through all that lies between. So the
+    # graph is kept, and the gradient at the earlier one is that recorded, not added to it.
+    several = [group for group in groups if len(group["intermediates"]) > 1]
+    with ExitStack() as stack:
+        for group in several:
+            for node, recorded in zip(group["intermediates"], group["grads"], strict=True):
+                handle = node.register_prehook(lambda _, recorded=recorded: recorded)
+                stack.callback(handle.remove)
+        # torch's backward of a stage gives no retain_graph
+        stage_backward_weight(weights, groups, retain_graph=bool(several))
