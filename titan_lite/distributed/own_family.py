@@ -7,6 +7,7 @@ weights and tokens show on the meta device, where collectives only have shapes.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,8 @@ from titan_lite.distributed.context_parallel import apply_context_parallel, caus
 from titan_lite.distributed.expert_parallel import check_experts
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.tensor_parallel import Axis, apply_styles, check_styles
-from titan_lite.models.float8 import DIM_MULTIPLE, apply_float8, check_layers
-from titan_lite.models.own_family import RunningModules
+from titan_lite.models.float8 import DIM_MULTIPLE, Float8Linear, apply_float8, check_layers
+from titan_lite.models.own_family import RunningModules, replace_reads
 from titan_lite.models.transformer import Transformer
 
 TOKENS = DIM_MULTIPLE  # of a rank between blocks; even, as context parallelism needs it
@@ -53,10 +54,13 @@ def check_on_rank(layout: Layout, float8: Float8, param_dtype: str) -> None:
         apply_styles(model, tp, family, _FirstPart(tp.degree))
 
     running = RunningModules(model.layers)
+    _refuse_reads_of_scaled_weights(model, running, family)
     try:
         with torch.device("meta"):
             y = block(x, model.rope_cos, model.rope_sin, None)
             y.sum().backward()
+    except ConfigError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise _does_not_fit(layout, conditions, f"{running.innermost} fails: {reason}") from error
@@ -73,6 +77,28 @@ def check_on_rank(layout: Layout, float8: Float8, param_dtype: str) -> None:
 
 def _words(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _refuse_reads_of_scaled_weights(
+    model: Transformer, running: RunningModules, family: str
+) -> None:
+    """Let weights that a rank gathers with a scale raise ConfigError where another module than
+    their own reads them.
+    """
+
+    def read(fqn: str, module: nn.Module, name: str) -> Tensor | None:
+        if running.innermost != fqn:
+            raise ConfigError(
+                f"model.name = {shown(family)}: {running.innermost} reads {fqn}.{name}, which"
+                ' float8.enable = true with recipe = "tensorwise" gathers with a scale, for the'
+                f" product of {fqn} alone; call the module, or use float8.filter_fqns ="
+                f' ["{fqn.split(".", 2)[2]}"]'
+            )
+        return module._parameters[name]
+
+    for fqn, module in model.named_modules():
+        if isinstance(module, Float8Linear) and module.recipe == "tensorwise":
+            replace_reads(module, ["weight"], partial(read, fqn))
 
 
 class _Counted:

@@ -21,7 +21,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
@@ -284,6 +284,7 @@ def _check_runs(model: Transformer, subject: str) -> None:
     Raises ConfigError.
     """
     running = RunningModules(model.layers)
+    reads = _Reads(model.layers)
     generators = _generators()
     earlier: dict[int, Tensor] = {}
     for number, block in model.layers.items():
@@ -296,6 +297,7 @@ def _check_runs(model: Transformer, subject: str) -> None:
                 _train(block, inputs, subject)
             earlier |= operators.seen
             _check_registered(registered, _registered(block, number), subject)
+            reads.check_data(subject)
             states.append(_state(block, number, model.config.family))
         # what the first forward sets and others keep is no state
         before, after = states
@@ -355,10 +357,14 @@ def _check_registered(
                 " make it in __init__"
             )
         if _storage(tensor) != _storage(before[name]):
-            raise ConfigError(
-                f"{subject}'s block replaces the data of {name} in forward, of which ranks have a"
-                " shard; compute with a new tensor"
-            )
+            raise _replaces_data(name, subject)
+
+
+def _replaces_data(name: str, subject: str) -> ConfigError:
+    return ConfigError(
+        f"{subject}'s block replaces the data of {name} in forward, of which ranks have a shard;"
+        " compute with a new tensor"
+    )
 
 
 def _check_gradients(block: nn.Module, number: str, subject: str) -> None:
@@ -410,6 +416,46 @@ def _check_that_masks_are_read(model: Transformer, subject: str) -> None:
             )
 
 
+def replace_reads(module: nn.Module, names: Iterable[str], read: Callable[..., object]) -> None:
+    """Let `module.NAME` be read(module, NAME), as the class of a sharded module does.
+
+    Other ways to a parameter, such as `parameters()`, lead to it as before.
+    """
+    cls: Any = type(module)
+    members: dict[str, Any] = {name: property(partial(read, name=name)) for name in names}
+    module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **members})
+
+
+class _Reads:
+    """Reads of the parameters of blocks as attributes of their modules, each a tensor of its own,
+    as on a rank, which gathers the weight.
+
+    An operator that is given a parameter itself has it from elsewhere.
+    """
+
+    def __init__(self, layers: nn.ModuleDict):
+        self.made: list[tuple[str, nn.Parameter, Tensor]] = []
+        for fqn, module in layers.named_modules():
+            names = [name for name, value in module._parameters.items() if value is not None]
+            if names:
+                replace_reads(module, names, partial(self._read, f"layers.{fqn}"))
+
+    def _read(self, fqn: str, module: nn.Module, name: str) -> Tensor:
+        parameter = module._parameters[name]
+        assert parameter is not None
+        with _disable_current_modes():
+            tensor = parameter.view_as(parameter)
+        self.made.append((f"{fqn}.{name}", parameter, tensor))
+        return tensor
+
+    def check_data(self, subject: str) -> None:
+        """Raise ConfigError for a read whose data has been replaced. Forget all reads."""
+        for name, parameter, tensor in self.made:
+            if _storage(tensor) != _storage(parameter):
+                raise _replaces_data(name, subject)
+        self.made.clear()
+
+
 class _Watched(TorchDispatchMode):
     """A context that calls a function with each operator and its arguments, before it runs."""
 
@@ -435,7 +481,8 @@ class _Watched(TorchDispatchMode):
 
 class _CheckedOperators(_Watched):
     """A context in which operators raise ConfigError that draw random numbers, write into tensors
-    of `own`, or read others than these that an earlier context has seen.
+    of `own`, read others than these that an earlier context has seen, or a parameter that is no
+    attribute's.
     """
 
     def __init__(
@@ -467,6 +514,13 @@ class _CheckedOperators(_Watched):
                         f"{self.subject}'s block changes {name} in place: {call}; recomputation"
                         " would begin with what is changed, and a rank changes a copy of its"
                         " parameters; use an operator that returns a new tensor"
+                    )
+                if name and isinstance(tensor, nn.Parameter):
+                    raise ConfigError(
+                        f"{self.subject}'s block reads {name} in another way than as an attribute"
+                        f" of its module: {call}; parameters(), state_dict() and what __init__"
+                        " keeps in a list lead to the shard of a rank, where the attribute is the"
+                        " gathered weight; read the attribute, such as self.gate.weight"
                     )
                 if not name and _storage(tensor) in self.earlier:
                     raise ConfigError(

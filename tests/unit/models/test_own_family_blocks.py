@@ -221,6 +221,17 @@ def test_a_matrix_of_no_linear_layer_is_not_for_float8(tmp_path):
     checked(tmp_path / "filtered.py", *changes, options=filtered)
 
 
+def test_a_weight_that_is_gathered_with_a_scale_is_for_its_layer_alone(tmp_path):
+    file = tmp_path / "family.py"
+    read = result("self.wo(out.flatten(-2) * torch.sigmoid(x @ self.gate.weight.T))")
+    message = mistake(file, read, options=FLOAT8)
+    assert "layers.0.attention reads layers.0.attention.gate.weight, which float8.enable" in message
+    assert message.endswith('use float8.filter_fqns = ["attention.gate"]')
+    checked(file, read)
+    checked(file, read, options=[*FLOAT8, "--float8.filter_fqns", "attention.gate"])
+    checked(file, read, options=[*FLOAT8, "--float8.recipe=rowwise"])
+
+
 def test_float8_leaves_a_forward_of_its_own_as_it_is():
     class Scaled(nn.Linear):
         def forward(self, x):
@@ -570,6 +581,18 @@ BEYOND_ARGUMENTS = {
         ],
         "block calls layers.0.attention.wo with another tensor as its weight",
     ),
+    "all parameters": (
+        [result(f"{RESULT} * (1 + sum(p.square().mean() for p in self.parameters()))")],
+        "block reads layers.0.attention.wq.weight in another way than as an attribute of its module:"
+        " layers.0.attention calls aten.pow",
+    ),
+    "list of parameters": (
+        [
+            made("self.more = [self.gate.weight]"),
+            result("self.wo(out.flatten(-2) * torch.sigmoid(x @ self.more[0].T))"),
+        ],
+        "block reads layers.0.attention.gate.weight in another way than as an attribute of its",
+    ),
     "clock": (
         [result(f"{RESULT} * (__import__('time').perf_counter() % 1e-3 * 1e3)")],
         "block layers.0 computes other numbers from equal ones",
@@ -619,6 +642,22 @@ def test_a_result_is_of_arguments_and_parameters_alone(name, tmp_path):
 
 
 ARGUMENTS_ALONE = {
+    "a weight that is read": [
+        result(
+            "self.wo(out.flatten(-2) * torch.sigmoid(x.to(self.gate.weight.dtype) @ self.gate.weight.T))"
+        )
+    ],
+    "sizes and dtypes of all parameters": [
+        result(f"{RESULT}.to(next(self.parameters()).dtype) * len(list(self.parameters()))")
+    ],
+    "a weight with two names": [
+        made("self.gate.again = self.gate.weight"),
+        result("self.wo(out.flatten(-2) * torch.sigmoid(x @ self.gate.again.T))"),
+    ],
+    "weights of a list": [
+        made("self.more = nn.ParameterList([self.gate.weight])"),
+        result("self.wo(out.flatten(-2) * torch.sigmoid(x @ self.more[0].T))"),
+    ],
     "tensors of numbers": [result(f"{RESULT} * torch.tensor([0.5]) * torch.tensor(2.0)")],
     "a number that is set once": [
         made("self.scale = None"),
