@@ -240,11 +240,16 @@ def uncertainty_line(plan: Plan) -> str:
 
 def spare_memory_line(plan: Plan, lighter: Plan) -> str:
     """Return a line on free memory, and on `lighter`, a plan that uses it to recompute less."""
-    mode = lighter.layout.config.activation_checkpoint.mode
+    checkpointing = lighter.layout.config.activation_checkpoint
+    mode: str = checkpointing.mode
+    if mode == "selective":
+        mode += f", {checkpointing.selective_ac_option}"
     needs = lighter.memory.total / GIB
     free = (plan.capacity - plan.memory.total) / GIB
     saved = 100 * (1 - lighter.nominal.seconds / plan.nominal.seconds)
     outcome = f"would take {saved:.0f}% less time per step" if lighter.fits else "would not fit"
+    if lighter.is_tight:
+        outcome += ", but be tight"
     return (
         f"free memory: {free:.1f} GiB; activation_checkpoint.mode = {mode} needs {needs:.1f} GiB in"
         f" total, and {outcome}"
