@@ -177,6 +177,9 @@ HERE = {
     ),
     f"{PLANNER} RECIPE --picture plan.png --trace plan.json": Run("step time", PLAN, RECIPE),
     f"{PLANNER} RECIPE --scale": Run("best interval", PLAN, RECIPE),
+    f"{PLANNER} RECIPE --tokens 1e12 --price-per-gpu-hour 2.5": Run(
+        "of the time counts", PLAN, RECIPE
+    ),
     f"{PLANNER} train_configs/llama3_405b.toml --scale": Run("best interval", PLAN, PLANNED_405B),
     f"{PLANNER} train_configs/llama3_405b.toml --scale --checkpoint.async_mode=async": Run(
         "the loop waits for the copy", PLAN, PLANNED_405B
@@ -275,8 +278,8 @@ HERE = {
     "python scripts/compare_optimizers.py --whole --powersgd 8": Run(
         "loss with PowerSGD against none", "--steps 3 --seeds 1"
     ),
-    "python scripts/compare_published.py": Run(
-        "TorchTitan paper: 8B on 8, eager", "--rows '8B on 8, eager'"
+    "python scripts/compare_published.py --write": Run(
+        "TorchTitan paper: 8B on 8, eager", "--rows '8B on 8, eager'", {" --write": ""}
     ),
     "tensorboard --logdir outputs": Run("loss", "--inspect"),
     "titan-lite train debug_model --training.steps 20": Run(
