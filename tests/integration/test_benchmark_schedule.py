@@ -60,7 +60,7 @@ def test_two_blocks_of_8B_are_predicted_without_hardware():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["predict", "--machine", "H101"], '"H101" is not a profile; use B200, '),
+        (["predict", "--machine", "H101"], '"H101" is not a profile; use GB200, '),
         (
             ["predict", "--modes", "blocks"],
             "argument --modes: invalid choice: 'blocks' (choose from ",

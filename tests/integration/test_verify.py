@@ -38,7 +38,7 @@ def test_a_recipe_that_is_right_exits_with_0():
     )
     assert result.returncode == 0
     assert re.search(
-        r"^dp_shard=2 +2 +\d\.\de-\d\d +\d\.\de-\d\d +[\w.]+ +- +agrees$", result.stdout, re.M
+        r"^dp_shard=2 +2 +\d\.\de[-+]\d\d +\d\.\de-\d\d +[\w.]+ +- +agrees$", result.stdout, re.M
     )
     assert re.search(
         r"^pp=3,tp=3 +9 +not possible: .*\n(.*\n)?.*parallelism.tensor_parallel_degree = 3 ",
