@@ -629,7 +629,9 @@ def _check_numbers(config: ModelConfig, subject: str) -> None:
         of_blocks = []
         for number, block in model.layers.items():
             found = [_train(block, _inputs(model, torch.stack(each)), subject) for each in batches]
-            once, again, in_other_batch, _ = (torch.stack((y[0], grad[0])) for y, grad in found)
+            # of the first sequence: the result and the gradient
+            of_first = [torch.stack((y[0], gradient[0])) for y, gradient in found]
+            once, again, in_other_batch = of_first[:3]
             if not _are_equal(once, again):
                 raise ConfigError(
                     f"{subject}'s block layers.{number} computes other numbers from equal ones: it"
@@ -644,7 +646,8 @@ def _check_numbers(config: ModelConfig, subject: str) -> None:
                     " number of ranks; compute each sequence by itself, as norms over the last"
                     " dimension do and BatchNorm does not"
                 )
-            if not _are_equal(found[0][0][0, :-1], found[3][0][0, :-1]):
+            before_last = [y[0, :-1] for y, _ in found]
+            if not _are_equal(before_last[0], before_last[3]):
                 raise ConfigError(
                     f"{subject}'s block layers.{number} computes a token from later ones, which a"
                     " model that is trained to predict them must not see; compute it from itself"

@@ -101,13 +101,14 @@ def gradients(moe, x, out):
 def assert_same_as_loop(moe, x, bias=0.0):
     found = moe(x)
     expected = loop(moe, x, bias)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-6)
+    assert_near(found, expected, relative=1e-6)
     for one, other in zip(gradients(moe, x, found), gradients(moe, x, expected), strict=True):
         assert_near(one, other)
 
 
-def assert_near(one, other):
-    assert (one - other).norm() <= 1e-5 * other.norm()
+def assert_near(one, other, relative=1e-5):
+    """Compare by the norm: single numbers differ by the rounding of a processor's products."""
+    assert (one - other).norm() <= relative * other.norm()
 
 
 def test_a_mixture_is_a_loop_over_tokens_and_their_experts():
@@ -227,7 +228,7 @@ def test_parts_of_the_experts_add_up_to_all_of_them(bias, rows_of_no_expert_are_
     routing = moe.router(x)
     weights, choices = routing.weights.flatten(0, 1), routing.choices.flatten(0, 1)
     found = sum(part(x.flatten(0, 1), weights, choices) for part in parts).view_as(x)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-6)
+    assert_near(found, expected, relative=1e-6)
     assert_near(gradients(moe, x, found)[0], of_x)
     for name, whole in zip(("w1", "w2", "w3"), of_experts, strict=True):
         joined = torch.cat([getattr(part, name).grad for part in parts])

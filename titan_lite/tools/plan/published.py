@@ -1,4 +1,4 @@
-"""What published runs say about a plan: the errors of plans of runs like it.
+"""Compare a plan with published runs: the errors of plans of the runs that are most like it.
 
     evidence = evidence_for(layout, machine)
     evidence.error          # 1.14: 80% of plans of such runs are at most so many times off
@@ -32,7 +32,7 @@ KNOWN = 1.25  # with larger errors, the speed of this kind of run is not known
 
 @dataclass(frozen=True)
 class RunKind:
-    """What runs may have in common."""
+    """The kind of a run: model, device, precision and mode, which others may have in common."""
 
     model: str
     billions: float  # parameters
@@ -127,11 +127,11 @@ class Evidence:
 
     @property
     def memory_error(self) -> float:
-        """How much more than planned COVERED of such runs reserved at most, as a share."""
+        """The share by which COVERED of such runs reserved more than planned, at most."""
         return max(0.0, _quantile([1 / run.memory - 1 for run in self.memory_runs]))
 
     def in_words(self) -> str:
-        """Return what plans of published runs were worth."""
+        """Return the ratios of plans of these runs to the runs in words."""
         if not self.runs:
             return "no published run on a CPU to compare with"
         speeds = [run.speed for run in self.runs]
@@ -165,7 +165,7 @@ class Evidence:
 
 
 def evidence_for(layout: PlannedLayout, machine: Machine) -> Evidence:
-    """Return what published runs say about a plan of a layout on a machine."""
+    """Return the evidence of published runs for a plan of a layout on a machine."""
     kind = kind_of_run(layout, machine)
     if machine.is_cpu:
         return Evidence(kind, (), ())
@@ -173,7 +173,7 @@ def evidence_for(layout: PlannedLayout, machine: Machine) -> Evidence:
 
 
 def evidence_among(runs: Sequence[PublishedRun], kind: RunKind) -> Evidence:
-    """Return what some runs say about a kind of run."""
+    """Return the evidence of some runs for a kind of run."""
     differ_in, nearest = _narrowest([run for run in runs if run.published], kind, SPEED_FACETS)
     _, for_memory = _narrowest([run for run in runs if run.says_memory], kind, MEMORY_FACETS)
     return Evidence(kind, nearest, differ_in, for_memory)

@@ -35,7 +35,7 @@ SHORT_WAIT = 0.1  # share of a step; with shorter waits, computation is the bott
 
 @dataclass(frozen=True)
 class Budget:
-    """What a training is to cost."""
+    """The tokens of a training, the price of a GPU-hour, and the share of time that counts."""
 
     tokens: float = 0.0  # 0: those of training.steps
     price: float = 0.0  # of a GPU-hour; 0: not given
