@@ -331,7 +331,9 @@ def line_of(now: PublishedRun, before: PublishedRun | None) -> str:
 
 
 def with_figures(planned: PublishedRun, run: Run) -> PublishedRun:
-    """Return a plan with what the settings say of its run today."""
+    """Return a plan with what the settings say of its run today. `tflops` become tokens a second
+    only where the run is planned.
+    """
     return dataclasses.replace(
         planned,
         role=run.role,

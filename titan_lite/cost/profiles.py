@@ -57,7 +57,8 @@ PEAKS_MI355X = {"bfloat16": 2516.6, "float32": 157.3, "float8_e4m3fn": 5033.2}
 
 # The efficiency of products is that of full waves of tiles. It is fitted for H100 (kernels.py). For
 # the others the best product is as fast as in "Maximum Achievable Matmul FLOPS"
-# (stas00/ml-engineering, compute/accelerator/README.md).
+# (stas00/ml-engineering, compute/accelerator/README.md). Attention on B300 and GB200 is assumed to
+# reach the share of the peak that it reaches on B200; on MI325X and MI355X, that on MI300X.
 B200 = Machine(
     name="B200",
     tflops=PEAKS_B200,
@@ -81,7 +82,7 @@ B300 = dataclasses.replace(
     nominal_power=1100,
     matmul_efficiency=0.82,
 )
-# NVLink joins 72 GPUs.
+# NVLink joins 72 GPUs. 184.3 GiB are published for one (pytorch/torchtitan pull request 3914).
 GB200 = dataclasses.replace(
     B200,
     name="GB200",
@@ -166,18 +167,16 @@ MI325X = dataclasses.replace(
     nominal_power=1000,
     matmul_efficiency=0.62,
 )
-MI355X = Machine(
+MI355X = dataclasses.replace(
+    MI300X,
     name="MI355X",
     tflops=PEAKS_MI355X,
     memory=288,
     memory_bandwidth=8000,
     intra_node=XGMI4,
-    inter_node=NDR400,
-    host=HOST,
     multiprocessors=256,
     nominal_power=1400,
     matmul_efficiency=0.65,
-    attention_efficiency=0.35,
 )
 # A device has the first profile with a name that occurs in its own, as a word: longer names first.
 PROFILES = {

@@ -697,8 +697,10 @@ def test_a_large_block_without_a_flavor_debug_is_not_run_with_numbers(
 ):
     monkeypatch.setattr("titan_lite.models.own_family.MAX_WEIGHTS", 1000)
     mixing = of_block("x = x - x.mean(0, keepdim=True)")
-    checked(tmp_path / "family.py", mixing)
+    layout = checked(tmp_path / "family.py", mixing)
     assert "that sequences of a batch do not mix is not verified" in caplog.text
+    check_steps(layout.model)
+    assert "from one token at a time what they do from all at once is not verified" in caplog.text
 
 
 # What a family is at a resume

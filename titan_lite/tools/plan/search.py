@@ -261,7 +261,10 @@ def outcome(config: Config, rows: Sequence[Row], not_planned: int = 0) -> list[s
         if isinstance(plan, Plan) and plan is not best
     ]
     keys = " ".join(option(key, value) for key, value in differing(config, best_change).items())
-    return ["", "why the others lost", *lost, "", f"best: {keys}"]
+    evidence = best.evidence.in_words()
+    if not best.evidence.is_known:
+        evidence = f"speeds are not known for this kind of run: {evidence}"
+    return ["", "why the others lost", *lost, "", evidence, f"best: {keys}"]
 
 
 def lighter(plan: Plan, lay_out: Callable[[Change], PlannedLayout]) -> list[Change]:

@@ -40,6 +40,8 @@ def test_every_run_of_the_settings_has_its_plan():
         if not each.tflops
     }
     assert len(figures) > 50
+    names = [each.name for each in compare_published.read_runs()]
+    assert len(names) == len({*names})
     found = {each.name: each for each in published_runs()}
     for name, (role, gib, unknown, speed) in figures.items():
         kept = found[name]

@@ -341,6 +341,7 @@ def test_a_search_goes_on_until_one_fits_and_counts_the_rest(monkeypatch):
         " ones of their kind"
     )
     assert lines[-1].startswith("best: --")
+    assert lines[-2].startswith("plans of 3 published runs (8B, inductor, bfloat16, H100 at 500 W)")
     assert not any("no layout fits" in line for line in lines)
 
 
