@@ -104,12 +104,11 @@ class LogRun(Hook):
         for line in lines:
             logger.info(line)
         steps = trainer.config.training.steps
+        begins = trainer.copies is None or not trainer.copies.has_joined
+        facts = start_facts(trainer.layout, trainer.device, trainer.identity.git)
         logger.info(
             f"steps: {trainer.step} done of {steps}; output in {trainer.dump_folder}",
-            extra={
-                "event": "start",
-                "facts": start_facts(trainer.layout, trainer.device, trainer.identity.git),
-            },
+            extra={"event": "start", "facts": facts} if begins else {},
         )
         if trainer.is_finished:
             logger.info(
@@ -118,7 +117,7 @@ class LogRun(Hook):
             )
 
     def on_train_end(self, trainer: Trainer) -> None:
-        if trainer.rank != 0:
+        if not trainer.metrics.writes:
             return
         if not trainer.is_stopped:
             draw_loss(trainer.dump_folder)
@@ -316,18 +315,19 @@ class ProgressBar(Hook):
         self.close()  # before the last lines
 
 
-def build_hooks(config: Config, rank: int) -> list[Hook]:
-    """Return the hooks of every run, in their order."""
-    dump_folder = Path(config.job.dump_folder)
+def build_hooks(config: Config, rank: int, folder: Path) -> list[Hook]:
+    """Return the hooks of every run, in their order. folder: for what each copy of the model
+    writes.
+    """
     is_trained = bool(config.checkpoint.initial_load_path)
     return [
         LogRun(),
         LogStart(),
-        LogCompilation(dump_folder, writes=rank == 0),
+        LogCompilation(folder, writes=rank == 0),
         GarbageCollection(config.training.gc_freq),
-        RecordRestarts(dump_folder),
+        RecordRestarts(folder),
         DataPreflight(is_trained=is_trained, checks_loss=rank == 0),
         CompareReplicas(config.training.compare_copies_freq),
-        Profile(config.profiling, dump_folder, rank),
+        Profile(config.profiling, folder, rank),
         ProgressBar(rank),
     ]

@@ -31,17 +31,20 @@ from titan_lite.config import SHIPPED, Config, ConfigError, load_config
 from titan_lite.distributed import endpoint
 from titan_lite.distributed.layout import Layout
 from titan_lite.environment import (
+    COPY,
     LAST_PORT,
+    SUPERVISOR,
     check_working_folder,
     resolves,
     usable_cores,
     use_loopback,
 )
-from titan_lite.processes import large_imports
+from titan_lite.processes import large_imports, signal_when_parent_dies
 from titan_lite.resilience import exit_code
 from titan_lite.resilience.signals import LAUNCHER, STOPPING, write_line
 
 if TYPE_CHECKING:
+    from titan_lite.launch_copies import CopyProcesses
     from titan_lite.tools.verify.own_family import Verification
 
 NUMA_NODES = "/sys/devices/system/node"
@@ -57,12 +60,16 @@ DEFAULT_PORT = 29400  # torchrun's, of an endpoint without one
 RESTART_LIMIT = 600  # where ranks may start again: the time of torchrun, too
 VARIABLES = {  # name: (pattern, meaning)
     "OMP_NUM_THREADS": ("[1-9][0-9]{0,5}", "a number of threads, such as OMP_NUM_THREADS=1"),
+    "NCOPIES": ("[1-9][0-9]{0,3}", "the number of copies of the model, such as NCOPIES=2"),
+    "COPY": ("[0-9]{1,4}", "the number of this copy of the model, from 0 on"),
     "NGPU": ("[1-9][0-9]{0,5}", "the number of processes, at least 1, such as NGPU=2"),
     "NNODES": ("[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?", "the number of nodes, such as NNODES=2"),
     "NODE_RANK": ("[0-9]{1,9}", "0 on one node, and such as 1 on another"),
     "MAX_RESTARTS": ("[0-9]{1,6}", "a number, such as MAX_RESTARTS=0"),
 }
 GIVEN = (  # variables of the command that goes on with a run
+    "NCOPIES",
+    "COPY",
     "NGPU",
     "LOG_RANK",
     "NNODES",
@@ -77,10 +84,15 @@ GIVEN = (  # variables of the command that goes on with a run
 def main(arguments: Sequence[str]) -> int:
     """Run the command line, and return the exit code."""
     listen()
+    if SUPERVISOR in os.environ:
+        signal_when_parent_dies(signal.SIGTERM, int(os.environ[SUPERVISOR]))
     try:
         check_working_folder()
         if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
             return recipe.main(arguments)
+        arguments = with_copies(arguments)
+        if COPY not in os.environ and (copies := copies_here(arguments)):
+            return copies.run()
         options = launcher_options(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -89,6 +101,54 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return exit_code.FAILED
     return launch(options, may_restart=int(os.environ.get("MAX_RESTARTS") or 0) > 0)
+
+
+def with_copies(arguments: Sequence[str]) -> list[str]:
+    """Return the command line with the number of copies that NCOPIES sets. Raises ConfigError."""
+    copies = os.environ.get("NCOPIES")
+    if not copies:
+        return list(arguments)
+    check_number("NCOPIES")
+    return [*arguments, "--fault_tolerance.copies", copies]
+
+
+def copies_here(arguments: Sequence[str]) -> "CopyProcesses | None":
+    """Return the processes of all copies of the model, which share this machine; None if the recipe
+    has no fault tolerance. Raises ConfigError.
+    """
+    path, *keys = arguments
+    config = load_config(path, keys)
+    copies = config.fault_tolerance.copies
+    if copies == 1:
+        return None
+    rules.check_keys(config)
+    check_variables()
+    if os.environ.get("NNODES", "1") != "1":
+        raise ConfigError(
+            f"NNODES={os.environ['NNODES']}: a copy of the model on several nodes is started alone;"
+            " use COPY=0 on the nodes of the first, COPY=1 on those of the next, and"
+            " fault_tolerance.lighthouse"
+        )
+    from titan_lite.launch_copies import CopyProcesses
+
+    gpus = count_gpus()
+    processes = int(os.environ.get("NGPU") or gpus // copies or 2)
+    if 0 < gpus < copies * processes:
+        raise ConfigError(
+            f"NGPU={processes} for each of {copies} copies is more than the {gpus} GPUs here; use"
+            f" NGPU={max(1, gpus // copies)}, or fewer copies"
+        )
+    recipe.check_world(config, processes)
+    set_command(arguments)
+    os.environ.pop("NCOPIES", None)  # it is in the arguments
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    names = names or [str(index) for index in range(gpus)]
+    devices = [names[processes * copy : processes * (copy + 1)] for copy in range(copies)]
+    os.environ["NGPU"] = str(processes)
+    if not os.environ.get("OMP_NUM_THREADS"):
+        os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // (copies * processes)))
+    write_line(f"titan_lite: {copies} copies of the model, of {processes} processes each: {path}")
+    return CopyProcesses(arguments, config, devices if gpus else [()] * copies)
 
 
 def launcher_options(arguments: Sequence[str]) -> list[str]:
@@ -117,7 +177,8 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     kind = "GPU" if gpus else "CPU"
     noun = "process" if processes == 1 else "processes"
-    line = f"titan_lite: starting {processes} {kind} {noun}: {path}"
+    of_copy = f"copy {os.environ[COPY]}: " if SUPERVISOR in os.environ else ""
+    line = f"titan_lite: {of_copy}starting {processes} {kind} {noun}: {path}"
     if nodes != "1":
         line += f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}"
     write_line(line)
@@ -147,9 +208,8 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
 def check_variables() -> tuple[str, list[str]]:
     """Return (NNODES, the launcher's options for the rendezvous). Raises ConfigError."""
     environment = {name: os.environ[name] for name in os.environ if os.environ[name]}
-    for name, (pattern, meaning) in VARIABLES.items():
-        if name in environment and not re.fullmatch(pattern, environment[name]):
-            raise ConfigError(f"{name}={environment[name]}: expected {meaning}")
+    for name in VARIABLES:
+        check_number(name)
     nodes = environment.get("NNODES", "1")
     alone = f"{LOOPBACK}:0"  # port 0: a free one
     address = alone if nodes == "1" else environment.get("RDZV_ENDPOINT", "")
@@ -168,6 +228,14 @@ def check_variables() -> tuple[str, list[str]]:
             is_host = "true" if int(environment["NODE_RANK"]) == 0 else "false"
             options += ["--rdzv-conf", f"is_host={is_host}"]
     return nodes, options
+
+
+def check_number(name: str) -> None:
+    """Raise ConfigError if the variable is set, and its value is not as in VARIABLES."""
+    pattern, meaning = VARIABLES[name]
+    text = os.environ.get(name)
+    if text and not re.fullmatch(pattern, text):
+        raise ConfigError(f"{name}={text}: expected {meaning}")
 
 
 def split_endpoint(address: str) -> tuple[str, int]:
@@ -304,13 +372,18 @@ def set_environment(arguments: Sequence[str], gpus: int, processes: int) -> None
     if str(SHIPPED.parent) == root:  # a checkout, which need not be installed
         paths = [root, os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    # A run that stops prints the command to go on. ./run_train.sh sets its own.
+    if SUPERVISOR not in os.environ:
+        set_command(arguments)
+    os.environ.setdefault("LOG_RANK", "0")
+
+
+def set_command(arguments: Sequence[str]) -> None:
+    """Set the command that a run which stops prints, to go on. ./run_train.sh sets its own."""
     command = os.environ.get("TITAN_LITE_COMMAND") or shlex.join(
         ["titan-lite", "train", *arguments]
     )
     given = [f"{name}={shlex.quote(os.environ[name])}" for name in GIVEN if os.environ.get(name)]
     os.environ["TITAN_LITE_COMMAND"] = " ".join([*given, command])
-    os.environ.setdefault("LOG_RANK", "0")
 
 
 def listen() -> None:

@@ -2,7 +2,7 @@
 
     init_logging(rank=0, world_size=2)
     logger.info("step 1")                                  # by default rank 0 prints
-    events.keep(dump_folder, rank=0)                       # events.jsonl from now on
+    events.keep(dump_folder, all_events=True)              # events.jsonl from now on
     logger.info("saved", extra={"event": "checkpoint"})    # a line there
 
 `events.jsonl` has an object per line: time, event, step, text, and of a start what it ran on
@@ -52,20 +52,28 @@ def log_ranks(world_size: int) -> set[int]:
 
 
 def init_logging(
-    rank: int = 0, world_size: int = 0, stream: TextIO | None = None, *, all_warnings: bool = True
+    rank: int = 0,
+    world_size: int = 0,
+    stream: TextIO | None = None,
+    *,
+    copy: int | None = None,
+    all_warnings: bool = True,
 ) -> None:
     """Show warnings and errors on every rank, and the rest on the ranks of LOG_RANK.
 
     Raises ValueError.
 
     world_size: 0 for a program that is not a run, and shows everything. stream: None is standard
-    output. all_warnings: False shows warnings of libraries once, as a line of these ranks, and the
-    HARMLESS ones not at all.
+    output. copy: number of this copy of the model, which each line names. all_warnings: False shows
+    warnings of libraries once, as a line of these ranks, and the HARMLESS ones not at all.
     """
     ranks = log_ranks(world_size) if world_size else {rank}
     console.to = stream
-    console.setLevel(logging.INFO if rank in ranks else logging.WARNING)
+    console.is_of_shown_rank = rank in ranks
+    console.show(not copy)
     name = "" if ranks == {0} and rank == 0 else f"[rank {rank}] "
+    if copy is not None:
+        name = f"[copy {copy}] {name}"
     console.setFormatter(logging.Formatter(f"%(asctime)s {name}%(message)s", datefmt="%H:%M:%S"))
     logger.handlers[:] = [console, events]
     logger.propagate = False
@@ -78,8 +86,13 @@ class Console(logging.StreamHandler):
     """The handler that prints lines."""
 
     to: TextIO | None = None  # None: standard output
+    is_of_shown_rank = True
     # a context for each line, such as of a progress bar
     around: Callable[[], AbstractContextManager] = staticmethod(nullcontext)
+
+    def show(self, shown: bool) -> None:
+        """Print all lines if this rank is shown at all, or warnings and errors."""
+        self.setLevel(logging.INFO if shown and self.is_of_shown_rank else logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = self.to or sys.stdout  # read each time: tests and notebooks change it
@@ -93,10 +106,10 @@ class Events(logging.Handler):
     path: Path | None = None
     step = 0  # of the loop, for events without a step
 
-    def keep(self, folder: Path, rank: int) -> None:
-        """Start to write to `folder`: every event on the first rank, only errors on the others."""
+    def keep(self, folder: Path, *, all_events: bool) -> None:
+        """Start to write to `folder`: every event, on the first rank, or errors."""
         self.path = folder / "events.jsonl"
-        self.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+        self.setLevel(logging.INFO if all_events else logging.ERROR)
 
     def stop(self) -> None:
         """Write nothing more, since the folder is another run's."""

@@ -18,7 +18,13 @@ from titan_lite import recipe, rules
 from titan_lite.config import Config, ConfigError, load_config
 from titan_lite.distributed.endpoint import EndpointError
 from titan_lite.distributed.layout import Layout
-from titan_lite.environment import check_environment, check_working_folder, number
+from titan_lite.environment import (
+    check_environment,
+    check_working_folder,
+    copy_number,
+    folder_of_copy,
+    number,
+)
 from titan_lite.logging import events, init_logging, logger
 from titan_lite.metrics.start_times import StartTimes
 from titan_lite.processes import large_imports
@@ -47,11 +53,18 @@ def train(config: Config, hooks: Sequence[Any] = ()) -> int:
     start_times = StartTimes.of_process()
     signals.listen()
     rank, world_size = check_environment()
-    init_logging(rank, world_size, all_warnings=config.metrics.show_all_warnings)
+    copy = copy_number(config.fault_tolerance)
+    has_copies = config.fault_tolerance.copies > 1
+    init_logging(
+        rank,
+        world_size,
+        copy=copy if has_copies else None,
+        all_warnings=config.metrics.show_all_warnings,
+    )
     rules.check(config, Layout.from_config(config, world_size))  # before torch is imported
-    events.keep(Path(config.job.dump_folder), rank)
+    events.keep(Path(config.job.dump_folder), all_events=rank == 0 and not has_copies)
     try:
-        Restarts(Path(config.job.dump_folder)).check()
+        Restarts(folder_of_copy(Path(config.job.dump_folder), copy)).check()
     except RepeatedFault as error:
         return print_error(error, exit_code.REPEATED)
     logger.info("starting on 1 rank" if world_size == 1 else f"starting on {world_size} ranks")

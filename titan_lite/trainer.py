@@ -5,13 +5,15 @@
 A recipe is checked before the process group starts.
 """
 
+from __future__ import annotations
+
 import functools
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,7 +36,7 @@ from titan_lite.checkpoint.run_identity import (
 from titan_lite.checkpoint.state import RunState, Stateful
 from titan_lite.checkpoint.weights import load_initial
 from titan_lite.compile.errors import CompileError
-from titan_lite.config import Config, Data, flatten, save_recipe
+from titan_lite.config import Config, ConfigError, Data, flatten, save_recipe
 from titan_lite.config.families import ModelConfig
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine, peak_flops
@@ -62,8 +64,12 @@ from titan_lite.distributed.parallelize import (
 from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.pipeline import DeviceBatch
 from titan_lite.distributed.powersgd import PowerSGD
-from titan_lite.distributed.process_group import connect_store, init_process_group
+from titan_lite.distributed.process_group import (
+    connect_store,
+    init_process_group,
+)
 from titan_lite.dtensor import gradient_shard
+from titan_lite.environment import copy_number, folder_of_copy, set_torchft_variables
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger
 from titan_lite.metrics import expert_load
@@ -79,13 +85,16 @@ from titan_lite.models.shapes import flops_per_token
 from titan_lite.optim.build import NamedOptimizer, build_optimizer
 from titan_lite.optim.clipping import clip_grad_norm_
 from titan_lite.optim.lr_scheduler import lr_factor
-from titan_lite.resilience import exit_code, signals
+from titan_lite.resilience import TrainingError, exit_code, signals
 from titan_lite.resilience.skipped_steps import SkippedSteps
 from titan_lite.resilience.stop_signal import StopSignal
 from titan_lite.resilience.stragglers import Stragglers
 from titan_lite.resilience.watchdog import PATIENCE, Watchdog
 from titan_lite.rules.job import files_written
 from titan_lite.rules.machine import check_agreement, check_machine
+
+if TYPE_CHECKING:
+    from titan_lite.copies import Copies
 
 
 @dataclass
@@ -116,6 +125,7 @@ class Trainer:
     layout: Layout  # all sizes that follow from the recipe and the number of ranks
     hooks: list[Hook]
     dump_folder: Path
+    own_folder: Path  # of what each copy of the model writes: dump_folder, without copies
     rank: int
     world_size: int
     tokenizer: Tokenizer
@@ -144,6 +154,7 @@ class Trainer:
     bos_id: int  # the token that begins a document, for training.mask_documents
 
     progress: Progress
+    copies: Copies | None  # that train this run together; None without fault_tolerance
     skipped_steps: SkippedSteps
     stop: StopSignal
     watchdog: Watchdog
@@ -174,10 +185,12 @@ class Trainer:
         self.dump_folder = Path(config.job.dump_folder)
         self.layout = Layout.from_config(config, self.world_size, model, device_memory())
         self.tokenizer = check_machine(config, self.layout)
-        self.hooks = [*build_hooks(config, self.rank), *hooks]
+        self.copies = None
+        self.own_folder = folder_of_copy(self.dump_folder, copy_number(config.fault_tolerance))
+        self.hooks = [*build_hooks(config, self.rank, self.own_folder), *hooks]
         self.progress = Progress(validation_due=config.validation.enable)
 
-        set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
+        set_flight_recorder(config.comm.trace_buf_size, self.own_folder)
         self.watchdog = Watchdog(
             config.comm,
             self.rank,
@@ -186,7 +199,10 @@ class Trainer:
             excluded_group=CHECKPOINT_GROUP,
         )
         self.checkpointer = Checkpointer(
-            config.checkpoint, self.dump_folder, progress=self.watchdog.progress
+            config.checkpoint,
+            self.dump_folder,
+            progress=self.watchdog.progress,
+            run=config.fault_tolerance.address,
         )
         with self.watchdog.share_errors(CompileError, CheckpointError, LoaderError):
             self.connect_ranks()
@@ -328,17 +344,11 @@ class Trainer:
         """Build what measures the run and writes it."""
         config, layout = self.config, self.layout
         self.start_times.begin("metrics")
-        if self.rank == 0 and not self.is_finished:  # a finished run keeps its recipe
-            save_recipe(config, self.dump_folder)
-        dist.barrier()
         self.deferred = DeferredMetrics(self.device)
-        self.metrics = MetricsWriter(
-            config.metrics,
-            self.dump_folder,
-            flatten(config.without_secrets()),
-            writes=self.rank == 0,
-            steps_done=self.step,
-        )
+        has_copies = config.fault_tolerance.copies > 1
+        self.bad_documents.writes = not has_copies
+        self.metrics = self.metrics_writer(writes=self.rank == 0 and not has_copies)
+        dist.barrier()
         dtype = getattr(torch, config.training.mixed_precision_param)
         configured = self.machine if config.compile.machine else None
         self.throughput = Throughput(
@@ -351,6 +361,28 @@ class Trainer:
             peak_flops=peak_flops(configured, self.device, dtype),
         )
         events.step = self.step
+
+    def metrics_writer(self, *, writes: bool) -> MetricsWriter:
+        """Return a writer of metrics. writes: files too, beginning with the recipe."""
+        config = self.config
+        if writes and not self.is_finished:  # a finished run keeps its recipe
+            save_recipe(config, self.dump_folder)
+        return MetricsWriter(
+            config.metrics,
+            self.dump_folder,
+            flatten(config.without_secrets()),
+            writes=writes,
+            steps_done=self.step,
+        )
+
+    def write_files(self, *, writes: bool) -> None:
+        """Begin or end to write the files of the run, as its first copy does."""
+        self.metrics.close()
+        self.metrics = self.metrics_writer(writes=writes)
+        self.bad_documents.writes = writes
+        events.keep(self.dump_folder, all_events=writes)
+        if writes:
+            self.bad_documents.rewrite()
 
     # Training
 
@@ -370,40 +402,26 @@ class Trainer:
             return self.run_steps()
 
     def run_steps(self) -> bool:
-        config = self.config
         self.watchdog.start_phase("the first step", self.compile_limit)
+        going_on = self.join_copies()
         for hook in self.hooks:
             hook.on_train_start(self)
         self.throughput.start(self.step)
         first_step = self.step + 1
 
-        stops = self.stop.poll()
+        stops = self.poll_stop()
         if self.progress.validation_due and not stops:
             self.start_times.begin("validation")
             self.validate()
         self.start_times.begin("first step")
-        while not self.is_finished and not self.stop.requested:
+        while going_on and not self.is_finished and not self.stop.requested:
             self.begin_step()
-            self.train_step()
+            if self.train_step():
+                self.end_step(is_first=self.step == first_step)
+            going_on = self.copies is None or self.copies.agree()
 
-            logs = self.is_due(config.metrics.log_freq)
-            # step 1, too: a hook checks the loss of a new model before the next step
-            self.read_metrics(wait=logs or self.step == 1)
-            for hook in self.hooks:
-                hook.on_step_end(self.step)
-            if self.step == first_step:  # all graphs are compiled
-                self.watchdog.start_phase(f"step {self.step}", "train_timeout_seconds")
-            if logs:
-                self.log_metrics()
-            if self.progress.validation_due and not self.stop.requested:
-                self.validate()
-            if config.checkpoint.enable:
-                if self.is_due(config.checkpoint.interval) or self.stop.requested:
-                    self.save()
-                    self.stop.poll()
-                if logs:
-                    self.checkpointer.poll()
-
+        if self.copies is not None:
+            self.copies.leave()
         with self.watchdog.phase("save", "init_timeout_seconds"):
             self.checkpointer.wait()
         self.read_metrics(wait=True)
@@ -411,6 +429,20 @@ class Trainer:
         for hook in self.hooks:
             hook.on_train_end(self)
         return not self.is_stopped
+
+    def join_copies(self) -> bool:
+        """Take part in the run of several copies, if there are; return False if it has to stop."""
+        if self.config.fault_tolerance.copies == 1 or self.is_finished:
+            return True
+        set_torchft_variables()
+        from titan_lite.copies import Copies  # with torchft, which only such a run needs
+
+        self.copies = Copies(self)
+        return self.copies.join()
+
+    def poll_stop(self) -> bool:
+        """Ask all ranks whether the run stops. Copies ask each other in every step alone."""
+        return self.stop.requested if self.copies is not None else self.stop.poll()
 
     def begin_step(self) -> None:
         """Count a new step."""
@@ -430,25 +462,53 @@ class Trainer:
                 f" {before:,} before"
             )
 
-    def train_step(self) -> None:
+    def end_step(self, *, is_first: bool) -> None:
+        """Log, validate and save after a step, where it is time to. is_first: in this process."""
+        config = self.config
+        logs = self.is_due(config.metrics.log_freq)
+        # step 1, too: a hook checks the loss of a new model before the next step
+        self.read_metrics(wait=logs or self.step == 1 or self.copies is not None)
+        for hook in self.hooks:
+            hook.on_step_end(self.step)
+        if is_first:  # all graphs are compiled
+            self.watchdog.start_phase(f"step {self.step}", "train_timeout_seconds")
+        if logs:
+            self.log_metrics()
+        if self.progress.validation_due and not self.stop.requested:
+            self.validate()
+        if config.checkpoint.enable:
+            if self.is_due(config.checkpoint.interval) or self.stop.requested:
+                self.save()
+                self.poll_stop()
+            if logs:
+                self.checkpointer.poll()
+
+    def train_step(self) -> bool:
         """Accumulate gradients over the local batches, then update the weights.
 
-        Nothing here but Shampoo, and experts with a capacity, waits for the device: `read_metrics`
-        gets the scalars later.
+        Return False if the step does not count, since another copy of the model was lost: nothing
+        has changed then. Nothing here but such copies, Shampoo, and experts with a capacity, waits
+        for the device: `read_metrics` gets the scalars later.
         """
         with self.stragglers.preparing():
-            batches = [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
+            batches = self.next_batches()
         tokens = self.count_tokens(batches)
 
         self.begin_counts()
-        loss = self.forward_backward(batches, tokens)
+        divisor = tokens if self.copies is None else self.copies.nominal_tokens
+        loss = self.forward_backward(batches, divisor)
         self.grad_compression.reduce(self.step)
+        # Sums over all ranks, so that every rank decides the same
+        loss, stop_requests = self.sum_loss_and_stops(loss, self.stop.received)
+        if self.copies is not None:
+            totals = self.copies.commit(loss, tokens, stop_requests)
+            if totals is None:
+                return False
+            loss, tokens, stop_requests = totals
         for hook in self.hooks:
             hook.on_gradients(self.step, self.parameters)
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)
 
-        # Sums over all ranks, so that every rank decides the same
-        loss, stop_requests = self.sum_loss_and_stops(loss, self.stop.received)
         skip, loss_limit = self.skipped_steps.decide(loss, grad_norm)
         self.grad_compression.commit(skip)
         self.lr = self.config.optimizer.lr * lr_factor(
@@ -469,10 +529,13 @@ class Trainer:
             tokens=tokens,
             stop_requests=stop_requests,
         )
+        return True
 
     def forward_backward(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> Tensor:
         """Accumulate the gradients of the loss, and return this rank's part of it, a scalar."""
-        found = self.model.forward_backward(batches, tokens, self.watchdog.progress)
+        found: list[Tensor] = []
+        if batches:  # a copy of the model may have none in a small step
+            found = self.model.forward_backward(batches, tokens, self.watchdog.progress)
         if self.expert_capacity.exceeded():
             found = self.with_room_for_all(batches, tokens)
         total = torch.zeros((), device=self.device)
@@ -499,8 +562,11 @@ class Trainer:
             return self.model.forward_backward(batches, tokens, self.watchdog.progress)
 
     def count_tokens(self, batches: Sequence[DeviceBatch]) -> Tensor:
-        """Return the number of counted labels of a step, over all ranks: a scalar."""
-        tokens = torch.stack([counted(batch.label) for batch in batches]).sum()
+        """Return the number of counted labels of these batches, over all ranks: a scalar."""
+        counts = [counted(batch.label) for batch in batches]
+        if not counts:
+            counts.append(torch.zeros((), dtype=torch.int64, device=self.device))
+        tokens = torch.stack(counts).sum()
         sum_over_tokens(tokens, self.mesh)
         return tokens
 
@@ -514,6 +580,12 @@ class Trainer:
         sum_of_losses(both, self.mesh)
         sum_of_flags(both[1:], self.mesh)
         return both[0], both[1]
+
+    def next_batches(self) -> list[DeviceBatch]:
+        """Return the local batches of this step, on the device."""
+        if self.copies is not None:
+            return self.copies.next_batches()
+        return [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
 
     def next_batch(self) -> DeviceBatch:
         """Return the next local batch of training, on the device."""
@@ -554,7 +626,7 @@ class Trainer:
                     batch = self.to_device(next(loader), per_source)
                     nats += per_source.add(self.model.evaluate(batch))
                     tokens += counted(batch.label).sum()
-                if self.stop.poll():
+                if self.poll_stop():
                     return
             sum_of_losses(nats, self.mesh)
             sum_over_tokens(tokens, self.mesh)
@@ -600,6 +672,8 @@ class Trainer:
             **self.per_source.values(),
             **self.expert_loads(),
         }
+        if self.copies is not None:
+            values["copies"] = self.copies.living
         self.metrics.log(self.step, values)
         self.stragglers.log(self.step, values["step_time"])
         self.throughput.start(self.step)
@@ -617,7 +691,7 @@ class Trainer:
         if self.rank == 0:
             for line in filter(None, lines):
                 logger.warning(line)
-            if loads is not None:
+            if loads is not None and self.metrics.writes:
                 expert_load.write_shares(loads, self.dump_folder, steps)
         return {**({} if loads is None else expert_load.values_of(loads)), **rows}
 
@@ -656,6 +730,8 @@ class Trainer:
     def save(self) -> None:
         """Save this step. A collective, but for the state_dict of the parts (`Stateful`)."""
         self.read_metrics(wait=True)
+        if self.copies is not None and not self.copies.has_to_save(self.step):
+            return
         self.bad_documents.gather([loader.pop_skipped() for loader in self.loaders])
         for hook in self.hooks:
             hook.on_save(self.step)
@@ -680,7 +756,12 @@ class Trainer:
         self.documents = {}
         if config.checkpoint.enable and self.rank == 0:
             self.documents = documents_of_run(config)
-        step = self.checkpointer.verified_step() if config.checkpoint.enable else None
+        try:
+            step = self.checkpointer.verified_step() if config.checkpoint.enable else None
+        except ConfigError as error:
+            if self.checkpointer.run_lock.is_alone:
+                raise
+            raise TrainingError(f"another copy saves meanwhile: {error}", everywhere=True) from None
         if step is None:
             self.bad_documents.restart(keeps_file=self.rank == 0)
             path = config.checkpoint.initial_load_path
@@ -749,4 +830,6 @@ class Trainer:
         ending = "exiting, as the run is done"
         if self.needs_resume:
             ending = f"exiting (code {exit_code.STOPPED})"
+        if self.copies is not None and not self.copies.is_first:
+            return f"step {self.step}: {ending}"
         return f"step {self.step}: {self.checkpointer.before_exit(self.step)}{ending}"

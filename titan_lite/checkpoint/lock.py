@@ -2,13 +2,17 @@
 
     lock = FolderLock(folder, 'checkpoint.folder = "checkpoint"', instead="another folder")
     lock.acquire()               # raises ConfigError if another run has it
+    lock.acquire(run="http://node0:29510")       # shared by the copies of that run
     lock.is_held()               # False once the lock file is gone or replaced
 
 The operating system frees the lock when the process ends, however it ends.
 """
 
 import errno
+import fcntl
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +22,7 @@ from titan_lite.config import ConfigError
 from titan_lite.logging import logger
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system without locks
+SECONDS_TO_SHARE = 5.0  # in which the first copy of a run names the run in the file
 
 
 class Inode(NamedTuple):
@@ -28,7 +33,8 @@ class Inode(NamedTuple):
 
 
 class FolderLock:
-    """The file `lock` of a folder, which one process holds until it ends.
+    """The file `lock` of a folder, which one process holds until it ends, or one of each copy of a
+    run.
 
     key: the beginning of errors. instead: what to use in place of a folder that cannot be written.
     """
@@ -38,21 +44,25 @@ class FolderLock:
         self.key = key
         self.instead = instead
         self.path = folder / "lock"
-        self.file_lock: FileLock | None = None  # of this process, once it has the lock
+        self.file_lock = FileLock(self.path, blocking=False, fallback_to_soft=False)
         self.locked_file: Inode | None = None
+        self.is_alone = True  # no other copy of the run had the lock
 
-    def acquire(self) -> bool:
+    def acquire(self, run: str = "") -> bool:
         """Acquire the lock, if this process does not have it; return False if the file system has
         no locks.
 
-        Raises ConfigError if another run has it.
+        run: a name of the run, if other processes of it share the lock. Raises ConfigError if
+        another run has it.
         """
         if self.locked_file is not None:
             return True
-        file_lock = FileLock(self.path, blocking=False, fallback_to_soft=False)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file_lock.acquire()
+            if run:
+                self._share(run)
+            else:
+                self.file_lock.acquire()
         except Timeout:
             raise ConfigError(
                 f"{self.key}: {self.folder} is in use by another run; end that run, or use another"
@@ -69,9 +79,37 @@ class FolderLock:
             raise ConfigError(
                 f"{self.key}: {error.filename or self.folder}: {error.strerror}; use {self.instead}"
             ) from None
-        self.file_lock = file_lock
         self.locked_file = self._inode()
         return True
+
+    def _share(self, run: str) -> None:
+        """Acquire the lock together with other copies of the run, whose name is in the file.
+
+        The operating system has the lock until the file is closed. Raises Timeout and OSError.
+        """
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        deadline = time.monotonic() + SECONDS_TO_SHARE
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.is_alone = False
+            else:
+                self.is_alone = True
+                os.ftruncate(file, 0)
+                os.pwrite(file, run.encode(), 0)
+                fcntl.flock(file, fcntl.LOCK_SH)
+                break
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if os.pread(file, len(run) + 1, 0) == run.encode():
+                    break
+            if time.monotonic() > deadline:
+                os.close(file)
+                raise Timeout(str(self.path))
+            time.sleep(0.1)
+        # a worker of a data loader would keep the lock of a process that has ended
+        os.register_at_fork(after_in_child=lambda: os.close(file))
 
     def is_held(self) -> bool:
         """Return False if the lock file of this process is gone or replaced; True also if this

@@ -102,13 +102,19 @@ class Checkpointer(SavedSteps):
     collectives unless they say otherwise.
 
     progress: called from time to time while files are written, read and hashed, which may take
-    longer than the limit of a phase (resilience/watchdog.py).
+    longer than the limit of a phase (resilience/watchdog.py). run: a name of the run, if copies of
+    the model share its folder (resilience/copies.py).
     """
 
     def __init__(
-        self, config: Checkpoint, dump_folder: Path, progress: Callable[[], None] = lambda: None
+        self,
+        config: Checkpoint,
+        dump_folder: Path,
+        progress: Callable[[], None] = lambda: None,
+        run: str = "",
     ):
         super().__init__(config, dump_folder, progress)
+        self.run = run
         self.folder_lock = FolderLock(
             self.folder,
             self.key,
@@ -136,7 +142,7 @@ class Checkpointer(SavedSteps):
         """
         if self.folder.resolve() == self.run_lock.folder.resolve():
             self.folder_lock = self.run_lock  # a process cannot lock a file twice
-        if self.folder_lock.acquire():
+        if self.folder_lock.acquire(self.run) and self.folder_lock.is_alone:
             self._remove_leftovers()
 
     def lock_on_first(self) -> None:
@@ -147,7 +153,7 @@ class Checkpointer(SavedSteps):
         error = ""
         if dist.get_rank() == 0:
             try:
-                self.run_lock.acquire()
+                self.run_lock.acquire(self.run)
                 if self.config.enable:
                     self.lock()
             except ConfigError as in_use:
@@ -285,6 +291,9 @@ class Checkpointer(SavedSteps):
 
     def _set_aside(self, step: int, fault: str) -> str:
         """Rename a damaged step; return the error, or ""."""
+        if not self.folder_lock.is_alone:  # a living copy deletes steps, and has a newer state
+            logger.warning(f"step-{step} is not loaded: {fault}")
+            return ""
         path = self._unused_path(f"invalid-step-{step}")
         logger.warning(f"step-{step} is not loaded: {fault}; set aside as {path.name}")
         try:

@@ -26,6 +26,7 @@ from titan_lite.config.families import FAMILIES
 from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.text import without_secrets
 
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's variable for the address of its server
 Own = TypeVar("Own", bound="Section")
 
 
@@ -805,6 +806,36 @@ class Comm(Section):
     job.dump_folder on a timeout; 0: off, and collectives do not count as progress."""
 
 
+class FaultTolerance(Section):
+    """Copies of the model that train on when one of them is lost (torchft)."""
+
+    copies: int = Field(1, ge=1, le=9999)
+    """Copies of the model that share a step, each with the processes of [parallelism]; when one is
+    lost the others go on, and it takes their state when it is back; 1: no fault tolerance."""
+
+    min_copies: int = Field(1, ge=1, le=9999)
+    """Copies without which no step is taken."""
+
+    lighthouse: str = ""
+    """Address of torchft's lighthouse, http://HOST:PORT, where copies find each other; empty:
+    ./run_train.sh starts it, and all copies, on this machine."""
+
+    timeout_seconds: int = Field(60, ge=1, le=86400)
+    """Limit in seconds of a sum between copies, and of sending the state to another one; after it a
+    step does not count, and the copies that are alive take it again."""
+
+    wait_seconds: int = Field(600, ge=1, le=365 * 86400)
+    """Limit in seconds of a wait for the lighthouse, or for min_copies; then the run is saved and
+    stopped."""
+
+    @property
+    def address(self) -> str:
+        """Address of the lighthouse, which the launcher names to copies; "" without copies."""
+        if self.copies == 1:
+            return ""
+        return self.lighthouse or os.environ.get(LIGHTHOUSE, "")
+
+
 class Debug(Section):
     """Settings to repeat a run exactly."""
 
@@ -838,6 +869,7 @@ class Config(Section):
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     comm: Comm = Comm()
+    fault_tolerance: FaultTolerance = FaultTolerance()
     debug: Debug = Debug()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)  # of the keys that were set

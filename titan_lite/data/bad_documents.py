@@ -125,6 +125,7 @@ class BadDocumentsLog:
         """counts_short: False on a rank whose documents another rank reads, too, and counts."""
         self.data = data
         self.counts_short = counts_short
+        self.writes = True  # the file; False in a copy of the model that is not the first
         self.path = dump_folder / "bad_documents.jsonl"
         self.entries = self._read()  # the lines of the file
         self.policy = BadDocumentPolicy(data, map(_key_of, self.entries))
@@ -140,6 +141,8 @@ class BadDocumentsLog:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Forget what was listed after the step was saved."""
+        if len(self.entries) < state["listed"]:  # the state of another copy of the model
+            self.entries = self._read()
         self.entries = self.entries[: state["listed"]]
         self.policy.known = set(map(_key_of, self.entries))
         self.bad = len(self.policy.known)
@@ -266,6 +269,8 @@ class BadDocumentsLog:
         logger.warning(words)
         entries = [document.to_dict() for document in new.values()]
         self.entries += entries
+        if not self.writes:
+            return
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 if not file.tell():  # a new file gets all

@@ -66,21 +66,28 @@ class Loader(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         batch = self.peek()
+        self._take()
+        return batch
+
+    def skip(self) -> None:
+        """Leave out the next batch, which is of another copy of the model."""
+        self._await_windows()
+        self._take()
+
+    def _take(self) -> None:
+        """Count the windows of the next batch as taken."""
         for number in self.streams.windows(self.windows_taken, self.batch_size):
             window = self.received.pop(number)
             self.positions[number % self.streams.num_streams][window.source] = window.position
             self._count_skipped(window.skipped)
         self.windows_taken += self.batch_size * self.streams.dp_degree
-        return batch
 
     def peek(self) -> Batch:
         """Return the batch that `next` will return.
 
         Raises ConfigError for wrong documents, and LoaderError.
         """
-        numbers = self.streams.windows(self.windows_taken, self.batch_size)
-        while not all(number in self.received for number in numbers):
-            self._receive()
+        numbers = self._await_windows()
         windows = [self.received[number] for number in numbers if self.streams.keeps(number)]
         tokens = np.stack([np.frombuffer(window.tokens, dtype=np.int32) for window in windows])
         # numpy converts such small arrays in two thirds of torch's time
@@ -90,6 +97,13 @@ class Loader(Iterator[Batch]):
             input = input.pin_memory()
             label = label.pin_memory()
         return Batch(input, label, [window.source for window in windows])
+
+    def _await_windows(self) -> range:
+        """Receive the windows of the next batch from these streams, and return their numbers."""
+        numbers = self.streams.windows(self.windows_taken, self.batch_size)
+        while not all(number in self.received for number in numbers):
+            self._receive()
+        return numbers
 
     def _receive(self) -> None:
         """Receive some windows. Raises ConfigError and LoaderError."""

@@ -139,6 +139,12 @@ class ExpertBalance:
             scale = self.settings.balance_coefficient * self.n_experts / tokens
             router.balance_scale.fill_(scale)
 
+    def counts(self) -> list[Tensor]:
+        """Return what this rank's routers have counted in this step, to be summed over copies of
+        the model in place; [] of a dense model.
+        """
+        return [self.own] if self.n_experts else []
+
     @torch.no_grad()
     def update(self, skip: Tensor) -> None:
         """Update what routers keep, after a step. A collective, if the balance needs it.

@@ -58,6 +58,7 @@ class Layout:
     expert_parallel: int = 1  # ranks, of dp_shard x cp x tp, that have a block's experts together
     loss_chunk: int = 0  # tokens whose logits a rank has at a time; 0: all of a microbatch
     ramp: tuple[tuple[int, int], ...] = ()  # (local batches, last step), before `accumulation`
+    copies: int = 1  # of the model, each on all ranks of a layout, which share local batches
 
     @classmethod
     def from_config(
@@ -83,7 +84,8 @@ class Layout:
         )
         check_expert_parallel(config.parallelism.expert_parallel_degree, degrees)
         dp_degree = degrees["dp_replicate"] * degrees["dp_shard"]
-        *ramp, (accumulation, _) = gradient_accumulation_steps(training, dp_degree)
+        copies = config.fault_tolerance.copies
+        *ramp, (accumulation, _) = gradient_accumulation_steps(training, dp_degree, copies)
         layout = cls(
             model=model,
             degrees=degrees,
@@ -91,6 +93,7 @@ class Layout:
             local_batch_size=training.local_batch_size,
             accumulation=accumulation,
             ramp=tuple((batches, int(last)) for batches, last in ramp),
+            copies=copies,
             gathers_once=False,
             expert_parallel=config.parallelism.expert_parallel_degree,
         )
@@ -306,7 +309,8 @@ def _gathers_once(config: Config, layout: Layout, device_memory: float) -> bool:
     parallelism = config.parallelism
     compile = config.compile
     most_local_batches = max([layout.accumulation, *(batches for batches, _ in layout.ramp)])
-    if most_local_batches * layout.pipeline.microbatches == 1:
+    of_copy = math.ceil(most_local_batches / layout.copies)
+    if of_copy * layout.pipeline.microbatches == 1:
         return False
     if parallelism.fsdp_communication != "auto":
         return parallelism.fsdp_communication == "step"

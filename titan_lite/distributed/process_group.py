@@ -16,6 +16,7 @@ import datetime
 import hashlib
 import os
 import pickle
+import re
 from typing import TypeVar
 
 import torch
@@ -177,6 +178,14 @@ def is_communication_error(error: BaseException | None) -> bool:
         or isinstance(error, dist.DistError)
         or is_communication_error(error.__cause__)
     )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error of communication, without the source location and the
+    advice that gloo adds.
+    """
+    line = str(error).partition("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", line)
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:

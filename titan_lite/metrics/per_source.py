@@ -59,6 +59,11 @@ class PerSource:
             self.own[0].index_add_(0, where, (losses.double() * tokens).expand(len(where)))
         return losses.sum()
 
+    def forget(self) -> None:
+        """Forget what this rank has counted since the last sum."""
+        self.own.zero_()
+        self.waiting.clear()
+
     def gather(self) -> None:
         """Add up what all ranks have counted since the last call. A collective."""
         if not self.names:

@@ -5,8 +5,8 @@
     restarts.record_step(13)      # at the start of every step
 
 The file `restarts.json` in the dump folder has the last step that each attempt began, such as
-{"0": 13, "1": 13}, and so survives a killed process. The first rank writes it if torchrun may
-restart (`--max-restarts`). The first attempt deletes an old file.
+{"0": 13, "1": 13}, and so survives a killed process. The first rank writes it if torchrun
+(`--max-restarts`) or the launcher of copies may restart. The first attempt deletes an old file.
 """
 
 import json
@@ -16,7 +16,10 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from titan_lite.environment import SUPERVISOR
 from titan_lite.logging import logger
+
+FILE_OF_STEPS = "restarts.json"
 
 
 class RepeatedFault(RuntimeError):
@@ -27,10 +30,11 @@ class Restarts:
     """The steps in which the attempts of a launch ended."""
 
     def __init__(self, dump_folder: Path):
-        self.path = dump_folder / "restarts.json"
+        self.path = dump_folder / FILE_OF_STEPS
         self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.max_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-        self.writes = self.max_restarts > 0 and os.environ.get("RANK", "0") == "0"
+        may_restart = self.max_restarts > 0 or SUPERVISOR in os.environ
+        self.writes = may_restart and os.environ.get("RANK", "0") == "0"
         self.steps: dict[str, int] = {}  # the last step that an attempt began, by its number
         if self.attempt > 0:
             with suppress(OSError, ValueError):  # no attempt has begun a step
@@ -67,8 +71,9 @@ class Restarts:
         if not self.writes:
             return
         self.steps[str(self.attempt)] = step
-        new_path = self.path.with_name("restarts.json.new")
+        new_path = self.path.with_name(f"{FILE_OF_STEPS}.new")
         with suppress(OSError):  # the run goes on with a full disk
+            new_path.parent.mkdir(exist_ok=True)
             new_path.write_text(json.dumps(self.steps) + "\n")
             new_path.replace(self.path)
 

@@ -20,7 +20,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -34,7 +33,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from titan_lite.config import Comm
-from titan_lite.distributed.process_group import is_communication_error
+from titan_lite.distributed.process_group import first_line, is_communication_error
 from titan_lite.logging import logger
 from titan_lite.resilience import TrainingError
 from titan_lite.resilience.hang_report import (
@@ -199,7 +198,7 @@ class Watchdog:
         if store is None or getattr(error, "everywhere", False):
             return None
         if not is_communication_error(error):
-            failure = f"rank {self.rank} failed: {type(error).__name__}: {_first_line(error)}"
+            failure = f"rank {self.rank} failed: {type(error).__name__}: {first_line(error)}"
             _call_within(
                 GRACE_AFTER_LOST_CONNECTION, lambda: store.compare_set("cause", "", failure)
             )
@@ -212,7 +211,7 @@ class Watchdog:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         self.failed_frame = frames[-1]
         self._end(
-            f"a collective of rank {self.rank} failed in {self.phase_name}: {_first_line(error)}",
+            f"a collective of rank {self.rank} failed in {self.phase_name}: {first_line(error)}",
             GRACE_AFTER_LOST_CONNECTION,
         )
 
@@ -408,14 +407,6 @@ def cpu_seconds(thread: int) -> float:
     if not hasattr(time, "pthread_getcpuclockid"):
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of a message, without the source location and the advice that gloo
-    adds.
-    """
-    line = str(error).partition("\n")[0]
-    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", line)
 
 
 def _connect() -> dist.TCPStore:

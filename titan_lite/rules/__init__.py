@@ -29,6 +29,7 @@ from titan_lite.rules import (  # noqa: F401  # importing a section adds its rul
     activation_checkpoint,
     compile,
     experts,
+    fault_tolerance,
     float8,
     lr_scheduler,
     optimizer,
@@ -37,6 +38,7 @@ from titan_lite.rules import (  # noqa: F401  # importing a section adds its rul
 )
 from titan_lite.rules.checkpoint import check_resume
 from titan_lite.rules.data import tables_of_documents
+from titan_lite.rules.fault_tolerance import missing_torchft
 from titan_lite.rules.job import dump_folder_cannot_be_written, recipe_would_be_replaced
 from titan_lite.rules.metrics import missing_packages
 from titan_lite.rules.mistakes import (
@@ -90,6 +92,7 @@ def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
     from titan_lite.data.tokenizer import load_tokenizer, warn_of_lost_text
 
     raise_mistakes(config, missing_packages(config))
+    raise_mistakes(config, missing_torchft(config))
     raise_mistakes(config, dump_folder_cannot_be_written(config))
     raise_mistakes(config, recipe_would_be_replaced(config))
     raise_mistakes(config, only_the_weights_have_a_tokenizer(config))

@@ -1,0 +1,370 @@
+"""Train one run with several copies of the model, of which some may be lost (fault_tolerance).
+
+    copies = Copies(trainer)                  # in each copy
+    copies.join()                             # before the first step
+    batches = copies.next_batches()           # those of the step that this copy takes
+    totals = copies.commit(loss, tokens, stop_requests)      # None: the step is undone
+    going_on = copies.agree()                 # before the next step
+
+Between steps all copies have the same state: parameters, optimizer, counts, and positions in the
+data. Every copy packs all documents of the run, and leaves out the batches of others; so the data
+does not depend on how many copies take part in a step, and a copy that has lost others knows where
+they were. The first living copy writes the files of the run.
+
+resilience/quorum.py finds the living copies and sums over them.
+"""
+
+import json
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_lite.checkpoint.run_identity import RunIdentity
+from titan_lite.config import ConfigError
+from titan_lite.distributed.pipeline import DeviceBatch
+from titan_lite.distributed.process_group import hash64, max_over_ranks
+from titan_lite.dtensor import gradient_shard, local
+from titan_lite.environment import copy_number
+from titan_lite.logging import console, events, logger
+from titan_lite.resilience import TrainingError
+from titan_lite.resilience.quorum import Quorum
+from titan_lite.resilience.replica_check import examine
+from titan_lite.resilience.state_transfer import CopyState
+
+if TYPE_CHECKING:
+    from titan_lite.trainer import Trainer
+
+DIFFERENCES = ("", "recipe", "state")  # of copies, which of them are wrong
+
+
+class Totals(NamedTuple):
+    """Sums of a step over all copies: scalars."""
+
+    loss: Tensor
+    tokens: Tensor
+    stop_requests: Tensor
+
+
+class DifferentCopies(RuntimeError):
+    """An error: copies that should be equal are not."""
+
+
+def identity_of(identity: RunIdentity) -> int:
+    """Return a number that is the same in copies that can train together."""
+    recipe = {
+        section: values
+        for section, values in identity.recipe.items()
+        if section not in ("job", "fault_tolerance")
+    }
+    same = {
+        "recipe": recipe,
+        "model": identity.model,
+        "tokenizer": identity.tokenizer,
+        "documents": [identity.documents, identity.validation_documents],
+        "mesh": identity.mesh,
+        "device": identity.device,
+        "versions": identity.versions,
+        "sources": identity.sources,
+        "family_file": identity.family_file,
+    }
+    return hash64(json.dumps(same, sort_keys=True, default=list).encode())
+
+
+class Copies:
+    """The copies of a run, as the trainer of one of them sees them."""
+
+    def __init__(self, trainer: "Trainer"):
+        self.trainer = trainer
+        self.number = copy_number(trainer.config.fault_tolerance)
+        self.config = trainer.config.fault_tolerance
+        self.writes = False  # this rank writes the files of the run
+        self.has_joined = False  # a run that other copies had begun
+        self.steps = 0  # that this process has committed
+        self.identity = identity_of(trainer.identity)
+        self.state_before = CopyState({}, {})  # with which the present step began
+        self.quorum = Quorum(
+            self.config,
+            self.number,
+            trainer.device,
+            state_of=lambda: self.state_before,
+            progress=trainer.watchdog.progress,
+        )
+
+    @property
+    def living(self) -> int:
+        return self.quorum.living
+
+    @property
+    def is_first(self) -> bool:
+        """True in the copy that writes the files of the run."""
+        return self.quorum.index == 0
+
+    # Between steps
+
+    def join(self) -> bool:
+        """Take part in the run from its next step on; return False as `agree`.
+
+        What takes long is done before other copies wait for this one: all graphs are compiled.
+        """
+        trainer = self.trainer
+        self.compile()
+        self.quorum.go_on_from(trainer.step)
+        if not self.agree():
+            return False
+        self.has_joined = self.quorum.received is not None
+        if trainer.config.checkpoint.enable and not self.has_joined:
+            newest = max(trainer.checkpointer.present(), default=0)
+            if max_over_ranks(newest) > [trainer.step]:
+                raise TrainingError(
+                    f"step {newest} was saved while this copy loaded step {trainer.step}, and no"
+                    " living copy has it; another start loads it",
+                    everywhere=True,
+                )
+        return True
+
+    def compile(self) -> None:
+        """Run forward and backward of a step that does not count, so that graphs are made."""
+        trainer = self.trainer
+        if not trainer.config.compile.compiles("model") or trainer.is_finished:
+            return
+        batch = trainer.loader.peek()
+        moved = trainer.model.to_device(
+            batch.input, batch.label, bos_id=trainer.bos_id, eos_id=trainer.tokenizer.eos_id
+        )
+        tokens = torch.ones((), dtype=torch.int64, device=trainer.device)
+        trainer.begin_counts()
+        trainer.model.forward_backward([moved], tokens, trainer.watchdog.progress)
+        self.gradients()
+        trainer.optimizer.zero_grad()
+
+    def agree(self) -> bool:
+        """Agree with the other copies on the next step; return False if the run has to stop.
+
+        A copy that is behind others takes their state.
+        """
+        trainer = self.trainer
+        if trainer.is_finished or trainer.stop.requested:
+            return False
+        self.state_before = self.state()
+        living = self.living
+        with trainer.watchdog.phase("waiting for other copies", "init_timeout_seconds"):
+            if not self.quorum.begin_step(lambda: trainer.stop.received):
+                self.stop_alone()
+                return False
+            received = self.quorum.received
+            if received is not None:
+                self.load(received)
+                self.state_before = self.state()
+        if self.living != living or received is not None:
+            trainer.throughput.ranks = trainer.world_size * self.living
+            self.describe_change(living)
+        self.take_role()
+        return True
+
+    def stop_alone(self) -> None:
+        """Stop this copy, which has found no quorum."""
+        trainer = self.trainer
+        if not trainer.stop.poll():
+            logger.warning(
+                f"no quorum of copies for {self.config.wait_seconds} s (fault_tolerance."
+                f"wait_seconds): {trainer.describe_stop()}",
+                extra={"event": "stop"},
+            )
+            trainer.stop.requested = True
+        if self.steps and trainer.config.checkpoint.enable:
+            trainer.save()
+
+    def describe_change(self, before: int) -> None:
+        """Log how many copies there are; the first one does, and one that joins."""
+        trainer = self.trainer
+        received = self.quorum.received
+        if trainer.rank != 0:
+            return
+        copies = f"{self.living} of {self.config.copies} copies take part"
+        if received is not None:
+            nbytes = sum(tensor.nbytes for tensor in received.tensors.values())
+            logger.warning(
+                f"copy {self.number} goes on from step {trainer.step} of a living copy"
+                f" ({nbytes / 2**30:.2f} GiB a rank); {copies}",
+                extra={"event": "copies"},
+            )
+        elif self.is_first:
+            where = f"from step {trainer.step + 1} on"
+            logger.warning(f"{copies} {where}, {before} before", extra={"event": "copies"})
+
+    def take_role(self) -> None:
+        """Write the files of the run if this copy is the first, else write none."""
+        writes = self.is_first and self.trainer.rank == 0
+        console.show(self.is_first)
+        if writes != self.writes:
+            self.writes = writes
+            self.trainer.write_files(writes=writes)
+
+    def has_to_save(self, step: int) -> bool:
+        """Return True if this copy saves the step: the first one, unless another has been it, and
+        was lost after it had saved.
+        """
+        path = self.trainer.checkpointer.path_of(step)
+        if self.is_first and max_over_ranks(int(path.exists())) == [1]:
+            logger.info(f"{path} was saved by a copy that was lost since")
+            return False
+        return self.is_first
+
+    def leave(self) -> None:
+        """Take part in no further step."""
+        self.quorum.leave()
+
+    # The state
+
+    def state(self) -> CopyState:
+        """Return this rank's state between two steps. A collective in this copy."""
+        trainer = self.trainer
+        trainer.bad_documents.gather([loader.pop_skipped() for loader in trainer.loaders])
+        trainer.per_source.gather()
+        return CopyState(
+            tensors={name: local(tensor) for name, tensor in trainer.tensors().items()},
+            parts={name: part.state_dict() for name, part in trainer.stateful.items()},
+        )
+
+    def load(self, received: CopyState) -> None:
+        """Go on from the state of another copy. Raises TrainingError if it is not of this model."""
+        trainer = self.trainer
+        tensors = {name: local(tensor) for name, tensor in trainer.tensors().items()}
+        if tensors.keys() != received.tensors.keys():
+            raise TrainingError(
+                "the state of another copy has other tensors than this one; start all copies with"
+                " the same recipe and the same number of ranks"
+            )
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(received.tensors[name])
+        self.load_parts(received)
+        trainer.model.parameters_have_changed()
+
+    def load_parts(self, state: CopyState) -> None:
+        trainer = self.trainer
+        for name, part in trainer.stateful.items():
+            part.load_state_dict(state.parts[name])
+        events.step = trainer.step
+        trainer.throughput.start(trainer.step)
+
+    # A step
+
+    def next_batches(self) -> list[DeviceBatch]:
+        """Return the local batches of this step that are of this copy."""
+        trainer = self.trainer
+        local_batches = trainer.layout.accumulation_at(trainer.step)
+        share = self.quorum.share(local_batches)
+        batches = []
+        for index in range(local_batches):
+            if index in share:
+                batches.append(trainer.next_batch())
+            else:
+                trainer.loader.skip()
+        return batches
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's shards of all gradients; zeros where this copy had no batch."""
+        shards = []
+        for parameter in self.trainer.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            shards.append(gradient_shard(parameter))
+        return shards
+
+    @torch.no_grad()
+    def commit(self, loss: Tensor, tokens: Tensor, stop_requests: Tensor) -> Totals | None:
+        """Sum a step over copies; return None, and undo it, if it does not count.
+
+        loss, tokens, stop_requests: over all ranks of this copy. Gradients and loss are divided by
+        `nominal_tokens` before, and by the tokens of all copies after.
+        """
+        trainer = self.trainer
+        totals = torch.stack((loss, tokens, stop_requests)).double()
+        gradients = self.gradients()
+        counts = [trainer.per_source.own, *trainer.expert_balance.counts()]
+        self.quorum.sum([*gradients, *counts, totals])
+        difference = self.compare()
+        if not self.quorum.commit():
+            self.undo(difference)
+            return None
+        self.steps += 1
+        loss, tokens, stop_requests = totals.unbind()
+        ratio = float(self.nominal_tokens / tokens)
+        if ratio != 1.0:  # some labels are not counted
+            torch._foreach_mul_(gradients, ratio)
+            loss = loss * ratio
+        return Totals(loss.float(), tokens.long(), stop_requests.float())
+
+    @property
+    def nominal_tokens(self) -> Tensor:
+        """The tokens of this step if all labels count: a scalar.
+
+        The counted ones are known when the step is done, and with it the copies that took part.
+        """
+        trainer = self.trainer
+        tokens = trainer.layout.tokens_at(trainer.step)
+        return torch.tensor(tokens, dtype=torch.int64, device=trainer.device)
+
+    def compare(self) -> str:
+        """Compare with other copies what has to be equal; return what is not, or "".
+
+        The step does not count then. Every step compares recipe, code and data; one of
+        training.compare_copies_freq compares parameters and optimizer state.
+        """
+        trainer = self.trainer
+        freq = trainer.config.training.compare_copies_freq
+        checksum = 0
+        if freq and trainer.step % freq == 0:
+            checksums = [examine(tensor)[0] for tensor in self.state_before.tensors.values()]
+            checksum = int(torch.stack(checksums).sum())
+        own = torch.tensor([self.identity, checksum], dtype=torch.int64, device=trainer.device)
+        extremes = torch.cat((own, ~own))  # max(~x) is ~min(x), without overflow
+        self.quorum.sum([extremes], torch.distributed.ReduceOp.MAX)
+        if self.quorum.fault:
+            return ""
+        largest, inverted_smallest = extremes.chunk(2)
+        differs = (largest != ~inverted_smallest).tolist()
+        if differs[0]:
+            difference = "recipe"
+        elif differs[1]:
+            difference = "state"
+        else:
+            return ""
+        self.quorum.refuse(DifferentCopies(difference))
+        return difference
+
+    def undo(self, difference: str) -> None:
+        """Go back to the beginning of a step that does not count.
+
+        Raises ConfigError in a copy that has joined with another recipe, and TrainingError if
+        parameters differ.
+        """
+        trainer = self.trainer
+        reason = self.quorum.fault or "a sum over copies has failed on another rank"
+        trainer.optimizer.zero_grad()
+        trainer.per_source.forget()
+        step = trainer.step
+        self.load_parts(self.state_before)
+        (found,) = max_over_ranks(DIFFERENCES.index(difference))
+        difference = DIFFERENCES[found]
+        if difference == "recipe":
+            reason = "a copy has joined with another recipe, data, device or version of the code"
+            if not self.steps:
+                raise ConfigError(
+                    f"copy {self.number}: its recipe, data, device, packages or code are not those"
+                    " of the copies that train; start it as they were started (the recipe is"
+                    f" {trainer.dump_folder / 'config.toml'})"
+                )
+        elif difference == "state":
+            raise TrainingError(
+                f"step {step}: parameters or optimizer state of copies of the model are not equal"
+                f" (training.compare_copies_freq); {trainer.checkpointer.describe_newest()}",
+                everywhere=True,
+            )
+        if trainer.rank == 0:
+            logger.warning(
+                f"step {step} does not count, and is taken again: {reason}",
+                extra={"event": "undone"},
+            )

@@ -1,0 +1,190 @@
+"""Start the copies of a run with fault_tolerance on this machine, and their lighthouse; start a
+copy that is lost again while the others train.
+
+    NCOPIES=2 ./run_train.sh                      # two copies of the debug model
+    CopyProcesses(arguments, config, devices).run()            # the exit code of the run
+
+Each copy is a launcher of its own (launch.py), with its number in COPY. A copy on another machine
+is started there by COPY=1 ./run_train.sh, with the address of a lighthouse; then whatever has
+started it starts it again.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from titan_lite.config import Config
+from titan_lite.config.sections import LIGHTHOUSE
+from titan_lite.environment import COPY, SUPERVISOR, folder_of_copy
+from titan_lite.resilience import exit_code
+from titan_lite.resilience.restarts import FILE_OF_STEPS
+from titan_lite.resilience.signals import STOPPING, write_line
+
+HOST = "127.0.0.1"
+CHECK_INTERVAL = 0.2  # seconds between looks at processes
+MAX_DELAY = 60.0  # seconds before a copy that fails again and again is started again
+FAILURES = 3  # of each copy without a step of the run between them; then the run has failed
+
+
+class CopyProcesses:
+    """The processes of a run's copies, and that of their lighthouse.
+
+    devices: for each copy the GPUs that it uses, by CUDA's names; () without GPUs.
+    """
+
+    def __init__(self, arguments: Sequence[str], config: Config, devices: Sequence[Sequence[str]]):
+        self.arguments = arguments
+        self.settings = config.fault_tolerance
+        self.folder = Path(config.job.dump_folder)
+        self.devices = devices
+        self.port = free_port()
+        self.lighthouse: subprocess.Popen | None = None
+        self.running: dict[int, subprocess.Popen] = {}  # by number of the copy
+        self.starts_at = dict.fromkeys(range(len(devices)), 0.0)  # of copies that are to be started
+        self.codes: dict[int, int] = {}  # of copies that have ended for good
+        self.step = 0  # the newest that a living copy had begun when one failed
+        self.failures = 0  # of all copies since then
+        self.signal = 0  # received; 0: none
+        self.stopping = False
+
+    def run(self) -> int:
+        """Keep copies running until all have ended, and return the exit code of the run."""
+        for number in STOPPING:
+            signal.signal(number, self.receive)
+        try:
+            while self.running or self.starts_at:
+                if self.signal and not self.stopping:
+                    self.stop(self.signal)
+                self.look_after_lighthouse()
+                self.start_due()
+                self.collect()
+                time.sleep(CHECK_INTERVAL)
+        finally:
+            if self.lighthouse is not None:
+                self.lighthouse.kill()
+                self.lighthouse.wait()
+        return self.code()
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+
+    def stop(self, number: int) -> None:
+        """Send a signal to all copies: they end the step, and one saves it."""
+        self.stopping = True
+        self.starts_at = {}
+        for process in self.running.values():
+            process.send_signal(number)
+
+    def look_after_lighthouse(self) -> None:
+        """Start the lighthouse, also after it has ended."""
+        if self.settings.lighthouse:
+            return
+        if self.lighthouse is not None:
+            code = self.lighthouse.poll()
+            if code is None:
+                return
+            write_line(f"titan_lite: the lighthouse has ended ({ended(code)}): started again")
+        self.lighthouse = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "titan_lite.lighthouse"),
+                *("--host", HOST, "--port", str(self.port)),
+                *("--min-copies", str(self.settings.min_copies)),
+            ],
+            env={**os.environ, SUPERVISOR: str(os.getpid())},
+            stdout=subprocess.DEVNULL,
+        )
+
+    def start_due(self) -> None:
+        """Start the copies whose time has come."""
+        for copy, when in list(self.starts_at.items()):
+            if time.monotonic() < when:
+                continue
+            del self.starts_at[copy]
+            self.running[copy] = subprocess.Popen(
+                [sys.executable, "-m", "titan_lite.launch", *self.arguments],
+                env=self.environment_of(copy),
+            )
+
+    def environment_of(self, copy: int) -> dict[str, str]:
+        environment = {
+            **os.environ,
+            COPY: str(copy),
+            SUPERVISOR: str(os.getpid()),
+            LIGHTHOUSE: self.settings.lighthouse or f"http://{HOST}:{self.port}",
+        }
+        if self.devices[copy]:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[copy])
+        return environment
+
+    def collect(self) -> None:
+        """Look for copies that have ended, and have failed ones started again."""
+        for copy, process in list(self.running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self.running[copy]
+            if not self.stopping and code not in (exit_code.TRAINED, *exit_code.ENDINGS):
+                self.start_again(copy, code)
+                continue
+            self.codes[copy] = code
+            if code == exit_code.WRONG_INPUT and not self.newest_step():
+                self.stop(signal.SIGTERM)
+
+    def start_again(self, copy: int, code: int) -> None:
+        """Have a failed copy started again, unless the run does not go on."""
+        step = self.newest_step()
+        if step != self.step:
+            self.step = step
+            self.failures = 0
+        self.failures += 1
+        if self.failures > FAILURES * len(self.devices):
+            self.codes[copy] = exit_code.FAILED
+            write_line(
+                f"error: copies have failed {self.failures} times without a further step; the cause"
+                " is above"
+            )
+            self.stop(signal.SIGTERM)
+            return
+        delay = min(2.0 ** (self.failures - 1), MAX_DELAY)
+        write_line(
+            f"titan_lite: copy {copy} has failed ({ended(code)}): started again in {delay:g} s"
+        )
+        self.starts_at[copy] = time.monotonic() + delay
+
+    def newest_step(self) -> int:
+        """Return the newest step that a copy has begun since it was started."""
+        steps = [0]
+        for copy in range(len(self.devices)):
+            with suppress(OSError, ValueError):
+                path = folder_of_copy(self.folder, copy) / FILE_OF_STEPS
+                steps += json.loads(path.read_text()).values()
+        return max(steps)
+
+    def code(self) -> int:
+        """Return the exit code of the run, of which some copies may have failed."""
+        codes = self.codes.values()
+        if exit_code.TRAINED in codes:
+            return exit_code.TRAINED
+        if self.signal:
+            return exit_code.STOPPED
+        return exit_code.WRONG_INPUT if exit_code.WRONG_INPUT in codes else exit_code.FAILED
+
+
+def ended(code: int) -> str:
+    """Return an exit code in words."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port: int = free.getsockname()[1]
+        return port

@@ -1,0 +1,208 @@
+"""Find the living copies of the model for a step, and sum tensors over them (torchft).
+
+    quorum = Quorum(config.fault_tolerance, number, device, state_of, progress)
+    quorum.go_on_from(step=7)
+    if not quorum.begin_step(stops): ...  # agrees on who is alive; `received`: the state of another
+    quorum.share(8)                       # range(4, 8): the local batches of 8 that this copy takes
+    quorum.sum(gradients)                 # in place, over copies
+    quorum.commit()                       # True: the step counts
+
+Each copy is a world of its own, with process groups for all axes of the mesh. Copies meet at a
+lighthouse, a small server. Before a step each asks it who is alive: those that ask are the quorum
+of the step, in which each has an index, and a process group for each rank number connects them. A
+copy that is behind takes the state of one that is not, rank by rank (state_transfer.py).
+
+                    copy 0            copy 1
+    step 7          quorum of 2       quorum of 2
+                    batches 0 to 3    batches 4 to 7
+                    sum fails         killed                          (starts again)
+    step 7 again    quorum of 1
+                    batches 0 to 7
+    step 8          quorum of 1
+    step 9          quorum of 2       quorum of 2: takes the state after step 8
+
+A step whose sums have failed is undone, and taken again by those that are left. Where the sums of
+one copy have failed and those of another have not, the second is a step ahead, and the first takes
+its state. torchft: https://github.com/meta-pytorch/torchft.
+"""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+
+from titan_lite.config import FaultTolerance
+from titan_lite.distributed.process_group import first_line, max_over_ranks
+from titan_lite.logging import logger
+from titan_lite.resilience.state_transfer import CopyState, StateTransfer
+
+BUCKET_BYTES = 2**26  # of a sum: few large ones hide the latency of a network
+QUORUM_SECONDS = 15  # of a request to the lighthouse, which is repeated
+RETRIES = 10  # of a request whose connection fails, within these seconds
+COMMIT_TIMEOUTS = 3  # ranks of a copy may notice a failed sum one time limit apart
+
+
+class Quorum:
+    """The living copies, and this one among them.
+
+    number: of this copy. state_of: returns the state of this rank between two steps. progress:
+    called while others are waited for.
+    """
+
+    def __init__(
+        self,
+        settings: FaultTolerance,
+        number: int,
+        device: torch.device,
+        state_of: Callable[[], CopyState],
+        progress: Callable[[], None],
+    ):
+        logging.getLogger("torchft").setLevel(logging.CRITICAL)  # what matters is logged here
+        self.settings = settings
+        self.progress = progress
+        self.living = 0  # copies in this step
+        self.index = 0  # of this copy among them
+        self.received: CopyState | None = None  # of another copy, which this one goes on from
+        timeout = timedelta(seconds=settings.timeout_seconds)
+        group = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
+        host = own_address()
+        self.manager = Manager(
+            pg=group(timeout=timeout),
+            load_state_dict=self._keep,
+            state_dict=state_of,
+            min_replica_size=settings.min_copies,
+            use_async_quorum=False,  # the quorum of a step decides who takes which batches
+            init_sync=False,  # all copies begin with the same seed, weights or checkpoint
+            timeout=timeout,
+            quorum_timeout=timedelta(seconds=QUORUM_SECONDS),
+            quorum_retries=RETRIES,
+            connect_timeout=timeout,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            store_addr=os.environ["MASTER_ADDR"],
+            store_port=int(os.environ["MASTER_PORT"]),
+            lighthouse_addr=settings.address,
+            replica_id=f"copy-{number:04}",
+            hostname=host,
+            checkpoint_transport=StateTransfer(host, timeout),
+        )
+
+    def _keep(self, state: CopyState) -> None:
+        self.received = state
+
+    def go_on_from(self, step: int) -> None:
+        """Take part from the step after `step` on."""
+        self.manager.load_state_dict({"step": step, "batches_committed": 0})
+
+    def begin_step(self, stops: Callable[[], bool]) -> bool:
+        """Agree on the copies of the next step, and receive the state of one that is ahead.
+
+        Returns False if there was no quorum before the limit, or before `stops` returned True on a
+        rank of this copy.
+        """
+        self.received = None
+        started = time.monotonic()
+        said = ""
+        while True:
+            self.progress()
+            try:
+                self.manager.start_quorum()
+                break
+            except (RuntimeError, TimeoutError):
+                is_over = time.monotonic() - started > self.settings.wait_seconds or stops()
+                if max_over_ranks(int(is_over)) == [1]:
+                    return False
+                missing = self._missing()
+                if missing != said:
+                    logger.warning(
+                        f"waiting for {missing}, at most {self.settings.wait_seconds} s"
+                        " (fault_tolerance.wait_seconds)"
+                    )
+                said = missing
+        self.living = self.manager.num_participants()
+        self.index = self.manager.participating_rank() or 0
+        return True
+
+    def _missing(self) -> str:
+        """Return what a quorum lacks."""
+        address = urlsplit(self.settings.address)
+        try:
+            socket.create_connection((address.hostname, address.port), timeout=2).close()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            return f"the lighthouse {self.settings.address}, which does not answer ({reason})"
+        return f"other copies (fault_tolerance.min_copies = {self.settings.min_copies})"
+
+    def share(self, local_batches: int) -> range:
+        """Return which of the local batches of a step this copy takes."""
+        first = local_batches * self.index // self.living
+        return range(first, local_batches * (self.index + 1) // self.living)
+
+    def sum(
+        self, tensors: Iterable[Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
+        """Sum over copies, in place.
+
+        After a failure the values are wrong, further sums do nothing, and `commit` returns False.
+        """
+        for bucket in buckets_of(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            self.manager.allreduce(flat, reduce_op=op).wait()
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    @property
+    def fault(self) -> str:
+        """Why the step cannot count, as far as this rank knows; "" if it can."""
+        error = self.manager.errored()
+        return "" if error is None else first_line(error.original_exception)
+
+    def refuse(self, error: Exception) -> None:
+        """Have `commit` return False in this step."""
+        self.manager.report_error(error)
+
+    def commit(self) -> bool:
+        """Return True if all sums of this step have succeeded on all ranks of this copy.
+
+        Raises RuntimeError if another rank of this copy does not answer.
+        """
+        limit = timedelta(seconds=COMMIT_TIMEOUTS * self.settings.timeout_seconds)
+        return self.manager.should_commit(timeout=limit)
+
+    def leave(self) -> None:
+        """Take part in no further step."""
+        self.manager.shutdown(wait=False)
+
+
+def buckets_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of tensors of one dtype, in order, of at most BUCKET_BYTES unless it is one."""
+    bucket: list[Tensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or nbytes + tensor.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket = []
+            nbytes = 0
+        bucket.append(tensor)
+        nbytes += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def own_address() -> str:
+    """Return the address by which other copies reach this process: the one by which its own ranks
+    reach each other, where that is this machine's alone, else this machine's name.
+    """
+    master = os.environ["MASTER_ADDR"]
+    if master in ("127.0.0.1", "::1", "localhost"):
+        return master
+    return os.environ.get("LOCAL_ADDR") or socket.gethostname()

@@ -1,0 +1,68 @@
+"""Rules of [fault_tolerance]: what goes together with copies of the model that may be lost."""
+
+import re
+from collections.abc import Iterator
+
+from titan_lite.config import KEYS, Config
+from titan_lite.rules.metrics import is_installed
+from titan_lite.rules.mistakes import Mistake, rule_of_keys
+
+ADDRESS = r"http://(\[[0-9a-fA-F:]+\]|[^\s/:]+):[0-9]{1,5}"
+
+
+@rule_of_keys
+def keys_are_read_with_copies(config: Config) -> Iterator[Mistake]:
+    settings = config.fault_tolerance
+    if settings.copies > 1:
+        return
+    for name in type(settings).model_fields:
+        key = f"fault_tolerance.{name}"
+        value = getattr(settings, name)
+        if config.was_set(key) and value != KEYS[key].default:
+            why = "has no effect with fault_tolerance.copies = 1"
+            yield Mistake(key, value, why, "fault_tolerance.copies = 2 or more, or remove it")
+
+
+@rule_of_keys
+def copies_are_enough(config: Config) -> Iterator[Mistake]:
+    settings = config.fault_tolerance
+    if settings.copies > 1 and settings.min_copies > settings.copies:
+        why = f"is more than fault_tolerance.copies = {settings.copies}"
+        instead = f"1 to {settings.copies}"
+        yield Mistake("fault_tolerance.min_copies", settings.min_copies, why, instead)
+
+
+@rule_of_keys
+def a_lighthouse_has_an_address(config: Config) -> Iterator[Mistake]:
+    address = config.fault_tolerance.lighthouse
+    if address and not re.fullmatch(ADDRESS, address):
+        why = "is not of the form http://HOST:PORT"
+        yield Mistake("fault_tolerance.lighthouse", address, why, "such as http://node0:29510")
+
+
+@rule_of_keys
+def copies_have_no_copies(config: Config) -> Iterator[Mistake]:
+    """Gradients are summed over copies that may be lost by torchft, over others by the mesh."""
+    copies = config.fault_tolerance.copies
+    replicas = config.parallelism.data_parallel_replicate_degree
+    if copies > 1 and replicas != 1:
+        yield Mistake(
+            key="parallelism.data_parallel_replicate_degree",
+            value=replicas,
+            why=(
+                f"makes copies of the model that are lost together, within each of the {copies}"
+                " copies of fault_tolerance.copies"
+            ),
+            instead=f"1, and fault_tolerance.copies = {copies * replicas}",
+        )
+
+
+def missing_torchft(config: Config) -> Iterator[Mistake]:
+    copies = config.fault_tolerance.copies
+    if copies > 1 and not is_installed("torchft"):
+        yield Mistake(
+            key="fault_tolerance.copies",
+            value=copies,
+            why="needs torchft, which is not installed here",
+            instead="it after pip install 'titan_lite[fault_tolerance]', or 1",
+        )
