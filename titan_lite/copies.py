@@ -15,6 +15,7 @@ resilience/quorum.py finds the living copies and sums over them.
 """
 
 import json
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from titan_lite.resilience.state_transfer import CopyState
 if TYPE_CHECKING:
     from titan_lite.trainer import Trainer
 
+SHORT = 0.5  # seconds of a quorum that count to the step; a longer one is a wait
 DIFFERENCES = ("", "recipe", "state")  # of copies, which of them are wrong
 
 
@@ -81,6 +83,7 @@ class Copies:
         self.writes = False  # this rank writes the files of the run
         self.has_joined = False  # a run that other copies had begun
         self.steps = 0  # that this process has committed
+        self.began = 0.0  # the present step, by time.perf_counter
         self.identity = identity_of(trainer.identity)
         self.state_before = CopyState({}, {})  # with which the present step began
         self.quorum = Quorum(
@@ -148,13 +151,19 @@ class Copies:
             return False
         self.state_before = self.state()
         living = self.living
+        started = time.perf_counter()
         with trainer.watchdog.phase("waiting for other copies", "init_timeout_seconds"):
             if not self.quorum.begin_step(lambda: trainer.stop.received):
                 self.stop_alone()
                 return False
+            if time.perf_counter() - started > SHORT:
+                trainer.throughput.exclude_since(started, "waiting")
             received = self.quorum.received
             if received is not None:
+                started = time.perf_counter()
                 self.load(received)
+                trainer.throughput.start(trainer.step)
+                trainer.throughput.exclude_since(started, "recovery")
                 self.state_before = self.state()
         if self.living != living or received is not None:
             trainer.throughput.ranks = trainer.world_size * self.living
@@ -247,13 +256,13 @@ class Copies:
         for name, part in trainer.stateful.items():
             part.load_state_dict(state.parts[name])
         events.step = trainer.step
-        trainer.throughput.start(trainer.step)
 
     # A step
 
     def next_batches(self) -> list[DeviceBatch]:
         """Return the local batches of this step that are of this copy."""
         trainer = self.trainer
+        self.began = time.perf_counter()
         local_batches = trainer.layout.accumulation_at(trainer.step)
         share = self.quorum.share(local_batches)
         batches = []
@@ -347,6 +356,7 @@ class Copies:
         trainer.per_source.forget()
         step = trainer.step
         self.load_parts(self.state_before)
+        trainer.throughput.exclude_since(self.began, "undone")
         (found,) = max_over_ranks(DIFFERENCES.index(difference))
         difference = DIFFERENCES[found]
         if difference == "recipe":

@@ -129,6 +129,7 @@ class LogRun(Hook):
             skipped_steps=trainer.skipped_steps.count,
             saved_steps=trainer.checkpointer.steps() if saves else (),
             reports=trainer.model.compile_reports,
+            copies=trainer.config.fault_tolerance.copies,
             bad_documents=trainer.bad_documents.summary(),
             tensorboard=trainer.config.metrics.enable_tensorboard,
             command=restart_command(),

@@ -422,9 +422,13 @@ class Trainer:
 
         if self.copies is not None:
             self.copies.leave()
-        with self.watchdog.phase("save", "init_timeout_seconds"):
+        with (
+            self.throughput.exclude("saving"),
+            self.watchdog.phase("save", "init_timeout_seconds"),
+        ):
             self.checkpointer.wait()
         self.read_metrics(wait=True)
+        self.metrics.write(self.step, self.throughput.excluded_values())
         self.metrics.close()
         for hook in self.hooks:
             hook.on_train_end(self)
@@ -615,7 +619,7 @@ class Trainer:
         nats = torch.zeros((), device=self.device, dtype=torch.float64)
         tokens = torch.zeros((), device=self.device, dtype=torch.float64)
         with ExitStack() as contexts:
-            contexts.enter_context(self.throughput.exclude())
+            contexts.enter_context(self.throughput.exclude("validation"))
             if not self.has_validated:  # the first one may compile
                 contexts.enter_context(self.watchdog.phase("validation", self.compile_limit))
             for _ in range(self.config.validation.steps):
@@ -735,7 +739,10 @@ class Trainer:
         self.bad_documents.gather([loader.pop_skipped() for loader in self.loaders])
         for hook in self.hooks:
             hook.on_save(self.step)
-        with self.throughput.exclude(), self.watchdog.phase("save", "init_timeout_seconds"):
+        with (
+            self.throughput.exclude("saving"),
+            self.watchdog.phase("save", "init_timeout_seconds"),
+        ):
             self.per_source.gather()
             parts = {name: part.state_dict() for name, part in self.stateful.items()}
             values = {**self.tensors(), **self.torchtitan_values()}

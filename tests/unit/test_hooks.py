@@ -3,6 +3,7 @@
 import gc
 import sys
 from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_garbage_is_collected_in_the_same_steps_on_all_ranks(monkeypatch):
 
 def test_every_hook_has_the_methods_that_the_trainer_calls():
     methods = [name for name in vars(Hook) if name.startswith(("on_", "around_"))]
-    for hook in build_hooks(Config(), rank=0):
+    for hook in build_hooks(Config(), rank=0, folder=Path()):
         overridden = {name for name in vars(type(hook)) if name.startswith(("on_", "around_"))}
         assert overridden
         assert overridden <= set(methods)

@@ -243,3 +243,51 @@ def test_a_node_that_does_not_listen_yet(monkeypatch):
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
+
+
+def test_ncopies_sets_the_copies_of_a_run(environment):
+    assert start.with_copies(["debug_model"]) == ["debug_model"]
+    environment["NCOPIES"] = "3"
+    options = start.with_copies(["debug_model"])
+    assert options == ["debug_model", "--fault_tolerance.copies", "3"]
+    environment["NCOPIES"] = "three"
+    with pytest.raises(ConfigError, match="NCOPIES=three: expected the number of copies"):
+        start.with_copies(["debug_model"])
+
+
+def copies_of(environment, *options):
+    pytest.importorskip("torchft")
+    arguments = ["debug_model", "--fault_tolerance.copies=2", *options]
+    return start.copies_here(arguments)
+
+
+def test_the_gpus_of_a_machine_are_divided_among_copies(environment, program, monkeypatch):
+    monkeypatch.setattr(start, "count_gpus", lambda: 4)
+    environment["CUDA_VISIBLE_DEVICES"] = "4,5,6,7"
+    found = copies_of(environment)
+    assert found.devices == [["4", "5"], ["6", "7"]]
+    assert environment["NGPU"] == "2"
+    assert found.environment_of(1)["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert found.environment_of(1)["COPY"] == "1"
+
+    environment["NGPU"] = "3"
+    with pytest.raises(ConfigError, match="NGPU=3 for each of 2 copies is more than the 4 GPUs"):
+        copies_of(environment)
+
+
+def test_copies_without_gpus_share_the_cores(environment, monkeypatch):
+    monkeypatch.setattr(start, "usable_cores", lambda: 16)
+    found = copies_of(environment)
+    assert found.devices == [(), ()]
+    assert (environment["NGPU"], environment["OMP_NUM_THREADS"]) == ("2", "4")
+    assert "CUDA_VISIBLE_DEVICES" not in found.environment_of(0) or not found.devices[0]
+
+
+def test_a_copy_on_several_nodes_is_started_alone(environment):
+    environment |= {"NNODES": "2", "RDZV_ENDPOINT": "node0:29500"}
+    with pytest.raises(ConfigError, match="NNODES=2: a copy of the model on several nodes is"):
+        copies_of(environment)
+
+
+def test_without_copies_this_machine_starts_none():
+    assert start.copies_here(["debug_model"]) is None

@@ -24,8 +24,8 @@ LAYERS = (
     ("optim",),
     ("distributed",),
     ("checkpoint", "data", "metrics", "resilience"),
-    ("rules", "recipe", "hooks", "trainer", "train"),
-    ("launch", "tools", "__main__"),
+    ("rules", "recipe", "hooks", "copies", "trainer", "train"),
+    ("launch", "launch_copies", "lighthouse", "tools", "__main__"),
 )
 WITHOUT_TORCH = (*LAYERS[0], "sharding", "recipe", "rules", "checkpoint.resume", "checkpoint.steps")
 WITH_TORCH = ("rules.machine",)  # within those
@@ -42,6 +42,7 @@ SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or pl
     "trainer",
     "train",
     "launch",
+    "launch_copies",
     "tools",
     "__main__",
 )

@@ -191,7 +191,7 @@ def kept(folder):
 def test_events_are_kept_with_time_and_step(tmp_path, capsys):
     init_logging(0, world_size=2)
     logger.warning("before there is a folder")
-    events.keep(tmp_path, rank=0)
+    events.keep(tmp_path, all_events=True)
     events.step = 7
     logger.info("step 7  loss 1.0")
     logger.info("saved", extra={"event": "checkpoint", "step": 5})
@@ -215,7 +215,7 @@ def test_other_ranks_keep_errors_alone_and_whoever_prints_the_log(tmp_path, monk
     monkeypatch.setenv("LOG_RANK", "1")
     for rank in (0, 1):
         init_logging(rank, world_size=2)
-        events.keep(tmp_path, rank)
+        events.keep(tmp_path, all_events=rank == 0)
         logger.info("saved", extra={"event": "checkpoint"})
         logger.warning("slow")
         logger.error("hang")
@@ -229,7 +229,7 @@ def test_other_ranks_keep_errors_alone_and_whoever_prints_the_log(tmp_path, monk
 
 def test_a_failure_is_an_event_of_the_first_rank(tmp_path):
     for rank in (0, 1):
-        events.keep(tmp_path, rank)
+        events.keep(tmp_path, all_events=rank == 0)
         events.step = 12
         with pytest.raises(ValueError, match="no such file"), events.failures():
             raise ValueError("no such file")
@@ -243,7 +243,7 @@ def test_a_failure_is_an_event_of_the_first_rank(tmp_path):
 
 def test_without_a_folder_the_run_goes_on(tmp_path, capsys):
     init_logging(0, world_size=1)
-    events.keep(tmp_path / "absent", rank=0)
+    events.keep(tmp_path / "absent", all_events=True)
     logger.warning("slow")
     assert kept(tmp_path / "absent") == []
     assert "slow" in capsys.readouterr().out

@@ -19,6 +19,7 @@ from titan_lite.compile.report import (
     write_reports,
 )
 from titan_lite.logging import logger
+from titan_lite.metrics.goodput import time_spent
 from titan_lite.metrics.run_files import last_start, read_metrics
 from titan_lite.metrics.timelines import write_timelines
 
@@ -46,6 +47,7 @@ class RunEnd:
     skipped_steps: int
     saved_steps: Sequence[int]  # on disk
     reports: Sequence[CompileReport]  # of all pipeline ranks
+    copies: int = 1  # of the model, if none is lost
     bad_documents: str = ""  # words on documents that were left out
     tensorboard: bool = False
     command: str = ""  # that goes on with a stopped run
@@ -57,6 +59,7 @@ def end_lines(dump_folder: Path, end: RunEnd) -> list[str]:
     metrics = read_metrics(path)
     lines = [ending(end, metrics)]
     lines += speed(metrics, since=last_start(path))
+    lines += filter(None, [time_spent(dump_folder, end.copies).describe()])
     lines += exposed_communication(end.reports)
     saved = ", ".join(f"step-{step}" for step in end.saved_steps)
     lines.append(f"checkpoints: {saved or 'none'}")

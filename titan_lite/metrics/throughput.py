@@ -3,14 +3,17 @@
 throughput = Throughput(layout.tokens_until, ranks=8, flops_per_token=6.0e9, ...)
 throughput.start(step)                          # training begins
 with throughput.waiting(): batch = next(loader)
-with throughput.exclude(): save()               # not training
+with throughput.exclude("saving"): save()       # not training
 values = throughput.values(step)                # {"tps": ..., "step_time": ..., "mfu": ..., ...}
 throughput.start(step)                          # the next window begins, after these are logged
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from titan_lite.metrics.goodput import SECONDS_OF
 
 
 class Throughput:
@@ -42,6 +45,7 @@ class Throughput:
         self.window_start = step
         self.started = time.perf_counter()  # later by what does not count
         self.waited = 0.0  # seconds for data
+        self.excluded: dict[str, float] = defaultdict(float)  # seconds, by their cause
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -51,11 +55,23 @@ class Throughput:
         self.waited += time.perf_counter() - started
 
     @contextmanager
-    def exclude(self) -> Iterator[None]:
+    def exclude(self, cause: str) -> Iterator[None]:
         """Return a context whose time does not count, such as validation or a save."""
         started = time.perf_counter()
         yield
-        self.started += time.perf_counter() - started
+        self.exclude_since(started, cause)
+
+    def exclude_since(self, started: float, cause: str) -> None:
+        """Have the time since a moment of `time.perf_counter` not count."""
+        seconds = time.perf_counter() - started
+        self.started += seconds
+        self.excluded[cause] += seconds
+
+    def excluded_values(self) -> dict[str, float]:
+        """Return the seconds of the window that do not count, by their cause (goodput.py)."""
+        return {
+            f"{SECONDS_OF}{cause}": round(seconds, 3) for cause, seconds in self.excluded.items()
+        }
 
     def values(self, step: int) -> dict[str, float]:
         """Return the metrics of the window up to and including `step` (names: writer.py)."""
@@ -68,6 +84,7 @@ class Throughput:
             "tflops": tps * self.flops_per_token / 1e12,
             "data_wait": 100 * self.waited / seconds,
             "step_time": seconds / steps,
+            **self.excluded_values(),
         }
         if self.peak_flops is not None:
             values["mfu"] = 100 * tps * self.flops_per_token / self.peak_flops

@@ -19,6 +19,9 @@ a line {"resumed_from": step}; if a step occurs twice, the later line counts.
                             memory of a CPU process
     data_wait               time spent waiting for the loader, percent
     step_time               seconds per step
+    seconds_CAUSE           since the line before, not in step_time: of validation, saving, waiting,
+                            recovery or undone steps, if there were any (goodput.py)
+    copies                  of the model that took part in the step, with fault_tolerance
     bad_documents           different documents that the run skipped, with
                             data.on_bad_document = "skip"
     empty_documents         empty texts skipped since this start, if there were any
@@ -128,6 +131,10 @@ class MetricsWriter:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show and write the metrics of a step; those without a format are written only."""
         logger.info("  ".join([f"step {step:>4}", *self._shown(values)]))
+        self.write(step, values)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write metrics of a step that are not shown."""
         if not self.writes:
             return
         # JSON has no NaN

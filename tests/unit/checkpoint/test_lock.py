@@ -95,3 +95,46 @@ def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monke
     assert not lock.acquire()
     assert lock.path.is_file()
     assert lock.is_held()
+
+
+def shared(folder):
+    return FolderLock(folder, "key", "another folder")
+
+
+def test_copies_of_one_run_share_the_lock_and_know_which_came_first(tmp_path):
+    first, second = shared(tmp_path), shared(tmp_path)
+    assert first.acquire(run="http://node0:29510")
+    assert second.acquire(run="http://node0:29510")
+    assert first.is_alone
+    assert not second.is_alone
+    assert first.is_held()
+    assert second.is_held()
+    assert not is_free(tmp_path)
+
+
+@pytest.mark.parametrize("run", ["", "http://node1:29510", "http://node0:2951"])
+def test_another_run_is_refused_beside_copies(tmp_path, monkeypatch, run):
+    monkeypatch.setattr(module, "SECONDS_TO_SHARE", 0.2)
+    assert shared(tmp_path).acquire(run="http://node0:29510")
+    with pytest.raises(ConfigError, match="is in use by another run"):
+        shared(tmp_path).acquire(run=run)
+
+
+def test_copies_are_refused_beside_another_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SECONDS_TO_SHARE", 0.2)
+    with another_run(tmp_path), pytest.raises(ConfigError, match="is in use by another run"):
+        shared(tmp_path).acquire(run="http://node0:29510")
+
+
+def test_a_shared_lock_is_free_when_its_process_was_killed_though_a_worker_lives(tmp_path):
+    code = ANOTHER.replace("lock.acquire()", 'lock.acquire(run="run")')
+    command = [sys.executable, "-c", code, tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        try:
+            assert process.stdout.readline() == "taken\n"
+            assert not is_free(tmp_path)
+            process.kill()
+            process.wait()
+            assert is_free(tmp_path)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)

@@ -128,6 +128,19 @@ def global_batch(ranks, batch_size, size=STREAMS):
     )
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_copies_that_deal_batches_have_each_once_and_the_same_state(corpus, tokenizer, num_workers):
+    """Local batches 0 and 2 are of one copy of the model, 1 and 3 of another."""
+    data = Data(dataset="local", path=str(corpus), validation_fraction=0.0, num_workers=num_workers)
+    (alone,) = loaders(data, tokenizer, batch_size=4)
+    copies = [loaders(data, tokenizer, batch_size=4)[0] for _ in range(2)]
+    for number in range(4):
+        expected = next(alone)
+        copies[1 - number % 2].skip()
+        assert same(next(copies[number % 2]), expected)
+    assert copies[0].state_dict() == copies[1].state_dict() == alone.state_dict()
+
+
 def test_every_token_is_in_one_window_in_order(data, tokenizer):
     steps = 12
     [loader] = loaders(data, tokenizer)

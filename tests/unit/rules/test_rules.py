@@ -10,7 +10,7 @@ from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import owners_line
 from titan_lite.optim.state import owner_costs
-from titan_lite.rules import check, check_inputs
+from titan_lite.rules import check, check_inputs, fault_tolerance
 from titan_lite.rules.mistakes import RULES, Mistake, nearest_divisors, nearest_multiples
 
 
@@ -450,3 +450,55 @@ def test_expert_parallelism_divides_experts_and_ranks():
     checked(*MOE, "--model.n_experts=6", EP, "--parallelism.tensor_parallel_degree=4", ranks=4)
     with pytest.raises(ConfigError, match="the 1 ranks of dp_shard x cp x tp; use 1"):
         checked(*MOE, EP, "--parallelism.data_parallel_replicate_degree=4", ranks=4)
+
+
+COPIES = "--fault_tolerance.copies=2"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            [COPIES, "--fault_tolerance.min_copies=3"],
+            "command line: fault_tolerance.min_copies = 3 is more than fault_tolerance.copies = 2;"
+            " use 1 to 2",
+        ),
+        (
+            ["--fault_tolerance.min_copies=2"],
+            "command line: fault_tolerance.min_copies = 2 has no effect with fault_tolerance.copies"
+            " = 1; use fault_tolerance.copies = 2 or more, or remove it",
+        ),
+        (
+            [COPIES, "--fault_tolerance.lighthouse=node0:29510"],
+            'command line: fault_tolerance.lighthouse = "node0:29510" is not of the form'
+            " http://HOST:PORT; use such as http://node0:29510",
+        ),
+        (
+            [COPIES, "--parallelism.data_parallel_replicate_degree=2"],
+            "command line: parallelism.data_parallel_replicate_degree = 2 makes copies of the model"
+            " that are lost together, within each of the 2 copies of fault_tolerance.copies; use 1,"
+            " and fault_tolerance.copies = 4",
+        ),
+    ],
+)
+def test_what_does_not_go_with_copies_that_may_be_lost(options, message):
+    with pytest.raises(ConfigError) as error:
+        checked(*options)
+    assert error.value.args == (message,)
+
+
+def test_a_package_for_copies_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr(fault_tolerance, "is_installed", lambda name: name != "torchft")
+    config = load_config(DEBUG, [COPIES])
+    with pytest.raises(ConfigError, match=r"copies = 2 needs torchft, .*titan_lite\[fault_tol"):
+        check_inputs(config, Layout.from_config(config, 2))
+
+
+def test_copies_share_the_local_batches_of_a_step():
+    """Without a batch size each has one; a batch size is that of the run."""
+    config = load_config(DEBUG, [COPIES])
+    assert Layout.from_config(config, 2).accumulation == 2
+    sequences = 8 * config.training.local_batch_size
+    config = load_config(DEBUG, [COPIES, f"--training.global_batch_size={sequences}"])
+    layout = Layout.from_config(config, 2)
+    assert (layout.accumulation, layout.sequences_per_step) == (4, sequences)

@@ -29,7 +29,14 @@ from typing import TYPE_CHECKING
 
 from titan_lite import rules
 from titan_lite.cli import Parser, at_least_one, command
-from titan_lite.config import Config, ConfigError, base_of, find_recipe, load_config
+from titan_lite.config import (
+    Config,
+    ConfigError,
+    FaultTolerance,
+    base_of,
+    find_recipe,
+    load_config,
+)
 from titan_lite.config.load import option
 from titan_lite.config.weights_folder import refuse_within_step
 from titan_lite.distributed.layout import Layout
@@ -272,6 +279,10 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
         raise ConfigError("no recipe; use one such as train_configs/llama3_8b.toml")
     config = load_config(options.recipe, overrides)
     rules.check_keys(config)
+    copies = config.fault_tolerance.copies
+    if copies > 1:
+        overrides = [*overrides, *as_one_world(config)]
+        config = load_config(options.recipe, overrides)
     windows: list[Window] = []
     if options.compare:
         from titan_lite.tools.plan.compare import ranks_of, read_windows
@@ -280,6 +291,7 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
         world_size = ranks_of(windows)
     else:
         world_size = options.world_size or world_size_of(find_recipe(Path(options.recipe)))
+        world_size *= copies
     machine = find_hardware(options.hardware, config)
     check_imbalance(options.expert_imbalance, config)
     subject = Subject(
@@ -293,7 +305,24 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
         lines = comparison_lines(subject, options.compare, windows, options.full)
     else:
         lines = plan_lines(subject, options)
+    if copies > 1:
+        lines.insert(
+            0,
+            f"planned as one world of {world_size} ranks: the sum over {copies} copies"
+            " (fault_tolerance.copies) overlaps with backward in a plan, and comes after it in a"
+            " run",
+        )
     return "\n".join(lines)
+
+
+def as_one_world(config: Config) -> list[str]:
+    """Return the options that make copies that may be lost to copies of one world, with the same
+    batches.
+    """
+    defaults = FaultTolerance()
+    settings = [option(f"fault_tolerance.{name}", str(value)) for name, value in defaults]
+    key = "parallelism.data_parallel_replicate_degree"
+    return [*settings, option(key, str(config.fault_tolerance.copies))]
 
 
 def search_lines(subject: Subject, count: int, full: bool) -> list[str]:

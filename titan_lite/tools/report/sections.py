@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from titan_lite.config import KEYS
+from titan_lite.metrics.goodput import time_spent
 from titan_lite.text import first_names
 from titan_lite.tools.report.markup import (
     large,
@@ -73,6 +74,7 @@ def results(run: RunRecord) -> dict[str, str]:
         "exposed (estimated)": exposed_share(run.compile_reports),
         "steps skipped": largest(run, "skipped_steps", "{:,.0f}"),
         "training time": training_time(last["hours"]),
+        "goodput": goodput(run),
         "started": first_start(run),
         "resumed": times_resumed(run),
         **facts_of_last_start(run),
@@ -115,6 +117,12 @@ def training_time(hours: float) -> str:
     if hours > 2:
         return f"{hours:.2f} h"
     return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.3g} s"
+
+
+def goodput(run: RunRecord) -> str:
+    """Return the share of the time in steps that count, and where the rest went."""
+    copies = run.recipe.get("fault_tolerance.copies", 1)
+    return time_spent(run.folder, copies).describe().removeprefix("goodput: ")
 
 
 def first_start(run: RunRecord) -> str:

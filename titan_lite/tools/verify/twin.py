@@ -24,6 +24,7 @@ from titan_lite.config import (
     Config,
     ConfigError,
     Data,
+    FaultTolerance,
     Float8,
     Metrics,
     Optimizer,
@@ -160,6 +161,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
         validation=Validation(enable=True, freq=steps, steps=1),
         metrics=Metrics(log_freq=1, enable_tensorboard=False),
         profiling=Profiling(),
+        fault_tolerance=FaultTolerance(),
     )
 
 

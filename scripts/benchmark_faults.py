@@ -1,0 +1,116 @@
+"""Count the steps of a run whose processes are killed, with copies of the model and without.
+
+    python scripts/benchmark_faults.py                        # five minutes each, a kill a minute
+    python scripts/benchmark_faults.py --minutes 10 --every 30 -- --checkpoint.interval 20
+
+Both train the debug recipe on two CPU processes with the same batches: two copies that may be lost
+(fault_tolerance.copies), and two of one world, where a lost process ends all, which start again
+from the newest checkpoint (MAX_RESTARTS). At the same moments a process of one rank, the first and
+the second in turn, is killed by SIGKILL. What counts is the step that is reached in the time.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ALWAYS = ["--validation.no-enable", "--metrics.log_freq=1", "--training.steps=1000000"]
+WAYS = {  # name: (environment, options)
+    "two copies": ({"NCOPIES": "2", "NGPU": "1"}, []),
+    "restart of all": (
+        {"NGPU": "2", "MAX_RESTARTS": "1000"},
+        ["--parallelism.data_parallel_replicate_degree=2"],
+    ),
+}
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Return the process of each rank that descends from a launcher, in their order."""
+    parents = {}
+    ranks = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        parents[int(pid)] = int(stat.rpartition(")")[2].split()[1])
+        if b"titan_lite.train" in words:
+            ranks.append(int(pid))
+
+    def descends(pid: int) -> bool:
+        while pid > 1 and pid != launcher:
+            pid = parents.get(pid, 0)
+        return pid == launcher
+
+    return sorted(pid for pid in ranks if descends(pid))
+
+
+def newest_step(folder: Path) -> int:
+    """Return the last step in metrics.jsonl."""
+    step = 0
+    path = folder / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            step = json.loads(line).get("step", step)
+        except ValueError:
+            continue  # a kill has cut it off
+    return step
+
+
+def train(way: str, folder: Path, seconds: float, every: float, options: list[str]) -> int:
+    """Train for so many seconds after the first step, and return the step that is reached."""
+    environment, own = WAYS[way]
+    command = [sys.executable, "-m", "titan_lite.launch", "debug_model"]
+    command += ["--job.dump_folder", str(folder), *ALWAYS, *own, *options]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    variables = os.environ | environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with open(folder.with_suffix(".log"), "w") as log:
+        launcher = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
+        try:
+            while not newest_step(folder):
+                if launcher.poll() is not None:
+                    raise SystemExit(f"{way}: {Path(log.name).read_text()}")
+                time.sleep(0.1)
+            started = time.monotonic()
+            kills = 0
+            while time.monotonic() - started < seconds:
+                if time.monotonic() - started > (kills + 0.5) * every:
+                    if ranks := ranks_of(launcher.pid):
+                        os.kill(ranks[kills % len(ranks)], signal.SIGKILL)
+                    kills += 1
+                time.sleep(0.1)
+            step = newest_step(folder)
+        finally:
+            launcher.send_signal(signal.SIGTERM)
+            launcher.wait()
+    print(f"{way:>16}: step {step} after {seconds / 60:g} minutes and {kills} kills", flush=True)
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=5.0, metavar="N", help="of each way")
+    parser.add_argument("--every", type=float, default=60.0, metavar="SECONDS", help="of kills")
+    parser.add_argument("options", nargs="*", help="of both runs, after --")
+    arguments = parser.parse_args()
+    steps = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, way in enumerate(WAYS):
+            folder = Path(scratch) / f"run-{number}"
+            seconds = 60 * arguments.minutes
+            steps[way] = train(way, folder, seconds, arguments.every, arguments.options)
+    first, second = steps.values()
+    print(f"steps that counted, relative to the restart of all: {first / max(second, 1):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Copies of the model: one is lost, and the run goes on without a step, a document or a bit lost.
+
+    NCOPIES=2 NGPU=1 ./run_train.sh
+
+All runs compare parameters and optimizer state of their copies every step.
+"""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from commands import Job, python, run, train
+from descendants import runs
+from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
+
+from titan_lite.manifest import read_json
+from titan_lite.metrics.run_files import read_events, read_metrics
+
+pytest.importorskip("torchft")
+pytestmark = pytest.mark.ranks(3)
+
+OPTIONS = [
+    *SMALL,
+    *NO_VALIDATION,
+    "--training.global_batch_size=16",
+    "--training.compare_copies_freq=1",
+    "--fault_tolerance.timeout_seconds=10",
+]
+SAME_LOSS = 2e-5  # a sum over copies has another order; relative
+
+
+def copies(folder, *options, ngpu=1, **environment):
+    """Start two copies of `ngpu` ranks each."""
+    environment = {"NCOPIES": 2, "NGPU": ngpu, "PYTHONSAFEPATH": 1, **environment}
+    command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", folder)
+    return Job(folder.with_suffix(".log"), *command, *OPTIONS, *options, **environment)
+
+
+def alone(folder, *options, ranks=1):
+    """Train in one world, and return its metrics."""
+    done = train(ranks, DEBUG, folder, *[o for o in OPTIONS if "fault_tol" not in o], *options)
+    assert done.returncode == 0
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def processes(job, word, copy=None):
+    """Return the processes of a job, of a copy of it, whose command line has a word."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        except (OSError, UnicodeDecodeError):
+            continue
+        is_of_job = f"TITAN_LITE_SUPERVISOR={job.process.pid}" in variables
+        if is_of_job and word in words and (copy is None or f"COPY={copy}" in variables):
+            found.append(int(pid))
+    return sorted(pid for pid in found if runs(pid))
+
+
+def ranks(job, copy):
+    return processes(job, "titan_lite.train", copy)
+
+
+def kill(job, copy, number=signal.SIGKILL):
+    """Send a signal to the first rank of a copy."""
+    os.kill(ranks(job, copy)[0], number)
+
+
+def newest(folder):
+    return max(read_metrics(folder / "metrics.jsonl"), default=0)
+
+
+def goes_on(job, folder, more=3, seconds=90):
+    """Wait until the run has done some more steps, and return the last one."""
+    goal = newest(folder) + more
+    deadline = time.monotonic() + seconds
+    while newest(folder) < goal:
+        assert job.process.poll() is None, job.output
+        assert time.monotonic() < deadline, job.output
+        time.sleep(0.1)
+    return newest(folder)
+
+
+def position(folder, step):
+    """Return what a step has of the data: positions, counts of tokens and of documents."""
+    parts = read_json(folder / f"checkpoint/step-{step}/state.json")["parts"]
+    return {name: parts[name] for name in ("loader", "progress", "per_source", "bad_documents")}
+
+
+def losses(folder):
+    return {step: values["loss"] for step, values in read_metrics(folder / "metrics.jsonl").items()}
+
+
+def assert_same_losses(one, other):
+    assert one.keys() == other.keys()
+    for step, loss in one.items():
+        assert loss == pytest.approx(other[step], rel=SAME_LOSS), f"step {step}"
+
+
+def test_without_faults_copies_are_replicas_of_one_world(tmp_path):
+    options = steps(12)
+    job = copies(tmp_path / "copies", *options)
+    assert job.ended() == 0
+    replicas = "--parallelism.data_parallel_replicate_degree=2"
+    world = alone(tmp_path / "world", *options, replicas, ranks=2)
+    ours = read_metrics(tmp_path / "copies/metrics.jsonl")
+    assert_same_losses(losses(tmp_path / "copies"), {s: v["loss"] for s, v in world.items()})
+    for step, values in ours.items():
+        assert values["grad_norm"] == pytest.approx(world[step]["grad_norm"], rel=1e-4)
+    assert ours[12]["copies"] == 2
+    assert position(tmp_path / "copies", 12) == position(tmp_path / "world", 12)
+
+
+def test_either_copy_is_killed_and_the_run_is_the_one_left_alone(tmp_path):
+    last = 300
+    folder = tmp_path / "run"
+    options = [*steps(last), *every(50)]
+    with copies(folder, *options) as job:
+        job.until("2 of 2 copies take part")
+        goes_on(job, folder)
+        for copy in (1, 0):
+            kill(job, copy)
+            job.until(rf"copy {copy} has failed")
+            joined = rf"copy {copy}\] copy {copy} goes on from step \d+ of a living copy"
+            job.until(rf"(?s)copy {copy} has failed.*{joined}")
+            goes_on(job, folder)
+        assert job.ended() == 0
+    assert job.output.count("started again in 1 s") == 2
+    assert "are not equal" not in job.output
+    alone(tmp_path / "alone", *options)
+    assert_same_losses(losses(folder), losses(tmp_path / "alone"))
+    assert position(folder, last) == position(tmp_path / "alone", last)
+    events, notes = read_events(folder / "events.jsonl")
+    assert not notes
+    assert [event["event"] for event in events].count("start") == 1
+
+
+def test_a_stopped_copy_and_a_lost_lighthouse_do_not_stop_the_run(tmp_path):
+    """The first copy writes the files; while it is stopped the second does."""
+    folder = tmp_path / "run"
+    with copies(folder, *steps(10_000), *every(10)) as job:
+        job.until("2 of 2 copies take part")
+        goes_on(job, folder)
+        stopped = ranks(job, 0)
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        job.until(r"copy 1\] 1 of 2 copies take part from step \d+ on, 2 before")
+        reached = goes_on(job, folder, more=12)
+        job.until(rf"copy 1\] checkpoint written to \S+step-{reached // 10 * 10}\n")
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        job.until(r"copy 0 goes on from step \d+ of a living copy")
+        goes_on(job, folder)
+
+        (lighthouse,) = processes(job, "titan_lite.lighthouse")
+        os.kill(lighthouse, signal.SIGKILL)
+        job.until(r"the lighthouse has ended \(killed by SIGKILL\): started again")
+        goes_on(job, folder)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.ended() == 75
+    last = newest(folder)
+    assert (folder / f"checkpoint/step-{last}").is_dir()
+    assert f"to go on: NCOPIES=2 NGPU=1 titan-lite train {DEBUG}" in job.output
+
+
+def test_when_all_copies_are_lost_the_run_goes_on_from_its_newest_step(tmp_path):
+    last = 40
+    folder = tmp_path / "run"
+    options = [*steps(last), *every(5)]
+    with copies(folder, *options) as job:
+        job.until("checkpoint written to .*step-10")
+        for copy in (0, 1):
+            kill(job, copy)
+        job.until(r"resumed from \S+step-\d+")
+        assert job.ended() == 0
+    alone(tmp_path / "alone", *options)
+    assert_same_losses(losses(folder), losses(tmp_path / "alone"))
+    assert position(folder, last) == position(tmp_path / "alone", last)
+
+
+def test_a_copy_of_another_recipe_is_refused_and_the_others_go_on(tmp_path):
+    folder = tmp_path / "run"
+    with copies(folder, *steps(10_000)) as job:
+        job.until("2 of 2 copies take part")
+        for pid in ranks(job, 1):
+            os.kill(pid, signal.SIGSTOP)  # another takes its place
+        job.until(r"copy 0\] 1 of 2 copies take part from step \d+ on, 2 before")
+        address = next(
+            variable
+            for variable in Path(f"/proc/{ranks(job, 0)[0]}/environ").read_text().split("\0")
+            if variable.startswith("TORCHFT_LIGHTHOUSE=")
+        ).partition("=")[2]
+        command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", folder)
+        other = ["--optimizer.lr=1e-5", f"--fault_tolerance.lighthouse={address}"]
+        done = run(
+            *command, *OPTIONS, *steps(10_000), *other, NCOPIES=2, COPY=1, NGPU=1, PYTHONSAFEPATH=1
+        )
+        assert done.returncode == 2
+        assert re.search("error: .*copy 1: its recipe, data, device, packages or code", done.stdout)
+        goes_on(job, folder)
+        for pid in ranks(job, 1):
+            os.kill(pid, signal.SIGCONT)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.ended() == 75
+
+
+def test_without_a_lighthouse_a_copy_is_refused_before_it_starts(tmp_path):
+    command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", tmp_path)
+    done = run(*command, *OPTIONS, NCOPIES=2, COPY=1, NGPU=1, PYTHONSAFEPATH=1)
+    assert done.returncode == 2
+    assert "fault_tolerance.lighthouse" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_copy_of_two_ranks_is_killed_twenty_times_at_any_moment(tmp_path):
+    """In its steps, while it starts and joins, and while the other one saves."""
+    import random
+
+    chosen = random.Random(0)
+    folder = tmp_path / "run"
+    with copies(folder, *steps(100_000), *every(10), ngpu=2) as job:
+        job.until("2 of 2 copies take part")
+        first = ranks(job, 0)
+        killed = 0
+        while killed < 20:
+            time.sleep(chosen.uniform(0.2, 20))
+            if alive := ranks(job, 1):
+                os.kill(chosen.choice(alive), signal.SIGKILL)
+                killed += 1
+            assert ranks(job, 0) == first, job.output
+        joined = job.output.count("goes on from step")
+        deadline = time.monotonic() + 120
+        while job.output.count("goes on from step") == joined:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        goes_on(job, folder, more=20)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.ended() == 75
+    assert "are not equal" not in job.output
+    last = newest(folder)
+    assert sorted(read_metrics(folder / "metrics.jsonl")) == list(range(1, last + 1))
+    alone(tmp_path / "alone", *steps(last, schedule=100_000), *every(last))
+    assert position(folder, last) == position(tmp_path / "alone", last)

@@ -1,0 +1,129 @@
+"""Copies that fail are started again, as long as the run goes on."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tiny import DEBUG
+
+from titan_lite import launch_copies as module
+from titan_lite.config import load_config
+from titan_lite.launch_copies import CopyProcesses
+from titan_lite.resilience.exit_code import FAILED, STOPPED, TRAINED, WRONG_INPUT
+
+
+class Programs(CopyProcesses):
+    """Copies that are programs of Python instead of ranks, without a lighthouse.
+
+    programs: of each copy those that it runs one after another, the last one again and again.
+    """
+
+    def __init__(self, folder, programs):
+        options = [
+            f"--job.dump_folder={folder}",
+            "--fault_tolerance.copies=2",
+            "--fault_tolerance.lighthouse=http://127.0.0.1:1",
+        ]
+        super().__init__(options, load_config(DEBUG, options), [()] * len(programs))
+        self.programs = programs
+        self.started = []
+
+    def start_due(self):
+        for copy, when in list(self.starts_at.items()):
+            if time.monotonic() < when:
+                continue
+            del self.starts_at[copy]
+            self.started.append(copy)
+            code, *others = self.programs[copy]
+            self.programs[copy] = others or [code]
+            self.running[copy] = subprocess.Popen([sys.executable, "-c", code])
+
+
+WAITS = "import time; time.sleep(60)"
+TRAINS = "pass"
+CODE = "raise SystemExit({})"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "MAX_DELAY", 0.0)
+    monkeypatch.setattr(module, "CHECK_INTERVAL", 0.02)
+    handlers = {number: signal.getsignal(number) for number in module.STOPPING}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def ended(folder, *programs):
+    copies = Programs(folder, [list(each) for each in programs])
+    return copies.run(), copies
+
+
+def step_of(folder, copy, step):
+    """The program of a copy that begins a step, and fails."""
+    path = (folder / f"copy-{copy}" if copy else folder) / "restarts.json"
+    path.parent.mkdir(exist_ok=True, parents=True)
+    text = json.dumps({"0": step})
+    return f"open({str(path)!r}, 'w').write({text!r}); raise SystemExit(1)"
+
+
+def test_a_copy_that_fails_is_started_again(tmp_path, capfd):
+    code, copies = ended(tmp_path, [TRAINS], [CODE.format(1), TRAINS])
+    assert code == TRAINED
+    assert sorted(copies.started) == [0, 1, 1]
+    assert (
+        "titan_lite: copy 1 has failed (exit code 1): started again in 0 s"
+        in capfd.readouterr().err
+    )
+
+
+def test_copies_that_fail_without_a_step_end_the_run(tmp_path, capfd):
+    code, copies = ended(tmp_path, [WAITS], [CODE.format(1)])
+    assert code == FAILED
+    assert copies.started.count(1) == 3 * 2 + 1
+    assert "error: copies have failed 7 times without a further step" in capfd.readouterr().err
+
+
+def test_copies_that_fail_while_the_run_goes_on_are_started_again(tmp_path):
+    steps = [step_of(tmp_path, 1, step) for step in range(1, 12)]
+    code, copies = ended(tmp_path, [TRAINS], [*steps, TRAINS])
+    assert code == TRAINED
+    assert copies.started.count(1) == 12
+
+
+def test_a_step_that_fails_again_and_again_ends_the_run(tmp_path):
+    code, copies = ended(tmp_path, [TRAINS.replace("pass", WAITS)], [step_of(tmp_path, 1, 13)])
+    assert code == FAILED
+    assert copies.started.count(1) == 3 * 2 + 1
+
+
+def test_wrong_input_ends_all_copies_before_the_run_has_begun(tmp_path):
+    assert ended(tmp_path, [WAITS], [CODE.format(2)])[0] == WRONG_INPUT
+
+
+def test_a_copy_of_another_recipe_does_not_end_the_run(tmp_path):
+    step_of(tmp_path, 0, 5)
+    (tmp_path / "restarts.json").write_text('{"0": 5}')
+    code, copies = ended(tmp_path, ["import time; time.sleep(1)"], [CODE.format(2)])
+    assert code == TRAINED
+    assert sorted(copies.started) == [0, 1]
+
+
+def test_a_signal_stops_all_copies(tmp_path):
+    ends = "import signal, time; signal.signal(15, lambda *_: exit(75)); time.sleep(60)"
+    copies = Programs(tmp_path, [[ends], [f"import time; time.sleep(0.2); {ends}"]])
+    copies.signal = signal.SIGTERM
+    real = copies.stop
+
+    def later(number):
+        while len(copies.running) < 2:
+            copies.start_due()
+        time.sleep(0.5)
+        real(number)
+
+    copies.stop = later
+    assert copies.run() == STOPPED
+    assert set(copies.codes) == {0, 1}

@@ -1,0 +1,162 @@
+"""Say which share of a run's time went into steps that count, and where the rest went.
+
+    spent = time_spent(folder, copies=1)
+    spent.describe()     # "goodput: 91.2% of 3.2 h in steps that count; start 4.1%, saving 3.0%"
+
+The times are those of metrics.jsonl and events.jsonl, over all starts of the run:
+
+    start         until the first step of a process, and what its first steps take longer
+    validation
+    saving        that training waits for
+    waiting       of a copy of the model for others (fault_tolerance)
+    recovery      of a copy that takes the state of another one
+    undone        steps that did not count, since a copy was lost in them
+    done again    steps after the checkpoint that a later start resumed from
+    missing       copies that were lost: their share of steps that count
+    not running   the rest: between two starts, and what a killed process did last
+
+Imports no torch.
+"""
+
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from titan_lite.metrics.run_files import read_lines
+
+SECONDS_OF = "seconds_"  # the beginning of a metric: seconds since the line before, by their cause
+COUNTED = "steps that count"
+LEAST_SHARE = 5e-4  # of a cause that is named
+
+
+@dataclass(frozen=True)
+class TimeSpent:
+    """The seconds of a run by what they went into."""
+
+    seconds: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that went into steps that count; 0 if there are none."""
+        return self.seconds[COUNTED] / self.total if self.total else 0.0
+
+    def describe(self) -> str:
+        """Return a line; "" without a step."""
+        if not self.seconds[COUNTED]:
+            return ""
+        shares = {cause: seconds / self.total for cause, seconds in self.seconds.items()}
+        line = f"goodput: {shares.pop(COUNTED):.1%} of {duration(self.total)} in {COUNTED}"
+        lost = [
+            f"{cause} {share:.1%}"
+            for cause, share in sorted(shares.items(), key=lambda item: -item[1])
+            if share > LEAST_SHARE
+        ]
+        return f"{line}; {', '.join(lost)}" if lost else line
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as hours, minutes or seconds."""
+    if seconds > 7200:
+        return f"{seconds / 3600:,.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds > 120 else f"{seconds:.1f} s"
+
+
+@dataclass
+class _Window:
+    """The steps of a process from one line of metrics.jsonl to the next."""
+
+    first: int
+    last: int
+    seconds: float  # of a step
+    copies: float  # that took part
+
+
+def time_spent(folder: Path, copies: int = 1) -> TimeSpent:
+    """Return the times of all starts of a run so far. copies: that it has if none is lost."""
+    spent: dict[str, float] = defaultdict(float)
+    spent[COUNTED] = 0.0
+    kept: list[_Window] = []
+    attempt: list[_Window] = []
+    step = 0
+    for _, entry in read_lines(folder / "metrics.jsonl"):
+        if entry is None:
+            continue
+        if "resumed_from" in entry:
+            kept += _without_start(attempt, spent)
+            step = entry["resumed_from"]
+            kept = _without_done_again(kept, step, spent)
+            attempt = []
+            continue
+        for name, value in entry.items():
+            if name.startswith(SECONDS_OF):
+                spent[name.removeprefix(SECONDS_OF)] += value
+        if entry.get("step_time") is not None:
+            last = entry["step"]
+            window = _Window(step + 1, last, entry["step_time"], entry.get("copies", copies))
+            attempt.append(window)
+            step = last
+    kept += _without_start(attempt, spent)
+    for window in kept:
+        seconds = (window.last - window.first + 1) * window.seconds
+        present = min(1.0, window.copies / copies)
+        spent[COUNTED] += seconds * present
+        spent["missing"] += seconds * (1 - present)
+    spent["not running"] = max(0.0, _wall_time(folder, spent) - sum(spent.values()))
+    return TimeSpent(dict(spent))
+
+
+def _without_start(attempt: list[_Window], spent: dict[str, float]) -> list[_Window]:
+    """Return the windows of a process, of which the first one takes as long as later ones; what it
+    takes longer, as for compilation, counts to the start.
+    """
+    if len(attempt) < 2:
+        return attempt
+    first, *later = attempt
+    usual = min(first.seconds, statistics.median(window.seconds for window in later))
+    steps = first.last - first.first + 1
+    spent["start"] += steps * (first.seconds - usual)
+    return [_Window(first.first, first.last, usual, first.copies), *later]
+
+
+def _without_done_again(
+    windows: list[_Window], step: int, spent: dict[str, float]
+) -> list[_Window]:
+    """Return the steps up to `step`; those after it are done again."""
+    kept = []
+    for window in windows:
+        last = min(window.last, step)
+        steps = max(0, last - window.first + 1)
+        spent["done again"] += (window.last - window.first + 1 - steps) * window.seconds
+        if steps:
+            kept.append(_Window(window.first, last, window.seconds, window.copies))
+    return kept
+
+
+def _wall_time(folder: Path, spent: dict[str, float]) -> float:
+    """Return the seconds from the first start to the last event, and add the starts to `spent`."""
+    moments: list[float] = []
+    before_first_event = 0.0
+    for _, entry in read_lines(folder / "events.jsonl"):
+        if entry is None or not isinstance(entry.get("time"), str):
+            continue
+        try:
+            moments.append(datetime.fromisoformat(entry["time"]).timestamp())
+        except ValueError:
+            continue
+        parts: dict[str, Any] = entry.get("seconds") or {}
+        # the others are in the windows of metrics.jsonl
+        seconds = sum(
+            value for part, value in parts.items() if part not in ("first step", "validation")
+        )
+        before_first_event = before_first_event or seconds
+        spent["start"] += seconds
+    if not moments:
+        return 0.0
+    return max(moments) - min(moments) + before_first_event
