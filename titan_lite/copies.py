@@ -16,7 +16,8 @@ resilience/quorum.py finds the living copies and sums over them.
 
 import json
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from titan_lite.trainer import Trainer
 
 SHORT = 0.5  # seconds of a quorum that count to the step; a longer one is a wait
+IDENTITY = "identity"  # name of what `identity_of` returns, among the parts of a state
 DIFFERENCES = ("", "recipe", "state")  # of copies, which of them are wrong
 
 
@@ -85,12 +87,12 @@ class Copies:
         self.steps = 0  # that this process has committed
         self.began = 0.0  # the present step, by time.perf_counter
         self.identity = identity_of(trainer.identity)
-        self.state_before = CopyState({}, {})  # with which the present step began
+        self.parts_before: dict[str, Any] = {}  # the state that the present step began with
         self.quorum = Quorum(
             self.config,
             self.number,
             trainer.device,
-            state_of=lambda: self.state_before,
+            state_of=lambda: CopyState(self.tensors(), self.parts_before),
             progress=trainer.watchdog.progress,
         )
 
@@ -149,7 +151,7 @@ class Copies:
         trainer = self.trainer
         if trainer.is_finished or trainer.stop.requested:
             return False
-        self.state_before = self.state()
+        self.parts_before = self.parts()
         living = self.living
         started = time.perf_counter()
         with trainer.watchdog.phase("waiting for other copies", "init_timeout_seconds"):
@@ -164,7 +166,7 @@ class Copies:
                 self.load(received)
                 trainer.throughput.start(trainer.step)
                 trainer.throughput.exclude_since(started, "recovery")
-                self.state_before = self.state()
+                self.parts_before = self.parts()
         if self.living != living or received is not None:
             trainer.throughput.ranks = trainer.world_size * self.living
             self.describe_change(living)
@@ -226,36 +228,40 @@ class Copies:
 
     # The state
 
-    def state(self) -> CopyState:
-        """Return this rank's state between two steps. A collective in this copy."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's shards of parameters and optimizer state, by their names."""
+        return {name: local(tensor) for name, tensor in self.trainer.tensors().items()}
+
+    def parts(self) -> dict[str, Any]:
+        """Return the rest of this rank's state between two steps. A collective in this copy."""
         trainer = self.trainer
         trainer.bad_documents.gather([loader.pop_skipped() for loader in trainer.loaders])
         trainer.per_source.gather()
-        return CopyState(
-            tensors={name: local(tensor) for name, tensor in trainer.tensors().items()},
-            parts={name: part.state_dict() for name, part in trainer.stateful.items()},
-        )
+        parts = {name: part.state_dict() for name, part in trainer.stateful.items()}
+        return {IDENTITY: self.identity, **parts}
 
     def load(self, received: CopyState) -> None:
-        """Go on from the state of another copy. Raises TrainingError if it is not of this model."""
-        trainer = self.trainer
-        tensors = {name: local(tensor) for name, tensor in trainer.tensors().items()}
-        if tensors.keys() != received.tensors.keys():
-            raise TrainingError(
-                "the state of another copy has other tensors than this one; start all copies with"
-                " the same recipe and the same number of ranks"
-            )
+        """Go on from the state of another copy. Raises ConfigError if it has another recipe."""
+        if received.parts[IDENTITY] != self.identity:
+            raise self.other_recipe()
         with torch.no_grad():
-            for name, tensor in tensors.items():
+            for name, tensor in self.tensors().items():
                 tensor.copy_(received.tensors[name])
-        self.load_parts(received)
-        trainer.model.parameters_have_changed()
+        self.load_parts(received.parts)
+        self.trainer.model.parameters_have_changed()
 
-    def load_parts(self, state: CopyState) -> None:
-        trainer = self.trainer
-        for name, part in trainer.stateful.items():
-            part.load_state_dict(state.parts[name])
-        events.step = trainer.step
+    def load_parts(self, parts: Mapping[str, Any]) -> None:
+        for name, part in self.trainer.stateful.items():
+            part.load_state_dict(parts[name])
+        events.step = self.trainer.step
+
+    def other_recipe(self) -> ConfigError:
+        """Return the error of a copy that cannot train with the others."""
+        return ConfigError(
+            f"copy {self.number}: its recipe, data, device, packages or code are not those of the"
+            " copies that train; start it as they were started (the recipe is"
+            f" {self.trainer.dump_folder / 'config.toml'})"
+        )
 
     # A step
 
@@ -294,6 +300,7 @@ class Copies:
         gradients = self.gradients()
         counts = [trainer.per_source.own, *trainer.expert_balance.counts()]
         self.quorum.sum([*gradients, *counts, totals])
+        trainer.watchdog.progress()
         difference = self.compare()
         if not self.quorum.commit():
             self.undo(difference)
@@ -326,7 +333,7 @@ class Copies:
         freq = trainer.config.training.compare_copies_freq
         checksum = 0
         if freq and trainer.step % freq == 0:
-            checksums = [examine(tensor)[0] for tensor in self.state_before.tensors.values()]
+            checksums = [examine(tensor)[0] for tensor in self.tensors().values()]
             checksum = int(torch.stack(checksums).sum())
         own = torch.tensor([self.identity, checksum], dtype=torch.int64, device=trainer.device)
         extremes = torch.cat((own, ~own))  # max(~x) is ~min(x), without overflow
@@ -355,18 +362,14 @@ class Copies:
         trainer.optimizer.zero_grad()
         trainer.per_source.forget()
         step = trainer.step
-        self.load_parts(self.state_before)
+        self.load_parts(self.parts_before)
         trainer.throughput.exclude_since(self.began, "undone")
         (found,) = max_over_ranks(DIFFERENCES.index(difference))
         difference = DIFFERENCES[found]
         if difference == "recipe":
             reason = "a copy has joined with another recipe, data, device or version of the code"
             if not self.steps:
-                raise ConfigError(
-                    f"copy {self.number}: its recipe, data, device, packages or code are not those"
-                    " of the copies that train; start it as they were started (the recipe is"
-                    f" {trainer.dump_folder / 'config.toml'})"
-                )
+                raise self.other_recipe()
         elif difference == "state":
             raise TrainingError(
                 f"step {step}: parameters or optimizer state of copies of the model are not equal"

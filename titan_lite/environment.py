@@ -9,6 +9,7 @@ import os
 import re
 import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from titan_lite.config import ConfigError, FaultTolerance
 from titan_lite.logging import log_ranks
@@ -104,6 +105,29 @@ def set_torchft_variables() -> None:
     # It ends a process in which its own thread has not run for 30 s, such as a copy that was
     # stopped and goes on. For a hang there is the watchdog.
     os.environ.setdefault("TORCHFT_WATCHDOG_TIMEOUT_SEC", "86400")
+
+
+def address_towards(url: str) -> str:
+    """Return the address by which this machine reaches a server, and the server this machine.
+
+    LOCAL_ADDR, if it is set. Raises ConfigError if this machine knows no way to the server.
+    """
+    if address := os.environ.get("LOCAL_ADDR"):
+        return address
+    parts = urlsplit(url)
+    try:
+        family, kind, *_, server = socket.getaddrinfo(
+            parts.hostname, parts.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as connection:
+            connection.connect(server)  # of UDP: nothing is sent
+            name: str = connection.getsockname()[0]
+            return name
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"{url}: this machine knows no way to it ({error}); use a name or an address that it"
+            " knows, or LOCAL_ADDR"
+        ) from None
 
 
 def resolves(host: str) -> bool:

@@ -34,6 +34,7 @@ from titan_lite.environment import (
     COPY,
     LAST_PORT,
     SUPERVISOR,
+    address_towards,
     check_working_folder,
     resolves,
     usable_cores,
@@ -42,6 +43,8 @@ from titan_lite.environment import (
 from titan_lite.processes import large_imports, signal_when_parent_dies
 from titan_lite.resilience import exit_code
 from titan_lite.resilience.signals import LAUNCHER, STOPPING, write_line
+from titan_lite.rules.fault_tolerance import missing_lighthouse
+from titan_lite.rules.mistakes import raise_mistakes
 
 if TYPE_CHECKING:
     from titan_lite.launch_copies import CopyProcesses
@@ -156,7 +159,12 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     path, *keys = arguments
     config = load_config(path, keys)
     rules.check_keys(config)
-    nodes, rendezvous = check_variables()
+    of_lone_copy = config.fault_tolerance.copies > 1 and SUPERVISOR not in os.environ
+    lone_address = LOOPBACK
+    if of_lone_copy:  # others reach its store
+        raise_mistakes(config, missing_lighthouse(config))
+        lone_address = address_towards(config.fault_tolerance.address)
+    nodes, rendezvous = check_variables(lone_address)
     address = split_endpoint(os.environ["RDZV_ENDPOINT"]) if nodes != "1" else None
     gpus = count_gpus()
     processes = int(os.environ.get("NGPU") or gpus or 2)
@@ -186,7 +194,8 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     if config.model.verify and recipe.needs_verification(config):
         verification = verification_of(config, world_size if ":" not in nodes else None)
     if address is None:
-        use_loopback()
+        if lone_address == LOOPBACK:
+            use_loopback()
         is_first = True
     else:
         is_first = check_endpoint(
@@ -205,18 +214,21 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def check_variables() -> tuple[str, list[str]]:
-    """Return (NNODES, the launcher's options for the rendezvous). Raises ConfigError."""
+def check_variables(lone_address: str = LOOPBACK) -> tuple[str, list[str]]:
+    """Return (NNODES, the launcher's options for the rendezvous). Raises ConfigError.
+
+    lone_address: of this node, where it is the only one.
+    """
     environment = {name: os.environ[name] for name in os.environ if os.environ[name]}
     for name in VARIABLES:
         check_number(name)
     nodes = environment.get("NNODES", "1")
-    alone = f"{LOOPBACK}:0"  # port 0: a free one
+    alone = f"{lone_address}:0"  # port 0: a free one
     address = alone if nodes == "1" else environment.get("RDZV_ENDPOINT", "")
     options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address]
     options += ["--rdzv-id", environment.get("RDZV_ID", "titan_lite")]
     if nodes == "1":  # otherwise ranks look up this node's name, which need not be known
-        options += ["--local-addr", LOOPBACK]
+        options += ["--local-addr", lone_address]
     else:
         if not address:
             raise ConfigError(

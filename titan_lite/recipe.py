@@ -61,7 +61,7 @@ Environment variables of ./run_train.sh and titan-lite train:
   RDZV_ID        name of the run, the same on all nodes (default: titan_lite)
   NCOPIES        copies of the model on this machine, which train on when one is lost (sets
                  fault_tolerance.copies); NGPU is then of each
-  COPY           the number of this copy, where each is started alone, with fault_tolerance.lighthouse
+  COPY           number of this copy, where each is started alone (fault_tolerance.lighthouse)
   MAX_RESTARTS   times that all processes are started again after a failure, from the newest step
                  saved (default: 0)
 

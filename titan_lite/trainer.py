@@ -238,7 +238,7 @@ class Trainer:
         exit_code.record(exit_code.FAILED)
         self.checkpointer.lock_on_first()
         self.checkpointer.check_shared()
-        if self.rank == 0:
+        if self.is_alone:
             self.detach_files()
         check_agreement(self.layout)
         self.mesh = build_mesh(degrees, self.device.type)
@@ -770,7 +770,7 @@ class Trainer:
                 raise
             raise TrainingError(f"another copy saves meanwhile: {error}", everywhere=True) from None
         if step is None:
-            self.bad_documents.restart(keeps_file=self.rank == 0)
+            self.bad_documents.restart(keeps_file=self.is_alone)
             path = config.checkpoint.initial_load_path
             tensors = {**self.parameters, **self.model.buffers}
             load_initial(path, self.layout.model, tensors, self.dump_folder)
@@ -791,8 +791,8 @@ class Trainer:
             del stateful["loader"], stateful["bad_documents"]
         saved.load_into(stateful)
         if changes.restarts_data:
-            self.bad_documents.restart(keeps_file=self.rank == 0)
-        elif self.rank == 0:
+            self.bad_documents.restart(keeps_file=self.is_alone)
+        elif self.is_alone:
             self.bad_documents.rewrite()
         if not self.config.validation.enable:
             self.progress.validation_due = False
@@ -803,6 +803,11 @@ class Trainer:
     def step(self) -> int:
         """The optimizer step that runs, or the last one that is done."""
         return self.progress.step
+
+    @property
+    def is_alone(self) -> bool:
+        """True on the first rank, unless other copies of the model have begun this run."""
+        return self.rank == 0 and self.checkpointer.run_lock.is_alone
 
     @property
     def is_finished(self) -> bool:

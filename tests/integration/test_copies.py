@@ -16,6 +16,7 @@ from commands import Job, python, run, train
 from descendants import runs
 from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
 
+from titan_lite.launch_copies import free_port
 from titan_lite.manifest import read_json
 from titan_lite.metrics.run_files import read_events, read_metrics
 
@@ -206,6 +207,36 @@ def test_a_copy_of_another_recipe_is_refused_and_the_others_go_on(tmp_path):
             os.kill(pid, signal.SIGCONT)
         job.process.send_signal(signal.SIGTERM)
         assert job.ended() == 75
+
+
+def test_copies_that_are_started_one_by_one_meet_at_a_lighthouse(tmp_path):
+    port = free_port()
+    lighthouse = Job(
+        tmp_path / "lighthouse.log",
+        *python("-m", "titan_lite.lighthouse", "--host", "127.0.0.1", "--port", port),
+        PYTHONSAFEPATH=1,
+    )
+    options = [f"--fault_tolerance.lighthouse=http://127.0.0.1:{port}", *steps(200)]
+    with lighthouse:
+        lighthouse.until("lighthouse: ")
+        command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", tmp_path / "run")
+        jobs = [
+            Job(
+                tmp_path / f"{copy}.log",
+                *command,
+                *OPTIONS,
+                *options,
+                NCOPIES=2,
+                COPY=copy,
+                NGPU=1,
+                PYTHONSAFEPATH=1,
+            )
+            for copy in range(2)
+        ]
+        assert [job.ended() for job in jobs] == [0, 0]
+    assert "2 of 2 copies take part" in jobs[0].output
+    assert "copy 0] done: step 200" in jobs[0].output
+    assert newest(tmp_path / "run") == 200
 
 
 def test_without_a_lighthouse_a_copy_is_refused_before_it_starts(tmp_path):

@@ -201,6 +201,13 @@ HERE = {
     "MAX_RESTARTS=5 ./run_train.sh": Run(
         "done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/restarts"
     ),
+    "NCOPIES=2 ./run_train.sh": Run(
+        "[copy 0] done: step 1",
+        f"{SHORT} --training.steps 1 --job.dump_folder outputs/copies",
+    ),
+    "python scripts/benchmark_faults.py": Run(
+        "steps that counted", "--minutes 0.2 --every 6 -- --training.seq_len=64"
+    ),
     "python scripts/write_docs.py": Run("", quick=True),
     "scripts/test_versions.sh 2.11.0 2.14.1": Run("torch 2.14.1: passed", "-- --version"),
     "python scripts/gpu_day.py --device cpu": Run("| debug | FSDP2 loop, compiled |"),
@@ -300,6 +307,14 @@ ELSEWHERE = {
     ),
     "NNODES=2 RDZV_ENDPOINT=node0:29500 ./run_train.sh": (
         "test_with_restarts_both_meet_again_when_the_cable_is_mended"
+    ),
+    **dict.fromkeys(
+        (
+            "python -m titan_lite.lighthouse --port 29510",
+            "NCOPIES=2 COPY=0 ./run_train.sh --fault_tolerance.lighthouse http://node0:29510",
+            "NCOPIES=2 COPY=1 ./run_train.sh --fault_tolerance.lighthouse http://node0:29510",
+        ),
+        "test_copies_that_are_started_one_by_one_meet_at_a_lighthouse",
     ),
     "torchrun --nproc-per-node 2 -m titan_lite.train train_configs/debug_model.toml": (
         "test_a_signal_under_torchrun_alone_saves_the_step"

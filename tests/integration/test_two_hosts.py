@@ -5,7 +5,9 @@ other that can be cut.
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -75,6 +77,27 @@ class Hosts:
                 Job(f"{folder}-{number}.log", *command, **nodes, GLOO_SOCKET_IFNAME="cable")
             )
         return launchers
+
+    def start_copies(self, folder, *options):
+        """A lighthouse on the first, and one copy of the model on each, of one rank."""
+        serve = [sys.executable, "-m", "titan_lite.lighthouse", "--host", self.addresses[0]]
+        lighthouse = Job(
+            f"{folder}-lighthouse.log",
+            "ip",
+            "netns",
+            "exec",
+            self.names[0],
+            *serve,
+            PYTHONSAFEPATH=1,
+        )
+        lighthouse.until("lighthouse: ")
+        copies = []
+        for number, name in enumerate(self.names):
+            command = ["ip", "netns", "exec", name, *script(folder, *options)]
+            address = f"--fault_tolerance.lighthouse=http://{self.addresses[0]}:29510"
+            variables = {"NCOPIES": 2, "COPY": number, "NGPU": 1, "GLOO_SOCKET_IFNAME": "cable"}
+            copies.append(Job(f"{folder}-{number}.log", *command, address, **variables))
+        return [lighthouse, *copies]
 
 
 @pytest.fixture
@@ -170,4 +193,24 @@ def test_a_launcher_that_is_killed_on_one_host_stops_both_saved(killed, hosts, t
     launchers[killed].process.wait()
     launchers[0].until("stopped: step ")
     assert f"the death of its launcher noticed by rank {killed} at step" in launchers[0].output
+    assert saved_steps(folder)
+
+
+def test_a_copy_whose_cable_is_cut_is_left_out_and_joins_when_it_is_mended(hosts, tmp_path):
+    pytest.importorskip("torchft")
+    folder = tmp_path / "run"
+    options = [*OPTIONS, *steps(100_000), "--validation.no-enable", "--checkpoint.interval=100"]
+    options += ["--training.compare_copies_freq=1", f"--fault_tolerance.timeout_seconds={LIMIT}"]
+    lighthouse, first, second = hosts.start_copies(folder, *options)
+    with lighthouse, first, second:
+        first.until("2 of 2 copies take part")
+        hosts.cable("down")
+        first.until(r"1 of 2 copies take part from step \d+ on, 2 before")
+        second.until(r"waiting for the lighthouse \S+, which does not answer")
+        hosts.cable("up")
+        second.until(r"copy 1 goes on from step \d+ of a living copy")
+        first.until(r"(?s)1 of 2 copies take part.* 2 of 2 copies take part")
+        first.process.send_signal(signal.SIGTERM)
+        assert [first.ended(), second.ended()] == [75, 75]
+    assert "are not equal" not in first.output + second.output
     assert saved_steps(folder)

@@ -46,6 +46,7 @@ class FolderLock:
         self.path = folder / "lock"
         self.file_lock = FileLock(self.path, blocking=False, fallback_to_soft=False)
         self.locked_file: Inode | None = None
+        self.shared_file: int | None = None  # open, with a lock that copies of the run share
         self.is_alone = True  # no other copy of the run had the lock
 
     def acquire(self, run: str = "") -> bool:
@@ -108,8 +109,15 @@ class FolderLock:
                 os.close(file)
                 raise Timeout(str(self.path))
             time.sleep(0.1)
+        self.shared_file = file
         # a worker of a data loader would keep the lock of a process that has ended
-        os.register_at_fork(after_in_child=lambda: os.close(file))
+        os.register_at_fork(after_in_child=self._close)
+
+    def _close(self) -> None:
+        """Close the file of a shared lock, once: its number is given to other files then."""
+        if self.shared_file is not None:
+            os.close(self.shared_file)
+            self.shared_file = None
 
     def is_held(self) -> bool:
         """Return False if the lock file of this process is gone or replaced; True also if this

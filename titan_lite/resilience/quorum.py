@@ -41,7 +41,9 @@ from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
 
 from titan_lite.config import FaultTolerance
 from titan_lite.distributed.process_group import first_line, max_over_ranks
+from titan_lite.environment import address_towards
 from titan_lite.logging import logger
+from titan_lite.resilience import TrainingError
 from titan_lite.resilience.state_transfer import CopyState, StateTransfer
 
 BUCKET_BYTES = 2**26  # of a sum: few large ones hide the latency of a network
@@ -73,7 +75,8 @@ class Quorum:
         self.received: CopyState | None = None  # of another copy, which this one goes on from
         timeout = timedelta(seconds=settings.timeout_seconds)
         group = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
-        host = own_address()
+        self._await_lighthouse()
+        host = address_towards(settings.address)
         self.manager = Manager(
             pg=group(timeout=timeout),
             load_state_dict=self._keep,
@@ -117,6 +120,7 @@ class Quorum:
                 self.manager.start_quorum()
                 break
             except (RuntimeError, TimeoutError):
+                self.manager._quorum_future = None  # its error would be raised again
                 is_over = time.monotonic() - started > self.settings.wait_seconds or stops()
                 if max_over_ranks(int(is_over)) == [1]:
                     return False
@@ -131,13 +135,31 @@ class Quorum:
         self.index = self.manager.participating_rank() or 0
         return True
 
-    def _missing(self) -> str:
-        """Return what a quorum lacks."""
+    def _await_lighthouse(self) -> None:
+        """Wait until the lighthouse answers. Raises TrainingError after the limit."""
+        deadline = time.monotonic() + self.settings.wait_seconds
+        while reason := self._silence_of_lighthouse():
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    f"the lighthouse {self.settings.address} does not answer for"
+                    f" {self.settings.wait_seconds} s (fault_tolerance.wait_seconds): {reason}",
+                    everywhere=True,
+                )
+            self.progress()
+            time.sleep(0.2)
+
+    def _silence_of_lighthouse(self) -> str:
+        """Return why the lighthouse does not answer; "" if it does."""
         address = urlsplit(self.settings.address)
         try:
             socket.create_connection((address.hostname, address.port), timeout=2).close()
         except OSError as error:
-            reason = error.strerror or str(error)
+            return error.strerror or str(error)
+        return ""
+
+    def _missing(self) -> str:
+        """Return what a quorum lacks."""
+        if reason := self._silence_of_lighthouse():
             return f"the lighthouse {self.settings.address}, which does not answer ({reason})"
         return f"other copies (fault_tolerance.min_copies = {self.settings.min_copies})"
 
@@ -196,13 +218,3 @@ def buckets_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         nbytes += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def own_address() -> str:
-    """Return the address by which other copies reach this process: the one by which its own ranks
-    reach each other, where that is this machine's alone, else this machine's name.
-    """
-    master = os.environ["MASTER_ADDR"]
-    if master in ("127.0.0.1", "::1", "localhost"):
-        return master
-    return os.environ.get("LOCAL_ADDR") or socket.gethostname()

@@ -1,9 +1,12 @@
 """Rules of [fault_tolerance]: what goes together with copies of the model that may be lost."""
 
+import os
 import re
+import sys
 from collections.abc import Iterator
 
 from titan_lite.config import KEYS, Config
+from titan_lite.environment import COPY
 from titan_lite.rules.metrics import is_installed
 from titan_lite.rules.mistakes import Mistake, rule_of_keys
 
@@ -30,6 +33,15 @@ def copies_are_enough(config: Config) -> Iterator[Mistake]:
         why = f"is more than fault_tolerance.copies = {settings.copies}"
         instead = f"1 to {settings.copies}"
         yield Mistake("fault_tolerance.min_copies", settings.min_copies, why, instead)
+
+
+@rule_of_keys
+def a_sum_ends_before_a_step_is_called_a_hang(config: Config) -> Iterator[Mistake]:
+    seconds = config.fault_tolerance.timeout_seconds
+    limit = config.comm.train_timeout_seconds
+    if config.fault_tolerance.copies > 1 and seconds >= limit:
+        why = f"is not below comm.train_timeout_seconds = {limit}, after which a copy ends"
+        yield Mistake("fault_tolerance.timeout_seconds", seconds, why, f"less than {limit}")
 
 
 @rule_of_keys
@@ -64,5 +76,22 @@ def missing_torchft(config: Config) -> Iterator[Mistake]:
             key="fault_tolerance.copies",
             value=copies,
             why="needs torchft, which is not installed here",
-            instead="it after pip install 'titan_lite[fault_tolerance]', or 1",
+            instead=(
+                f"it after {sys.executable} -m pip install 'torchft>=0.2', which is the extra"
+                " titan_lite[fault_tolerance], or 1"
+            ),
+        )
+
+
+def missing_lighthouse(config: Config) -> Iterator[Mistake]:
+    """Yield a mistake if a copy that was started alone does not know where the others are."""
+    if config.fault_tolerance.copies > 1 and not config.fault_tolerance.address:
+        yield Mistake(
+            key="fault_tolerance.lighthouse",
+            value="",
+            why=(
+                f"names no lighthouse for copy {os.environ.get(COPY, 0)}, which ./run_train.sh has"
+                " not started together with the others"
+            ),
+            instead="http://HOST:PORT of python -m titan_lite.lighthouse",
         )

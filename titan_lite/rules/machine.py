@@ -27,11 +27,11 @@ from titan_lite.distributed.memory import (
     steady_bytes,
 )
 from titan_lite.distributed.process_group import all_equal
-from titan_lite.environment import COPY
 from titan_lite.logging import logger
 from titan_lite.models.attention import check_kernel
 from titan_lite.models.shapes import shape_words
 from titan_lite.rules import check, check_inputs
+from titan_lite.rules.fault_tolerance import missing_lighthouse
 from titan_lite.rules.float8 import float8_has_results_on_gpus
 from titan_lite.rules.mistakes import Mistake, Rule, raise_mistakes
 
@@ -81,16 +81,7 @@ def check_initial_weights(config: Config, layout: Layout) -> None:
 
 @rule_of_machine
 def copies_have_a_lighthouse(config: Config, layout: Layout) -> Iterator[Mistake]:
-    if config.fault_tolerance.copies > 1 and not config.fault_tolerance.address:
-        yield Mistake(
-            key="fault_tolerance.lighthouse",
-            value="",
-            why=(
-                f"names no lighthouse for copy {os.environ.get(COPY, 0)}, which ./run_train.sh has"
-                " not started together with the others"
-            ),
-            instead="http://HOST:PORT of python -m titan_lite.lighthouse",
-        )
+    yield from missing_lighthouse(config)
 
 
 # GPUs

@@ -464,6 +464,11 @@ COPIES = "--fault_tolerance.copies=2"
             " use 1 to 2",
         ),
         (
+            [COPIES, "--comm.train_timeout_seconds=60"],
+            "default: fault_tolerance.timeout_seconds = 60 is not below comm.train_timeout_seconds"
+            " = 60, after which a copy ends; use less than 60",
+        ),
+        (
             ["--fault_tolerance.min_copies=2"],
             "command line: fault_tolerance.min_copies = 2 has no effect with fault_tolerance.copies"
             " = 1; use fault_tolerance.copies = 2 or more, or remove it",
