@@ -93,6 +93,8 @@ def main(arguments: Sequence[str]) -> int:
         check_working_folder()
         if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
             return recipe.main(arguments)
+        if SUPERVISOR not in os.environ:
+            set_command(arguments)
         arguments = with_copies(arguments)
         if COPY not in os.environ and (copies := copies_here(arguments)):
             return copies.run()
@@ -142,7 +144,6 @@ def copies_here(arguments: Sequence[str]) -> "CopyProcesses | None":
             f" NGPU={max(1, gpus // copies)}, or fewer copies"
         )
     recipe.check_world(config, processes)
-    set_command(arguments)
     os.environ.pop("NCOPIES", None)  # it is in the arguments
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     names = names or [str(index) for index in range(gpus)]
@@ -177,7 +178,7 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
         if not gpus and not gpus_are_hidden():
             warn_of_slow_steps(Layout.from_config(config, world_size), usable_cores())
     restarts = os.environ.get("MAX_RESTARTS") or "0"
-    set_environment(arguments, gpus, processes)
+    set_environment(gpus, processes)
     if restarts != "0" or nodes != "1":
         # Otherwise all attempts share one store, where processes find addresses of the attempt
         # before and wait for them until the time limit (torch 2.11 to 2.13;
@@ -369,7 +370,7 @@ def output_of(*command: str) -> str | None:
         return None
 
 
-def set_environment(arguments: Sequence[str], gpus: int, processes: int) -> None:
+def set_environment(gpus: int, processes: int) -> None:
     """Set what the processes read from the environment, where the user has not."""
     if not os.environ.get("OMP_NUM_THREADS"):  # the processes of a node share its cores
         os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // processes))
@@ -384,8 +385,6 @@ def set_environment(arguments: Sequence[str], gpus: int, processes: int) -> None
     if str(SHIPPED.parent) == root:  # a checkout, which need not be installed
         paths = [root, os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    if SUPERVISOR not in os.environ:
-        set_command(arguments)
     os.environ.setdefault("LOG_RANK", "0")
 
 

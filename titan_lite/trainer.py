@@ -64,10 +64,7 @@ from titan_lite.distributed.parallelize import (
 from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.pipeline import DeviceBatch
 from titan_lite.distributed.powersgd import PowerSGD
-from titan_lite.distributed.process_group import (
-    connect_store,
-    init_process_group,
-)
+from titan_lite.distributed.process_group import connect_store, init_process_group
 from titan_lite.dtensor import gradient_shard
 from titan_lite.environment import copy_number, folder_of_copy, set_torchft_variables
 from titan_lite.hooks import Hook, build_hooks

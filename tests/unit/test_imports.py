@@ -6,12 +6,12 @@ import sys
 IMPORTED = """
 import sys
 import titan_lite.trainer
-print("torch" in sys.modules, "torch._inductor.compile_fx" in sys.modules)
+print(*(name in sys.modules for name in ("torch", "torch._inductor.compile_fx", "torchft")))
 """
 
 
-def test_an_eager_run_imports_no_inductor():
+def test_an_eager_run_imports_no_inductor_and_one_without_copies_no_torchft():
     told = subprocess.run(
         [sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True
     )
-    assert told.stdout.split() == ["True", "False"]
+    assert told.stdout.split() == ["True", "False", "False"]

@@ -158,7 +158,7 @@ def test_a_large_model_without_a_gpu_begins_with_that_and_names_plan(
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_an_allocator_option_of_the_user_is_left(name, environment):
     environment[name] = "max_split_size_mb:64"
-    start.set_environment([], gpus=1, processes=1)
+    start.set_environment(gpus=1, processes=1)
     assert {value for key, value in environment.items() if key.endswith("ALLOC_CONF")} == {
         "max_split_size_mb:64"
     }
@@ -166,7 +166,7 @@ def test_an_allocator_option_of_the_user_is_left(name, environment):
 
 def test_the_command_that_goes_on(environment):
     environment["NGPU"] = "4"
-    start.set_environment(["llama3_8b", "--job.description", "a b"], gpus=0, processes=4)
+    start.set_command(["llama3_8b", "--job.description", "a b"])
     assert (
         environment["TITAN_LITE_COMMAND"]
         == "NGPU=4 titan-lite train llama3_8b --job.description 'a b'"
@@ -176,7 +176,7 @@ def test_the_command_that_goes_on(environment):
 def test_the_command_that_goes_on_is_that_of_the_script(environment):
     environment["NGPU"] = "4"
     environment["TITAN_LITE_COMMAND"] = "CONFIG_FILE=llama3_8b ./run_train.sh"
-    start.set_environment(["llama3_8b"], gpus=0, processes=4)
+    start.set_command(["llama3_8b"])
     assert environment["TITAN_LITE_COMMAND"] == "NGPU=4 CONFIG_FILE=llama3_8b ./run_train.sh"
 
 

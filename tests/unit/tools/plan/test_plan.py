@@ -146,6 +146,17 @@ def test_a_shipped_recipe_by_its_name_has_its_own_world_size(capsys):
     assert capsys.readouterr().err.startswith("error: --hardware h101 is not a profile")
 
 
+def test_copies_that_may_be_lost_are_planned_as_one_world(capsys):
+    copies = ["--fault_tolerance.copies=2", "--fault_tolerance.min_copies=2"]
+    options = ["debug_model", "--hardware", "h100"]
+    assert main([*options, "--world-size", "2", *copies]) == 0
+    first, _, rest = capsys.readouterr().out.partition("\n")
+    assert first.startswith("planned as one world of 4 ranks: the sum over 2 copies")
+    replicas = "--parallelism.data_parallel_replicate_degree=2"
+    assert main([*options, "--world-size", "4", replicas]) == 0
+    assert capsys.readouterr().out == rest
+
+
 def test_an_option_before_the_recipe_is_not_taken_for_the_recipe(capsys):
     assert main(["--training.seq_len", "64", EIGHT]) == 2
     assert (
