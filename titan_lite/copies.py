@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from titan_lite.checkpoint.run_identity import RunIdentity
+from titan_lite.checkpoint.steps import NEWEST
 from titan_lite.config import ConfigError
 from titan_lite.distributed.pipeline import DeviceBatch
 from titan_lite.distributed.process_group import hash64, max_over_ranks
@@ -118,14 +119,6 @@ class Copies:
         if not self.agree():
             return False
         self.has_joined = self.quorum.received is not None
-        if trainer.config.checkpoint.enable and not self.has_joined:
-            newest = max(trainer.checkpointer.present(), default=0)
-            if max_over_ranks(newest) > [trainer.step]:
-                raise TrainingError(
-                    f"step {newest} was saved while this copy loaded step {trainer.step}, and no"
-                    " living copy has it; another start loads it",
-                    everywhere=True,
-                )
         return True
 
     def compile(self) -> None:
@@ -168,10 +161,28 @@ class Copies:
                 trainer.throughput.exclude_since(started, "recovery")
                 self.parts_before = self.parts()
         if self.living != living or received is not None:
+            self.check_newest()
             trainer.throughput.ranks = trainer.world_size * self.living
             self.describe_change(living)
         self.take_role()
         return True
+
+    def check_newest(self) -> None:
+        """Check that no copy that was lost since has saved a later step than that of the living.
+
+        They may have loaded an earlier one while it was saved, or were cut off from it.
+        """
+        trainer = self.trainer
+        checkpoint = trainer.config.checkpoint
+        if not checkpoint.enable or checkpoint.load_step != NEWEST:
+            return
+        newest = max(trainer.checkpointer.present(), default=0)
+        if max_over_ranks(newest) > [trainer.step]:
+            raise TrainingError(
+                f"step {newest} was saved by a copy that was lost since, and the living ones are at"
+                f" step {trainer.step}; another start goes on from it",
+                everywhere=True,
+            )
 
     def stop_alone(self) -> None:
         """Stop this copy, which has found no quorum."""
@@ -211,16 +222,6 @@ class Copies:
         if writes != self.writes:
             self.writes = writes
             self.trainer.write_files(writes=writes)
-
-    def has_to_save(self, step: int) -> bool:
-        """Return True if this copy saves the step: the first one, unless another has been it, and
-        was lost after it had saved.
-        """
-        path = self.trainer.checkpointer.path_of(step)
-        if self.is_first and max_over_ranks(int(path.exists())) == [1]:
-            logger.info(f"{path} was saved by a copy that was lost since")
-            return False
-        return self.is_first
 
     def leave(self) -> None:
         """Take part in no further step."""

@@ -224,7 +224,7 @@ def check_variables(lone_address: str = LOOPBACK) -> tuple[str, list[str]]:
     for name in VARIABLES:
         check_number(name)
     nodes = environment.get("NNODES", "1")
-    alone = f"{lone_address}:0"  # port 0: a free one
+    alone = f"{LOOPBACK}:0"  # port 0: a free one
     address = alone if nodes == "1" else environment.get("RDZV_ENDPOINT", "")
     options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address]
     options += ["--rdzv-id", environment.get("RDZV_ID", "titan_lite")]

@@ -731,7 +731,7 @@ class Trainer:
     def save(self) -> None:
         """Save this step. A collective, but for the state_dict of the parts (`Stateful`)."""
         self.read_metrics(wait=True)
-        if self.copies is not None and not self.copies.has_to_save(self.step):
+        if self.copies is not None and not self.copies.is_first:
             return
         self.bad_documents.gather([loader.pop_skipped() for loader in self.loaders])
         for hook in self.hooks:

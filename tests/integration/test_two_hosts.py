@@ -205,11 +205,14 @@ def test_a_copy_whose_cable_is_cut_is_left_out_and_joins_when_it_is_mended(hosts
     with lighthouse, first, second:
         first.until("2 of 2 copies take part")
         hosts.cable("down")
-        first.until(r"1 of 2 copies take part from step \d+ on, 2 before")
+        left = r"1 of 2 copies take part from step \d+ on, 2 before"
+        first.until(left)
         second.until(r"waiting for the lighthouse \S+, which does not answer")
         hosts.cable("up")
-        second.until(r"copy 1 goes on from step \d+ of a living copy")
-        first.until(r"(?s)1 of 2 copies take part.* 2 of 2 copies take part")
+        first.until(rf"(?s){left}.* 2 of 2 copies take part")
+        second.until(
+            r"(?s)waiting for the lighthouse.*copy 1 goes on from step \d+ of a living copy"
+        )
         first.process.send_signal(signal.SIGTERM)
         assert [first.ended(), second.ended()] == [75, 75]
     assert "are not equal" not in first.output + second.output
