@@ -169,6 +169,7 @@ def test_a_stopped_copy_and_a_lost_lighthouse_do_not_stop_the_run(tmp_path):
     assert f"to go on: NCOPIES=2 NGPU=1 titan-lite train {DEBUG}" in job.output
 
 
+@pytest.mark.slow
 def test_when_all_copies_are_lost_the_run_goes_on_from_its_newest_step(tmp_path):
     last = 40
     folder = tmp_path / "run"
@@ -184,6 +185,7 @@ def test_when_all_copies_are_lost_the_run_goes_on_from_its_newest_step(tmp_path)
     assert position(folder, last) == position(tmp_path / "alone", last)
 
 
+@pytest.mark.slow
 def test_a_copy_of_another_recipe_is_refused_and_the_others_go_on(tmp_path):
     folder = tmp_path / "run"
     with copies(folder, *steps(10_000)) as job:
@@ -210,6 +212,7 @@ def test_a_copy_of_another_recipe_is_refused_and_the_others_go_on(tmp_path):
         assert job.ended() == 75
 
 
+@pytest.mark.slow
 def test_copies_that_are_started_one_by_one_meet_at_a_lighthouse(tmp_path):
     port = free_port()
     lighthouse = Job(

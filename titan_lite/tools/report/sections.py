@@ -39,6 +39,7 @@ EVENT_WORDS = {
     "resume": "resumed",
     "error": "failed",
     "restart": "restarted",
+    "undone": "step undone",
 }
 
 
