@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from titan_lite import environment as module
 from titan_lite.config import ConfigError
 from titan_lite.environment import (
     ALONE,
@@ -135,3 +136,9 @@ def test_a_working_folder_that_was_removed(tmp_path, monkeypatch):
     removed.rmdir()
     with pytest.raises(ConfigError, match=r"the current folder .*: No such file or directory"):
         check_working_folder()
+
+
+def test_a_machine_without_a_loopback_is_told_in_one_line(monkeypatch):
+    monkeypatch.setattr(module, "LOOPBACK", "192.0.2.1")  # of no machine
+    with pytest.raises(ConfigError, match=r"no loopback: 192\.0\.2\.1 cannot be used .* lo up"):
+        module.loopback_port()
