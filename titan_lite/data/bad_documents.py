@@ -24,8 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import NonNegativeInt
+
 from titan_lite.config import ConfigError, Data
 from titan_lite.logging import logger
+from titan_lite.manifest import validated
 from titan_lite.metrics.run_files import read_lines
 
 EMPTY = "empty"  # the reason of an empty text
@@ -140,7 +143,7 @@ class BadDocumentsLog:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Forget what was listed after the step was saved."""
-        self.entries = self.entries[: state["listed"]]
+        self.entries = self.entries[: validated(NonNegativeInt, state, "listed")]
         self.policy.known = set(map(_key_of, self.entries))
         self.bad = len(self.policy.known)
 
