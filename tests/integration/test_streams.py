@@ -39,7 +39,8 @@ def test_a_run_goes_on_without_its_streams(redirection, told, tmp_path):
 
 
 def test_a_terminal_without_unicode_shows_its_characters_escaped(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "caf\\u00e9 \\u6f22"}\n' * 200)
+    lines = (json.dumps({"text": f"caf\u00e9 \u6f22 {number}"}) + "\n" for number in range(200))
+    (tmp_path / "a.jsonl").write_text("".join(lines))
     options = [*SMALL, *steps(1), *NO_VALIDATION, *NO_WORKERS, "--checkpoint.no-enable"]
     data = ["--data.dataset=local", f"--data.path={tmp_path / 'a.jsonl'}"]
     folder = ["--job.dump_folder", tmp_path / "run"]
