@@ -134,7 +134,7 @@ def check_first_loss(
     that of initial weights (is_trained) is not far below it.
 
     is_tied: with tied embeddings. A token then first predicts itself, the more so the shallower the
-    model is, and the loss may be far above.
+    model is, and the loss may be far above: a line says so.
     """
     expected = math.log(vocab_size)
     if is_trained:
@@ -145,8 +145,14 @@ def check_first_loss(
                 " tokenizer and the documents may not belong together"
             )
         return
-    highest = math.inf if is_tied else (1 + LOSS_TOLERANCE) * expected
-    if not (1 - LOSS_TOLERANCE) * expected <= loss < highest:  # also true for nan
+    highest = (1 + LOSS_TOLERANCE) * expected
+    if is_tied and highest <= loss < math.inf:
+        logger.info(
+            f"the first loss is {loss:.2f}, above ln({vocab_size}) = {expected:.2f}, that of"
+            " guessing, and that is right: with tied embeddings a token first predicts itself, the"
+            " more so the shallower the model is"
+        )
+    elif not (1 - LOSS_TOLERANCE) * expected <= loss < highest:  # also true for nan
         logger.warning(
             f"the first loss is {loss:.2f}, far from ln({vocab_size}) = {expected:.2f}, that of an"
             " untrained model: initial weights, tokenizer or labels may be wrong"
