@@ -18,6 +18,7 @@ WORLD = (*ALONE, "MASTER_ADDR", "MASTER_PORT")
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 LAST_PORT = 2**16 - 1
 LOOPBACK = "127.0.0.1"
+LOOPBACK_LIMIT = 10.0  # seconds for a connection to it
 
 
 def number(name: str, default: int) -> int:
@@ -98,13 +99,16 @@ def loopback_port() -> int:
     """Return a free port of 127.0.0.1, by which the ranks of one node meet. Raises ConfigError."""
     try:
         with socket.socket() as free:
-            free.bind((LOOPBACK, 0))
-            return free.getsockname()[1]
+            free.bind((LOOPBACK, 0))  # also where the interface is down
+            free.listen(1)
+            port = free.getsockname()[1]
+            socket.create_connection((LOOPBACK, port), LOOPBACK_LIMIT).close()
+            return port
     except OSError as error:
         raise ConfigError(
-            f"this machine has no loopback: {LOOPBACK} cannot be used ({error.strerror}), by which"
-            " the ranks of one node meet; set it up (`ip link set lo up`), or start the container"
-            " with a network"
+            f"this machine has no loopback: {LOOPBACK} cannot be used ({error.strerror or error}),"
+            " by which the ranks of one node meet; set it up (`ip link set lo up`), or start the"
+            " container with a network"
         ) from None
 
 
