@@ -12,9 +12,11 @@ from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from fsspec import AbstractFileSystem
+from fsspec.registry import _registry
 
 from titan_lite.config import ConfigError, Data
-from titan_lite.data import readers
+from titan_lite.data import contents, readers
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.contents import contents_of
 from titan_lite.data.documents import check_data
@@ -220,3 +222,52 @@ def test_a_zip_that_needs_a_password_is_one_line(tmp_path):
         check_data(local(f"zip://*.txt::{tmp_path}/a.zip"))
     with pytest.raises(ConfigError, match=r"a\.txt\.zip.*encrypted"):
         check_data(local(str(tmp_path / "a.txt.zip")))
+
+
+class OddError(Exception):
+    """An error of a library, which is none of Python's."""
+
+
+class Odd(AbstractFileSystem):
+    """A file system that lists a file, and fails at what `fails` names."""
+
+    protocol = "odd"
+    cachable = False
+    fails = ""
+
+    def _do(self, what, result):
+        if self.fails == what:
+            raise OddError(f"no {what} at odd://me:SECRET@host")
+        return result
+
+    def isdir(self, path):
+        return self._do("listing", False)
+
+    def info(self, path, **_):
+        return self._do("size", {"name": path, "size": 14, "type": "file"})
+
+    def glob(self, path, **_):
+        return {path: {"name": path, "size": 14, "type": "file"}}
+
+    def ukey(self, path):
+        return "1"
+
+    def _open(self, path, mode="rb", **_):
+        file = io.BytesIO(b'{"text": "a"}\n')
+        file.read = lambda size=-1: self._do("reading", io.BytesIO.read(file, size))
+        return self._do("opening", file)
+
+
+@pytest.mark.parametrize("fails", ["listing", "size", "opening", "reading"])
+def test_an_error_of_any_library_is_one_line(fails, monkeypatch):
+    monkeypatch.setitem(_registry, "odd", Odd)
+    monkeypatch.setattr(contents, "_of_process", {})
+    data = local("odd://host/a.jsonl")
+    check_data(data)
+    monkeypatch.setattr(Odd, "fails", fails)
+    monkeypatch.setattr(contents, "_of_process", {})
+    with pytest.raises(ConfigError) as error:
+        check_data(data)
+    (line,) = str(error.value).splitlines()
+    assert "odd://host/a.jsonl" in line
+    assert f"OddError: no {fails} at odd://***@host" in line
