@@ -417,7 +417,8 @@ def leave_other_nodes(may_restart: bool) -> NoReturn:
     while True:
         time.sleep(1)
         seconds += 1
-        if not started and seconds % NODES_WAIT == 0 and os.environ.get("NNODES", "1") != "1":
+        has_others = (os.environ.get("NNODES") or "1") != "1"
+        if has_others and not started and seconds % NODES_WAIT == 0:
             write_line(f"titan_lite: no rank has started for {seconds} s: {describe_wait()}")
         code = exit_code.recorded()
         running = ranks_run()

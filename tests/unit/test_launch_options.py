@@ -87,6 +87,11 @@ def test_a_node_whose_ranks_do_not_start_says_again_for_whom_it_waits(
     assert f"no rank has started for {start.NODES_WAIT} s: waiting for NNODES=2 nodes" in first
     assert "RDZV_ENDPOINT=node0:29500, RDZV_ID=titan_lite; one of them may have ended" in first
     assert "no rank has started for 60 s" in second
+    environment["NNODES"] = ""  # one node, whose ranks may take long
+    pauses = iter(range(2 * start.NODES_WAIT))
+    with pytest.raises(StopIteration):
+        start.leave_other_nodes(may_restart=False)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("host", "is_told"), [("localhost", False), ("192.0.2.1", True)])

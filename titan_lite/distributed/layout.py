@@ -278,10 +278,13 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
             )
         degrees["dp_shard"] = world_size // product
     elif product != world_size:
+        instead = f"lower degrees until they multiply to {world_size}"
+        if world_size % (product // degrees["dp_shard"]) == 0:
+            instead = "use data_parallel_shard_degree = -1"
         raise ConfigError(
             f"parallelism.data_parallel_shard_degree = {degrees['dp_shard']}: the degrees"
-            f" ({factors}) need {product} ranks, and there are {world_size}; use"
-            f" data_parallel_shard_degree = -1, or start {product} ranks (NGPU={product})"
+            f" ({factors}) need {product} ranks, and there are {world_size}; {instead}, or start"
+            f" {product} ranks (NGPU={product})"
         )
     return degrees
 

@@ -89,6 +89,12 @@ def test_degrees_that_fit(replicate, shard, world_size, expected):
             id="too few ranks",
         ),
         pytest.param(
+            dict(data_parallel_replicate_degree=3, data_parallel_shard_degree=2),
+            4,
+            ["need 6 ranks, and there are 4; lower degrees until they multiply to 4, or start 6"],
+            id="nor any other number of shards",
+        ),
+        pytest.param(
             dict(data_parallel_shard_degree=1),
             2,
             [
