@@ -2,13 +2,17 @@
 
 import os
 import socket
+from unittest.mock import Mock
 
 import pytest
 from tiny import DEBUG_TOKENIZER
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
 from titan_lite import launch as start
 from titan_lite.config import ConfigError
 from titan_lite.distributed import endpoint
+from titan_lite.resilience import exit_code
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +96,22 @@ def test_a_node_whose_ranks_do_not_start_says_again_for_whom_it_waits(
     with pytest.raises(StopIteration):
         start.leave_other_nodes(may_restart=False)
     assert capfd.readouterr().err == ""
+
+
+def test_nodes_that_have_not_met_are_told_from_those_that_have_lost_each_other(
+    environment, monkeypatch, capfd
+):
+    environment |= {"NNODES": "2", "RDZV_ENDPOINT": "node0:29500", "RDZV_ID": "mine"}
+    monkeypatch.setattr(start, "leave_other_nodes", lambda may_restart: None)
+    told = []
+    for error in (RendezvousTimeoutError(), RendezvousError("gone\nand more")):
+        monkeypatch.setattr(run, "main", Mock(side_effect=error))
+        assert start.launch([], may_restart=False) == exit_code.FAILED
+        told += capfd.readouterr().err.splitlines()
+    not_met, lost = told
+    assert not_met.startswith("error: the nodes have not met: waiting for NNODES=2 nodes with")
+    assert "RDZV_ID=mine" in not_met
+    assert lost == "error: the launchers of the nodes have lost each other: gone"
 
 
 @pytest.mark.parametrize(("host", "is_told"), [("localhost", False), ("192.0.2.1", True)])
