@@ -13,6 +13,11 @@
 # This script finds or makes a Python that has all packages; titan_lite/launch.py does the rest.
 set -euo pipefail
 
+# Streams that are closed lead nowhere: what is opened next would take their place.
+[[ -e /dev/fd/0 ]] || exec </dev/null
+[[ -e /dev/fd/1 ]] || exec >/dev/null
+[[ -e /dev/fd/2 ]] || exec 2>/dev/null
+
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 source "$root/scripts/setup.sh"
 trap 'exit 75' TERM USR1 INT HUP # until Python listens: nothing has been started

@@ -18,7 +18,7 @@ from titan_lite import launch
 from titan_lite.cli import INTERRUPTED, command
 from titan_lite.config import SHIPPED, ConfigError
 from titan_lite.config.errors import did_you_mean
-from titan_lite.processes import signal_when_parent_dies
+from titan_lite.processes import open_standard_streams, signal_when_parent_dies
 from titan_lite.resilience import exit_code
 
 # Programs beside `train`. Each is the function `main` of a module, which is imported when it is
@@ -113,6 +113,7 @@ def _end_with_tool() -> None:
 
 def run() -> None:
     """Run the installed command."""
+    open_standard_streams()
     code = main(sys.argv[1:])
     if code == INTERRUPTED:
         _kill_started()

@@ -10,14 +10,15 @@ Imports no torch.
 
 import argparse
 import difflib
+import errno
 import functools
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from titan_lite.config import ConfigError
 from titan_lite.environment import check_working_folder
+from titan_lite.logging import drop_pending, print_line
 from titan_lite.processes import describe_limit
 
 Program = Callable[[Sequence[str]], int]  # arguments -> exit code
@@ -79,14 +80,15 @@ def at_least_one(text: str) -> int:
     raise argparse.ArgumentTypeError(message)
 
 
+LOST = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of a write that finds no room, or no disk
 INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
 
 
 def command(*, gone: int = 0) -> Callable[[Callable[[Sequence[str]], int | None]], Program]:
     """Return a decorator of `main` that prints an error as one line, and returns an exit code.
 
-    The code is that of `main` (None: 0), 2 after a ConfigError, 130 after Ctrl-C, and `gone` if the
-    reader of the output, such as head, has closed the pipe.
+    The code is that of `main` (None: 0), 2 after a ConfigError, 130 after Ctrl-C, 1 if standard
+    output cannot be written, and `gone` if its reader, such as head, has closed the pipe.
     """
 
     def decorate(main: Callable[[Sequence[str]], int | None]) -> Program:
@@ -98,29 +100,39 @@ def command(*, gone: int = 0) -> Callable[[Callable[[Sequence[str]], int | None]
                 sys.stdout.flush()
                 return code
             except ConfigError as error:
-                print(f"error: {error}", file=sys.stderr)
+                print_line(f"error: {error}")
                 return 2
             except UnicodeEncodeError as error:
                 character = error.object[error.start]
-                print(
+                print_line(
                     f"error: standard output is {error.encoding}, which has no {character!a};"
-                    " use PYTHONIOENCODING=utf-8",
-                    file=sys.stderr,
+                    " use PYTHONIOENCODING=utf-8"
                 )
                 return 2
-            except (RuntimeError, BlockingIOError) as error:
-                reason = describe_limit(error)
+            except BrokenPipeError:
+                drop_pending(sys.stdout)
+                return gone
+            except (RuntimeError, OSError) as error:
+                reason = describe_limit(error) or _describe_lost_output(error)
                 if not reason:
                     raise
-                print(f"error: {reason}", file=sys.stderr)
+                print_line(f"error: {reason}")
                 return 1
-            except BrokenPipeError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                return gone
             except KeyboardInterrupt as stopped:
-                print(*stopped.args, file=sys.stderr)
+                print_line(" ".join(map(str, stopped.args)))
                 return INTERRUPTED
 
         return run
 
     return decorate
+
+
+def _describe_lost_output(error: Exception) -> str:
+    """Return why standard output cannot be written, or "" for another error.
+
+    Errors of files have the name of one.
+    """
+    if not isinstance(error, OSError) or error.filename or error.errno not in LOST:
+        return ""
+    drop_pending(sys.stdout)
+    return f"standard output cannot be written: {error.strerror}"

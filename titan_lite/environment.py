@@ -20,6 +20,8 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": 
 WORLD = (*ALONE, "MASTER_ADDR", "MASTER_PORT")
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 LAST_PORT = 2**16 - 1
+LOOPBACK = "127.0.0.1"
+LOOPBACK_LIMIT = 10.0  # seconds for a connection to it
 
 
 def number(name: str, default: int) -> int:
@@ -150,12 +152,27 @@ def check_working_folder() -> None:
         ) from None
 
 
+def loopback_port() -> int:
+    """Return a free port of 127.0.0.1, by which the ranks of one node meet. Raises ConfigError."""
+    try:
+        with socket.socket() as free:
+            free.bind((LOOPBACK, 0))  # also where the interface is down
+            free.listen(1)
+            port = free.getsockname()[1]
+            socket.create_connection((LOOPBACK, port), LOOPBACK_LIMIT).close()
+            return port
+    except OSError as error:
+        raise ConfigError(
+            f"this machine has no loopback: {LOOPBACK} cannot be used ({error.strerror or error}),"
+            " by which the ranks of one node meet; set it up (`ip link set lo up`), or start the"
+            " container with a network"
+        ) from None
+
+
 def _run_alone() -> None:
     """Set the variables of a process that no launcher has started, with a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(ALONE, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    port = loopback_port()
+    os.environ.update(ALONE, MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))
 
 
 def _contradictions(values: dict[str, int]) -> list[str]:

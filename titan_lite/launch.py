@@ -33,13 +33,16 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.environment import (
     COPY,
     LAST_PORT,
+    LOOPBACK,
     SUPERVISOR,
     address_towards,
     check_working_folder,
+    loopback_port,
     resolves,
     usable_cores,
     use_loopback,
 )
+from titan_lite.logging import print_line
 from titan_lite.processes import large_imports, signal_when_parent_dies
 from titan_lite.resilience import exit_code
 from titan_lite.resilience.signals import LAUNCHER, STOPPING, write_line
@@ -55,9 +58,10 @@ NUMA_NODES = "/sys/devices/system/node"
 SAVE_LIMIT = 3600
 # Seconds for the launchers of other nodes to answer, once all ranks here have ended
 NODES_LIMIT = 20
+# Seconds until a node whose ranks have not started says for whom it waits; it repeats that
+NODES_WAIT = 30
 FLOPS_OF_CORE = 1e11  # a second, in float32
 SLOW_STEP = 120  # seconds
-LOOPBACK = "127.0.0.1"
 VERIFY_LIMIT = 240  # seconds for a user's own family, which takes 4 to 10 on free cores
 DEFAULT_PORT = 29400  # torchrun's, of an endpoint without one
 RESTART_LIMIT = 600  # where ranks may start again: the time of torchrun, too
@@ -100,10 +104,10 @@ def main(arguments: Sequence[str]) -> int:
             return copies.run()
         options = launcher_options(arguments)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_line(f"error: {error}")
         return exit_code.WRONG_INPUT
     except endpoint.EndpointError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_line(f"error: {error}")
         return exit_code.FAILED
     return launch(options, may_restart=int(os.environ.get("MAX_RESTARTS") or 0) > 0)
 
@@ -151,7 +155,8 @@ def copies_here(arguments: Sequence[str]) -> "CopyProcesses | None":
     os.environ["NGPU"] = str(processes)
     if not os.environ.get("OMP_NUM_THREADS"):
         os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // (copies * processes)))
-    write_line(f"titan_lite: {copies} copies of the model, of {processes} processes each: {path}")
+    line = f"titan_lite: {copies} copies of the model, of {processes} processes each: {path}"
+    print_line(line, sys.stdout)  # as the lines of the ranks
     return CopyProcesses(arguments, config, devices if gpus else [()] * copies)
 
 
@@ -190,12 +195,13 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     line = f"titan_lite: {of_copy}starting {processes} {kind} {noun}: {path}"
     if nodes != "1":
         line += f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}"
-    write_line(line)
+    print_line(line, sys.stdout)  # as the lines of the ranks
     verification = None
     if config.model.verify and recipe.needs_verification(config):
         verification = verification_of(config, world_size if ":" not in nodes else None)
     if address is None:
         if lone_address == LOOPBACK:
+            loopback_port()
             use_loopback()
         is_first = True
     else:
@@ -224,6 +230,12 @@ def check_variables(lone_address: str = LOOPBACK) -> tuple[str, list[str]]:
     for name in VARIABLES:
         check_number(name)
     nodes = environment.get("NNODES", "1")
+    fewest, _, most = nodes.partition(":")
+    if most and int(most) < int(fewest):
+        raise ConfigError(
+            f"NNODES={nodes}: expected the fewest nodes before the most, such as"
+            f" NNODES={most}:{fewest}"
+        )
     alone = f"{LOOPBACK}:0"  # port 0: a free one
     address = alone if nodes == "1" else environment.get("RDZV_ENDPOINT", "")
     options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address]
@@ -274,6 +286,11 @@ def check_endpoint(host: str, port: int, node_rank: str, *, verifies: bool = Fal
     name = f"RDZV_ENDPOINT={host}:{port}"
     if node_rank and int(node_rank) == 0:
         endpoint.check_port(name, port)
+        if not endpoint.is_here(host):
+            write_line(
+                f"titan_lite: NODE_RANK=0, and {host} is not an address of this node: the others"
+                f" meet at {name}; if that is another node, it has NODE_RANK=0, and this one not"
+            )
         return True
     if not node_rank and endpoint.port_is_free(port) and endpoint.is_here(host):
         return True
@@ -422,7 +439,7 @@ def launch(options: Sequence[str], *, may_restart: bool) -> int:
         from torch.distributed import DistError, run
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
     # It logs a line for each rank that fails; this function prints how they ended.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
@@ -450,6 +467,8 @@ def launch(options: Sequence[str], *, may_restart: bool) -> int:
         if set(codes.values()) == {exit_code.STOPPED}:  # ranks that were starting had a signal
             return exit_code.STOPPED
         write_line(f"error: {describe_failures(codes)}")
+    elif isinstance(error, RendezvousTimeoutError):
+        write_line(f"error: the nodes have not met: {describe_wait()}")
     else:
         first_line = str(error).partition("\n")[0]
         write_line(f"error: the launchers of the nodes have lost each other: {first_line}")
@@ -479,8 +498,13 @@ def leave_other_nodes(may_restart: bool) -> NoReturn:
     """
     waited = 0
     started = False
+    seconds = 0
     while True:
         time.sleep(1)
+        seconds += 1
+        has_others = (os.environ.get("NNODES") or "1") != "1"
+        if has_others and not started and seconds % NODES_WAIT == 0:
+            write_line(f"titan_lite: no rank has started for {seconds} s: {describe_wait()}")
         code = exit_code.recorded()
         running = ranks_run()
         started = started or running
@@ -497,6 +521,17 @@ def leave_other_nodes(may_restart: bool) -> NoReturn:
             f"error: the ranks here have failed, and the other nodes are not reached for {limit} s"
         )
     os._exit(exit_code.take_record() or exit_code.FAILED)
+
+
+def describe_wait() -> str:
+    """Return for whom a node waits, and why that may not come."""
+    nodes = os.environ.get("NNODES") or 1
+    names = ("RDZV_ENDPOINT", "RDZV_ID")
+    same = ", ".join(f"{name}={os.environ.get(name) or 'titan_lite'}" for name in names)
+    return (
+        f"waiting for NNODES={nodes} nodes with {same}; one of them may have ended with an error of"
+        " its own, have other values of these, or be a second one with NODE_RANK=0"
+    )
 
 
 def ranks_run() -> bool:

@@ -10,13 +10,15 @@
 `extra={"event": ...}`, warnings and errors.
 """
 
+import itertools
 import json
 import logging
 import os
 import re
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,6 +36,56 @@ def _mask_secrets(record: logging.LogRecord) -> bool:
 
 
 logger.addFilter(_mask_secrets)
+
+
+def write_line(line: str) -> None:
+    """Write a line to standard error, if that is open. Safe in a signal handler, where print and
+    logging are not.
+    """
+    with suppress(OSError):  # the terminal or pipe is closed
+        os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+
+
+def print_line(line: str, to: TextIO | None = None) -> None:
+    """Print a line to a stream, if that can be written. to: None is standard error."""
+    try:
+        print(line, file=to or sys.stderr, flush=True)
+    except OSError:
+        if to is None:
+            drop_pending(sys.stderr)
+
+
+def drop_pending(stream: TextIO) -> None:
+    """Send what a standard stream has not written to the null device: Python would try again at
+    its end, and end with exit code 120.
+    """
+    with suppress(OSError), open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), stream.fileno())
+
+
+@contextmanager
+def telling_if_slow(what: str, seconds: Sequence[float] = (10, 30, 60)) -> Iterator[None]:
+    """Return a context that tells on standard error what takes so many seconds, and from then on
+    each time that the last of them have passed again. On the first rank alone.
+
+    what: such as "reading data.path".
+    """
+    ended = threading.Event()
+
+    def tell() -> None:
+        before = 0.0
+        for after in itertools.chain(seconds, itertools.count(2 * seconds[-1], seconds[-1])):
+            if ended.wait(after - before):
+                return
+            before = after
+            write_line(without_secrets(f"titan_lite: {what} has taken {after:g} s so far"))
+
+    if os.environ.get("RANK", "0") == "0":
+        threading.Thread(target=tell, name="slow", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def log_ranks(world_size: int) -> set[int]:
@@ -83,10 +135,15 @@ def init_logging(
 
 
 class Console(logging.StreamHandler):
-    """The handler that prints lines."""
+    """The handler that prints lines.
+
+    A stream that cannot be written, such as a pipe whose reader has ended or a full disk, is
+    reported once on standard error, and costs lines of the log alone.
+    """
 
     to: TextIO | None = None  # None: standard output
     is_of_shown_rank = True
+    is_lost = False  # the stream could not be written
     # a context for each line, such as of a progress bar
     around: Callable[[], AbstractContextManager] = staticmethod(nullcontext)
 
@@ -98,6 +155,23 @@ class Console(logging.StreamHandler):
         self.stream = self.to or sys.stdout  # read each time: tests and notebooks change it
         with self.around():
             super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line; a character that the stream does not have is escaped."""
+        text = super().format(record)
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.is_lost:
+            self.is_lost = True
+            write_line(
+                f"titan_lite: the log cannot be written to standard output ({error.strerror}):"
+                " its lines are lost from here on"
+            )
 
 
 class Events(logging.Handler):

@@ -3,7 +3,7 @@
     publish(unfinished, folder)                     # rename what was filled under another name
     content = read_json(folder / "state.json")      # raises CorruptFileError
     with fields_of("state.json"):                   # so do a missing key and one of a wrong type
-        step = content["step"]
+        step = validated(NonNegativeInt, content, "step")
 
 A manifest has size and SHA-256 of each file in the folder of a checkpoint's step, and is written
 last:
@@ -19,10 +19,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict
+from typing import Any, BinaryIO, TypedDict, TypeVar
 
-from titan_lite.config.errors import ConfigError
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+
+from titan_lite.config.errors import ConfigError, shown
 from titan_lite.text import error_line
 
 NAME = "manifest.json"
@@ -30,6 +33,9 @@ BLOCK_BYTES = 4 * 2**20  # read at once to hash a file
 MAX_WHOLE = 2**20  # bytes of a file of which `sampled_sha256` reads every one
 SAMPLES = 16  # of a larger file, the first bytes and the last ones included
 SAMPLE_BYTES = 2**14
+
+
+T = TypeVar("T")
 
 
 class FileDigest(TypedDict):
@@ -81,6 +87,43 @@ def fields_of(name: str) -> Iterator[None]:
         raise CorruptFileError(f"{name} has no {error}") from None
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise CorruptFileError(f"{name} is not as it was written: {error_line(error)}") from None
+
+
+def validated(kind: type[T], content: Any, key: str = "") -> T:  # noqa: ANN401 values of JSON
+    """Return what was read from a JSON file, or the entry of this key, as a type, such as
+    list[NonNegativeInt].
+
+    Raises KeyError without the entry, and ValueError for the first value that is missing in it or
+    not of its type and bounds.
+    """
+    place = [key] if key else []
+    try:
+        return TypeAdapter(kind).validate_json(
+            json.dumps(content[key] if key else content), strict=True
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, [*place, *first["loc"]])) or "it"
+        value = "" if first["type"] == "missing" else f" = {shown(first['input'])}"
+        words = first["msg"][:1].lower() + first["msg"][1:]
+        raise ValueError(f"{where}{value}: {words}") from None
+
+
+@dataclass
+class _Digest:
+    size: NonNegativeInt
+    sha256: str
+
+
+def digests_in(content: Mapping[str, Any]) -> dict[str, FileDigest]:
+    """Return the entries of "files" that were read from a JSON file, by name. Raises KeyError
+    without them, and ValueError for one that is not as it was written, or leads out of the folder.
+    """
+    entries = validated(dict[str, _Digest], content, "files")
+    for name in entries:
+        if not is_inside(name):
+            raise ValueError(f"names the file {name}, outside of the folder")
+    return {name: {"sha256": each.sha256, "size": each.size} for name, each in entries.items()}
 
 
 # Writing
@@ -176,14 +219,8 @@ def read(folder: Path, step: int | None) -> dict[str, FileDigest]:
     """Return the files of a step by name. step: None for any. Raises CorruptFileError."""
     content = read_json(folder / NAME)
     with fields_of(NAME):
-        files: dict[str, FileDigest] = {
-            name: {"sha256": entry["sha256"], "size": int(entry["size"])}
-            for name, entry in content["files"].items()
-        }
-        saved_step = int(content["step"])
-    for name in files:
-        if not is_inside(name):
-            raise CorruptFileError(f"{NAME} names the file {name}, outside of the folder")
+        files = digests_in(content)
+        saved_step = validated(NonNegativeInt, content, "step")
     if step not in (None, saved_step):
         raise CorruptFileError(f"{NAME} is of step {saved_step}")
     return files

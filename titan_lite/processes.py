@@ -3,6 +3,7 @@
 signal_when_parent_dies(signal.SIGTERM, parent)     # in a process that `parent` has started
 context = fork_server(["titan_lite.trainer"])       # whose processes need not import it
 end_with_program()                                  # in one of these
+open_standard_streams()                             # where a shell has closed some
 with large_imports():
     import torch
 """
@@ -36,6 +37,26 @@ def signal_when_parent_dies(number: signal.Signals, parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def open_standard_streams() -> None:
+    """Open the null device in place of each standard stream that is closed.
+
+    What is opened next, such as the connection to another rank, would have its number otherwise,
+    and libraries fail where `sys.stdout` is None.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 as Python's own
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
 
 
 def describe_limit(error: BaseException) -> str:

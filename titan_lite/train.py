@@ -25,7 +25,7 @@ from titan_lite.environment import (
     folder_of_copy,
     number,
 )
-from titan_lite.logging import events, init_logging, logger
+from titan_lite.logging import events, init_logging, logger, print_line
 from titan_lite.metrics.start_times import StartTimes
 from titan_lite.processes import large_imports
 from titan_lite.resilience import TrainingError, exit_code, signals
@@ -108,7 +108,7 @@ def print_error(error: Exception, code: int) -> int:
     else:  # with a wrong environment the rank is unknown
         prints = exit_code.is_first_to_record(code) or str(error).startswith("environment:")
     if prints:
-        print(f"error: {prefix}{error}", file=sys.stderr, flush=True)
+        print_line(f"error: {prefix}{error}")
     return code
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from pydantic import NonNegativeInt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -106,9 +107,9 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step = state["step"]
-        self.tokens_seen = state["tokens_seen"]
-        self.validation_due = state["validation_due"]
+        self.step = manifest.validated(NonNegativeInt, state, "step")
+        self.tokens_seen = manifest.validated(NonNegativeInt, state, "tokens_seen")
+        self.validation_due = manifest.validated(bool, state, "validation_due")
 
 
 class Trainer:

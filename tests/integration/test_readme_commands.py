@@ -90,7 +90,7 @@ HERE = {
         {"--nproc-per-node 8": "--nproc-per-node 2"},
     ),
     f"{PREPARE} train_configs/llama3_8b.toml {BOOKS}": Run(
-        "documents: 200 documents",
+        ": 200 documents, ",
         "--model.tokenizer_path assets/tokenizer/debug.model --workers 1",
     ),
     "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --data.dataset prepared --data.path prepared/books": Run(

@@ -17,7 +17,7 @@ def environment(tmp_path_factory):
     """A virtual environment with the wheel; the dependencies are those of this Python."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    for name in ("titan_lite", "train_configs", "assets"):
+    for name in ("titan_lite", "train_configs", "assets", "scripts"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -76,3 +76,8 @@ def test_it_has_all_recipes_and_all_modules(environment):
     for path in (ROOT / "titan_lite").rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:
             assert (installed / path.relative_to(ROOT / "titan_lite")).exists(), path
+
+
+def test_it_has_the_script_for_slurm(environment):
+    script = environment / "env/share/titan_lite/train.slurm"
+    assert script.read_bytes() == (ROOT / "scripts/train.slurm").read_bytes()

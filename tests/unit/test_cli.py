@@ -131,3 +131,52 @@ def test_ctrl_c_is_not_lost_where_python_ignores_exceptions(place):
         text=True,
     )
     assert (tool.returncode, tool.stdout, tool.stderr) == (0, "tidies up\n", "")
+
+
+def module(*arguments, **streams):
+    """Run `python -m titan_lite` with a shell's redirections."""
+    return subprocess.run(
+        [sys.executable, "-m", "titan_lite", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        **streams,
+    )
+
+
+def test_an_output_that_cannot_be_written_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = module(
+            "recipe", "debug_model", "--print-config", stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 1
+    assert done.stderr == (b"error: standard output cannot be written: No space left on device\n")
+
+
+def test_an_error_that_nobody_reads_is_an_exit_code():
+    with open("/dev/full", "w") as full:
+        assert module("recipe", "nowhere", stdout=full, stderr=full).returncode == 2
+
+
+STREAMS = """
+import os
+from titan_lite.processes import open_standard_streams
+open_standard_streams()
+import sys
+print("nobody reads this", file=sys.stdout, flush=True)
+print("nor this", file=sys.stderr, flush=True)
+assert sys.stdin.read() == ""
+with open(sys.argv[1], "w") as file:
+    assert file.fileno() > 2
+    file.write(" ".join(os.readlink(f"/proc/self/fd/{number}") for number in range(3)) + "\\n")
+    file.flush()
+    os.execv("/bin/sh", ["sh", "-c", f"echo said && ls /proc/$$/fd >> {sys.argv[1]}"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_streams_that_a_shell_has_closed_lead_nowhere_and_are_inherited(tmp_path):
+    command = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", sys.executable, "-c", STREAMS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([*command, str(tmp_path / "a")], env=environment).returncode == 0
+    words = (tmp_path / "a").read_text().split()
+    assert words[:3] == ["/dev/null"] * 3
+    assert {"0", "1", "2"} <= set(words[3:])

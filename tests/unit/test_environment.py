@@ -1,9 +1,14 @@
 """Environment variables of a run: each wrong one is named with its value, all of them in one line."""
 
 import os
+import shutil
+import subprocess
+import sys
 
 import pytest
+from tiny import ROOT
 
+from titan_lite import environment as module
 from titan_lite.config import ConfigError
 from titan_lite.environment import (
     ALONE,
@@ -135,3 +140,26 @@ def test_a_working_folder_that_was_removed(tmp_path, monkeypatch):
     removed.rmdir()
     with pytest.raises(ConfigError, match=r"the current folder .*: No such file or directory"):
         check_working_folder()
+
+
+def test_a_loopback_that_is_down_is_told_in_one_line():
+    """In a network of its own, whose loopback is there, and down."""
+    code = "from titan_lite.environment import loopback_port; loopback_port()"
+    alone = ["unshare", "--user", "--map-root-user", "--net"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"]).returncode:
+        pytest.skip("needs unshare, and the right to make a network")
+    found = subprocess.run(
+        [*alone, sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.returncode == 1
+    assert "no loopback: 127.0.0.1 cannot be used (Network is unreachable)" in found.stderr
+
+
+def test_a_machine_without_a_loopback_is_told_in_one_line(monkeypatch):
+    monkeypatch.setattr(module, "LOOPBACK", "192.0.2.1")  # of no machine
+    with pytest.raises(ConfigError, match=r"no loopback: 192\.0\.2\.1 cannot be used .* lo up"):
+        module.loopback_port()

@@ -2,13 +2,17 @@
 
 import os
 import socket
+from unittest.mock import Mock
 
 import pytest
 from tiny import DEBUG_TOKENIZER
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
 from titan_lite import launch as start
 from titan_lite.config import ConfigError
 from titan_lite.distributed import endpoint
+from titan_lite.resilience import exit_code
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +74,51 @@ def test_a_node_says_for_whom_it_waits(environment, capfd):
     start.launcher_options(["debug_model"])
     assert (
         "starting 1 CPU process: debug_model; waiting for 2 nodes at localhost:29500\n"
-        in capfd.readouterr().err
+        in capfd.readouterr().out
     )
+
+
+def test_a_node_whose_ranks_do_not_start_says_again_for_whom_it_waits(
+    environment, monkeypatch, capfd
+):
+    environment |= {"NNODES": "2", "RDZV_ENDPOINT": "node0:29500"}
+    pauses = iter(range(2 * start.NODES_WAIT))
+    monkeypatch.setattr(start.time, "sleep", lambda seconds: next(pauses))
+    monkeypatch.setattr(start, "ranks_run", lambda: False)
+    with pytest.raises(StopIteration):
+        start.leave_other_nodes(may_restart=False)
+    first, second = capfd.readouterr().err.splitlines()
+    assert f"no rank has started for {start.NODES_WAIT} s: waiting for NNODES=2 nodes" in first
+    assert "RDZV_ENDPOINT=node0:29500, RDZV_ID=titan_lite; one of them may have ended" in first
+    assert "no rank has started for 60 s" in second
+    environment["NNODES"] = ""  # one node, whose ranks may take long
+    pauses = iter(range(2 * start.NODES_WAIT))
+    with pytest.raises(StopIteration):
+        start.leave_other_nodes(may_restart=False)
+    assert capfd.readouterr().err == ""
+
+
+def test_nodes_that_have_not_met_are_told_from_those_that_have_lost_each_other(
+    environment, monkeypatch, capfd
+):
+    environment |= {"NNODES": "2", "RDZV_ENDPOINT": "node0:29500", "RDZV_ID": "mine"}
+    monkeypatch.setattr(start, "leave_other_nodes", lambda may_restart: None)
+    told = []
+    for error in (RendezvousTimeoutError(), RendezvousError("gone\nand more")):
+        monkeypatch.setattr(run, "main", Mock(side_effect=error))
+        assert start.launch([], may_restart=False) == exit_code.FAILED
+        told += capfd.readouterr().err.splitlines()
+    not_met, lost = told
+    assert not_met.startswith("error: the nodes have not met: waiting for NNODES=2 nodes with")
+    assert "RDZV_ID=mine" in not_met
+    assert lost == "error: the launchers of the nodes have lost each other: gone"
+
+
+@pytest.mark.parametrize(("host", "is_told"), [("localhost", False), ("192.0.2.1", True)])
+def test_a_first_node_whose_address_the_others_do_not_meet_at_is_told(host, is_told, capfd):
+    start.check_endpoint(host, 29876, "0")
+    words = f"NODE_RANK=0, and {host} is not an address of this node"
+    assert (words in capfd.readouterr().err) == is_told
 
 
 def test_variables_that_are_empty_are_not_set(environment):
@@ -92,6 +139,7 @@ def test_a_wrong_number_of_processes_is_refused(value, environment):
         ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS=abc: expected a number of threads"),
         ({"NNODES": "two"}, "NNODES=two: expected the number of nodes"),
         ({"NNODES": "2"}, "NNODES=2 needs RDZV_ENDPOINT=HOST:PORT"),
+        ({"NNODES": "2:1"}, "NNODES=2:1: expected the fewest nodes before .* NNODES=1:2"),
         (
             {"NNODES": "2", "RDZV_ENDPOINT": "no.such.host.invalid:29500"},
             "RDZV_ENDPOINT=no.such.host.invalid:29500: this node knows no host",
@@ -133,7 +181,7 @@ def test_the_launcher_gets_the_gpus_and_the_recipe(environment, monkeypatch, cap
     options = start.launcher_options(["debug_model", "--training.steps", "2"])
     assert options[:6] == ["--nnodes", "1", "--nproc-per-node", "4", "--max-restarts", "0"]
     assert options[-5:] == ["-m", "titan_lite.train", "debug_model", "--training.steps", "2"]
-    assert "starting 4 GPU processes: debug_model\n" in capfd.readouterr().err
+    assert "starting 4 GPU processes: debug_model\n" in capfd.readouterr().out
     assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert (environment["LOG_RANK"], environment["TORCH_NCCL_HIGH_PRIORITY"]) == ("0", "1")
 

@@ -2,11 +2,16 @@
 
 import ast
 import inspect
+import io
 import json
 import logging
+import os
 import subprocess
 import sys
+import threading
+import time
 import warnings
+from contextlib import suppress
 from datetime import datetime, timezone
 
 import pytest
@@ -14,7 +19,14 @@ import torch.distributed as dist
 from torch import profiler
 
 from titan_lite import logging as module
-from titan_lite.logging import console, events, init_logging, log_ranks, logger
+from titan_lite.logging import (
+    console,
+    events,
+    init_logging,
+    log_ranks,
+    logger,
+    telling_if_slow,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +37,7 @@ def restored_logger():
     logger.handlers[:], logger.propagate = handlers, propagate
     logger.setLevel(level)
     console.setLevel(logging.NOTSET)
+    console.to, console.is_lost = None, False
     events.setLevel(logging.NOTSET)
     events.path, events.step = None, 0
 
@@ -267,3 +280,59 @@ def test_a_line_stands_above_what_else_is_drawn(capsys):
         del console.around
     assert order[0] == ""
     assert order[1].endswith(" saved\n")
+
+
+# Streams that cannot be written
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_is_told_once(capfd):
+    with suppress(OSError), open("/dev/full", "w") as full:
+        init_logging(0, world_size=1, stream=full)
+        for step in (1, 2):
+            logger.info(f"step {step}")
+    told = capfd.readouterr().err
+    assert told.count("\n") == 1
+    assert "the log cannot be written to standard output (No space left on device)" in told
+
+
+def test_a_reader_that_has_gone_costs_lines_of_the_log_and_is_told_once(capfd):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with suppress(OSError), os.fdopen(writing, "w") as pipe:
+        init_logging(0, world_size=1, stream=pipe)
+        for step in (1, 2):
+            logger.info(f"step {step}")
+    told = capfd.readouterr().err
+    assert told.count("\n") == 1
+    assert "(Broken pipe): its lines are lost from here on" in told
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
+def test_a_character_that_the_stream_does_not_have_is_escaped(encoding, capfd):
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding, write_through=True)
+    init_logging(0, world_size=1, stream=stream)
+    logger.info("first sequence: \u6f22 in caf\u00e9\udcff")
+    line = written.getvalue().decode(encoding).partition(" ")[2]
+    assert line.startswith("first sequence: ")
+    assert line.rstrip().endswith("\\udcff")
+    assert ("\\u6f22" in line) == (encoding != "utf-8")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_takes_long_is_told_on_the_first_rank_until_it_ends(monkeypatch, capfd):
+    def told_while(lines):
+        err = ""
+        with telling_if_slow("reading http://me:SECRET@host/a", seconds=(0.01, 0.02)):
+            while err.count("\n") < lines:
+                time.sleep(0.01)
+                err += capfd.readouterr().err
+        return err
+
+    err = told_while(3)
+    assert "titan_lite: reading http://***@host/a has taken 0.01 s so far\n" in err
+    assert "has taken 0.04 s so far\n" in err
+    monkeypatch.setenv("RANK", "1")
+    before = threading.active_count()
+    with telling_if_slow("reading", seconds=(0.01,)):
+        assert threading.active_count() == before

@@ -4,6 +4,7 @@ when the job goes back.
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 from tiny import ROOT
@@ -12,7 +13,7 @@ COMMANDS = {
     "scontrol": (
         """
 case "$1 $2" in
-    "show job") echo "   Command=$ROOT/scripts/train.slurm recipe.toml" ;;
+    "show job") echo "   Command=$SCRIPT recipe.toml" ;;
     "show hostnames") echo n0 ;;
     "show node") echo "NodeAddr=127.0.0.1" ;;
     *) echo "asked: scontrol $*"; exit 1 ;; # a requeue that succeeds would end this script
@@ -23,7 +24,8 @@ esac"""
 }
 
 
-def submit(folder, code, script=ROOT / "scripts/train.slurm"):
+def submit(folder, code, script=ROOT / "scripts/train.slurm", submitted=None):
+    """submitted: the path that Slurm names, if the script is not the file that it runs."""
     for name, text in COMMANDS.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (folder / name).chmod(0o755)
@@ -33,11 +35,14 @@ def submit(folder, code, script=ROOT / "scripts/train.slurm"):
         "SLURM_JOB_NUM_NODES": "1",
         "LOGS": str(folder / "logs"),
     }
+    without = [
+        each for each in os.environ["PATH"].split(":") if not Path(each, "titan-lite").exists()
+    ]
     environment = {
         **os.environ,
         **slurm,
-        "PATH": f"{folder}:{os.environ['PATH']}",
-        "ROOT": str(ROOT),
+        "PATH": ":".join([str(folder), *without]),
+        "SCRIPT": str(submitted or ROOT / "scripts/train.slurm"),
         "CODE": str(code),
     }
     command = ["bash", str(script), "recipe.toml", "--training.steps", "5"]
@@ -63,3 +68,14 @@ def test_a_container_is_put_before_what_is_started(tmp_path):
         f"asked: srun image {ROOT}/run_train.sh --training.steps 5\n"
         in submit(tmp_path, 0, script).stdout
     )
+
+
+def test_a_copy_of_an_installed_one_starts_the_command(tmp_path):
+    submitted = tmp_path / "share/titan_lite/train.slurm"
+    done = submit(tmp_path, 0, submitted=submitted)
+    assert done.returncode == 2
+    assert "nor titan-lite on the PATH: set VENV" in done.stderr
+    (tmp_path / "titan-lite").write_text("#!/bin/sh\n")
+    (tmp_path / "titan-lite").chmod(0o755)
+    done = submit(tmp_path, 0, submitted=submitted)
+    assert "asked: srun train recipe.toml --training.steps 5\n" in done.stdout

@@ -62,7 +62,7 @@ from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.state import RunState
 from titan_lite.checkpoint.steps import SMALL_FILES, SavedSteps, log_foreign_files
 from titan_lite.config import Checkpoint, ConfigError
-from titan_lite.config.errors import shown
+from titan_lite.config.errors import SharedConfigError, shown
 from titan_lite.data.streams import merge_states
 from titan_lite.distributed.process_group import (
     all_equal,
@@ -87,12 +87,6 @@ SAVE_TIMEOUT = datetime.timedelta(hours=1)  # of a collective of a save, while t
 
 class CheckpointError(RuntimeError):
     """An error on all ranks: a step could not be saved. Earlier steps are not affected."""
-
-    everywhere = True
-
-
-class SharedConfigError(ConfigError):
-    """Wrong input that is raised on all ranks, although one may have found it alone."""
 
     everywhere = True
 

@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import NonNegativeFloat, NonNegativeInt
+
 import titan_lite
 from titan_lite import __version__
 from titan_lite.config import Config
@@ -25,6 +27,7 @@ from titan_lite.config.families import file_digest
 from titan_lite.data.source_identity import SourceIdentity, digest_of, identify
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.layout import Layout
+from titan_lite.manifest import validated
 
 # Variables of the environment with which torch and its libraries choose other kernels, another
 # precision or another order of sums
@@ -55,18 +58,19 @@ class RunIdentity:
     An empty value is unknown: `convert` writes steps that know only their model.
     """
 
-    recipe: Mapping[str, Any] = field(default_factory=dict)  # resolved: {section: {key: value}}
+    # resolved: {section: {key: value}}
+    recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)  # shape, as dataclasses.asdict
     tokenizer: str = ""  # SHA-256
     documents: str = ""  # SHA-256 of their names, sizes and contents (data/source_identity.py)
     validation_documents: str = ""  # the same of those of [validation]; "": held out, or none
-    sequences: int = 0  # of an optimizer step
-    shares: tuple[float, ...] = ()  # of each source in the tokens
-    total_steps: int = 0  # of the learning rate's schedule
-    world_size: int = 0
-    mesh: Mapping[str, int] = field(default_factory=dict)  # ranks along each axis
+    sequences: NonNegativeInt = 0  # of an optimizer step
+    shares: tuple[NonNegativeFloat, ...] = ()  # of each source in the tokens
+    total_steps: NonNegativeInt = 0  # of the learning rate's schedule
+    world_size: NonNegativeInt = 0
+    mesh: Mapping[str, NonNegativeInt] = field(default_factory=dict)  # ranks along each axis
     # ranks along the axes and rank of the factors that PowerSGD's errors belong to; {}: not used
-    compression: Mapping[str, int] = field(default_factory=dict)
+    compression: Mapping[str, NonNegativeInt] = field(default_factory=dict)
     device: str = ""  # name of the GPU, or "CPU"
     # what rounding depends on beside recipe, device and versions: threads, CPU, variables
     numerics: Mapping[str, str | int] = field(default_factory=dict)
@@ -77,7 +81,11 @@ class RunIdentity:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "RunIdentity":
-        """Return the identity in a state.json, which may lack fields or have unknown ones."""
+        """Return the identity in a state.json, which may lack fields or have unknown ones.
+
+        Raises ValueError for a value that is not of its type and bounds.
+        """
+        validated(cls, content)
         names = [each.name for each in dataclasses.fields(cls)]
         return cls(**{name: content[name] for name in names if name in content})
 

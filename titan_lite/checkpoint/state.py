@@ -28,11 +28,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import NonNegativeInt
+
 from titan_lite import manifest
 from titan_lite.checkpoint.run_identity import DocumentsOfRun, RunIdentity
 from titan_lite.config.weights_folder import STATE
 from titan_lite.data.source_identity import SourceIdentity
-from titan_lite.manifest import CorruptFileError, fields_of, read_json
+from titan_lite.manifest import CorruptFileError, fields_of, read_json, validated
 
 DOCUMENTS = "documents.json"
 
@@ -114,8 +116,8 @@ def read_state(folder: Path) -> SavedState:
     with fields_of(STATE):
         return SavedState(
             identity=RunIdentity.from_json(content["identity"]),
-            parts=content["parts"],
+            parts=validated(dict[str, Any], content, "parts"),
             folder=folder,
-            step=content["step"],
-            tensors=tuple(content["tensors"]),
+            step=validated(NonNegativeInt, content, "step"),
+            tensors=tuple(validated(list[str], content, "tensors")),
         )

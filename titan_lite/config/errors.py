@@ -30,6 +30,14 @@ class ConfigError(ValueError):
         return "\n  ".join(("several things are wrong:", *lines))
 
 
+class SharedConfigError(ConfigError):
+    """Wrong input that is raised on all ranks, although one may have found it alone: the first one
+    prints it.
+    """
+
+    everywhere = True
+
+
 def shown(value: object) -> str:
     """Return a value for a message: short, and as in TOML if it has a form there."""
     return one_line(in_toml(value), 100)

@@ -150,6 +150,10 @@ def base_of(path: Path) -> Path | None:
 
 def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
     """Return the tables of a TOML file. Raises ConfigError."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(
+            f"{path} is a pipe or a device, and every rank reads a {what} again; write it to a file"
+        )
     try:
         # an editor may put a byte order mark first
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
@@ -243,7 +247,7 @@ def _fill_from_weights(tables: Tables, origins: Origins, name: str) -> list[str]
     """Fill keys of [model] that are not set from the weights at checkpoint.initial_load_path.
 
     With the flavor "from_weights", or with a path and no flavor, these are all keys, and flavor
-    becomes "". With another flavor it is tokenizer_path alone.
+    becomes "". With another flavor they are tokenizer_path and the family (model.name).
 
     name: of the recipe. Return messages.
     """
@@ -255,8 +259,8 @@ def _fill_from_weights(tables: Tables, origins: Origins, name: str) -> list[str]
     if not isinstance(path, str):
         return []
     if model.get("flavor", FROM_WEIGHTS if path else "") != FROM_WEIGHTS:
-        if path and not model.get("tokenizer_path"):
-            _fill_tokenizer(tables, origins, path)
+        if path and not (model.get("tokenizer_path") and model.get("name")):
+            _fill_family_and_tokenizer(tables, origins, path)
         return []
     if not path:
         return [
@@ -285,15 +289,23 @@ def _fill_from_weights(tables: Tables, origins: Origins, name: str) -> list[str]
     return []
 
 
-def _fill_tokenizer(tables: Tables, origins: Origins, path: str) -> None:
-    """Set model.tokenizer_path to the tokenizer of checkpoint.initial_load_path, if it has one."""
+def _fill_family_and_tokenizer(tables: Tables, origins: Origins, path: str) -> None:
+    """Set model.name and model.tokenizer_path, where they are not set, to the family and the
+    tokenizer of checkpoint.initial_load_path, if it has them.
+    """
     try:
         weights = read_model(path, _family_in(tables))
     except ConfigError:  # a rule reports it, if the run begins with the weights
         weights = None
     tokenizer = weights.tokenizer if weights else tokenizer_in(Path(path))
-    if tokenizer:
-        _merge(tables, origins, {"model": {"tokenizer_path": tokenizer}}, path)
+    model = tables.get("model", {})
+    keys = {}
+    if tokenizer and not model.get("tokenizer_path"):
+        keys["tokenizer_path"] = tokenizer
+    if weights and not model.get("name"):
+        keys["name"] = weights.keys["name"]
+    if keys:
+        _merge(tables, origins, {"model": keys}, path)
 
 
 def _family_in(tables: Tables) -> str:

@@ -309,7 +309,7 @@ def _numbers(file: str, table: str, value: object, keys: Collection[str] = ()) -
 
 
 def _number(file: str, key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST < value < MOST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST <= value <= MOST:
         raise ConfigError(
             f"{file}: {key} = {shown(value)} is not a number above 0; use 1e-9 to 1e12"
         )

@@ -24,8 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import NonNegativeInt
+
 from titan_lite.config import ConfigError, Data
 from titan_lite.logging import logger
+from titan_lite.manifest import validated
 from titan_lite.metrics.run_files import read_lines
 
 EMPTY = "empty"  # the reason of an empty text
@@ -141,9 +144,10 @@ class BadDocumentsLog:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Forget what was listed after the step was saved."""
-        if len(self.entries) < state["listed"]:  # the state of another copy of the model
+        listed = validated(NonNegativeInt, state, "listed")
+        if len(self.entries) < listed:  # the state of another copy of the model
             self.entries = self._read()
-        self.entries = self.entries[: state["listed"]]
+        self.entries = self.entries[:listed]
         self.policy.known = set(map(_key_of, self.entries))
         self.bad = len(self.policy.known)
 

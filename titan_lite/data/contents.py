@@ -19,10 +19,17 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from filelock import FileLock, Timeout
-from fsspec.core import url_to_fs
 
 from titan_lite.config import ConfigError
-from titan_lite.data.readers import info_at_url, is_url, serves_no_ranges
+from titan_lite.data.readers import (
+    DAMAGED_AT_URL,
+    file_system,
+    info_at_url,
+    is_url,
+    open_at_url,
+    serves_no_ranges,
+    why_not_at_url,
+)
 from titan_lite.environment import cache_folder
 from titan_lite.logging import logger
 from titan_lite.manifest import MAX_WHOLE, sampled_sha256
@@ -133,20 +140,26 @@ def stamp_of(file: str) -> str:
 
     The time of the last change is in it, which copying does not keep and no tool can set.
     """
+    if is_url(file):
+        return _stamp_at_url(file)
     try:
-        if not is_url(file):
-            status = os.stat(file)
-            times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
-            return f"{status.st_size} {times} {status.st_ino}"
-        fs, path = url_to_fs(file)
+        status = os.stat(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+
+
+def _stamp_at_url(url: str) -> str:
+    try:
+        fs, path = file_system(url)
         info = info_at_url(fs, path)
         if "http" not in fs.protocol:
             return f"{info['size']} {fs.ukey(path)}"
-        # fsspec takes files behind http as files that never change
-        stamps = [str(info[name]) for name in HTTP_STAMPS if info.get(name)]
-        return f"{info['size']} {' '.join(stamps) or UNKNOWN}"
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+    except Exception as error:  # each library has errors of its own
+        raise ConfigError(f"{url} cannot be read: {why_not_at_url(error)}") from error
+    # fsspec takes files behind http as files that never change
+    stamps = [str(info[name]) for name in HTTP_STAMPS if info.get(name)]
+    return f"{info['size']} {' '.join(stamps) or UNKNOWN}"
 
 
 def _size_in(stamp: str) -> int:
@@ -177,10 +190,9 @@ def hash_of(file: str) -> str:
         if not is_url(file):
             with open(file, "rb", buffering=0) as opened:
                 return sampled_sha256(cast(BinaryIO, opened))[:HASH_DIGITS]
-        fs, path = url_to_fs(file)
-        with fs.open(path, "rb") as opened:
-            return sampled_sha256(opened)[:HASH_DIGITS]
-    except (OSError, ValueError) as error:
+        with open_at_url(file) as opened:
+            return sampled_sha256(cast(BinaryIO, opened))[:HASH_DIGITS]
+    except (OSError, *DAMAGED_AT_URL) as error:
         fix = (
             "; use a server that serves ranges, or a copy on disk"
             if serves_no_ranges(error)

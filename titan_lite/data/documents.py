@@ -40,13 +40,14 @@ from titan_lite.data.prepared import (
 )
 from titan_lite.data.readers import is_url, list_names
 from titan_lite.data.stdlib import Stdlib
-from titan_lite.logging import logger
+from titan_lite.logging import logger, telling_if_slow
 
 # An ordinal of a PiecewiseSource is epoch * EPOCH_STRIDE + group * GROUP_STRIDE + its position in
 # the group. Both strides are primes, so consecutive groups start on different streams, however many
 # streams there are, and no stream has the longer share every time.
 EPOCH_STRIDE = 2**61 - 1
 GROUP_STRIDE = 2**31 - 1
+MAX_LOOKED_AT = 1000  # documents, before a run, for one that is trained on
 
 
 class Source(Protocol):
@@ -265,7 +266,8 @@ def check_data(data: Data) -> None:
             library = Stdlib()
             library.document(library.names[0])
         elif part.dataset == "local":
-            _check_local(part, policy)
+            with telling_if_slow(f'reading {part.key("path")} = "{part.path}"'):
+                _check_local(part, policy)
         elif part.dataset != "prepared":
             refuse_folder_of_that_name(part)
 
@@ -276,12 +278,15 @@ def _check_local(data: Data, policy: BadDocumentPolicy) -> None:
             f'{data.key("path")} = "{data.path}" was written by `titan-lite prepare`; use'
             f' {data.key("dataset")} = "prepared"'
         )
-    pieces = LocalCorpus(data).pieces
+    corpus = LocalCorpus(data)
+    pieces = corpus.pieces
     _warn_of_links(data, pieces)
     if not any(True for piece in pieces for _ in read_piece(piece, data)):
         raise ConfigError(
             f'{data.key("path")} = "{data.path}" has no document; use files with documents'
         )
+    if not _has_training_document(corpus):
+        raise _no_document(data, "train")
     first_of_format: dict[str, Piece] = {}
     for piece in pieces:
         first_of_format.setdefault(piece.format, piece)
@@ -290,6 +295,24 @@ def _check_local(data: Data, policy: BadDocumentPolicy) -> None:
             document = text_of(raw, piece, position, data)
             if isinstance(document, BadDocument):
                 policy.skip(document)
+
+
+def _has_training_document(corpus: LocalCorpus) -> bool:
+    """Return False if every document is held out; True also for a large corpus of whose first
+    MAX_LOOKED_AT documents all are.
+    """
+    fraction = corpus.data.validation_fraction
+    if fraction in (0, 1):  # 1: the documents are those of [validation] alone
+        return True
+    names = (
+        corpus.name(piece, position)
+        for piece in corpus.pieces
+        for position, _ in corpus.read(piece)
+    )
+    for count, name in enumerate(names):
+        if count == MAX_LOOKED_AT or _belongs(name, "train", fraction):
+            return True
+    return False
 
 
 def _warn_of_links(data: Data, pieces: list[Piece]) -> None:
@@ -331,6 +354,11 @@ def _no_document(data: Data, split: Split) -> ConfigError:
         instead = " or validation_fraction = 0.5"
     if split == "train" and data.validation_fraction > 0.05:
         instead = " or validation_fraction = 0.05"
+    elif split == "train" and data.validation_fraction:
+        instead = (
+            " or data.validation_fraction = 0, with validation.enable = false or documents of its"
+            " own in validation.path"
+        )
     of_split = f"{split} document with data.validation_fraction = {data.validation_fraction}"
     if data.validation_fraction == 1:  # validation has documents of its own
         of_split = "document"

@@ -26,7 +26,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import NamedTuple
 
-from fsspec.core import url_to_fs
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from titan_lite.config import ConfigError, Data
@@ -34,9 +34,11 @@ from titan_lite.data.bad_documents import EMPTY, BadDocument
 from titan_lite.data.outputs import refuse_folder_of_run, without_outputs
 from titan_lite.data.readers import (
     BLOCK,
+    REMOTE,
     NoText,
     TooLarge,
     elements,
+    file_system,
     info_at_url,
     is_array,
     is_url,
@@ -46,6 +48,7 @@ from titan_lite.data.readers import (
     open_file,
     records,
     serves_no_ranges,
+    why_not_at_url,
     without_query,
 )
 from titan_lite.data.saved_datasets import without_caches
@@ -214,32 +217,63 @@ def _at_url(url: str, where: str) -> Match:
         return "::".join([fs.unstrip_protocol(path), *containers])
 
     try:
-        fs, path = url_to_fs(url)
-        is_folder = fs.isdir(path)
-        entries = fs.find(path, detail=True) if is_folder else fs.glob(path, detail=True)
-        found = {name: info["size"] for name, info in entries.items() if info["type"] == "file"}
-        for name, size in found.items():
-            if size is None and _format(name)[0]:  # a page of http has links without sizes
-                found[name] = info_at_url(fs, name)["size"]
+        fs, path = file_system(url)
+        found, is_folder = _files_at(fs, path)
     except ImportError as error:
         raise ConfigError(
-            f"{where} cannot be read: {error_line(error)}; install what it names with pip, where"
-            " the run finds its packages"
+            f"{where} cannot be read: {error_line(error)}; {_package_for(error)}"
         ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{where} cannot be read ({_described(error)}); {_FIX}") from error
+    except Exception as error:  # each library has errors of its own
+        raise ConfigError(
+            f"{where} cannot be read ({why_not_at_url(error)}); use a URL that can be read, or a"
+            " copy on disk"
+        ) from error
     if not found:
         raise ConfigError(f"{where}: no file matches; {_FIX}")
     folder = path if is_folder else _fixed_part(path)
     if is_folder or (has_magic(path) and "/." not in path):  # else it names the hidden ones
         visible = _not_hidden(found, folder, where)
         if is_folder:
-            visible = without_caches(visible, fs.cat_file, where)
+            visible = without_caches(visible, lambda file: _content_at(fs, file), where)
         found = {name: found[name] for name in visible}
     sizes = {full(name): size for name, size in found.items()}
     # a signed URL has another signature in the next run: documents are known without it
     names = {full(n): without_secrets(posixpath.relpath(n, folder or ".")) for n in found}
     return Match(sizes, names, is_folder)
+
+
+def _files_at(fs: AbstractFileSystem, path: str) -> tuple[dict[str, int], bool]:
+    """Return (sizes of the files at a path, by path; True if it is a folder). Raises what the
+    library of the file system does.
+    """
+    is_http = "http" in fs.protocol
+    if is_http and _format(path)[0] and not set("*[") & set(path):
+        # looking whether it is a page of links would read it
+        return {path: info_at_url(fs, path)["size"]}, False
+    is_folder = fs.isdir(path)
+    entries = fs.find(path, detail=True) if is_folder else fs.glob(path, detail=True)
+    found = {name: info["size"] for name, info in entries.items() if info["type"] == "file"}
+    for name, size in found.items():
+        if size is None and _format(name)[0]:  # a page of http has links without sizes
+            found[name] = info_at_url(fs, name)["size"]
+    return found, is_folder
+
+
+def _content_at(fs: AbstractFileSystem, file: str) -> bytes:
+    try:
+        return fs.cat_file(file)
+    except Exception as error:  # each library has errors of its own
+        raise OSError(why_not_at_url(error)) from error
+
+
+def _package_for(error: ImportError) -> str:
+    """Return what to install for a URL whose package is missing."""
+    names = [name for name in REMOTE if name in str(error)]
+    if names:
+        return (
+            f"install {names[0]}, which `titan_lite[remote]` has, where the run finds its packages"
+        )
+    return "install what it names with pip, where the run finds its packages"
 
 
 def kind_of_file(path: str | os.PathLike) -> str:

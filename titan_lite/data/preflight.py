@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from titan_lite.config import ConfigError
+from titan_lite.config.errors import SharedConfigError
 from titan_lite.data.documents import Source
 from titan_lite.data.loader import Batch, Loader
 from titan_lite.data.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ class BatchSummary(NamedTuple):
 def check_first_batch(batch: Batch, tokenizer: Tokenizer, vocab_size: int, dp_rank: int) -> None:
     """Log a sample of the first batch.
 
-    Raises ConfigError on all ranks if the batch of any rank is wrong.
+    Raises SharedConfigError if the batch of any rank is wrong.
     """
     digest = hash64(batch.input.numpy().tobytes() + batch.label.numpy().tobytes())
     largest_token = int(max(batch.input.max(), batch.label.max()))
@@ -101,12 +101,12 @@ def _documents_of_an_epoch(source: Source) -> str:
 
 
 def check_batches(batches: Sequence[BatchSummary], vocab_size: int) -> None:
-    """Raise ConfigError if the first batches, by rank, do not fit each other or the model."""
+    """Raise SharedConfigError if the first batches, by rank, do not fit each other or the model."""
     ranks_of_digest = defaultdict(list)
     ranks_of_dp_rank = defaultdict(list)
     for rank, batch in enumerate(batches):
         if batch.largest_token >= vocab_size:
-            raise ConfigError(
+            raise SharedConfigError(
                 f"rank {rank} has read token {batch.largest_token}, and the model has room for"
                 f" {vocab_size}: model.tokenizer_path, or what the data was prepared with, has"
                 " another vocabulary; use the model's own tokenizer"
@@ -115,13 +115,14 @@ def check_batches(batches: Sequence[BatchSummary], vocab_size: int) -> None:
         ranks_of_dp_rank[batch.dp_rank].append(rank)
     for ranks in ranks_of_digest.values():
         if len({batches[rank].dp_rank for rank in ranks}) > 1:
-            raise ConfigError(
+            raise SharedConfigError(
                 f"ranks {_listed(ranks)} have read the same first batch: [data] has too few"
                 " different documents for this number of ranks; use more documents or fewer ranks"
+                " (NGPU)"
             )
     for ranks in ranks_of_dp_rank.values():
         if len({batches[rank].digest for rank in ranks}) > 1:
-            raise ConfigError(
+            raise SharedConfigError(
                 f"ranks {_listed(ranks)} need the same sequences, but have read different ones: the"
                 " files of [data] are not the same on all nodes; use the same ones"
             )
@@ -134,7 +135,7 @@ def check_first_loss(
     that of initial weights (is_trained) is not far below it.
 
     is_tied: with tied embeddings. A token then first predicts itself, the more so the shallower the
-    model is, and the loss may be far above.
+    model is, and the loss may be far above: a line says so.
     """
     expected = math.log(vocab_size)
     if is_trained:
@@ -145,8 +146,14 @@ def check_first_loss(
                 " tokenizer and the documents may not belong together"
             )
         return
-    highest = math.inf if is_tied else (1 + LOSS_TOLERANCE) * expected
-    if not (1 - LOSS_TOLERANCE) * expected <= loss < highest:  # also true for nan
+    highest = (1 + LOSS_TOLERANCE) * expected
+    if is_tied and highest <= loss < math.inf:
+        logger.info(
+            f"the first loss is {loss:.2f}, above ln({vocab_size}) = {expected:.2f}, that of"
+            " guessing, and that is right: with tied embeddings a token first predicts itself, the"
+            " more so the shallower the model is"
+        )
+    elif not (1 - LOSS_TOLERANCE) * expected <= loss < highest:  # also true for nan
         logger.warning(
             f"the first loss is {loss:.2f}, far from ln({vocab_size}) = {expected:.2f}, that of an"
             " untrained model: initial weights, tokenizer or labels may be wrong"

@@ -22,13 +22,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from pydantic import NonNegativeInt, PositiveInt
 
 from titan_lite import manifest
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.contents import UnchangedFiles
-from titan_lite.data.corpora import Split
+from titan_lite.data.corpora import SPLITS, Split
 from titan_lite.data.files import Piece
 from titan_lite.data.outputs import PREPARED
+from titan_lite.manifest import validated
+from titan_lite.text import error_line
 
 if TYPE_CHECKING:
     import pyarrow
@@ -43,10 +46,10 @@ _FIX = "use `titan-lite prepare` to prepare it again"
 class PreparedPart:
     """A table of documents, and the pieces that they come from; the standard library has none."""
 
-    documents: int
-    tokens: int
-    piece_sizes: list[int]  # bytes
-    piece_documents: list[int]
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
+    piece_sizes: list[NonNegativeInt]  # bytes
+    piece_documents: list[NonNegativeInt]
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,27 @@ class PreparedInfo:
         content = json.loads(text)
         if content["format"] != FORMAT:  # of which nothing else is known
             return cls(content["format"], "", 0, {}, {}, [], {})
-        parts = {name: PreparedPart(**part) for name, part in content["parts"].items()}
-        return cls(**{**content, "parts": parts})
+        source = validated(dict[str, str], content, "source")
+        parts = validated(dict[str, PreparedPart], content, "parts")
+        if "dataset" not in source or not (
+            {BOTH_SPLITS} <= set(parts) or set(SPLITS) <= set(parts)
+        ):
+            raise ValueError("source or parts are not those of a corpus")
+        for name, part in parts.items():
+            of_pieces = part.piece_documents
+            if len(part.piece_sizes) != len(of_pieces):
+                raise ValueError(f"parts.{name} has other numbers of piece_sizes, piece_documents")
+            if of_pieces and sum(of_pieces) != part.documents:
+                raise ValueError(f"parts.{name}.documents is not the sum of piece_documents")
+        return cls(
+            format=FORMAT,
+            tokenizer=validated(str, content, "tokenizer"),
+            vocab_size=validated(PositiveInt, content, "vocab_size"),
+            source=source,
+            parts=parts,
+            bad=validated(list[dict[str, str]], content, "bad"),
+            files=manifest.digests_in(content),
+        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -105,6 +127,11 @@ class PreparedDocuments:
         self._columns = [table.column(column).chunks for column in ("name", "size", "tokens")]
         lengths = [len(chunk) for chunk in self._columns[0]]
         self._firsts = [0, *itertools.accumulate(lengths)]  # of each batch, and the end of the last
+        if len(self) != part.documents:
+            raise ConfigError(
+                f'{data.key("path")} = "{folder}": {PREPARED} has {part.documents:,} documents, and'
+                f" {folder / name} {len(self):,}; {_FIX}"
+            )
         self._batches: dict[int, _Batch] = {}
 
     def __len__(self) -> int:
@@ -205,8 +232,9 @@ def read_prepared(folder: Path, key: str = "data.path", every_byte: bool = False
         raise ConfigError(
             f"{where}: {PREPARED} cannot be read ({error.strerror}); {_FIX}"
         ) from None
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{where}: {PREPARED} is damaged; {_FIX}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else error_line(error)
+        raise ConfigError(f"{where}: {PREPARED} is damaged ({why}); {_FIX}") from None
     if info.format != FORMAT:
         raise ConfigError(f"{where}: its format is {info.format}, not {FORMAT}; {_FIX}")
     check = manifest.check_bytes if every_byte else manifest.check_sizes

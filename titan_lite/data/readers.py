@@ -12,19 +12,28 @@ file decides how it is decompressed.
 import csv
 import io
 import json
+import lzma
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import IO, Any, BinaryIO
+from contextlib import ExitStack, contextmanager
+from typing import IO, Any, BinaryIO, cast
 
 from fsspec import AbstractFileSystem
-from fsspec.compression import register_compression
+from fsspec.compression import compr, register_compression
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import infer_compression
 
+from titan_lite.text import error_line
+
 BLOCK = 2**20  # bytes that are read at once where nothing in them is kept
+CONNECT_LIMIT = 30  # seconds to connect to a server of http
+ANSWER_LIMIT = 60  # seconds without a byte of its answer
+# what a damaged file at a URL raises; anything else is of the server or the way to it
+DAMAGED_AT_URL = (EOFError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+REMOTE = ("s3fs", "gcsfs", "adlfs")  # packages of the extra `remote`
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_DECODER = json.JSONDecoder()
 JSON_SPACES = re.compile(r"[ \t\r\n]*")
@@ -80,6 +89,23 @@ def without_query(path: str) -> str:
     return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
 
 
+def file_system(url: str) -> tuple[AbstractFileSystem, str]:
+    """Return the file system of a URL, and the path there. Raises what its library does.
+
+    A server of http that does not answer is an error after ANSWER_LIMIT seconds, and sends files as
+    they are: their sizes are those of what is read.
+    """
+    options: dict[str, dict[str, Any]] = {}
+    for protocol in ("http", "https"):
+        if f"{protocol}://" in url:
+            from aiohttp import ClientTimeout  # here, since few runs need it
+
+            limits = ClientTimeout(total=None, sock_connect=CONNECT_LIMIT, sock_read=ANSWER_LIMIT)
+            headers = {"Accept-Encoding": "identity"}
+            options[protocol] = {"client_kwargs": {"timeout": limits, "headers": headers}}
+    return url_to_fs(url, **options)
+
+
 def info_at_url(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
     """Return what a file system of fsspec says of a file. Raises ValueError if its size is not
     known.
@@ -88,6 +114,28 @@ def info_at_url(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
     if info["size"] is None:
         raise ValueError("the server does not say its size; use another server, or a copy on disk")
     return info
+
+
+def why_not_at_url(error: BaseException) -> str:
+    """Return in one line why something at a URL cannot be read."""
+    # for http, fsspec says of every failure that there is no such file
+    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
+    if cause is not None:
+        error = cause
+    status = getattr(error, "status", None)  # of an answer of http
+    if type(error).__name__ == "TooManyRedirects":
+        return "the server redirects again and again"
+    if isinstance(status, int):
+        why = f"the server answers {status} {getattr(error, 'message', '')}".rstrip()
+        if status in (401, 403):
+            why += ": it may want a user and a password before the host of the URL, or a token"
+        return why
+    if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
+        return f"no answer within {ANSWER_LIMIT} s"
+    words = error_line(error)
+    if type(error) is ValueError:
+        return words
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def serves_no_ranges(error: BaseException) -> bool:
@@ -99,12 +147,88 @@ def serves_no_ranges(error: BaseException) -> bool:
 
 @contextmanager
 def open_file(file: str) -> Iterator[BinaryIO]:
-    """Open a file, on disk or at a URL, for reading its bytes, decompressed."""
-    fs, path = url_to_fs(file) if is_url(file) else (LocalFileSystem(), file)
-    compression = infer_compression(without_query(path))
-    with fs.open(path, "rb", compression=compression) as opened:
-        # a file that is not compressed may lack `readline(size)`
-        yield opened if hasattr(opened, "peek") else io.BufferedReader(opened, BLOCK // 8)
+    """Open a file, on disk or at a URL, for reading its bytes, decompressed.
+
+    Where a URL cannot be reached, opening and reading raise ConnectionError.
+    """
+    if not is_url(file):
+        compression = infer_compression(file)
+        with LocalFileSystem().open(file, "rb", compression=compression) as on_disk:
+            yield _buffered(on_disk)
+        return
+    with ExitStack() as files:
+        opened: IO[bytes] = files.enter_context(open_at_url(file))
+        if compression := infer_compression(_name_in(file)):
+            opened = files.enter_context(compr[compression](opened, mode="r"))
+        yield _buffered(opened)
+
+
+def open_at_url(url: str) -> io.BufferedReader:
+    """Open a file at a URL for reading its bytes as they are there. Raises ConnectionError."""
+    return io.BufferedReader(_FileAtUrl(url), BLOCK // 8)
+
+
+def _name_in(url: str) -> str:
+    """Return the part of a URL that ends in the file's name."""
+    return without_query(url.partition("::")[0])
+
+
+def _buffered(file: IO[bytes]) -> BinaryIO:
+    """Return a file that has `readline(size)`, which one that is not compressed may lack."""
+    has_lines = hasattr(file, "peek")
+    return cast(BinaryIO, file if has_lines else io.BufferedReader(cast(Any, file), BLOCK // 8))
+
+
+class _FileAtUrl(io.RawIOBase):
+    """A file at a URL.
+
+    What its library raises is a ConnectionError, unless the file is damaged, and so is an answer
+    that ends early.
+    """
+
+    def __init__(self, url: str):
+        with _as_connection_error():
+            # kept: that of a zip closes the zip when nothing refers to it
+            self.fs, path = file_system(url)
+            self.file = self.fs.open(path, "rb")
+        self.size = getattr(self.file, "size", None)  # bytes, if known
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        with _as_connection_error():
+            self.file.seek(offset, whence)
+            return self.file.tell()
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 io's
+        with _as_connection_error():
+            read = self.file.read(len(buffer))
+        if not read and self.size is not None and self.file.tell() < self.size:
+            raise ConnectionError(f"the server ends at byte {self.file.tell():,} of {self.size:,}")
+        buffer[: len(read)] = read
+        return len(read)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.file.close()
+        super().close()
+
+
+@contextmanager
+def _as_connection_error() -> Iterator[None]:
+    try:
+        yield
+    except (*DAMAGED_AT_URL, ConnectionError):
+        raise
+    except Exception as error:
+        raise ConnectionError(why_not_at_url(error)) from error
 
 
 def _all_frames(file: BinaryIO, mode: str = "rb") -> BinaryIO:
@@ -126,7 +250,10 @@ def _only_member(file: BinaryIO, mode: str = "rb") -> IO[bytes]:
     names = archive.namelist()
     if len(names) != 1:
         raise ValueError(f"a zip of {len(names)} files, which path = zip://*::FILE reads")
-    return archive.open(names[0])
+    try:
+        return archive.open(names[0])
+    except RuntimeError as error:  # encrypted, or compressed in a way that Python does not know
+        raise ValueError(error_line(error)) from None
 
 
 register_compression("zstd", _all_frames, "zst", force=True)

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import NonNegativeInt
+
 from titan_lite.config import Data
 from titan_lite.data.contents import HASH_DIGITS, contents_of
 from titan_lite.data.files import local_files
 from titan_lite.data.outputs import PREPARED
 from titan_lite.data.prepared import read_prepared
 from titan_lite.data.stdlib import FOLDER, TOPIC, Stdlib
-from titan_lite.manifest import digest
+from titan_lite.manifest import digest, validated
 
 MAX_NAMES = 3  # of files in a message
 
@@ -29,7 +31,7 @@ MAX_NAMES = 3  # of files in a message
 class FileContent(NamedTuple):
     """The content of a file, whatever its path is."""
 
-    size: int  # bytes; of a help text of Python characters
+    size: NonNegativeInt  # bytes; of a help text of Python characters
     sha256: str
 
 
@@ -42,9 +44,11 @@ class SourceIdentity:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "SourceIdentity":
-        """Raise KeyError, TypeError or AttributeError for another content."""
-        files = {name: FileContent(*file) for name, file in content["files"].items()}
-        return cls(content["settings"], files)
+        """Raise KeyError, TypeError or ValueError for another content."""
+        return cls(
+            validated(dict[str, str], content, "settings"),
+            validated(dict[str, FileContent], content, "files"),
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {"settings": dict(self.settings), "files": dict(self.files)}

@@ -23,12 +23,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pydantic import NonNegativeInt, PositiveInt
+
+from titan_lite.manifest import validated
+
 
 class StreamPosition(NamedTuple):
     """Position of a stream in one source: its current document, and how much of it is used."""
 
-    document: int  # ordinal in the source (documents.py)
-    tokens_used: int = 0
+    document: NonNegativeInt  # ordinal in the source (documents.py)
+    tokens_used: NonNegativeInt = 0
 
 
 Positions = dict[int, list[StreamPosition]]  # of a stream: its position in each source
@@ -95,11 +99,12 @@ class LoaderState:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "LoaderState":
-        positions = {
-            int(stream): [StreamPosition(*position) for position in by_source]
-            for stream, by_source in state["positions"].items()
-        }
-        return cls(state["windows_taken"], state["streams"], positions)
+        """Return what `to_dict` has made of a state. Raises KeyError and ValueError."""
+        return cls(
+            validated(NonNegativeInt, state, "windows_taken"),
+            validated(PositiveInt, state, "streams"),
+            validated(Positions, state, "positions"),
+        )
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -276,17 +276,36 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
             raise ConfigError(
                 "parallelism.data_parallel_shard_degree = -1 cannot be resolved: the other degrees"
                 f" ({factors}) multiply to {product}, which does not divide {world_size} ranks;"
-                f" start {math.ceil(world_size / product) * product} ranks, or lower degrees until"
-                f" they multiply to a divisor of {world_size}"
+                f" {_lowered(degrees, world_size)}, or start"
+                f" {math.ceil(world_size / product) * product} ranks"
             )
         degrees["dp_shard"] = world_size // product
     elif product != world_size:
+        instead = f"lower degrees until they multiply to {world_size}"
+        if world_size % (product // degrees["dp_shard"]) == 0:
+            instead = "use data_parallel_shard_degree = -1"
         raise ConfigError(
             f"parallelism.data_parallel_shard_degree = {degrees['dp_shard']}: the degrees"
-            f" ({factors}) need {product} ranks, and there are {world_size}; start {product}"
-            f" ranks (NGPU={product}), or set data_parallel_shard_degree = -1"
+            f" ({factors}) need {product} ranks, and there are {world_size}; {instead}, or start"
+            f" {product} ranks (NGPU={product})"
         )
     return degrees
+
+
+def _lowered(degrees: Mapping[str, int], world_size: int) -> str:
+    """Return the degree to lower, by as little as possible, so that their product divides the
+    number of ranks, in words.
+    """
+    product = math.prod(degree for degree in degrees.values() if degree != -1)
+    fitting = [
+        (degree / lower, f"use parallelism.{DEGREES[axis]} = {lower}")
+        for axis, degree in degrees.items()
+        for lower in range(1, degree)
+        if world_size % (product // degree * lower) == 0
+    ]
+    if not fitting:
+        return f"lower degrees until they multiply to a divisor of {world_size}"
+    return min(fitting)[1]
 
 
 def check_expert_parallel(degree: int, degrees: Mapping[str, int]) -> None:

@@ -16,11 +16,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from pydantic import NonNegativeInt
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite.distributed.mesh import sum_of_losses, sum_over_tokens
 from titan_lite.logging import logger
+from titan_lite.manifest import validated
 
 
 class PerSource:
@@ -117,5 +119,5 @@ class PerSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's state; without a count, from zero."""
-        counts = state.get("tokens", {})
+        counts = validated(dict[str, NonNegativeInt], {"tokens": {}, **state}, "tokens")
         self.seen = [counts.get(name, 0) for name in self.names]

@@ -91,6 +91,8 @@ def start_lines(
         )
     lines.append(memory_line(config, layout))
     lines.append(checkpoints_line(config))
+    if config.lr_scheduler.warmup_steps > config.total_steps:
+        lines.append(warmup_line(config))
     if config.compile.enable:
         lines.append("compiling comes first: the first step and the first validation take longer")
     return lines
@@ -303,6 +305,17 @@ def checkpoints_line(config: Config) -> str:
         return "checkpoints: none (checkpoint.enable = false)"
     interval = config.checkpoint.interval
     return f"checkpoints: every {interval} steps and at the end (checkpoint.interval)"
+
+
+def warmup_line(config: Config) -> str:
+    """Return the line on a warm-up that is longer than the run."""
+    warmup_steps = config.lr_scheduler.warmup_steps
+    steps = config.training.steps
+    return (
+        f"learning rate: lr_scheduler.warmup_steps = {warmup_steps:,} is longer than training.steps"
+        f" = {steps:,}: it only rises, to {100 * steps / warmup_steps:.0f}% of optimizer.lr; use"
+        f" warmup_steps = {max(1, steps // 10)} unless the run goes on later"
+    )
 
 
 Coordinate = dict[str, int]  # along some axes of the mesh

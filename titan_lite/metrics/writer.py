@@ -52,7 +52,7 @@ import resource
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +60,11 @@ import torch
 
 from titan_lite.config import Metrics
 from titan_lite.logging import logger
+from titan_lite.metrics.event_file import EventFile
 from titan_lite.metrics.run_files import read_metrics
 
 if TYPE_CHECKING:
     import wandb
-    from torch.utils.tensorboard import SummaryWriter
 
 COLOURS = {"loss": "\033[32m", "grad_norm": "\033[34m", "tps": "\033[36m", "mfu": "\033[35m"}
 END_OF_COLOUR = "\033[0m"
@@ -105,7 +105,7 @@ class MetricsWriter:
         self.started = time.perf_counter()
         self.warned_of_loss = False  # a file could not be written
         self.in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        self.tensorboard: SummaryWriter | None = None
+        self.tensorboard: EventFile | None = None
         self.wandb: wandb.Run | None = None
         if not writes:
             return
@@ -115,7 +115,10 @@ class MetricsWriter:
             self._write({"resumed_from": steps_done})
         if config.enable_tensorboard:
             purge_step = steps_done + 1 if resumes else None
-            self.tensorboard = start_tensorboard(dump_folder / "tb", plain, purge_step)
+            try:
+                self.tensorboard = start_tensorboard(dump_folder / "tb", plain, purge_step)
+            except OSError as error:
+                self._warn_of_loss(error)
         if config.enable_wandb:
             self.wandb = start_wandb(dump_folder, plain)
 
@@ -143,8 +146,10 @@ class MetricsWriter:
         self._write({"step": step, **finite, "time": seconds})
         if self.tensorboard is not None:
             try:
+                from torch.utils.tensorboard.summary import scalar
+
                 for name, value in values.items():
-                    self.tensorboard.add_scalar(name, value, step)
+                    self.tensorboard.add(scalar(name, value), step)
                 self.tensorboard.flush()
             except OSError as error:
                 self._warn_of_loss(error)
@@ -166,15 +171,18 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close all files."""
-        try:
-            if self.tensorboard is not None:
-                self.tensorboard.close()
-            if self.wandb is not None:
-                self.wandb.finish()
-            if self.writes:
-                self.file.close()
-        except OSError as error:
-            self._warn_of_loss(error)
+        closing: list[Callable[[], object]] = []
+        if self.tensorboard is not None:
+            closing.append(self.tensorboard.close)
+        if self.wandb is not None:
+            closing.append(self.wandb.finish)
+        if self.writes:
+            closing.append(self.file.close)
+        for close in closing:
+            try:
+                close()
+            except OSError as error:
+                self._warn_of_loss(error)
 
     def _write(self, entry: Mapping[str, object]) -> None:
         self._append(json.dumps(entry) + "\n")
@@ -194,32 +202,29 @@ class MetricsWriter:
         self.warned_of_loss = True
 
 
-def start_tensorboard(
-    folder: Path, recipe: Mapping[str, Any], purge_step: int | None
-) -> "SummaryWriter":
-    """Return a TensorBoard writer with the recipe as text and as hyperparameters.
+def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int | None) -> EventFile:
+    """Return an event file with the recipe as text and as hyperparameters. Raises OSError.
 
     purge_step: the first step of a resumed run, from which on older values are hidden.
     """
-    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
-    from torch.utils.tensorboard.summary import hparams
+    from torch.utils.tensorboard.summary import hparams, text  # slow, and only one rank needs it
 
-    # `log` flushes: an error in the writer's thread would print a traceback.
-    writer: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10**6)
+    file = EventFile(folder, purge_step)
     # a Markdown code block
     lines = [
         f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()
     ]
-    writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
+    file.add(text("recipe", "\n".join(lines)), (purge_step or 1) - 1)
     chosen = {  # lists are not admitted as values
         key: json.dumps(value) if isinstance(value, list) else value
         for key, value in recipe.items()
         if key.partition(".")[0] in HYPERPARAMETERS
     }
     metrics = {"loss": 0.0, "validation_loss": 0.0}
-    for summary in hparams(chosen, metrics):  # the writer's own method would start a new run
-        writer.file_writer.add_summary(summary)
-    return writer
+    for summary in hparams(chosen, metrics):  # torch's own method would start a new run
+        file.add(summary)
+    file.flush()
+    return file
 
 
 def start_wandb(dump_folder: Path, recipe: dict[str, Any]) -> "wandb.Run":

@@ -27,7 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from titan_lite.processes import describe_limit
+from titan_lite.logging import write_line
+from titan_lite.processes import describe_limit, open_standard_streams
 
 TRAINED = 0
 FAILED = 1
@@ -113,6 +114,7 @@ def end_with(main: Callable[[], int]) -> NoReturn:
     of a process group without peers may end the process by SIGABRT. Call it before torch is
     imported, so that torch's exit handlers run first.
     """
+    open_standard_streams()
     codes: list[int] = []
     atexit.register(_leave, codes)
     try:
@@ -123,7 +125,7 @@ def end_with(main: Callable[[], int]) -> NoReturn:
         reason = describe_limit(error)
         if not reason:
             raise
-        print(f"error: {reason}", file=sys.stderr, flush=True)
+        write_line(f"error: {reason}")
         _leave([FAILED])  # other exit handlers would wait for loader processes
     sys.exit(codes[0])
 

@@ -27,9 +27,9 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from types import FrameType
 
+from titan_lite.logging import write_line
 from titan_lite.processes import signal_when_parent_dies
 from titan_lite.resilience.exit_code import STOPPED
 
@@ -116,9 +116,3 @@ def _watch_launcher() -> int:
     launcher = int(os.environ.get(LAUNCHER) or os.getppid())
     signal_when_parent_dies(signal.SIGTERM, launcher)
     return launcher
-
-
-def write_line(line: str) -> None:
-    """Write a line to standard error. Safe in a signal handler, where print and logging are not."""
-    with suppress(OSError):  # the terminal or pipe is closed
-        os.write(2, f"{line}\n".encode())

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import FiniteFloat, NonNegativeInt
 from torch import Tensor
 
 from titan_lite.config import Training
 from titan_lite.logging import logger
+from titan_lite.manifest import validated
 from titan_lite.resilience import TrainingError
 
 
@@ -120,10 +122,11 @@ class SkippedSteps:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's state. A window longer than the saved one fills up first."""
-        self.count = state["count"]
-        self.in_a_row = state["in_a_row"]
+        self.count = validated(NonNegativeInt, state, "count")
+        self.in_a_row = validated(NonNegativeInt, state, "in_a_row")
+        validated(list[dict[str, float]], state, "skipped")
         self.spikes = state["skipped"]
         window = len(self.window)
-        losses = state["accepted"][-window:] if window else []
+        losses = validated(list[FiniteFloat], state, "accepted")[-window:] if window else []
         self.window[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
         self.accepted.fill_(len(losses))

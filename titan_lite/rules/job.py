@@ -1,6 +1,7 @@
 """Rules of [job]: the run's folder, and the files that a run writes there."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,10 +83,27 @@ def dump_folder_cannot_be_written(config: Config) -> Iterator[Mistake]:
                 why = f"cannot be made: {path} is no folder"
             elif not os.access(path, os.W_OK):
                 why = f"cannot be made: {path} may not be written"
+            elif reason := _why_nothing_can_be_made(path):
+                why = f"cannot be made: {path} cannot be written: {reason}"
         break
     if why:
         instead = "a folder that can be created and written"
         yield Mistake("job.dump_folder", config.job.dump_folder, why, instead)
+
+
+def _why_nothing_can_be_made(folder: Path) -> str:
+    """Return why no folder can be made in this one, or "": permissions do not say it of a file
+    system that is read-only, full, or not one of files, such as /proc.
+
+    On the first rank alone, so that ranks do not make as many.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return ""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".titan_lite-", dir=folder))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def recipe_would_be_replaced(config: Config) -> Iterator[Mistake]:

@@ -339,7 +339,8 @@ def _short_name(data: Data) -> str:
 
 def _summary(info: PreparedInfo) -> str:
     words = [
-        f"{name}: {part.documents:,} documents, {part.tokens:,} tokens"
+        f"{'' if name == BOTH_SPLITS else f'{name}: '}{part.documents:,} documents,"
+        f" {part.tokens:,} tokens"
         for name, part in info.parts.items()
     ]
     if info.bad:

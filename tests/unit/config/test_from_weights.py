@@ -11,7 +11,7 @@ import torch
 from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.config import ConfigError, flatten, load_config, to_toml
-from titan_lite.config.families import LLAMA3, ModelConfig, RopeScaling
+from titan_lite.config.families import LLAMA3, ModelConfig, RopeScaling, find_family
 from titan_lite.config.from_weights import keys_of_config_json
 from titan_lite.data.special_tokens import CHARACTERS
 from titan_lite.data.tokenizer import load_tokenizer
@@ -133,6 +133,19 @@ def test_an_empty_path_is_the_tokenizer_of_the_folder_with_any_flavor(folder, tm
     (folder / ".metadata").touch()
     config = load(tmp_path, RECIPE, path, *FLAVOR_DEBUG)
     assert config.model.tokenizer_path == str(folder / "tokenizer.model")
+
+
+def test_the_family_is_that_of_the_folder_with_any_flavor(folder, tmp_path):
+    """The flavors of the default family have other names."""
+    small = find_family("qwen3").flavors["0.6B"]
+    (folder / "config.json").write_text(json.dumps(config_to_hf(small, torch.bfloat16)))
+    path = f"--checkpoint.initial_load_path={folder}"
+    config = load(tmp_path, RECIPE, path, "--model.flavor=0.6B")
+    assert config.model.name == "qwen3"
+    assert config.origin("model.name") == str(folder)
+    assert shape_of(config.model).dim == small.dim
+    message = mistakes(tmp_path, RECIPE, path, "--model.flavor=8B", "--model.name=llama3")[0]
+    assert 'model.name = "llama3" is not that of checkpoint.initial_load_path' in message
 
 
 def test_a_missing_tokenizer_is_told_with_that_of_the_folder(folder, tmp_path):

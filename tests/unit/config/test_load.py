@@ -1087,3 +1087,11 @@ def test_a_wrong_recipe_is_told_before_torch_is_imported(tmp_path):
         done.stderr
         == "error: command line: unknown option --training.stepz; did you mean training.steps?\n"
     )
+
+
+def test_a_recipe_that_can_be_read_once_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    extending = write(tmp_path, 'extends = "pipe.toml"\n')
+    for recipe in (tmp_path / "pipe.toml", extending, "/dev/zero"):
+        (message,) = lines_of(recipe)
+        assert "is a pipe or a device, and every rank reads a recipe again" in message

@@ -200,6 +200,10 @@ def test_a_file_describes_a_machine_of_its_own(tmp_path):
         ),
         (WHOLE + "memmory = 3", "memmory is not a field of a machine; use name, tflops, memory,"),
         (WHOLE.replace("memory = 80", "memory = -1"), "memory = -1 is not a number above 0"),
+        (
+            WHOLE.replace("memory = 80", "memory = 1.1e12"),
+            "memory = .* is not a number above 0; use 1e-9 to 1e12",
+        ),
         (WHOLE.replace("memory = 80", 'memory = "80"'), 'memory = "80" is not a number above 0'),
         (WHOLE.replace("memory = 80", ""), 'memory missing; add them, or use like = "H100"'),
         (WHOLE.replace("float32 = 20", "bfloat16 = 20"), "tflops.float32 missing"),
@@ -248,3 +252,10 @@ def test_zero_turns_off_what_is_off_by_default_and_other_links_have_no_switch(tm
     machine = load_machine(str(path))
     assert (machine.host, machine.power, machine.nvls) == (0, 0, 0)
     assert H100.nvls > 0
+
+
+@pytest.mark.parametrize("number", ["1e-9", "1e12"])
+def test_the_bounds_that_a_message_names_are_accepted(number, tmp_path):
+    path = tmp_path / "extreme.toml"
+    path.write_text(WHOLE.replace("memory = 80", f"memory = {number}"))
+    assert load_machine(str(path)).memory == float(number)

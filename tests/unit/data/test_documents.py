@@ -12,6 +12,7 @@ from titan_lite.data import files
 from titan_lite.data.documents import (
     EPOCH_STRIDE,
     GROUP_STRIDE,
+    _belongs,
     build_source,
     check_data,
 )
@@ -553,4 +554,23 @@ def test_the_identity_of_several_sources_is_of_all_but_not_of_their_weights(tmp_
     other_field = DataSource(dataset="local", path=str(tmp_path), text_field="body")
     assert digest_of(identify(Data(sources=(other_field,)))) != digest_of(
         identify(Data(sources=(one,)))
+    )
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.9999])
+def test_a_corpus_that_is_held_out_completely_is_told_before_a_run(fraction, tmp_path):
+    """Of a single document, one name in twenty is held out."""
+    names = (f"{number}.txt" for number in range(1000))
+    name = next(name for name in names if _belongs(name, "validation", 0.05))
+    (tmp_path / name).write_text("all there is")
+    data = Data(dataset="local", path=str(tmp_path / name), validation_fraction=fraction)
+    if not fraction:
+        check_data(data)
+        return
+    with pytest.raises(ConfigError) as error:
+        check_data(data)
+    line = str(error.value)
+    assert f"has no train document with data.validation_fraction = {fraction}; use more" in line
+    assert ("or data.validation_fraction = 0, with validation.enable = false" in line) == (
+        fraction == 0.05
     )

@@ -388,6 +388,6 @@ def test_a_url_whose_package_is_not_installed_is_refused_with_its_name(monkeypat
     def lacking(url):
         raise ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
 
-    monkeypatch.setattr(files, "url_to_fs", lacking)
+    monkeypatch.setattr(files, "file_system", lacking)
     with pytest.raises(ConfigError, match=r'"aiohttp" to be installed; install what it names'):
         names(local("http://host/a.jsonl"))

@@ -115,8 +115,8 @@ def test_both_are_prepared_by_one_command(corpus, capsys):
     ]
     assert prepare.main([str(DEBUG), str(corpus / "p"), *options]) == 0
     out = capsys.readouterr().out
-    assert "train: documents: 40 documents" in out
-    assert "validation: documents: 12 documents" in out
+    assert "train: 40 documents" in out
+    assert "validation: 12 documents" in out
     mine = corpus / "mine.toml"
     mine.write_text(f'extends = "{DEBUG}"\n' + out.partition("by this:")[2])
     config = load_config(mine, ["--data.num_workers=0"])

@@ -118,8 +118,10 @@ def test_a_first_loss_far_from_that_of_guessing_is_told(loss, far, caplog):
     ("loss", "far"), [(7.7, False), (12.5, False), (6.0, True), (math.inf, True), (math.nan, True)]
 )
 def test_tied_weights_first_predict_the_token_that_was_read(loss, far, caplog):
-    preflight.check_first_loss(loss, 2048, is_trained=False, is_tied=True)
-    assert bool(caplog.records) == far
+    with caplog.at_level(logging.INFO, logger="titan_lite"):
+        preflight.check_first_loss(loss, 2048, is_trained=False, is_tied=True)
+    assert any(record.levelno == logging.WARNING for record in caplog.records) == far
+    assert ("with tied embeddings a token first predicts itself" in caplog.text) == (loss == 12.5)
 
 
 @pytest.mark.parametrize(

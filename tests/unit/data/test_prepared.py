@@ -185,7 +185,7 @@ def test_the_command_prepares_says_what_and_verifies(corpus, tmp_path, capsys):
     assert command.main(options(tmp_path / "p", corpus)) == 0
     out = capsys.readouterr().out
     assert f"--data.dataset prepared --data.path {tmp_path}/p trains on it" in out
-    assert re.search("documents: 162 documents, [0-9,]+ tokens; 2 bad documents among them", out)
+    assert re.search(": 162 documents, [0-9,]+ tokens; 2 bad documents among them", out)
     assert command.main(["--verify", str(tmp_path / "p")]) == 0
     assert "every byte is as written" in capsys.readouterr().out
     [file] = (tmp_path / "p/documents").glob("*.arrow")
@@ -328,6 +328,24 @@ def test_a_folder_that_holds_prepared_ones_names_them(folder, tmp_path):
     )
 
 
+def changed(name, value):
+    """Change a value of prepared.json."""
+
+    def change(folder):
+        content = json.loads((folder / "prepared.json").read_text())
+        (folder / "prepared.json").write_text(json.dumps({**content, name: value}))
+
+    return change
+
+
+def of_part(name, value):
+    def change(folder):
+        parts = json.loads((folder / "prepared.json").read_text())["parts"]
+        changed("parts", {"documents": {**parts["documents"], name: value}})(folder)
+
+    return change
+
+
 def cut(path):
     os.truncate(path, path.stat().st_size - 8)
 
@@ -341,6 +359,19 @@ def cut(path):
             lambda f: (f / "prepared.json").write_text('{"format": 1}'),
             "its format is 1, not 3; use `titan-lite prepare` to prepare it again",
         ),
+        (
+            changed("vocab_size", -1),
+            r"prepared.json is damaged \(vocab_size = -1: input should be greater than 0\)",
+        ),
+        (changed("parts", {}), "source or parts are not those of a corpus"),
+        (changed("source", {}), "source or parts are not those of a corpus"),
+        (changed("bad", [5]), "damaged"),
+        (changed("files", {"a": {"size": -1, "sha256": ""}}), "a.size = -1"),
+        (changed("files", {"../a": {"size": 1, "sha256": ""}}), "outside of the folder"),
+        (of_part("documents", "162"), 'documents.documents = "162"'),
+        (of_part("tokens", 1.5), "documents.tokens = 1.5"),
+        (of_part("piece_sizes", []), "has other numbers of piece_sizes, piece_documents"),
+        (of_part("documents", 5), "is not the sum of piece_documents"),
         (lambda f: (f / "documents/state.json").unlink(), "state.json is missing"),
         (lambda f: cut(next((f / "documents").glob("*.arrow"))), r"\.arrow has [0-9,]+ bytes of"),
     ],

@@ -53,3 +53,23 @@ def test_states_of_ranks_are_merged():
     merged = merge_states([state.to_dict() for state in ranks])
     positions = {0: [StreamPosition(0, 5)], 1: [StreamPosition(1, 5)]}
     assert LoaderState.from_dict(merged) == LoaderState(6, 2, positions)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"windows_taken": -1},
+        {"windows_taken": "40"},
+        {"streams": 0},
+        {"positions": {"3": [[17]], "x": [[0, 0]]}},
+        {"positions": {"3": [[-1, 0]]}},
+        {"positions": {"3": [[0, 0.5]]}},
+        {"positions": {"3": 5}},
+        {"positions": []},
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(change):
+    saved = {"windows_taken": 40, "streams": 8, "positions": {"3": [[17, 120]]}}
+    LoaderState.from_dict(saved)
+    with pytest.raises(ValueError, match="should be"):
+        LoaderState.from_dict(saved | change)

@@ -1,4 +1,5 @@
 import base64
+import os
 import pickle
 from itertools import groupby
 from pathlib import Path
@@ -162,8 +163,10 @@ def test_a_file_that_changes_is_read_again(tmp_path):
     assert load_tokenizer(path).vocab_size == 513
 
 
-@pytest.mark.parametrize("name", ["absent.model", ".", "absent.json"])
+@pytest.mark.parametrize("name", ["absent.model", ".", "absent.json", "pipe.model", "pipe.json"])
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
+    if name.startswith("pipe"):  # is not waited for
+        os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError) as error:
         load_tokenizer(tmp_path / name)
     for part in (

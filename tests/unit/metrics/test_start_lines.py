@@ -61,6 +61,26 @@ def test_the_picture_of_a_mesh(sizes, picture):
     assert mesh_picture(degrees(**sizes), ["layers 0-2", "layers 3-5"]) == picture
 
 
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [
+        (["--lr_scheduler.warmup_steps=200"], True),
+        (["--lr_scheduler.warmup_steps=20"], False),
+        (["--lr_scheduler.warmup_steps=200", "--lr_scheduler.total_steps=1000"], False),
+    ],
+)
+def test_a_warm_up_that_is_longer_than_the_run_is_told(options, is_told):
+    config = load_config(DEBUG, ["--training.steps=20", *options])
+    layout = Layout.from_config(config, 1)
+    lines = start_lines(config, layout, torch.device("cpu"), priced=True, tokens_known=2048)
+    told = [line for line in lines if line.startswith("learning rate: ")]
+    words = (
+        "lr_scheduler.warmup_steps = 200 is longer than training.steps = 20: it only rises, to 10%"
+    )
+    assert bool(told) == is_told
+    assert all(words in line for line in told)
+
+
 def test_of_many_ranks_the_middle_is_left_out():
     found = mesh_picture(degrees(dp_replicate=2, dp_shard=64, cp=2, tp=8))
     rows = [line.split("|")[:3] for line in found[2:-1]]

@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from titan_lite.config import DataSource, Metrics
+from titan_lite.metrics import event_file
 from titan_lite.metrics.writer import MetricsWriter, draw_loss, peak_memory_gib, read_metrics
 
 PLAIN = Metrics(enable_tensorboard=False)
@@ -202,6 +203,41 @@ def test_a_run_from_the_beginning_in_the_folder_of_another_replaces_it(run):
 
 
 # TensorBoard
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_full_disk_costs_figures_of_tensorboard_and_not_the_run(
+    step, tmp_path, said, monkeypatch, capfd
+):
+    """At the start, and when it fills later: metrics.jsonl, on another disk, has everything."""
+    finished = []
+    if step == 0:
+        full = lambda *_: open("/dev/full", "wb")  # noqa: SIM115
+        monkeypatch.setattr(event_file, "open", full, raising=False)
+    metrics = MetricsWriter(Metrics(), tmp_path, {}, writes=True, steps_done=0)
+    if step:
+        metrics.tensorboard.records._writer = open("/dev/full", "wb")  # noqa: SIM115
+    metrics.wandb = types.SimpleNamespace(
+        log=finished.append, finish=lambda: finished.append("end")
+    )
+    for number in (1, 2):
+        metrics.log(number, VALUES)
+    metrics.close()
+    assert said.text.count("METRICS ARE LOST, the run goes on") == 1
+    assert metrics.tensorboard is None
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [1, 2]
+    assert finished[-1] == "end"
+    assert metrics.file.closed
+    assert capfd.readouterr().err == ""
+
+
+def test_a_disk_that_fills_at_the_end_leaves_the_other_files_closed(tmp_path, said):
+    metrics = MetricsWriter(Metrics(), tmp_path, {}, writes=True, steps_done=0)
+    metrics.tensorboard.records._writer = open("/dev/full", "wb")  # noqa: SIM115
+    metrics.tensorboard.records._writer.write(b"pending")
+    metrics.close()
+    assert said.text.count("METRICS ARE LOST") == 1
+    assert metrics.file.closed
 
 
 def scalars(folder):

@@ -90,7 +90,13 @@ WRONG = {
         "cp=1 replicate=1",
     ),
     "pipeline alone larger than the ranks": Wrong(
-        2, "pp=4", ("(pp 4) multiply to 4, which does not divide 2 ranks; start 4 ranks",), "pp=2"
+        2,
+        "pp=4",
+        (
+            "(pp 4) multiply to 4, which does not divide 2 ranks;"
+            " use parallelism.pipeline_parallel_degree = 2, or start 4 ranks",
+        ),
+        "pp=2",
     ),
     "tensor parallelism alone larger than the ranks": Wrong(
         1,

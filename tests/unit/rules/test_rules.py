@@ -280,6 +280,7 @@ def test_a_link_to_itself_is_refused(tmp_path):
         ("dangling", "{0}/dangling is a link to nowhere, which is not there"),
         ("dangling/run", "{0}/dangling is a link to nowhere, which is not there"),
         ("x" * 300, "File name too long"),
+        ("/proc/x", "/proc cannot be written: No such file or directory"),
     ],
 )
 def test_a_folder_that_cannot_be_made_is_named_by_its_own_key(folder, why, tmp_path):

@@ -9,14 +9,49 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, NonNegativeInt
 
 from titan_lite.config.load import read_toml
+from titan_lite.manifest import validated
 from titan_lite.metrics.run_files import FILE_OF_EXPERTS, RecordError, read_events, read_rows
 
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MICROSECONDS = 1e3  # in a millisecond; the unit of a trace
 T = TypeVar("T")
 SAME_TIME = 1e-6  # milliseconds; a shorter gap between computations is none
+
+
+@dataclass
+class _Collective:
+    """The part of a collective in compile.json that the page shows."""
+
+    kind: str
+    fqns: list[str]
+    nbytes: NonNegativeInt
+    seconds: Seconds | None = None
+    under: Seconds | None = None
+    exposed: Seconds | None = None
+
+
+@dataclass
+class _Timeline:
+    communication: Seconds
+    exposed: Seconds
+    seconds: Seconds
+    waited: Seconds | None = None
+
+
+@dataclass
+class _CompileReport:
+    """The part of a graph in compile.json that the page shows."""
+
+    graph: str
+    before: dict[str, NonNegativeInt]
+    after: list[_Collective]
+    timeline: _Timeline | None = None
+    pp_rank: NonNegativeInt | None = None
 
 
 @dataclass
@@ -33,6 +68,8 @@ class RunRecord:
     timelines: list[dict[str, Any]] = field(default_factory=list)  # as `_timelines` returns them
     experts: dict[str, Any] = field(default_factory=dict)  # experts.json; empty of a dense model
     notes: list[str] = field(default_factory=list)  # on lines that were skipped
+    # of the steps that were saved, those that are there; None if the folder of steps is not
+    steps_there: list[int] | None = None
 
     def column(self, name: str) -> list[float]:
         return [row[name] for row in self.rows if row.get(name) is not None]
@@ -53,10 +90,10 @@ def read_run(folder: Path, name: str) -> RunRecord:
         recipe=_read_recipe(folder / "config.toml"),
         notes=notes + more_notes,
     )
+    run.steps_there = _steps_there(run)
     run.compile_reports = _read_json(folder / "compile.json", default=[])
     with _damage(folder / "compile.json"):
-        for report in run.compile_reports:
-            _check_compile_report(report)
+        validated(list[_CompileReport], run.compile_reports)
     run.experts = _read_json(folder / FILE_OF_EXPERTS, default={})
     with _damage(folder / FILE_OF_EXPERTS):
         _check_experts(run.experts)
@@ -64,6 +101,16 @@ def read_run(folder: Path, name: str) -> RunRecord:
     with _damage(folder / "timeline.json"):
         run.timelines = _timelines(trace)
     return run
+
+
+def _steps_there(run: RunRecord) -> list[int] | None:
+    """Return the steps that the run's folder has; None if it has been copied without any."""
+    name = run.recipe.get("checkpoint.folder", "checkpoint")
+    folder = run.folder / name if isinstance(name, str) else run.folder
+    saved = {event["step"] for event in run.events if event["event"] == "checkpoint"}
+    if not folder.is_dir():
+        return None
+    return sorted(step for step in saved if (folder / f"step-{step}").is_dir())
 
 
 def _metrics_file(folder: Path) -> Path:
@@ -114,18 +161,6 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # a number of too many digits, or nested deeply
         raise RecordError(f"{path}: not a run's recipe: {error}") from None
     return recipe
-
-
-def _check_compile_report(report: Mapping[str, Any]) -> None:
-    """Raise KeyError for an entry of compile.json without what the page shows, and TypeError for
-    another type.
-    """
-    missing = [key for key in ("graph", "before", "after") if key not in report]
-    if report.get("timeline") is not None:
-        times = ("communication", "exposed", "seconds")
-        missing += [key for key in times if key not in report["timeline"]]
-    if missing:
-        raise KeyError(missing[0])
 
 
 def _check_experts(content: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ MAX_ROWS = 4000  # of metrics that are drawn for a run; of more, windows keep th
 EXTREMES = ("loss", "grad_norm", "tps", "step_time", "memory_gib", "data_wait")
 AXES = {"step", "time", "tokens", "hours"}  # of a row of metrics; the rest are curves
 OF_LAYERS = ("expert_load_max/", "expert_load_min/")  # which a picture has (sections.experts)
+MARKED = ("resume", "checkpoint", "skip", "failed", "stop", "slow", "warning")  # page.html: KINDS
 NOT_MARKED = ("start", "first step", "done", "restart")  # events
 
 
@@ -40,6 +41,8 @@ def script_data(run: RunRecord, number: int) -> dict[str, Any]:
 
 def mark(event: Mapping[str, Any]) -> dict[str, Any]:
     kind = "failed" if event["event"] == "error" else event["event"]
+    if kind not in MARKED:  # of another version
+        kind = "other"
     return {"kind": kind, "step": event["step"], "text": str(event.get("text", ""))}
 
 

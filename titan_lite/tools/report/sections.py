@@ -293,7 +293,13 @@ def saved_steps(run: RunRecord) -> str:
     steps = sorted({event["step"] for event in run.events if event["event"] == "checkpoint"})
     if not steps:
         return ""
-    return f"{text(run.name)}: checkpoints of steps {', '.join(f'{step:,}' for step in steps)}"
+    there = steps if run.steps_there is None else run.steps_there
+    names = f"of steps {', '.join(f'{step:,}' for step in there)}" if there else "none"
+    line = f"{text(run.name)}: checkpoints {names}"
+    gone = len(steps) - len(there)
+    if gone:
+        line += f"; {gone:,} more were saved, and are deleted or moved (checkpoint.keep_latest_k)"
+    return line
 
 
 # --- Buckets --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from titan_lite.config import load_config, to_toml
 from titan_lite.metrics.run_files import RecordError
 from titan_lite.tools.report.page import FRAME, main, name_runs, page
 from titan_lite.tools.report.run_record import read_run
-from titan_lite.tools.report.script_data import MAX_ROWS, script_data, thin
+from titan_lite.tools.report.script_data import MARKED, MAX_ROWS, script_data, thin
 from titan_lite.tools.report.sections import exposed_share, results
 
 ROOT = Path(__file__).parents[4]
@@ -185,6 +185,41 @@ def test_the_last_start_says_what_it_ran_on(run):
 def test_a_short_training_time_is_in_seconds(seconds, words, run):
     metrics = [row(step, step_time=seconds) for step in (1, 4)]
     assert results(read_run(run(metrics=metrics), "run"))["training time"] == words
+
+
+def test_an_event_of_another_version_is_marked_as_one(run):
+    folder = run(events=[event("start", 0), event("upgrade", 20, "a kind of tomorrow")])
+    text = page([read_run(folder, "run")])
+    (data,) = embedded(text)
+    assert [(mark["kind"], mark["text"]) for mark in data["marks"]] == [
+        ("other", "a kind of tomorrow")
+    ]
+    assert "upgrade" in " ".join(Elements(text).texts)
+
+
+def test_the_script_knows_every_kind_of_mark():
+    script = FRAME.read_text(encoding="utf-8")
+    table = script[script.index("const KINDS") : script.index("const AXES")]
+    assert set(re.findall(r"(\w+): \[", table)) == {*MARKED, "other"}
+
+
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        (None, "checkpoints of steps 10, 20, 30"),
+        ([20, 30], "checkpoints of steps 20, 30; 1 more were saved, and are deleted or moved"),
+        ([], "checkpoints none; 3 more were saved"),
+    ],
+)
+def test_steps_that_were_deleted_are_not_listed(kept, words, run):
+    folder = run(events=[event("checkpoint", step) for step in (10, 20, 30)])
+    for step in kept or ():
+        (folder / f"checkpoint/step-{step}").mkdir(parents=True)
+    if kept is not None:
+        (folder / "checkpoint").mkdir(exist_ok=True)
+    said = " ".join(Elements(page([read_run(folder, "run")])).texts)
+    assert words in said
+    assert ("of steps 10" in said) == (kept is None)
 
 
 def test_signs_of_marks_are_beside_each_other_and_within_the_chart():
@@ -491,12 +526,28 @@ def test_a_folder_that_is_none_or_has_no_run(run, tmp_path, capsys):
     [
         ("compile.json", "[", "compile.json: not as a run writes it (JSONDecodeError: "),
         ("compile.json", "{}", "(TypeError: it is a dict)"),
-        ("compile.json", '[{"graph": "forward"}]', "(KeyError: 'before')"),
-        ("compile.json", "[1]", "compile.json: not as a run writes it (TypeError: "),
+        ("compile.json", '[{"graph": "forward"}]', "(ValueError: 0.before: field required)"),
+        ("compile.json", "[1]", "compile.json: not as a run writes it (ValueError: 0 = 1: "),
         (
             "compile.json",
             '[{"graph": "forward", "before": {}, "after": [], "timeline": {}}]',
-            "(KeyError: 'communication')",
+            "(ValueError: 0.timeline.communication: field required)",
+        ),
+        (
+            "compile.json",
+            '[{"graph": "forward", "before": {"all_gather": "9"}, "after": []}]',
+            '(ValueError: 0.before.all_gather = "9": input should be a valid integer)',
+        ),
+        (
+            "compile.json",
+            '[{"graph": "f", "before": {}, "after": [{"kind": "k", "fqns": [], "nbytes": -1}]}]',
+            "(ValueError: 0.after.0.nbytes = -1: ",
+        ),
+        (
+            "compile.json",
+            '[{"graph": "f", "before": {}, "after": [], "timeline": {"communication": 1,'
+            ' "exposed": Infinity, "seconds": 1}}]',
+            "(ValueError: 0.timeline.exposed = ",
         ),
         ("timeline.json", "]", "timeline.json: not as a run writes it (JSONDecodeError: "),
         (

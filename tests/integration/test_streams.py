@@ -1,0 +1,51 @@
+"""Runs whose standard streams are closed, full, or read by a program that ends: they go on."""
+
+import json
+import shlex
+
+import pytest
+from commands import python, run
+from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, steps
+
+from titan_lite.metrics.run_files import read_metrics
+
+pytestmark = pytest.mark.ranks(2)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "told"),
+    [
+        ("<&- >&- 2>&-", ""),
+        ("| head -n 1", "(Broken pipe): its lines are lost from here on"),
+        ("2>&1 | head -n 1", ""),
+        (">/dev/full", "(No space left on device): its lines are lost from here on"),
+        (">/dev/full 2>&1", ""),
+    ],
+)
+def test_a_run_goes_on_without_its_streams(redirection, told, tmp_path):
+    options = [*SMALL, *steps(2), *NO_VALIDATION, *NO_WORKERS, "--checkpoint.no-enable"]
+    command = python(
+        "-m", "titan_lite.launch", DEBUG, "--job.dump_folder", tmp_path / "run", *options
+    )
+    line = f"{shlex.join(map(str, command))} {redirection}; exit ${{PIPESTATUS[0]}}"
+    done = run("bash", "-c", line)
+    assert done.returncode == 0
+    assert list(read_metrics(tmp_path / "run/metrics.jsonl")) == [1, 2]
+    events = (tmp_path / "run/events.jsonl").read_text().splitlines()
+    assert json.loads(events[-1])["event"] == "done"
+    assert done.stdout.count(told) == 1 or not told
+    assert "Traceback" not in done.stdout
+    assert "Logging error" not in done.stdout
+
+
+def test_a_terminal_without_unicode_shows_its_characters_escaped(tmp_path):
+    lines = (json.dumps({"text": f"caf\u00e9 \u6f22 {number}"}) + "\n" for number in range(200))
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    options = [*SMALL, *steps(1), *NO_VALIDATION, *NO_WORKERS, "--checkpoint.no-enable"]
+    data = ["--data.dataset=local", f"--data.path={tmp_path / 'a.jsonl'}"]
+    folder = ["--job.dump_folder", tmp_path / "run"]
+    command = python("-m", "titan_lite.launch", DEBUG, *folder, *options, *data)
+    done = run(*command, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert "caf\\xe9 \\u6f22" in done.stdout
+    assert "Logging error" not in done.stdout
