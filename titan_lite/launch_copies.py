@@ -12,7 +12,6 @@ started it starts it again.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,12 +22,11 @@ from types import FrameType
 
 from titan_lite.config import Config
 from titan_lite.config.sections import LIGHTHOUSE
-from titan_lite.environment import COPY, SUPERVISOR, folder_of_copy
+from titan_lite.environment import COPY, LOOPBACK, SUPERVISOR, folder_of_copy, loopback_port
 from titan_lite.resilience import exit_code
 from titan_lite.resilience.restarts import FILE_OF_STEPS
 from titan_lite.resilience.signals import STOPPING, write_line
 
-HOST = "127.0.0.1"
 CHECK_INTERVAL = 0.2  # seconds between looks at processes
 MAX_DELAY = 60.0  # seconds before a copy that fails again and again is started again
 FAILURES = 3  # of each copy without a step of the run between them; then the run has failed
@@ -45,7 +43,7 @@ class CopyProcesses:
         self.settings = config.fault_tolerance
         self.folder = Path(config.job.dump_folder)
         self.devices = devices
-        self.port = free_port()
+        self.port = loopback_port()
         self.lighthouse: subprocess.Popen | None = None
         self.running: dict[int, subprocess.Popen] = {}  # by number of the copy
         self.starts_at = dict.fromkeys(range(len(devices)), 0.0)  # of copies that are to be started
@@ -95,7 +93,7 @@ class CopyProcesses:
         self.lighthouse = subprocess.Popen(
             [
                 *(sys.executable, "-m", "titan_lite.lighthouse"),
-                *("--host", HOST, "--port", str(self.port)),
+                *("--host", LOOPBACK, "--port", str(self.port)),
                 *("--min-copies", str(self.settings.min_copies)),
             ],
             env={**os.environ, SUPERVISOR: str(os.getpid())},
@@ -118,7 +116,7 @@ class CopyProcesses:
             **os.environ,
             COPY: str(copy),
             SUPERVISOR: str(os.getpid()),
-            LIGHTHOUSE: self.settings.lighthouse or f"http://{HOST}:{self.port}",
+            LIGHTHOUSE: self.settings.lighthouse or f"http://{LOOPBACK}:{self.port}",
         }
         if self.devices[copy]:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[copy])
@@ -181,10 +179,3 @@ class CopyProcesses:
 def ended(code: int) -> str:
     """Return an exit code in words."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port: int = free.getsockname()[1]
-        return port

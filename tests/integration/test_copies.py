@@ -16,7 +16,7 @@ from commands import Job, python, run, train
 from descendants import runs
 from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
 
-from titan_lite.launch_copies import free_port
+from titan_lite.environment import loopback_port
 from titan_lite.manifest import read_json
 from titan_lite.metrics.run_files import read_events, read_metrics
 
@@ -214,7 +214,7 @@ def test_a_copy_of_another_recipe_is_refused_and_the_others_go_on(tmp_path):
 
 @pytest.mark.slow
 def test_copies_that_are_started_one_by_one_meet_at_a_lighthouse(tmp_path):
-    port = free_port()
+    port = loopback_port()
     lighthouse = Job(
         tmp_path / "lighthouse.log",
         *python("-m", "titan_lite.lighthouse", "--host", "127.0.0.1", "--port", port),
