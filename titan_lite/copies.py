@@ -31,7 +31,7 @@ from titan_lite.dtensor import gradient_shard, local
 from titan_lite.environment import copy_number
 from titan_lite.logging import console, events, logger
 from titan_lite.resilience import TrainingError
-from titan_lite.resilience.quorum import Quorum
+from titan_lite.resilience.quorum import Quorum, await_lighthouse
 from titan_lite.resilience.replica_check import examine
 from titan_lite.resilience.state_transfer import CopyState
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 SHORT = 0.5  # seconds of a quorum that count to the step; a longer one is a wait
 IDENTITY = "identity"  # name of what `identity_of` returns, among the parts of a state
+MAX_UNDONE = 2  # steps in a row; after more, a signal stops this copy without the others
 DIFFERENCES = ("", "recipe", "state")  # of copies, which of them are wrong
 
 
@@ -68,6 +69,8 @@ def identity_of(identity: RunIdentity) -> int:
         "tokenizer": identity.tokenizer,
         "documents": [identity.documents, identity.validation_documents],
         "mesh": identity.mesh,
+        "sequences": identity.sequences,
+        "copies": identity.recipe["fault_tolerance"]["copies"],
         "device": identity.device,
         "versions": identity.versions,
         "sources": identity.sources,
@@ -89,32 +92,40 @@ class Copies:
         self.began = 0.0  # the present step, by time.perf_counter
         self.identity = identity_of(trainer.identity)
         self.parts_before: dict[str, Any] = {}  # the state that the present step began with
-        self.quorum = Quorum(
-            self.config,
-            self.number,
-            trainer.device,
-            state_of=lambda: CopyState(self.tensors(), self.parts_before),
-            progress=trainer.watchdog.progress,
-        )
+        self.undone = 0  # steps in a row that did not count
+        self.why_undone = ""  # the last one of them
+        self.quorum: Quorum | None = None  # from `join` on
 
     @property
     def living(self) -> int:
-        return self.quorum.living
+        """Copies that take part in the present step."""
+        return self.quorum.living if self.quorum is not None else 0
 
     @property
     def is_first(self) -> bool:
         """True in the copy that writes the files of the run."""
-        return self.quorum.index == 0
+        return self.quorum is not None and self.quorum.index == 0
 
     # Between steps
 
     def join(self) -> bool:
         """Take part in the run from its next step on; return False as `agree`.
 
-        What takes long is done before other copies wait for this one: all graphs are compiled.
+        The graphs of a step are compiled before other copies know of this one, and wait for it.
         """
         trainer = self.trainer
         self.compile()
+        progress = trainer.watchdog.progress
+        if not await_lighthouse(self.config, progress, lambda: trainer.stop.received):
+            self.stop_alone()
+            return False
+        self.quorum = Quorum(
+            self.config,
+            self.number,
+            trainer.device,
+            state_of=lambda: CopyState(self.tensors(), self.parts_before),
+            progress=progress,
+        )
         self.quorum.go_on_from(trainer.step)
         if not self.agree():
             return False
@@ -142,37 +153,55 @@ class Copies:
         A copy that is behind others takes their state.
         """
         trainer = self.trainer
+        quorum = self.quorum
+        assert quorum is not None
         if trainer.is_finished or trainer.stop.requested:
+            return False
+        if self.undone > MAX_UNDONE and trainer.stop.poll():
+            self.stop_alone()
             return False
         self.parts_before = self.parts()
         living = self.living
         started = time.perf_counter()
         with trainer.watchdog.phase("waiting for other copies", "init_timeout_seconds"):
-            if not self.quorum.begin_step(lambda: trainer.stop.received):
+            if not quorum.begin_step(lambda: trainer.stop.received):
                 self.stop_alone()
                 return False
             if time.perf_counter() - started > SHORT:
                 trainer.throughput.exclude_since(started, "waiting")
-            received = self.quorum.received
+            received = quorum.received
             if received is not None:
                 started = time.perf_counter()
                 self.load(received)
-                trainer.throughput.start(trainer.step)
+                trainer.throughput.skip_to(trainer.step)
                 trainer.throughput.exclude_since(started, "recovery")
                 self.parts_before = self.parts()
-        if self.living != living or received is not None:
-            self.check_newest()
+        has_changed = self.living != living or received is not None
+        if has_changed:
+            self.check_others()
             trainer.throughput.ranks = trainer.world_size * self.living
-            self.describe_change(living)
         self.take_role()
+        if self.why_undone:
+            if trainer.rank == 0:
+                logger.warning(self.why_undone, extra={"event": "undone"})
+            self.why_undone = ""
+        if has_changed:
+            self.describe_change(living)
         return True
 
-    def check_newest(self) -> None:
-        """Check that no copy that was lost since has saved a later step than that of the living.
+    def check_others(self) -> None:
+        """Raise ConfigError in a copy that is one too many, and TrainingError if a copy that was
+        lost has saved a later step than that of the living.
 
         They may have loaded an earlier one while it was saved, or were cut off from it.
         """
         trainer = self.trainer
+        if self.living > self.config.copies and not self.steps:
+            raise ConfigError(
+                f"copy {self.number}: {self.living} copies take part, and fault_tolerance.copies ="
+                f" {self.config.copies}; start each with a COPY of its own, from 0 to"
+                f" {self.config.copies - 1}"
+            )
         checkpoint = trainer.config.checkpoint
         if not checkpoint.enable or checkpoint.load_step != NEWEST:
             return
@@ -194,15 +223,17 @@ class Copies:
                 extra={"event": "stop"},
             )
             trainer.stop.requested = True
-        if self.steps and trainer.config.checkpoint.enable:
-            trainer.save()
+        if trainer.config.checkpoint.enable and self.quorum is not None:
+            newest = max(trainer.checkpointer.present(), default=0)
+            if max_over_ranks(newest) < [trainer.step]:  # whoever writes otherwise may be lost
+                trainer.save_here()
 
     def describe_change(self, before: int) -> None:
         """Log how many copies there are; the first one does, and one that joins."""
         trainer = self.trainer
-        received = self.quorum.received
         if trainer.rank != 0:
             return
+        received = self.quorum.received if self.quorum is not None else None
         copies = f"{self.living} of {self.config.copies} copies take part"
         if received is not None:
             nbytes = sum(tensor.nbytes for tensor in received.tensors.values())
@@ -225,7 +256,8 @@ class Copies:
 
     def leave(self) -> None:
         """Take part in no further step."""
-        self.quorum.leave()
+        if self.quorum is not None:
+            self.quorum.leave()
 
     # The state
 
@@ -271,6 +303,7 @@ class Copies:
         trainer = self.trainer
         self.began = time.perf_counter()
         local_batches = trainer.layout.accumulation_at(trainer.step)
+        assert self.quorum is not None
         share = self.quorum.share(local_batches)
         batches = []
         for index in range(local_batches):
@@ -297,16 +330,17 @@ class Copies:
         `nominal_tokens` before, and by the tokens of all copies after.
         """
         trainer = self.trainer
-        totals = torch.stack((loss, tokens, stop_requests)).double()
+        assert self.quorum is not None
+        totals = torch.stack((loss.double(), tokens.double(), stop_requests.double()))
         gradients = self.gradients()
         counts = [trainer.per_source.own, *trainer.expert_balance.counts()]
         self.quorum.sum([*gradients, *counts, totals])
-        trainer.watchdog.progress()
-        difference = self.compare()
+        difference = self.compare(self.quorum)
         if not self.quorum.commit():
-            self.undo(difference)
+            self.undo(self.quorum.fault, difference)
             return None
         self.steps += 1
+        self.undone = 0
         loss, tokens, stop_requests = totals.unbind()
         ratio = float(self.nominal_tokens / tokens)
         if ratio != 1.0:  # some labels are not counted
@@ -324,7 +358,7 @@ class Copies:
         tokens = trainer.layout.tokens_at(trainer.step)
         return torch.tensor(tokens, dtype=torch.int64, device=trainer.device)
 
-    def compare(self) -> str:
+    def compare(self, quorum: Quorum) -> str:
         """Compare with other copies what has to be equal; return what is not, or "".
 
         The step does not count then. Every step compares recipe, code and data; one of
@@ -338,8 +372,8 @@ class Copies:
             checksum = int(torch.stack(checksums).sum())
         own = torch.tensor([self.identity, checksum], dtype=torch.int64, device=trainer.device)
         extremes = torch.cat((own, ~own))  # max(~x) is ~min(x), without overflow
-        self.quorum.sum([extremes], torch.distributed.ReduceOp.MAX)
-        if self.quorum.fault:
+        quorum.sum([extremes], torch.distributed.ReduceOp.MAX)
+        if quorum.fault:
             return ""
         largest, inverted_smallest = extremes.chunk(2)
         differs = (largest != ~inverted_smallest).tolist()
@@ -349,19 +383,22 @@ class Copies:
             difference = "state"
         else:
             return ""
-        self.quorum.refuse(DifferentCopies(difference))
+        quorum.refuse(DifferentCopies(difference))
         return difference
 
-    def undo(self, difference: str) -> None:
+    def undo(self, fault: str, difference: str) -> None:
         """Go back to the beginning of a step that does not count.
 
-        Raises ConfigError in a copy that has joined with another recipe, and TrainingError if
-        parameters differ.
+        fault: that this rank knows. difference: of `compare`. Raises ConfigError in a copy that has
+        joined with another recipe, and TrainingError if parameters differ.
         """
         trainer = self.trainer
-        reason = self.quorum.fault or "a sum over copies has failed on another rank"
+        reason = fault or "a sum over copies has failed on another rank"
+        self.undone += 1
         trainer.optimizer.zero_grad()
         trainer.per_source.forget()
+        for loader in trainer.loaders:
+            loader.pop_skipped()
         step = trainer.step
         self.load_parts(self.parts_before)
         trainer.throughput.exclude_since(self.began, "undone")
@@ -377,8 +414,4 @@ class Copies:
                 f" (training.compare_copies_freq); {trainer.checkpointer.describe_newest()}",
                 everywhere=True,
             )
-        if trainer.rank == 0:
-            logger.warning(
-                f"step {step} does not count, and is taken again: {reason}",
-                extra={"event": "undone"},
-            )
+        self.why_undone = f"step {step} does not count, and is taken again: {reason}"

@@ -143,13 +143,15 @@ class LogRun(Hook):
 class LogStart(Hook):
     """Log where the seconds of a start went, after the first step."""
 
+    is_logged = False
+
     def on_train_start(self, trainer: Trainer) -> None:
-        self.first_step = trainer.step + 1
         self.times = trainer.start_times
 
     def on_step_end(self, step: int) -> None:
-        if step != self.first_step:
+        if self.is_logged:
             return
+        self.is_logged = True
         self.times.end()
         logger.info(
             f"start to the end of step {step}: {self.times.describe()}",
@@ -164,14 +166,15 @@ class LogCompilation(Hook):
         """writes: True on one rank."""
         self.dump_folder = dump_folder
         self.writes = writes
+        self.is_logged = False
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self.first_step = trainer.step + 1
         self.model = trainer.model
 
     def on_step_end(self, step: int) -> None:
-        if step != self.first_step:
+        if self.is_logged:
             return
+        self.is_logged = True
         self.model.compile_reports = gather_reports(self.model)
         if self.writes:
             log_compile_reports(self.model.compile_reports, self.dump_folder)

@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         if SUPERVISOR not in os.environ:
             set_command(arguments)
         arguments = with_copies(arguments)
-        if COPY not in os.environ and (copies := copies_here(arguments)):
+        if not os.environ.get(COPY) and (copies := copies_here(arguments)):
             return copies.run()
         options = launcher_options(arguments)
     except ConfigError as error:
@@ -132,7 +132,7 @@ def copies_here(arguments: Sequence[str]) -> "CopyProcesses | None":
         return None
     rules.check_keys(config)
     check_variables()
-    if os.environ.get("NNODES", "1") != "1":
+    if (os.environ.get("NNODES") or "1") != "1":
         raise ConfigError(
             f"NNODES={os.environ['NNODES']}: a copy of the model on several nodes is started alone;"
             " use COPY=0 on the nodes of the first, COPY=1 on those of the next, and"

@@ -29,6 +29,8 @@ from titan_lite.resilience.signals import STOPPING, write_line
 
 CHECK_INTERVAL = 0.2  # seconds between looks at processes
 MAX_DELAY = 60.0  # seconds before a copy that fails again and again is started again
+LONG = 60.0  # seconds: a copy that has run so long was not started in vain
+LIGHTHOUSE_DELAY = 5.0  # seconds from one start of the lighthouse to the next
 FAILURES = 3  # of each copy without a step of the run between them; then the run has failed
 
 
@@ -45,11 +47,15 @@ class CopyProcesses:
         self.devices = devices
         self.port = loopback_port()
         self.lighthouse: subprocess.Popen | None = None
+        self.lighthouse_starts_at = 0.0  # again, at the earliest
         self.running: dict[int, subprocess.Popen] = {}  # by number of the copy
         self.starts_at = dict.fromkeys(range(len(devices)), 0.0)  # of copies that are to be started
         self.codes: dict[int, int] = {}  # of copies that have ended for good
+        self.begun: dict[int, float] = {}  # when a running copy was started
+        self.in_a_row = [0] * len(devices)  # failures of each copy soon after its start
         self.step = 0  # the newest that a living copy had begun when one failed
         self.failures = 0  # of all copies since then
+        self.has_failed = False  # the run does not go on
         self.signal = 0  # received; 0: none
         self.stopping = False
 
@@ -87,9 +93,10 @@ class CopyProcesses:
             return
         if self.lighthouse is not None:
             code = self.lighthouse.poll()
-            if code is None:
+            if code is None or time.monotonic() < self.lighthouse_starts_at:
                 return
             write_line(f"titan_lite: the lighthouse has ended ({ended(code)}): started again")
+        self.lighthouse_starts_at = time.monotonic() + LIGHTHOUSE_DELAY
         self.lighthouse = subprocess.Popen(
             [
                 *(sys.executable, "-m", "titan_lite.lighthouse"),
@@ -106,6 +113,7 @@ class CopyProcesses:
             if time.monotonic() < when:
                 continue
             del self.starts_at[copy]
+            self.begun[copy] = time.monotonic()
             self.running[copy] = subprocess.Popen(
                 [sys.executable, "-m", "titan_lite.launch", *self.arguments],
                 env=self.environment_of(copy),
@@ -143,15 +151,17 @@ class CopyProcesses:
             self.step = step
             self.failures = 0
         self.failures += 1
+        lived = time.monotonic() - self.begun.get(copy, 0.0)
+        self.in_a_row[copy] = self.in_a_row[copy] + 1 if lived < LONG else 0
         if self.failures > FAILURES * len(self.devices):
-            self.codes[copy] = exit_code.FAILED
+            self.has_failed = True
             write_line(
                 f"error: copies have failed {self.failures} times without a further step; the cause"
                 " is above"
             )
             self.stop(signal.SIGTERM)
             return
-        delay = min(2.0 ** (self.failures - 1), MAX_DELAY)
+        delay = min(2.0 ** max(0, self.in_a_row[copy] - 1), MAX_DELAY)
         write_line(
             f"titan_lite: copy {copy} has failed ({ended(code)}): started again in {delay:g} s"
         )
@@ -169,11 +179,12 @@ class CopyProcesses:
     def code(self) -> int:
         """Return the exit code of the run, of which some copies may have failed."""
         codes = self.codes.values()
-        if exit_code.TRAINED in codes:
-            return exit_code.TRAINED
-        if self.signal:
-            return exit_code.STOPPED
-        return exit_code.WRONG_INPUT if exit_code.WRONG_INPUT in codes else exit_code.FAILED
+        if self.has_failed:
+            return exit_code.FAILED
+        for code in (exit_code.TRAINED, exit_code.STOPPED, exit_code.WRONG_INPUT):
+            if code in codes:
+                return code
+        return exit_code.STOPPED if self.signal else exit_code.FAILED
 
 
 def ended(code: int) -> str:

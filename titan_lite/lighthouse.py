@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from titan_lite.cli import Parser, at_least_one, command
+from titan_lite.config import ConfigError
 from titan_lite.environment import SUPERVISOR, set_torchft_variables
 from titan_lite.processes import large_imports, signal_when_parent_dies
 
@@ -35,12 +36,19 @@ def main(arguments: Sequence[str]) -> int:
         from torchft.coordination import LighthouseServer
 
     host = f"[{options.host}]" if ":" in options.host else options.host
-    server = LighthouseServer(
-        bind=f"{host}:{options.port}",
-        min_replicas=options.min_copies,
-        join_timeout_ms=int(1000 * JOIN_TIMEOUT),
-        heartbeat_timeout_ms=int(1000 * HEARTBEAT_TIMEOUT),
-    )
+    try:
+        server = LighthouseServer(
+            bind=f"{host}:{options.port}",
+            min_replicas=options.min_copies,
+            join_timeout_ms=int(1000 * JOIN_TIMEOUT),
+            heartbeat_timeout_ms=int(1000 * HEARTBEAT_TIMEOUT),
+        )
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--host {options.host} --port {options.port} cannot be served: {reason}; use another"
+            " port, or an address of this machine"
+        ) from None
     print(f"lighthouse: {server.address()}", flush=True)
     while True:
         time.sleep(3600)

@@ -147,6 +147,7 @@ class Trainer:
     validation_loader: Loader | None
     per_source: PerSource  # tokens and loss of each source of a mixture
     validation_per_source: PerSource
+    has_done_step: bool  # in this process
     has_validated: bool  # in this process, so that validation is compiled
     bad_documents: BadDocumentsLog
     bos_id: int  # the token that begins a document, for training.mask_documents
@@ -184,7 +185,8 @@ class Trainer:
         self.layout = Layout.from_config(config, self.world_size, model, device_memory())
         self.tokenizer = check_machine(config, self.layout)
         self.copies = None
-        self.own_folder = folder_of_copy(self.dump_folder, copy_number(config.fault_tolerance))
+        copy = copy_number(config.fault_tolerance)
+        self.own_folder = folder_of_copy(self.dump_folder, copy)
         self.hooks = [*build_hooks(config, self.rank, self.own_folder), *hooks]
         self.progress = Progress(validation_due=config.validation.enable)
 
@@ -201,6 +203,7 @@ class Trainer:
             self.dump_folder,
             progress=self.watchdog.progress,
             run=config.fault_tolerance.address,
+            own_suffix=f"-copy-{copy}" if copy else "",
         )
         with self.watchdog.share_errors(CompileError, CheckpointError, LoaderError):
             self.connect_ranks()
@@ -334,6 +337,7 @@ class Trainer:
     def build_resilience(self) -> None:
         """Build what decides whether a step counts and whether the run goes on."""
         config = self.config
+        self.has_done_step = False
         self.skipped_steps = SkippedSteps(config.training, config.optimizer.lr, self.device)
         self.stop = StopSignal(self.device, self.describe_stop)
         self.stragglers = Stragglers(self.rank)
@@ -405,7 +409,6 @@ class Trainer:
         for hook in self.hooks:
             hook.on_train_start(self)
         self.throughput.start(self.step)
-        first_step = self.step + 1
 
         stops = self.poll_stop()
         if self.progress.validation_due and not stops:
@@ -415,7 +418,7 @@ class Trainer:
         while going_on and not self.is_finished and not self.stop.requested:
             self.begin_step()
             if self.train_step():
-                self.end_step(is_first=self.step == first_step)
+                self.end_step()
             going_on = self.copies is None or self.copies.agree()
 
         if self.copies is not None:
@@ -464,15 +467,16 @@ class Trainer:
                 f" {before:,} before"
             )
 
-    def end_step(self, *, is_first: bool) -> None:
-        """Log, validate and save after a step, where it is time to. is_first: in this process."""
+    def end_step(self) -> None:
+        """Log, validate and save after a step, where it is time to."""
         config = self.config
         logs = self.is_due(config.metrics.log_freq)
         # step 1, too: a hook checks the loss of a new model before the next step
         self.read_metrics(wait=logs or self.step == 1 or self.copies is not None)
         for hook in self.hooks:
             hook.on_step_end(self.step)
-        if is_first:  # all graphs are compiled
+        if not self.has_done_step:  # all graphs are compiled
+            self.has_done_step = True
             self.watchdog.start_phase(f"step {self.step}", "train_timeout_seconds")
         if logs:
             self.log_metrics()
@@ -730,10 +734,14 @@ class Trainer:
         }
 
     def save(self) -> None:
+        """Save this step, unless that is up to another copy of the model."""
+        self.read_metrics(wait=True)
+        if self.copies is None or self.copies.is_first:
+            self.save_here()
+
+    def save_here(self) -> None:
         """Save this step. A collective, but for the state_dict of the parts (`Stateful`)."""
         self.read_metrics(wait=True)
-        if self.copies is not None and not self.copies.is_first:
-            return
         self.bad_documents.gather([loader.pop_skipped() for loader in self.loaders])
         for hook in self.hooks:
             hook.on_save(self.step)
@@ -764,7 +772,7 @@ class Trainer:
         try:
             step = self.checkpointer.verified_step() if config.checkpoint.enable else None
         except ConfigError as error:
-            if self.checkpointer.run_lock.is_alone:
+            if self.checkpointer.is_alone:
                 raise
             raise TrainingError(f"another copy saves meanwhile: {error}", everywhere=True) from None
         if step is None:
@@ -805,7 +813,7 @@ class Trainer:
     @property
     def is_alone(self) -> bool:
         """True on the first rank, unless other copies of the model have begun this run."""
-        return self.rank == 0 and self.checkpointer.run_lock.is_alone
+        return self.rank == 0 and self.checkpointer.is_alone
 
     @property
     def is_finished(self) -> bool:

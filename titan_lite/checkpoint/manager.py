@@ -77,7 +77,7 @@ from titan_lite.logging import events, logger
 from titan_lite.manifest import CorruptFileError, FileDigest
 
 GROUP = "checkpoint"  # name of the process group of saves, which has a time limit of its own
-LEFTOVER = re.compile(r"(unfinished|deleting)-step-\d+")
+LEFTOVER = re.compile(r"(unfinished|deleting)-step-\d+(-copy-\d+)?")
 # The beginning of a file's name: rank 0 makes it, and the others look whether they have it, too.
 LOOKED_FOR = "looked-for-by-all-ranks-"
 # Seconds until a rank gives up: NFS remembers for up to 60 that a new folder is not there.
@@ -97,7 +97,7 @@ class Checkpointer(SavedSteps):
 
     progress: called from time to time while files are written, read and hashed, which may take
     longer than the limit of a phase (resilience/watchdog.py). run: a name of the run, if copies of
-    the model share its folder (resilience/copies.py).
+    the model share its folder (resilience/quorum.py). own_suffix: of this copy's unfinished steps.
     """
 
     def __init__(
@@ -106,9 +106,11 @@ class Checkpointer(SavedSteps):
         dump_folder: Path,
         progress: Callable[[], None] = lambda: None,
         run: str = "",
+        own_suffix: str = "",
     ):
         super().__init__(config, dump_folder, progress)
         self.run = run
+        self.own_suffix = own_suffix
         self.folder_lock = FolderLock(
             self.folder,
             self.key,
@@ -120,6 +122,7 @@ class Checkpointer(SavedSteps):
             f"job.dump_folder = {shown(str(dump_folder))}",
             instead="a folder that can be written",
         )
+        self.is_alone = True  # no other copy of the run had begun it
         self.newest_saved = 0  # the last step on disk; 0: none
         self.last_attempted = 0  # the last step whose save has begun
         self.background_save: Future | None = None
@@ -157,6 +160,8 @@ class Checkpointer(SavedSteps):
         except SharedConfigError:
             events.stop()
             raise
+        others = max_over_ranks(int(not self.run_lock.is_alone), group=self._processes())
+        self.is_alone = others == [0]
 
     def check_shared(self) -> None:
         """Check that all ranks see the folder of the first one, where each writes its part of a
@@ -188,7 +193,8 @@ class Checkpointer(SavedSteps):
                 (self.folder / name).unlink(missing_ok=True)
 
     def _unfinished(self, step: int) -> Path:
-        return self.folder / f"unfinished-step-{step}"
+        """Return the folder in which a step is written: each copy of the model has its own."""
+        return self.folder / f"unfinished-step-{step}{self.own_suffix}"
 
     # What there is to load
 
@@ -285,7 +291,7 @@ class Checkpointer(SavedSteps):
 
     def _set_aside(self, step: int, fault: str) -> str:
         """Rename a damaged step; return the error, or ""."""
-        if not self.folder_lock.is_alone:  # a living copy deletes steps, and has a newer state
+        if not self.is_alone:  # a living copy deletes steps, and has a newer state
             logger.warning(f"step-{step} is not loaded: {fault}")
             return ""
         path = self._unused_path(f"invalid-step-{step}")
@@ -512,7 +518,8 @@ class Checkpointer(SavedSteps):
     def _remove_leftovers(self) -> None:
         """Delete half-written and half-deleted steps of a killed run."""
         for path in self.folder.glob("*-step-*"):
-            if not LEFTOVER.fullmatch(path.name):
+            match = LEFTOVER.fullmatch(path.name)
+            if not match or (not self.is_alone and match[2] != (self.own_suffix or None)):
                 continue
             try:
                 if path.is_dir() and not path.is_symlink():

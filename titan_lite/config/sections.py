@@ -820,7 +820,7 @@ class FaultTolerance(Section):
     """Address of torchft's lighthouse, http://HOST:PORT, where copies find each other; empty:
     ./run_train.sh starts it, and all copies, on this machine."""
 
-    timeout_seconds: int = Field(60, ge=1, le=86400)
+    timeout_seconds: int = Field(40, ge=1, le=86400)
     """Limit in seconds of a sum between copies, and of sending the state to another one; after it a
     step does not count, and the copies that are alive take it again."""
 

@@ -143,6 +143,7 @@ def _wall_time(folder: Path, spent: dict[str, float]) -> float:
     """Return the seconds from the first start to the last event, and add the starts to `spent`."""
     moments: list[float] = []
     before_first_event = 0.0
+    is_starting = False  # a run, and not a copy of the model beside others
     for _, entry in read_lines(folder / "events.jsonl"):
         if entry is None or not isinstance(entry.get("time"), str):
             continue
@@ -150,7 +151,11 @@ def _wall_time(folder: Path, spent: dict[str, float]) -> float:
             moments.append(datetime.fromisoformat(entry["time"]).timestamp())
         except ValueError:
             continue
-        parts: dict[str, Any] = entry.get("seconds") or {}
+        if entry.get("event") == "start":
+            is_starting = True
+        parts: dict[str, Any] = (entry.get("seconds") or {}) if is_starting else {}
+        if parts:
+            is_starting = False
         # the others are in the windows of metrics.jsonl
         seconds = sum(
             value for part, value in parts.items() if part not in ("first step", "validation")

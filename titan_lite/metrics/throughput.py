@@ -47,6 +47,12 @@ class Throughput:
         self.waited = 0.0  # seconds for data
         self.excluded: dict[str, float] = defaultdict(float)  # seconds, by their cause
 
+    def skip_to(self, step: int) -> None:
+        """Begin a window after `step`, which others have done; what was excluded still counts."""
+        excluded = self.excluded
+        self.start(step)
+        self.excluded = excluded
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Return a context whose time counts as data_wait."""

@@ -43,13 +43,12 @@ from titan_lite.config import FaultTolerance
 from titan_lite.distributed.process_group import first_line, max_over_ranks
 from titan_lite.environment import address_towards
 from titan_lite.logging import logger
-from titan_lite.resilience import TrainingError
 from titan_lite.resilience.state_transfer import CopyState, StateTransfer
 
 BUCKET_BYTES = 2**26  # of a sum: few large ones hide the latency of a network
-QUORUM_SECONDS = 15  # of a request to the lighthouse, which is repeated
-RETRIES = 10  # of a request whose connection fails, within these seconds
-COMMIT_TIMEOUTS = 3  # ranks of a copy may notice a failed sum one time limit apart
+QUORUM_SECONDS = 10  # of a request to the lighthouse, which is repeated
+COMMIT_TIMEOUTS = 2  # ranks of a copy may notice a failed sum one time limit apart
+PAUSE = 1.0  # seconds before a request is repeated
 
 
 class Quorum:
@@ -75,7 +74,6 @@ class Quorum:
         self.received: CopyState | None = None  # of another copy, which this one goes on from
         timeout = timedelta(seconds=settings.timeout_seconds)
         group = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
-        self._await_lighthouse()
         host = address_towards(settings.address)
         self.manager = Manager(
             pg=group(timeout=timeout),
@@ -86,7 +84,6 @@ class Quorum:
             init_sync=False,  # all copies begin with the same seed, weights or checkpoint
             timeout=timeout,
             quorum_timeout=timedelta(seconds=QUORUM_SECONDS),
-            quorum_retries=RETRIES,
             connect_timeout=timeout,
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
@@ -95,7 +92,7 @@ class Quorum:
             lighthouse_addr=settings.address,
             replica_id=f"copy-{number:04}",
             hostname=host,
-            checkpoint_transport=StateTransfer(host, timeout),
+            checkpoint_transport=StateTransfer(host, timeout, device),
         )
 
     def _keep(self, state: CopyState) -> None:
@@ -111,56 +108,59 @@ class Quorum:
         Returns False if there was no quorum before the limit, or before `stops` returned True on a
         rank of this copy.
         """
-        self.received = None
         started = time.monotonic()
         said = ""
+        step = self.manager.current_step()
         while True:
             self.progress()
-            try:
-                self.manager.start_quorum()
-                break
-            except (RuntimeError, TimeoutError):
-                self.manager._quorum_future = None  # its error would be raised again
-                is_over = time.monotonic() - started > self.settings.wait_seconds or stops()
-                if max_over_ranks(int(is_over)) == [1]:
-                    return False
-                missing = self._missing()
-                if missing != said:
-                    logger.warning(
-                        f"waiting for {missing}, at most {self.settings.wait_seconds} s"
-                        " (fault_tolerance.wait_seconds)"
-                    )
-                said = missing
+            lacks = self._ask()
+            is_over = time.monotonic() - started > self.settings.wait_seconds or stops()
+            has_state = self.received is not None
+            # Each rank has asked for itself: all of them go on, with a state or without, or none.
+            lacks_any, has_any, has_none, is_over_any = max_over_ranks(
+                int(bool(lacks)), int(has_state), int(not has_state), int(is_over)
+            )
+            if not lacks_any and has_any != has_none:
+                return True
+            self.received = None
+            self.go_on_from(step)  # not that of a state which is not taken
+            self.refuse(RuntimeError(lacks))
+            self.commit()  # False; the next quorum connects again
+            if is_over_any:
+                return False
+            if lacks and lacks != said:
+                logger.warning(
+                    f"waiting for {lacks}, at most {self.settings.wait_seconds} s"
+                    " (fault_tolerance.wait_seconds)"
+                )
+                said = lacks
+            time.sleep(PAUSE)
+
+    def _ask(self) -> str:
+        """Ask the lighthouse for a quorum, and receive a state if it is due. Return what is lacking
+        for a step; "" if nothing is.
+        """
+        self.received = None
+        try:
+            self.manager.start_quorum()
+        except (RuntimeError, TimeoutError) as error:
+            self.manager._quorum_future = None  # its error would be raised again
+            return self._missing(error)
         self.living = self.manager.num_participants()
         self.index = self.manager.participating_rank() or 0
-        return True
+        if self.living >= self.settings.min_copies and not self.fault:
+            return ""
+        if self.living < self.settings.min_copies:
+            return self._other_copies()
+        return f"a connection with other copies, which has failed ({self.fault})"
 
-    def _await_lighthouse(self) -> None:
-        """Wait until the lighthouse answers. Raises TrainingError after the limit."""
-        deadline = time.monotonic() + self.settings.wait_seconds
-        while reason := self._silence_of_lighthouse():
-            if time.monotonic() > deadline:
-                raise TrainingError(
-                    f"the lighthouse {self.settings.address} does not answer for"
-                    f" {self.settings.wait_seconds} s (fault_tolerance.wait_seconds): {reason}",
-                    everywhere=True,
-                )
-            self.progress()
-            time.sleep(0.2)
+    def _missing(self, error: Exception) -> str:
+        """Return what a quorum lacks. error: of the request."""
+        if silence := silence_of(self.settings.address):
+            return f"the lighthouse {self.settings.address}, which does not answer ({silence})"
+        return f"{self._other_copies()}, or an answer of the lighthouse ({first_line(error)})"
 
-    def _silence_of_lighthouse(self) -> str:
-        """Return why the lighthouse does not answer; "" if it does."""
-        address = urlsplit(self.settings.address)
-        try:
-            socket.create_connection((address.hostname, address.port), timeout=2).close()
-        except OSError as error:
-            return error.strerror or str(error)
-        return ""
-
-    def _missing(self) -> str:
-        """Return what a quorum lacks."""
-        if reason := self._silence_of_lighthouse():
-            return f"the lighthouse {self.settings.address}, which does not answer ({reason})"
+    def _other_copies(self) -> str:
         return f"other copies (fault_tolerance.min_copies = {self.settings.min_copies})"
 
     def share(self, local_batches: int) -> range:
@@ -176,6 +176,7 @@ class Quorum:
         After a failure the values are wrong, further sums do nothing, and `commit` returns False.
         """
         for bucket in buckets_of(tensors):
+            self.progress()
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             self.manager.allreduce(flat, reduce_op=op).wait()
             parts = flat.split([tensor.numel() for tensor in bucket])
@@ -197,12 +198,46 @@ class Quorum:
 
         Raises RuntimeError if another rank of this copy does not answer.
         """
+        self.progress()
         limit = timedelta(seconds=COMMIT_TIMEOUTS * self.settings.timeout_seconds)
         return self.manager.should_commit(timeout=limit)
 
     def leave(self) -> None:
         """Take part in no further step."""
         self.manager.shutdown(wait=False)
+
+
+def await_lighthouse(
+    settings: FaultTolerance, progress: Callable[[], None], stops: Callable[[], bool]
+) -> bool:
+    """Wait until the lighthouse answers; return False after the limit, or if `stops` returned True
+    on a rank of this copy. A collective in this copy.
+    """
+    started = time.monotonic()
+    said = False
+    is_over = False
+    while (silence := silence_of(settings.address)) and not is_over:
+        waited = time.monotonic() - started
+        is_over = waited > settings.wait_seconds or stops()
+        if waited > QUORUM_SECONDS and not said:
+            said = True
+            logger.warning(
+                f"waiting for the lighthouse {settings.address}, which does not answer ({silence}),"
+                f" at most {settings.wait_seconds} s (fault_tolerance.wait_seconds)"
+            )
+        progress()
+        time.sleep(0.2)
+    return max_over_ranks(int(is_over)) == [0]
+
+
+def silence_of(server: str) -> str:
+    """Return why a server does not answer; "" if it does."""
+    address = urlsplit(server)
+    try:
+        socket.create_connection((address.hostname, address.port), timeout=2).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def buckets_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -44,11 +45,16 @@ class CopyState:
 class StateTransfer(CheckpointTransport[dict[str, Any]]):
     """A server of this rank's state, and the client of another rank's.
 
-    host: an address of this machine that other copies know. timeout: of a transfer.
+    host: an address of this machine that other copies know. timeout: of a transfer. device: of the
+    tensors that are sent.
     """
 
-    def __init__(self, host: str, timeout: timedelta):
+    def __init__(self, host: str, timeout: timedelta, device: torch.device):
         self.host = host
+        self.device = device
+        self.ready: torch.cuda.Event | None = (
+            None  # on a GPU: the offered tensors have their values
+        )
         self.timeout = timeout.total_seconds()
         self.token = secrets.token_hex(16)
         self.offered: tuple[int, dict[str, Any]] | None = None  # step and state, to be sent now
@@ -69,6 +75,8 @@ class StateTransfer(CheckpointTransport[dict[str, Any]]):
         self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta
     ) -> None:
         """Offer the state, which does not change until `disallow_checkpoint`. Returns at once."""
+        if self.device.type == "cuda":
+            self.ready = torch.cuda.default_stream(self.device).record_event()
         with self.changed:
             self.offered = (step, state_dict)
             self.changed.notify_all()
@@ -112,12 +120,23 @@ class StateTransfer(CheckpointTransport[dict[str, Any]]):
             content = self.offered[1]
             self.sending += 1
         try:
-            for block in blocks_of(content):
-                connection.sendall(block)
+            with self._beside_training():
+                for block in blocks_of(content):
+                    connection.sendall(block)
         finally:
             with self.changed:
                 self.sending -= 1
                 self.changed.notify_all()
+
+    def _beside_training(self) -> AbstractContextManager[object]:
+        """Return a context whose copies to the host do not wait for a GPU's kernels of training,
+        among which is a sum that waits for the receiver.
+        """
+        if self.ready is None:
+            return nullcontext()
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_event(self.ready)
+        return torch.cuda.stream(stream)
 
     # Receiving
 

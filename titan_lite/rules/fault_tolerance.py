@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 
 from titan_lite.config import KEYS, Config
-from titan_lite.environment import COPY
+from titan_lite.environment import COPY, LAST_PORT
 from titan_lite.rules.metrics import is_installed
 from titan_lite.rules.mistakes import Mistake, rule_of_keys
 
-ADDRESS = r"http://(\[[0-9a-fA-F:]+\]|[^\s/:]+):[0-9]{1,5}"
+ADDRESS = r"http://(\[[0-9a-fA-F:]+\]|[^\s/:]+):([0-9]{1,5})"
 
 
 @rule_of_keys
@@ -39,15 +39,17 @@ def copies_are_enough(config: Config) -> Iterator[Mistake]:
 def a_sum_ends_before_a_step_is_called_a_hang(config: Config) -> Iterator[Mistake]:
     seconds = config.fault_tolerance.timeout_seconds
     limit = config.comm.train_timeout_seconds
-    if config.fault_tolerance.copies > 1 and seconds >= limit:
-        why = f"is not below comm.train_timeout_seconds = {limit}, after which a copy ends"
-        yield Mistake("fault_tolerance.timeout_seconds", seconds, why, f"less than {limit}")
+    if config.fault_tolerance.copies > 1 and 2 * seconds >= limit:  # two ranks, one after another
+        why = f"is not below half of comm.train_timeout_seconds = {limit}, when a copy ends"
+        instead = f"{(limit - 1) // 2} or less, or a higher comm.train_timeout_seconds"
+        yield Mistake("fault_tolerance.timeout_seconds", seconds, why, instead)
 
 
 @rule_of_keys
 def a_lighthouse_has_an_address(config: Config) -> Iterator[Mistake]:
     address = config.fault_tolerance.lighthouse
-    if address and not re.fullmatch(ADDRESS, address):
+    match = re.fullmatch(ADDRESS, address)
+    if address and not (match and 0 < int(match[2]) <= LAST_PORT):
         why = "is not of the form http://HOST:PORT"
         yield Mistake("fault_tolerance.lighthouse", address, why, "such as http://node0:29510")
 

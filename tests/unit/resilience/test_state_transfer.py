@@ -18,6 +18,7 @@ from titan_lite.resilience.state_transfer import (
 )
 
 SECOND = timedelta(seconds=1)
+CPU = torch.device("cpu")
 STATE = CopyState(
     tensors={
         "norm.weight": torch.arange(7, dtype=torch.float32) / 3,
@@ -33,14 +34,14 @@ CONTENT = {"torchft": {"step": 7, "batches_committed": 12}, "user": {"default": 
 
 @pytest.fixture
 def sender():
-    transfer = StateTransfer("127.0.0.1", timedelta(seconds=5))
+    transfer = StateTransfer("127.0.0.1", timedelta(seconds=5), CPU)
     yield transfer
     transfer.shutdown()
 
 
 def receive(sender, step=7, timeout=10 * SECOND, **changes):
     metadata = json.dumps({**json.loads(sender.metadata()), **changes})
-    receiver = StateTransfer("127.0.0.1", timeout)
+    receiver = StateTransfer("127.0.0.1", timeout, CPU)
     try:
         return receiver.recv_checkpoint(0, metadata, step, timeout)
     finally:

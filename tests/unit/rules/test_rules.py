@@ -466,8 +466,9 @@ COPIES = "--fault_tolerance.copies=2"
         ),
         (
             [COPIES, "--comm.train_timeout_seconds=60"],
-            "default: fault_tolerance.timeout_seconds = 60 is not below comm.train_timeout_seconds"
-            " = 60, after which a copy ends; use less than 60",
+            "default: fault_tolerance.timeout_seconds = 40 is not below half of"
+            " comm.train_timeout_seconds = 60, when a copy ends; use 29 or less, or a higher"
+            " comm.train_timeout_seconds",
         ),
         (
             ["--fault_tolerance.min_copies=2"],
