@@ -105,7 +105,7 @@ def assert_same_losses(one, other):
 
 def test_without_faults_copies_are_replicas_of_one_world(tmp_path):
     options = steps(12)
-    job = copies(tmp_path / "copies", *options)
+    job = copies(tmp_path / "copies", *options, "--fault_tolerance.min_copies=2")
     assert job.ended() == 0
     replicas = "--parallelism.data_parallel_replicate_degree=2"
     world = alone(tmp_path / "world", *options, replicas, ranks=2)
@@ -113,7 +113,7 @@ def test_without_faults_copies_are_replicas_of_one_world(tmp_path):
     assert_same_losses(losses(tmp_path / "copies"), {s: v["loss"] for s, v in world.items()})
     for step, values in ours.items():
         assert values["grad_norm"] == pytest.approx(world[step]["grad_norm"], rel=1e-4)
-    assert ours[12]["copies"] == 2
+    assert all(values["copies"] == 2 for values in ours.values() if "copies" in values)
     assert position(tmp_path / "copies", 12) == position(tmp_path / "world", 12)
 
 
