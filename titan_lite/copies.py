@@ -226,6 +226,7 @@ class Copies:
         if trainer.config.checkpoint.enable and self.quorum is not None:
             newest = max(trainer.checkpointer.present(), default=0)
             if max_over_ranks(newest) < [trainer.step]:  # whoever writes otherwise may be lost
+                console.show(True)
                 trainer.save_here()
 
     def describe_change(self, before: int) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,12 @@ def processes(job, word, copy=None):
         if is_of_job and word in words and (copy is None or f"COPY={copy}" in variables):
             found.append(int(pid))
     return sorted(pid for pid in found if runs(pid))
+
+
+def children(pid):
+    """Return the processes that a process has started."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def ranks(job, copy):
@@ -212,35 +219,42 @@ def test_a_copy_of_another_recipe_is_refused_and_the_others_go_on(tmp_path):
         assert job.ended() == 75
 
 
+@contextmanager
+def lone_copies(tmp_path, *options):
+    """Return a context with two copies that are started one by one, and a lighthouse."""
+    port = loopback_port()
+    serve = python("-m", "titan_lite.lighthouse", "--host", "127.0.0.1", "--port", port)
+    command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", tmp_path / "run")
+    command += [*OPTIONS, *options, f"--fault_tolerance.lighthouse=http://127.0.0.1:{port}"]
+    with Job(tmp_path / "lighthouse.log", *serve, PYTHONSAFEPATH=1) as lighthouse:
+        lighthouse.until("lighthouse: ")
+        variables = {"NCOPIES": 2, "NGPU": 1, "PYTHONSAFEPATH": 1}
+        yield [Job(tmp_path / f"{n}.log", *command, COPY=n, **variables) for n in range(2)]
+
+
 @pytest.mark.slow
 def test_copies_that_are_started_one_by_one_meet_at_a_lighthouse(tmp_path):
-    port = loopback_port()
-    lighthouse = Job(
-        tmp_path / "lighthouse.log",
-        *python("-m", "titan_lite.lighthouse", "--host", "127.0.0.1", "--port", port),
-        PYTHONSAFEPATH=1,
-    )
-    options = [f"--fault_tolerance.lighthouse=http://127.0.0.1:{port}", *steps(200)]
-    with lighthouse:
-        lighthouse.until("lighthouse: ")
-        command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", tmp_path / "run")
-        jobs = [
-            Job(
-                tmp_path / f"{copy}.log",
-                *command,
-                *OPTIONS,
-                *options,
-                NCOPIES=2,
-                COPY=copy,
-                NGPU=1,
-                PYTHONSAFEPATH=1,
-            )
-            for copy in range(2)
-        ]
+    with lone_copies(tmp_path, *steps(200), "--fault_tolerance.min_copies=2") as jobs:
         assert [job.ended() for job in jobs] == [0, 0]
-    assert "2 of 2 copies take part" in jobs[0].output
+    assert "2 of 2 copies take part from step 1 on" in jobs[0].output
     assert "copy 0] done: step 200" in jobs[0].output
     assert newest(tmp_path / "run") == 200
+
+
+@pytest.mark.slow
+def test_a_copy_that_is_left_alone_saves_where_more_are_needed(tmp_path):
+    """Also if it is not the one that writes, and if nobody had saved before."""
+    needed = ["--fault_tolerance.min_copies=2", "--fault_tolerance.wait_seconds=15"]
+    with lone_copies(tmp_path, *steps(10_000), *every(10_000), *needed) as (first, second):
+        first.until("2 of 2 copies take part")
+        goes_on(first, tmp_path / "run")
+        for pid in (first.process.pid, *children(first.process.pid)):
+            os.kill(pid, signal.SIGKILL)
+        first.process.wait()
+        second.until("waiting for other copies")
+        assert second.ended() == 75
+    (saved,) = (tmp_path / "run/checkpoint").glob("step-*")
+    assert f"checkpoint written to {saved}" in second.output
 
 
 def test_without_a_lighthouse_a_copy_is_refused_before_it_starts(tmp_path):

@@ -489,7 +489,14 @@ class Checkpointer(SavedSteps):
             raise CheckpointError(
                 f"{error}, seen from rank 0; use a {self.folder} on a file system of all nodes"
             ) from None
-        manifest.publish(unfinished, self.path_of(step))
+        try:
+            manifest.publish(unfinished, self.path_of(step))
+        except OSError:
+            if not (self.run and self.path_of(step).is_dir()):
+                raise
+            logger.info(f"{self.path_of(step)} was written by another copy")
+            shutil.rmtree(unfinished)
+            return
         logger.info(
             f"checkpoint written to {self.path_of(step)}",
             extra={"event": "checkpoint", "step": step},
