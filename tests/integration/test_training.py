@@ -73,7 +73,8 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
     assert "layout: 2 ranks = dp_shard 2, each one CPU" in first.stdout
     said = [line.partition(" ")[2] for line in first.stdout.splitlines()]
     (end,) = (number for number, line in enumerate(said) if line.startswith("done: step 6, "))
-    assert said[end + 2 : end + 4] == [
+    assert re.fullmatch(r"goodput: \d+\.\d% of .* in steps that count; .*", said[end + 2])
+    assert said[end + 3 : end + 5] == [
         "checkpoints: step-3, step-6",
         f"to look at: python -m titan_lite report {tmp_path}; tensorboard --logdir {tmp_path}",
     ]

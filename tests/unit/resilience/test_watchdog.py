@@ -16,6 +16,7 @@ from titan_lite.compile.model_parts import PlainWeights, TraceableModel
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Comm, Compile
+from titan_lite.distributed.process_group import first_line
 from titan_lite.resilience import TrainingError, watchdog
 from titan_lite.resilience.watchdog import NO_LIMIT, Watchdog
 
@@ -34,9 +35,9 @@ def test_one_rank_alone_has_no_threads_and_tells_nobody():
 
 
 def test_of_an_error_the_line_that_tells_is_kept():
-    assert watchdog._first_line(RuntimeError(GLOO)) == "Connection closed by peer [127.0.0.1]:10673"
+    assert first_line(RuntimeError(GLOO)) == "Connection closed by peer [127.0.0.1]:10673"
     assert (
-        watchdog._first_line(ValueError("[1, 2] is no list of three\nof numbers"))
+        first_line(ValueError("[1, 2] is no list of three\nof numbers"))
         == "[1, 2] is no list of three"
     )
 
