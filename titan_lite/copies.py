@@ -82,11 +82,12 @@ def identity_of(identity: RunIdentity) -> int:
 class Copies:
     """The copies of a run, as the trainer of one of them sees them."""
 
+    quorum: Quorum  # from `join` on
+
     def __init__(self, trainer: "Trainer"):
         self.trainer = trainer
         self.number = copy_number(trainer.config.fault_tolerance)
         self.config = trainer.config.fault_tolerance
-        self.writes = False  # this rank writes the files of the run
         self.has_joined = False  # a run that other copies had begun
         self.steps = 0  # that this process has committed
         self.began = 0.0  # the present step, by time.perf_counter
@@ -94,17 +95,8 @@ class Copies:
         self.parts_before: dict[str, Any] = {}  # the state that the present step began with
         self.undone = 0  # steps in a row that did not count
         self.why_undone = ""  # the last one of them
-        self.quorum: Quorum | None = None  # from `join` on
-
-    @property
-    def living(self) -> int:
-        """Copies that take part in the present step."""
-        return self.quorum.living if self.quorum is not None else 0
-
-    @property
-    def is_first(self) -> bool:
-        """True in the copy that writes the files of the run."""
-        return self.quorum is not None and self.quorum.index == 0
+        self.living = 0  # copies that take part in the present step; 0 before the first one
+        self.is_first = False  # this copy writes the files of the run
 
     # Between steps
 
@@ -153,30 +145,29 @@ class Copies:
         A copy that is behind others takes their state.
         """
         trainer = self.trainer
-        quorum = self.quorum
-        assert quorum is not None
         if trainer.is_finished or trainer.stop.requested:
             return False
         if self.undone > MAX_UNDONE and trainer.stop.poll():
             self.stop_alone()
             return False
         self.parts_before = self.parts()
-        living = self.living
+        before = self.living
         started = time.perf_counter()
         with trainer.watchdog.phase("waiting for other copies", "init_timeout_seconds"):
-            if not quorum.begin_step(lambda: trainer.stop.received):
+            if not self.quorum.begin_step(lambda: trainer.stop.received):
                 self.stop_alone()
                 return False
             if time.perf_counter() - started > SHORT:
                 trainer.throughput.exclude_since(started, "waiting")
-            received = quorum.received
+            received = self.quorum.received
             if received is not None:
                 started = time.perf_counter()
                 self.load(received)
                 trainer.throughput.skip_to(trainer.step)
                 trainer.throughput.exclude_since(started, "recovery")
                 self.parts_before = self.parts()
-        has_changed = self.living != living or received is not None
+        self.living = self.quorum.living
+        has_changed = self.living != before or received is not None
         if has_changed:
             self.check_others()
             trainer.throughput.ranks = trainer.world_size * self.living
@@ -186,7 +177,7 @@ class Copies:
                 logger.warning(self.why_undone, extra={"event": "undone"})
             self.why_undone = ""
         if has_changed:
-            self.describe_change(living)
+            self.describe_change(before)
         return True
 
     def check_others(self) -> None:
@@ -223,7 +214,7 @@ class Copies:
                 extra={"event": "stop"},
             )
             trainer.stop.requested = True
-        if trainer.config.checkpoint.enable and self.quorum is not None:
+        if trainer.config.checkpoint.enable and self.living:
             newest = max(trainer.checkpointer.present(), default=0)
             if max_over_ranks(newest) < [trainer.step]:  # whoever writes otherwise may be lost
                 console.show(True)
@@ -234,7 +225,7 @@ class Copies:
         trainer = self.trainer
         if trainer.rank != 0:
             return
-        received = self.quorum.received if self.quorum is not None else None
+        received = self.quorum.received
         copies = f"{self.living} of {self.config.copies} copies take part"
         if received is not None:
             nbytes = sum(tensor.nbytes for tensor in received.tensors.values())
@@ -249,15 +240,15 @@ class Copies:
 
     def take_role(self) -> None:
         """Write the files of the run if this copy is the first, else write none."""
+        self.is_first = self.quorum.index == 0
         writes = self.is_first and self.trainer.rank == 0
         console.show(self.is_first)
-        if writes != self.writes:
-            self.writes = writes
+        if writes != self.trainer.metrics.writes:
             self.trainer.write_files(writes=writes)
 
     def leave(self) -> None:
         """Take part in no further step."""
-        if self.quorum is not None:
+        if self.living:
             self.quorum.leave()
 
     # The state
@@ -304,7 +295,6 @@ class Copies:
         trainer = self.trainer
         self.began = time.perf_counter()
         local_batches = trainer.layout.accumulation_at(trainer.step)
-        assert self.quorum is not None
         share = self.quorum.share(local_batches)
         batches = []
         for index in range(local_batches):
@@ -331,12 +321,11 @@ class Copies:
         `nominal_tokens` before, and by the tokens of all copies after.
         """
         trainer = self.trainer
-        assert self.quorum is not None
         totals = torch.stack((loss.double(), tokens.double(), stop_requests.double()))
         gradients = self.gradients()
         counts = [trainer.per_source.own, *trainer.expert_balance.counts()]
         self.quorum.sum([*gradients, *counts, totals])
-        difference = self.compare(self.quorum)
+        difference = self.compare()
         if not self.quorum.commit():
             self.undo(self.quorum.fault, difference)
             return None
@@ -359,7 +348,7 @@ class Copies:
         tokens = trainer.layout.tokens_at(trainer.step)
         return torch.tensor(tokens, dtype=torch.int64, device=trainer.device)
 
-    def compare(self, quorum: Quorum) -> str:
+    def compare(self) -> str:
         """Compare with other copies what has to be equal; return what is not, or "".
 
         The step does not count then. Every step compares recipe, code and data; one of
@@ -373,8 +362,8 @@ class Copies:
             checksum = int(torch.stack(checksums).sum())
         own = torch.tensor([self.identity, checksum], dtype=torch.int64, device=trainer.device)
         extremes = torch.cat((own, ~own))  # max(~x) is ~min(x), without overflow
-        quorum.sum([extremes], torch.distributed.ReduceOp.MAX)
-        if quorum.fault:
+        self.quorum.sum([extremes], torch.distributed.ReduceOp.MAX)
+        if self.quorum.fault:
             return ""
         largest, inverted_smallest = extremes.chunk(2)
         differs = (largest != ~inverted_smallest).tolist()
@@ -384,7 +373,7 @@ class Copies:
             difference = "state"
         else:
             return ""
-        quorum.refuse(DifferentCopies(difference))
+        self.quorum.refuse(DifferentCopies(difference))
         return difference
 
     def undo(self, fault: str, difference: str) -> None:
