@@ -140,7 +140,7 @@ class Checkpointer(SavedSteps):
         if self.folder.resolve() == self.run_lock.folder.resolve():
             self.folder_lock = self.run_lock  # a process cannot lock a file twice
         if self.folder_lock.acquire(self.run) and self.folder_lock.is_alone:
-            self._remove_leftovers()
+            self._remove_leftovers(of_all_copies=True)
 
     def lock_on_first(self) -> None:
         """Lock the folder of the run, and that of its steps, until the process of rank 0 ends.
@@ -462,7 +462,7 @@ class Checkpointer(SavedSteps):
         if os.path.lexists(path):
             raise CheckpointError(f"{path} exists, and no step is overwritten; move it away")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
+        self._remove_leftovers(of_all_copies=not self.run)
         free = shutil.disk_usage(self.folder).free
         if free < needed_bytes:
             raise CheckpointError(
@@ -522,11 +522,15 @@ class Checkpointer(SavedSteps):
         except OSError as error:
             logger.warning(f"an old step was not deleted: {error}")
 
-    def _remove_leftovers(self) -> None:
-        """Delete half-written and half-deleted steps of a killed run."""
+    def _remove_leftovers(self, *, of_all_copies: bool) -> None:
+        """Delete half-written and half-deleted steps of a killed run.
+
+        of_all_copies: no other copy of the model can be writing one.
+        """
         for path in self.folder.glob("*-step-*"):
             match = LEFTOVER.fullmatch(path.name)
-            if not match or (not self.is_alone and match[2] != (self.own_suffix or None)):
+            is_own = match is not None and match[2] == (self.own_suffix or None)
+            if match is None or not (is_own or of_all_copies):
                 continue
             try:
                 if path.is_dir() and not path.is_symlink():

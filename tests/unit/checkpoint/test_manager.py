@@ -710,3 +710,16 @@ def test_nothing_is_saved_in_a_folder_that_was_removed_or_is_another_runs(tmp_pa
     with pytest.raises(CheckpointError, match="the folder or its lock was removed during the run"):
         steps_of.save(1, tensors(1), RunState())
     assert names(tmp_path) == ["lock"]
+
+
+def test_a_copy_removes_its_own_leftovers_alone_while_another_may_write(tmp_path):
+    folder = tmp_path / "checkpoint"
+    names = ("unfinished-step-3", "unfinished-step-3-copy-1", "unfinished-step-4-copy-2")
+    for name in names:
+        (folder / name).mkdir(parents=True)
+    second = Checkpointer(Checkpoint(enable=True), tmp_path, run="run", own_suffix="-copy-1")
+    second._remove_leftovers(of_all_copies=False)
+    assert sorted(path.name for path in folder.iterdir()) == [names[0], names[2]]
+    first = Checkpointer(Checkpoint(enable=True), tmp_path, run="run")
+    first.lock()  # it comes first, so no other copy is there
+    assert [path.name for path in folder.iterdir()] == ["lock"]
