@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from commands import Job, python, run, train
 from descendants import runs
-from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
+from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, SMALL, every, steps
 
 from titan_lite.environment import loopback_port
 from titan_lite.manifest import read_json
@@ -110,12 +110,29 @@ def assert_same_losses(one, other):
         assert loss == pytest.approx(other[step], rel=SAME_LOSS), f"step {step}"
 
 
-def test_without_faults_copies_are_replicas_of_one_world(tmp_path):
-    options = steps(12)
-    job = copies(tmp_path / "copies", *options, "--fault_tolerance.min_copies=2")
+EXPERTS = ["--model.name=qwen3_moe", "--model.hidden_dim=32", "--experts.balance=bias"]
+PIPELINE = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ngpu"),
+    [
+        pytest.param([], 1, id="dense"),
+        pytest.param(EXPERTS, 1, id="experts", marks=pytest.mark.slow),
+        pytest.param(["--optimizer.name=Muon"], 2, id="Muon", marks=pytest.mark.slow),
+        pytest.param(AOT_EAGER, 2, id="compiled", marks=pytest.mark.slow),
+        pytest.param(
+            ["--parallelism.tensor_parallel_degree=2"], 2, id="tensor", marks=pytest.mark.slow
+        ),
+        pytest.param(PIPELINE, 2, id="pipeline", marks=pytest.mark.slow),
+    ],
+)
+def test_without_faults_copies_are_replicas_of_one_world(kind, ngpu, tmp_path):
+    options = [*kind, *steps(12)]
+    job = copies(tmp_path / "copies", *options, "--fault_tolerance.min_copies=2", ngpu=ngpu)
     assert job.ended() == 0
     replicas = "--parallelism.data_parallel_replicate_degree=2"
-    world = alone(tmp_path / "world", *options, replicas, ranks=2)
+    world = alone(tmp_path / "world", *options, replicas, ranks=2 * ngpu)
     ours = read_metrics(tmp_path / "copies/metrics.jsonl")
     assert_same_losses(losses(tmp_path / "copies"), {s: v["loss"] for s, v in world.items()})
     for step, values in ours.items():

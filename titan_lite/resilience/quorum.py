@@ -28,6 +28,7 @@ its state. torchft: https://github.com/meta-pytorch/torchft.
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -158,7 +159,9 @@ class Quorum:
         """Return what a quorum lacks. error: of the request."""
         if silence := silence_of(self.settings.address):
             return f"the lighthouse {self.settings.address}, which does not answer ({silence})"
-        return f"{self._other_copies()}, or an answer of the lighthouse ({first_line(error)})"
+        match = re.search('message: "([^"]*)"', str(error))  # of gRPC
+        reason = match[1] if match else first_line(error)
+        return f"{self._other_copies()}, or an answer of the lighthouse ({reason})"
 
     def _other_copies(self) -> str:
         return f"other copies (fault_tolerance.min_copies = {self.settings.min_copies})"
