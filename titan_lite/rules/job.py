@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from titan_lite.config import Config
@@ -95,14 +96,17 @@ def _why_nothing_can_be_made(folder: Path) -> str:
     """Return why no folder can be made in this one, or "": permissions do not say it of a file
     system that is read-only, full, or not one of files, such as /proc.
 
-    On the first rank alone, so that ranks do not make as many.
+    On the first rank alone, so that ranks do not make as many. The folder keeps its time.
     """
     if os.environ.get("RANK", "0") != "0":
         return ""
     try:
+        status = folder.stat()
         os.rmdir(tempfile.mkdtemp(prefix=".titan_lite-", dir=folder))
     except OSError as error:
         return error.strerror or str(error)
+    with suppress(OSError):  # the folder is another user's
+        os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))
     return ""
 
 

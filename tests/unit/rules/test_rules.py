@@ -11,6 +11,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import owners_line
 from titan_lite.optim.state import owner_costs
 from titan_lite.rules import check, check_inputs, fault_tolerance
+from titan_lite.rules.job import dump_folder_cannot_be_written
 from titan_lite.rules.mistakes import RULES, Mistake, nearest_divisors, nearest_multiples
 
 
@@ -509,3 +510,11 @@ def test_copies_share_the_local_batches_of_a_step():
     config = load_config(DEBUG, [COPIES, f"--training.global_batch_size={sequences}"])
     layout = Layout.from_config(config, 2)
     assert (layout.accumulation, layout.sequences_per_step) == (4, sequences)
+
+
+def test_a_check_leaves_the_folder_of_a_run_as_it_was(tmp_path):
+    before = tmp_path.stat().st_mtime_ns
+    config = load_config(DEBUG, [f"--job.dump_folder={tmp_path}"])
+    assert list(dump_folder_cannot_be_written(config)) == []
+    assert list(tmp_path.iterdir()) == []
+    assert tmp_path.stat().st_mtime_ns == before
