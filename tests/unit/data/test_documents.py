@@ -559,7 +559,7 @@ def test_the_identity_of_several_sources_is_of_all_but_not_of_their_weights(tmp_
 
 @pytest.mark.parametrize("fraction", [0.0, 0.05, 0.9999])
 def test_a_corpus_that_is_held_out_completely_is_told_before_a_run(fraction, tmp_path):
-    """Of a single document, one name in twenty is held out."""
+    """One single document in twenty is held out, by its name."""
     names = (f"{number}.txt" for number in range(1000))
     name = next(name for name in names if _belongs(name, "validation", 0.05))
     (tmp_path / name).write_text("all there is")
