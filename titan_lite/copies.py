@@ -45,7 +45,7 @@ DIFFERENCES = ("", "recipe", "state")  # of copies, which of them are wrong
 
 
 class Totals(NamedTuple):
-    """Sums of a step over all copies: scalars."""
+    """Sums of a step over all copies: scalars, float64."""
 
     loss: Tensor
     tokens: Tensor
@@ -204,6 +204,12 @@ class Copies:
                 everywhere=True,
             )
 
+    def newest(self) -> str:
+        """Return the newest checkpoint, which another copy may have written, in words."""
+        checkpointer = self.trainer.checkpointer
+        steps = checkpointer.present() if checkpointer.config.enable else []
+        return str(checkpointer.path_of(max(steps))) if steps else "the beginning"
+
     def stop_alone(self) -> None:
         """Stop this copy, which has found no quorum."""
         trainer = self.trainer
@@ -331,12 +337,11 @@ class Copies:
             return None
         self.steps += 1
         self.undone = 0
-        loss, tokens, stop_requests = totals.unbind()
-        ratio = float(self.nominal_tokens / tokens)
+        of_all = Totals(*totals)
+        ratio = float(self.nominal_tokens / of_all.tokens)
         if ratio != 1.0:  # some labels are not counted
             torch._foreach_mul_(gradients, ratio)
-            loss = loss * ratio
-        return Totals(loss.float(), tokens.long(), stop_requests.float())
+        return of_all._replace(loss=of_all.loss * ratio)
 
     @property
     def nominal_tokens(self) -> Tensor:
@@ -401,7 +406,7 @@ class Copies:
         elif difference == "state":
             raise TrainingError(
                 f"step {step}: parameters or optimizer state of copies of the model are not equal"
-                f" (training.compare_copies_freq); {trainer.checkpointer.describe_newest()}",
+                f" (training.compare_copies_freq); another start goes on from {self.newest()}",
                 everywhere=True,
             )
         self.why_undone = f"step {step} does not count, and is taken again: {reason}"

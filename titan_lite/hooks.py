@@ -321,8 +321,9 @@ class ProgressBar(Hook):
 
 def build_hooks(config: Config, rank: int, folder: Path) -> list[Hook]:
     """Return the hooks of every run, in their order. folder: for what each copy of the model
-    writes.
+    writes. Several copies have no bar, as each would draw its own.
     """
+    has_copies = config.fault_tolerance.copies > 1
     is_trained = bool(config.checkpoint.initial_load_path)
     return [
         LogRun(),
@@ -333,5 +334,5 @@ def build_hooks(config: Config, rank: int, folder: Path) -> list[Hook]:
         DataPreflight(is_trained=is_trained, checks_loss=rank == 0),
         CompareReplicas(config.training.compare_copies_freq),
         Profile(config.profiling, folder, rank),
-        ProgressBar(rank),
+        *([] if has_copies else [ProgressBar(rank)]),
     ]

@@ -37,6 +37,7 @@ from titan_lite.environment import (
     SUPERVISOR,
     address_towards,
     check_working_folder,
+    copy_number,
     loopback_port,
     resolves,
     usable_cores,
@@ -68,7 +69,6 @@ RESTART_LIMIT = 600  # where ranks may start again: the time of torchrun, too
 VARIABLES = {  # name: (pattern, meaning)
     "OMP_NUM_THREADS": ("[1-9][0-9]{0,5}", "a number of threads, such as OMP_NUM_THREADS=1"),
     "NCOPIES": ("[1-9][0-9]{0,3}", "the number of copies of the model, such as NCOPIES=2"),
-    "COPY": ("[0-9]{1,4}", "the number of this copy of the model, from 0 on"),
     "NGPU": ("[1-9][0-9]{0,5}", "the number of processes, at least 1, such as NGPU=2"),
     "NNODES": ("[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?", "the number of nodes, such as NNODES=2"),
     "NODE_RANK": ("[0-9]{1,9}", "0 on one node, and such as 1 on another"),
@@ -167,6 +167,9 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     rules.check_keys(config)
     of_lone_copy = config.fault_tolerance.copies > 1 and SUPERVISOR not in os.environ
     lone_address = LOOPBACK
+    copy_number(config.fault_tolerance)  # raises ConfigError
+    if config.fault_tolerance.copies == 1 and os.environ.get(COPY):
+        write_line(f"titan_lite: COPY={os.environ[COPY]} has no effect: the run has no copies")
     if of_lone_copy:  # others reach its store
         raise_mistakes(config, missing_lighthouse(config))
         lone_address = address_towards(config.fault_tolerance.address)

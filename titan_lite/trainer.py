@@ -349,7 +349,7 @@ class Trainer:
         self.deferred = DeferredMetrics(self.device)
         has_copies = config.fault_tolerance.copies > 1
         self.bad_documents.writes = not has_copies
-        self.metrics = self.metrics_writer(writes=self.rank == 0 and not has_copies)
+        self.metrics = self.build_metrics_writer(writes=self.rank == 0 and not has_copies)
         dist.barrier()
         dtype = getattr(torch, config.training.mixed_precision_param)
         configured = self.machine if config.compile.machine else None
@@ -364,7 +364,7 @@ class Trainer:
         )
         events.step = self.step
 
-    def metrics_writer(self, *, writes: bool) -> MetricsWriter:
+    def build_metrics_writer(self, *, writes: bool) -> MetricsWriter:
         """Return a writer of metrics. writes: files too, beginning with the recipe."""
         config = self.config
         if writes and not self.is_finished:  # a finished run keeps its recipe
@@ -380,7 +380,7 @@ class Trainer:
     def write_files(self, *, writes: bool) -> None:
         """Begin or end to write the files of the run, as its first copy does."""
         self.metrics.close()
-        self.metrics = self.metrics_writer(writes=writes)
+        self.metrics = self.build_metrics_writer(writes=writes)
         self.bad_documents.writes = writes
         events.keep(self.dump_folder, all_events=writes)
         if writes:
@@ -510,7 +510,9 @@ class Trainer:
             totals = self.copies.commit(loss, tokens, stop_requests)
             if totals is None:
                 return False
-            loss, tokens, stop_requests = totals
+            loss = totals.loss.float()
+            tokens = totals.tokens.long()
+            stop_requests = totals.stop_requests
         for hook in self.hooks:
             hook.on_gradients(self.step, self.parameters)
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)

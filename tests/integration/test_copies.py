@@ -137,7 +137,7 @@ def test_without_faults_copies_are_replicas_of_one_world(kind, ngpu, tmp_path):
     assert_same_losses(losses(tmp_path / "copies"), {s: v["loss"] for s, v in world.items()})
     for step, values in ours.items():
         assert values["grad_norm"] == pytest.approx(world[step]["grad_norm"], rel=1e-4)
-    assert all(values["copies"] == 2 for values in ours.values() if "copies" in values)
+    assert [values["copies"] for values in ours.values()] == [2] * 12
     assert position(tmp_path / "copies", 12) == position(tmp_path / "world", 12)
 
 
@@ -210,28 +210,40 @@ def test_when_all_copies_are_lost_the_run_goes_on_from_its_newest_step(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_copy_of_another_recipe_is_refused_and_the_others_go_on(tmp_path):
+@pytest.mark.parametrize(
+    ("takes_a_place", "option", "copies_of_other", "message"),
+    [
+        (True, "--optimizer.lr=1e-5", 2, "its recipe, data, device, packages or code are not"),
+        (True, "--training.compare_copies_freq=1", 3, "its recipe, data, device, packages or code"),
+        (False, "--training.compare_copies_freq=1", 2, "3 copies take part, and fault_tolerance"),
+    ],
+    ids=["recipe", "number of copies", "one too many"],
+)
+def test_a_copy_that_does_not_belong_is_refused_and_the_others_go_on(
+    takes_a_place, option, copies_of_other, message, tmp_path
+):
     folder = tmp_path / "run"
     with copies(folder, *steps(10_000)) as job:
         job.until("2 of 2 copies take part")
-        for pid in ranks(job, 1):
-            os.kill(pid, signal.SIGSTOP)  # another takes its place
-        job.until(r"copy 0\] 1 of 2 copies take part from step \d+ on, 2 before")
+        if takes_a_place:
+            for pid in ranks(job, 1):
+                os.kill(pid, signal.SIGSTOP)
+            job.until(r"copy 0\] 1 of 2 copies take part from step \d+ on, 2 before")
         address = next(
             variable
             for variable in Path(f"/proc/{ranks(job, 0)[0]}/environ").read_text().split("\0")
             if variable.startswith("TORCHFT_LIGHTHOUSE=")
         ).partition("=")[2]
         command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", folder)
-        other = ["--optimizer.lr=1e-5", f"--fault_tolerance.lighthouse={address}"]
-        done = run(
-            *command, *OPTIONS, *steps(10_000), *other, NCOPIES=2, COPY=1, NGPU=1, PYTHONSAFEPATH=1
-        )
+        other = [option, f"--fault_tolerance.lighthouse={address}"]
+        variables = {"NCOPIES": copies_of_other, "COPY": 1, "NGPU": 1, "PYTHONSAFEPATH": 1}
+        done = run(*command, *OPTIONS, *steps(10_000), *other, **variables)
         assert done.returncode == 2
-        assert re.search("error: .*copy 1: its recipe, data, device, packages or code", done.stdout)
+        assert re.search(f"error: .*copy 1: {message}", done.stdout)
         goes_on(job, folder)
-        for pid in ranks(job, 1):
-            os.kill(pid, signal.SIGCONT)
+        if takes_a_place:
+            for pid in ranks(job, 1):
+                os.kill(pid, signal.SIGCONT)
         job.process.send_signal(signal.SIGTERM)
         assert job.ended() == 75
 

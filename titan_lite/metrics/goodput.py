@@ -20,12 +20,13 @@ Imports no torch.
 
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from titan_lite.metrics.run_files import read_lines
+from titan_lite.metrics.run_files import read_lines, valid_entries
 
 SECONDS_OF = "seconds_"  # the beginning of a metric: seconds since the line before, by their cause
 COUNTED = "steps that count"
@@ -85,9 +86,7 @@ def time_spent(folder: Path, copies: int = 1) -> TimeSpent:
     kept: list[_Window] = []
     attempt: list[_Window] = []
     step = 0
-    for _, entry in read_lines(folder / "metrics.jsonl"):
-        if entry is None:
-            continue
+    for entry in valid_entries(folder / "metrics.jsonl"):
         if "resumed_from" in entry:
             kept += _without_start(attempt, spent)
             step = entry["resumed_from"]
@@ -95,7 +94,7 @@ def time_spent(folder: Path, copies: int = 1) -> TimeSpent:
             attempt = []
             continue
         for name, value in entry.items():
-            if name.startswith(SECONDS_OF):
+            if name.startswith(SECONDS_OF) and value is not None:
                 spent[name.removeprefix(SECONDS_OF)] += value
         if entry.get("step_time") is not None:
             last = entry["step"]
@@ -108,7 +107,9 @@ def time_spent(folder: Path, copies: int = 1) -> TimeSpent:
         present = min(1.0, window.copies / copies)
         spent[COUNTED] += seconds * present
         spent["missing"] += seconds * (1 - present)
-    spent["not running"] = max(0.0, _wall_time(folder, spent) - sum(spent.values()))
+    wall_time, starts = _wall_time_and_starts(folder)
+    spent["start"] += starts
+    spent["not running"] = max(0.0, wall_time - sum(spent.values()))
     return TimeSpent(dict(spent))
 
 
@@ -139,10 +140,10 @@ def _without_done_again(
     return kept
 
 
-def _wall_time(folder: Path, spent: dict[str, float]) -> float:
-    """Return the seconds from the first start to the last event, and add the starts to `spent`."""
+def _wall_time_and_starts(folder: Path) -> tuple[float, float]:
+    """Return (seconds from the first start to the last event, seconds of all starts)."""
     moments: list[float] = []
-    before_first_event = 0.0
+    starts: list[float] = []
     is_starting = False  # a run, and not a copy of the model beside others
     for _, entry in read_lines(folder / "events.jsonl"):
         if entry is None or not isinstance(entry.get("time"), str):
@@ -153,15 +154,20 @@ def _wall_time(folder: Path, spent: dict[str, float]) -> float:
             continue
         if entry.get("event") == "start":
             is_starting = True
-        parts: dict[str, Any] = (entry.get("seconds") or {}) if is_starting else {}
-        if parts:
+        parts = entry.get("seconds")
+        if is_starting and isinstance(parts, dict):
+            starts.append(_seconds_before_first_step(parts))
             is_starting = False
-        # the others are in the windows of metrics.jsonl
-        seconds = sum(
-            value for part, value in parts.items() if part not in ("first step", "validation")
-        )
-        before_first_event = before_first_event or seconds
-        spent["start"] += seconds
     if not moments:
-        return 0.0
-    return max(moments) - min(moments) + before_first_event
+        return 0.0, 0.0
+    first_start = starts[0] if starts else 0.0  # its event comes at the end
+    return max(moments) - min(moments) + first_start, sum(starts)
+
+
+def _seconds_before_first_step(parts: Mapping[str, Any]) -> float:
+    """Return the seconds of a start (start_times.py) that no line of metrics.jsonl has."""
+    return sum(
+        value
+        for part, value in parts.items()
+        if part not in ("first step", "validation") and isinstance(value, (int, float))
+    )

@@ -65,7 +65,7 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     A torn line is skipped.
     """
     metrics: dict[int, dict[str, float]] = {}
-    for entry in _valid_entries(path):
+    for entry in valid_entries(path):
         if "resumed_from" in entry:
             resumed_from = entry["resumed_from"]
             metrics = {step: values for step, values in metrics.items() if step <= resumed_from}
@@ -76,13 +76,13 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 def last_start(path: Path) -> int:
     """Return the step that the last run in metrics.jsonl resumed from, 0 if it did not resume."""
-    for entry in reversed(_valid_entries(path)):
+    for entry in reversed(valid_entries(path)):
         if "resumed_from" in entry:
             return entry["resumed_from"]
     return 0
 
 
-def _valid_entries(path: Path) -> list[dict[str, Any]]:
+def valid_entries(path: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl that are a step or a resume."""
     return [entry for _, entry in read_lines(path) if entry is not None and not _fault(entry)]
 
@@ -115,7 +115,7 @@ def timed_windows(path: Path) -> list[Window]:
     code is compiled.
     """
     entries: list[dict[str, Any]] = []
-    for entry in _valid_entries(path):
+    for entry in valid_entries(path):
         if "resumed_from" in entry:
             entries = []
         else:

@@ -58,7 +58,7 @@ class StateTransfer(CheckpointTransport[dict[str, Any]]):
         self.timeout = timeout.total_seconds()
         self.token = secrets.token_hex(16)
         self.offered: tuple[int, dict[str, Any]] | None = None  # step and state, to be sent now
-        self.sending = 0  # connections
+        self.receivers: set[socket.socket] = set()  # that are being sent to
         self.changed = threading.Condition()  # of the two above
         family = socket.getaddrinfo(host, None)[0][0]
         self.server = socket.create_server(("", 0), family=family)
@@ -82,10 +82,15 @@ class StateTransfer(CheckpointTransport[dict[str, Any]]):
             self.changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
-        """Wait until nothing is being sent: the state is about to change."""
+        """Wait until nothing is being sent, since the state is about to change.
+
+        After the time limit of a transfer, connections are ended.
+        """
         with self.changed:
             self.offered = None
-            self.changed.wait_for(lambda: not self.sending, self.timeout)
+            self.changed.wait_for(lambda: not self.receivers, self.timeout)
+            for connection in self.receivers:
+                connection.shutdown(socket.SHUT_RDWR)
 
     def shutdown(self, wait: bool = True) -> None:
         self.server.close()
@@ -118,14 +123,14 @@ class StateTransfer(CheckpointTransport[dict[str, Any]]):
                 return
             assert self.offered is not None
             content = self.offered[1]
-            self.sending += 1
+            self.receivers.add(connection)
         try:
             with self._beside_training():
                 for block in blocks_of(content):
                     connection.sendall(block)
         finally:
             with self.changed:
-                self.sending -= 1
+                self.receivers.discard(connection)
                 self.changed.notify_all()
 
     def _beside_training(self) -> AbstractContextManager[object]:

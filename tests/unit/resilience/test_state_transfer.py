@@ -112,6 +112,24 @@ def test_disallow_checkpoint_waits_for_a_receiver(sender):
         assert changed.wait(5)
 
 
+def test_a_receiver_that_is_too_slow_does_not_get_a_state_that_changes(sender):
+    large = CopyState({"large": torch.zeros(2**24)}, {})
+    sender.send_checkpoint([1], 7, {**CONTENT, "user": {"default": large}}, SECOND)
+    sender.timeout = 0.2
+    source = json.loads(sender.metadata())
+    with socket.create_connection((source["host"], source["port"])) as connection:
+        asked = json.dumps({"token": source["token"], "step": 7})
+        connection.sendall(asked.encode() + b"\n")
+        read_line(connection)
+        sender.disallow_checkpoint()
+        large.tensors["large"].fill_(1)
+        received = bytearray()
+        while block := connection.recv(2**20):
+            received += block
+    assert len(received) < large.tensors["large"].nbytes
+    assert set(received) == {0}
+
+
 def test_a_sender_that_dies_is_noticed(sender):
     with socket.create_server(("127.0.0.1", 0)) as server:
 

@@ -122,8 +122,9 @@ def training_time(hours: float) -> str:
 
 def goodput(run: RunRecord) -> str:
     """Return the share of the time in steps that count, and where the rest went."""
-    copies = run.recipe.get("fault_tolerance.copies", 1)
-    return time_spent(run.folder, copies).describe().removeprefix("goodput: ")
+    copies = run.recipe.get("fault_tolerance.copies")
+    known = copies if type(copies) is int and copies > 0 else 1
+    return time_spent(run.folder, known).describe().removeprefix("goodput: ")
 
 
 def first_start(run: RunRecord) -> str:
