@@ -1,8 +1,10 @@
-"""Check and measure what needs a GPU, in about ten minutes on one, and print a Markdown table.
+"""Check and measure what needs a GPU, and print Markdown tables, each row as soon as it is known.
 
     python scripts/gpu_day.py                 # on the first GPU
     python scripts/gpu_day.py --only checks   # or: --only speed
     python scripts/gpu_day.py --device cpu    # the debug model, shrunk: shows that this script runs
+
+A turn of the speeds took eight minutes on an H200 with nothing compiled before.
 
 First correctness, side by side: the tests marked `gpu`; ten steps of the debug models, dense and a
 mixture, against the CPU, in float32 and in bfloat16; compiled against eager; float8 against
@@ -23,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ OFFLINE = [
 OFFLINE += ["--metrics.log_freq=1", "--metrics.no-enable_tensorboard", "--checkpoint.interval=1000"]
 BLOCKS_OF_8B = 8  # with which weights, gradients and AdamW's state take 41 GiB
 BLOCKS_OF_30B = 3  # of a mixture, likewise
+SIDE_BY_SIDE = max(1, (os.cpu_count() or 1) // 2)  # checks, which run on one thread each
 
 
 def command(*words: str, device: str) -> dict[str, Any]:
@@ -53,6 +56,7 @@ def command(*words: str, device: str) -> dict[str, Any]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "NGPU": "1",
         "LOG_RANK": "0",
+        "OMP_NUM_THREADS": "1",
     }
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -310,36 +314,43 @@ def planned(recipe: str, options: Sequence[str], device: str) -> dict[str, float
     }
 
 
-def measure(
-    name: str, recipe: str, options: Sequence[str], rounds: int, folder: Path, device: str
-) -> list[str]:
-    """Rows of the table: every variant in turn, `rounds` times."""
-    variants: dict[str, list[str]] = {
-        "eager": ["--compile.no-enable"],
-        "compiled": ["--compile.enable"],
-    }
-    found: dict[str, list[dict[str, float]]] = {}
-    for turn in range(rounds):
-        for variant, changes in variants.items():
-            place = folder / f"{name}-{variant}-{turn}".replace(" ", "-")
-            found.setdefault(variant, []).append(speed(recipe, place, device, *options, *changes))
-            words = [__file__, "--fsdp2", variant, "--device", device, recipe, *options]
-            last = run(sys.executable, *words, device=device).strip().splitlines()[-1]
-            found.setdefault(f"FSDP2 loop, {variant}", []).append(json.loads(last))
-    for variant, changes in variants.items():
-        if plan := planned(recipe, [*options, *changes], device):
-            found[f"planned, {variant}"] = [plan]
-    base = statistics.median(each["tokens_per_second"] for each in found["FSDP2 loop, eager"])
-    rows = []
-    for variant, runs in found.items():
-        middle = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
-        mfu = f"{middle['mfu']:.1f}%" if middle.get("mfu") else "-"
-        memory = f"{middle['memory']:.2f}" if middle["memory"] else "-"
-        tokens = middle["tokens_per_second"]
-        rows.append(
-            f"| {name} | {variant} | {tokens:,.0f} | {tokens / base:.2f} | {mfu} | {memory} |"
-        )
-    return rows
+def in_plain_loop(
+    recipe: str, options: Sequence[str], variant: str, device: str
+) -> dict[str, float]:
+    """`fsdp2` in a process of its own."""
+    words = [__file__, "--fsdp2", variant, "--device", device, recipe, *options]
+    return json.loads(run(sys.executable, *words, device=device).strip().splitlines()[-1])
+
+
+def measure(name: str, recipe: str, options: Sequence[str], folder: Path, device: str) -> bool:
+    """Print a row for each variant, as soon as it ended. Return whether all of them ran."""
+    good = True
+    base = 0.0
+    for variant in ("eager", "compiled"):
+        words = [*options, "--compile.enable" if variant == "compiled" else "--compile.no-enable"]
+        measurements: dict[str, Callable[[], dict[str, float]]] = {
+            f"FSDP2 loop, {variant}": partial(in_plain_loop, recipe, options, variant, device),
+            variant: partial(
+                speed, recipe, folder / f"{name}-{variant}".replace(" ", "-"), device, *words
+            ),
+            f"planned, {variant}": partial(planned, recipe, words, device),
+        }
+        for label, find in measurements.items():
+            try:
+                values = find()
+            except RuntimeError as error:
+                good = False
+                print(f"| {name} | {label} | FAILED: {error} | | | |", flush=True)
+                continue
+            if not values:
+                continue
+            tokens = values["tokens_per_second"]
+            base = base or tokens
+            mfu = f"{values['mfu']:.1f}%" if values.get("mfu") else "-"
+            memory = f"{values['memory']:.2f}" if values["memory"] else "-"
+            row = f"| {name} | {label} | {tokens:,.0f} | {tokens / base:.2f} | {mfu} | {memory} |"
+            print(row, flush=True)
+    return good
 
 
 def main() -> int:
@@ -348,7 +359,7 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", choices=("checks", "speed"))
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each variant (2)")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of each variant (1)")
     parser.add_argument(
         "--fsdp2", choices=("eager", "compiled"), help=argparse.SUPPRESS
     )  # one row, in a process of its own
@@ -405,8 +416,9 @@ def checked(folder: Path, device: str) -> bool:
 
     print("| check | result | s |\n|---|---|--:|")
     good = True
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as threads:
-        for passed, line in threads.map(row, CHECKS):
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
+        for done in as_completed([threads.submit(row, check) for check in CHECKS]):
+            passed, line = done.result()
             good &= passed
             print(line, flush=True)
     return good
@@ -415,19 +427,15 @@ def checked(folder: Path, device: str) -> bool:
 def measured(
     models: dict[str, tuple[str, list[str]]], rounds: int, folder: Path, device: str
 ) -> bool:
-    """Print a table of the models' speeds."""
+    """Print a table of the models' speeds, and as many rows of a variant as there are rounds."""
     print(
         "\n| model | variant | tokens/s | / FSDP2 eager | MFU | peak GiB"
         " |\n|---|---|--:|--:|--:|--:|"
     )
     good = True
-    for model, (recipe, changes) in models.items():
-        try:
-            rows = measure(model, recipe, changes, rounds, folder, device)
-            print("\n".join(rows), flush=True)
-        except RuntimeError as error:
-            good = False
-            print(f"| {model} | FAILED: {error} | | | | |", flush=True)
+    for turn in range(rounds):
+        for model, (recipe, changes) in models.items():
+            good &= measure(model, recipe, changes, folder / f"turn-{turn}", device)
     return good
 
 

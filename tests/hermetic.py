@@ -78,6 +78,7 @@ def _reset_variables() -> None:
         os.environ["PYTHONUSERBASE"] = packages
     caches = _own_folder(CACHES)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches / "inductor")
+    os.environ["CUDA_CACHE_PATH"] = str(caches / "cuda")
     os.environ["MPLCONFIGDIR"] = str(caches / "matplotlib")
     try:
         locale.setlocale(locale.LC_ALL, "")

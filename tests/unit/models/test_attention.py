@@ -30,8 +30,7 @@ from titan_lite.models.attention import (
     masks_by_kernel,
     use_kernel,
 )
-from titan_lite.models.llama3 import Attention
-from titan_lite.models.transformer import Transformer, attention_mask
+from titan_lite.models.transformer import Transformer, attend, attention_mask
 from titan_lite.rules.machine import mistakes_here
 
 BOS, EOS, ROWS, TOKENS = 1, 2, 3, 24
@@ -396,5 +395,5 @@ def test_attention_within_documents_is_that_with_a_mask_on_a_gpu():
     tokens, positions = rows_of_documents(), torch.arange(TOKENS)
     begins = doc_starts(tokens, BOS, EOS)
     documents = documents_of(begins.cuda(), positions.cuda(), doc_stats(tokens, BOS, EOS))
-    found = Attention.attend(Attention(CONFIG), *inputs, documents)
+    found = attend(*inputs, documents)
     near(found, with_mask(*others, attention_mask(begins, positions, TOKENS)), inputs, others)

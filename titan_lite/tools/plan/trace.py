@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import logging
 import math
+import os
 import re
 import signal
 import threading
@@ -129,6 +130,8 @@ def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
 
     They are forked from one server for all worlds, since importing this module takes seconds.
     """
+    # A process that is forked from one that has counted GPUs cannot use CUDA, as a trace would.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     context = fork_server([__name__])
     others = set(mp.active_children())
     with ProcessPoolExecutor(

@@ -1,7 +1,9 @@
 """Bytes sent and operations of stages, traced with a fake process group, equal closed formulas."""
 
 import dataclasses
+import os
 from collections import Counter
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -122,6 +124,19 @@ def trace_all(wanted):
             for key, mine in wanted.items()
         }
         return {key: task.result() for key, task in tasks.items()}
+
+
+def test_the_server_that_traces_sees_no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    seen = []
+    start = forkserver.ensure_running
+    monkeypatch.setattr(
+        forkserver,
+        "ensure_running",
+        lambda: (seen.append(os.environ["CUDA_VISIBLE_DEVICES"]), start()),
+    )
+    with start_tracing(RANKS):
+        assert seen == [""]
 
 
 def costs_of(traces):
