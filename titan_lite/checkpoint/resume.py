@@ -209,8 +209,8 @@ def _changes_of_fields(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
         if name in DOCUMENTS:
             continue
         for path, before, after in leaves_that_differ(was[name], now[name]):
-            if name == "model" and before is None and after == 0:
-                continue  # the step is older than the field, whose 0 is what was
+            if name == "model" and before is None and (after == 0 or path == "max_seq_len"):
+                continue  # the step is older than the field
             text = f"{words.format(path)}: {short(after)}, was {short(before)}"
             yield Change(EFFECT_OF_ENTRY.get((name, path), effect), text)
 

@@ -28,6 +28,7 @@ from titan_lite.data.source_identity import SourceIdentity, digest_of, identify
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.layout import Layout
 from titan_lite.manifest import validated
+from titan_lite.models.shapes import shape_of
 
 # Variables of the environment with which torch and its libraries choose other kernels, another
 # precision or another order of sums
@@ -106,22 +107,22 @@ def documents_of_run(config: Config) -> DocumentsOfRun:
 
 def run_identity(config: Config, layout: Layout, tokenizer: Tokenizer) -> RunIdentity:
     """Return what the recipe and its inputs make of the identity of this run."""
-    shape = dataclasses.asdict(layout.model)
-    del shape["max_seq_len"]  # training.seq_len of this run; parameters do not depend on it
-    if config.model.max_seq_len:
-        shape["max_seq_len"] = config.model.max_seq_len
+    # In the layout, max_seq_len is training.seq_len of this run; parameters do not depend on it.
+    model = dataclasses.replace(layout.model, max_seq_len=shape_of(config.model).max_seq_len)
+
+    mesh = dict(layout.degrees)
+    if layout.expert_parallel > 1:
+        mesh["ep"] = layout.expert_parallel
 
     compression = {}
     if config.parallelism.replicate_compression != "none":
-        compression = {axis: degree for axis, degree in layout.degrees.items() if axis != "pp"}
-        if layout.expert_parallel > 1:
-            compression["ep"] = layout.expert_parallel
+        compression = {axis: degree for axis, degree in mesh.items() if axis != "pp"}
         compression["rank"] = config.parallelism.replicate_rank
 
     digests = {name: digest_of(sources) for name, sources in documents_of_run(config).items()}
     return RunIdentity(
         recipe=config.without_secrets().model_dump(),
-        model=shape,
+        model=dataclasses.asdict(model),
         tokenizer=tokenizer.sha256,
         documents=digests["documents"],
         validation_documents=digests.get("validation_documents", ""),
@@ -129,7 +130,7 @@ def run_identity(config: Config, layout: Layout, tokenizer: Tokenizer) -> RunIde
         shares=tuple(share for share, _ in config.data.mixture()),
         total_steps=config.total_steps,
         world_size=layout.world_size,
-        mesh=layout.degrees,
+        mesh=mesh,
         compression=compression,
         family_file=file_digest(config.model.name),
     )

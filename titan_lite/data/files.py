@@ -19,12 +19,14 @@ import posixpath
 import stat
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from glob import glob, has_magic
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
@@ -34,6 +36,7 @@ from titan_lite.data.bad_documents import EMPTY, BadDocument
 from titan_lite.data.outputs import refuse_folder_of_run, without_outputs
 from titan_lite.data.readers import (
     BLOCK,
+    HTTP,
     REMOTE,
     NoText,
     TooLarge,
@@ -237,9 +240,24 @@ def _at_url(url: str, where: str) -> Match:
             visible = without_caches(visible, lambda file: _content_at(fs, file), where)
         found = {name: found[name] for name in visible}
     sizes = {full(name): size for name, size in found.items()}
-    # a signed URL has another signature in the next run: documents are known without it
-    names = {full(n): without_secrets(posixpath.relpath(n, folder or ".")) for n in found}
+    names = {full(name): _name_at_url(name, folder) for name in found}
+    if same := next((name for name, count in Counter(names.values()).items() if count > 1), ""):
+        raise ConfigError(
+            f"{where}: several files are documents of {same}: their URLs differ in the query alone,"
+            " which is no part of a document's name; use one of them"
+        )
     return Match(sizes, names, is_folder)
+
+
+def _name_at_url(path: str, folder: str) -> str:
+    """Return the name of a file in the corpus: its path from the folder on.
+
+    Of http it is decoded and has no query: a signed URL has another signature in the next run, and
+    a copy on disk has none. A space on disk is %20 there.
+    """
+    plain = without_query(path)
+    name = posixpath.relpath(plain, without_query(folder) or ".")
+    return unquote(name) if plain.startswith(HTTP) else without_secrets(name)
 
 
 def _files_at(fs: AbstractFileSystem, path: str) -> tuple[dict[str, int], bool]:

@@ -29,6 +29,7 @@ from fsspec.utils import infer_compression
 from titan_lite.text import error_line
 
 BLOCK = 2**20  # bytes that are read at once where nothing in them is kept
+HTTP = ("http://", "https://")
 CONNECT_LIMIT = 30  # seconds to connect to a server of http
 ANSWER_LIMIT = 60  # seconds without a byte of its answer
 # what a damaged file at a URL raises; anything else is of the server or the way to it
@@ -86,7 +87,7 @@ def is_url(path: str) -> bool:
 
 def without_query(path: str) -> str:
     """Return the part of a URL of http that ends in the file's name; other paths as they are."""
-    return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
+    return path.partition("?")[0] if path.startswith(HTTP) else path
 
 
 def file_system(url: str) -> tuple[AbstractFileSystem, str]:

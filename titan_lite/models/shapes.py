@@ -131,9 +131,10 @@ def _scaling_of(model: Model, family: Family) -> RopeScaling | None:
 
 
 def config_from_fields(fields: Any, name: str) -> ModelConfig:  # noqa: ANN401 - of a JSON file
-    """Return the ModelConfig that `dataclasses.asdict` wrote; max_seq_len may be missing.
+    """Return the ModelConfig that `dataclasses.asdict` wrote.
 
-    name: of the file and the field in it, for errors. Raises CorruptFileError.
+    max_seq_len is that of the family where an older version did not write it. name: of the file and
+    the field in it, for errors. Raises CorruptFileError.
     """
     with fields_of(name):
         for field in _SIZES:
@@ -150,6 +151,9 @@ def config_from_fields(fields: Any, name: str) -> ModelConfig:  # noqa: ANN401 -
                 )
         scaling = fields.get("rope_scaling")
         others = {"family": fields["family"], "rope_scaling": scaling and RopeScaling(**scaling)}
+        if "max_seq_len" not in fields:
+            family = find_family(fields["family"])
+            others["max_seq_len"] = family.defaults.get("max_seq_len", ModelConfig.max_seq_len)
         return ModelConfig(**{**fields, **others})
 
 

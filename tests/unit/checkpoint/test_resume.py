@@ -34,7 +34,13 @@ from titan_lite.data.source_identity import digest_of
 
 DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"
 FACTS = {
-    "model": {"family": "llama3", "dim": 256, "n_layers": 6, "rope_scaling": None},
+    "model": {
+        "family": "llama3",
+        "dim": 256,
+        "n_layers": 6,
+        "rope_scaling": None,
+        "max_seq_len": 8192,
+    },
     "tokenizer": "a" * 64,
     "sequences": 8,
     "documents": "b" * 64,
@@ -208,7 +214,7 @@ CASES = [
     (
         [],
         {"model": {**FACTS["model"], "max_seq_len": 512}},
-        [(Effect.NOTED, "the model's max_seq_len ([model]): 512, was not set")],
+        [(Effect.NOTED, "the model's max_seq_len ([model]): 512, was 8192")],
     ),
     (
         [],
@@ -222,6 +228,12 @@ LOCAL = ["--data.dataset=local", "--data.path=/a"]
 @pytest.mark.parametrize(("overrides", "facts", "expected"), CASES)
 def test_what_a_difference_does(overrides, facts, expected):
     assert differences(*LOCAL, *overrides, was=LOCAL, **facts) == expected
+
+
+def test_of_a_step_that_is_older_than_the_models_max_seq_len_nothing_is_told():
+    was = saved()
+    del was.identity.model["max_seq_len"]
+    assert not compared(was, saved().identity).changes
 
 
 def test_without_shuffling_the_seed_and_the_buffer_are_of_no_data():

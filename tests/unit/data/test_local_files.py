@@ -391,3 +391,23 @@ def test_a_url_whose_package_is_not_installed_is_refused_with_its_name(monkeypat
     monkeypatch.setattr(files, "file_system", lacking)
     with pytest.raises(ConfigError, match=r'"aiohttp" to be installed; install what it names'):
         names(local("http://host/a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("http://h/my/docs.jsonl?sig=a/b%2B&versionId=3", "docs.jsonl"),
+        ("http://h/my%20docs.jsonl?download=1", "my docs.jsonl"),
+        ("http://h/caf%C3%A9.jsonl", "caf\u00e9.jsonl"),
+    ],
+)
+def test_a_document_behind_http_has_the_name_of_a_copy_on_disk(url, name, served):
+    served.files[url] = b'{"text": "a"}'
+    (file,) = local_files(Data(dataset="local", path=url))
+    assert file.name == name
+
+
+def test_files_behind_http_that_differ_in_the_query_alone_are_refused(served):
+    served.files |= {f"http://h/docs/a.jsonl?version={n}": b'{"text": "a"}' for n in range(2)}
+    with pytest.raises(ConfigError, match=r"several files are documents of a\.jsonl: their URLs"):
+        local_files(Data(dataset="local", path="http://h/docs"))

@@ -306,5 +306,5 @@ def test_a_step_of_another_shape_is_refused_with_the_key():
     assert same.describe() == [
         "changed: model.n_layers = 6, was not set",
         "changed: model.max_seq_len = 4096, was not set",
-        "changed: the model's max_seq_len ([model]): 4096, was not set",
+        "changed: the model's max_seq_len ([model]): 4096, was 131072",
     ]
