@@ -151,14 +151,14 @@ def train(
     """Do what torchrun() does, for tests of what is trained: ranks are forked, with everything
     imported.
 
-    The exit code is that of the first rank that has another one than 0; the other ranks have half a
-    minute to find out.
+    The exit code is that of the first rank that has another one than 0; the other ranks have two
+    minutes to find out.
     """
     words = [str(word) for word in (recipe, "--job.dump_folder", folder, *options)]
     with tempfile.NamedTemporaryFile(mode="r", suffix=".log") as log:
         with cores.given_to(world_size):
             ranks = start_ranks(world_size, _train, log.name, words, **ENVIRONMENT)
-            codes = end_ranks(ranks, seconds, patience=30)
+            codes = end_ranks(ranks, seconds, patience=120)
         output = log.read()
     print(
         f"$ titan_lite.train {' '.join(words)}\n{output}\nexit codes of {world_size} forked ranks:"

@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("titan_lite")
 # Not `.hypothesis` in the current folder: what it notes about the sources of the package
 hypothesis.configuration.set_hypothesis_home_dir(hermetic.CACHES / "hypothesis")
 
-SLOW_LIMIT = 2400  # seconds of a test marked slow; pyproject.toml has the limit of the others
+RELEASE_LIMIT = 2400  # seconds of a test marked release; pyproject.toml has the limit of the others
 # Seconds after the limit until a test that is stuck outside of Python ends the process
 PATIENCE = 60
 RUNNING_BEFORE = pytest.StashKey[set[int]]()
@@ -94,8 +94,8 @@ def pytest_collection_modifyitems(items):
     if shutil.which("sbatch") is None:
         absent["slurm"] = "needs Slurm: no sbatch here"
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(SLOW_LIMIT))
+        if item.get_closest_marker("release") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(RELEASE_LIMIT))
         for marker, reason in absent.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,7 +1,7 @@
 """Share this machine's cores among the workers of pytest-xdist, so that ranks count, too.
 
-There are places for half as many processes again as there are cores, since ranks often wait, for
-each other or for a disk. A test has one place, or as many as its mark says (conftest.py): @pytest.mark.ranks(2). What starts
+There are places for twice as many processes as there are cores, since ranks often wait, for each
+other or for a disk. A test has one place, or as many as its mark says (conftest.py): @pytest.mark.ranks(2). What starts
 ranks and waits for them gives them one place each instead of its own:
 
     with cores.given_to(2):
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-PLACES = (3 * CORES + 1) // 2
+PLACES = 2 * CORES
 
 _folder: Path | None = None  # of the files
 _held: list[IO] = []

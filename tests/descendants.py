@@ -9,6 +9,7 @@ Linux alone lists the children of a process; elsewhere nothing is found.
 
 import os
 import signal
+import time
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -39,7 +40,8 @@ def end_descendants(before: set[int], test: str) -> None:
         resource_tracker._resource_tracker._pid,
         forkserver._forkserver._forkserver_pid,
     }
-    for _ in range(10):  # until those that are just starting others have none
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:  # until all have ended, and none has just started another
         left = {
             pid for pid in descendants() | _orphans(test) if pid not in kept and _is_killed(pid)
         }
@@ -48,6 +50,7 @@ def end_descendants(before: set[int], test: str) -> None:
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def runs(pid: int) -> bool:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
@@ -30,6 +31,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titan_lite.distributed import device
 from titan_lite.processes import fork_server, signal_when_parent_dies
 from titan_lite.tools.verify import observe
 
@@ -48,6 +50,8 @@ PRELOADED = [
     "pytest",
     "ranks",
 ]
+# The last ones: a test has far fewer servers at a time.
+_reserved: deque[socket.socket] = deque(maxlen=64)
 
 
 def run_ranks(
@@ -86,7 +90,7 @@ def start_ranks(
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": world_size,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": reserved_port(),
     }
     processes: list[BaseProcess] = []
     for rank in range(world_size):
@@ -115,17 +119,28 @@ def end_ranks(
             failed, until = True, time.monotonic() + patience
         if time.monotonic() >= until:
             break
-    codes = [process.exitcode for process in processes]
+    codes: list[int | None] = []
     for process in processes:
-        process.kill()
+        had_ended = process.exitcode is not None
+        process.kill()  # does nothing to one that is just ending, of which nobody has heard yet
         process.join()
+        was_killed = not had_ended and process.exitcode == -signal.SIGKILL
+        codes.append(None if was_killed else process.exitcode)
     return codes
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def reserved_port() -> int:
+    """Return a port of 127.0.0.1 for a server that reuses addresses, as torch's store does.
+
+    It stays bound here, though not listened on, so that the kernel gives it to nobody else.
+    """
+    if len(_reserved) == _reserved.maxlen:
+        _reserved.popleft().close()
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _reserved.append(held)
+    return held.getsockname()[1]
 
 
 @functools.cache
@@ -154,6 +169,7 @@ def _enter(server: int, environment: Mapping[str, str], function: Callable, args
     signal_when_parent_dies(signal.SIGKILL, server)  # which ends with the tests, however they end
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server ignores
     torch.set_num_threads(1)
+    device.usable_cores = lambda: 1  # so that a rank has one thread, too, where it is the only one
     function(*args)
 
 

@@ -50,9 +50,17 @@ FIRST_FAMILY = "llama3"
 
 
 def slow_unless_first():
-    """The families, as parameters of a test that runs by default for the first of them."""
+    """The families, as parameters of a test that is slow but for the first of them."""
     return [
         pytest.param(family, marks=() if family == FIRST_FAMILY else pytest.mark.slow)
+        for family in OF_FAMILY
+    ]
+
+
+def release_unless_first():
+    """The families, as parameters of a test that is for a release but for the first of them."""
+    return [
+        pytest.param(family, marks=() if family == FIRST_FAMILY else pytest.mark.release)
         for family in OF_FAMILY
     ]
 

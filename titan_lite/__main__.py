@@ -6,11 +6,11 @@
 A recipe is a file, or the name of a shipped one.
 """
 
-import _thread
 import importlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -82,17 +82,19 @@ def _interrupt_again(lost: "sys.UnraisableHookArgs") -> None:
     """Raise a KeyboardInterrupt again that was raised where Python prints and forgets an exception.
 
     Such places are the functions that run around a fork (os.register_at_fork) and __del__. A thread
-    waits until the main thread has left them.
+    waits until the main thread has left them. Its signal ends a call in which that waits meanwhile,
+    as `_thread.interrupt_main` would not; SIGTERM is never ignored.
     """
     if not issubclass(lost.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(lost)
         return
+    main_thread = threading.get_ident()
 
     def interrupt() -> None:
         time.sleep(0.01)
-        _thread.interrupt_main(signal.SIGTERM)  # which is never ignored
+        signal.pthread_kill(main_thread, signal.SIGTERM)
 
-    _thread.start_new_thread(interrupt, ())
+    threading.Thread(target=interrupt).start()
 
 
 def _note_parent() -> None:

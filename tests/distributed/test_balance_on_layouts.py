@@ -31,19 +31,19 @@ COMPILED = ["--compile.enable"]
 FULL = ["--activation_checkpoint.mode=full"]
 AT_ONCE = ["--training.global_batch_size=-1"]
 ZBV = ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
-QUICK = [
+DEFAULT = ("bias", "pp=2", ZBV)
+SLOW = [
     ("step", "dp_shard=2,tp=2", []),
     ("sequence", "tp=2", FULL),
     ("sequence", "cp=2", COMPILED),
-    ("bias", "pp=2", ZBV),
 ]
 LAYOUTS = ["dp_shard=2", "dp_replicate=2,cp=2", "pp=2,tp=2", "dp_replicate=2,dp_shard=2,tp=2"]
-SLOW = [
+RELEASE = [
     (balance, layout, options)
     for balance in BALANCES
     for layout, options in zip(LAYOUTS, ([], COMPILED, FULL, [*COMPILED, *FULL]), strict=True)
 ]
-SLOW += [(balance, "dp_shard=2", AT_ONCE) for balance in BALANCES]
+RELEASE += [(balance, "dp_shard=2", AT_ONCE) for balance in BALANCES]
 
 
 def twin_of(layout, *options):
@@ -98,8 +98,9 @@ def alone(tmp_path_factory):
 
 
 CASES = [
-    *QUICK,
+    DEFAULT,
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    *(pytest.param(*case, marks=pytest.mark.release) for case in RELEASE),
 ]
 
 
@@ -118,6 +119,7 @@ def test_a_balance_is_that_of_one_process(balance, layout, options, alone, tmp_p
         assert (buffer - expected_kept[fqn]).abs().max() <= 3 / 512, fqn
 
 
+@pytest.mark.slow
 def test_each_balance_is_another_run(alone):
     losses = {balance: alone(balance)[0].losses[0, STEPS][0] for balance in BALANCES}
     assert len({f"{loss:.5f}" for loss in losses.values()}) == len(BALANCES), losses

@@ -9,7 +9,7 @@ import pytest
 import torch
 from parity import batch, build, counted, make_mesh, my_microbatches, step
 from ranks import run_ranks
-from tiny import HEADS, OF_FAMILY, of_family, slow_unless_first
+from tiny import HEADS, OF_FAMILY, of_family, release_unless_first
 
 from titan_lite.cost.profiles import load_machine
 
@@ -89,7 +89,7 @@ def compare(layout, backend, modes, checkpointing, reshard, param, family="llama
 CASES = [
     ("FSDP-2", "none", True, torch.float32, MODES),
     *(
-        pytest.param(*case, marks=pytest.mark.slow)
+        pytest.param(*case, marks=pytest.mark.release)
         for case in [
             ("FSDP-2", "memory_budget", True, torch.float32, MODES),
             ("DDP-2", "none", True, torch.float32, MODES),
@@ -110,7 +110,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("family", slow_unless_first())
+@pytest.mark.slow
+@pytest.mark.parametrize("family", release_unless_first())
 @pytest.mark.parametrize(("layout", "checkpointing", "reshard", "param", "modes"), CASES)
 def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes, family):
     replicate, shard, tp = LAYOUTS[layout]
@@ -150,7 +151,7 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes, 
         assert all(copied for _, before, *_, copied in reports["block"] if before)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize(
     ("layout", "checkpointing", "modes"),

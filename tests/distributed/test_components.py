@@ -17,7 +17,7 @@ from titan_lite.config import Compile, Optimizer
 from titan_lite.models.loss import Loss, VocabularyShard
 from titan_lite.optim.build import build_optimizer
 
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.release)]
 
 
 def loss_and_gradient(backend):
@@ -58,6 +58,7 @@ def of_kind(backend, by_sequence, chunk, dtype):
     return results[1:], torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_vocabulary_parallel_loss_compiled_is_the_eager_one(backend):
     for rank in run_ranks(2, loss_and_gradient, backend):

@@ -37,8 +37,8 @@ def schedule(name):
     return [f"--parallelism.pipeline_parallel_schedule={name}"]
 
 
-QUICK = [
-    ("dp_shard=2,ep=2", SELECTIVE),
+DEFAULT = ("dp_shard=2,ep=2", SELECTIVE)
+SLOW = [
     ("tp=2,ep=2", [*COMPILED, *FULL]),
     ("cp=2,ep=2", [*MASKED, *FULL]),
     ("dp_shard=2,pp=2,ep=2", [*schedule("ZBVZeroBubble"), *COMPILED]),
@@ -57,7 +57,7 @@ LAYOUTS = [
     "dp_shard=8,ep=4",
     "dp_shard=2,cp=2,tp=2,ep=4",
 ]
-SLOW = [
+RELEASE = [
     *((layout, options) for layout in LAYOUTS for options in ([], FULL, [*COMPILED, *SELECTIVE])),
     *(
         ("dp_shard=2,pp=2,ep=2", [*schedule(name), *options])
@@ -104,7 +104,11 @@ def poison(trainer):
     trainer.hooks.append(HasItsExperts())
 
 
-CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+CASES = [
+    DEFAULT,
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    *(pytest.param(*case, marks=pytest.mark.release) for case in RELEASE),
+]
 
 
 @pytest.mark.parametrize(("layout", "options"), CASES)
@@ -117,7 +121,7 @@ def test_expert_parallelism_is_the_run_of_one_process(layout, options):
     assert result.flips == 0, result
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "dp_shard=2,tp=2,ep=2"])
 def test_expert_parallelism_compiled_by_inductor_is_the_run_of_one_process(layout):
     config = twin_of(layout, *COMPILED, *EVERY_TIME)
@@ -127,7 +131,7 @@ def test_expert_parallelism_compiled_by_inductor_is_the_run_of_one_process(layou
     assert result.agrees, result
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("options", [[], ["--optimizer.name=Muon"], COMPILED])
 def test_experts_of_a_rank_that_its_shards_do_not_divide(options):
     """Four experts of each half over three ranks: 2, 2 and none."""
@@ -149,6 +153,7 @@ def poison_and_all_to_one(trainer):
     all_to_one(trainer)
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_token_takes_part():
     config = twin_of("dp_shard=2,ep=2")
     model = twin_model(shape_of(config.model), 4)
@@ -166,6 +171,7 @@ def test_a_rank_without_a_token_takes_part():
 MOE = [*SMALL, "--model.name=qwen3_moe", *NO_VALIDATION, *steps(1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data_parallel_shard", "tensor_parallel"])
 def test_reports_name_its_collectives(axis, tmp_path):
     """Also where tensor parallelism has the same ranks."""

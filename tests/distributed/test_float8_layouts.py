@@ -14,7 +14,7 @@ import pytest
 import torch
 from parity import batch, build, gradients, make_mesh, my_microbatches, step
 from ranks import run_ranks
-from tiny import OF_FAMILY, of_family
+from tiny import of_family, slow_unless_first
 
 from titan_lite.config import Float8
 from titan_lite.config.families import ModelConfig
@@ -84,15 +84,15 @@ def distance(found, expected):
 
 LAYOUTS = [
     (1, 2, 1),
-    (1, 2, 2),
+    pytest.param((1, 2, 2), marks=pytest.mark.slow),
     *(
-        pytest.param(each, marks=pytest.mark.slow)
+        pytest.param(each, marks=pytest.mark.release)
         for each in [(1, 1, 2), (1, 3, 1), (2, 2, 1), (2, 1, 1)]
     ),
 ]
 
 
-@pytest.fixture(scope="module", params=OF_FAMILY)
+@pytest.fixture(scope="module", params=slow_unless_first())
 def family(request):
     return request.param
 
@@ -137,9 +137,10 @@ THOROUGH = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("degrees", "float8", "modes"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in THOROUGH)],
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.release) for case in THOROUGH)],
 )
 def test_compiled_is_eager_to_the_bit(degrees, float8, modes, family):
     how = dict(family=family)
@@ -186,6 +187,7 @@ def reductions(ways):
     return found
 
 
+@pytest.mark.slow
 def test_selective_checkpointing_keeps_the_scales_of_tokens():
     none, selective, full = run_ranks(2, reductions, ("none", "selective", "full"))[0]
     assert 0 < none == selective < full
@@ -286,6 +288,7 @@ def gathered_both_ways():
     return found
 
 
+@pytest.mark.slow
 def test_blocks_are_gathered_in_half_the_bytes():
     in_float8, without = run_ranks(2, gathered_both_ways)[0]
     counts, received, matrices = in_float8

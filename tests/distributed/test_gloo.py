@@ -29,6 +29,7 @@ def many_in_flight(rounds):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_collectives_in_flight_leave_the_heap_whole(ranks):
     for gathered, reduced in run_ranks(ranks, many_in_flight, 500):

@@ -53,7 +53,11 @@ CASES = {  # model, options, gathers in forward, in backward by what is kept
     "inductor": (UNTIED, {**INDUCTOR, "bucketing": "none"}, 21, AGAIN),
     "inductor, buckets": (UNTIED, INDUCTOR, 4, AGAIN_IN_BUCKETS),
 }
-QUICK = ("eager", "eager, full checkpointing", "aot_eager, full checkpointing")
+MARKS = {
+    "eager": (),
+    "eager, full checkpointing": pytest.mark.slow,
+    "aot_eager, full checkpointing": pytest.mark.slow,
+}
 
 
 def steps(config, keeps, options):
@@ -83,7 +87,8 @@ def steps(config, keeps, options):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+    "case",
+    [pytest.param(case, marks=MARKS.get(case, pytest.mark.release)) for case in CASES],
 )
 def test_backward_gathers_again_what_is_not_kept_and_computes_the_same(case):
     config, options, in_forward, in_backward = CASES[case]
@@ -123,7 +128,11 @@ NEVER = {  # model, ranks along (dp_replicate, dp_shard, tp), options
     "aot_eager, memory budget": (UNTIED, (1, 2), {**APART, **BUDGET}),
     "aot_eager, tensor parallel": (HEADS, (1, 2, 2), {**BUCKETS, **SELECTIVE}),
 }
-QUICK_NEVER = ("full", "selective", "aot_eager, full")
+MARKS_OF_NEVER = {
+    "selective": (),
+    "full": pytest.mark.slow,
+    "aot_eager, full": pytest.mark.slow,
+}
 
 
 def two_microbatches(config, degrees, options):
@@ -166,7 +175,7 @@ def two_microbatches(config, degrees, options):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case in QUICK_NEVER else pytest.mark.slow) for case in NEVER],
+    [pytest.param(case, marks=MARKS_OF_NEVER.get(case, pytest.mark.release)) for case in NEVER],
 )
 def test_recomputation_uses_the_weights_that_its_own_microbatch_kept(case):
     config, degrees, options = NEVER[case]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from packed_attention import packed_attention
 from parity import gathered_apart
-from tiny import DEBUG, DEBUG_TOKENIZER, FIRST_FAMILY, OF_FAMILY, slow_unless_first
+from tiny import DEBUG, DEBUG_TOKENIZER, FIRST_FAMILY, OF_FAMILY, release_unless_first
 
 from titan_lite.compile.passes import token_chunks as chunking
 from titan_lite.config import load_config
@@ -54,7 +54,13 @@ OF_EVERY_FAMILY = [
     ("pp=2,tp=2", [*INTERLEAVED, *SECOND, *MASKED, *CHUNKED]),
     ("dp_shard=2,pp=2", [*TIED, *COMPILED]),
 ]
-QUICK = [  # of every kind and of every two kinds one, and every schedule
+DEFAULT = [
+    ("llama3", "pp=2", DUAL),
+    ("llama3", "dp_shard=2,pp=2", [*TIED, *COMPILED]),
+    ("llama3", "cp=2", [*SELECTIVE, *MASKED]),
+    ("qwen3", "cp=2", [*SELECTIVE, *MASKED]),
+]
+SLOW = [  # of every kind and of every two kinds one, and every schedule
     ("pp=2", GPIPE),
     ("pp=2", ZBV),
     ("pp=2", DUAL),
@@ -84,7 +90,7 @@ PIPELINES = [
     "pp=2,cp=2",
     "dp_replicate=2,pp=2",
 ]
-SLOW = [
+RELEASE = [
     ("pp=2", [*INTERLEAVED, *SELECTIVE, *EVERY_TIME]),
     ("pp=2,tp=2", CHUNKED),
     *((layout, CHUNKED) for layout in ("dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_shard=2,pp=2")),
@@ -190,13 +196,16 @@ def trained(config, layers=4, prepare=None):
     return compare(found, expected(layers, masked, shape.tied_embeddings, shape.family))
 
 
-def default_or_slow(family, case):
-    """A family has its own block: one row for each axis by default, and all of them for the first."""
-    quick = QUICK if family == FIRST_FAMILY else OF_EVERY_FAMILY
-    return pytest.param(family, *case, marks=() if case in quick else pytest.mark.slow)
+def with_marks(family, case):
+    """A family has its own block: one slow row for each axis, and all of them for the first."""
+    slow = SLOW if family == FIRST_FAMILY else OF_EVERY_FAMILY
+    mark = pytest.mark.slow if case in slow else pytest.mark.release
+    return pytest.param(family, *case, marks=() if (family, *case) in DEFAULT else mark)
 
 
-CASES = [default_or_slow(family, case) for case in [*QUICK, *SLOW] for family in OF_FAMILY]
+ALL = [*SLOW, *RELEASE]
+ONCE = [case for number, case in enumerate(ALL) if case not in ALL[:number]]
+CASES = [with_marks(family, case) for case in ONCE for family in OF_FAMILY]
 
 
 @pytest.mark.parametrize(("family", "layout", "options"), CASES)
@@ -206,7 +215,7 @@ def test_a_layout_is_the_run_of_one_process(family, layout, options):
     assert result.agrees, result
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("recomputed", [NOTHING, FULL, SELECTIVE])
 @pytest.mark.parametrize("name", [INTERLEAVED, DUAL], ids=["Interleaved1F1B", "DualPipeV"])
 def test_a_pipeline_compiled_by_inductor_is_the_run_of_one_process(name, recomputed):
@@ -240,6 +249,7 @@ def expect_graphs(trainer, backwards):
     trainer.model.forward_backward = checked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backwards"), [(ZBV, HALVES), (DUAL, [*WHOLE, *HALVES])], ids=["ZBV", "DualPipeV"]
 )
@@ -261,7 +271,7 @@ def all_at_once(trainer):
     Stage.gathered_for_step = gathered_apart
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("options", [NOTHING, INTERLEAVED])
 def test_a_compiled_pipeline_that_overlaps_communication_changes_no_number(options):
     config = twin_of("dp_shard=2,pp=2", [*options, *COMPILED], steps=3)
@@ -286,9 +296,9 @@ def as_on_gpus(trainer):
     ("layout", "options"),
     [
         ("pp=2", [*INTERLEAVED, *SELECTIVE]),
-        pytest.param("pp=2,tp=2", [*INTERLEAVED, *SELECTIVE], marks=pytest.mark.slow),
-        pytest.param("dp_shard=2", [*COMPILED, *SELECTIVE], marks=pytest.mark.slow),
-        pytest.param("pp=2", ZBV, marks=pytest.mark.slow),
+        pytest.param("pp=2,tp=2", [*INTERLEAVED, *SELECTIVE], marks=pytest.mark.release),
+        pytest.param("dp_shard=2", [*COMPILED, *SELECTIVE], marks=pytest.mark.release),
+        pytest.param("pp=2", ZBV, marks=pytest.mark.release),
     ],
 )
 def test_documents_by_a_kernel_are_those_by_a_mask(layout, options):
@@ -296,7 +306,7 @@ def test_documents_by_a_kernel_are_those_by_a_mask(layout, options):
     assert result.agrees, result
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("layout", ["dp_shard=2,pp=2", "dp_shard=2,cp=2,tp=2"])
 @pytest.mark.parametrize("options", [ZBV, EVERY_TIME])
 def test_bfloat16_weights_with_float32_reduction_are_near(layout, options):
@@ -349,14 +359,15 @@ def in_chunks(folder, *options, chunks=4):
 
 
 # SELECTIVE saves what is reduced
-@pytest.mark.parametrize("family", slow_unless_first())
-@pytest.mark.parametrize("options", [pytest.param(NOTHING, marks=pytest.mark.slow), SELECTIVE])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", release_unless_first())
+@pytest.mark.parametrize("options", [pytest.param(NOTHING, marks=pytest.mark.release), SELECTIVE])
 def test_tokens_in_chunks_are_the_run_of_one_process(options, family, tmp_path):
     result = in_chunks(tmp_path, *named(family), *options)
     assert result.agrees, result
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_tokens_in_float8_chunks_are_the_run_without_chunks(tmp_path):
     assert in_chunks(tmp_path, "--float8.enable") == in_chunks(
         tmp_path, "--float8.enable", chunks=1

@@ -73,9 +73,9 @@ CASES = [(MUON, 0.0), (MUON.replace(ns_dtype="bfloat16"), 1e-2), (SHAMPOO, 0.0)]
 LAYOUTS = [
     (1, 2, 1),
     (1, 2, 2),
-    *(pytest.param(each, marks=pytest.mark.slow) for each in ((2, 1, 1), (1, 1, 2), (1, 4, 1))),
+    *(pytest.param(each, marks=pytest.mark.release) for each in ((2, 1, 1), (1, 1, 2), (1, 4, 1))),
 ]
-LAYOUTS += [pytest.param((2, 2, 1), marks=pytest.mark.slow)]
+LAYOUTS += [pytest.param((2, 2, 1), marks=pytest.mark.release)]
 NAMES = ["FSDP", "FSDP x TP", "DDP", "TP", "FSDP of 4", "HSDP"]
 
 

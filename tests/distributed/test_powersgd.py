@@ -269,7 +269,7 @@ def three_steps(layout, once, compiled):
 
 @pytest.mark.parametrize(
     ("layout", "compiled"),
-    [((2, 1), None), pytest.param((2, 2), "aot_eager", marks=pytest.mark.slow)],
+    [((2, 1), None), pytest.param((2, 2), "aot_eager", marks=pytest.mark.release)],
 )
 def test_sums_are_alike_however_often_weights_are_gathered(layout, compiled):
     """Gradients of microbatches add up in shards, or unsharded: they differ by rounding."""

@@ -20,7 +20,6 @@ from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 
 SCATTER, ALL = "reduce_scatter_tensor", "all_reduce"
 LAYOUTS = {"DDP": ((2, 1), [ALL]), "FSDP": ((1, 2), [SCATTER]), "HSDP": ((2, 2), [SCATTER, ALL])}
-SLOW = pytest.mark.slow
 BUCKETS = 4  # two blocks, embedding and output
 
 
@@ -207,7 +206,12 @@ def ways(layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [(2, 2), (1, 2, 2), *(pytest.param(each, marks=SLOW) for each in ((2, 1), (1, 4)))]
+    "layout",
+    [
+        (2, 2),
+        pytest.param((1, 2, 2), marks=pytest.mark.slow),
+        *(pytest.param(each, marks=pytest.mark.release) for each in ((2, 1), (1, 4))),
+    ],
 )
 def test_gradients_are_to_the_bit_those_of_sums_that_are_waited_for_at_once(layout):
     world_size = layout[0] * layout[1] * (layout[2] if layout[2:] else 1)

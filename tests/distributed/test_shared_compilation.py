@@ -73,6 +73,7 @@ def with_stand_in(folder, shared):
         return one_step(shared), compiled
 
 
+@pytest.mark.slow
 def test_each_rank_compiles_another_half_and_computes_the_same(tmp_path):
     folders = [tmp_path / name for name in ("shared", "alone")]
     for folder in folders:
@@ -90,7 +91,7 @@ def test_each_rank_compiles_another_half_and_computes_the_same(tmp_path):
         assert equal(result, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_inductor_has_in_its_cache_what_another_rank_or_an_earlier_start_has_compiled(
     monkeypatch, tmp_path
 ):

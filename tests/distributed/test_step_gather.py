@@ -112,7 +112,7 @@ def compare(layout):
     "layout",
     [
         "FSDP-2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "FSDP-2"),
+        *(pytest.param(name, marks=pytest.mark.release) for name in LAYOUTS if name != "FSDP-2"),
     ],
 )
 def test_buckets_change_no_number_and_are_few(layout):
@@ -168,7 +168,7 @@ def uneven():
         assert torch.equal(parameter.grad.full_tensor(), gradients.sum(0))
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.release)])
 def test_ranks_without_rows(world_size):
     run_ranks(world_size, uneven)
 
@@ -180,7 +180,7 @@ def memory(param):
     """
 
     def alive(storages, expected):
-        for _ in range(500):
+        for _ in range(6000):
             count = sum(not storage.expired() for storage in storages)
             if count <= expected:
                 break
@@ -227,7 +227,7 @@ def memory(param):
 
 
 @pytest.mark.parametrize(
-    "param", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+    "param", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.release)]
 )
 def test_few_flat_buffers_live_beside_weights_and_gradients(param):
     for most in run_ranks(2, memory, param):
@@ -327,9 +327,9 @@ OVERLAPPED = {
         "bfloat16": compiled(CONFIG, "inductor", param=torch.bfloat16),
     },
 }
-CASES = [("FSDP-2", "eager"), ("FSDP-2", "compiled")]
-SLOW = [(name, "eager") for name in LAYOUTS if name not in ("FSDP-2", "dp2tp2")]
-SLOW += [
+CASES = [("FSDP-2", "eager"), pytest.param("FSDP-2", "compiled", marks=pytest.mark.slow)]
+RELEASE = [(name, "eager") for name in LAYOUTS if name not in ("FSDP-2", "dp2tp2")]
+RELEASE += [
     ("FSDP-2", "all compiled"),
     ("FSDP-2", "inductor"),
     *((name, "compiled") for name in ("FSDP-4", "HSDP-2x2", "DDP-2")),
@@ -337,7 +337,8 @@ SLOW += [
 
 
 @pytest.mark.parametrize(
-    ("layout", "mode"), [*CASES, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+    ("layout", "mode"),
+    [*CASES, *(pytest.param(*each, marks=pytest.mark.release) for each in RELEASE)],
 )
 def test_overlap_with_the_first_forward_and_the_last_backward_changes_no_number(layout, mode):
     replicate, shard, _ = LAYOUTS[layout]
@@ -386,6 +387,7 @@ def order_of_compiled():
     return [kinds[event.name] for event in events if event.name in kinds]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_gathers_and_reduces_between_its_products():
     for order in run_ranks(2, order_of_compiled):
         assert order.count("gather") == order.count("reduction") == BUCKETS
@@ -434,6 +436,7 @@ def told_of_failure():
     assert all(map(torch.equal, gradients, (local(parameter.grad) for parameter in parameters)))
 
 
+@pytest.mark.slow
 def test_compiled_steps_leave_no_weights_behind():
     run_ranks(2, told_of_failure)
 

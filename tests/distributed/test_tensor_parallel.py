@@ -41,7 +41,8 @@ LAYOUTS = {  # dp_replicate, dp_shard, tp
     "hsdp2x2tp2": (2, 2, 2),
 }
 PARAMS = [
-    pytest.param(layout, marks=pytest.mark.slow if layout != "dp2tp2" else ()) for layout in LAYOUTS
+    pytest.param(layout, marks=pytest.mark.release if layout != "dp2tp2" else ())
+    for layout in LAYOUTS
 ]
 VARIANTS = {
     "eager": dict(reshard=True),
@@ -56,7 +57,7 @@ VARIANTS = {
 }
 
 
-# by default of each family; the others of the first one
+# slow for each family; the others for the first one. By default the first of all.
 OF_EVERY_FAMILY = ("eager", "aot_eager", "step")
 REST = tuple(variant for variant in VARIANTS if variant not in OF_EVERY_FAMILY)
 
@@ -98,13 +99,15 @@ def compared(layout, family, variants):
     return run_ranks(replicate * shard * tp, compare, layout, family, variants)
 
 
-CASES = [(family, variant) for family in OF_FAMILY for variant in OF_EVERY_FAMILY]
-CASES += [(FIRST_FAMILY, variant) for variant in REST]
-CASES += [
-    pytest.param(family, variant, marks=pytest.mark.slow)
-    for family in OF_FAMILY
-    if family != FIRST_FAMILY
-    for variant in REST
+def with_marks(family, variant):
+    if (family, variant) == (FIRST_FAMILY, "eager"):
+        return pytest.param(family, variant)
+    is_slow = family == FIRST_FAMILY or variant in OF_EVERY_FAMILY
+    return pytest.param(family, variant, marks=pytest.mark.slow if is_slow else pytest.mark.release)
+
+
+CASES = [
+    with_marks(family, variant) for family in OF_FAMILY for variant in (*OF_EVERY_FAMILY, *REST)
 ]
 
 

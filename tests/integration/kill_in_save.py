@@ -3,8 +3,8 @@
     python kill_in_save.py FOLDER COUNT PHASE-MODE ...      # such as 10 data-async rename-disabled
 
 Two processes save steps 1 and 2, keeping two; one of them kills itself (SIGKILL) at a point within
-the save of step 3, the other has a second to find out. Two others then begin, as torchrun would
-have it. A process is a fork of this one, which has no threads.
+the save of step 3; the other then has a second to find out, or is ended. Two others then begin, as
+torchrun would have it. A process is a fork of this one, which has no threads.
 """
 
 import os
@@ -146,7 +146,9 @@ def resumes(rank, folder, mode, point):
 
 
 def exit_codes(children, seconds):
-    """Return the exit codes of the processes, by rank; kill those that have not ended in time."""
+    """Return the exit codes of the processes, by rank; end those that have not ended in time, or a
+    second after another one that failed, by a signal that is not that of `kill_at`.
+    """
     codes, until = {}, time.monotonic() + seconds
     while len(codes) < len(children):
         for child in children:
@@ -154,9 +156,10 @@ def exit_codes(children, seconds):
                 ended, status = os.waitpid(child, os.WNOHANG)
                 if ended:
                     codes[child] = os.waitstatus_to_exitcode(status)
-                    until = min(until, time.monotonic() + 1)
+                    if codes[child] != 0:
+                        until = min(until, time.monotonic() + 1)
                 elif time.monotonic() > until:
-                    os.kill(child, signal.SIGKILL)
+                    os.kill(child, signal.SIGTERM)
         time.sleep(0.01)
     return [codes[child] for child in children]
 

@@ -21,7 +21,7 @@ def table(text):
     return {line[0]: dict(zip(head[1:], line[1:], strict=True)) for line in lines}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_blocks_of_8B_are_predicted_without_hardware():
     options = [
         "--layers=2",

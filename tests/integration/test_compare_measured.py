@@ -7,7 +7,7 @@ from commands import python, run
 from tiny import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_measured_bytes_of_tensors_are_those_planned():
     command = python(ROOT / "scripts/compare_measured.py", "--rounds", "1", "--steps", "1")
     result = run(*command, seconds=1200, PYTHONSAFEPATH=None)  # it imports its neighbour

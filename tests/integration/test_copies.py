@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from commands import Job, python, run, train
 from descendants import runs
+from ranks import reserved_port
 from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, SMALL, every, steps
 
-from titan_lite.environment import loopback_port
 from titan_lite.manifest import read_json
 from titan_lite.metrics.run_files import read_events, read_metrics
 
@@ -31,6 +31,7 @@ OPTIONS = [
     "--training.compare_copies_freq=1",
     "--fault_tolerance.timeout_seconds=10",
 ]
+ENDLESS = steps(1_000_000)  # until a signal: however fast the machine is, there is a next step
 SAME_LOSS = 2e-5  # a sum over copies has another order; relative
 
 
@@ -114,22 +115,25 @@ EXPERTS = ["--model.name=qwen3_moe", "--model.hidden_dim=32", "--experts.balance
 PIPELINE = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ngpu"),
     [
         pytest.param([], 1, id="dense"),
-        pytest.param(EXPERTS, 1, id="experts", marks=pytest.mark.slow),
-        pytest.param(["--optimizer.name=Muon"], 2, id="Muon", marks=pytest.mark.slow),
-        pytest.param(AOT_EAGER, 2, id="compiled", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, 1, id="experts", marks=pytest.mark.release),
+        pytest.param(["--optimizer.name=Muon"], 2, id="Muon", marks=pytest.mark.release),
+        pytest.param(AOT_EAGER, 2, id="compiled", marks=pytest.mark.release),
         pytest.param(
-            ["--parallelism.tensor_parallel_degree=2"], 2, id="tensor", marks=pytest.mark.slow
+            ["--parallelism.tensor_parallel_degree=2"], 2, id="tensor", marks=pytest.mark.release
         ),
-        pytest.param(PIPELINE, 2, id="pipeline", marks=pytest.mark.slow),
+        pytest.param(PIPELINE, 2, id="pipeline", marks=pytest.mark.release),
     ],
 )
 def test_without_faults_copies_are_replicas_of_one_world(kind, ngpu, tmp_path):
     options = [*kind, *steps(12)]
-    job = copies(tmp_path / "copies", *options, "--fault_tolerance.min_copies=2", ngpu=ngpu)
+    # no sum takes so long, on a busy machine either
+    both = ["--fault_tolerance.min_copies=2", "--fault_tolerance.timeout_seconds=45"]
+    job = copies(tmp_path / "copies", *options, *both, ngpu=ngpu)
     assert job.ended() == 0
     replicas = "--parallelism.data_parallel_replicate_degree=2"
     world = alone(tmp_path / "world", *options, replicas, ranks=2 * ngpu)
@@ -141,23 +145,27 @@ def test_without_faults_copies_are_replicas_of_one_world(kind, ngpu, tmp_path):
     assert position(tmp_path / "copies", 12) == position(tmp_path / "world", 12)
 
 
-def test_either_copy_is_killed_and_the_run_is_the_one_left_alone(tmp_path):
-    last = 300
+@pytest.mark.parametrize(
+    "killed",
+    [pytest.param([0], id="first"), pytest.param([1, 0], marks=pytest.mark.slow, id="both")],
+)
+def test_a_copy_is_killed_and_the_run_is_the_one_left_alone(killed, tmp_path):
     folder = tmp_path / "run"
-    options = [*steps(last), *every(50)]
-    with copies(folder, *options) as job:
+    with copies(folder, *ENDLESS, *every(50)) as job:
         job.until("2 of 2 copies take part")
         goes_on(job, folder)
-        for copy in (1, 0):
+        for copy in killed:
             kill(job, copy)
             job.until(rf"copy {copy} has failed")
             joined = rf"copy {copy}\] copy {copy} goes on from step \d+ of a living copy"
             job.until(rf"(?s)copy {copy} has failed.*{joined}")
             goes_on(job, folder)
-        assert job.ended() == 0
-    assert job.output.count("started again in 1 s") == 2
+        job.process.send_signal(signal.SIGTERM)
+        assert job.ended() == 75
+    assert job.output.count("started again in 1 s") == len(killed)
     assert "are not equal" not in job.output
-    alone(tmp_path / "alone", *options)
+    last = newest(folder)
+    alone(tmp_path / "alone", *steps(last, schedule=1_000_000), *every(last))
     assert_same_losses(losses(folder), losses(tmp_path / "alone"))
     assert position(folder, last) == position(tmp_path / "alone", last)
     events, notes = read_events(folder / "events.jsonl")
@@ -165,10 +173,11 @@ def test_either_copy_is_killed_and_the_run_is_the_one_left_alone(tmp_path):
     assert [event["event"] for event in events].count("start") == 1
 
 
+@pytest.mark.slow
 def test_a_stopped_copy_and_a_lost_lighthouse_do_not_stop_the_run(tmp_path):
     """The first copy writes the files; while it is stopped the second does."""
     folder = tmp_path / "run"
-    with copies(folder, *steps(10_000), *every(10)) as job:
+    with copies(folder, *ENDLESS, *every(10)) as job:
         job.until("2 of 2 copies take part")
         goes_on(job, folder)
         stopped = ranks(job, 0)
@@ -193,23 +202,25 @@ def test_a_stopped_copy_and_a_lost_lighthouse_do_not_stop_the_run(tmp_path):
     assert f"to go on: NCOPIES=2 NGPU=1 titan-lite train {DEBUG}" in job.output
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_when_all_copies_are_lost_the_run_goes_on_from_its_newest_step(tmp_path):
-    last = 40
     folder = tmp_path / "run"
-    options = [*steps(last), *every(5)]
-    with copies(folder, *options) as job:
+    with copies(folder, *ENDLESS, *every(5)) as job:
         job.until("checkpoint written to .*step-10")
-        for copy in (0, 1):
-            kill(job, copy)
+        first_ranks = [ranks(job, copy)[0] for copy in (0, 1)]
+        for pid in first_ranks:
+            os.kill(pid, signal.SIGKILL)
         job.until(r"resumed from \S+step-\d+")
-        assert job.ended() == 0
-    alone(tmp_path / "alone", *options)
+        goes_on(job, folder)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.ended() == 75
+    last = newest(folder)
+    alone(tmp_path / "alone", *steps(last, schedule=1_000_000), *every(last))
     assert_same_losses(losses(folder), losses(tmp_path / "alone"))
     assert position(folder, last) == position(tmp_path / "alone", last)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("takes_a_place", "option", "copies_of_other", "message"),
     [
@@ -223,7 +234,7 @@ def test_a_copy_that_does_not_belong_is_refused_and_the_others_go_on(
     takes_a_place, option, copies_of_other, message, tmp_path
 ):
     folder = tmp_path / "run"
-    with copies(folder, *steps(10_000)) as job:
+    with copies(folder, *ENDLESS) as job:
         job.until("2 of 2 copies take part")
         if takes_a_place:
             for pid in ranks(job, 1):
@@ -237,7 +248,7 @@ def test_a_copy_that_does_not_belong_is_refused_and_the_others_go_on(
         command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", folder)
         other = [option, f"--fault_tolerance.lighthouse={address}"]
         variables = {"NCOPIES": copies_of_other, "COPY": 1, "NGPU": 1, "PYTHONSAFEPATH": 1}
-        done = run(*command, *OPTIONS, *steps(10_000), *other, **variables)
+        done = run(*command, *OPTIONS, *ENDLESS, *other, **variables)
         assert done.returncode == 2
         assert re.search(f"error: .*copy 1: {message}", done.stdout)
         goes_on(job, folder)
@@ -251,7 +262,7 @@ def test_a_copy_that_does_not_belong_is_refused_and_the_others_go_on(
 @contextmanager
 def lone_copies(tmp_path, *options):
     """Return a context with two copies that are started one by one, and a lighthouse."""
-    port = loopback_port()
+    port = reserved_port()
     serve = python("-m", "titan_lite.lighthouse", "--host", "127.0.0.1", "--port", port)
     command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", tmp_path / "run")
     command += [*OPTIONS, *options, f"--fault_tolerance.lighthouse=http://127.0.0.1:{port}"]
@@ -261,7 +272,7 @@ def lone_copies(tmp_path, *options):
         yield [Job(tmp_path / f"{n}.log", *command, COPY=n, **variables) for n in range(2)]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_copies_that_are_started_one_by_one_meet_at_a_lighthouse(tmp_path):
     with lone_copies(tmp_path, *steps(200), "--fault_tolerance.min_copies=2") as jobs:
         assert [job.ended() for job in jobs] == [0, 0]
@@ -270,11 +281,11 @@ def test_copies_that_are_started_one_by_one_meet_at_a_lighthouse(tmp_path):
     assert newest(tmp_path / "run") == 200
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_copy_that_is_left_alone_saves_where_more_are_needed(tmp_path):
     """Also if it is not the one that writes, and if nobody had saved before."""
-    needed = ["--fault_tolerance.min_copies=2", "--fault_tolerance.wait_seconds=15"]
-    with lone_copies(tmp_path, *steps(10_000), *every(10_000), *needed) as (first, second):
+    needed = ["--fault_tolerance.min_copies=2", "--fault_tolerance.wait_seconds=60"]
+    with lone_copies(tmp_path, *ENDLESS, *every(1_000_000), *needed) as (first, second):
         first.until("2 of 2 copies take part")
         goes_on(first, tmp_path / "run")
         for pid in (first.process.pid, *children(first.process.pid)):
@@ -294,7 +305,7 @@ def test_without_a_lighthouse_a_copy_is_refused_before_it_starts(tmp_path):
     assert "Traceback" not in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(1800)
 def test_a_copy_of_two_ranks_is_killed_twenty_times_at_any_moment(tmp_path):
     """In its steps, while it starts and joins, and while the other one saves."""
@@ -302,7 +313,7 @@ def test_a_copy_of_two_ranks_is_killed_twenty_times_at_any_moment(tmp_path):
 
     chosen = random.Random(0)
     folder = tmp_path / "run"
-    with copies(folder, *steps(100_000), *every(10), ngpu=2) as job:
+    with copies(folder, *ENDLESS, *every(10), ngpu=2) as job:
         job.until("2 of 2 copies take part")
         (first,) = processes(job, "titan_lite.launch", copy=0)
         killed = 0
@@ -313,7 +324,7 @@ def test_a_copy_of_two_ranks_is_killed_twenty_times_at_any_moment(tmp_path):
                 killed += 1
             assert processes(job, "titan_lite.launch", copy=0) == [first]
         joined = job.output.count("goes on from step")
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while job.output.count("goes on from step") == joined:
             assert time.monotonic() < deadline
             time.sleep(0.5)
@@ -323,5 +334,5 @@ def test_a_copy_of_two_ranks_is_killed_twenty_times_at_any_moment(tmp_path):
     assert "are not equal" not in job.output
     last = newest(folder)
     assert sorted(read_metrics(folder / "metrics.jsonl")) == list(range(1, last + 1))
-    alone(tmp_path / "alone", *steps(last, schedule=100_000), *every(last))
+    alone(tmp_path / "alone", *steps(last, schedule=1_000_000), *every(last))
     assert position(folder, last) == position(tmp_path / "alone", last)

@@ -70,7 +70,7 @@ def test_a_mix_with_bad_documents_trains_and_goes_on(options, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("both", "again"),
     [
@@ -97,7 +97,7 @@ def test_data_that_starts_anew_has_a_new_list_of_bad_documents(both, again, tmp_
     assert len(listed) == count > 0
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_more_bad_documents_than_allowed_end_the_run_on_all_ranks(options, tmp_path):
     result = train(
         2, DEBUG, tmp_path / "out", *options, *steps(12), "--data.max_bad_documents", "2"
@@ -157,6 +157,7 @@ def test_ranks_that_read_the_same_are_named_before_a_step(tmp_path):
     assert "step    1" not in result.stdout
 
 
+@pytest.mark.slow
 def test_a_validation_set_of_ones_own_is_what_is_validated_on(tmp_path):
     """New weights have the same loss on it, whatever is trained on; another set has another."""
     for name, word in (("a", "apples"), ("b", "boats"), ("val", "vales"), ("other", "otters")):

@@ -126,7 +126,7 @@ def test_a_row_that_no_token_uses_is_seen_when_it_is_not_finite(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -146,7 +146,7 @@ def test_of_sharded_copies_the_ranks_with_the_same_shard_are_named(fault, words,
     assert re.match(f"error: step 4: {words}", line)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_of_four_copies_of_a_norm_the_one_that_is_alone_is_named(tmp_path):
     line, _ = refused(4, tmp_path, [*OPTIONS, *PURE_DDP, *TENSOR], a_bit_of_a_norm, 2)
     assert line.startswith(
@@ -170,7 +170,7 @@ DEGREES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("layout", "way"),
     # a schedule that cuts backward in two is not compiled

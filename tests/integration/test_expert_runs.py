@@ -95,10 +95,10 @@ TP = "--parallelism.tensor_parallel_degree=2"
     ("before", "after"),
     [
         pytest.param([], [TP, EP], id="to tp and ep"),
-        pytest.param([EP], [], id="from ep"),
-        pytest.param([TP], [EP], id="from tp to ep", marks=pytest.mark.slow),
+        pytest.param([EP], [], id="from ep", marks=pytest.mark.slow),
+        pytest.param([TP], [EP], id="from tp to ep", marks=pytest.mark.release),
         pytest.param(
-            [], ["--parallelism.pipeline_parallel_degree=2"], id="to pp", marks=pytest.mark.slow
+            [], ["--parallelism.pipeline_parallel_degree=2"], id="to pp", marks=pytest.mark.release
         ),
     ],
 )
@@ -115,6 +115,7 @@ TWO_BATCHES = ["--training.local_batch_size=2", "--training.global_batch_size=8"
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager", "--compile.components", "model"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -134,7 +135,7 @@ COMPILED = ["--compile.enable", "--compile.backend=aot_eager", "--compile.compon
                 "--model.n_layers=4",
             ],
             id="tied pipeline",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.release,
         ),
         pytest.param(
             [
@@ -143,12 +144,12 @@ COMPILED = ["--compile.enable", "--compile.backend=aot_eager", "--compile.compon
                 "--model.n_layers=4",
             ],
             id="halves",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.release,
         ),
         pytest.param(
             ["--parallelism.pipeline_parallel_degree=2", "--model.n_layers=4", *COMPILED],
             id="compiled pipeline",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.release,
         ),
     ],
 )
@@ -194,6 +195,7 @@ def with_tensors(folder, options):
     return lines, kept
 
 
+@pytest.mark.slow
 def test_with_room_for_what_comes_no_step_runs_again(tmp_path):
     options = [*SMALL, *MOE, *steps(2), EP, "--experts.capacity_factor=1.9", "--validation.freq=1"]
     lines, _ = run_ranks(2, with_tensors, tmp_path, options, init=False)[0]
@@ -202,6 +204,7 @@ def test_with_room_for_what_comes_no_step_runs_again(tmp_path):
     assert all(row.get("repeated_steps", 0) == 0 for row in rows.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [BIAS, STEP], ids=["bias", "step"])
 def test_a_skipped_step_leaves_what_routers_keep(options, tmp_path):
     found = run_ranks(
@@ -231,7 +234,7 @@ def skipping_step_2(folder, options):
     return kept
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     "options",
     [

@@ -5,23 +5,26 @@ bit, two runs in a folder.
 import os
 import re
 import subprocess
-import time
+import sys
 from collections import namedtuple
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from commands import Job, python, run, train
+from commands import python, run, train
 from filelock import FileLock
+from ranks import end_ranks, start_ranks
 from tiny import DEBUG, NO_CHECKPOINT, NO_VALIDATION, SMALL, every, steps
 
 from titan_lite.checkpoint import manager as checkpoint
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.state import RunState
 from titan_lite.config import Checkpoint, ConfigError
+from titan_lite.hooks import Hook
 from titan_lite.metrics.run_files import read_metrics
+from titan_lite.train import main
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -71,6 +74,7 @@ def killed(folder, count, *cases):
     return re.findall(r"^(ok|WRONG): ", result.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_a_save_leaves_a_whole_step(tmp_path):
     assert (
         killed(tmp_path, 1, "data-async", "manifest-disabled", "rename-async", "retention-disabled")
@@ -78,7 +82,7 @@ def test_a_rank_killed_in_a_save_leaves_a_whole_step(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("phase", ["data", "manifest", "rename", "retention"])
 def test_a_rank_killed_anywhere_in_a_save_leaves_a_whole_step(phase, mode, tmp_path):
@@ -156,7 +160,7 @@ def flip(path):
 FILES = [
     "state.json",
     *(
-        pytest.param(name, marks=pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.release)
         for name in ("__0_0.distcp", ".metadata", "manifest.json")
     ),
 ]
@@ -185,7 +189,7 @@ def test_a_run_goes_on_from_the_step_before_an_altered_one_as_if_it_had_not_been
     assert names == ["invalid-step-4", "lock", "step-2", "step-4"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
 def test_a_run_whose_disk_is_full_stops_or_goes_on_as_its_recipe_says(mode, on_failure, tmp_path):
@@ -206,20 +210,27 @@ def test_a_run_whose_disk_is_full_stops_or_goes_on_as_its_recipe_says(mode, on_f
         assert sorted(path.name for path in disk.iterdir()) == ["lock", "step-2"]
 
 
-@pytest.mark.slow
+def train_on_a_full_disk(disk, log):
+    """Train in a folder on the disk, which others fill before each step when step 2 is saved."""
+
+    class Fill(Hook):
+        def on_step_start(self, step):
+            if step > 2:
+                fill(disk / f"another-{step}")
+
+    options = [*OPTIONS, *steps(30, schedule=30), "--checkpoint.on_failure", "continue"]
+    with open(log, "a") as output, redirect_stdout(output), redirect_stderr(output):
+        code = main([str(DEBUG), "--job.dump_folder", str(disk / "out"), *options], hooks=[Fill()])
+    sys.exit(code)
+
+
+@pytest.mark.release
 def test_a_run_whose_whole_folder_is_on_a_full_disk_goes_on_as_its_recipe_says(tmp_path):
     with file_system(tmp_path / "disk", int(1.5 * STEP) // 1024) as disk:
-        options = [*OPTIONS, *steps(30, schedule=30), "--checkpoint.on_failure", "continue"]
-        job = Job(
-            tmp_path / "log",
-            *python("-m", "titan_lite.train", DEBUG, "--job.dump_folder", disk / "out", *options),
-        )
-        while job.process.poll() is None:
-            if "checkpoint written" in job.output:
-                fill(disk / "another")
-            time.sleep(0.02)
-        assert job.ended() == 0
-        said = job.output
+        log = tmp_path / "log"
+        assert end_ranks(start_ranks(1, train_on_a_full_disk, disk, log), 300) == [0]
+        said = log.read_text()
+        print(said)
         assert said.count("METRICS ARE LOST, the run goes on") == 1
         assert "NOTHING WAS SAVED: step 30" in said
         assert "no loss curve" in said
@@ -234,7 +245,7 @@ def fill(path):
                     file.write(bytes(size))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_that_is_done_and_has_the_model_alone_has_nothing_to_do(tmp_path):
     options = ["--checkpoint.last_save_model_only"]
     assert trained(tmp_path, *options).returncode == 0
@@ -249,8 +260,8 @@ def test_a_run_that_is_done_and_has_the_model_alone_has_nothing_to_do(tmp_path):
 @pytest.mark.parametrize(
     ("locked", "options", "key"),
     [
-        (".", NO_CHECKPOINT, "job.dump_folder"),
-        (".", [], "job.dump_folder"),
+        pytest.param(".", NO_CHECKPOINT, "job.dump_folder", marks=pytest.mark.slow),
+        pytest.param(".", [], "job.dump_folder", marks=pytest.mark.slow),
         ("checkpoint", [], "checkpoint.folder"),  # which may be in another run's folder
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import Job, launcher, python
-from ranks import free_port
+from ranks import reserved_port
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, ROOT, SMALL, steps
 
 pytestmark = pytest.mark.ranks(2)
@@ -24,7 +24,7 @@ OPTIONS = [
     *NO_WORKERS,
     "--training.global_batch_size=4",
 ]
-LIMIT = ["--comm.train_timeout_seconds=3"]
+LIMIT = ["--comm.train_timeout_seconds=30"]  # longer than a busy machine stops a rank that is well
 
 
 class Ranks:
@@ -38,7 +38,7 @@ class Ranks:
             "WORLD_SIZE": world_size,
             "LOCAL_WORLD_SIZE": world_size,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": free_port(),
+            "MASTER_PORT": reserved_port(),
         }
         program = [ROOT / "tests/faulty.py"] if fault else ["-m", "titan_lite.train"]
         command = python(*program, DEBUG, "--job.dump_folder", folder, *OPTIONS, *options)
@@ -66,7 +66,7 @@ def all_ended(jobs, *alive):
     """Return what all ranks have printed, when those that are not stopped have ended by themselves,
     and none well.
     """
-    assert all(job.ended(120) != 0 for rank, job in enumerate(jobs) if rank not in alive)
+    assert all(job.ended() != 0 for rank, job in enumerate(jobs) if rank not in alive)
     return "\n".join(job.output for job in jobs)
 
 
@@ -79,10 +79,12 @@ def stop_a_rank(ranks, folder, stopped, *options):
     return text
 
 
+@pytest.mark.slow
 def test_of_a_stopped_rank_the_other_one_tells(tmp_path):
     text = stop_a_rank(2, tmp_path, 1)
     assert re.search(
-        r"hang: rank 0 has made no progress for 3 s in step \d+ \(comm.train_timeout_seconds = 3\)",
+        r"hang: rank 0 has made no progress for 30 s in step \d+"
+        r" \(comm.train_timeout_seconds = 30\)",
         text,
     )
     assert "rank 1 gives no sign of life (stopped, dead, or cut off)" in text
@@ -90,7 +92,7 @@ def test_of_a_stopped_rank_the_other_one_tells(tmp_path):
     assert re.search(r"rank 0 waits in \w+ #\d+.*, which rank 1 did not enter", text)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("stopped", [1, 3])
 def test_one_of_the_other_ranks_names_a_stopped_rank(stopped, tmp_path):
     text = stop_a_rank(4, tmp_path, stopped, "--parallelism.tensor_parallel_degree", "2")
@@ -99,6 +101,7 @@ def test_one_of_the_other_ranks_names_a_stopped_rank(stopped, tmp_path):
     assert re.search(rf"wait(s)? in \w+ #\d+.*, which rank {stopped} did not enter", text)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_enter_a_collective_is_named_with_the_layer(tmp_path):
     with Ranks(
         2, tmp_path, *LIMIT, fault={"rank": 1, "at": "layer", "layer": 2, "step": 3, "sleep": 1000}
@@ -116,6 +119,7 @@ def test_a_rank_that_does_not_enter_a_collective_is_named_with_the_layer(tmp_pat
     assert "gives no sign" not in text
 
 
+@pytest.mark.slow
 def test_a_step_that_is_merely_slow_is_called_slow(tmp_path):
     """One rank computes for longer than the limit, and the other waits for it in a collective."""
     with Ranks(
@@ -126,14 +130,15 @@ def test_a_step_that_is_merely_slow_is_called_slow(tmp_path):
     ) as jobs:
         text = all_ended(jobs)
     assert re.search(
-        r"slow: rank \d has made no progress for 3 s in step 3 \(comm.train_timeout_seconds = 3\);"
-        r" rank 1 .*computes all the time: .* raise comm.train_timeout_seconds",
+        r"slow: rank \d has made no progress for 30 s in step 3"
+        r" \(comm.train_timeout_seconds = 30\); rank 1 .*computes all the time: .* raise"
+        r" comm.train_timeout_seconds",
         text,
     )
     assert "hang: " not in text
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_compilation_that_takes_too_long_has_its_own_limit(tmp_path):
     options = [*AOT_EAGER, "--comm.compile_timeout_seconds", "60"]
     with Ranks(
@@ -144,16 +149,16 @@ def test_a_compilation_that_takes_too_long_has_its_own_limit(tmp_path):
     assert re.search(r"rank 1, in step 1: happen \(tests/faulty.py:\d+\)", text)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_start_that_never_completes(tmp_path):
-    limits = [*LIMIT, "--comm.init_timeout_seconds", "10"]
+    limits = [*LIMIT, "--comm.init_timeout_seconds", "60"]
     with Ranks(2, tmp_path, *limits, fault={"rank": 1, "at": "start", "sleep": 1000}) as jobs:
         text = all_ended(jobs)
-    assert re.search(r"no progress for 10 s in start \(comm.init_timeout_seconds = 10\)", text)
+    assert re.search(r"no progress for 60 s in start \(comm.init_timeout_seconds = 60\)", text)
     assert re.search(r"rank \d, in start: happen \(tests/faulty.py:\d+\)", text)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_process_whose_interpreter_is_held_ends_all_the_same(tmp_path):
     with Ranks(
         2, tmp_path, *LIMIT, fault={"rank": 1, "at": "layer", "layer": 0, "step": 3, "hold": 1000}
@@ -163,7 +168,7 @@ def test_a_process_whose_interpreter_is_held_ends_all_the_same(tmp_path):
     assert re.search(r'Timeout .*\n(.*\n)+.*File ".*faulty.py", line \d+ in happen', text)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     "fault", [{"at": "layer", "layer": 0, "step": 3}, {"at": "model_built"}], ids=["step", "start"]
 )
@@ -181,7 +186,7 @@ def test_who_loses_a_rank_tells_why_that_failed(fault, tmp_path):
     assert "Traceback" not in jobs[0].output
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_of_a_rank_that_died_the_others_tell(tmp_path):
     with Ranks(2, tmp_path) as jobs:
         jobs[0].logged(3)
@@ -190,7 +195,7 @@ def test_of_a_rank_that_died_the_others_tell(tmp_path):
     assert "rank 1 gives no sign of life (stopped, dead, or cut off)" in text
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_torchrun_ends_the_stopped_rank_too(tmp_path):
     program = ["-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path, *OPTIONS, *LIMIT]
     # seconds from SIGTERM, which a stopped process does not see, to SIGKILL
@@ -206,15 +211,16 @@ def test_torchrun_ends_the_stopped_rank_too(tmp_path):
             if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()
         )
         os.kill(stopped, signal.SIGSTOP)
-        assert job.ended(120) == 1
+        assert job.ended() == 1
     assert "rank 1 gives no sign of life (stopped, dead, or cut off)" in job.output
     assert not Path(f"/proc/{stopped}").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_rank_whose_data_is_slow_is_named(tmp_path):
-    fault = {"rank": 1, "from": 3, "sleep": 0.3, "at": "batch"}
-    with Ranks(2, tmp_path, *steps(12), "--metrics.log_freq", "4", fault=fault) as jobs:
+    # longer than a busy machine makes the data of rank 0 late
+    fault = {"rank": 1, "from": 1, "sleep": 5, "at": "batch"}
+    with Ranks(2, tmp_path, *steps(4), "--metrics.log_freq", "2", fault=fault) as jobs:
         assert [job.ended() for job in jobs] == [0, 0]
     said = r"step \d+: rank (\d) is ready for a step of .* s; the others wait for its data"
     assert set(re.findall(said, jobs[0].output)) == {"1"}

@@ -57,7 +57,13 @@ def folder(tmp_path_factory):
     return saved_by_transformers(tmp_path_factory.mktemp("theirs"), "llama3")
 
 
-@pytest.fixture(scope="module", params=OF_FAMILY)
+OF_EACH = [
+    pytest.param(family, marks=() if family == "qwen3_moe" else pytest.mark.slow)
+    for family in OF_FAMILY
+]
+
+
+@pytest.fixture(scope="module", params=OF_EACH)
 def family_and_folder(request, tmp_path_factory):
     return request.param, saved_by_transformers(tmp_path_factory.mktemp("theirs"), request.param)
 
@@ -230,14 +236,15 @@ def ten_steps_of_transformers(folder, config):
     return losses, model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "tied"),
     [
         ("llama3", False),
         ("qwen3", True),
         ("qwen3_moe", False),
-        pytest.param("llama3", True, marks=pytest.mark.slow),
-        pytest.param("qwen3", False, marks=pytest.mark.slow),
+        pytest.param("llama3", True, marks=pytest.mark.release),
+        pytest.param("qwen3", False, marks=pytest.mark.release),
     ],
 )
 def test_ten_steps_are_those_of_a_plain_loop_with_transformers(family, tied, tmp_path):
@@ -267,7 +274,7 @@ def test_ten_steps_are_those_of_a_plain_loop_with_transformers(family, tied, tmp
         assert difference.norm() < 1e-5 * expected.norm(), fqn
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -322,7 +329,7 @@ def test_every_layout_starts_from_the_same_weights(
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_with_steps_of_its_own_goes_on_from_these(folder, tmp_path):
     options = [*OPTIONS, f"--checkpoint.initial_load_path={folder}"]
     assert train(1, DEBUG, tmp_path / "run", *options).returncode == 0

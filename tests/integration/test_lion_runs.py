@@ -16,7 +16,13 @@ LION = [
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager", "--compile.components=optimizer"]
 
 
-@pytest.mark.parametrize("compiled", [[], COMPILED], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        pytest.param([], id="eager"),
+        pytest.param(COMPILED, id="compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_with_lion_resumes_to_the_bit(compiled, tmp_path):
     options = [*steps(4), *TINY, *LION, *compiled]
     whole = run_ranks(2, trained, tmp_path / "whole", options, init=False)

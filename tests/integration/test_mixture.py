@@ -47,6 +47,7 @@ def recipe(tmp_path_factory):
     return folder / "mixture.toml"
 
 
+@pytest.mark.slow
 def test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_sources(recipe, tmp_path):
     (tmp_path / "packages/wandb").mkdir(parents=True)
     (tmp_path / "packages/wandb/__init__.py").write_text(FAKE)
@@ -150,8 +151,8 @@ LAYOUTS = {
     "layout",
     [
         "tp x pp",
-        "tp x pp, loss in chunks",
-        *(pytest.param(layout, marks=pytest.mark.slow) for layout in list(LAYOUTS)[2:]),
+        pytest.param("tp x pp, loss in chunks", marks=pytest.mark.slow),
+        *(pytest.param(layout, marks=pytest.mark.release) for layout in list(LAYOUTS)[2:]),
     ],
 )
 def test_figures_by_source_are_the_same_on_every_layout(layout, recipe, alone, tmp_path):

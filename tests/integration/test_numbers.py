@@ -91,7 +91,7 @@ def test_a_step_whose_loss_leaps_is_skipped_on_all_ranks_and_a_resumed_run_knows
         assert torch.equal(parameters, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_loss_that_stays_up_ends_the_run(tmp_path):
     options = [*GUARD, *steps(20), "--training.max_nonfinite_steps", "3"]
     for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, options, Leap(), init=False):
@@ -152,7 +152,7 @@ class NotANumber(Hook):
             next(iter(parameters.values())).grad.to_local()[0] = math.nan
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     "kind", ["pipeline_parallel", "tensor_parallel", "context_parallel", "data_parallel_replicate"]
 )

@@ -1,6 +1,7 @@
 """Runs whose standard streams are closed, full, or read by a program that ends: they go on."""
 
 import json
+import os
 import shlex
 
 import pytest
@@ -11,13 +12,17 @@ from titan_lite.metrics.run_files import read_metrics
 
 pytestmark = pytest.mark.ranks(2)
 
+# A program that ends after a line; the run begins when nobody reads its pipe any more.
+HEAD = "| { head -n 1; exec <&-; echo >GATE; }"
 
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("redirection", "told"),
     [
         ("<&- >&- 2>&-", ""),
-        ("| head -n 1", "(Broken pipe): its lines are lost from here on"),
-        ("2>&1 | head -n 1", ""),
+        pytest.param(HEAD, "(Broken pipe): its lines are lost from here on", id="head"),
+        pytest.param(f"2>&1 {HEAD}", "", id="head-of-both"),
         (">/dev/full", "(No space left on device): its lines are lost from here on"),
         (">/dev/full 2>&1", ""),
     ],
@@ -27,8 +32,12 @@ def test_a_run_goes_on_without_its_streams(redirection, told, tmp_path):
     command = python(
         "-m", "titan_lite.launch", DEBUG, "--job.dump_folder", tmp_path / "run", *options
     )
-    line = f"{shlex.join(map(str, command))} {redirection}; exit ${{PIPESTATUS[0]}}"
-    done = run("bash", "-c", line)
+    line = shlex.join(map(str, command))
+    if HEAD in redirection:
+        os.mkfifo(tmp_path / "gate")
+        line = f"{{ echo a line; read <GATE; {line}; }}"
+    line = f"{line} {redirection}; exit ${{PIPESTATUS[0]}}"
+    done = run("bash", "-c", line.replace("GATE", shlex.quote(str(tmp_path / "gate"))))
     assert done.returncode == 0
     assert list(read_metrics(tmp_path / "run/metrics.jsonl")) == [1, 2]
     events = (tmp_path / "run/events.jsonl").read_text().splitlines()
@@ -38,6 +47,7 @@ def test_a_run_goes_on_without_its_streams(redirection, told, tmp_path):
     assert "Logging error" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_terminal_without_unicode_shows_its_characters_escaped(tmp_path):
     lines = (json.dumps({"text": f"caf\u00e9 \u6f22 {number}"}) + "\n" for number in range(200))
     (tmp_path / "a.jsonl").write_text("".join(lines))

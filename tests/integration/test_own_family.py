@@ -41,6 +41,7 @@ def configured(file, *options):
     return load_config(DEBUG, [*names, *options])
 
 
+@pytest.mark.slow
 def test_a_family_of_ones_own_with_experts_trains_as_in_one_process():
     config = configured(SHARED_EXPERT, "--training.global_batch_size=-1")
     model = twin_model(shape_of(config.model), 4)
@@ -52,12 +53,13 @@ def test_a_family_of_ones_own_with_experts_trains_as_in_one_process():
     assert result.agrees, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
         ("dp_shard=2,tp=2", []),
-        pytest.param("dp_shard=2,tp=2", ["--compile.enable"], marks=pytest.mark.slow),
-        pytest.param("pp=2,cp=2", [], marks=pytest.mark.slow),
+        pytest.param("dp_shard=2,tp=2", ["--compile.enable"], marks=pytest.mark.release),
+        pytest.param("pp=2,cp=2", [], marks=pytest.mark.release),
     ],
 )
 def test_a_family_of_ones_own_trains_as_in_one_process(layout, options):
@@ -101,13 +103,14 @@ READ_TWICE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
         ("dp_shard=2", ["--compile.enable"]),
         ("pp=2", ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]),
         *(
-            pytest.param(layout, options, marks=pytest.mark.slow)
+            pytest.param(layout, options, marks=pytest.mark.release)
             for layout, options in (
                 ("dp_shard=2", []),
                 ("dp_shard=2,tp=2", ["--compile.enable"]),
@@ -143,6 +146,7 @@ def test_a_weight_that_a_block_reads_twice_has_both_gradients(layout, options, t
     assert result.agrees, result
 
 
+@pytest.mark.slow
 def test_the_second_family_of_the_page_trains_as_in_one_process(page_family):
     config = configured(page_family, "--training.global_batch_size=-1")
     model = twin_model(shape_of(config.model), 4)

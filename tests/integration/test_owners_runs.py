@@ -72,12 +72,15 @@ def parameters_of(folder, name, options):
     return {fqn: parameter.detach().full_tensor() for fqn, parameter in trainer.parameters.items()}
 
 
-# by default every optimizer for the first family, and one of them for all
+def mark_of(name, family):
+    """The mark of a case: every optimizer runs for the first family, and one of them for all."""
+    if (name, family) == ("Muon", FIRST_FAMILY):
+        return ()
+    return pytest.mark.slow if name == "Muon" or family == FIRST_FAMILY else pytest.mark.release
+
+
 CASES = [
-    pytest.param(
-        (name, family),
-        marks=() if name == "Muon" or family == FIRST_FAMILY else pytest.mark.slow,
-    )
+    pytest.param((name, family), marks=mark_of(name, family))
     for name in OPTIONS
     for family in OF_FAMILY
 ]
@@ -101,11 +104,11 @@ def degrees(**of):
     ("ranks", "options"),
     [
         (2, []),
-        pytest.param(4, [], marks=pytest.mark.slow),
-        pytest.param(2, degrees(dp=2), marks=pytest.mark.slow),
-        pytest.param(4, degrees(dp=2), marks=pytest.mark.slow),
-        pytest.param(4, degrees(tp=2), marks=pytest.mark.slow),
-        pytest.param(4, degrees(pp=2), marks=pytest.mark.slow),
+        pytest.param(4, [], marks=pytest.mark.release),
+        pytest.param(2, degrees(dp=2), marks=pytest.mark.release),
+        pytest.param(4, degrees(dp=2), marks=pytest.mark.release),
+        pytest.param(4, degrees(tp=2), marks=pytest.mark.release),
+        pytest.param(4, degrees(pp=2), marks=pytest.mark.release),
     ],
     ids=["FSDP", "FSDP of 4", "DDP", "HSDP", "FSDP x TP", "FSDP x PP"],
 )
@@ -125,7 +128,7 @@ def test_four_steps_on_a_layout_are_those_of_one_process(ranks, options, one_pro
 OF_FOUR = (degrees(dp=2), degrees(tp=2), degrees(pp=2))
 
 
-@pytest.fixture(scope="module", params=OPTIONS)
+@pytest.fixture(scope="module", params=["Shampoo", pytest.param("Muon", marks=pytest.mark.slow)])
 def whole(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     return folder, train(request.param, folder), request.param
@@ -148,9 +151,10 @@ def test_a_run_resumes_to_the_bit(whole, at_step_2):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(1, []), *(pytest.param(4, each, marks=pytest.mark.slow) for each in OF_FOUR)],
+    [(1, []), *(pytest.param(4, each, marks=pytest.mark.release) for each in OF_FOUR)],
 )
 def test_on_another_layout_it_goes_on_within_rounding(whole, at_step_2, ranks, options):
     train(whole[2], at_step_2, *options, ranks=ranks)
@@ -197,7 +201,7 @@ def test_a_compiled_update_is_refused(name):
         rules.check(config, Layout.from_config(config, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("name", OPTIONS)
 def test_verify_compares_a_layout_that_has_owners(name):
     config = load_config(

@@ -72,7 +72,7 @@ SLOW = {*LAYOUTS} - {"HSDP"}
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=[pytest.mark.release] * (name in SLOW)) for name in LAYOUTS]
 )
 def test_copies_stay_equal_for_five_steps_and_send_what_the_paper_says(layout, tmp_path):
     ranks, options = LAYOUTS[layout]
@@ -100,6 +100,7 @@ def test_copies_stay_equal_for_five_steps_and_send_what_the_paper_says(layout, t
         assert f"{sum(sent):,} bytes a step instead of" in found[0][0]
 
 
+@pytest.mark.slow
 def test_microbatches_send_once(tmp_path):
     options = ["--training.local_batch_size=1", "--training.global_batch_size=8"]
     counts = {}
@@ -149,6 +150,7 @@ def test_a_run_resumes_to_the_bit(saved, at_step_2):
     assert any(name.endswith(".error") and tensor.any() for name, tensor in found[0][1].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [(4, [*DDP, *POWERSGD]), (2, [*DDP, *POWERSGD, "--parallelism.replicate_rank=2"])],
@@ -160,6 +162,7 @@ def test_on_another_layout_errors_are_dropped_in_words(ranks, options, saved, at
     assert losses(at_step_2)[3][0] == pytest.approx(saved[2][3][0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_without_compression_a_run_resumes_without_errors(saved, at_step_2):
     found = run_ranks(1, counted_run, at_step_2, [], 4, init=False)
     assert not any(name.startswith("between.") for name in found[0][1])

@@ -36,13 +36,15 @@ ONE_STEP = f"{SHRUNK} {SMALLEST}"
 class Run:
     """told: a part of what it prints. added: after the command.
 
-    instead: words of the command -> what stands for them here.
+    instead: words of the command -> what stands for them here. quick: needs no run before it.
+    slow: has that mark.
     """
 
     told: str
     added: str = ""
     instead: dict[str, str] = field(default_factory=dict)
     quick: bool = False
+    slow: bool = False
 
 
 PREPARE = "titan-lite prepare"
@@ -58,6 +60,10 @@ HERE = {
     "scripts/test.sh": Run("pytest 9", "--version"),
     "scripts/test.sh tests/unit -n 0 --messages all.txt": Run(
         "tests collected", "--collect-only --quiet"
+    ),
+    "python scripts/plant_faults.py": Run("copies.py", "--list", quick=True),
+    "scripts/test.sh --release": Run(
+        "tests collected", "--collect-only --quiet tests/unit/test_cores.py"
     ),
     "scripts/test.sh --all": Run(
         "tests collected", "--collect-only --quiet tests/integration/test_numbers.py"
@@ -208,7 +214,7 @@ HERE = {
     "python scripts/benchmark_faults.py": Run(
         "steps that counted", "--minutes 0.2 --every 6 -- --training.seq_len=64"
     ),
-    "python scripts/write_docs.py": Run("", quick=True),
+    "python scripts/write_docs.py": Run("", quick=True, slow=True),
     "scripts/test_versions.sh 2.11.0 2.14.1": Run("torch 2.14.1: passed", "-- --version"),
     "python scripts/gpu_day.py --device cpu": Run("| debug | FSDP2 loop, compiled |"),
     "python scripts/benchmark_resume.py --megabytes 20 --rounds 1": Run(
@@ -412,12 +418,14 @@ def trained(checkout):
     return checkout
 
 
+def mark_of(here):
+    if not here.quick:
+        return pytest.mark.release
+    return pytest.mark.slow if here.slow else ()
+
+
 @pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(c, id=c, marks=() if here.quick else pytest.mark.slow)
-        for c, here in HERE.items()
-    ],
+    "command", [pytest.param(c, id=c, marks=mark_of(here)) for c, here in HERE.items()]
 )
 def test_a_command_of_the_pages_does_what_it_says(command, checkout, request):
     wanted = HERE[command]

@@ -24,7 +24,13 @@ from titan_lite.rules import check
 from titan_lite.trainer import Trainer
 
 RECIPES = sorted(FOLDER.glob("*.toml"))
-QUICK = ("405b", "debug_model", "qwen3_32b")
+MARKS = {
+    "debug_model": (),
+    # these have all that the others have, when they have the debug flavor, but the family
+    "llama3_405b": pytest.mark.slow,
+    "llama3_405b_float8": pytest.mark.slow,
+    "qwen3_32b": pytest.mark.slow,
+}
 
 
 def test_there_is_a_recipe_for_every_flavor():
@@ -70,15 +76,7 @@ def train_shrunk(config: Config) -> tuple[int, list[float]]:
 
 @pytest.mark.parametrize(
     "recipe",
-    # those of 405B have all that the others have, when they have the debug flavor, but the family
-    [
-        pytest.param(
-            r,
-            marks=() if any(name in r.stem for name in QUICK) else pytest.mark.slow,
-            id=r.stem,
-        )
-        for r in RECIPES
-    ],
+    [pytest.param(r, id=r.stem, marks=MARKS.get(r.stem, pytest.mark.release)) for r in RECIPES],
 )
 def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
     config = load_config(recipe)

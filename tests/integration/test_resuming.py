@@ -142,6 +142,7 @@ def test_resumed_twice_it_is_bitwise_the_uninterrupted_run(uninterrupted, at_ste
     assert parameters == uninterrupted[2]
 
 
+@pytest.mark.slow
 def test_in_float8_it_is_bitwise_too(tmp_path):
     """Scales are not saved: they are those of the weights."""
     float8 = ["--float8.enable", "--float8.all_gather"]
@@ -155,7 +156,7 @@ def test_in_float8_it_is_bitwise_too(tmp_path):
 LAYOUTS = [("4 ranks", "2 ranks"), ("4 ranks tp", "4 ranks pp"), ("4 ranks", "4 ranks hsdp")]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("before", "after"), LAYOUTS)
 def test_another_layout_goes_on_with_the_samples_and_losses(before, after, uninterrupted, tmp_path):
     parts = [train(before, tmp_path, *steps(4))[0], train(after, tmp_path)[0]]
@@ -172,7 +173,7 @@ def with_a_new_optimizer(tmp_path_factory):
     return losses(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("before", "after"), LAYOUTS)
 def test_another_layout_goes_on_without_the_optimizer(
     before, after, uninterrupted, with_a_new_optimizer, tmp_path
@@ -187,7 +188,7 @@ def test_another_layout_goes_on_without_the_optimizer(
     )  # its moments are missed
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_accept_model_only_loads_the_optimizer_of_a_step_that_has_one(uninterrupted, at_step_2):
     """The recipe that accepts it loads the optimizer of a step that has one."""
     state = at_step_2 / "checkpoint/step-2/state.json"
@@ -197,7 +198,7 @@ def test_accept_model_only_loads_the_optimizer_of_a_step_that_has_one(uninterrup
     assert json.loads(state.read_text())["tensors"] == ["model", "optimizer"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_restart_data_begins_anew_only_once(uninterrupted, at_step_2, tmp_path_factory):
     """restart_data stays in the recipe, and a later resume does not begin once more."""
     other = ["--debug.seed=7", "--checkpoint.restart_data"]
@@ -242,6 +243,7 @@ def test_a_checkpoint_records_its_recipe_and_run(uninterrupted):
     assert state["tensors"] == ["model", "optimizer"]
 
 
+@pytest.mark.slow
 def test_a_recipe_that_cannot_go_on_is_told_in_one_line_before_anything_starts(uninterrupted):
     folder, *_ = uninterrupted
     options = ["--job.dump_folder", folder, *OPTIONS, *steps(8), "--debug.seed=4"]
@@ -252,6 +254,7 @@ def test_a_recipe_that_cannot_go_on_is_told_in_one_line_before_anything_starts(u
     assert "debug.seed = 4, was 0" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "value", "key"),
     [("ATEN_CPU_CAPABILITY", "default", "CPU capability"), ("OMP_NUM_THREADS", "2", "threads")],
@@ -298,6 +301,7 @@ def test_a_ramp_takes_the_same_windows_on_any_ranks_with_any_workers(ramped, tmp
         assert figures[step]["tps"] * figures[step]["step_time"] == pytest.approx(size * 32)
 
 
+@pytest.mark.slow
 def test_killed_in_a_ramp_it_goes_on_bitwise(ramped, tmp_path):
     """As if killed in step 4, and once more in step 5, the first of another size."""
     shutil.copytree(ramped[0], tmp_path, dirs_exist_ok=True)
@@ -313,6 +317,7 @@ def test_killed_in_a_ramp_it_goes_on_bitwise(ramped, tmp_path):
     assert state["parts"]["loader"]["windows_taken"] == 40
 
 
+@pytest.mark.slow
 def test_another_global_batch_goes_on_at_the_next_window(uninterrupted, at_step_2):
     """4 sequences on two ranks, then 12 on three, which do not divide the 8 streams: the samples
     are those of one run.

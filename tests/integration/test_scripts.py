@@ -18,7 +18,7 @@ BESIDE_PAGES = {  # which no page names as a command that a test can run: the te
     "compare_losses.py": "test_two_trees_with_the_same_sources_are_equal_to_the_bit",
     "first_step.py": "test_a_measurement_of_the_first_step_has_its_parts",
     "make_debug_tokenizer.py": "test_a_tokenizer_is_made",
-    "setup.sh": "test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps",
+    "setup.sh": "test_the_main_job_writes_what_it_promises_goes_on_on_one_rank_and_is_exported",
     "train.slurm": "test_what_a_signal_stopped_goes_back_into_the_queue",
 }
 
@@ -46,6 +46,7 @@ def test_what_a_script_imports_and_asks_for_is_there(script, monkeypatch, capsys
     assert f"usage: {script.name}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_made(tmp_path):
     made = tmp_path / "made.model"
     command = python(SCRIPTS / "make_debug_tokenizer.py", "--ranks", 300, "--output", made)
@@ -57,7 +58,7 @@ def test_a_tokenizer_is_made(tmp_path):
     assert made.read_bytes().splitlines() == lines[:300]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_measurement_of_the_first_step_has_its_parts():
     options = ["--blocks", 1, "--backend", "aot_eager", "--steps", 2]
     done = run(*python(SCRIPTS / "first_step.py", "titan_lite", *options))
@@ -65,7 +66,7 @@ def test_a_measurement_of_the_first_step_has_its_parts():
     assert '"first_step"' in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_trees_with_the_same_sources_are_equal_to_the_bit(tmp_path):
     tree = tmp_path / "tree"
     for name in ("titan_lite", "train_configs", "assets", "scripts"):

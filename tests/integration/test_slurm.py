@@ -21,7 +21,7 @@ from tiny import ROOT, every, steps
 
 pytestmark = [pytest.mark.slurm, pytest.mark.ranks(2)]
 
-STEPS = 40
+STEPS = 400  # so many that a run is not done before it is signalled
 LONGER = [*OPTIONS, *steps(STEPS), *every(20, validated=20, batches=2)]
 CONF = """
 ClusterName=test
@@ -41,7 +41,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 MpiDefault=none
-SlurmdTimeout=10
+SlurmdTimeout=60
 SchedulerParameters=sched_interval=1,bf_interval=1
 ReturnToService=2
 NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1
@@ -137,7 +137,7 @@ class Cluster:
         until(lambda: not self.run("squeue", "--noheader", check=False), self.logs)
         for daemon in reversed(self.daemons.values()):
             daemon.terminate()
-            daemon.wait(30)
+            daemon.wait(120)
 
     def run(self, *command, check=True):
         done = subprocess.run(
@@ -248,7 +248,7 @@ def alone(cluster, tmp_path_factory):
     return job
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_exactly(
     alone, cluster, tmp_path
 ):
@@ -286,7 +286,7 @@ def test_what_another_start_would_not_mend_is_not_requeued(cluster, tmp_path):
     assert "error: VENV=/nowhere: no bin/activate there" in job.output
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_job_that_somebody_cancels_is_saved_and_not_requeued(cluster, tmp_path):
     job = cluster.sbatch(tmp_path / "job")
     job.logged(5)
@@ -298,7 +298,7 @@ def test_a_job_that_somebody_cancels_is_saved_and_not_requeued(cluster, tmp_path
     assert saved_steps(job.folder / "run")[-1] >= 5
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_job_whose_time_is_nearly_over_is_requeued(alone, cluster, tmp_path):
     # Slurm counts in minutes, and looks at times now and then
     slow = [*steps(20_000, schedule=-1), "--checkpoint.keep_latest_k", "2"]
@@ -314,7 +314,7 @@ def test_a_job_whose_time_is_nearly_over_is_requeued(alone, cluster, tmp_path):
     cluster.run("scancel", job.number)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL], ids=["daemon", "node"])
 def test_a_node_that_is_lost_requeues_the_job_which_goes_on_exactly(fate, alone, cluster, tmp_path):
     """Slurm finds it out by its SlurmdTimeout.
@@ -330,7 +330,7 @@ def test_a_node_that_is_lost_requeues_the_job_which_goes_on_exactly(fate, alone,
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL if pid == lost.pid else fate)
     lost.wait()
-    until(lambda: job["Restarts"] == "1" and job["JobState"] == "PENDING", job.told)
+    until(lambda: job["Restarts"] == "1" and job["JobState"] == "PENDING", job.told, 300)
     assert "Node failure on n1" in job.output
     assert saved_steps(job.folder / "run")[-1] >= 4
     for pid in left:

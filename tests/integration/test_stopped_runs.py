@@ -45,6 +45,7 @@ def with_fault(folder, *options, fault, ranks=2, restarts=0, ours=True):
         f"{folder}.log",
         *launcher(ranks, *program, ours=ours, restarts=restarts),
         FAULT=json.dumps(fault),
+        TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300,  # seconds to save in
     )
 
 
@@ -92,6 +93,7 @@ def alone(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_twice_and_killed_once_is_the_run_left_alone(alone, tmp_path):
     folder = tmp_path / "run"
     # one rank, before the first of two validation batches
@@ -103,18 +105,17 @@ def test_a_run_that_is_stopped_twice_and_killed_once_is_the_run_left_alone(alone
     assert "step    4  validation loss" not in run.output
     assert saved_steps(folder) == [4]
 
-    run = started(folder)
-    run.logged(5)
-    run.process.send_signal(signal.SIGTERM)  # to the script, somewhere in a step
+    run = with_fault(
+        folder,
+        fault={"at": "step_start", "step": 6, "rank": 1, "signal": "SIGTERM", "to": "nobody"},
+    )
+    run.until("fault: ")
+    run.process.send_signal(signal.SIGTERM)  # to the launcher, while a rank is in step 6
     assert run.ended() == 75
     assert "step    4  validation loss" in run.output
-    told = (
-        r"SIGTERM received by rank \d( and 1 other)? at step (\d+): saving, then exiting \(code"
-        r" 75\)"
-    )
-    (stopped,) = (int(step) for _, step in re.findall(told, run.output))
-    assert stopped in range(5, 10)
-    assert saved_steps(folder)[-1] == stopped
+    told = r"SIGTERM received by rank \d( and 1 other)? at step 6: saving, then exiting \(code 75\)"
+    assert len(re.findall(told, run.output)) == 1
+    assert saved_steps(folder)[-1] == 6
 
     run = with_fault(
         folder, fault={"at": "step_start", "step": 10, "rank": 0, "signal": "SIGKILL"}, restarts=1
@@ -124,7 +125,7 @@ def test_a_run_that_is_stopped_twice_and_killed_once_is_the_run_left_alone(alone
     same(folder, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_fault_that_repeats_at_the_same_step_is_not_restarted_again(tmp_path):
     fault = {"at": "step_start", "step": 2, "rank": 1, "raise": "a fault", "every": True}
     run = with_fault(tmp_path / "run", *NO_VALIDATION, *NO_CHECKPOINT, fault=fault, restarts=3)
@@ -151,7 +152,7 @@ FAULTS = [  # and the step that is saved last
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("fault", "saved"), [pytest.param(*f.values, saved, id=f.id) for f, saved in FAULTS]
 )
@@ -160,12 +161,7 @@ def test_at_every_moment_it_stops_saved_and_goes_on_exactly(fault, saved, alone,
     run = with_fault(folder, fault=fault, restarts=2)
     assert run.ended() == 75
     assert "restart" not in run.output
-    last = max(saved_steps(folder), default=0)
-    assert last in (
-        (saved, saved + 1)
-        if fault["to"] == "launcher" and fault["at"] == "step_start"
-        else (saved,)
-    )
+    assert max(saved_steps(folder), default=0) == saved
     if fault["to"] == "rank":
         then = (
             "saving, then exiting"
@@ -184,7 +180,7 @@ def test_at_every_moment_it_stops_saved_and_goes_on_exactly(fault, saved, alone,
     same(folder, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_signal_in_the_last_step_leaves_the_exit_code_0(tmp_path):
     folder = tmp_path / "run"
     run = with_fault(
@@ -201,7 +197,7 @@ def test_a_signal_in_the_last_step_leaves_the_exit_code_0(tmp_path):
     assert saved_steps(folder)[-1] == STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_while_it_compiles(alone, tmp_path):
     folder = tmp_path / "run"
     run = with_fault(
@@ -213,7 +209,7 @@ def test_while_it_compiles(alone, tmp_path):
     same(folder, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["tensor", "pipeline", "context"])
 def test_ranks_of_every_kind_of_parallelism_stop_at_the_same_step(kind, tmp_path):
     layout = [f"--parallelism.{kind}_parallel_degree", "2", *NO_VALIDATION]
@@ -224,19 +220,19 @@ def test_ranks_of_every_kind_of_parallelism_stop_at_the_same_step(kind, tmp_path
     assert saved_steps(tmp_path) == [2]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("to", "code"), [("rank", 0), ("launcher", 1)])
 def test_a_signal_under_torchrun_alone_saves_the_step(to, code, alone, tmp_path):
     folder = tmp_path / "run"
     fault = {"at": "step_start", "step": 2, "rank": 1, "signal": "SIGTERM", "to": to}
     run = with_fault(folder, fault=fault, ours=False)
     assert run.ended() == code
-    assert saved_steps(folder)[-1] in (2, 3)
+    assert saved_steps(folder)[-1] == 2
     assert started(folder).ended() == 0
     same(folder, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_signal_without_checkpoints_says_that_nothing_is_saved(tmp_path):
     fault = {"at": "step_start", "step": 2, "rank": 1, "signal": "SIGTERM"}
     run = with_fault(tmp_path / "run", *NO_CHECKPOINT, fault=fault)
@@ -268,7 +264,7 @@ def catches(process, number):
 ENDLESS = [*SMALL, *steps(100_000), *NO_VALIDATION, "--checkpoint.interval=100000"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("at", ["script", "launcher", "importing", "training", "saving"])
 def test_a_storm_of_signals_at_any_moment_ends_in_75(at, tmp_path):
     folder = tmp_path / "run"
@@ -286,8 +282,11 @@ def test_a_storm_of_signals_at_any_moment_ends_in_75(at, tmp_path):
         run.until(moments[at])
     while at == "script" and not catches(run.process, signal.SIGTERM):
         time.sleep(0.001)
-    sent = 0
-    while run.process.poll() is None:
+    rounds = 0
+    while (
+        rounds < 5 or run.process.poll() is None
+    ):  # until it is asked, an ended one has its number
+        rounds += 1
         with suppress(FileNotFoundError, ProcessLookupError):
             for pid in (
                 run.process.pid,
@@ -295,14 +294,14 @@ def test_a_storm_of_signals_at_any_moment_ends_in_75(at, tmp_path):
             ):
                 for name in ("SIGTERM", "SIGUSR1"):
                     os.kill(pid, getattr(signal, name))
-                    sent += 1
     assert run.ended() == 75
-    assert sent > 10
     assert "Traceback" not in run.output
-    assert bool(saved_steps(folder)) == (at in ("training", "saving"))
+    saves = "saving, then exiting" in run.output  # where ranks have come to a step meanwhile
+    assert bool(saved_steps(folder)) == saves
+    assert saves or at not in ("training", "saving")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("ours", [True, False], ids=["script", "torchrun"])
 def test_a_launcher_that_is_killed_takes_the_ranks_along_which_save(ours, tmp_path):
     folder = tmp_path / "run"
@@ -316,8 +315,8 @@ def test_a_launcher_that_is_killed_takes_the_ranks_along_which_save(ours, tmp_pa
         assert time.monotonic() < deadline, "a rank goes on"
         time.sleep(0.1)
     assert run.ended() == -signal.SIGKILL
-    with FileLock(folder / "checkpoint/lock", blocking=False):
-        pass  # it is free
+    with FileLock(folder / "checkpoint/lock", timeout=60):
+        pass  # it is free, or becomes it with the end of the ranks' own processes
     assert re.search(
         r"the death of its launcher noticed by rank \d( and 1 other)? at step \d+: saving, then"
         r" exiting",
@@ -327,7 +326,7 @@ def test_a_launcher_that_is_killed_takes_the_ranks_along_which_save(ours, tmp_pa
     assert saved_steps(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_that_is_refused_ends_with_all_its_ranks_at_once(tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoint").mkdir(parents=True)
@@ -337,28 +336,31 @@ def test_a_run_that_is_refused_ends_with_all_its_ranks_at_once(tmp_path):
     assert run.output.count("error: ") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_killed_at_twenty_random_moments_it_is_the_run_left_alone(tmp_path):
-    options = [*steps(120), "--validation.freq", "40"]
-    assert started(tmp_path / "alone", *options, "--checkpoint.interval", "120").ended() == 0
     folder, chance = tmp_path / "run", random.Random(0)
     run = started(
         folder,
-        *options,
-        "--checkpoint.interval",
-        "1",
+        *steps(100_000),
+        *every(1, validated=40),
         "--checkpoint.keep_latest_k",
         "3",
         MAX_RESTARTS=20,
     )
     reached = 0
-    for _ in range(20):
+    for number in range(1, 21):
         run.logged(
             reached + 2
         )  # further than the last kill, which would look like a fault that repeats
         time.sleep(chance.uniform(0, 0.6))  # in a step or a save
-        reached = max(int(step) for step in re.findall(r"step +(\d+)  loss", run.output))
         os.kill(chance.choice(ranks_of(run.process)), signal.SIGKILL)
-    assert run.ended() == 0
-    assert "restart 20 of 20" in run.output
+        run.until(f"restart {number} of 20")  # all that the attempt before did is logged
+        reached = max(int(step) for step in re.findall(r"step +(\d+)  loss", run.output))
+    run.logged(reached + 2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.ended() == 75
+    last = saved_steps(folder)[-1]
+    stop = {"at": "step_start", "step": last, "rank": 0, "signal": "SIGTERM"}
+    options = [*steps(100_000), *every(100_000, validated=40)]
+    assert with_fault(tmp_path / "alone", *options, fault=stop).ended() == 75
     same(folder, tmp_path / "alone")

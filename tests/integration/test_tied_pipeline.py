@@ -82,7 +82,7 @@ ONE_BY_ONE = ["--training.local_batch_size=1"]
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name != "1F1B")) for name in CASES]
+    "case", [pytest.param(name, marks=[pytest.mark.release] * (name != "1F1B")) for name in CASES]
 )
 def test_a_skipped_step_leaves_both_tables_as_they_were(case, tmp_path):
     pipeline, options = CASES[case]
@@ -109,6 +109,7 @@ def saved(tmp_path_factory):
     return folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "ranks", "options"),
     [
@@ -137,6 +138,7 @@ def test_a_checkpoint_has_one_table_for_every_layout(before, ranks, options, sav
         assert_copied(results[0], results[0 if options == ZBV else half])
 
 
+@pytest.mark.slow
 def test_weights_go_from_a_pipeline_to_hugging_face_and_back(saved, tmp_path):
     folder, _ = saved["1F1B"]
     exported = tmp_path / "exported"
@@ -161,7 +163,7 @@ def test_weights_go_from_a_pipeline_to_hugging_face_and_back(saved, tmp_path):
             assert losses_of_run[step] == pytest.approx(values, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("schedule", [PIPELINE, ZBV], ids=["1F1B", "ZBV"])
 def test_compressed_sums_over_replicas_are_those_without_a_pipeline(schedule, tmp_path):
     """Each replica's gradients of both stages are added up, and compressed as one."""

@@ -13,10 +13,12 @@ from commands import python, run, script, torchrun, train
 from ranks import run_ranks
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, SHORT, SMALL, every, steps
 
+from titan_lite.checkpoint.weights import load, open_weights
 from titan_lite.config import load_config
 from titan_lite.metrics.run_files import read_metrics
 from titan_lite.optim import adamw
 from titan_lite.resilience import TrainingError
+from titan_lite.tools import convert
 from titan_lite.tools.report.page import main
 from titan_lite.tools.report.run_record import read_run
 from titan_lite.trainer import Trainer
@@ -52,7 +54,7 @@ def uninterrupted(tmp_path_factory):
     return folder, trained(2, DEBUG, folder, *OPTIONS, *steps(12), start=torchrun)
 
 
-def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_path):
+def test_the_main_job_writes_what_it_promises_goes_on_on_one_rank_and_is_exported(tmp_path):
     def files():
         return {
             path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()
@@ -99,9 +101,10 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
         "step-6",
     ]
 
-    more = run(*command, *steps(8))
+    more = run(*command, *steps(8), NGPU=1)
     assert more.returncode == 0
     assert "resumed from" in more.stdout
+    assert "layout: 1 rank, each one CPU" in more.stdout
     assert list(read_metrics(tmp_path / "metrics.jsonl")) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert json.loads((tmp_path / "checkpoint/step-8/state.json").read_text())["step"] == 8
 
@@ -123,6 +126,13 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
         ("done", 8),
     ]
     assert main([str(tmp_path)]) == 0
+    exported = tmp_path / "exported"
+    assert convert.main([str(tmp_path), str(exported)]) == 0
+    ours, theirs = ({"output.weight": torch.zeros(2048, 256)} for _ in range(2))
+    load(open_weights(tmp_path / "checkpoint/step-8"), ours)
+    load(open_weights(exported), theirs)
+    assert ours["output.weight"].norm() > 1
+    assert torch.equal(ours["output.weight"], theirs["output.weight"])
 
 
 LAYOUTS = {  # of other kinds: tests/distributed/test_layouts.py
@@ -139,11 +149,12 @@ LAYOUTS = {  # of other kinds: tests/distributed/test_layouts.py
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         pytest.param(
-            name, marks=pytest.mark.slow if name.startswith(("4", "2 ranks, comm")) else ()
+            name, marks=pytest.mark.release if name.startswith(("4", "2 ranks, comm")) else ()
         )
         for name in LAYOUTS
     ],
@@ -157,7 +168,7 @@ def test_every_layout_has_the_same_loss_curve(layout, uninterrupted, tmp_path):
 COMPONENTS = [*AOT_EAGER, "--compile.components"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_model_and_loss_compiled_are_bitwise_the_eager_ones_and_the_optimizer_but_for_rounding(
     uninterrupted, tmp_path
 ):
@@ -170,7 +181,7 @@ def test_model_and_loss_compiled_are_bitwise_the_eager_ones_and_the_optimizer_bu
         assert found[1][name] == expected[1][name]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_all_components_compiled_by_inductor_train_as_the_eager_ones(uninterrupted, tmp_path):
     options = [
         *OPTIONS,
@@ -183,7 +194,7 @@ def test_all_components_compiled_by_inductor_train_as_the_eager_ones(uninterrupt
     same(trained(2, DEBUG, tmp_path, *options), expected, rel=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_greedy_buckets_change_no_number_and_leave_their_report(tmp_path):
     options = [*OPTIONS, *steps(2), "--training.local_batch_size", "4", "--validation.no-enable"]
     eager = trained(2, DEBUG, tmp_path / "eager", *options)
@@ -201,7 +212,7 @@ def test_greedy_buckets_change_no_number_and_leave_their_report(tmp_path):
     assert len(list((tmp_path / "greedy/graphs").rglob("*_traced.txt"))) == 2  # by one rank
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_buckets_change_no_number_in_a_pipeline(checkpointing, tmp_path):
     layout = [
@@ -228,6 +239,7 @@ def test_buckets_change_no_number_in_a_pipeline(checkpointing, tmp_path):
         ] == [(rank, graph) for rank in range(2) for graph in ("forward", "backward")]
 
 
+@pytest.mark.slow
 def test_a_compiled_update_of_an_eager_model_reads_gradients_that_are_being_reduced(tmp_path):
     options = [*SMALL, "--model.n_layers=1", *steps(2), *NO_VALIDATION, *NO_CHECKPOINT]
     expected = trained(2, DEBUG, tmp_path / "eager", *options)
@@ -260,6 +272,7 @@ def test_what_cannot_be_compiled_ends_the_run_with_the_keys_to_change(tmp_path):
     assert cause == "Unsupported"
 
 
+@pytest.mark.slow
 def test_another_seed_has_another_loss_and_gradient_norm(uninterrupted, tmp_path):
     metrics = trained(2, DEBUG, tmp_path, *OPTIONS, "--debug.seed", "1", *steps(1))
     of_another, of_this = (
@@ -270,6 +283,7 @@ def test_another_seed_has_another_loss_and_gradient_norm(uninterrupted, tmp_path
     )  # which are those of one seed on any layout, and near ln(vocabulary)
 
 
+@pytest.mark.slow
 def test_the_saved_recipe_trains_the_same_run_again(uninterrupted, tmp_path):
     folder, expected = uninterrupted
     metrics = trained(2, folder / "config.toml", tmp_path, *steps(6))
@@ -283,7 +297,7 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("before", "after"), [("4 tp", "2 pp"), ("2 pp", "2 cp")]
 )  # data parallel: test_resuming.py
@@ -335,6 +349,7 @@ def test_a_recipe_wrong_for_this_machine_ends_before_ranks_are_connected(tmp_pat
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_one_process_needs_no_launcher_and_profiles(tmp_path):
     options = [
         "--job.dump_folder",
@@ -390,6 +405,7 @@ def bfloat16(folder):
     Trainer(config).train()
 
 
+@pytest.mark.slow
 def test_bfloat16_has_the_losses_of_float32_within_two_thousandths(uninterrupted, tmp_path):
     run_ranks(2, bfloat16, tmp_path, init=False)
     metrics = read_metrics(tmp_path / "metrics.jsonl")
@@ -401,6 +417,7 @@ def test_bfloat16_has_the_losses_of_float32_within_two_thousandths(uninterrupted
     )
 
 
+@pytest.mark.slow
 def test_resuming_refuses_another_flavor_and_reports_a_longer_schedule(uninterrupted, tmp_path):
     options = OF_THE_DEBUG_FLAVOR
     trained(1, DEBUG, tmp_path, *options, *steps(1))

@@ -97,8 +97,8 @@ def recipe_of(file, text, *options):
     ("text", "layout", "module"),
     [
         (TOKEN_SHIFT, "tp=2", "layers.0.attention.wq"),
-        pytest.param(TOKEN_SHIFT, "cp=2", "layers.0.attention_norm", marks=pytest.mark.slow),
-        (GATE_AND_UP, "tp=2", "layers.0.feed_forward.w2"),
+        pytest.param(TOKEN_SHIFT, "cp=2", "layers.0.attention_norm", marks=pytest.mark.release),
+        pytest.param(GATE_AND_UP, "tp=2", "layers.0.feed_forward.w2", marks=pytest.mark.slow),
     ],
 )
 def test_the_twin_finds_what_no_structure_shows(text, layout, module, tmp_path, capfd):
@@ -121,6 +121,7 @@ def launched(file, *options):
     return launch.launcher_options([str(DEBUG), *words])
 
 
+@pytest.mark.slow
 def test_the_launcher_verifies_once_and_again_what_has_changed(environment, tmp_path, capfd):
     file = tmp_path / "family.py"
     file.write_text(GATED)
@@ -198,7 +199,7 @@ def test_other_nodes_wait_for_the_first(monkeypatch, capfd):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_ranks_without_the_launcher_say_that_nothing_was_verified(tmp_path):
     file = tmp_path / "family.py"
     file.write_text(GATED)

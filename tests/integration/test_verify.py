@@ -82,6 +82,7 @@ def verified(prepare, *options, layout="dp_shard=2"):
     return program.verify(config, [parse_layout(layout)], steps=1, prepare=prepare)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_reduced_is_named(capfd):
     assert not verified(one_gradient_is_not_reduced)
     (line,) = re.findall(r"^dp_shard=2 .*$", capfd.readouterr().out, re.M)
@@ -94,11 +95,12 @@ def test_the_first_module_that_is_wrong_is_named(capfd):
     assert re.search(r"  layers\.2\.feed_forward +DIFFERS$", line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prepare", "verdict"),
     [
         (None, "agrees"),
-        pytest.param(one_gradient_is_not_reduced, "DIFFERS", marks=pytest.mark.slow),
+        pytest.param(one_gradient_is_not_reduced, "DIFFERS", marks=pytest.mark.release),
     ],
 )
 def test_float8_has_a_reference_and_tolerances_of_its_own(prepare, verdict, capfd):
@@ -114,7 +116,7 @@ def test_float8_has_a_reference_and_tolerances_of_its_own(prepare, verdict, capf
         assert 0.05 < float(gradient) < 0.25
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_first_module_that_is_wrong_is_named_under_compile_too(capfd):
     assert not verified(one_module_is_wrong, "--compile.enable", layout="tp=2")
     (line,) = re.findall(r"^tp=2 .*$", capfd.readouterr().out, re.M)
@@ -343,18 +345,18 @@ def test_a_comparison_sees_what_is_not_finite_and_what_is_missing():
     assert compare(missing, one).module == "b"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("recipe", ["llama3_1b", "llama3_70b", "llama3_405b", "llama3_8b_128k"])
 def test_the_twin_of_a_shipped_recipe_agrees(recipe):
     assert command(RECIPES / f"{recipe}.toml").returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_twin_of_tied_embeddings_agrees_in_a_pipeline():
     result = command(RECIPES / "llama3_1b.toml", "--layouts", "pp=2", "pp=2,tp=2")
     assert result.returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_every_composition_agrees():
     assert command(DEBUG, "--layouts", "all").returncode == 0

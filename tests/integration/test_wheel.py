@@ -11,6 +11,8 @@ import pytest
 from commands import run
 from tiny import NO_VALIDATION, RECIPES, ROOT, SMALL, steps
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):

@@ -115,7 +115,7 @@ try:
             os._exit(0)
     else:
         Interrupted()
-    time.sleep(20)
+    time.sleep(300)  # waits in one call, which the signal ends
     print("goes on")
 except KeyboardInterrupt:
     print("tidies up")
@@ -180,3 +180,9 @@ def test_streams_that_a_shell_has_closed_lead_nowhere_and_are_inherited(tmp_path
     words = (tmp_path / "a").read_text().split()
     assert words[:3] == ["/dev/null"] * 3
     assert {"0", "1", "2"} <= set(words[3:])
+
+
+def test_the_tool_does_its_work_where_a_shell_has_closed_its_streams():
+    words = [sys.executable, "-m", "titan_lite", "recipe", "debug_model"]
+    command = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *words]
+    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0

@@ -1,14 +1,19 @@
 """A copy of the model: with which others it can train, and when it stops without them."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("torchft")
 
 from titan_lite.checkpoint.run_identity import RunIdentity
+from titan_lite.copies import IDENTITY as NAME_OF_IDENTITY
 from titan_lite.copies import MAX_UNDONE, Copies, identity_of
+from titan_lite.logging import events
+from titan_lite.resilience.state_transfer import CopyState
 
 SETTINGS = {"copies": 2, "lighthouse": "http://node0:29510"}
 IDENTITY = RunIdentity(
@@ -71,3 +76,26 @@ def test_a_signal_is_heard_where_no_step_counts(undone, stops):
         with pytest.raises(EOFError):  # it begins another step
             copies.agree()
         assert asked == []
+
+
+def test_what_another_copy_sends_is_taken_whole(monkeypatch):
+    """Its tensors, and the counts and the position in the data beside them."""
+    monkeypatch.setattr(events, "step", 0)
+    taken = {}
+    weight = torch.zeros(3)
+    parts = ("progress", "loader")
+    copies = object.__new__(Copies)
+    copies.identity = identity_of(IDENTITY)
+    copies.trainer = SimpleNamespace(
+        step=7,
+        tensors=lambda: {"weight": weight},
+        stateful={
+            name: SimpleNamespace(load_state_dict=functools.partial(taken.__setitem__, name))
+            for name in parts
+        },
+        model=SimpleNamespace(parameters_have_changed=lambda: taken.update(weight=weight.tolist())),
+    )
+    sent = {name: {"of": name} for name in parts}
+    copies.load(CopyState({"weight": torch.ones(3)}, {NAME_OF_IDENTITY: copies.identity, **sent}))
+    assert taken == {**sent, "weight": [1.0, 1.0, 1.0]}
+    assert events.step == 7

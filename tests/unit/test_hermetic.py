@@ -47,11 +47,13 @@ SURROUNDINGS = """
 import os, signal, subprocess, tempfile
 import hermetic
 
+CACHES = ["MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"]
+
 def test_surroundings():
     expected = dict(os.environ)
     assert set(expected) - hermetic.KEPT == {
         name for name in expected if name.startswith(("PYTEST_", *hermetic.KEPT_PREFIXES))
-    } | {*hermetic.FIXED, "HOME", "MPLCONFIGDIR", "PYTHONUSERBASE", "TORCHINDUCTOR_CACHE_DIR"} & {*expected}
+    } | {*hermetic.FIXED, "HOME", "PYTHONUSERBASE", *CACHES} & {*expected}
     assert expected["OMP_NUM_THREADS"] == "1"
     assert os.listdir(expected["HOME"]) == os.listdir() == []
     assert tempfile.gettempdir() == expected["TMPDIR"]
@@ -66,6 +68,7 @@ def test_that_the_session_goes_on():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
 def test_surroundings_are_the_same_whatever_the_user_has_set(tmp_path):
     def detached():
@@ -80,23 +83,35 @@ def test_surroundings_are_the_same_whatever_the_user_has_set(tmp_path):
     assert (done.returncode, "2 passed" in done.stdout) == (0, True), done.stdout
 
 
+# Each test ends its time itself, once it hangs.
 HANGING = """
-import time
+import os, signal, time
 import pytest
 from commands import Job
 from ranks import run_ranks
 
-def hang():
+def hang(test):
     print("never printed", flush=True)
+    if os.environ["RANK"] == "0":  # both run: they have met
+        os.kill(test, signal.SIGALRM)
     time.sleep({seconds})
 
-@pytest.mark.timeout(8)
+@pytest.mark.timeout(300)
 def test_ranks():
-    run_ranks(2, hang)
+    run_ranks(2, hang, os.getpid())
 
-@pytest.mark.timeout(1)
+class Hanging(Job):
+    @property
+    def output(self):
+        text = super().output
+        if "two run" in text:
+            signal.raise_signal(signal.SIGALRM)
+        return text
+
+@pytest.mark.timeout(200)
 def test_orphan(tmp_path):
-    job = Job(tmp_path / "log", "sh", "-c", "setsid sleep {seconds} & sleep {seconds}")
+    line = "setsid sleep {seconds} & echo two run; exec sleep {seconds}"
+    job = Hanging(tmp_path / "log", "sh", "-c", line)
     job.until("never")
 
 def test_others_run():
@@ -104,32 +119,41 @@ def test_others_run():
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_fails_with_its_stack_and_its_processes_end(tmp_path):
     seconds = f"{3600 + time.time() % 1:.6f}"  # by which the processes are known
     done = run_tests(tmp_path, HANGING.format(seconds=seconds))
     assert "2 failed, 1 passed" in done.stdout, done.stdout
-    assert re.findall(r"Timeout \(>(.*?)s\)", done.stdout)[:2] == ["8.0", "1.0"]
+    assert re.findall(r"Timeout \(>(.*?)s\)", done.stdout)[:2] == ["300.0", "200.0"]
     assert "job.until" in done.stdout
     assert subprocess.run(["pgrep", "-f", seconds], stdout=subprocess.DEVNULL).returncode == 1
 
 
+# The end after limit and patience is put off until the test is stuck.
 STUCK = """
+import faulthandler
 import conftest
 import pytest
 
-conftest.PATIENCE = 1
+asked = []
+dump_later = faulthandler.dump_traceback_later
+faulthandler.dump_traceback_later = lambda *seconds, **options: asked.append((seconds, options))
 
-@pytest.mark.timeout(1)
+@pytest.mark.timeout(400)
 def test_in_a_library():
+    [(seconds, options)] = asked
+    assert seconds == (400 + conftest.PATIENCE,)
+    dump_later(1, **options)
     sum(range(10**12))  # in C, which looks for no signal
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_never_returns_to_python_ends_the_session_with_its_stack(tmp_path):
     done = run_tests(tmp_path, STUCK)
     assert done.returncode == 1
     assert re.search(
-        r"Timeout \(0:00:02\)!\n.*\n  File .*test_inner.py\", line \d+ in test_in_a_library",
+        r"Timeout \(0:00:01\)!\n.*\n  File .*test_inner.py\", line \d+ in test_in_a_library",
         done.stdout,
     )
 
@@ -148,6 +172,7 @@ def test_nothing(tmp_path):
 """
 
 
+@pytest.mark.slow
 def test_what_a_test_leaves_is_named(tmp_path):
     done = run_tests(tmp_path, LEAVING)
     assert "3 passed, 2 errors" in done.stdout, done.stdout

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 IMPORTED = """
 import sys
 import titan_lite.trainer
@@ -10,6 +12,7 @@ print(*(name in sys.modules for name in ("torch", "torch._inductor.compile_fx", 
 """
 
 
+@pytest.mark.slow
 def test_an_eager_run_imports_no_inductor_and_one_without_copies_no_torchft():
     told = subprocess.run(
         [sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True

@@ -70,7 +70,7 @@ def launch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "names", [SIGNALS, *(pytest.param([name], marks=pytest.mark.slow) for name in SIGNALS)]
+    "names", [SIGNALS, *(pytest.param([name], marks=pytest.mark.release) for name in SIGNALS)]
 )
 def test_signals_reach_the_ranks_once_which_save_and_are_not_restarted(names, launch):
     job = launch("stop", seconds=1)
@@ -101,7 +101,7 @@ def test_a_terminal_that_closes_stops_the_run_saved(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_signal_before_a_step_has_nothing_to_save(launch):
     job = launch("start")
     job.until("(?s)listening.*listening")
@@ -110,7 +110,7 @@ def test_a_signal_before_a_step_has_nothing_to_save(launch):
     assert job.output.count("stopped at the start, with nothing to save") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_save_that_fails_is_not_told_as_saved(launch):
     job = launch("fail to save")
     job.until(r"(?s)training.*training")
@@ -121,8 +121,8 @@ def test_a_save_that_fails_is_not_told_as_saved(launch):
 @pytest.mark.parametrize(
     ("seconds", "limit", "code"),
     [
-        (3, 1, 1),
-        pytest.param(35, None, 75, marks=pytest.mark.slow),  # longer than torchrun's default
+        (600, 1, 1),  # longer than it may take to kill the ranks
+        pytest.param(35, None, 75, marks=pytest.mark.release),  # longer than torchrun's default
     ],
 )
 def test_a_save_has_an_hour_where_the_user_sets_no_limit(seconds, limit, code, launch):
@@ -141,7 +141,7 @@ def test_a_rank_that_is_killed_is_named_and_all_start_again_as_often_as_asked_fo
     assert job.output.count("error: ") == job.output.count(error) == 1
 
 
-@pytest.mark.parametrize("code", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("code", [2, pytest.param(3, marks=pytest.mark.release)])
 def test_what_would_end_there_again_is_not_started_again(code, launch):
     job = launch(str(code))
     assert job.ended() == code

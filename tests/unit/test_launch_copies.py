@@ -42,7 +42,7 @@ class Programs(CopyProcesses):
             self.running[copy] = subprocess.Popen([sys.executable, "-c", code])
 
 
-WAITS = "import time; time.sleep(60)"
+WAITS = "import time; time.sleep(600)"
 TRAINS = "pass"
 CODE = "raise SystemExit({})"
 
@@ -60,6 +60,11 @@ def quick(monkeypatch):
 def ended(folder, *programs):
     copies = Programs(folder, [list(each) for each in programs])
     return copies.run(), copies
+
+
+def until_there(path):
+    """The program of a copy that waits for a file."""
+    return f"import os, time\nwhile not os.path.exists({str(path)!r}): time.sleep(0.02)"
 
 
 def step_of(folder, copy, step):
@@ -107,23 +112,35 @@ def test_wrong_input_ends_all_copies_before_the_run_has_begun(tmp_path):
 def test_a_copy_of_another_recipe_does_not_end_the_run(tmp_path):
     step_of(tmp_path, 0, 5)
     (tmp_path / "restarts.json").write_text('{"0": 5}')
-    code, copies = ended(tmp_path, ["import time; time.sleep(1)"], [CODE.format(2)])
-    assert code == TRAINED
+    copies = Programs(tmp_path, [[until_there(tmp_path / "noticed")], [CODE.format(2)]])
+    collect = copies.collect
+
+    def note():
+        collect()
+        if 1 in copies.codes:
+            (tmp_path / "noticed").touch()
+
+    copies.collect = note
+    assert copies.run() == TRAINED
+    assert copies.codes == {0: TRAINED, 1: WRONG_INPUT}
     assert sorted(copies.started) == [0, 1]
 
 
 def test_a_signal_stops_all_copies(tmp_path):
-    ends = "import signal, time; signal.signal(15, lambda *_: exit(75)); time.sleep(60)"
-    copies = Programs(tmp_path, [[ends], [f"import time; time.sleep(0.2); {ends}"]])
+    ready = [tmp_path / f"ready-{copy}" for copy in range(2)]
+    # by no exception, which would be lost where it meets the end of an object
+    ends = "import os, signal; signal.signal(15, lambda *_: os._exit(75)); open({!r}, 'w'); {}"
+    copies = Programs(tmp_path, [[ends.format(str(path), WAITS)] for path in ready])
     copies.signal = signal.SIGTERM
     real = copies.stop
 
     def later(number):
         while len(copies.running) < 2:
             copies.start_due()
-        time.sleep(0.5)
+        while not all(path.exists() for path in ready):
+            time.sleep(0.02)
         real(number)
 
     copies.stop = later
     assert copies.run() == STOPPED
-    assert set(copies.codes) == {0, 1}
+    assert copies.codes == {0: STOPPED, 1: STOPPED}

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import pytest
@@ -116,7 +117,8 @@ def test_nodes_that_have_not_met_are_told_from_those_that_have_lost_each_other(
 
 @pytest.mark.parametrize(("host", "is_told"), [("localhost", False), ("192.0.2.1", True)])
 def test_a_first_node_whose_address_the_others_do_not_meet_at_is_told(host, is_told, capfd):
-    start.check_endpoint(host, 29876, "0")
+    with free_port() as port:
+        start.check_endpoint(host, port, "0")
     words = f"NODE_RANK=0, and {host} is not an address of this node"
     assert (words in capfd.readouterr().err) == is_told
 
@@ -246,9 +248,10 @@ def test_a_node_alone_needs_no_host_name(environment):
 def test_a_number_of_nodes_that_may_change_is_not_refused_on_cpus(environment, monkeypatch):
     del environment["CUDA_VISIBLE_DEVICES"]
     monkeypatch.setattr(start, "count_gpus", lambda: 0)
-    environment |= {"NNODES": "1:2", "NGPU": "1", "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}
     options = ["--parallelism.data_parallel_shard_degree=1"]
-    assert start.launcher_options(["debug_model", *options])[:2] == ["--nnodes", "1:2"]
+    with free_port() as port:
+        environment |= {"NNODES": "1:2", "NGPU": "1", "RDZV_ENDPOINT": f"127.0.0.1:{port}"}
+        assert start.launcher_options(["debug_model", *options])[:2] == ["--nnodes", "1:2"]
 
 
 @pytest.mark.parametrize("endpoint", ["node0:http", "node0:0", "node0:65536", ":29500", "a:b:1"])
@@ -263,13 +266,15 @@ def test_an_endpoint_without_a_port_has_that_of_torchrun():
 
 
 def test_a_port_that_another_program_uses(environment):
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        with pytest.raises(
-            endpoint.EndpointError, match=f"127.0.0.1:{port}: tried to listen on port {port}"
+    with free_port() as port:
+        with (
+            socket.create_server(("127.0.0.1", port)),
+            pytest.raises(
+                endpoint.EndpointError, match=f"127.0.0.1:{port}: tried to listen on port {port}"
+            ),
         ):
             start.check_endpoint("127.0.0.1", port, "0")
-    start.check_endpoint("127.0.0.1", port, "0")
+        start.check_endpoint("127.0.0.1", port, "0")
 
 
 @pytest.mark.parametrize("node_rank", ["1", ""])
@@ -283,14 +288,20 @@ def test_a_program_that_accepts_and_says_nothing(node_rank, monkeypatch):
 
 def test_a_node_that_does_not_listen_yet(monkeypatch):
     monkeypatch.setattr(endpoint, "CONNECT_LIMIT", 0.5)
-    port = free_port()
-    with pytest.raises(endpoint.EndpointError, match=f"{port}: tried to connect for 0.5 s: "):
+    with (
+        free_port() as port,
+        pytest.raises(endpoint.EndpointError, match=f"{port}: tried to connect for 0.5 s: "),
+    ):
         start.check_endpoint("127.0.0.1", port, "1")
 
 
+@contextmanager
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    """Return a context with a port on which nothing listens and which no other program gets."""
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("", 0))
+        yield kept.getsockname()[1]
 
 
 def test_ncopies_sets_the_copies_of_a_run(environment):

@@ -125,6 +125,7 @@ def test_every_key_has_a_row(write_docs):
     assert rows == [key.partition(".")[2] for key in KEYS]
 
 
+@pytest.mark.slow
 def test_a_page_that_is_not_up_to_date_is_found_and_written(
     write_docs, monkeypatch, tmp_path, capsys
 ):

@@ -29,11 +29,11 @@ def check_store(name: str, host: str, port: int, seconds: float) -> None:
     name: the beginning of errors.
     """
     _connect(name, host, port, seconds)
+    import torch.distributed as dist  # its seconds are not the store's
+
     answered = threading.Event()
 
     def ask() -> None:
-        import torch.distributed as dist
-
         limit = datetime.timedelta(seconds=ANSWER_LIMIT)
         with contextlib.suppress(dist.DistError, RuntimeError):
             dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)

@@ -26,7 +26,7 @@ import os
 import signal
 import sys
 import threading
-import time
+from pathlib import Path
 from types import FrameType
 
 from titan_lite.logging import write_line
@@ -38,8 +38,10 @@ HANGUP_IS_IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as unde
 STOPPING = ALWAYS if HANGUP_IS_IGNORED else (*ALWAYS, signal.SIGHUP)
 LAUNCHER = "TITAN_LITE_LAUNCHER"  # in the environment of ranks: the process of launch.py
 LAUNCHER_DEATH = "the death of its launcher"
+FLAGS = 6  # index of a process's flags in /proc/PID/stat, counted from its state
+EXITING = 4  # Linux's PF_EXITING, among these
 
-_first_signal = ""  # name of the first signal received
+_first_signal = ""  # name of the first signal received, or LAUNCHER_DEATH
 _is_starting = False  # a signal ends the process
 # Held while a signal is recorded: after `end_start` has returned, none ends the process.
 _recording = threading.RLock()
@@ -71,13 +73,8 @@ def end_start() -> None:
 
 
 def received() -> str:
-    """Return the name of the first signal, LAUNCHER_DEATH, or "".
-
-    The launcher is the parent for a moment after the kernel's signal, until its last thread has
-    ended.
-    """
-    launcher_died = _launcher != 0 and os.getppid() != _launcher
-    return LAUNCHER_DEATH if _first_signal and launcher_died else _first_signal
+    """Return the name of the first signal, LAUNCHER_DEATH, or ""."""
+    return _first_signal
 
 
 def _wait() -> None:
@@ -89,20 +86,28 @@ def _record(number: int, frame: FrameType | None = None) -> None:
     global _first_signal
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     with _recording:
-        _first_signal = _first_signal or signal.Signals(number).name
+        if not _first_signal:
+            _first_signal = LAUNCHER_DEATH if _launcher_has_died() else signal.Signals(number).name
         if _is_starting:
-            _await_new_parent()
             rank = os.environ.get("RANK", "0")
             write_line(f"[rank {rank}] {received()}: stopped at the start, with nothing to save")
             os._exit(STOPPED)
 
 
-def _await_new_parent() -> None:
-    """Give the kernel 0.1 s to end a launcher that has died, so that the line names its death."""
-    for _ in range(10):
-        if _launcher == 0 or os.getppid() != _launcher:
-            return
-        time.sleep(0.01)
+def _launcher_has_died() -> bool:
+    """Return True if there is a launcher, and its main thread ends or has ended.
+
+    The kernel sends its signal a moment before the state tells the end. The launcher stays the
+    parent until its last thread has ended, and of some threads here a moment longer.
+    """
+    if _launcher == 0:
+        return False
+    try:
+        fields = Path(f"/proc/{_launcher}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended, or is not shown
+        return os.getppid() != _launcher
+    is_ending = fields[0] in ("Z", "X") or int(fields[FLAGS]) & EXITING != 0
+    return is_ending or os.getppid() != _launcher
 
 
 def _watch_launcher() -> int:

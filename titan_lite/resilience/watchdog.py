@@ -102,6 +102,7 @@ class Watchdog:
 
         self.failed_frame: FrameType | None = None  # in which a collective failed
         self.store: dist.Store | None = None  # shared by all ranks
+        self.connected = threading.Event()  # to it
         self.ending = threading.Lock()  # held by the thread that ends the process
         if world_size > 1:
             for target in (self._watch, self._listen):
@@ -194,8 +195,13 @@ class Watchdog:
         For an error of communication, return the failure of the rank that caused it; if no rank has
         sent one, end the process with a verdict.
         """
+        if getattr(error, "everywhere", False):
+            return None
+        # There is a store, which a thread that came before it tries to reach now and then.
+        if self.store is None and self.world_size > 1 and dist.is_initialized():
+            self.connected.wait(GRACE)
         store = self.store
-        if store is None or getattr(error, "everywhere", False):
+        if store is None:
             return None
         if not is_communication_error(error):
             failure = f"rank {self.rank} failed: {type(error).__name__}: {first_line(error)}"
@@ -257,6 +263,7 @@ class Watchdog:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"watchdog/{attempt}", _connect())
             self.store = store
+            self.connected.set()
             while not (self.is_enabled and store.check(["call"])):
                 if self.is_enabled and store.check(["cause"]):
                     self._end_after(store.get("cause").decode())

@@ -58,7 +58,7 @@ def agreed(monkeypatch, *identities):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert not [thread for thread in threads if thread.is_alive()]
     return [raised[rank] for rank in range(len(identities))]
 

@@ -23,7 +23,7 @@ lock = FolderLock(Path(sys.argv[1]), "key", "another")
 lock.acquire()
 if os.fork() == 0:  # a worker, as of a data loader
     print("taken", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -132,7 +132,7 @@ def test_writing_hashing_and_loading_are_progress(mode, tmp_path):
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_what_the_optimizer_does_meanwhile_is_not_in_a_step(mode, tmp_path, monkeypatch):
     begin, write = threading.Event(), StepWriter.write_data
-    monkeypatch.setattr(StepWriter, "write_data", lambda *args: begin.wait(30) and write(*args))
+    monkeypatch.setattr(StepWriter, "write_data", lambda *args: begin.wait(300) and write(*args))
     steps_of, live = of(tmp_path, async_mode=mode), tensors(1)
     steps_of.save(1, live, RunState())
     for tensor in live.values():
@@ -150,7 +150,7 @@ def test_a_save_asked_for_while_one_runs_waits_for_it_and_takes_its_memory(
     mode, tmp_path, monkeypatch
 ):
     begin, write = threading.Event(), StepWriter.write_data
-    monkeypatch.setattr(StepWriter, "write_data", lambda *args: begin.wait(30) and write(*args))
+    monkeypatch.setattr(StepWriter, "write_data", lambda *args: begin.wait(300) and write(*args))
     steps_of, live = of(tmp_path, async_mode=mode), tensors(1)
     steps_of.save(1, live, RunState())
     memory = {name: copy.data_ptr() for name, copy in steps_of.host_copies.copies.items()}
@@ -638,7 +638,7 @@ def two_ranks(folder, mode):
     return begun[:1], told, no_memory, same, found, names(folder), elsewhere
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("disabled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["async", pytest.param("disabled", marks=pytest.mark.release)])
 def test_ranks_agree_on_what_failed_and_on_what_is_whole(mode, tmp_path):
     for rank, result in enumerate(run_ranks(2, two_ranks, tmp_path, mode)):
         needed, told, no_memory, same, found, there, elsewhere = result

@@ -107,7 +107,9 @@ def graphs():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.release)]
+)
 def test_the_loss_compiled_is_the_loss_and_compiled_once_with_gradients_and_once_without(
     backend, dtype
 ):

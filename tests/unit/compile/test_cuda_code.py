@@ -75,10 +75,12 @@ def check(graphs, fused=False):
         assert (graph.marked > 0) == fused
 
 
+@pytest.mark.slow
 def test_there_is_code_for_every_segment():
     check(lowered(*EIGHT))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not torch.__version__.startswith("2.13"), reason="the numbers are those of torch 2.13"
 )
@@ -115,6 +117,7 @@ def test_kernels_of_three_blocks_and_of_one():
         assert Counter(kind for kind, _ in graph.block()) == one[name], name
 
 
+@pytest.mark.slow
 def test_the_output_weight_is_read_where_it_was_gathered():
     weight = 128256 * 4096 * 2
     for name in ("forward", "inference"):
@@ -122,14 +125,14 @@ def test_the_output_weight_is_read_where_it_was_gathered():
             assert weight not in segment.replay.allocated
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_there_is_code_for_the_segments_of_other_layouts(layout):
     recipe, world_size, options, *stage = LAYOUTS[layout]
     check(lowered(recipe, world_size, tuple(options), *stage), fused=ASYNC[0] in options)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_attention_within_documents_is_a_kernel_and_no_mask():
     graphs = lowered(*DOCUMENTS)
     check(graphs)
@@ -142,7 +145,7 @@ def test_attention_within_documents_is_a_kernel_and_no_mask():
             assert "8192, 8192" not in segment.source  # no tensor of all pairs
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_all_kernels_compile(name, capability):

@@ -165,6 +165,7 @@ def test_tracing_takes_as_long_for_a_deep_model(monkeypatch):
         assert [block.fqn for block in parts.blocks] == [f"layers.{i}" for i in range(layers)]
 
 
+@pytest.mark.slow
 def test_a_block_that_differs_in_anything_its_code_may_read_is_traced():
     model = build()
     model.layers["2"].attention_norm.eps = 0.5
@@ -208,7 +209,7 @@ def test_a_gradient_of_other_strides_is_copied():
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("config", [UNTIED, TIED])
+@pytest.mark.parametrize("config", [UNTIED, pytest.param(TIED, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("without", [(), ("norm", "output"), ("tok_embeddings",)])
 def test_halves_are_the_whole_to_the_bit(config, without, mode):
     model = build(config, without)

@@ -237,7 +237,7 @@ def test_without_collectives_blocks_are_segments_that_are_compiled_once(layers):
         assert program.different_segments == 3
 
 
-@pytest.mark.parametrize("capacity", [0.0, 1.5])
+@pytest.mark.parametrize("capacity", [0.0, pytest.param(1.5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_a_mixture_has_as_many_different_segments_whatever_its_depth(mode, capacity):
     """Though operators of routers and experts have their FQNs as arguments."""

@@ -204,8 +204,8 @@ def test_a_console_that_cannot_show_a_recipe_is_told(environment, code):
 
 def test_a_pager_that_is_left_is_no_failure():
     command = [sys.executable, "-m", "titan_lite", "recipe", "--help"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 0
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing) as pipe:
+        done = subprocess.run(command, cwd=ROOT, stdout=pipe, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -2,9 +2,12 @@
 table, a CPU measured.
 """
 
+import itertools
+
 import pytest
 import torch
 
+from titan_lite.cost import measure
 from titan_lite.cost.measure import find_machine, peak_flops
 from titan_lite.cost.profiles import load_machine, profile_of
 
@@ -61,8 +64,10 @@ def test_a_cpu_has_the_peak_that_a_recipe_states_or_none(dtype):
     ).flops(dtype)
 
 
-def test_this_cpu_is_measured():
+def test_this_cpu_is_measured(monkeypatch):
+    """By a clock on which each product and each copy takes half a second."""
+    monkeypatch.setattr(measure.time, "perf_counter", itertools.count(0, 0.5).__next__)
     machine = find_machine("", torch.device("cpu"))
-    assert machine.flops(torch.float32) > 1e8
-    assert machine.memory_bandwidth > 0.1
+    assert machine.flops(torch.float32) == 4e9  # 2 * 1024**3 / 0.5, to one digit
+    assert machine.memory_bandwidth == 0.07  # GB/s, of 2 * 2**24 bytes
     assert find_machine("H100", torch.device("cpu")) is load_machine("H100")

@@ -201,6 +201,7 @@ def test_bytes_that_are_no_text_decode_as_theirs(theirs, ours, as_json):
         assert ours.decode(ids) == as_json.decode(ids) == theirs.decode(ids), ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unit", ["a", " ", "漢", "\n", "ab ", "x" * 24_999 + " ", "words and words. "]
 )

@@ -136,6 +136,7 @@ def test_a_first_loss_of_initial_weights_that_is_no_better_than_guessing_is_told
 def test_a_validation_that_repeats_its_documents_is_told(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(preflight, "max_over_ranks", lambda *numbers: list(numbers))
+    monkeypatch.setattr(preflight, "MAX_COUNTING", 600)  # seconds: a machine may be busy
     (tmp_path / "a.jsonl").write_text('{"text": "five documents of some tokens"}\n' * 5)
     data = Data(dataset="local", path=str(tmp_path), validation_fraction=0.0, num_workers=0)
     tokenizer = load_tokenizer(str(ROOT / "assets/tokenizer/debug.model"))

@@ -36,6 +36,7 @@ def in_transformers(config):
     return transformers.AutoModelForCausalLM.from_config(theirs).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", [None, SCALED], ids=["plain rope", "scaled rope"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(

@@ -526,7 +526,8 @@ def of_block(line):
 
 
 READS = "block reads a tensor that is none of its arguments and parameters, and not of this"
-CACHE = "@__import__('functools').cache\ndef slopes(n):\n    return torch.linspace(0.5, 1, n)"
+# Not linspace: once transformers has made a model in this process, torch.device no longer moves it
+CACHE = "@__import__('functools').cache\ndef slopes(n):\n    return torch.arange(n) / n"
 BEYOND_ARGUMENTS = {
     "input": ([of_block("x.data.mul_(0.5)")], "block changes x in place: layers.0 calls aten.mul_"),
     "table": ([of_block("cos *= 0.9")], "block changes cos in place: layers.0 calls aten.mul_"),

@@ -170,7 +170,9 @@ def test_a_shard_takes_the_steps_of_its_part_of_the_parameter(name):
 # Compiled
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.release)]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_compiled_update_is_the_eager_one_and_compiled_once(name, backend):
     """aot_eager has the same operators. AdamW's fused kernel rounds some products otherwise (torch

@@ -73,9 +73,19 @@ def test_a_pipe_that_is_gone_leaves_the_exit_code():
     )
     command = [sys.executable, "-c", code]
     environment = {"PYTHONPATH": ":".join(sys.path)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
-        process.stdout.close()
-        assert process.wait(60) == 75
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing) as pipe:
+        assert subprocess.run(command, env=environment, stdout=pipe).returncode == 75
+
+
+def test_a_process_has_streams_where_a_shell_has_closed_them():
+    code = (
+        "import sys; from titan_lite.resilience.exit_code import end_with;"
+        " end_with(lambda: 75 if sys.stdin and sys.stdout and sys.stderr else 1)"
+    )
+    command = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code]
+    assert subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path)}).returncode == 75
 
 
 @pytest.mark.parametrize("module", ["titan_lite.launch", "titan_lite.train"])

@@ -18,6 +18,7 @@ from titan_lite.resilience.state_transfer import (
 )
 
 SECOND = timedelta(seconds=1)
+LIMIT = 300 * SECOND  # which only a hang exceeds
 CPU = torch.device("cpu")
 STATE = CopyState(
     tensors={
@@ -34,16 +35,23 @@ CONTENT = {"torchft": {"step": 7, "batches_committed": 12}, "user": {"default": 
 
 @pytest.fixture
 def sender():
-    transfer = StateTransfer("127.0.0.1", timedelta(seconds=5), CPU)
+    transfer = StateTransfer("127.0.0.1", LIMIT, CPU)
     yield transfer
     transfer.shutdown()
 
 
-def receive(sender, step=7, timeout=10 * SECOND, **changes):
+@pytest.fixture
+def time_is_over(sender, monkeypatch):
+    """A function after which the sender waits for nothing, as if its limit of time had passed."""
+    over = lambda predicate, timeout: predicate()
+    return lambda: monkeypatch.setattr(sender.changed, "wait_for", over)
+
+
+def receive(sender, step=7, **changes):
     metadata = json.dumps({**json.loads(sender.metadata()), **changes})
-    receiver = StateTransfer("127.0.0.1", timeout, CPU)
+    receiver = StateTransfer("127.0.0.1", LIMIT, CPU)
     try:
-        return receiver.recv_checkpoint(0, metadata, step, timeout)
+        return receiver.recv_checkpoint(0, metadata, step, LIMIT)
     finally:
         receiver.shutdown()
 
@@ -60,26 +68,32 @@ def test_a_state_arrives_as_it_was_sent(sender):
         assert torch.equal(state.tensors[name], tensor), name
 
 
-def test_a_receiver_that_is_early_waits_for_the_state(sender):
-    later = threading.Timer(0.3, sender.send_checkpoint, ([1], 7, CONTENT, SECOND))
-    later.start()
+def test_a_receiver_that_is_early_waits_for_the_state(sender, monkeypatch):
+    wait_for = sender.changed.wait_for
+
+    def is_asked(*arguments):
+        later = threading.Thread(target=sender.send_checkpoint, args=([1], 7, CONTENT, SECOND))
+        later.start()  # it has the state once this thread waits
+        return wait_for(*arguments)
+
+    monkeypatch.setattr(sender.changed, "wait_for", is_asked)
     assert receive(sender)["user"]["default"].parts == STATE.parts
 
 
 @pytest.mark.parametrize(
     "wrong", [{"step": 8}, {"token": "0" * 32}, {"token": None}], ids=["step", "token", "no token"]
 )
-def test_another_step_or_a_stranger_receives_nothing(sender, wrong):
+def test_another_step_or_a_stranger_receives_nothing(sender, wrong, time_is_over):
     sender.send_checkpoint([1], 7, CONTENT, SECOND)
-    sender.timeout = 0.2
+    time_is_over()
     with pytest.raises(TransferError, match="the sender has ended the connection"):
         receive(sender, **wrong)
 
 
-def test_after_disallow_checkpoint_nothing_is_sent_since_the_state_changes(sender):
-    sender.timeout = 0.2
+def test_after_disallow_checkpoint_nothing_is_sent_since_the_state_changes(sender, time_is_over):
     sender.send_checkpoint([1], 7, CONTENT, SECOND)
     sender.disallow_checkpoint()
+    time_is_over()
     with pytest.raises(TransferError):
         receive(sender)
 
@@ -109,21 +123,21 @@ def test_disallow_checkpoint_waits_for_a_receiver(sender):
             values |= set(block)
             left -= len(block)
         assert values == {0}
-        assert changed.wait(5)
+        assert changed.wait(300)
 
 
-def test_a_receiver_that_is_too_slow_does_not_get_a_state_that_changes(sender):
+def test_a_receiver_that_is_too_slow_does_not_get_a_state_that_changes(sender, time_is_over):
     large = CopyState({"large": torch.zeros(2**24)}, {})
     sender.send_checkpoint([1], 7, {**CONTENT, "user": {"default": large}}, SECOND)
-    sender.timeout = 0.2
     source = json.loads(sender.metadata())
     with socket.create_connection((source["host"], source["port"])) as connection:
         asked = json.dumps({"token": source["token"], "step": 7})
         connection.sendall(asked.encode() + b"\n")
         read_line(connection)
+        received = bytearray(connection.recv(2**20))  # the sender is in the middle of it
+        time_is_over()
         sender.disallow_checkpoint()
         large.tensors["large"].fill_(1)
-        received = bytearray()
         while block := connection.recv(2**20):
             received += block
     assert len(received) < large.tensors["large"].nbytes

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from titan_lite.resilience import stragglers as module
 from titan_lite.resilience.stragglers import Stragglers, describe_slowest
 
 
@@ -31,7 +32,8 @@ def test_the_sentence_has_the_slowest_rank_beside_the_median():
 
 
 def test_an_interval_begins_anew_after_each_line(caplog, monkeypatch):
-    monkeypatch.setattr("titan_lite.resilience.stragglers.gather_to_rank_0", lambda own: [0.0, own])
+    monkeypatch.setattr(module, "gather_to_rank_0", lambda own: [0.0, own])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: 100.0)
     caplog.set_level(logging.WARNING, logger="titan_lite")
     stragglers = Stragglers(rank=0)
     stragglers.seconds = 3.0

@@ -27,10 +27,10 @@ GLOO = (
 
 
 def test_one_rank_alone_has_no_threads_and_tells_nobody():
-    before = threading.active_count()
+    before = set(threading.enumerate())
     alone = Watchdog(Comm(), 0, 1)
     alone.start_phase("step 1", "train_timeout_seconds")
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     assert alone._share(ValueError()) is None
 
 
@@ -81,7 +81,9 @@ def test_what_ends_a_rank_is_reported_in_words_and_the_rest_is_left_as_it_is(mon
 
 def test_what_cannot_be_known_in_time_is_not_waited_for():
     assert watchdog._call_within(60, lambda: 3) == 3
-    assert watchdog._call_within(0.01, threading.Event().wait) is None
+    ended = threading.Event()
+    assert watchdog._call_within(0.01, ended.wait) is None
+    ended.set()  # else the thread outlives the test
 
     def fails():
         raise dist.DistNetworkError("gone")
@@ -159,12 +161,12 @@ def test_compiling_a_model_is_progress():
 
 def test_a_rank_that_does_not_notice_the_failure_of_another_ends(monkeypatch, caplog):
     ended = []
-    monkeypatch.setattr(watchdog, "GRACE", 0.3)
     monkeypatch.setattr(watchdog.Watchdog, "_exit", lambda self: ended.append(saved.is_set()))
     saved = threading.Event()
     one = Watchdog(Comm(), 0, 1)
     one._end_after("rank 1 failed: ValueError: odd")
     assert not ended  # it is disabled: the error has reached it
+    monkeypatch.setattr(watchdog, "GRACE", 0.3)
     one.start_phase("step 1", "train_timeout_seconds")
     timer = threading.Timer(1, saved.set)  # a save in the background
     timer.start()
@@ -172,14 +174,17 @@ def test_a_rank_that_does_not_notice_the_failure_of_another_ends(monkeypatch, ca
     assert ended == [True]
 
 
-def test_a_thread_that_computes_is_told_from_one_that_waits():
+def test_a_thread_that_computes_is_told_from_one_that_waits(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     one = Watchdog(Comm(), 0, 1)
     one.start_phase("step 1", "train_timeout_seconds")
     until = time.thread_time() + 0.1
     while time.thread_time() < until:
         pass
+    now[0] += 0.5
     assert one.computes()
-    one.last_progress -= 1000  # seconds in which it has used a tenth of one
+    now[0] += 1000  # seconds in which it has used a tenth of one
     assert not one.computes()
     without_recorder = Watchdog(Comm(trace_buf_size=0), 0, 1)
     assert not without_recorder.computes()
@@ -217,7 +222,9 @@ def test_a_store_that_was_not_reached_is_named_with_this_ranks_record(monkeypatc
     monkeypatch.setenv("MASTER_ADDR", "node0")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda *_, **__: None)
-    monkeypatch.setattr(watchdog, "_connect", refuse)  # else a thread tries, and outlives the test
+    # else threads try, and outlive the test; one would cancel the stacks of conftest.py
+    monkeypatch.setattr(watchdog, "_connect", refuse)
+    monkeypatch.setattr(Watchdog, "_watch", lambda self: None)
     one = Watchdog(Comm(), 1, 2)
     monkeypatch.setattr(one, "_exit", lambda: None)
     one._end("rank 1 has made no progress", 0.0, "init_timeout_seconds")

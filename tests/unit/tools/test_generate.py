@@ -4,6 +4,7 @@ says what is wrong.
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -48,9 +49,16 @@ def save_hf(folder, config):
     (folder / "config.json").write_text(json.dumps(config_to_hf(config, torch.float32)))
 
 
+DEFAULT = [("llama3", False), ("qwen3_moe", True)]
+
+
 @pytest.fixture(
     scope="module",
-    params=[(family, tied) for family in OF_FAMILY for tied in (False, True)],
+    params=[
+        pytest.param((family, tied), marks=() if (family, tied) in DEFAULT else pytest.mark.slow)
+        for family in OF_FAMILY
+        for tied in (False, True)
+    ],
     ids=lambda param: f"{param[0]}, {'tied' if param[1] else 'untied'}",
 )
 def folder(request, tmp_path_factory):
@@ -61,6 +69,9 @@ def folder(request, tmp_path_factory):
     save_hf(path, of_family(family, shape))
     shutil.copyfile(TOKENIZER, path / "tokenizer.model")
     return path
+
+
+whatever_the_model = pytest.mark.parametrize("folder", [("llama3", False)], indirect=True)
 
 
 # The memory
@@ -158,6 +169,7 @@ def test_a_token_that_the_tokenizer_does_not_have_is_never_drawn():
     assert token < 2000
 
 
+@whatever_the_model
 def test_a_seed_gives_a_text(folder):
     def text(seed):
         decoder = build_decoder(open_weights(folder), 64, torch.device("cpu"), torch.float32)
@@ -241,6 +253,7 @@ def test_characters_come_whole():
 # The command
 
 
+@whatever_the_model
 def test_the_text_alone_is_on_standard_output(folder, capsys):
     arguments = [str(folder), "--prompt", "def main(", "--max-new-tokens", "5", "--device", "cpu"]
     assert command.main(arguments) == 0
@@ -255,6 +268,7 @@ def test_the_text_alone_is_on_standard_output(folder, capsys):
     assert capsys.readouterr().out != first.out
 
 
+@whatever_the_model
 def test_a_tokenizer_json_speaks_as_ours_does(folder, tmp_path, capsys):
     theirs = shutil.copytree(folder, tmp_path / "theirs")
     for name in (
@@ -297,6 +311,7 @@ def save_step(path, folder, tokenizer, number=1):
     manifest.write(path, number, files)
 
 
+@whatever_the_model
 def test_of_a_run_the_newest_step_speaks_through_its_recipes_tokenizer(folder, tmp_path, capsys):
     named = shutil.copyfile(TOKENIZER, tmp_path / "a.tokenizer")
     for number in (2, 10):
@@ -313,6 +328,7 @@ def test_of_a_run_the_newest_step_speaks_through_its_recipes_tokenizer(folder, t
     )
 
 
+@whatever_the_model
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -388,6 +404,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, capsys
     assert "has 2048 tokens, and the model 300" in capsys.readouterr().err
 
 
+@whatever_the_model
 def test_a_tokenizer_that_is_not_the_runs_is_refused(folder, tmp_path, capsys):
     mine, other = tmp_path / "mine.model", tmp_path / "other.model"
     shutil.copyfile(TOKENIZER, mine)
@@ -414,7 +431,7 @@ def test_a_tokenizer_that_is_not_the_runs_is_refused(folder, tmp_path, capsys):
     assert (Path(out) / "tokenizer.model").read_bytes() == TOKENIZER.read_bytes()
 
 
-@pytest.mark.parametrize("folder", [("llama3", False)], indirect=True)  # a pipe, whatever the model
+@whatever_the_model
 def test_who_has_heard_enough_may_go(folder):
     arguments = [
         sys.executable,
@@ -427,9 +444,11 @@ def test_who_has_heard_enough_may_go(folder):
         "--device",
         "cpu",
     ]
-    with subprocess.Popen(
-        [*arguments, "--max-new-tokens", "20"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        process.stdout.close()
-        assert b"Broken" not in process.stderr.read()
-    assert process.returncode == 0
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing) as pipe:
+        done = subprocess.run(
+            [*arguments, "--max-new-tokens", "20"], stdout=pipe, stderr=subprocess.PIPE
+        )
+    assert b"Broken" not in done.stderr
+    assert done.returncode == 0

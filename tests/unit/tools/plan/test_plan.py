@@ -146,6 +146,7 @@ def test_a_shipped_recipe_by_its_name_has_its_own_world_size(capsys):
     assert capsys.readouterr().err.startswith("error: --hardware h101 is not a profile")
 
 
+@pytest.mark.slow
 def test_copies_that_may_be_lost_are_planned_as_one_world(capsys):
     copies = ["--fault_tolerance.copies=2", "--fault_tolerance.min_copies=2"]
     options = ["debug_model", "--hardware", "h100"]
@@ -187,7 +188,7 @@ def test_no_tokenizer_and_no_data_are_looked_at(capsys):
     assert "training.seq_len = 200000" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_async_tensor_parallelism_waits_less_and_is_off_without_tensor_parallelism(capsys):
     def waits(*options):
         assert (
@@ -247,7 +248,7 @@ def check_sum(plan):
     assert sum(parts.values()) == pytest.approx(plan["step_seconds"]["stated"])
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -260,6 +261,7 @@ def test_no_part_of_a_step_is_below_zero_and_all_sum_to_it(recipe, capsys):
     check_sum(planned(recipe, capsys))
 
 
+@pytest.mark.slow
 def test_a_step_is_that_of_all_blocks_traced(capsys):
     """Of a recipe whose waits are longer with three blocks than with four."""
     options = ["--model.n_layers=12"]
@@ -333,7 +335,7 @@ def test_other_shipped_recipes_fit_their_clusters(recipe):
     assert (1 if fills else 2) * by_formula(recipe) < H100.memory * GIB
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("recipe", SHIPPED)
 def test_the_formula_is_a_lower_bound_and_no_less_than_half_of_a_plan(recipe, capsys):
     total = fits(planned(recipe, capsys), recipe)
@@ -355,11 +357,12 @@ def test_a_duration_has_the_unit_that_fits(seconds, words):
     assert in_units(*seconds) == words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compiled",
     [
         "--compile.no-enable",
-        pytest.param("--compile.backend=aot_eager", marks=pytest.mark.slow),
+        pytest.param("--compile.backend=aot_eager", marks=pytest.mark.release),
     ],
 )
 def test_weights_that_are_kept_are_not_gathered_again_by_recomputation(compiled):

@@ -116,6 +116,7 @@ def test_a_grouped_product_is_priced_by_the_rows_of_an_expert():
     assert node_seconds(few, H100) > 2.0 * 128 * 2048 * 768 / 3.35e12
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_a_token_is_computed_with(capsys):
     recipe = str(RECIPES / "qwen3_moe_debug.toml")
     arguments = [recipe, "--hardware", "h100", "--world-size", "2"]
@@ -126,6 +127,7 @@ def test_a_plan_says_what_a_token_is_computed_with(capsys):
     assert (plan["parameters"], plan["active_parameters"]) == (9_912_128, 4_603_712)
 
 
+@pytest.mark.slow
 def test_expert_shards_travel_over_fsdp_with_tensor_parallelism(capsys):
     recipe = str(RECIPES / "qwen3_moe_debug.toml")
     options = ["--parallelism.tensor_parallel_degree=2", "--json"]
@@ -135,6 +137,7 @@ def test_expert_shards_travel_over_fsdp_with_tensor_parallelism(capsys):
     assert sent["tp"] > 0
 
 
+@pytest.mark.slow
 def test_with_expert_parallelism_tokens_travel_in_place_of_experts(capsys):
     recipe = str(RECIPES / "qwen3_moe_debug.toml")
     arguments = [recipe, "--hardware", "h100", "--world-size", "4", "--json"]
@@ -157,6 +160,7 @@ def test_with_expert_parallelism_tokens_travel_in_place_of_experts(capsys):
     assert little["memory"]["peak"] < split["memory"]["peak"]
 
 
+@pytest.mark.slow
 def test_the_rank_with_most_tokens_of_experts_is_planned(capsys):
     recipe = str(RECIPES / "qwen3_30b_a3b.toml")
     options = ["--model.n_layers=4", "--parallelism.expert_parallel_degree=8"]
@@ -191,6 +195,7 @@ def test_an_imbalance_that_cannot_be_is_refused(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_repeated_step_of_a_schedule_that_cannot_recompute_is_planned_as_it_runs(capsys):
     """In eager mode, each half of a backward would recompute every block."""
     recipe = str(RECIPES / "qwen3_moe_debug.toml")
@@ -205,6 +210,7 @@ def test_a_repeated_step_of_a_schedule_that_cannot_recompute_is_planned_as_it_ru
     assert "times the mean runs again" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_plan_with_a_capacity_says_what_a_step_needs_that_runs_again(capsys):
     recipe = str(RECIPES / "qwen3_moe_debug.toml")
     options = ["--parallelism.expert_parallel_degree=2", "--experts.capacity_factor=1.25"]

@@ -42,9 +42,10 @@ def test_every_recipe_for_a_cluster_has_its_row():
     assert set(PLANNED) == for_clusters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLANNED],
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.release) for name in PLANNED],
 )
 def test_the_page_has_what_a_recipe_is_planned_with_today(recipe, capsys):
     ranks, _, _, step, speed, memory, _ = PLANNED[recipe]
@@ -57,8 +58,11 @@ def test_the_page_has_what_a_recipe_is_planned_with_today(recipe, capsys):
     assert numbers(memory) == pytest.approx([plan["memory"]["total"] / 2**30], rel=SAME)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "rows", ["torchao: 8B on 8 B200", pytest.param("", marks=pytest.mark.slow)], ids=["one", "all"]
+    "rows",
+    ["torchao: 8B on 8 B200", pytest.param("", marks=pytest.mark.release)],
+    ids=["one", "all"],
 )
 def test_the_file_has_what_published_runs_are_planned_with_today(rows):
     done = run(*python(ROOT / "scripts/compare_published.py", "--rows", rows), seconds=1800)

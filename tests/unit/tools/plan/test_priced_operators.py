@@ -82,6 +82,7 @@ def graphs():
     return run_ranks(1, priced_in_all_modes, init=False)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "option"), CHECKPOINTING)
 def test_the_graphs_of_eager_mode_have_the_operators_of_a_run(mode, option, graphs):
     model = Transformer(MODEL)

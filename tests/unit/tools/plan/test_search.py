@@ -209,7 +209,7 @@ def test_a_search_that_is_none_is_one_sentence(arguments, words, capsys):
         assert word in error
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_search_finds_what_fits(capsys):
     overrides = ["--model.flavor=1B", "--training.seq_len=2048", "--training.global_batch_size=16"]
     assert (
@@ -233,7 +233,7 @@ def processes_of(session):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_search_that_is_stopped_shows_what_it_has_and_leaves_nothing_behind(name, tmp_path):
     keys = [f"--{key}" for key in ("training.global_batch_size=16", "training.seq_len=64")]
@@ -473,9 +473,10 @@ BOUNDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in BOUNDED],
+    [pytest.param(case, marks=() if case in QUICK else pytest.mark.release) for case in BOUNDED],
 )
 def test_by_formula_a_layout_never_needs_more_than_its_plan(case):
     ranks, options = BOUNDED[case]

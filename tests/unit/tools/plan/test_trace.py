@@ -158,7 +158,7 @@ def traces_long(traces):
     return traces | trace_all(LONG)
 
 
-@pytest.mark.parametrize("blocks", [3, 4, 5])
+@pytest.mark.parametrize("blocks", [3, 4, pytest.param(5, marks=pytest.mark.slow)])
 def test_fsdp_sends_every_weight_forward_again_backward_and_every_gradient(traced, blocks):
     costs = traced["fsdp", blocks]
     parameters = blocks * BLOCK + 2 * TABLE + MODEL.dim
@@ -174,6 +174,7 @@ def test_fsdp_sends_every_weight_forward_again_backward_and_every_gradient(trace
     assert step.sent == {"dp_shard": (forward + backward) * share}  # and nothing else
 
 
+@pytest.mark.slow
 def test_copies_send_thin_factors_once_a_step_and_keep_errors(traces):
     costs, shard = traces["copies", 3].costs[0], RANKS // 2
     copies = costs.once.pop("copies")
@@ -203,6 +204,7 @@ def test_copies_send_thin_factors_once_a_step_and_keep_errors(traces):
     assert shards < memory["errors between copies"] < 2.1 * shards
 
 
+@pytest.mark.slow
 def test_the_copy_of_a_tied_table_is_neither_updated_nor_compressed(traces):
     found = traces["last of tied copies", 3]
     weights = found.tensors.weights
@@ -246,7 +248,7 @@ def test_nothing_hides_the_factors_of_all_gradients_and_the_others():
     assert costs.exposed["dp_replicate"] == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("blocks", [3, 4, 5])
+@pytest.mark.parametrize("blocks", [3, 4, pytest.param(5, marks=pytest.mark.slow)])
 def test_products_and_attention_are_those_of_the_formula(traced, blocks):
     graphs = traced["fsdp", blocks].graphs
     forward, backward = graphs["forward"], graphs["backward"]
@@ -301,11 +303,13 @@ def kept(stage, what="activations"):
     return sum(size for size, part in zip(tape.sizes, tape.parts, strict=True) if part == what)
 
 
+@pytest.mark.slow
 def test_two_depths_tell_of_a_third(traces):
     assert depths_to_trace(FSDP.config) == (4, 8)
     check_line(traces, (3, 4), 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["halves", "once"])
 def test_a_backward_in_halves_computes_what_a_whole_one_does(traced, what):
     graphs = traced[what, 3].graphs
@@ -325,6 +329,7 @@ def test_a_backward_in_halves_computes_what_a_whole_one_does(traced, what):
         assert weights.sent["dp_shard"] == 4 * parameters * share
 
 
+@pytest.mark.slow
 def test_two_depths_tell_of_a_third_in_halves(traces):
     check_line(traces, (3, 4), 5, "halves")
     repeated, traced = (
@@ -337,6 +342,7 @@ def test_two_depths_tell_of_a_third_in_halves(traces):
         assert found == expected, graph
 
 
+@pytest.mark.slow
 def test_a_stage_that_runs_backward_both_ways_has_the_graphs_of_each(traces):
     both, halves = (traces[what, 3] for what in ("both", "halves"))
     (costs,), (of_halves,) = both.costs, halves.costs
@@ -355,12 +361,12 @@ def test_a_stage_that_runs_backward_both_ways_has_the_graphs_of_each(traces):
     assert gradients[0] == gradients[1]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_depths_tell_of_a_deep_one(traces_long):
     check_line(traces_long, (3, 4), 8)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_recomputed_block_computes_its_forward_again(traces_long):
     plain, again = (costs_of(traces_long)[key, 3] for key in ("fsdp", "full"))
     assert again.graphs["forward"].matmul_flops == plain.graphs["forward"].matmul_flops
@@ -375,6 +381,7 @@ def test_a_recomputed_block_computes_its_forward_again(traces_long):
     assert less < 0.3 * saved
 
 
+@pytest.mark.slow
 def test_a_loss_in_chunks_has_the_same_products_no_logits_and_sums_of_the_projections_gradient(
     traces, traced
 ):
