@@ -157,7 +157,7 @@ FAULTS = (
         "distributed/expert_capacity.py",
         "if most <= 1:",
         "if most <= self.factor:",
-        ("distributed/test_expert_parallel.py", "integration/test_expert_runs.py"),
+        ("unit/distributed/test_expert_capacity.py", "integration/test_expert_runs.py"),
     ),
     # Tensor-parallel ranks scale their parts of a weight differently.
     Fault(

@@ -135,6 +135,7 @@ def flip(trainer):
     router.expert_bias += torch.tensor([0.01, *[0.0] * 7])
 
 
+@pytest.mark.slow
 def test_choices_that_differ_are_found_with_their_gap():
     config = reference(twin_of("dp_shard=1", "--experts.balance=none", *AT_ONCE))
     model = replace(twin_model(QWEN3_MOE.flavors["debug"], 1))

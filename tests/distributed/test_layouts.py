@@ -68,6 +68,7 @@ SLOW = [  # of every kind and of every two kinds one, and every schedule
     ("dp_shard=2", [*COMPILED, *EVERY_TIME, *CHUNKED]),
     ("dp_shard=2,pp=2", FULL),
     ("pp=2", [*TIED, *ZBV]),  # the first and the last stage have one rank
+    ("dp_shard=2,tp=2", FULL),
     *OF_EVERY_FAMILY,
 ]
 LAYOUTS = [
@@ -259,6 +260,7 @@ def test_a_stage_compiles_the_backwards_that_it_runs(name, backwards):
     assert result.agrees, result
 
 
+@pytest.mark.slow
 def test_a_twin_has_documents_to_mask():
     masked, whole = (
         expected(4, masked).gradients["layers.0.attention.wq.weight"] for masked in (True, False)

@@ -40,10 +40,6 @@ LAYOUTS = {  # dp_replicate, dp_shard, tp
     "ddp2tp2": (2, 1, 2),
     "hsdp2x2tp2": (2, 2, 2),
 }
-PARAMS = [
-    pytest.param(layout, marks=pytest.mark.release if layout != "dp2tp2" else ())
-    for layout in LAYOUTS
-]
 VARIANTS = {
     "eager": dict(reshard=True),
     "eager, keep, full checkpointing": dict(reshard=False, checkpointing="full"),
@@ -99,20 +95,22 @@ def compared(layout, family, variants):
     return run_ranks(replicate * shard * tp, compare, layout, family, variants)
 
 
-def with_marks(family, variant):
-    if (family, variant) == (FIRST_FAMILY, "eager"):
-        return pytest.param(family, variant)
+def mark_of(layout, family, variant):
+    if family == FIRST_FAMILY and variant == "eager":
+        return {"dp2tp2": (), "ddp2tp2": pytest.mark.slow}.get(layout, pytest.mark.release)
     is_slow = family == FIRST_FAMILY or variant in OF_EVERY_FAMILY
-    return pytest.param(family, variant, marks=pytest.mark.slow if is_slow else pytest.mark.release)
+    return pytest.mark.slow if is_slow and layout == "dp2tp2" else pytest.mark.release
 
 
 CASES = [
-    with_marks(family, variant) for family in OF_FAMILY for variant in (*OF_EVERY_FAMILY, *REST)
+    pytest.param(layout, family, variant, marks=mark_of(layout, family, variant))
+    for layout in LAYOUTS
+    for family in OF_FAMILY
+    for variant in (*OF_EVERY_FAMILY, *REST)
 ]
 
 
-@pytest.mark.parametrize(("family", "variant"), CASES)
-@pytest.mark.parametrize("layout", PARAMS)
+@pytest.mark.parametrize(("layout", "family", "variant"), CASES)
 def test_the_loss_and_every_gradient_are_those_of_one_process(layout, family, variant):
     shape = of_family(family, TIED if "tied" in variant else HEADS)
     loss, grads = one_process(shape, *batch())

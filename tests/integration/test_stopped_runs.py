@@ -209,8 +209,14 @@ def test_while_it_compiles(alone, tmp_path):
     same(folder, alone)
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("kind", ["tensor", "pipeline", "context"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("tensor", marks=pytest.mark.slow),
+        pytest.param("pipeline", marks=pytest.mark.release),
+        pytest.param("context", marks=pytest.mark.release),
+    ],
+)
 def test_ranks_of_every_kind_of_parallelism_stop_at_the_same_step(kind, tmp_path):
     layout = [f"--parallelism.{kind}_parallel_degree", "2", *NO_VALIDATION]
     last = {"at": "step_start", "step": 2, "rank": 3, "signal": "SIGUSR1"}

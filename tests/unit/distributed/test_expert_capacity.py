@@ -1,0 +1,26 @@
+"""A step runs again if a rank needed more rows than there is room for, whatever the room is."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_lite.distributed.expert_capacity import ExpertCapacity
+
+
+@pytest.fixture
+def _alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize(
+    ("needed", "exceeded"), [(0.0, False), (0.9, False), (1.0, False), (1.2, True), (2.0, True)]
+)
+def test_a_step_is_repeated_where_more_rows_are_needed_than_there_is_room_for(needed, exceeded):
+    capacity = ExpertCapacity([], 1.5, torch.device("cpu"), recomputes=False)
+    capacity.needed.fill_(needed)  # relative to the room
+    assert capacity.exceeded() == exceeded
+    assert capacity.repeated_steps == exceeded
+    assert capacity.most == pytest.approx(1.5 * needed)  # relative to equally loaded experts
