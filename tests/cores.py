@@ -1,8 +1,9 @@
 """Share this machine's cores among the workers of pytest-xdist, so that ranks count, too.
 
 There are places for twice as many processes as there are cores, since ranks often wait, for each
-other or for a disk. A test has one place, or as many as its mark says (conftest.py): @pytest.mark.ranks(2). What starts
-ranks and waits for them gives them one place each instead of its own:
+other or for a disk. A test has one place, or as many as its mark says (conftest.py):
+@pytest.mark.ranks(2). What starts ranks and waits for them gives them one place each instead of its
+own:
 
     with cores.given_to(2):
         ...                     # two ranks run

@@ -70,6 +70,8 @@ EFFECT_OF_ENTRY = {
     ("versions", "torch"): Effect.ROUNDING,
     ("versions", "cuDNN"): Effect.ROUNDING,
 }
+# Field and key of its dictionary that older steps do not have
+NEW_ENTRIES = {("model", "max_seq_len"), ("mesh", "ep")}
 
 ONLY_MODEL = "the step has only the model"
 OTHER_ERRORS = (
@@ -209,8 +211,9 @@ def _changes_of_fields(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
         if name in DOCUMENTS:
             continue
         for path, before, after in leaves_that_differ(was[name], now[name]):
-            if name == "model" and before is None and (after == 0 or path == "max_seq_len"):
-                continue  # the step is older than the field
+            is_new = (name, path) in NEW_ENTRIES or (name == "model" and after == 0)
+            if before is None and is_new:
+                continue  # the step is older than the entry
             text = f"{words.format(path)}: {short(after)}, was {short(before)}"
             yield Change(EFFECT_OF_ENTRY.get((name, path), effect), text)
 

@@ -110,13 +110,11 @@ def run_identity(config: Config, layout: Layout, tokenizer: Tokenizer) -> RunIde
     # In the layout, max_seq_len is training.seq_len of this run; parameters do not depend on it.
     model = dataclasses.replace(layout.model, max_seq_len=shape_of(config.model).max_seq_len)
 
-    mesh = dict(layout.degrees)
-    if layout.expert_parallel > 1:
-        mesh["ep"] = layout.expert_parallel
-
     compression = {}
     if config.parallelism.replicate_compression != "none":
-        compression = {axis: degree for axis, degree in mesh.items() if axis != "pp"}
+        compression = {axis: degree for axis, degree in layout.degrees.items() if axis != "pp"}
+        if layout.expert_parallel > 1:
+            compression["ep"] = layout.expert_parallel
         compression["rank"] = config.parallelism.replicate_rank
 
     digests = {name: digest_of(sources) for name, sources in documents_of_run(config).items()}
@@ -130,7 +128,7 @@ def run_identity(config: Config, layout: Layout, tokenizer: Tokenizer) -> RunIde
         shares=tuple(share for share, _ in config.data.mixture()),
         total_steps=config.total_steps,
         world_size=layout.world_size,
-        mesh=mesh,
+        mesh={**layout.degrees, "ep": layout.expert_parallel},
         compression=compression,
         family_file=file_digest(config.model.name),
     )

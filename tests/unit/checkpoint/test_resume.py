@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import DEBUG_TOKENIZER
 
 import titan_lite
 from titan_lite.checkpoint import run_identity as identity_module
@@ -24,13 +25,18 @@ from titan_lite.checkpoint.run_identity import (
     RunIdentity,
     documents_of_run,
     git_revision,
+    run_identity,
     source_digest,
     with_machine,
 )
 from titan_lite.checkpoint.state import RunState, SavedState, read_state, write_state
 from titan_lite.config import KEYS, Checkpoint, ConfigError, is_unset, load_config
 from titan_lite.config.effects import Effect
+from titan_lite.config.families import FAMILIES
 from titan_lite.data.source_identity import digest_of
+from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.distributed.layout import Layout
+from titan_lite.models.shapes import config_from_fields
 
 DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"
 FACTS = {
@@ -47,7 +53,7 @@ FACTS = {
     "shares": (1.0,),
     "total_steps": 100,
     "world_size": 2,
-    "mesh": {"dp_shard": 2, "tp": 1},
+    "mesh": {"dp_shard": 2, "tp": 1, "ep": 1},
     "device": "CPU",
     "numerics": {"threads": 1, "CPU capability": "AVX512"},
     "versions": {"torch": "2.13.0", "python": "3.11.2"},
@@ -152,7 +158,7 @@ CASES = [
     (["--training.seq_len=512"], {}, [(Effect.NOTED, "training.seq_len = 512, was 256")]),
     (
         [],
-        {"mesh": {"dp_shard": 4, "tp": 1}},
+        {"mesh": {**FACTS["mesh"], "dp_shard": 4}},
         [(Effect.ROUNDING, "ranks along dp_shard: 4, was 2")],
     ),
     (
@@ -230,10 +236,33 @@ def test_what_a_difference_does(overrides, facts, expected):
     assert differences(*LOCAL, *overrides, was=LOCAL, **facts) == expected
 
 
-def test_of_a_step_that_is_older_than_the_models_max_seq_len_nothing_is_told():
+def test_of_a_step_that_is_older_than_an_entry_nothing_is_told():
     was = saved()
     del was.identity.model["max_seq_len"]
+    del was.identity.mesh["ep"]
     assert not compared(was, saved().identity).changes
+
+
+def test_another_degree_of_expert_parallelism_rounds_otherwise():
+    found = differences(mesh={**FACTS["mesh"], "ep": 2})
+    assert found == [(Effect.ROUNDING, "ranks along ep: 2, was 1")]
+
+
+QWEN3 = ["--model.name=qwen3_moe", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]
+
+
+def test_the_identity_of_a_run_has_the_limit_of_its_flavor_and_the_degree_of_its_experts():
+    config = load_config(DEBUG, [*QWEN3, "--parallelism.expert_parallel_degree=2"])
+    layout = Layout.from_config(config, 2)
+    found = run_identity(config, layout, load_tokenizer(config.model.tokenizer_path))
+    assert found.mesh["ep"] == 2
+    assert found.model["max_seq_len"] == 40_960
+
+
+def test_a_step_without_the_models_limit_has_that_of_its_family():
+    shape = dataclasses.asdict(FAMILIES["qwen3"].flavors["0.6B"])
+    del shape["max_seq_len"]
+    assert config_from_fields(shape, "state.json").max_seq_len == 40_960
 
 
 def test_without_shuffling_the_seed_and_the_buffer_are_of_no_data():
