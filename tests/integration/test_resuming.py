@@ -228,7 +228,7 @@ def test_a_checkpoint_records_its_recipe_and_run(uninterrupted):
         run["tokenizer"]
         == hashlib.sha256(Path(config.model.tokenizer_path).read_bytes()).hexdigest()
     )
-    assert run["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    assert run["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "ep": 1}
     assert (run["world_size"], run["sequences"], run["total_steps"], run["model"]["n_layers"]) == (
         2,
         8,
