@@ -6,6 +6,11 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_lite.config import Optimizer
 from titan_lite.config.families import ModelConfig
@@ -170,6 +175,30 @@ def test_the_norm_of_bfloat16_gradients_is_summed_in_float32():
         torch.testing.assert_close(
             parameter.grad.float(), gradient.float() / norm, rtol=2**-8, atol=0
         )
+
+
+@pytest.mark.parametrize(
+    ("placements", "copies"),
+    [
+        ([_StridedShard(0, split_factor=2), Shard(0)], 1),  # as FSDP divides tensor-parallel rows
+        ([Shard(0), Shard(1)], 1),
+        ([Replicate(), Shard(0)], 2),
+        ([Replicate(), Replicate()], 4),
+    ],
+)
+def test_a_gradient_counts_once_however_many_ranks_have_it(placements, copies):
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=0, world_size=4
+    )  # which adds nothing up
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        part = torch.ones(3, 3)
+        parameter = torch.nn.Parameter(DTensor.from_local(part, mesh, placements, run_check=False))
+        parameter.grad = DTensor.from_local(2 * part, mesh, placements, run_check=False)
+        norm = clip_grad_norm_([parameter], max_norm=1e3)
+    finally:
+        dist.destroy_process_group()
+    assert norm.item() == pytest.approx(6 / math.sqrt(copies))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
