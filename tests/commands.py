@@ -176,3 +176,9 @@ def _train(log: str, words: list[str]) -> None:
             os.dup2(output.fileno(), stream.fileno())
     os.chdir(ROOT)
     sys.exit(main(words))
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """Return the ids of the processes that a launcher's main thread has started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(pid) for pid in children.read_text().split()]

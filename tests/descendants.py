@@ -10,6 +10,7 @@ Linux alone lists the children of a process; elsewhere nothing is found.
 import os
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -59,6 +60,14 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def until_ended(processes: Iterable[int]) -> None:
+    """Wait for the end of processes that have been killed: the kernel may take a moment."""
+    deadline = time.monotonic() + 60
+    while any(map(runs, processes)):
+        assert time.monotonic() < deadline, "a process goes on"
+        time.sleep(0.01)
 
 
 def _orphans(test: str) -> set[int]:

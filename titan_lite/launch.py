@@ -44,9 +44,9 @@ from titan_lite.environment import (
     use_loopback,
 )
 from titan_lite.logging import print_line
-from titan_lite.processes import large_imports, signal_when_parent_dies
+from titan_lite.processes import descendants, large_imports, signal_when_parent_dies
 from titan_lite.resilience import exit_code
-from titan_lite.resilience.signals import LAUNCHER, STOPPING, write_line
+from titan_lite.resilience.signals import AT_ONCE, LAUNCHER, STOPPING, write_line
 from titan_lite.rules.fault_tolerance import missing_lighthouse
 from titan_lite.rules.mistakes import raise_mistakes
 
@@ -66,6 +66,7 @@ SLOW_STEP = 120  # seconds
 VERIFY_LIMIT = 240  # seconds for a user's own family, which takes 4 to 10 on free cores
 DEFAULT_PORT = 29400  # torchrun's, of an endpoint without one
 RESTART_LIMIT = 600  # where ranks may start again: the time of torchrun, too
+RECEIVED = (*STOPPING, signal.SIGQUIT)
 VARIABLES = {  # name: (pattern, meaning)
     "OMP_NUM_THREADS": ("[1-9][0-9]{0,5}", "a number of threads, such as OMP_NUM_THREADS=1"),
     "NCOPIES": ("[1-9][0-9]{0,3}", "the number of copies of the model, such as NCOPIES=2"),
@@ -419,21 +420,34 @@ def set_command(arguments: Sequence[str]) -> None:
 
 def listen() -> None:
     """Receive signals in a thread: the first ends this process or, once torchrun runs, is passed
-    on; others are left pending.
+    on. After it SIGINT, and SIGQUIT always, end this process with all that it has started; others
+    change nothing.
 
     A further signal would end torchrun while it waits for its ranks, and leave them behind. Ranks
     inherit that signals are blocked, until they listen to them.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    signal.pthread_sigmask(signal.SIG_BLOCK, RECEIVED)
     for number in STOPPING:  # until torchrun starts ranks, and sets handlers of its own
         signal.signal(number, lambda number, frame: os._exit(exit_code.STOPPED))
     threading.Thread(target=pass_signal_on, name="signals", daemon=True).start()
 
 
-def pass_signal_on() -> None:
-    number = signal.Signals(signal.sigwait(STOPPING))
-    write_line(f"titan_lite: {number.name}: stopping")
-    _thread.interrupt_main(number)  # runs the signal's handler in the main thread
+def pass_signal_on() -> NoReturn:
+    number = signal.Signals(signal.sigwait(RECEIVED))
+    if number != signal.SIGQUIT:
+        write_line(f"titan_lite: {number.name}: stopping; {AT_ONCE}")
+        _thread.interrupt_main(number)  # runs the signal's handler in the main thread
+    while number != signal.SIGQUIT:
+        number = signal.Signals(signal.sigwait(RECEIVED))
+        if number == signal.SIGINT:
+            break
+    write_line(f"titan_lite: {number.name}: ended at once, without a save")
+    for process in descendants():
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(process, signal.SIGKILL)
+    if exit_code.VARIABLE in os.environ:
+        exit_code.take_record()
+    os._exit(exit_code.STOPPED)
 
 
 def launch(options: Sequence[str], *, may_restart: bool) -> int:
@@ -452,7 +466,7 @@ def launch(options: Sequence[str], *, may_restart: bool) -> int:
     if sys.platform == "linux":
         args = (may_restart,)
         threading.Thread(target=leave_other_nodes, args=args, name="nodes", daemon=True).start()
-    handled = ",".join(number.name for number in (*STOPPING, signal.SIGQUIT))
+    handled = ",".join(number.name for number in STOPPING)
     error: Exception | None = None
     try:
         run.main(["--signals-to-handle", handled, *options])

@@ -117,6 +117,7 @@ class CopyProcesses:
             self.running[copy] = subprocess.Popen(
                 [sys.executable, "-m", "titan_lite.launch", *self.arguments],
                 env=self.environment_of(copy),
+                start_new_session=True,  # a terminal's Ctrl-C comes once, from this process
             )
 
     def environment_of(self, copy: int) -> dict[str, str]:

@@ -4,6 +4,7 @@ signal_when_parent_dies(signal.SIGTERM, parent)     # in a process that `parent`
 context = fork_server(["titan_lite.trainer"])       # whose processes need not import it
 end_with_program()                                  # in one of these
 open_standard_streams()                             # where a shell has closed some
+for process in descendants(): ...                   # of this process
 with large_imports():
     import torch
 """
@@ -14,12 +15,15 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # an operation of Linux's prctl
 
@@ -37,6 +41,34 @@ def signal_when_parent_dies(number: signal.Signals, parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def descendants() -> list[int]:
+    """Return the ids of the processes that this one has started, and of those that they have,
+    parents first.
+    """
+    children = defaultdict(list)
+    for process, parent in _parents():
+        children[parent].append(process)
+    found = [os.getpid()]
+    for process in found:  # which grows
+        found += children[process]
+    return found[1:]
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    """Yield the id of each process of this machine, and that of its parent."""
+    if sys.platform != "linux":
+        command = ["ps", "-A", "-o", "pid=,ppid="]
+        listed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        for line in listed.splitlines():
+            process, parent = map(int, line.split())
+            yield process, parent
+        return
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended meanwhile
+            _, parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:2]
+            yield int(name), int(parent)
 
 
 def open_standard_streams() -> None:

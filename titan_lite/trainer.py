@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -235,7 +236,7 @@ class Trainer:
         # for each other.
         init_process_group(self.device, store, limit, connect=degrees["pp"] == 1)
         # From here on a signal ends a step and saves it, and a rank that is killed has failed.
-        signals.end_start()
+        signals.end_start(self.describe_what_stops_wait_for)
         exit_code.record(exit_code.FAILED)
         self.checkpointer.lock_on_first()
         self.checkpointer.check_shared()
@@ -844,6 +845,14 @@ class Trainer:
     def compile_limit(self) -> str:
         """Key in [comm] of the time limit of a phase that may compile."""
         return "compile_timeout_seconds" if self.config.compile.enable else "init_timeout_seconds"
+
+    def describe_what_stops_wait_for(self) -> str:
+        """Return what the run does before it stops, if it received a signal now."""
+        phase = self.watchdog.phase_name
+        seconds = time.monotonic() - self.watchdog.phase_start
+        saves = self.config.checkpoint.enable and phase != "save"
+        save = ", and a save" if saves else ""
+        return f"{phase}, which began {seconds:.0f} s ago{save}"
 
     def describe_stop(self) -> str:
         """Return the step at which the run stops, and what it does then."""

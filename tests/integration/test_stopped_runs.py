@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from commands import Job, launcher, script, train
+from commands import Job, launcher, ranks_of, script, train
+from descendants import until_ended
 from filelock import FileLock
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, ROOT, SMALL, every, steps
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -255,13 +256,6 @@ def test_a_wrong_recipe_is_not_restarted(tmp_path):
     assert run.output.count('error: model.flavor = "7B"') == 1
 
 
-def ranks_of(process):
-    return [
-        int(pid)
-        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ]
-
-
 def catches(process, number):
     (caught,) = re.findall(r"SigCgt:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())
     return bool(int(caught, 16) >> number - 1 & 1)
@@ -316,10 +310,7 @@ def test_a_launcher_that_is_killed_takes_the_ranks_along_which_save(ours, tmp_pa
     run.logged(3)
     ranks = ranks_of(run.process)
     run.process.kill()
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}/cwd").exists() for pid in ranks):
-        assert time.monotonic() < deadline, "a rank goes on"
-        time.sleep(0.1)
+    until_ended(ranks)
     assert run.ended() == -signal.SIGKILL
     with FileLock(folder / "checkpoint/lock", timeout=60):
         pass  # it is free, or becomes it with the end of the ranks' own processes

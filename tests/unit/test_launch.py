@@ -9,7 +9,8 @@ import signal
 import time
 
 import pytest
-from commands import ENVIRONMENT, Job, launcher
+from commands import ENVIRONMENT, Job, launcher, ranks_of
+from descendants import until_ended
 
 from titan_lite.launch import describe_failures
 
@@ -54,7 +55,7 @@ def main():
 
 exit_code.end_with(main)
 """
-SIGNALS = ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"]
+SIGNALS = ["SIGTERM", "SIGUSR1", "SIGHUP"]  # which change nothing after the first one
 
 
 @pytest.fixture
@@ -85,6 +86,27 @@ def test_signals_reach_the_ranks_once_which_save_and_are_not_restarted(names, la
     assert first in names
     assert job.output.count("stopping") == job.output.count("listening") // 2 == 1
     assert "Traceback" not in job.output
+
+
+@pytest.mark.parametrize(
+    "names", [["SIGINT", "SIGINT"], ["SIGTERM", "SIGINT"], ["SIGTERM", "SIGQUIT"], ["SIGQUIT"]]
+)
+def test_who_does_not_wait_for_the_save_ends_all_ranks_at_once(names, launch):
+    job = launch("stop", seconds=10_000)
+    job.until(r"(?s)training.*training")
+    *first, last = names
+    ranks = ranks_of(job.process)
+    for name in first:
+        job.process.send_signal(getattr(signal, name))
+        job.until(
+            f"{name}: stopping; a second SIGINT \\(Ctrl-C\\), or SIGQUIT, ends the run at once"
+        )
+    job.process.send_signal(getattr(signal, last))
+    assert job.ended() == 75
+    assert f"titan_lite: {last}: ended at once, without a save\n" in job.output
+    assert "saved after" not in job.output
+    assert len(ranks) == 2
+    until_ended(ranks)
 
 
 def test_a_terminal_that_closes_stops_the_run_saved(tmp_path):

@@ -1,12 +1,16 @@
 """Copies that fail are started again, as long as the run goes on."""
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from commands import Job
+from descendants import runs, until_ended
 from tiny import DEBUG
 
 from titan_lite import launch_copies as module
@@ -124,6 +128,48 @@ def test_a_copy_of_another_recipe_does_not_end_the_run(tmp_path):
     assert copies.run() == TRAINED
     assert copies.codes == {0: TRAINED, 1: WRONG_INPUT}
     assert sorted(copies.started) == [0, 1]
+
+
+# A copy whose rank saves for ever, in a session of its own as torchrun's
+SAVING_COPY = """
+import os, signal, subprocess, sys, time
+if sys.argv[-1] != "rank":
+    subprocess.Popen([__file__, "rank"], start_new_session=True)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+print("saving", os.getpid(), flush=True)
+time.sleep(10_000)
+"""
+SUPERVISOR = """
+import sys
+from titan_lite import launch
+from titan_lite.config import load_config
+from titan_lite.launch_copies import CopyProcesses
+
+recipe, folder, program = sys.argv[1:]
+options = [f"--job.dump_folder={folder}", "--fault_tolerance.copies=2"]
+options += ["--fault_tolerance.lighthouse=http://127.0.0.1:1"]
+launch.listen()
+copies = CopyProcesses(options, load_config(recipe, options), [()] * 2)
+sys.executable = program  # of copies
+sys.exit(copies.run())
+"""
+
+
+def test_a_second_interrupt_ends_all_copies_at_once(tmp_path):
+    program = tmp_path / "copy"
+    program.write_text(f"#!{sys.executable}{SAVING_COPY}")
+    program.chmod(0o700)
+    command = [sys.executable, "-c", SUPERVISOR, DEBUG, tmp_path, program]
+    job = Job(tmp_path / "log", *command, session=True)
+    job.until(r"(saving \d+\s+){4}")
+    processes = [int(pid) for pid in re.findall(r"saving (\d+)", job.output)]
+    os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does
+    job.until("SIGINT: stopping")
+    assert all(map(runs, processes))
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.ended() == STOPPED
+    until_ended(processes)
 
 
 def test_a_signal_stops_all_copies(tmp_path):

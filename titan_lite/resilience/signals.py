@@ -2,16 +2,18 @@
 to start it again (exit_code.py).
 
     listen()                  # at the start, with nothing to save, a signal ends the process
-    end_start()               # from now on a signal is only recorded
+    end_start(describe)       # from now on a signal is only recorded
     if received(): ...        # which ranks exchange at the end of a step (stop_signal.py)
 
 SIGTERM comes from schedulers and torchrun, SIGUSR1 from Slurm as a warning (`#SBATCH
 --signal=USR1@120`), SIGINT from Ctrl-C, SIGHUP from a terminal that closes.
 
-All threads block them, and one waits for the first. So no signal interrupts a save, and further
-ones stay pending for ever. Processes that a rank starts inherit the mask: a signal of torchrun,
-which sends it to the rank's process group, does not end a loader. The kernel sends SIGTERM when the
-launcher dies, since ranks without a launcher would keep the folder's lock and never restart.
+All threads block them, and one waits for them. So no signal interrupts a save. After the first one,
+SIGINT ends this process at once, and so does the death of the launcher: somebody does not want to
+wait. Others change nothing. SIGQUIT always ends a process. Processes that a rank starts inherit the
+mask: a signal of torchrun, which sends it to the rank's process group, does not end a loader. The
+kernel sends SIGTERM when the launcher dies, since ranks without a launcher would keep the folder's
+lock and never restart.
 
 From a signal to the end of a run:
 
@@ -26,23 +28,26 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from titan_lite.logging import write_line
 from titan_lite.processes import signal_when_parent_dies
-from titan_lite.resilience.exit_code import STOPPED
+from titan_lite.resilience.exit_code import STOPPED, record
 
 ALWAYS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 HANGUP_IS_IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as under nohup
 STOPPING = ALWAYS if HANGUP_IS_IGNORED else (*ALWAYS, signal.SIGHUP)
 LAUNCHER = "TITAN_LITE_LAUNCHER"  # in the environment of ranks: the process of launch.py
 LAUNCHER_DEATH = "the death of its launcher"
+AT_ONCE = "a second SIGINT (Ctrl-C), or SIGQUIT, ends the run at once, without a save"
 FLAGS = 6  # index of a process's flags in /proc/PID/stat, counted from its state
 EXITING = 4  # Linux's PF_EXITING, among these
 
 _first_signal = ""  # name of the first signal received, or LAUNCHER_DEATH
 _is_starting = False  # a signal ends the process
+_describe: Callable[[], str] = str  # what the run does before it stops
 # Held while a signal is recorded: after `end_start` has returned, none ends the process.
 _recording = threading.RLock()
 _launcher = 0  # process id of the launcher; 0: none whose death matters
@@ -58,6 +63,7 @@ def listen(*, starting: bool = True) -> None:
     global _is_starting, _launcher
     _is_starting = starting
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGQUIT})  # the launcher blocks it
     # A library may unblock them, as multiprocessing's resource tracker does.
     for number in STOPPING:
         signal.signal(number, _record)
@@ -65,11 +71,15 @@ def listen(*, starting: bool = True) -> None:
     threading.Thread(target=_wait, name="signals", daemon=True).start()
 
 
-def end_start() -> None:
-    """Keep signals from ending the process from now on, since other ranks depend on it."""
-    global _is_starting
+def end_start(describe: Callable[[], str] = str) -> None:
+    """Keep signals from ending the process from now on, since other ranks depend on it.
+
+    describe: returns what the run does before it stops, for the first rank's log; "": nothing.
+    """
+    global _is_starting, _describe
     with _recording:
         _is_starting = False
+        _describe = describe
 
 
 def received() -> str:
@@ -79,6 +89,18 @@ def received() -> str:
 
 def _wait() -> None:
     _record(signal.sigwait(STOPPING))
+    while True:
+        number = signal.sigwait(STOPPING)
+        if _launcher_has_died():
+            _end_at_once(LAUNCHER_DEATH)
+        if number == signal.SIGINT:
+            _end_at_once("SIGINT again")
+
+
+def _end_at_once(why: str) -> None:
+    record(STOPPED)
+    write_line(f"[rank {os.environ.get('RANK', '0')}] {why}: ended at once, without a save")
+    os._exit(STOPPED)
 
 
 def _record(number: int, frame: FrameType | None = None) -> None:
@@ -86,12 +108,17 @@ def _record(number: int, frame: FrameType | None = None) -> None:
     global _first_signal
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     with _recording:
-        if not _first_signal:
-            _first_signal = LAUNCHER_DEATH if _launcher_has_died() else signal.Signals(number).name
+        if _first_signal:
+            return
+        _first_signal = LAUNCHER_DEATH if _launcher_has_died() else signal.Signals(number).name
         if _is_starting:
             rank = os.environ.get("RANK", "0")
             write_line(f"[rank {rank}] {received()}: stopped at the start, with nothing to save")
             os._exit(STOPPED)
+        doing = _describe() if os.environ.get("RANK", "0") == "0" else ""
+        if doing:
+            how = "" if LAUNCHER in os.environ else f"; {AT_ONCE}"
+            write_line(f"[rank 0] {received()}: stopping after {doing}{how}")
 
 
 def _launcher_has_died() -> bool:

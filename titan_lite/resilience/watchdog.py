@@ -92,6 +92,7 @@ class Watchdog:
         self.excluded_group = excluded_group
 
         self.phase_name = "start"
+        self.phase_start = time.monotonic()
         self.limit_key = ""  # of [comm]
         self.limit = NO_LIMIT  # seconds without progress
         self.last_progress = time.monotonic()
@@ -115,14 +116,13 @@ class Watchdog:
 
         The process groups' own limit is PATIENCE seconds longer.
         """
-        self.phase_name = name
         self.limit_key = limit_key
         self.limit = getattr(self.comm, limit_key)
         if dist.is_initialized():
             for group in dist.distributed_c10d._world.pg_map:
                 if group.group_desc != self.excluded_group:
                     _set_timeout(timedelta(seconds=self.limit + PATIENCE), group)
-        self.progress()
+        self.progress(name)
         if self.world_size > 1:  # at once: the thread that renews it may not run again
             self._end_if_interpreter_is_held()
 
@@ -137,9 +137,10 @@ class Watchdog:
 
     def progress(self, phase: str = "") -> None:
         """Record progress, perhaps to another phase with the same limit."""
-        if phase:
-            self.phase_name = phase
         self.last_progress = time.monotonic()
+        if phase not in ("", self.phase_name):
+            self.phase_name = phase
+            self.phase_start = self.last_progress
         self.cpu_at_progress = cpu_seconds(self.training_thread)
 
     def disable(self) -> None:

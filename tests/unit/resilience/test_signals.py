@@ -7,10 +7,12 @@ import sys
 import time
 
 import pytest
+from commands import ranks_of
 
 from titan_lite.resilience import signals
 
 NAMES = ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"]
+WITHOUT_EFFECT = ["SIGTERM", "SIGUSR1", "SIGHUP"]  # after another signal
 
 
 def start(script, *arguments, environment=None, **options):
@@ -40,8 +42,8 @@ for name in sys.argv[3:]:
 @pytest.mark.parametrize("how", ["blocked", "unblocked"])
 def test_the_first_signal_is_noted_and_others_change_nothing(how):
     for first in NAMES if how == "blocked" else ["SIGTERM"]:
-        process = start(NOTING, how, "60", first, *NAMES, *NAMES)
-        assert process.communicate(timeout=300)[0].split() == [f"['{first}']"] * 9
+        process = start(NOTING, how, "60", first, *WITHOUT_EFFECT, *WITHOUT_EFFECT)
+        assert process.communicate(timeout=300)[0].split() == [f"['{first}']"] * 7
         assert process.returncode == 0
 
 
@@ -80,7 +82,7 @@ def test_a_storm_until_the_interpreter_has_ended_leaves_the_exit_code():
     process = start(ENDING, stdin=subprocess.PIPE)
 
     def send(times):
-        for name in NAMES * times:
+        for name in WITHOUT_EFFECT * times:
             process.send_signal(getattr(signal, name))
 
     assert process.stdout.readline() == "up\n"
@@ -91,6 +93,44 @@ def test_a_storm_until_the_interpreter_has_ended_leaves_the_exit_code():
     while process.poll() is None:
         send(times=1)
     assert (process.returncode, process.stdout.read()) == (75, "")
+
+
+SAVING = """
+import ctypes, os
+from titan_lite.resilience import signals
+signals.listen(starting=False)
+signals.end_start(lambda: "step 7, which began 12 s ago, and a save")
+print("up", flush=True)
+reading, writing = os.pipe()
+# in a library, where no Python handler runs
+ctypes.CDLL(None).read(reading, ctypes.create_string_buffer(1), 1)
+"""
+WAITS = "[rank 0] {}: stopping after step 7, which began 12 s ago, and a save"
+
+
+@pytest.mark.parametrize("first", ["SIGTERM", "SIGINT"])
+def test_the_first_signal_says_what_it_waits_for_and_a_further_sigint_does_not_wait(first):
+    process = start(SAVING, environment={"RANK": "0"})
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(getattr(signal, first))
+    assert process.stdout.readline() == f"{WAITS.format(first)}; {signals.AT_ONCE}\n"
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 75
+    assert process.stdout.read() == "[rank 0] SIGINT again: ended at once, without a save\n"
+
+
+@pytest.mark.parametrize("first", [[], ["SIGTERM"]])
+def test_sigquit_ends_a_rank_at_once_though_its_launcher_blocks_it(first):
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGQUIT})
+    try:
+        process = start(SAVING)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert process.stdout.readline() == "up\n"
+    for name in [*first, "SIGQUIT"]:
+        process.send_signal(getattr(signal, name))
+    assert process.wait(60) == -signal.SIGQUIT
 
 
 STARTING = """
@@ -159,6 +199,18 @@ def test_a_rank_notices_that_its_launcher_was_killed(phase):
     launcher.stdout.readline()
     launcher.kill()
     assert launcher.stdout.read() == TOLD[phase]  # to its end, which is the rank's
+
+
+def test_a_rank_that_stops_does_not_outlive_its_launcher():
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SAVING!r}])"
+    launcher = start(code, environment={**TORCHRUN, "RANK": "0"})
+    assert launcher.stdout.readline() == "up\n"
+    (rank,) = ranks_of(launcher)
+    os.kill(rank, signal.SIGTERM)
+    assert launcher.stdout.readline().startswith(WAITS.format("SIGTERM"))
+    launcher.kill()
+    died = f"[rank 0] {signals.LAUNCHER_DEATH}: ended at once, without a save\n"
+    assert launcher.stdout.read() == died  # to its end, which is the rank's
 
 
 def test_a_rank_that_comes_after_the_death_of_its_launcher_ends():
