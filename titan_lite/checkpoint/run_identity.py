@@ -155,6 +155,8 @@ def with_machine(identity: RunIdentity, *, git: str = "") -> RunIdentity:
         numerics["threads"] = torch.get_num_threads()
         numerics["CPU capability"] = torch.backends.cpu.get_cpu_capability()
         numerics["processor"] = _processor()
+    if identity.model.get("n_experts") and identity.recipe["experts"]["balance"] == "bias":
+        numerics["biases of experts"] = "centred on their mean"  # not in older steps
     return dataclasses.replace(
         identity,
         device=device,

@@ -19,7 +19,9 @@ depend on the layout. So there are three choices:
     sequence    f and P of a sequence, the term averaged over sequences (DeepSeek-V3, arXiv
                 2412.19437, equations 17 to 20); f is summed over ranks that share a sequence
     bias        no term: after a step, the bias of an expert grows by `bias_update_rate` if it had
-                fewer tokens than the mean, and shrinks if it had more (arXiv 2408.15664)
+                fewer tokens than the mean, and shrinks if it had more (arXiv 2408.15664). Their
+                mean, which no choice depends on, would drift until float32 lacks the digits that
+                decide (torchtitan 1506), so it is subtracted
 
 step and bias need the counts of all ranks: an all-reduce a step for each axis with several ranks.
 f has no gradient, so a term is linear in probabilities, and its gradient is a sum over tokens: that
@@ -169,7 +171,8 @@ class ExpertBalance:
         else:
             kept = router.expert_bias
             direction = (counts.sum() - self.n_experts * counts).sign()
-            new = kept + self.settings.bias_update_rate * direction.float()
+            grown = kept + self.settings.bias_update_rate * direction  # float64
+            new = (grown - grown.mean()).float()
         kept.copy_(torch.where(skip, kept, new))
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ from titan_lite.checkpoint import run_identity as identity_module
 from titan_lite.checkpoint.resume import (
     FIELDS,
     OTHER_ERRORS,
+    Change,
     compare,
 )
 from titan_lite.checkpoint.run_identity import (
@@ -432,6 +433,18 @@ def test_an_identity_has_what_rounding_depends_on(monkeypatch):
     assert found.numerics["CPU capability"] == torch.backends.cpu.get_cpu_capability()
     assert found.versions["torch"] == torch.__version__
     assert len(found.sources) == 64
+
+
+def test_a_step_whose_biases_of_experts_drifted_says_that_bits_differ():
+    options = ["--experts.balance=bias"]
+    now = with_machine(identity(*options, model={"n_experts": 8})).numerics
+    (older,) = set(now) - set(with_machine(identity(*options)).numerics)
+    before = {name: value for name, value in now.items() if name != older}
+    step = saved(*options, numerics=before)
+    (change,) = compared(step, identity(*options, numerics=now)).changes
+    assert change == Change(
+        Effect.ROUNDING, 'biases of experts: "centred on their mean", was not set'
+    )
 
 
 def test_a_changed_source_file_is_another_program(monkeypatch, tmp_path):
