@@ -229,6 +229,10 @@ def keys_of_config_json(json: Mapping[str, Any], family: str = "") -> dict[str, 
     mistakes += differing
     mistakes += _not_sizes(given, found.values())
     mistakes += _not_numbers(given, ["rms_norm_eps"])
+    if "experts_per_token" in found and not mistakes:
+        chosen, of = found["experts_per_token"], found["n_experts"]
+        if given[chosen] > given[of]:
+            mistakes.append(f"{chosen} = {given[chosen]}: more than {of} = {given[of]}")
     tied = json.get("tie_word_embeddings", False)
     if type(tied) is not bool:
         mistakes.append(f"tie_word_embeddings = {tied!r:.60}: expected true or false")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from titan_lite.config import KEYS, Config
 from titan_lite.config.errors import shown
-from titan_lite.config.families import FAMILIES, find_family
+from titan_lite.config.families import FAMILIES, ModelConfig, find_family
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import has_experts, shape_of
 from titan_lite.rules.mistakes import Mistake, alternatives, nearest_multiples, rule, rule_of_keys
@@ -71,20 +71,25 @@ def a_token_has_no_more_experts_than_there_are(config: Config) -> Iterator[Mista
 
 @rule_of_keys
 def products_of_experts_have_a_kernel(config: Config) -> Iterator[Mistake]:
-    shape = shape_of(config.model)
     dtype = config.training.mixed_precision_param
-    multiple = KERNEL_BYTES // ITEM_BYTES[dtype]
+    for name, size, multiple in sizes_without_a_kernel(shape_of(config.model), dtype):
+        yield Mistake(
+            key=f"model.{name}",
+            value=size,
+            why=f"is not a multiple of {multiple}, as grouped products in {dtype} need it",
+            instead=alternatives(nearest_multiples(size, multiple)),
+        )
+
+
+def sizes_without_a_kernel(shape: ModelConfig, dtype: str) -> list[tuple[str, int, int]]:
+    """Return (name, size, multiple) of the sizes of experts that are no multiple of what grouped
+    products in this dtype need; [] of a dense model.
+    """
     if not shape.n_experts:
-        return
-    for name in ("dim", "hidden_dim"):
-        size = getattr(shape, name)
-        if size % multiple:
-            yield Mistake(
-                key=f"model.{name}",
-                value=size,
-                why=f"is not a multiple of {multiple}, as grouped products in {dtype} need it",
-                instead=alternatives(nearest_multiples(size, multiple)),
-            )
+        return []
+    multiple = KERNEL_BYTES // ITEM_BYTES[dtype]
+    sizes = {"dim": shape.dim, "hidden_dim": shape.hidden_dim}
+    return [(name, size, multiple) for name, size in sizes.items() if size % multiple]
 
 
 @rule

@@ -31,6 +31,7 @@ from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging, logger
 from titan_lite.models.own_family import small_shape
 from titan_lite.models.transformer import Mask, Transformer, attentions_of, saved_buffers
+from titan_lite.rules.experts import sizes_without_a_kernel
 from titan_lite.text import first_names
 
 STEP_TOLERANCE = 1e-3  # of logits, relative: kernels of attention round differently
@@ -122,6 +123,7 @@ def build_decoder(
             f"prompt and --max-new-tokens are {max_tokens} tokens together; use at most"
             f" {weights.config.max_seq_len}, the model's max_seq_len"
         )
+    check_experts(weights.config, dtype)
     check_steps(weights.config)
     with torch.device("meta"):
         decoder = Decoder(dataclasses.replace(weights.config, max_seq_len=max_tokens)).to(dtype)
@@ -132,6 +134,17 @@ def build_decoder(
     buffers = {fqn: decoder.get_buffer(fqn) for fqn in saved_buffers(decoder)}
     load(weights, {**dict(decoder.named_parameters()), **buffers})
     return decoder
+
+
+def check_experts(config: ModelConfig, dtype: torch.dtype) -> None:
+    """Raise ConfigError if the experts of a mixture cannot be computed in this dtype."""
+    words = str(dtype).removeprefix("torch.")
+    for name, size, multiple in sizes_without_a_kernel(config, words):
+        in_float32 = words != "float32" and not sizes_without_a_kernel(config, "float32")
+        raise ConfigError(
+            f"model.{name} = {size} is not a multiple of {multiple}, as grouped products of experts"
+            f" in {words} need it; use {'--dtype float32' if in_float32 else 'another model'}"
+        )
 
 
 def check_steps(config: ModelConfig) -> None:

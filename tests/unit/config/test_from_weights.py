@@ -507,6 +507,14 @@ def test_a_key_that_may_change_what_is_computed_is_refused(json_of_family, chang
     assert str(error.value) == words or (words.endswith("may") and words in str(error.value))
 
 
+def test_a_mixture_that_chooses_more_experts_than_it_has_is_refused():
+    shape = find_family("qwen3_moe").flavors["debug"]
+    json = config_to_hf(shape, torch.float32)
+    words = "num_experts_per_tok = 9: more than num_experts = 8"
+    with pytest.raises(ValueError, match=words):
+        keys_of_config_json({**json, "num_experts_per_tok": 9})
+
+
 OWN_FAMILY = """
 from dataclasses import replace
 from titan_lite.config.families import LLAMA3

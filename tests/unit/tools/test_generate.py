@@ -398,6 +398,28 @@ def test_weights_that_are_no_numbers_are_named(tmp_path, temperature, capsys):
     assert "\0" not in captured.out
 
 
+@pytest.mark.parametrize(
+    ("hidden_dim", "dtype", "said"),
+    [
+        (
+            12,
+            "bfloat16",
+            "12 is not a multiple of 8, as grouped products of experts in bfloat16 need it; use --dtype float32",
+        ),
+        (
+            30,
+            "float32",
+            "30 is not a multiple of 4, as grouped products of experts in float32 need it; use another model",
+        ),
+    ],
+)
+def test_experts_that_no_kernel_takes_are_refused(hidden_dim, dtype, said, tmp_path, capsys):
+    save_hf(tmp_path, dataclasses.replace(of_family("qwen3_moe", TINY), hidden_dim=hidden_dim))
+    shutil.copyfile(TOKENIZER, tmp_path / "tokenizer.model")
+    assert command.main([str(tmp_path), "--dtype", dtype, "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: model.hidden_dim = {said}"
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, capsys):
     save_hf(tmp_path, dataclasses.replace(TINY, vocab_size=300))
     assert command.main([str(tmp_path), "--tokenizer", str(TOKENIZER)]) == 2
