@@ -16,7 +16,7 @@ from titan_lite.cli import command
 from titan_lite.config import SECTIONS, Config, ConfigError, load_config, to_toml
 from titan_lite.config.families import FAMILIES
 from titan_lite.config.help import WIDTH, section_help
-from titan_lite.config.load import nearest_section
+from titan_lite.config.nearest import nearest_section
 from titan_lite.distributed.layout import Layout
 from titan_lite.logging import log_ranks
 

@@ -11,6 +11,7 @@ Imports no torch.
 """
 
 import functools
+import itertools
 import operator
 import os
 import re
@@ -28,6 +29,7 @@ from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
 from titan_lite.config.from_weights import KEY as INITIAL_LOAD_PATH
 from titan_lite.config.from_weights import read_model
 from titan_lite.config.help import accepted
+from titan_lite.config.nearest import nearest_key, nearest_section
 from titan_lite.config.sections import (
     KEYS,
     SECTIONS,
@@ -343,7 +345,7 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Tables, list[str]]:
         unknown: Sequence[str] = ()
     else:
         words, unknown = _read_words(arguments)
-    mistakes = list(_unknown_words(unknown))
+    mistakes = list(_unknown_words(unknown, arguments))
     tables: Tables = {}
     for key, typed in words.items():
         section, _, name = key.partition(".")
@@ -459,8 +461,9 @@ def _is_utf8(word: str) -> bool:
     return word.encode(errors="ignore").decode() == word
 
 
-def _unknown_words(unknown: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each word that tyro did not take."""
+def _unknown_words(unknown: Sequence[str], arguments: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each word of the command line that tyro did not take."""
+    values = dict(map(_boolean_and_value, itertools.pairwise((*arguments, ""))))
     after_unknown = False
     for word in unknown:
         written = one_line(word, 100)
@@ -475,60 +478,28 @@ def _unknown_words(unknown: Sequence[str]) -> Iterator[str]:
             yield f"{COMMAND_LINE}: unknown option {written}{fix}"
         elif after_unknown:  # perhaps its value
             continue
-        elif word.lower() in ("true", "false"):
-            fix = "use --section.key for true and --section.no-key for false"
-            yield f"{COMMAND_LINE}: '{written}' after an option that is true or false itself; {fix}"
         elif word.endswith(".toml"):
             fix = f"use one, with ./run_train.sh as CONFIG_FILE={written}"
             yield f"{COMMAND_LINE}: '{written}' is a second recipe; {fix}"
+        elif boolean := values.get(word):
+            fix = f"use {option(boolean, 'true')} for true, {option(boolean, 'false')} for false"
+            yield f"{COMMAND_LINE}: {boolean} = {shown(word)}: expected true or false; {fix}"
         else:
             fix = "use --section.key value, such as --training.steps 100"
             yield f"{COMMAND_LINE}: '{written}' is not an option; {fix}"
 
 
-# in other programs
-NAMES_OF_VALIDATION = ("val", "valid", "eval", "evaluation", "dev", "test")
-NAMES_OF_PATH = ("dataset_path", "data_path")
-
-
-def nearest_key(key: str) -> str:
-    """Return the end of a message about an unknown key: keys of that name, the nearest, or all."""
-    section, _, name = key.partition(".")
-    if section in NAMES_OF_VALIDATION and name:
-        section = "validation"
-    if section not in SECTIONS:
-        return did_you_mean(key, KEYS if name else (), otherwise=nearest_section(section))
-    known = SECTIONS[section].model_fields
-    if name in NAMES_OF_PATH and "path" in known:
-        name = "path"
-    if name in known:
-        return f"; did you mean {section}.{name}?"
-    same_name = [each for each in KEYS if each.endswith(f".{name}")]
-    if section == "validation":  # what is trained on must not change with it
-        same_name = [each for each in same_name if not each.startswith(("data.", "training."))]
-    if same_name:
-        return f"; did you mean {' or '.join(same_name)}?"
-    otherwise = f"; [{section}] has {', '.join(known)}"
-    return did_you_mean(name, known, within=f"{section}.", otherwise=otherwise)
-
-
-def nearest_section(section: str) -> str:
-    """Return the end of a message about an unknown section: a key of that name, or sections."""
-    if section in NAMES_OF_VALIDATION:
-        return "; did you mean validation?"
-    same_name = [known for known in KEYS if known.endswith(f".{section}")]
-    if same_name:
-        return f"; {section} is a key: {' or '.join(same_name)}"
-    if section in NAMES_OF_PATH:
-        return "; did you mean data.path?"
-    with_underscore = [known for known in KEYS if known.replace(".", "_") == section]
-    if with_underscore:
-        return f"; did you mean {' or '.join(with_underscore)}?"
-    prefix = section.partition("_")[0]
-    name = section.removeprefix(f"{prefix}_")
-    if prefix in NAMES_OF_VALIDATION and name:
-        return nearest_key(f"validation.{name}")
-    return did_you_mean(section, SECTIONS, otherwise=f"; known sections: {', '.join(SECTIONS)}")
+def _boolean_and_value(words: tuple[str, str]) -> tuple[str, str]:
+    """Return (value, key) of an option of a boolean that has a value, in its own word or in the
+    next one: ("yes", "compile.enable") of --compile.enable=yes. ("", "") of another option.
+    """
+    first, following = words
+    name, equals, value = first.removeprefix("--").partition("=")
+    section, _, key = name.replace("-", "_").partition(".")
+    key = f"{section}.{key.removeprefix('no_')}"
+    if not first.startswith("--") or key not in KEYS or KEYS[key].annotation is not bool:
+        return "", ""
+    return value if equals else following, key
 
 
 # pydantic's errors in our words

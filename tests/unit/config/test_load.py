@@ -607,8 +607,8 @@ MISTAKES = [
     an_option(
         "a boolean and a value",
         "--compile.enable true",
-        ("'true' after an option that is true or false itself",),
-        "--section.no-key for false",
+        ('compile.enable = "true": expected true or false',),
+        "--compile.no-enable for false",
         "--compile.enable",
     ),
     an_option(
@@ -640,10 +640,17 @@ MISTAKES = [
     ),
     an_option(
         "word for boolean",
-        "--compile.enable=on",
-        ("'on' is not an option",),
-        "--section.key value",
+        "--compile.enable=yes",
+        ('compile.enable = "yes": expected true or false',),
+        "use --compile.enable for true, --compile.no-enable for false",
         "--compile.enable",
+    ),
+    an_option(
+        "word for what is not",
+        "--metrics.no-enable-wandb off",
+        ('metrics.enable_wandb = "off": expected true or false',),
+        "--metrics.no-enable_wandb for false",
+        "--metrics.no-enable_wandb",
     ),
     an_option(
         "false in another form",

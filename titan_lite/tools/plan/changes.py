@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from titan_lite.compile.compile import CompileError
 from titan_lite.config import KEYS, Config, ConfigError, flatten
-from titan_lite.config.load import nearest_key
+from titan_lite.config.nearest import nearest_key
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.tools.plan.plan import Plan, make_plans
 from titan_lite.tools.plan.summary import what_binds
