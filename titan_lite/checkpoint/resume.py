@@ -20,15 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.run_identity import DocumentsOfRun, RunIdentity
 from titan_lite.checkpoint.state import SavedState
-from titan_lite.config import KEYS, Checkpoint, ConfigError, is_unset
+from titan_lite.config import KEYS, Checkpoint, ConfigError, LRScheduler, Optimizer, is_unset
 from titan_lite.config.effects import Effect, effect_of
 from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.config.weights_folder import STATE
 from titan_lite.data.source_identity import differences_in_words
 from titan_lite.manifest import fields_of
+from titan_lite.optim.lr_scheduler import lr_factor
 
 
 class Acceptance(NamedTuple):
@@ -171,6 +174,7 @@ def compare(
         changes = [
             *_changes_of_recipe(was["recipe"], now["recipe"]),
             *_changes_of_fields(was, now),
+            *_changes_of_learning_rate(was, now, saved.step),
             *_changes_of_preconditioning(was, now),
             *_changes_of_documents(saved, identity, find_documents),
             *_changes_of_tensors(saved, now["compression"]),
@@ -216,6 +220,28 @@ def _changes_of_fields(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
                 continue  # the step is older than the entry
             text = f"{words.format(path)}: {short(after)}, was {short(before)}"
             yield Change(EFFECT_OF_ENTRY.get((name, path), effect), text)
+
+
+def _changes_of_learning_rate(
+    was: Mapping[str, Any], now: Mapping[str, Any], step: int
+) -> Iterator[Change]:
+    """Yield the jump of the learning rate at the step where another schedule takes over."""
+    before = _learning_rate(was, step)
+    after = _learning_rate(now, step)
+    if before and after and before != after:
+        yield Change(Effect.NOTED, f"learning rate at step {step}: {after}, was {before}")
+
+
+def _learning_rate(identity: Mapping[str, Any], step: int) -> str:
+    """Return the learning rate of a run at a step, in three digits; "": its keys do not say it."""
+    try:
+        peak = Optimizer(lr=identity["recipe"]["optimizer"]["lr"]).lr
+        schedule = LRScheduler(**identity["recipe"]["lr_scheduler"])
+    except (KeyError, ValidationError):  # the step is of another version
+        return ""
+    if step == 0 or identity["total_steps"] == 0:
+        return ""
+    return f"{peak * lr_factor(step, schedule, identity['total_steps']):.3g}"
 
 
 def _changes_of_preconditioning(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:

@@ -378,6 +378,33 @@ def test_lines_begin_with_what_matters_most():
     ]
 
 
+LINEAR = ["--lr_scheduler.warmup_steps=0", "--lr_scheduler.decay_ratio=1.0"]  # to zero
+CONSTANT = ["--lr_scheduler.warmup_steps=0", "--lr_scheduler.decay_ratio=0.0"]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "jump"),
+    [
+        ([*LINEAR, "--lr_scheduler.total_steps=99"], CONSTANT, "0.001, was 0.0005"),
+        (CONSTANT, [*CONSTANT, "--lr_scheduler.warmup_steps=100"], "0.0005, was 0.001"),
+        (CONSTANT, [*CONSTANT, "--optimizer.lr=2e-3"], "0.002, was 0.001"),
+        (
+            [*LINEAR, "--training.steps=50"],
+            [*LINEAR, "--training.steps=99"],
+            "0.0005, was 1.96e-05",
+        ),
+        # the same rate at the step, whatever follows
+        (CONSTANT, [*CONSTANT, "--training.steps=200"], None),
+        (CONSTANT, ["--lr_scheduler.warmup_steps=9", "--lr_scheduler.decay_ratio=0.1"], None),
+    ],
+)
+def test_a_jump_of_the_learning_rate_is_told(was, now, jump):
+    common = ["--optimizer.lr=1e-3", "--lr_scheduler.min_lr_factor=0"]
+    lines = compared(saved(*common, *was), identity(*common, *now)).describe()
+    told = [line.partition("learning rate at step 50: ")[2] for line in lines]
+    assert list(filter(None, told)) == ([jump] if jump else [])
+
+
 def test_comparing_changes_neither_side():
     state, now = saved(), identity("--training.steps=200")
     before = copy.deepcopy((state, now))
