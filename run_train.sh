@@ -23,6 +23,27 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 source "$root/scripts/setup.sh"
 trap 'exit 75' TERM USR1 INT HUP # until Python listens: nothing has been started
 
+for word; do
+    # A question is answered without an installation, which takes minutes.
+    if [[ $word == --help || $word == -h ]] && ! (installed_python run) 2>/dev/null; then
+        cat "$root/titan_lite/help.txt"
+        echo
+        echo "Every key, with its default and values, is in docs/recipes.md. Once a run has made .venv, --help prints them, too."
+        exit
+    fi
+done
+
+# torchtitan's script reads these. Ignored, they would have another recipe trained, or have it trained at all.
+for name in CONFIG MODULE; do
+    [[ -z ${CONFIG_FILE:-} && -n ${!name:-} ]] || continue
+    say "$name=${!name}: the recipe is named by CONFIG_FILE; use it, such as CONFIG_FILE=llama3_8b, or unset $name"
+    exit 2
+done
+if [[ -n ${COMM_MODE:-} ]]; then
+    say "COMM_MODE=$COMM_MODE: this script trains; to check a recipe use python -m titan_lite recipe --world-size 8 RECIPE, or unset COMM_MODE"
+    exit 2
+fi
+
 recipe=${CONFIG_FILE:-train_configs/debug_model.toml}
 setup_python run
 

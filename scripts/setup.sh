@@ -3,6 +3,7 @@
 #
 #   find_python         base=PYTHON: the active Python, or the first one on the PATH that is new enough
 #   setup_python EXTRA  python=PYTHON: one that has all that training (EXTRA=run) or also testing (EXTRA=dev) needs
+#   installed_python EXTRA  python=PYTHON: the same; exit code 1 if an installation is needed
 #
 # An active Python that has it all is used as it is and never changed; else .venv is made, or completed.
 
@@ -32,19 +33,8 @@ setup_python() { # run|dev
 }
 
 choose_python() { # run|dev
-    local active lacks='' extra=$1 venv="$root/.venv" stamp
-    for active in python3 python; do
-        python=$(command -v "$active") || continue
-        if lacks=$(lacking "$python" "$venv" "$extra" 2>/dev/null); then
-            [[ -z $lacks ]] && return
-            fail "the active Python ($python) has titan_lite and torch, but lacks $lacks: install that there, or deactivate it for .venv"
-        fi
-    done
-
-    # The stamp is written last: without the right one, an installation is interrupted or outdated.
-    python="$venv/bin/python"
-    stamp="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
-    stamp_holds "$stamp $extra" || stamp_holds "$stamp dev" && return
+    local lacks stamp extra=$1 venv="$root/.venv"
+    installed_python "$extra" && return
 
     find_python
     if ! { mkdir -p "$venv" && exec 9>"$venv/setup.lock"; }; then
@@ -62,6 +52,23 @@ choose_python() { # run|dev
         echo "$stamp $extra" >"$venv/titan_lite.stamp"
     fi
     exec 9>&-
+}
+
+installed_python() { # run|dev
+    local active extra=$1
+    lacks='' venv="$root/.venv"
+    for active in python3 python; do
+        python=$(command -v "$active") || continue
+        if lacks=$(lacking "$python" "$venv" "$extra" 2>/dev/null); then
+            [[ -z $lacks ]] && return
+            fail "the active Python ($python) has titan_lite and torch, but lacks $lacks: install that there, or deactivate it for .venv"
+        fi
+    done
+
+    # The stamp is written last: without the right one, an installation is interrupted or outdated.
+    python="$venv/bin/python"
+    stamp="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
+    stamp_holds "$stamp $extra" || stamp_holds "$stamp dev"
 }
 
 stamp_holds() {

@@ -10,6 +10,7 @@ the recipe can be read; 2: something in it or on the command line is wrong.
 import re
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from titan_lite import rules
 from titan_lite.cli import command
@@ -20,56 +21,9 @@ from titan_lite.config.nearest import nearest_section
 from titan_lite.distributed.layout import Layout
 from titan_lite.logging import log_ranks
 
-HELP = """\
-usage: ./run_train.sh [OPTION ...]                      the recipe that CONFIG_FILE names
-       titan-lite train RECIPE [OPTION ...]             the same, where titan_lite is installed
-       torchrun ... -m titan_lite.train RECIPE [OPTION ...]
-       python -m titan_lite.train RECIPE [OPTION ...]   one process
-       titan-lite recipe RECIPE [OPTION ...]            only checks the recipe
-
-RECIPE is a TOML file, such as train_configs/debug_model.toml, or the name of a shipped one, such as
-debug_model. A key of it, in [section], is an option as well:
-
-  --section.key value, --section.key=value
-                                 lists: --parallelism.fsdp_keep_gathered norm,output, or with spaces
-  --section.key, --section.no-key
-                                 true and false: --compile.enable, --compile.no-enable
-  --print-config                 print the resolved recipe, with the origin of each value
-  --help [SECTION]               print this and every key, or the keys of one section
-
-The command line overrides the recipe, which overrides the recipe it extends, which overrides the
-defaults.
-
-  CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --training.steps 100 --compile.enable
-  ./run_train.sh --help checkpoint
-
-Other programs, each with its own --help: titan-lite plan predicts time and memory; verify compares
-a layout with one process; prepare tokenizes documents; report makes a page of runs;
-convert converts weights; generate continues a text; recipe checks a recipe. Without an
-installation: python -m titan_lite plan ...
-
-Environment variables of ./run_train.sh and titan-lite train:
-
-  CONFIG_FILE    the recipe (./run_train.sh alone; default: debug_model)
-  NGPU           processes on this node (default: its GPUs, else 2 CPU processes)
-  LOG_RANK       ranks that print, such as 0,3 (default: 0)
-  NNODES         nodes (default: 1); with more, RDZV_ENDPOINT=HOST:PORT of one of them, the same on
-                 all
-  NODE_RANK      0 on the node that RDZV_ENDPOINT names, not 0 on the others; needed only where host
-                 names do not decide it
-  LOCAL_ADDR     this node's address, where the others cannot look up its host name
-  RDZV_ID        name of the run, the same on all nodes (default: titan_lite)
-  NCOPIES        copies of the model on this machine, which train on when one is lost (sets
-                 fault_tolerance.copies); NGPU is then of each
-  COPY           number of this copy, where each is started alone (fault_tolerance.lighthouse)
-  MAX_RESTARTS   times that all processes are started again after a failure, from the newest step
-                 saved (default: 0)
-
-Exit codes: 0 trained, 1 failed, 2 wrong recipe, option or data, 3 the same step failed again after
-a restart, 75 stopped by a signal and saved.
-
-"""
-HELP += textwrap.fill(f"Sections: {', '.join(SECTIONS)}.", WIDTH) + "\n"
+# a text that ./run_train.sh prints without an installation, too
+HELP = (Path(__file__).parent / "help.txt").read_text(encoding="utf-8")
+HELP += "\n" + textwrap.fill(f"Sections: {', '.join(SECTIONS)}.", WIDTH) + "\n"
 
 
 def help_text(arguments: Sequence[str] = ()) -> str:
