@@ -106,6 +106,11 @@ def find_recipe(path: Path) -> Path:
     A path that exists, or that lies in another folder, is returned as it is: `read_toml`
     refuses one that is not there. Raises ConfigError for a word that names no recipe.
     """
+    if str(path).startswith("--"):
+        raise ConfigError(
+            f"{one_line(str(path), 200)} stands where the recipe is named; use one such as"
+            " llama3_8b, or the path of a TOML file, and options after it"
+        )
     shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.toml"))}
     name = path.name.removesuffix(".toml")
     if str(path.parent) not in (".", "train_configs") or os.path.lexists(path):

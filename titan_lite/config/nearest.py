@@ -39,6 +39,7 @@ OF_TORCHTITAN = {
     "comm.mode": "use titan-lite recipe --world-size N RECIPE, which checks a layout without GPUs",
     "comm.save_traces_folder": "not needed: it is flight_recorder/ in job.dump_folder",
     "config": _RECIPE,
+    "config_file": _RECIPE,
     "debug.print_config": _PRINTED,
     "debug.save_config_file": _PRINTED,
     "experimental": f"{_OWN_FAMILY}, and [parallelism] for degrees and schedules",
@@ -92,9 +93,10 @@ OF_TORCHTITAN = {
     "training.num_tokens_per_train_step": (
         "use training.global_batch_size, in sequences of training.seq_len tokens"
     ),
-    "validation.dataloader": "use data.num_workers and data.prefetch",
-    "validation.local_batch_size": "not needed: it is training.local_batch_size",
-    "validation.seq_len": "not needed: it is training.seq_len",
+    # what is trained on must not change with these
+    "validation.dataloader": "not needed: validation has the loader's settings of [data]",
+    "validation.local_batch_size": "not needed: validation has the batches of training",
+    "validation.seq_len": "not needed: validation has the sequences of training",
 }
 
 

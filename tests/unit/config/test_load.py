@@ -975,6 +975,12 @@ def test_a_shipped_recipe_of_a_similar_name_is_suggested(name):
     assert lines_of(name) == [f"{name}: no such recipe; did you mean debug_model?"]
 
 
+@pytest.mark.parametrize("word", ["--job.config_file", "--config=train_configs/llama3_8b.toml"])
+def test_an_option_in_place_of_the_recipe_is_told(word):
+    (line,) = lines_of(word, ["llama3_8b"])
+    assert line.startswith(f"{word} stands where the recipe is named; use one such as llama3_8b, ")
+
+
 @pytest.mark.parametrize(
     ("name", "fix"),
     [("debug_modle.toml", "debug_model.toml?"), ("zzz", "has debug_model.toml, llama3_")],

@@ -269,10 +269,10 @@ def test_turned_off_its_documents_are_not_read(corpus):
     [
         ("dataset_path", "did you mean validation.path?"),
         ("data_path", "did you mean validation.path?"),
-        ("local_batch_size", "[validation] has enable"),
+        ("local_batch_size", "not needed: validation has the batches of training"),
         ("num_workers", "[validation] has enable"),
         ("validation_fraction", "[validation] has enable"),
-        ("seq_len", "[validation] has enable"),
+        ("seq_len", "not needed: validation has the sequences of training"),
     ],
 )
 def test_a_key_that_it_lacks_is_never_one_of_what_is_trained_on(option, fix, tmp_path):
