@@ -70,7 +70,7 @@ from titan_lite.distributed.process_group import connect_store, init_process_gro
 from titan_lite.dtensor import gradient_shard
 from titan_lite.environment import copy_number, folder_of_copy, set_torchft_variables
 from titan_lite.hooks import Hook, build_hooks
-from titan_lite.logging import events, logger
+from titan_lite.logging import events, logger, telling_if_slow
 from titan_lite.metrics import expert_load
 from titan_lite.metrics.deferred import DeferredMetrics, StepMetrics
 from titan_lite.metrics.per_source import PerSource
@@ -498,7 +498,7 @@ class Trainer:
         for the device: `read_metrics` gets the scalars later.
         """
         with self.stragglers.preparing():
-            batches = self.next_batches()
+            batches = self.next_batches() if self.has_done_step else self.first_batches()
         tokens = self.count_tokens(batches)
 
         self.begin_counts()
@@ -589,6 +589,15 @@ class Trainer:
         sum_of_losses(both, self.mesh)
         sum_of_flags(both[1:], self.mesh)
         return both[0], both[1]
+
+    def first_batches(self) -> list[DeviceBatch]:
+        """Return the local batches of the first step, and tell what is packed if that takes long:
+        a hang report names the phase.
+        """
+        sequences = self.layout.sequences_at(self.step) // self.dp_degree
+        what = f"packing {sequences:,} sequences of {self.layout.seq_len:,} tokens"
+        with self.watchdog.phase(what, self.compile_limit), telling_if_slow(what):
+            return self.next_batches()
 
     def next_batches(self) -> list[DeviceBatch]:
         """Return the local batches of this step, on the device."""

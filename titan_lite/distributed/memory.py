@@ -3,8 +3,9 @@
     steady_bytes(config, layout)                          # weights, gradients, optimizer state
     host_copy_bytes(config, layout)                       # what saves in the background keep
     gathered_once_bytes(config, layout)                   # beside them, with layout.gathers_once
+    least_batch_bytes(config, layout)                     # of a local batch, a lower bound
 
-Layout.gathers_once depends on both. Bytes of activations, and when they are needed, are the
+Layout.gathers_once depends on the first and the third. What activations need, and when, are the
 planner's (tools/plan/memory.py).
 """
 
@@ -12,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titan_lite.config import Config, Float8, Training
+from titan_lite.config import ActivationCheckpoint, Config, Float8, Training
 from titan_lite.config.families import Shape
 from titan_lite.models.fqns import is_filtered, is_of_experts
 from titan_lite.optim.state import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # a layout is decided by these bytes
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Bytes of a stored weight, of its gradient and of each of its moments: float32.
 STORED_BYTES = FLOAT32_BYTES
+TOKEN_BYTES = 8  # of a batch: int64
 
 
 def itemsizes(training: Training) -> tuple[int, int]:
@@ -92,6 +94,57 @@ def gathered_once_bytes(config: Config, layout: "Layout") -> float:
     saved = (computed - 1) * one_byte / layout.degrees["tp"]
     gathered = layout.gathered_of_rank + layout.copied_of_rank
     return (2 * computed + summed) * gathered - saved
+
+
+def least_batch_bytes(config: Config, layout: "Layout") -> float:
+    """Return a lower bound of the bytes that a rank needs for a local batch: its tokens and labels,
+    and what the blocks of its largest stage keep of a microbatch, from forward to backward.
+    """
+    tokens = 2 * TOKEN_BYTES * layout.local_batch_size * layout.seq_len
+    modules = layout.pipeline.modules
+    blocks = max(sum(name.startswith("layers.") for name in stage) for stage in modules)
+    return tokens + blocks * kept_bytes_of_block(config, layout)
+
+
+def kept_bytes_of_block(config: Config, layout: "Layout") -> float:
+    """Return a lower bound of the bytes that a block keeps of a microbatch, the mean of blocks."""
+    model = layout.model
+    tp = layout.degrees["tp"]
+    by_operator = _checkpoints_by_operator(config.activation_checkpoint)
+    recomputed = recomputed_share(config.activation_checkpoint)
+    if config.activation_checkpoint.mode == "memory_budget":
+        recomputed = 1.0  # at most
+    # Inputs of products, which selective checkpointing and the compiler recompute: the results of
+    # two norms and of the feed-forward. The norms' are gathered for tensor parallelism, which is
+    # no small operator.
+    is_compiled = config.compile.compiles("model")
+    hidden_dim = model.hidden_dim * max(1, model.experts_per_token)  # units of a token
+    inputs = 0.0 if by_operator or is_compiled else 2 * model.dim + hidden_dim
+    if tp > 1 and not by_operator:
+        inputs += 2 * model.dim * (tp if is_compiled else tp - 1)
+    # At least queries, keys, values, attention's result and its product, and both halves of the
+    # feed-forward.
+    heads = model.n_heads + model.n_kv_heads
+    results = 2 * heads * model.head_dim + model.dim + 2 * hidden_dim
+    option = config.activation_checkpoint.selective_ac_option
+    saved = 0.5 if by_operator and option == "op/2" else 1.0  # share of products
+    numbers = recomputed * model.dim + (1 - recomputed) * (saved * results + inputs)
+    computed, _ = itemsizes(config.training)
+    return computed * layout.tokens_per_microbatch / tp * numbers
+
+
+def recomputed_share(checkpointing: ActivationCheckpoint) -> float:
+    """Return the share of blocks that run twice."""
+    if checkpointing.mode == "full":
+        return 1.0
+    if checkpointing.mode == "selective" and not _checkpoints_by_operator(checkpointing):
+        return 1 / int(checkpointing.selective_ac_option)
+    return 0.0
+
+
+def _checkpoints_by_operator(checkpointing: ActivationCheckpoint) -> bool:
+    is_of_operators = checkpointing.selective_ac_option in ("op", "op/2")
+    return checkpointing.mode == "selective" and is_of_operators
 
 
 def gathered_in_float8(float8: Float8, shapes: Shapes) -> dict[str, Shape]:

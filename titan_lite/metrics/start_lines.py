@@ -23,6 +23,7 @@ from titan_lite.distributed.memory import (
     compression_error_bytes,
     gathered_once_bytes,
     itemsizes,
+    least_batch_bytes,
     steady_bytes,
 )
 from titan_lite.distributed.pipeline_schedule import bubble_fraction, order_of
@@ -297,7 +298,8 @@ def memory_line(config: Config, layout: Layout) -> str:
     if layout.gathers_once:
         unsharded = gathered_once_bytes(config, layout) / GIB
         line += f", {unsharded:.2f} GiB for unsharded weights and gradients, held for the step"
-    return f"{line}; activations beside that"
+    batch = least_batch_bytes(config, layout) / GIB
+    return f"{line}; at least {batch:.2f} GiB for a local batch and its activations"
 
 
 def checkpoints_line(config: Config) -> str:

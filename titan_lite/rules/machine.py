@@ -24,6 +24,7 @@ from titan_lite.distributed.memory import (
     compression_error_bytes,
     gathered_once_bytes,
     host_copy_bytes,
+    least_batch_bytes,
     steady_bytes,
 )
 from titan_lite.distributed.process_group import all_equal
@@ -161,6 +162,8 @@ def collectives_of_this_gpu_are_priced(config: Config, layout: Layout) -> Iterat
 
 # Memory
 
+CERTAINLY = 2  # times the memory: what a lower bound says cannot be
+
 
 def check_memory(
     config: Config, layout: Layout, device_bytes: float, host_bytes: float = math.inf
@@ -210,6 +213,23 @@ def _does_not_fit(
                 f" {device_bytes / 2**30:.0f}"
             ),
             instead='"microbatch" or "auto"',
+        )
+    memory = host_bytes if device_bytes == math.inf else device_bytes
+    batch = least_batch_bytes(config, layout)
+    if steady + batch > CERTAINLY * memory:
+        sequences = layout.local_batch_size
+        share = max(0.0, memory - steady) / batch  # which fits, by the lower bound
+        fewer = int(share * sequences)
+        shorter = int(share * layout.seq_len)
+        yield Mistake(
+            key="training.local_batch_size",
+            value=sequences,
+            why=(
+                f"needs at least {batch / 2**30:,.0f} GiB a rank for its tokens of"
+                f" {layout.seq_len:,} a sequence and their activations, and a rank has"
+                f" {memory / 2**30:,.0f}"
+            ),
+            instead=f"at most {fewer}" if fewer else f"training.seq_len below {shorter:,}",
         )
     copy = host_copy_bytes(config, layout)
     on_host = copy + steady if device_bytes == math.inf else copy

@@ -9,16 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from tiny import DEBUG, NO_CHECKPOINT
 from torch import nn
 
 from titan_lite.compile.compile import compile_model
 from titan_lite.compile.model_parts import PlainWeights, TraceableModel
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
-from titan_lite.config import Comm, Compile
+from titan_lite.config import Comm, Compile, load_config
 from titan_lite.distributed.process_group import first_line
 from titan_lite.resilience import TrainingError, watchdog
 from titan_lite.resilience.watchdog import NO_LIMIT, Watchdog
+from titan_lite.trainer import Trainer
 
 GLOO = (
     "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10673. This is"
@@ -32,6 +34,36 @@ def test_one_rank_alone_has_no_threads_and_tells_nobody():
     alone.start_phase("step 1", "train_timeout_seconds")
     assert set(threading.enumerate()) <= before
     assert alone._share(ValueError()) is None
+
+
+def test_a_run_that_waits_for_its_first_batch_says_what_is_packed():
+    alone = Watchdog(Comm(), 0, 1)
+    alone.start_phase("step 1", "init_timeout_seconds")
+    trainer = SimpleNamespace(
+        layout=SimpleNamespace(seq_len=8192, sequences_at=lambda step: 120_000),
+        step=1,
+        dp_degree=2,
+        watchdog=alone,
+        compile_limit="init_timeout_seconds",
+        next_batches=lambda: alone.phase_name,
+    )
+    assert Trainer.first_batches(trainer) == "packing 60,000 sequences of 8,192 tokens"
+    assert alone.phase_name == "step 1"
+
+
+def test_a_signal_in_a_long_step_waits_for_that_step(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    alone = Watchdog(Comm(), 0, 1)
+    alone.start_phase("the first step", "init_timeout_seconds")
+    alone.progress("step 7")
+    now[0] = 112.0
+    alone.progress("step 7")  # such as a microbatch
+    trainer = SimpleNamespace(watchdog=alone, config=load_config(DEBUG, []))
+    describe = Trainer.describe_what_stops_wait_for
+    assert describe(trainer) == "step 7, which began 12 s ago, and a save"
+    trainer.config = load_config(DEBUG, [*NO_CHECKPOINT])
+    assert describe(trainer) == "step 7, which began 12 s ago"
 
 
 def test_of_an_error_the_line_that_tells_is_kept():

@@ -31,7 +31,9 @@ from titan_lite.distributed.memory import (
     STORED_BYTES,
     compression_error_bytes,
     itemsizes,
+    kept_bytes_of_block,
     owner_bytes,
+    recomputed_share,
 )
 from titan_lite.distributed.pipeline_schedule import (
     IN_HALVES,
@@ -422,30 +424,8 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
     model = layout.model
     tp = layout.degrees["tp"]
     computed, _ = itemsizes(layout.config.training)
-    tokens = layout.microbatch_size * layout.seq_len // layout.degrees["cp"]
-    heads = model.n_heads * model.head_dim
-    kv_heads = model.n_kv_heads * model.head_dim
-    mode = layout.config.activation_checkpoint.mode
-    option = layout.config.activation_checkpoint.selective_ac_option
-    by_operator = mode == "selective" and option in ("op", "op/2")
-    recomputed = 0.0
-    if mode == "full":
-        recomputed = 1.0
-    elif mode == "selective" and not by_operator:
-        recomputed = 1 / int(option)
-    # Inputs of products, which selective checkpointing and the compiler recompute: the results of
-    # two norms and of the feed-forward. The norms' are gathered for tensor parallelism, which is
-    # no small operator.
-    is_compiled = layout.config.compile.compiles("model")
+    tokens = layout.tokens_per_microbatch
     hidden_dim = model.hidden_dim * max(1, model.experts_per_token)  # units of a token
-    inputs = 0.0 if by_operator or is_compiled else 2 * model.dim + hidden_dim
-    if tp > 1 and not by_operator:
-        inputs += 2 * model.dim * (tp if is_compiled else tp - 1)
-    # At least queries, keys, values, attention's result and its product, and both halves of the
-    # feed-forward.
-    results = 2 * heads + 2 * kv_heads + model.dim + 2 * hidden_dim
-    saved = 0.5 if by_operator and option == "op/2" else 1.0  # share of products
-    per_token = recomputed * model.dim + (1 - recomputed) * (saved * results + inputs)
     # Inputs of products, where those of the same input count once, and the gradients of results.
     factors = 3 * model.dim + hidden_dim
     gradients = 3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * hidden_dim
@@ -457,8 +437,8 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
         block=weights.dense / tp + weights.experts / layout.expert_parallel,
         multiplied=(weights.dense + weights.active_experts) / tp,
         sharded=(weights.dense + weights.experts) / layout.expert_ranks,
-        recomputed=recomputed,
-        kept_bytes=computed * tokens / tp * per_token,
+        recomputed=recomputed_share(layout.config.activation_checkpoint),
+        kept_bytes=kept_bytes_of_block(layout.config, layout),
         between_bytes=itemsize * tokens / tp * (factors + gradients),
         hidden_bytes=computed * tokens / tp * model.dim,
     )
