@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from titan_lite.config.errors import ConfigError
+from titan_lite.config.errors import ConfigError, alternatives, nearest_multiples
 from titan_lite.config.sections import Training
 
 MAX_SEQUENCES = 2**20  # of a batch of the ramp
@@ -66,11 +66,9 @@ def _local_batches(sequences: int, training: Training, dp_degree: int, written: 
     """Return the local batches of a rank that make up a batch. written: it, for an error."""
     at_once = training.local_batch_size * dp_degree  # sequences of one local batch on every rank
     if sequences % at_once:
-        below = max(at_once, sequences // at_once * at_once)
-        above = math.ceil(sequences / at_once) * at_once
         raise ConfigError(
             f"{written} is not a multiple of training.local_batch_size x data-parallel degree ="
             f" {training.local_batch_size} x {dp_degree} = {at_once}; use"
-            f" {' or '.join(map(str, sorted({below, above})))}"
+            f" {alternatives(nearest_multiples(sequences, at_once))}"
         )
     return sequences // at_once

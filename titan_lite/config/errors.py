@@ -6,6 +6,7 @@ ConfigError(*messages)                                          # several, a lin
 
 import difflib
 import json
+import math
 from collections.abc import Iterable
 
 from pydantic import BaseModel
@@ -41,6 +42,18 @@ class SharedConfigError(ConfigError):
 def shown(value: object) -> str:
     """Return a value for a message: short, and as in TOML if it has a form there."""
     return one_line(in_toml(value), 100)
+
+
+def alternatives(values: Iterable[object]) -> str:
+    """Return [1, 2, 4] as "1 or 2 or 4"."""
+    return " or ".join(str(value) for value in values)
+
+
+def nearest_multiples(value: int, factor: int) -> list[int]:
+    """Return the multiples of `factor`, above 0, that are next to `value`."""
+    below = max(factor, value // factor * factor)
+    above = math.ceil(value / factor) * factor
+    return sorted({below, above})
 
 
 def in_toml(value: object) -> str:

@@ -24,6 +24,7 @@ from titan_lite.config import (
     Training,
     gradient_accumulation_steps,
 )
+from titan_lite.config.errors import alternatives, nearest_multiples
 from titan_lite.config.families import ModelConfig, Shape
 from titan_lite.distributed.memory import gathered_once_bytes, steady_bytes
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
@@ -75,14 +76,18 @@ class Layout:
         divide; rules.check looks at the rest.
         """
         training = config.training
-        model = dataclasses.replace(model or shape_of(config.model), max_seq_len=training.seq_len)
+        model = model or shape_of(config.model)
+        longest = model.max_seq_len
+        model = dataclasses.replace(model, max_seq_len=training.seq_len)
+        check_tensor_parallel(config.parallelism, model, world_size)
+        check_context_parallel(config.parallelism, training.seq_len, longest, world_size)
         degrees = resolve_degrees(config.parallelism, world_size)
+        check_expert_parallel(config.parallelism.expert_parallel_degree, degrees, model.n_experts)
         pipeline = PipelineSchedule.from_config(
             config.parallelism,
             n_layers=model.n_layers,
             local_batch_size=training.local_batch_size,
         )
-        check_expert_parallel(config.parallelism.expert_parallel_degree, degrees)
         dp_degree = degrees["dp_replicate"] * degrees["dp_shard"]
         copies = config.fault_tolerance.copies
         *ramp, (accumulation, _) = gradient_accumulation_steps(training, dp_degree, copies)
@@ -295,6 +300,8 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
 def _lowered(degrees: Mapping[str, int], world_size: int) -> str:
     """Return the degree to lower, by as little as possible, so that their product divides the
     number of ranks, in words.
+
+    A degree becomes a divisor of itself: that divides the model, too. Copies may be any number.
     """
     product = math.prod(degree for degree in degrees.values() if degree != -1)
     fitting = [
@@ -302,20 +309,79 @@ def _lowered(degrees: Mapping[str, int], world_size: int) -> str:
         for axis, degree in degrees.items()
         for lower in range(1, degree)
         if world_size % (product // degree * lower) == 0
+        and (axis == "dp_replicate" or degree % lower == 0)
     ]
     if not fitting:
         return f"lower degrees until they multiply to a divisor of {world_size}"
     return min(fitting)[1]
 
 
-def check_expert_parallel(degree: int, degrees: Mapping[str, int]) -> None:
-    """Raise ConfigError unless a copy of a pipeline stage has a multiple of so many ranks."""
-    ranks = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
-    if ranks % degree:
-        fitting = " or ".join(str(each) for each in range(1, ranks + 1) if ranks % each == 0)
+def check_tensor_parallel(parallelism: Parallelism, model: ModelConfig, world_size: int) -> None:
+    """Raise ConfigError unless the degree divides the heads, and the tokens of a sequence."""
+    divided = {
+        "attention heads": model.n_heads,
+        "key/value heads": model.n_kv_heads,
+        "tokens of training.seq_len": model.max_seq_len,
+    }
+    degree = parallelism.tensor_parallel_degree
+    undivided = [f"{count} {what}" for what, count in divided.items() if count % degree]
+    if undivided:
+        fitting = [
+            each
+            for each in range(1, model.n_kv_heads + 1)
+            if not any(count % each for count in divided.values())
+            and _divides_ranks(parallelism.replace(tensor_parallel_degree=each), world_size)
+        ]
         raise ConfigError(
-            f"parallelism.expert_parallel_degree = {degree} does not divide the {ranks} ranks of"
-            f" dp_shard x cp x tp; use {fitting}"
+            f"parallelism.tensor_parallel_degree = {degree} does not divide the"
+            f" {' and the '.join(undivided)}; use {alternatives(fitting or [1])}"
+        )
+
+
+def _divides_ranks(parallelism: Parallelism, world_size: int) -> bool:
+    """Return True if there are ranks for all degrees but that of data_parallel_shard_degree."""
+    degrees = [getattr(parallelism, key) for axis, key in DEGREES.items() if axis != "dp_shard"]
+    return world_size % math.prod(degrees) == 0
+
+
+def check_context_parallel(
+    parallelism: Parallelism, seq_len: int, longest: int, world_size: int
+) -> None:
+    """Raise ConfigError unless each rank has two chunks of a sequence of `seq_len` tokens, which
+    tensor-parallel ranks can share.
+
+    longest: tokens of the longest sequence that the model has.
+    """
+    cp = parallelism.context_parallel_degree
+    tp = parallelism.tensor_parallel_degree
+    multiple = 2 * cp * tp
+    if cp > 1 and seq_len % multiple:
+        shared = f" that {tp} tensor-parallel ranks share" if tp > 1 else ""
+        fitting = [each for each in nearest_multiples(seq_len, multiple) if each <= longest]
+        instead = f"training.seq_len = {alternatives(fitting)}"
+        if not fitting or not _divides_ranks(parallelism, world_size):
+            instead = "a lower degree"
+        raise ConfigError(
+            f"parallelism.context_parallel_degree = {cp} cannot cut training.seq_len = {seq_len}"
+            f" into 2 x {cp} chunks{shared}; use {instead}"
+        )
+
+
+def check_expert_parallel(degree: int, degrees: Mapping[str, int], experts: int) -> None:
+    """Raise ConfigError unless the degree divides the experts, and the ranks of a copy of a
+    pipeline stage.
+
+    experts: of a block; 0 in a dense model.
+    """
+    ranks = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+    divided = {"experts": experts, "ranks of dp_shard x cp x tp": ranks}
+    undivided = [f"{count} {what}" for what, count in divided.items() if count % degree]
+    if undivided:
+        common = math.gcd(experts, ranks)
+        fitting = [each for each in range(1, common + 1) if common % each == 0]
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree = {degree} does not divide the"
+            f" {' and the '.join(undivided)}; use {alternatives(fitting)}"
         )
 
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from titan_lite.config import ConfigError, Parallelism
+from titan_lite.config.errors import alternatives
 from titan_lite.models.shapes import module_fqns
 
 if TYPE_CHECKING:  # torch is imported late: most recipes are checked without it
@@ -74,7 +75,7 @@ class PipelineSchedule:
             raise ConfigError(
                 f"parallelism.pipeline_parallel_microbatch_size = {microbatch_size} does not divide"
                 f" training.local_batch_size = {local_batch_size}; use"
-                f" {' or '.join(map(str, sizes))}"
+                f" {alternatives(sizes)}"
             )
         ranks = _ranks_of_stages(parallelism)
         stages = _split(modules, len(ranks), parallelism)
@@ -119,11 +120,16 @@ def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[li
     # The remainder goes to late stages, which have fewer microbatches in flight.
     counts = [share + (stage >= stages - remainder) - less[stage] for stage in range(stages)]
     if min(counts) < 0 or 0 in counts[1:-1]:
+        instead = "fewer stages"
+        if any(less):
+            instead += (
+                ", or smaller pipeline_parallel_first_stage_less_layers and"
+                " pipeline_parallel_last_stage_less_layers"
+            )
         raise TooFewLayers(
             f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}:"
             f" {stages} stages for {len(layers)} layers give {', '.join(map(str, counts))}; use"
-            " fewer stages, smaller pipeline_parallel_first_stage_less_layers and"
-            " pipeline_parallel_last_stage_less_layers, or pipeline_parallel_split_points"
+            f" {instead}"
         )
     ends = itertools.accumulate(counts, initial=0)
     parts = [layers[start:end] for start, end in itertools.pairwise(ends)]

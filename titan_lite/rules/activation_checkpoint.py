@@ -28,6 +28,7 @@ def memory_budget_is_for_the_compiler(config: Config) -> Iterator[Mistake]:
             value=mode,
             why="lets the compiler choose, and the model is not compiled",
             instead=(
-                'compile.enable = true with "model" in compile.components, or mode = "selective"'
+                'compile.enable = true and compile.components = ["model", "loss"], or mode ='
+                ' "selective"'
             ),
         )

@@ -4,17 +4,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from titan_lite.config import Config
+from titan_lite.config.errors import alternatives
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import parameter_shapes
 from titan_lite.optim.state import owner_costs
-from titan_lite.rules.mistakes import (
-    Mistake,
-    alternatives,
-    nearest_divisors,
-    rule,
-    rule_of_keys,
-    rule_with_torch,
-)
+from titan_lite.rules.mistakes import Mistake, nearest_divisors, rule, rule_of_keys, rule_with_torch
 from titan_lite.rules.model import no_parameters, unknown_modules
 
 

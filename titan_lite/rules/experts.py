@@ -1,14 +1,13 @@
 """Rules of [experts] and of the keys of [model] for mixtures of experts."""
 
-import math
 from collections.abc import Iterator
 
 from titan_lite.config import KEYS, Config
-from titan_lite.config.errors import shown
+from titan_lite.config.errors import alternatives, nearest_multiples, shown
 from titan_lite.config.families import FAMILIES, ModelConfig, find_family
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import has_experts, shape_of
-from titan_lite.rules.mistakes import Mistake, alternatives, nearest_multiples, rule, rule_of_keys
+from titan_lite.rules.mistakes import Mistake, rule, rule_of_keys
 
 KERNEL_BYTES = 16  # a row of a factor of a grouped product is a multiple of them
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
@@ -90,19 +89,6 @@ def sizes_without_a_kernel(shape: ModelConfig, dtype: str) -> list[tuple[str, in
     multiple = KERNEL_BYTES // ITEM_BYTES[dtype]
     sizes = {"dim": shape.dim, "hidden_dim": shape.hidden_dim}
     return [(name, size, multiple) for name, size in sizes.items() if size % multiple]
-
-
-@rule
-def expert_parallel_degree_divides(config: Config, layout: Layout) -> Iterator[Mistake]:
-    experts = layout.model.n_experts
-    if experts % layout.expert_parallel:
-        fitting = math.gcd(experts, layout.expert_ranks)
-        yield Mistake(
-            key="parallelism.expert_parallel_degree",
-            value=layout.expert_parallel,
-            why=f"does not divide the {experts} experts",
-            instead=alternatives(n for n in range(1, fitting + 1) if fitting % n == 0),
-        )
 
 
 @rule

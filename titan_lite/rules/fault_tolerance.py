@@ -41,7 +41,10 @@ def a_sum_ends_before_a_step_is_called_a_hang(config: Config) -> Iterator[Mistak
     limit = config.comm.train_timeout_seconds
     if config.fault_tolerance.copies > 1 and 2 * seconds >= limit:  # two ranks, one after another
         why = f"is not below half of comm.train_timeout_seconds = {limit}, when a copy ends"
-        instead = f"{(limit - 1) // 2} or less, or a higher comm.train_timeout_seconds"
+        most = (limit - 1) // 2
+        instead = "a higher comm.train_timeout_seconds"
+        if most > 0:
+            instead = f"{most} or less, or {instead}"
         yield Mistake("fault_tolerance.timeout_seconds", seconds, why, instead)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from titan_lite.config import Config
+from titan_lite.config.errors import shown
 from titan_lite.config.families import ModelConfig, Shape
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.fqns import is_filtered, is_of_experts
@@ -83,8 +84,10 @@ def float8_products_have_multiples_of_16(config: Config, layout: Layout) -> Iter
     if tokens % DIM_MULTIPLE:
         why = f"is impossible: a microbatch has {tokens} tokens on a rank, {needs}"
         yield Mistake(key, True, why, "another training.seq_len or training.local_batch_size")
+    filters = config.float8.filter_fqns
+    wrong: dict[str, str] = {}  # shape on a rank, by name in a block
     for fqn, shape in _linear_layers(layout.model).items():
-        if is_filtered(fqn, config.float8.filter_fqns):
+        if is_filtered(fqn, filters):
             continue
         split_dim = weight_dim(fqn, layout.model.family)
         rows, columns = (
@@ -92,14 +95,15 @@ def float8_products_have_multiples_of_16(config: Config, layout: Layout) -> Iter
             for dim, size in enumerate(shape)
         )
         if rows % DIM_MULTIPLE or columns % DIM_MULTIPLE:
-            name = fqn.split(".", 2)[2]  # in its block
-            yield Mistake(
-                key=key,
-                value=True,
-                why=f"is impossible: {fqn}.weight is {rows:g} x {columns:g} on a rank, {needs}",
-                instead=f'float8.filter_fqns = ["{name}"] or a lower tensor_parallel_degree',
-            )
-            return  # the same layer of other blocks is alike
+            wrong.setdefault(fqn.split(".", 2)[2], f"{fqn}.weight is {rows:g} x {columns:g}")
+    if wrong:
+        lower = " or a lower tensor_parallel_degree" if layout.degrees["tp"] > 1 else ""
+        yield Mistake(
+            key=key,
+            value=True,
+            why=f"is impossible: {next(iter(wrong.values()))} on a rank, {needs}",
+            instead=f"float8.filter_fqns = {shown([*filters, *wrong])}{lower}",
+        )
 
 
 def float8_has_results_on_gpus(config: Config) -> Iterator[Mistake]:

@@ -6,7 +6,6 @@ def key_needs_other_key(config: Config) -> Iterator[Mistake]:
         yield Mistake("section.key", config.section.key, "needs section.other", "...")
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -67,18 +66,6 @@ def raise_mistakes(config: Config, mistakes: Iterable[Mistake]) -> None:
     messages = dict.fromkeys(mistake.message(config) for mistake in ordered)  # each once
     if messages:
         raise ConfigError(*messages)
-
-
-def alternatives(values: Iterable[object]) -> str:
-    """Return [1, 2, 4] as "1 or 2 or 4"."""
-    return " or ".join(str(value) for value in values)
-
-
-def nearest_multiples(value: int, factor: int) -> list[int]:
-    """Return the multiples of `factor` that are next to `value`."""
-    below = max(factor, value // factor * factor)
-    above = math.ceil(value / factor) * factor
-    return sorted({below, above})
 
 
 def nearest_divisors(number: int, value: int) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from titan_lite.config import KEYS, Config, ConfigError, Model
-from titan_lite.config.errors import in_toml
+from titan_lite.config.errors import alternatives, in_toml, nearest_multiples
 from titan_lite.config.families import FAMILIES, ModelConfig
 from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
 from titan_lite.config.from_weights import ModelOfWeights, keys_of_shape, read_model
@@ -19,14 +19,7 @@ from titan_lite.models.shapes import (
     shape_words,
 )
 from titan_lite.rules.float8 import float8_products_have_multiples_of_16
-from titan_lite.rules.mistakes import (
-    Mistake,
-    alternatives,
-    nearest_multiples,
-    rule,
-    rule_of_keys,
-    rule_with_torch,
-)
+from titan_lite.rules.mistakes import Mistake, rule, rule_of_keys, rule_with_torch
 
 
 @rule_of_keys

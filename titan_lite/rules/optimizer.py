@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from titan_lite.config import KEYS, Config
-from titan_lite.config.errors import shown
+from titan_lite.config.errors import alternatives, shown
 from titan_lite.config.optimizers import OPTIMIZERS
-from titan_lite.rules.mistakes import Mistake, alternatives, rule_of_keys
+from titan_lite.rules.mistakes import Mistake, rule_of_keys
 
 
 @rule_of_keys

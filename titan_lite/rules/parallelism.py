@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from titan_lite.config import KEYS, Config
+from titan_lite.config.errors import alternatives, nearest_multiples
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.pipeline_schedule import (
     ROUND,
@@ -10,14 +11,7 @@ from titan_lite.distributed.pipeline_schedule import (
     runs_halves,
     stages_per_rank,
 )
-from titan_lite.rules.mistakes import (
-    Mistake,
-    alternatives,
-    nearest_multiples,
-    rule,
-    rule_of_keys,
-    rule_with_torch,
-)
+from titan_lite.rules.mistakes import Mistake, rule, rule_of_keys, rule_with_torch
 from titan_lite.rules.model import no_parameters, unknown_modules
 from titan_lite.sharding import chunk_range
 
@@ -38,30 +32,6 @@ def async_tensor_parallelism_is_done_by_inductor(config: Config) -> Iterator[Mis
 
 
 @rule
-def tensor_parallel_degree_divides(config: Config, layout: Layout) -> Iterator[Mistake]:
-    tp = layout.degrees["tp"]
-    model = layout.model
-    divided = {
-        "attention heads": model.n_heads,
-        "key/value heads": model.n_kv_heads,
-        "tokens of training.seq_len": layout.seq_len,
-    }
-    for what, count in divided.items():
-        if count % tp:
-            fitting = [
-                degree
-                for degree in range(1, model.n_kv_heads + 1)
-                if not any(number % degree for number in divided.values())
-            ]
-            yield Mistake(
-                key="parallelism.tensor_parallel_degree",
-                value=tp,
-                why=f"does not divide the {count} {what}",
-                instead=alternatives(fitting),
-            )
-
-
-@rule
 def every_tensor_parallel_rank_has_a_part(config: Config, layout: Layout) -> Iterator[Mistake]:
     tp = layout.degrees["tp"]
     # these are split unevenly where tp does not divide them
@@ -77,21 +47,6 @@ def every_tensor_parallel_rank_has_a_part(config: Config, layout: Layout) -> Ite
                 why=f"leaves a rank without any of the {count} {what}",
                 instead="a lower degree",
             )
-
-
-@rule
-def context_parallel_ranks_have_two_chunks(config: Config, layout: Layout) -> Iterator[Mistake]:
-    cp = layout.degrees["cp"]
-    tp = layout.degrees["tp"]
-    multiple = 2 * cp * tp
-    if cp > 1 and layout.seq_len % multiple:
-        shared = f" that {tp} tensor-parallel ranks share" if tp > 1 else ""
-        yield Mistake(
-            key="parallelism.context_parallel_degree",
-            value=cp,
-            why=f"cannot cut training.seq_len = {layout.seq_len} into 2 x {cp} chunks{shared}",
-            instead=f"seq_len = {alternatives(nearest_multiples(layout.seq_len, multiple))}",
-        )
 
 
 @rule
@@ -119,11 +74,12 @@ def schedule_has_its_stages_per_rank(config: Config, layout: Layout) -> Iterator
     per_rank = stages_per_rank(config.parallelism)
     if name in ROUND and per_rank < 2:
         why = f'is not for pipeline_parallel_schedule = "{name}", which has {usual} or more'
-        instead = f'-1 or {usual}, or "1F1B"'
+        instead = f'-1 or {usual}, or pipeline_parallel_schedule = "GPipe"'
     elif name not in ROUND and per_rank != usual:
-        other = "Interleaved1F1B" if per_rank > 1 else "1F1B"
         why = f'is not for pipeline_parallel_schedule = "{name}", which has {usual}'
-        instead = f'-1 or {usual}, or "{other}"'
+        instead = f"-1 or {usual}"
+        if per_rank > 1:
+            instead += _or_interleaved(layout)
     else:
         return
     yield Mistake("parallelism.pipeline_parallel_stages_per_rank", per_rank, why, instead)
@@ -137,22 +93,39 @@ def schedule_has_its_microbatches(config: Config, layout: Layout) -> Iterator[Mi
     key = "parallelism.pipeline_parallel_schedule"
     name = config.parallelism.pipeline_parallel_schedule
     microbatches = layout.pipeline.microbatches
+    sequences = layout.microbatch_size
     batch = (
         f"training.local_batch_size / pipeline_parallel_microbatch_size = {microbatches}"
         " microbatches"
     )
     if name == "1F1B" and microbatches < degree:
         why = f"needs as many microbatches as stages, {degree}, but {batch}"
-        yield Mistake(key, name, why, f'{degree} of them, or "GPipe"')
-    rounds = max(1, microbatches // degree)
+        instead = f"training.local_batch_size = {degree * sequences}"
+        instead += ', or pipeline_parallel_schedule = "GPipe"'
+        yield Mistake(key, name, why, instead)
+    rounds = _rounds(layout)
     if name in ROUND and microbatches % rounds:
         why = f"with {degree} ranks goes in {rounds} rounds, which do not divide {batch}"
-        fitting = [microbatches // degree * degree, (microbatches // degree + 1) * degree]
-        yield Mistake(key, name, why, f"{alternatives(fitting)} of them")
+        fitting = nearest_multiples(layout.local_batch_size, degree * sequences)
+        yield Mistake(key, name, why, f"training.local_batch_size = {alternatives(fitting)}")
     stages = 2 * degree
     if name == "DualPipeV" and microbatches < stages:
         why = f"needs as many microbatches as stages, {stages}, but {batch}"
-        yield Mistake(key, name, why, f'{stages} of them, or "ZBVZeroBubble"')
+        instead = f"training.local_batch_size = {stages * sequences}"
+        instead += ', or pipeline_parallel_schedule = "ZBVZeroBubble"'
+        yield Mistake(key, name, why, instead)
+
+
+def _rounds(layout: Layout) -> int:
+    """Return the rounds of an interleaved schedule, which have equally many microbatches."""
+    return max(1, layout.pipeline.microbatches // layout.degrees["pp"])
+
+
+def _or_interleaved(layout: Layout) -> str:
+    """Return the end of a message that offers "Interleaved1F1B", where it has its microbatches."""
+    if layout.pipeline.microbatches % _rounds(layout):
+        return ""
+    return ', or pipeline_parallel_schedule = "Interleaved1F1B"'
 
 
 @rule
@@ -165,18 +138,15 @@ def zero_bubble_cuts_a_backward_that_can_be_cut(
         return  # a compiled backward has graphs of the halves
     if config.compile.compiles("loss"):
         why = "cuts backward in two, which a compiled loss with a model in eager mode cannot be"
-        yield Mistake(key, name, why, 'compile.components = ["model", "loss"] or "Interleaved1F1B"')
+        instead = 'compile.components = ["model", "loss"]' + _or_interleaved(layout)
+        yield Mistake(key, name, why, instead)
     if config.activation_checkpoint.mode != "none":
         why = (
             "cuts backward in two, and in eager mode each half would recompute every block, the"
             " second one once for each weight"
         )
-        yield Mistake(
-            key,
-            name,
-            why,
-            'compile.enable = true, activation_checkpoint.mode = "none" or "Interleaved1F1B"',
-        )
+        instead = 'compile.enable = true, or activation_checkpoint.mode = "none"'
+        yield Mistake(key, name, why, instead + _or_interleaved(layout))
 
 
 @rule_of_keys
@@ -190,7 +160,7 @@ def gathered_weights_are_kept_or_freed(config: Config) -> Iterator[Mistake]:
             key=key,
             value=kept,
             why='is not for parallelism.fsdp_reshard_after_forward = "always", which keeps none',
-            instead='"default" to keep these, or fsdp_keep_gathered = []',
+            instead='fsdp_reshard_after_forward = "default", or fsdp_keep_gathered = []',
         )
 
 
@@ -225,7 +195,7 @@ def compression_has_replicas_and_steps(config: Config, layout: Layout) -> Iterat
             key="parallelism.replicate_compression",
             value=parallelism.replicate_compression,
             why="has no effect with data_parallel_replicate_degree = 1",
-            instead="2 or more",
+            instead='data_parallel_replicate_degree = 2 or more, or replicate_compression = "none"',
         )
     steps = config.training.steps
     if parallelism.replicate_uncompressed_steps >= steps:

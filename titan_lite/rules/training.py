@@ -1,8 +1,8 @@
-"""Rules of [training]: batches that ranks can share, and the chunks of the loss."""
+"""Rules of [training]: the ramp of batches, and the chunks of the loss."""
 
 from collections.abc import Iterator
 
-from titan_lite.config import Config, batch_ramp, gradient_accumulation_steps
+from titan_lite.config import Config, batch_ramp
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.loss_chunk import MAX_CHUNKS
 from titan_lite.rules.mistakes import Mistake, rule, rule_of_keys
@@ -10,15 +10,8 @@ from titan_lite.sharding import chunk_size
 
 
 @rule_of_keys
-def batches_can_be_shared(config: Config) -> Iterator[Mistake]:
-    """Refuse a wrong batch before the number of ranks is known, if the recipe has all degrees."""
+def batches_of_the_ramp_are_in_order(config: Config) -> Iterator[Mistake]:
     batch_ramp(config.training.global_batch_ramp)  # raises ConfigError
-    parallelism = config.parallelism
-    if parallelism.data_parallel_shard_degree != -1:
-        dp_degree = (
-            parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
-        )
-        gradient_accumulation_steps(config.training, dp_degree)  # raises ConfigError
     return iter(())
 
 

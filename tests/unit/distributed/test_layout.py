@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import DEBUG, RECIPES
 
-from titan_lite.config import load_config
+from titan_lite.config import ConfigError, load_config
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.pipeline import keep_modules
 from titan_lite.metrics.start_lines import describe_ramp
@@ -50,6 +50,22 @@ def test_a_step_of_a_ramp_has_its_own_sequences():
             "--training.global_batch_size=4", "--training.global_batch_ramp=8 until 5"
         ).max_sequences_per_step
         == 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (["--training.global_batch_size=10"], "training.global_batch_size = 10"),
+        (["--training.global_batch_ramp=10 until 5"], 'training.global_batch_ramp: "10 until 5"'),
+    ],
+)
+def test_a_batch_that_ranks_cannot_share_is_named_with_those_next_to_it(options, wrong):
+    with pytest.raises(ConfigError) as error:
+        layout(*options)
+    assert str(error.value) == (
+        f"{wrong} is not a multiple of training.local_batch_size x data-parallel degree ="
+        " 2 x 2 = 4; use 8 or 12"
     )
 
 

@@ -68,6 +68,7 @@ SHORT = {
     "machine": "compile.machine",
     "steps": "training.steps",
     "ac": "activation_checkpoint.mode",
+    "ep": "parallelism.expert_parallel_degree",
 }
 
 WRONG = {
@@ -138,13 +139,17 @@ WRONG = {
     "fewer microbatches than stages": Wrong(
         4,
         "pp=4 batch=2",
-        ('schedule = "1F1B" needs as many', "= 2 microbatches", '4 of them, or "GPipe"'),
+        (
+            'schedule = "1F1B" needs as many',
+            "= 2 microbatches",
+            'local_batch_size = 4, or pipeline_parallel_schedule = "GPipe"',
+        ),
         "schedule=GPipe",
     ),
     "microbatches by rounds": Wrong(
         2,
         "pp=2 batch=5 global=5 schedule=Interleaved1F1B",
-        ("goes in 2 rounds", "4 or 6 of them"),
+        ("goes in 2 rounds", "local_batch_size = 4 or 6"),
         "batch=6 global=6",
     ),
     "layers by stages": Wrong(
@@ -196,7 +201,10 @@ WRONG = {
     "fewer microbatches than stages of DualPipeV": Wrong(
         2,
         "pp=2 schedule=DualPipeV batch=2",
-        ("needs as many microbatches as stages, 4, but", '4 of them, or "ZBVZeroBubble"'),
+        (
+            "needs as many microbatches as stages, 4, but",
+            'local_batch_size = 4, or pipeline_parallel_schedule = "ZBVZeroBubble"',
+        ),
         "batch=4",
     ),
     "ZBV with a compiled loss": Wrong(

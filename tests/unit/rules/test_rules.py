@@ -6,13 +6,14 @@ import pytest
 from tiny import DEBUG
 
 from titan_lite.config import Config, ConfigError, load_config
+from titan_lite.config.errors import nearest_multiples
 from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import owners_line
 from titan_lite.optim.state import owner_costs
 from titan_lite.rules import check, check_inputs, fault_tolerance
 from titan_lite.rules.job import dump_folder_cannot_be_written
-from titan_lite.rules.mistakes import RULES, Mistake, nearest_divisors, nearest_multiples
+from titan_lite.rules.mistakes import RULES, Mistake, nearest_divisors
 
 
 def checked(*options, ranks=2):
@@ -78,7 +79,7 @@ def test_tensor_parallel_degrees_that_fit(tp):
 @pytest.mark.parametrize(
     ("tp", "model", "words"),
     [
-        (3, {}, ["does not divide the 32 attention heads; use 1 or 2 or 4 or 8"]),
+        (3, {}, ["does not divide the 32 attention heads and the 8 key/value heads", "; use 1"]),
         (16, {}, ["does not divide the 8 key/value heads; use 1 or 2 or 4 or 8"]),
         (8, dict(seq_len=4), ["does not divide the 4 tokens of training.seq_len; use 1 or 2 or 4"]),
         (2, dict(seq_len=4095), ["does not divide the 4095 tokens of training.seq_len; use 1"]),
@@ -119,7 +120,10 @@ def test_tensor_parallel_degrees_that_do_not(tp, model, words):
         ),
         (
             ["--model.hidden_dim=680"],
-            ["layers.0.feed_forward.w1.weight is 680 x 256", '["feed_forward.w1"]'],
+            [
+                "layers.0.feed_forward.w1.weight is 680 x 256",
+                '["feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]',
+            ],
         ),
         (
             ["--parallelism.tensor_parallel_degree=2", "--model.hidden_dim=688"],

@@ -49,7 +49,7 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         ),
         (
             ["--parallelism.tensor_parallel_degree=3", "--world-size", "9"],
-            ["tensor_parallel_degree = 3", "2 or 4 or 8"],
+            ["tensor_parallel_degree = 3 does not divide", "; use 1"],
         ),
         (["--training.seq_length=1"], ["training.seq_length", "did you mean training.seq_len?"]),
         (["--training.seq_len"], ["training.seq_len", "no value"]),
