@@ -6,6 +6,7 @@
 imported where torch is there anyway.
 """
 
+import dataclasses
 import math
 import os
 from collections.abc import Iterator
@@ -193,7 +194,6 @@ def _does_not_fit(
         errors = ""
         if compression_error_bytes(config, layout):
             errors = ", their errors (parallelism.replicate_compression)"
-        shards = math.ceil(layout.degrees["dp_shard"] * steady / device_bytes)
         yield Mistake(
             key="parallelism.data_parallel_shard_degree",
             value=layout.degrees["dp_shard"],
@@ -202,7 +202,7 @@ def _does_not_fit(
                 f" weights, gradients{errors} and optimizer state need"
                 f" {steady / 2**30:.0f} GiB a rank, and a rank has {device_bytes / 2**30:.0f}"
             ),
-            instead=f"parallelism.data_parallel_shard_degree = {shards} or more",
+            instead=_shards_that_fit(config, layout, device_bytes),
         )
     elif layout.gathers_once and once > device_bytes:
         yield Mistake(
@@ -244,6 +244,19 @@ def _does_not_fit(
             ),
             instead='"disabled"',
         )
+
+
+def _shards_that_fit(config: Config, layout: Layout, device_bytes: float) -> str:
+    """Return a number of shards with which a rank has what it keeps, in words. What owners of
+    matrices keep is not sharded evenly, so the number is tried.
+    """
+    ratio = steady_bytes(config, layout) / device_bytes
+    least = math.ceil(layout.degrees["dp_shard"] * ratio)
+    for shards in (least, 2 * least, 4 * least):
+        sharded = dataclasses.replace(layout, degrees={**layout.degrees, "dp_shard": shards})
+        if steady_bytes(config, sharded) <= device_bytes:
+            return f"parallelism.data_parallel_shard_degree = {shards} or more"
+    return "devices with more memory, or a smaller model"
 
 
 def check_agreement(layout: Layout) -> None:

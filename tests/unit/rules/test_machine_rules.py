@@ -15,6 +15,7 @@ import torch
 from titan_lite.config import ConfigError, load_config
 from titan_lite.config.load import option
 from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.memory import steady_bytes
 from titan_lite.rules.machine import check_machine, check_memory, mistakes_here
 
 ROOT = Path(__file__).parents[3]
@@ -458,6 +459,18 @@ def test_a_batch_that_cannot_be_is_refused_with_one_that_can():
         check_memory(
             *layout_of("debug_model", 2, 80, "--training.seq_len=16000000"), 80 * gib, 2000 * gib
         )
+
+
+def test_the_shards_that_a_message_offers_fit():
+    """Roots of Shampoo's owners are not sharded evenly."""
+    keys = ["--optimizer.name=Shampoo", "--training.steps=100"]
+    config, layout = layout_of("llama3_8b", 1, 24, *keys, "--model.flavor=70B")
+    with pytest.raises(ConfigError) as error:
+        check_memory(config, layout, 24 * 2**30)
+    (shards,) = re.findall(r"use parallelism\.data_parallel_shard_degree = (\d+)", str(error.value))
+    batch = f"--training.global_batch_size={2 * int(shards)}"
+    changed = layout_of("llama3_8b", int(shards), 24, *keys, "--model.flavor=70B", batch)
+    assert steady_bytes(*changed) <= 24 * 2**30
 
 
 def test_the_copy_of_a_save_in_the_background_has_to_fit_in_host_memory():

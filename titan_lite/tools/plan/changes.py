@@ -81,6 +81,37 @@ def batch_changes(layout: PlannedLayout) -> list[Change]:
     return [{"training.local_batch_size": str(size)} for size in sizes]
 
 
+def smaller_changes(layout: PlannedLayout) -> list[Change]:
+    """Return changes that need less memory and keep the tokens of a step, the nearest first: more
+    activation checkpointing, weights gathered once a microbatch, and fewer sequences at once.
+    """
+    used = checkpointing_of(layout.config)
+    more: Sequence[Change] = CHECKPOINTING[-1:]
+    if used is not None:
+        more = CHECKPOINTING[CHECKPOINTING.index(used) + 1 :]
+    communications: list[Change] = [{}]
+    if layout.gathers_once:
+        communications.append({"parallelism.fsdp_communication": "microbatch"})
+    key = "training.local_batch_size"
+    if layout.degrees["pp"] > 1:
+        key = "parallelism.pipeline_parallel_microbatch_size"
+    same_tokens: Change = {}
+    if layout.config.training.global_batch_size == -1:
+        same_tokens = {"training.global_batch_size": str(layout.sequences_per_step)}
+    batches: list[Change] = [{}]
+    size = layout.microbatch_size
+    while size % 2 == 0:
+        size //= 2
+        batches.append({key: str(size), **same_tokens})
+    combined = [
+        {**batch, **communication, **checkpointing}
+        for batch, communication, checkpointing in itertools.product(
+            batches, communications, ({}, *more)
+        )
+    ]
+    return [change for change in combined if change]
+
+
 def degree_changes(layout: PlannedLayout, machine: Machine) -> list[Change]:
     """Return half and twice the degrees of tensor and pipeline parallelism, and HSDP."""
     parallelism = layout.config.parallelism
@@ -288,5 +319,5 @@ def best_changes(plan: Plan, rows: Sequence[Row]) -> list[str]:
     if not helping and plan.fits:
         lines.append(f"  none: of {len(fit)} that fit, none is faster")
     elif not helping:
-        lines.append("  none: none fits; use more ranks")
+        lines.append("  none: none fits")
     return lines

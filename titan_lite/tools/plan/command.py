@@ -391,9 +391,10 @@ def comparison_lines(
 
 def plan_lines(subject: Subject, options: argparse.Namespace) -> list[str]:
     """Return the plan of the recipe, and write its picture and trace."""
-    from titan_lite.tools.plan.changes import best_changes, candidates, plan_changes
+    from titan_lite.tools.plan.changes import best_changes, candidates, fitting, plan_changes
     from titan_lite.tools.plan.picture import draw_plan, write_plan_trace
     from titan_lite.tools.plan.scale import check_scale, describe_scale
+    from titan_lite.tools.plan.search import plan_smaller, smaller_line
     from titan_lite.tools.plan.summary import as_json, describe
 
     layout = subject.lay_out({})
@@ -415,13 +416,18 @@ def plan_lines(subject: Subject, options: argparse.Namespace) -> list[str]:
     if options.scale:
         return [*describe(plan, budget), "", *describe_scale(plan)]
     if options.changes:
-        return [*describe(plan, budget), *best_changes(plan, rows)]
-    return describe(
-        plan,
-        budget,
-        lighter=plan_with_less_checkpointing(subject, plan, options.full),
-        with_room=plan_with_room_for_all(subject, options.full),
-    )
+        lines = [*describe(plan, budget), *best_changes(plan, rows)]
+    else:
+        lines = describe(
+            plan,
+            budget,
+            lighter=plan_with_less_checkpointing(subject, plan, options.full),
+            with_room=plan_with_room_for_all(subject, options.full),
+        )
+    if not fitting(rows):
+        tried = plan_smaller(plan, subject.lay_out, subject.machine, options.full)
+        lines.append(smaller_line(tried))
+    return lines
 
 
 def budget_of(plan: "Plan", options: argparse.Namespace) -> "Budget":

@@ -17,6 +17,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,9 +52,11 @@ from titan_lite.tools.plan.changes import (
     Row,
     Stopped,
     checkpointing_of,
+    fit_word,
     fitting,
     plan_changes,
     ranked,
+    smaller_changes,
     table,
 )
 from titan_lite.tools.plan.memory import outside_of_tensors
@@ -65,6 +68,7 @@ from titan_lite.tools.plan.trace import PROCESSES, PlannedLayout, blocks_in
 CHECKPOINTING_KEYS = (MODE, "activation_checkpoint.selective_ac_option")
 # Ranks of a pipeline: the order of a longer one takes seconds to find out. A recipe's own is tried.
 MOST_PIPELINE_RANKS = 16
+MOST_SMALLER = 4  # plans of a recipe that does not fit, changed until one does
 LONG_SEQUENCE = 32768  # tokens; shorter sequences are not split over ranks
 
 
@@ -255,14 +259,14 @@ def outcome(config: Config, rows: Sequence[Row], not_planned: int = 0) -> list[s
     fit = fitting(rows)
     if not fit:
         none = f"none of the {len(rows):,} planned fits" if not_planned else "no layout fits"
-        return ["", f"{none}; use more ranks, fewer sequences per step, or shorter ones"]
+        return ["", none]
     best_change, best = fit[0]
     lost = [
         f"  {why_lost(plan, best)}: {label(change)}"
         for change, plan in rows
         if isinstance(plan, Plan) and plan is not best
     ]
-    keys = " ".join(option(key, value) for key, value in differing(config, best_change).items())
+    keys = _options(differing(config, best_change))
     evidence = best.evidence.in_words()
     if not best.evidence.is_known:
         evidence = f"speeds are not known for this kind of run: {evidence}"
@@ -283,6 +287,58 @@ def lighter(plan: Plan, lay_out: Callable[[Change], PlannedLayout]) -> list[Chan
         if plan.memory.total * nbytes / lower_bound <= plan.capacity:
             return [change]
     return []
+
+
+def plan_smaller(
+    plan: Plan, lay_out: Callable[[Change], PlannedLayout], machine: Machine, full: bool
+) -> list[tuple[Change, Plan]]:
+    """Return plans of a recipe that does not fit, changed until one does: that is the last one.
+
+    The nearest changes are tried first. Those that would not fit are left out, by formulas that
+    scale the memory of the plan before; if all would not, the smallest one is tried. Raises
+    Stopped.
+    """
+    waiting: dict[int, tuple[Change, float]] = {}  # the bytes of a change, by formula
+    for index, change in enumerate(smaller_changes(plan.layout)):
+        with suppress(ConfigError):
+            waiting[index] = (change, least_bytes(lay_out(change)))
+    scale = plan.memory.total / least_bytes(plan.layout)
+    tried: list[tuple[Change, Plan]] = []
+    while waiting and len(tried) < MOST_SMALLER:
+        fit = [index for index, (_, nbytes) in waiting.items() if scale * nbytes <= plan.capacity]
+        index = fit[0] if fit else min(waiting, key=lambda each: waiting[each][1])
+        change, nbytes = waiting.pop(index)
+        ((_, other),) = plan_changes(lay_out, [change], machine, full)
+        if isinstance(other, str):
+            continue
+        tried.append((change, other))
+        if other.fits or not fit:
+            break
+        scale = other.memory.total / nbytes
+    return tried
+
+
+def smaller_line(tried: Sequence[tuple[Change, Plan]]) -> str:
+    """Return a line on what `plan_smaller` found, or has tried."""
+    if not tried:
+        return "to fit: nothing was tried; no checkpointing and no batch needs less memory"
+    change, plan = tried[-1]
+    if not plan.fits:
+        needed = "; ".join(
+            f"{_options(other)} {each.memory.total / GIB:.1f} GiB" for other, each in tried
+        )
+        return f"to fit: no checkpointing and no batch that was tried is enough: {needed}"
+    slow = plan.tokens_per_second(plan.slow)
+    fast = plan.tokens_per_second(plan.fast)
+    tight = ", tight" if fit_word(plan) == "tight" else ""
+    return (
+        f"to fit: {_options(change)} needs {plan.memory.total / GIB:.1f} GiB{tight};"
+        f" {slow:,.0f} to {fast:,.0f} tokens/s per GPU"
+    )
+
+
+def _options(change: Change) -> str:
+    return " ".join(option(key, value) for key, value in change.items())
 
 
 def powers_of_two(most: int) -> list[int]:

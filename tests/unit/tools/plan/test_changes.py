@@ -26,6 +26,7 @@ from titan_lite.tools.plan.changes import (
     grid,
     plan_changes,
     ranked,
+    smaller_changes,
     table,
 )
 from titan_lite.tools.plan.memory import Memory
@@ -114,6 +115,22 @@ def test_candidates_are_one_step_away():
     assert copies in found
     degrees = [change.get("parallelism.tensor_parallel_degree") for change in found]
     assert {"1", "4"} < set(degrees)
+
+
+def test_smaller_changes_keep_the_tokens_and_come_the_nearest_first():
+    full = {"activation_checkpoint.mode": "full"}
+    mine = layout(gathers_once=True)
+    checkpointed = mine.config.replace(activation_checkpoint=ActivationCheckpoint(mode="full"))
+    batch = {
+        "training.local_batch_size": "1",
+        "training.global_batch_size": str(mine.sequences_per_step),
+    }
+    less = {"parallelism.fsdp_communication": "microbatch"}
+    found = smaller_changes(dataclasses.replace(mine, config=checkpointed))
+    assert found == [less, batch, batch | less]
+    found = smaller_changes(mine)
+    assert found[-1] == batch | less | full
+    assert len(found) == len(set(map(str, found)))
 
 
 def test_candidates_of_a_pipeline_and_of_an_eager_recipe():
