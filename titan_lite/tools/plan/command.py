@@ -391,7 +391,7 @@ def comparison_lines(
 
 def plan_lines(subject: Subject, options: argparse.Namespace) -> list[str]:
     """Return the plan of the recipe, and write its picture and trace."""
-    from titan_lite.tools.plan.changes import best_changes, candidates, fitting, plan_changes
+    from titan_lite.tools.plan.changes import best_changes, candidates, plan_changes
     from titan_lite.tools.plan.picture import draw_plan, write_plan_trace
     from titan_lite.tools.plan.scale import check_scale, describe_scale
     from titan_lite.tools.plan.search import plan_smaller, smaller_line
@@ -424,7 +424,7 @@ def plan_lines(subject: Subject, options: argparse.Namespace) -> list[str]:
             lighter=plan_with_less_checkpointing(subject, plan, options.full),
             with_room=plan_with_room_for_all(subject, options.full),
         )
-    if not fitting(rows):
+    if not plan.fits:
         tried = plan_smaller(plan, subject.lay_out, subject.machine, options.full)
         lines.append(smaller_line(tried))
     return lines

@@ -8,8 +8,9 @@ and plan the fastest of them until enough fit.
 
 The formulas only choose what is planned; their results are not shown. Their bytes are at most those
 of a plan, so no layout that fits is excluded by them. A layout is put aside if it would not fit
-with as much more as plans of its kind need at least. What is in flight in a pipeline takes seconds
-to find out, so only the fastest layouts are asked for it.
+with as much more as plans of its kind need at least; if none fits, the smallest of these are
+planned, too. What is in flight in a pipeline takes seconds to find out, so only the fastest layouts
+are asked for it.
 """
 
 import functools
@@ -68,7 +69,7 @@ from titan_lite.tools.plan.trace import PROCESSES, PlannedLayout, blocks_in
 CHECKPOINTING_KEYS = (MODE, "activation_checkpoint.selective_ac_option")
 # Ranks of a pipeline: the order of a longer one takes seconds to find out. A recipe's own is tried.
 MOST_PIPELINE_RANKS = 16
-MOST_SMALLER = 4  # plans of a recipe that does not fit, changed until one does
+MOST_SMALLER = 4  # plans, from the most promising on, where none fits so far
 LONG_SEQUENCE = 32768  # tokens; shorter sequences are not split over ranks
 
 
@@ -97,7 +98,7 @@ class Search:
     refused: int = 0  # cannot run
     too_large: int = 0  # by the lower bound
     waiting: list[Candidate] = field(default_factory=list)  # the fastest first
-    put_aside: int = 0
+    put_aside: list[Candidate] = field(default_factory=list)
     planned: list[Candidate] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
@@ -118,16 +119,23 @@ class Search:
         self.waiting.sort(key=lambda candidate: candidate.seconds)
 
     def plan_until(self, count: int) -> None:
-        """Plan the fastest by formula until `count` fit with room, or none is left.
+        """Plan the fastest by formula until `count` fit with room, or none is left. If none fits
+        at all, plan the smallest of those that were put aside, too.
 
         Raises Stopped.
         """
         while (missing := count - len(with_room(self.rows))) > 0:
             chosen = self.next_candidates(max(missing, PROCESSES))
             if not chosen:
-                return
-            self.planned += chosen
-            self.plan([candidate.change for candidate in chosen])
+                break
+            self.plan(chosen)
+        needs = self.least_needs()
+        self.put_aside.sort(key=lambda each: each.nbytes * needs[kind_of(each.layout)])
+        for _ in range(MOST_SMALLER // PROCESSES):
+            if self.put_aside and not fitting(self.rows):
+                chosen = self.put_aside[:PROCESSES]
+                del self.put_aside[:PROCESSES]
+                self.plan(chosen)
 
     def next_candidates(self, count: int) -> list[Candidate]:
         """Take the fastest layouts that may fit from those that wait, and count those that may
@@ -140,7 +148,7 @@ class Search:
             if candidate.nbytes > self.capacity:
                 self.too_large += 1
             elif candidate.nbytes * needs.get(kind_of(candidate.layout), 1.0) > self.capacity:
-                self.put_aside += 1
+                self.put_aside.append(candidate)
             else:
                 chosen.append(candidate)
         return chosen
@@ -156,8 +164,10 @@ class Search:
                 needs[kind] = min(times, needs.get(kind, math.inf))
         return needs
 
-    def plan(self, changes: Sequence[Change]) -> None:
+    def plan(self, chosen: Sequence[Candidate]) -> None:
         """Plan layouts. Raises Stopped, with the rows of all plans so far."""
+        self.planned += chosen
+        changes = [candidate.change for candidate in chosen]
         try:
             rows = plan_changes(self.lay_out, changes, self.machine, self.full, label)
         except Stopped as stopped:
@@ -185,13 +195,13 @@ class Search:
     def counts(self) -> str:
         """Return what was planned, and what was not looked at, in words."""
         planned = self.may_fit - self.not_planned
-        slower = self.not_planned - self.put_aside
+        slower = self.not_planned - len(self.put_aside)
         return (
             f"{self.refused:,} cannot run, {self.too_large:,} cannot fit (parameters, optimizer and"
             f" microbatches in flight alone); of {self.may_fit:,} others {planned:,} are planned,"
             f" the fastest by formula first; not looked at: {slower:,} that are slower by formula,"
-            f" and {self.put_aside:,} that would not fit if they need as much more than by formula"
-            " as planned ones of their kind"
+            f" and {len(self.put_aside):,} that would not fit if they need as much more than by"
+            " formula as planned ones of their kind"
         )
 
 

@@ -361,9 +361,17 @@ def test_a_layout_is_put_aside_by_one_of_its_kind_alone(monkeypatch):
     assert bench.planned == [0, 1, 2, 3]  # the last needs more than the first, in mode none
 
 
+def test_a_layout_that_was_put_aside_is_planned_where_no_other_fits(monkeypatch):
+    """It may need less beyond the formula than the others of its kind."""
+    bench = Bench(monkeypatch, [(50, 90), (50, 90), (60, 79.5), (70, 90)])
+    assert bench.search(1)[-1].startswith("best: --")
+    assert bench.planned == [0, 1, 2, 3]
+
+
 def test_only_what_was_planned_does_not_fit(monkeypatch):
-    lines = Bench(monkeypatch, [(50, 90), (50, 90), (60, 90)]).search(1)
-    assert lines[-1] == "none of the 2 planned fits"
+    bench = Bench(monkeypatch, [(50, 90), (50, 90), *[(gib, 90) for gib in (60, 64, 63, 62, 61)]])
+    assert bench.search(1)[-1] == "none of the 6 planned fits"
+    assert bench.planned == [0, 1, 2, 6, 5, 4]  # the smallest of those that are put aside
     lines = Bench(monkeypatch, [(50, 90), (40, 90), (90, 90)]).search(1)
     assert lines[-1] == "no layout fits"
 
