@@ -183,3 +183,55 @@ def test_what_is_not_tried_is_in_words(ranks, keys):
     assert messages
     for message in messages:
         assert not fixes(message)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "message"),
+    [
+        (
+            2,
+            "tp=3",
+            "parallelism.tensor_parallel_degree = 3 does not divide the 8 attention heads and the 4"
+            " key/value heads and the 256 tokens of training.seq_len; use 1 or 2",
+        ),
+        (
+            4,
+            f"{MOE} ep=3",
+            "parallelism.expert_parallel_degree = 3 does not divide the 8 experts and the 4 ranks of"
+            " dp_shard x cp x tp; use 1 or 2 or 4",
+        ),
+        (
+            3,
+            f"{MOE} ep=3 shard=3 global=6",
+            "parallelism.expert_parallel_degree = 3 does not divide the 8 experts; use 1",
+        ),
+        (
+            3,
+            "cp=3 seq_len=131072 global=-1",
+            "parallelism.context_parallel_degree = 3 cannot cut training.seq_len = 131072 into 2 x 3"
+            " chunks; use training.seq_len = 131070",
+        ),
+        (
+            6,
+            "tp=8 model.n_kv_heads=8 global=6",
+            "parallelism.data_parallel_shard_degree = -1 cannot be resolved: the other degrees (tp 8)"
+            " multiply to 8, which does not divide 6 ranks; use parallelism.tensor_parallel_degree = 2,"
+            " or start 8 ranks",
+        ),
+    ],
+)
+def test_a_degree_is_refused_once_with_values_that_suit_the_model_and_the_ranks(
+    ranks, keys, message
+):
+    options = options_of(keys)
+    assert mistakes(ranks, options) == [message]
+    for fix in fixes(message):
+        if "ranks" not in fix:
+            changes = [option(key, value) for key, value in fix.items()]
+            assert not mistakes(ranks, [*options, *changes]), fix
+
+
+def test_a_degree_is_refused_before_a_batch():
+    """An accepted degree may have another batch."""
+    (message,) = mistakes(3, options_of(f"{MOE} ep=3 shard=3"))
+    assert key_of(message) == "parallelism.expert_parallel_degree"
