@@ -8,7 +8,7 @@ and plan the fastest of them until enough fit.
 
 The formulas only choose what is planned; their results are not shown. Their bytes are at most those
 of a plan, so no layout that fits is excluded by them. A layout is put aside if it would not fit
-with as much more as plans of its kind need at least; if none fits, the smallest of these are
+with as much more as plans of its kind need at least; while none fits, the smallest of these are
 planned, too. What is in flight in a pipeline takes seconds to find out, so only the fastest layouts
 are asked for it.
 """
@@ -70,6 +70,7 @@ CHECKPOINTING_KEYS = (MODE, "activation_checkpoint.selective_ac_option")
 # Ranks of a pipeline: the order of a longer one takes seconds to find out. A recipe's own is tried.
 MOST_PIPELINE_RANKS = 16
 MOST_SMALLER = 4  # plans, from the most promising on, where none fits so far
+MOST_WITHOUT_ROOM = 16  # plans for each that is asked for, once one fits without room
 LONG_SEQUENCE = 32768  # tokens; shorter sequences are not split over ranks
 
 
@@ -119,23 +120,30 @@ class Search:
         self.waiting.sort(key=lambda candidate: candidate.seconds)
 
     def plan_until(self, count: int) -> None:
-        """Plan the fastest by formula until `count` fit with room, or none is left. If none fits
-        at all, plan the smallest of those that were put aside, too.
+        """Plan the fastest by formula until `count` fit with room, or none is left. As long as none
+        fits at all, plan the smallest of those that were put aside, too.
 
         Raises Stopped.
         """
+        retried = 0
         while (missing := count - len(with_room(self.rows))) > 0:
+            if fitting(self.rows) and len(self.planned) >= MOST_WITHOUT_ROOM * count:
+                return
             chosen = self.next_candidates(max(missing, PROCESSES))
+            is_late = not chosen or len(self.planned) >= 2 * PROCESSES
+            if is_late and self.put_aside and retried < MOST_SMALLER and not fitting(self.rows):
+                chosen.append(self.smallest_put_aside())
+                retried += 1
             if not chosen:
-                break
+                return
             self.plan(chosen)
+
+    def smallest_put_aside(self) -> Candidate:
+        """Take the one that needs the least of those that were put aside."""
         needs = self.least_needs()
-        self.put_aside.sort(key=lambda each: each.nbytes * needs[kind_of(each.layout)])
-        for _ in range(MOST_SMALLER // PROCESSES):
-            if self.put_aside and not fitting(self.rows):
-                chosen = self.put_aside[:PROCESSES]
-                del self.put_aside[:PROCESSES]
-                self.plan(chosen)
+        smallest = min(self.put_aside, key=lambda each: each.nbytes * needs[kind_of(each.layout)])
+        self.put_aside.remove(smallest)
+        return smallest
 
     def next_candidates(self, count: int) -> list[Candidate]:
         """Take the fastest layouts that may fit from those that wait, and count those that may

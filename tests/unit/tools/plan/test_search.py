@@ -365,7 +365,11 @@ def test_a_layout_that_was_put_aside_is_planned_where_no_other_fits(monkeypatch)
     """It may need less beyond the formula than the others of its kind."""
     bench = Bench(monkeypatch, [(50, 90), (50, 90), (60, 79.5), (70, 90)])
     assert bench.search(1)[-1].startswith("best: --")
-    assert bench.planned == [0, 1, 2, 3]
+    assert bench.planned == [0, 1, 2]
+    bench = Bench(monkeypatch, [(50, 90)] * 4 + [(60, 79.5)] + [(44, 90)] * 99)
+    assert bench.search(1)[-1].startswith("best: --")
+    assert bench.planned[:13] == [0, 1, 5, 6, 7, 8, 2, 9, 10, 3, 11, 12, 4]  # beside the fastest
+    assert len(bench.planned) == 17  # it fits without room, and others do not
 
 
 def test_only_what_was_planned_does_not_fit(monkeypatch):
