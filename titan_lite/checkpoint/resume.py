@@ -74,7 +74,11 @@ EFFECT_OF_ENTRY = {
     ("versions", "cuDNN"): Effect.ROUNDING,
 }
 # Field and key of its dictionary that older steps do not have
-NEW_ENTRIES = {("model", "max_seq_len"), ("mesh", "ep")}
+NEW_ENTRIES = {
+    ("model", "max_seq_len"),
+    ("mesh", "ep"),
+    ("numerics", "gradients are summed once a"),
+}
 
 ONLY_MODEL = "the step has only the model"
 OTHER_ERRORS = (

@@ -117,6 +117,12 @@ def run_identity(config: Config, layout: Layout, tokenizer: Tokenizer) -> RunIde
             compression["ep"] = layout.expert_parallel
         compression["rank"] = config.parallelism.replicate_rank
 
+    # what [parallelism] and [compile] make of it together, where the key is "auto"
+    times = "step" if layout.gathers_once else "microbatch"
+    numerics: dict[str, str | int] = {"gradients are summed once a": times}
+    if layout.model.n_experts and config.experts.balance == "bias":
+        numerics["biases of experts"] = "centred on their mean"  # not in older steps
+
     digests = {name: digest_of(sources) for name, sources in documents_of_run(config).items()}
     return RunIdentity(
         recipe=config.without_secrets().model_dump(),
@@ -130,6 +136,7 @@ def run_identity(config: Config, layout: Layout, tokenizer: Tokenizer) -> RunIde
         world_size=layout.world_size,
         mesh={**layout.degrees, "ep": layout.expert_parallel},
         compression=compression,
+        numerics=numerics,
         family_file=file_digest(config.model.name),
     )
 
@@ -143,9 +150,8 @@ def with_machine(identity: RunIdentity, *, git: str = "") -> RunIdentity:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
-    numerics: dict[str, str | int] = {
-        name: os.environ[name] for name in NUMERIC_VARIABLES if os.environ.get(name)
-    }
+    numerics = dict(identity.numerics)
+    numerics |= {name: os.environ[name] for name in NUMERIC_VARIABLES if os.environ.get(name)}
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
         versions["cuDNN"] = str(torch.backends.cudnn.version())
@@ -155,8 +161,6 @@ def with_machine(identity: RunIdentity, *, git: str = "") -> RunIdentity:
         numerics["threads"] = torch.get_num_threads()
         numerics["CPU capability"] = torch.backends.cpu.get_cpu_capability()
         numerics["processor"] = _processor()
-    if identity.model.get("n_experts") and identity.recipe["experts"]["balance"] == "bias":
-        numerics["biases of experts"] = "centred on their mean"  # not in older steps
     return dataclasses.replace(
         identity,
         device=device,

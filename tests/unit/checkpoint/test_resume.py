@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import DEBUG_TOKENIZER
+from tiny import DEBUG_TOKENIZER, RECIPES
 
 import titan_lite
 from titan_lite.checkpoint import run_identity as identity_module
@@ -462,15 +462,34 @@ def test_an_identity_has_what_rounding_depends_on(monkeypatch):
     assert len(found.sources) == 64
 
 
+def numerics_of(*options, recipe=DEBUG):
+    config = load_config(recipe, options)
+    layout = Layout.from_config(config, 2)
+    return run_identity(config, layout, load_tokenizer(DEBUG_TOKENIZER)).numerics
+
+
 def test_a_step_whose_biases_of_experts_drifted_says_that_bits_differ():
     options = ["--experts.balance=bias"]
-    now = with_machine(identity(*options, model={"n_experts": 8})).numerics
-    (older,) = set(now) - set(with_machine(identity(*options)).numerics)
-    before = {name: value for name, value in now.items() if name != older}
+    now = numerics_of(*options, recipe=RECIPES / "qwen3_moe_debug.toml")
+    before = {name: value for name, value in now.items() if name != "biases of experts"}
     step = saved(*options, numerics=before)
     (change,) = compared(step, identity(*options, numerics=now)).changes
     assert change == Change(
         Effect.ROUNDING, 'biases of experts: "centred on their mean", was not set'
+    )
+
+
+def test_buckets_that_gather_weights_more_often_say_that_bits_differ():
+    options = ["--compile.enable", "--training.local_batch_size=2"]
+    was = numerics_of(*options)
+    now = numerics_of(*options, "--compile.bucketing=greedy")
+    (change,) = compared(saved(numerics=was), identity(numerics=now)).changes
+    assert change == Change(
+        Effect.ROUNDING, 'gradients are summed once a: "microbatch", was "step"'
+    )
+    assert (
+        compared(saved(numerics={"threads": 1}), identity(numerics={"threads": 1} | now)).changes
+        == ()
     )
 
 
