@@ -31,6 +31,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from titan_lite.logging import write_line
 from titan_lite.processes import signal_when_parent_dies
@@ -91,15 +92,14 @@ def _wait() -> None:
     _record(signal.sigwait(STOPPING))
     while True:
         number = signal.sigwait(STOPPING)
-        if _launcher_has_died():
-            _end_at_once(LAUNCHER_DEATH)
-        if number == signal.SIGINT:
-            _end_at_once("SIGINT again")
+        why = LAUNCHER_DEATH if _launcher_has_died() else "SIGINT again"
+        if why == LAUNCHER_DEATH or number == signal.SIGINT:
+            record(STOPPED)
+            _end_at_once(f"{why}: ended at once, without a save")
 
 
-def _end_at_once(why: str) -> None:
-    record(STOPPED)
-    write_line(f"[rank {os.environ.get('RANK', '0')}] {why}: ended at once, without a save")
+def _end_at_once(why: str) -> NoReturn:
+    write_line(f"[rank {os.environ.get('RANK', '0')}] {why}")
     os._exit(STOPPED)
 
 
@@ -112,9 +112,7 @@ def _record(number: int, frame: FrameType | None = None) -> None:
             return
         _first_signal = LAUNCHER_DEATH if _launcher_has_died() else signal.Signals(number).name
         if _is_starting:
-            rank = os.environ.get("RANK", "0")
-            write_line(f"[rank {rank}] {received()}: stopped at the start, with nothing to save")
-            os._exit(STOPPED)
+            _end_at_once(f"{received()}: stopped at the start, with nothing to save")
         doing = _describe() if os.environ.get("RANK", "0") == "0" else ""
         if doing:
             how = "" if LAUNCHER in os.environ else f"; {AT_ONCE}"
