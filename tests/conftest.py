@@ -188,4 +188,28 @@ def served(monkeypatch):
     monkeypatch.setitem(_registry, "http", Served)
     monkeypatch.setattr(Served, "files", {})
     monkeypatch.setattr(Served, "headers", {})
+    monkeypatch.setattr(Served, "failure", staticmethod(lambda call: None))
     return Served
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock by which servers are asked again: `now` in seconds, and the `waits` so far."""
+    from titan_lite.data import servers
+
+    class Clock:
+        now = 0.0
+
+        def __init__(self):
+            self.waits = []
+
+        def monotonic(self):
+            return self.now
+
+        def sleep(self, seconds):
+            self.waits.append(seconds)
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(servers, "time", clock)
+    return clock

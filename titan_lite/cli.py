@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import MachineError
 from titan_lite.environment import check_working_folder
 from titan_lite.logging import drop_pending, print_line
 from titan_lite.processes import describe_limit
@@ -87,8 +88,9 @@ INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
 def command(*, gone: int = 0) -> Callable[[Callable[[Sequence[str]], int | None]], Program]:
     """Return a decorator of `main` that prints an error as one line, and returns an exit code.
 
-    The code is that of `main` (None: 0), 2 after a ConfigError, 130 after Ctrl-C, 1 if standard
-    output cannot be written, and `gone` if its reader, such as head, has closed the pipe.
+    The code is that of `main` (None: 0), 2 after a ConfigError, 130 after Ctrl-C, 1 after a
+    MachineError or if standard output cannot be written, and `gone` if its reader, such as head,
+    has closed the pipe.
     """
 
     def decorate(main: Callable[[Sequence[str]], int | None]) -> Program:
@@ -102,6 +104,9 @@ def command(*, gone: int = 0) -> Callable[[Callable[[Sequence[str]], int | None]
             except ConfigError as error:
                 print_line(f"error: {error}")
                 return 2
+            except MachineError as error:
+                print_line(f"error: {error}")
+                return 1
             except UnicodeEncodeError as error:
                 character = error.object[error.start]
                 print_line(

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from titan_lite.config import ConfigError, FaultTolerance
+from titan_lite.config.errors import MachineError, error_because_of, is_of_machine
 from titan_lite.logging import log_ranks
 
 SUPERVISOR = "TITAN_LITE_SUPERVISOR"  # process id of launch_copies.py, in its processes
@@ -126,17 +127,22 @@ def address_towards(url: str) -> str:
             name: str = connection.getsockname()[0]
             return name
     except (OSError, UnicodeError) as error:
-        raise ConfigError(
+        raise error_because_of(
+            error,
             f"{url}: this machine knows no way to it ({error}); use a name or an address that it"
-            " knows, or LOCAL_ADDR"
+            " knows, or LOCAL_ADDR",
         ) from None
 
 
 def resolves(host: str) -> bool:
-    """Return True if this node knows the address of a host."""
+    """Return True if this node knows the address of a host. Raises MachineError if what knows the
+    names of hosts does not answer.
+    """
     try:
         socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError):
+    except (OSError, UnicodeError) as error:
+        if is_of_machine(error):
+            raise MachineError(f"the address of {host} cannot be looked up: {error}") from None
         return False
     return True
 
@@ -147,8 +153,8 @@ def check_working_folder() -> None:
         os.getcwd()
     except OSError as error:
         last = os.environ.get("PWD", "")
-        raise ConfigError(
-            f"the current folder {last}: {error.strerror}; change to a folder that exists"
+        raise error_because_of(
+            error, f"the current folder {last}: {error.strerror}; change to a folder that exists"
         ) from None
 
 
@@ -162,10 +168,11 @@ def loopback_port() -> int:
             socket.create_connection((LOOPBACK, port), LOOPBACK_LIMIT).close()
             return port
     except OSError as error:
-        raise ConfigError(
+        raise error_because_of(
+            error,
             f"this machine has no loopback: {LOOPBACK} cannot be used ({error.strerror or error}),"
             " by which the ranks of one node meet; set it up (`ip link set lo up`), or start the"
-            " container with a network"
+            " container with a network",
         ) from None
 
 

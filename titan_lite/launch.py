@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from titan_lite import recipe, rules
 from titan_lite.config import SHIPPED, Config, ConfigError, load_config
+from titan_lite.config.errors import MachineError
 from titan_lite.distributed import endpoint
 from titan_lite.distributed.layout import Layout
 from titan_lite.environment import (
@@ -107,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print_line(f"error: {error}")
         return exit_code.WRONG_INPUT
-    except endpoint.EndpointError as error:
+    except (MachineError, endpoint.EndpointError) as error:
         print_line(f"error: {error}")
         return exit_code.FAILED
     return launch(options, may_restart=int(os.environ.get("MAX_RESTARTS") or 0) > 0)

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, TypedDict, TypeVar
 
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
-from titan_lite.config.errors import ConfigError, shown
+from titan_lite.config.errors import ConfigError, MachineError, is_of_machine, shown
 from titan_lite.text import error_line
 
 NAME = "manifest.json"
@@ -60,13 +60,13 @@ def is_inside(name: object) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that has an object. Raises CorruptFileError."""
+    """Read a JSON file that has an object. Raises CorruptFileError and MachineError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CorruptFileError(f"{path.name} is missing") from None
     except OSError as error:
-        raise CorruptFileError(f"{path.name}: {error.strerror}") from None
+        raise _unreadable(path, error) from None
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"{path.name} is not JSON: {error_line(error)}") from None
     if not isinstance(content, dict):
@@ -252,7 +252,7 @@ def foreign_files(folder: Path, files: Mapping[str, FileDigest]) -> list[str]:
 def check_sizes(folder: Path, files: Mapping[str, FileDigest]) -> None:
     """Raise CorruptFileError for the first file that is missing or has another size."""
     for name, expected in files.items():
-        with _reading(name):
+        with _reading(folder / name, name):
             size = (folder / name).stat().st_size
         if size != expected["size"]:
             raise CorruptFileError(f"{name} has {size:,} bytes of {expected['size']:,}")
@@ -266,18 +266,33 @@ def check_bytes(
     progress: as in `digest`.
     """
     for name, expected in files.items():
-        with _reading(name):
+        with _reading(folder / name, name):
             present = digest(folder / name, progress)
         if present != expected:
             raise CorruptFileError(f"{name} was altered: its SHA-256 is not the one in {NAME}")
 
 
 @contextmanager
-def _reading(name: str) -> Iterator[None]:
-    """Return a context that reads a file: an OSError becomes a CorruptFileError."""
+def _reading(path: Path, name: str) -> Iterator[None]:
+    """Return a context that reads a file: an OSError becomes a CorruptFileError, or a MachineError.
+
+    name: the file's in the folder.
+    """
     try:
         yield
     except FileNotFoundError:
         raise CorruptFileError(f"{name} is missing") from None
     except OSError as error:
-        raise CorruptFileError(f"{name}: {error.strerror}") from None
+        raise _unreadable(path, error, name) from None
+
+
+def _unreadable(path: Path, error: OSError, name: str = "") -> CorruptFileError | MachineError:
+    """Return the error for a file that is there and cannot be read. A disk or a network that fails
+    does not make it another file. name: if not that of the path.
+    """
+    if is_of_machine(error):
+        return MachineError(
+            f"{path} cannot be read: {error.strerror}; start again when its disk or file system can"
+            " be read, or move away what is damaged"
+        )
+    return CorruptFileError(f"{name or path.name}: {error.strerror}")

@@ -16,6 +16,7 @@ from typing import Any
 
 from titan_lite import recipe, rules
 from titan_lite.config import Config, ConfigError, load_config
+from titan_lite.config.errors import MachineError
 from titan_lite.distributed.endpoint import EndpointError
 from titan_lite.distributed.layout import Layout
 from titan_lite.environment import (
@@ -45,6 +46,8 @@ def main(arguments: list[str], hooks: Sequence[Any] = ()) -> int:
         code = train(config, hooks)
     except ConfigError as error:
         code = print_error(error, exit_code.WRONG_INPUT)
+    except MachineError as error:
+        code = print_error(error, exit_code.FAILED)
     return exit_code.record_and_translate(code)
 
 

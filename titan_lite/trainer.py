@@ -39,6 +39,7 @@ from titan_lite.checkpoint.state import RunState, Stateful
 from titan_lite.checkpoint.weights import load_initial
 from titan_lite.compile.errors import CompileError
 from titan_lite.config import Config, ConfigError, Data, flatten, save_recipe
+from titan_lite.config.errors import MachineError
 from titan_lite.config.families import ModelConfig
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine, peak_flops
@@ -94,6 +95,9 @@ from titan_lite.rules.machine import check_agreement, check_machine
 
 if TYPE_CHECKING:
     from titan_lite.copies import Copies
+
+# Errors whose message is sufficient
+EXPLAINED = (CompileError, CheckpointError, LoaderError, MachineError)
 
 
 @dataclass
@@ -206,7 +210,7 @@ class Trainer:
             run=config.fault_tolerance.address,
             own_suffix=f"-copy-{copy}" if copy else "",
         )
-        with self.watchdog.share_errors(CompileError, CheckpointError, LoaderError):
+        with self.watchdog.share_errors(*EXPLAINED):
             self.connect_ranks()
             self.build_model()
             self.build_data()
@@ -395,9 +399,7 @@ class Trainer:
         Raises TrainingError.
         """
         with ExitStack() as contexts:
-            contexts.enter_context(
-                self.watchdog.share_errors(CompileError, CheckpointError, LoaderError)
-            )
+            contexts.enter_context(self.watchdog.share_errors(*EXPLAINED))
             contexts.enter_context(self.bad_documents.listing_on_error(self.loaders))
             steps = range(self.step + 1, self.config.training.steps + 1)
             for hook in self.hooks:

@@ -10,6 +10,7 @@ from tiny import ROOT
 
 from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import MachineError
 
 
 def raising(error):
@@ -23,6 +24,8 @@ def raising(error):
     ("error", "code", "told"),
     [
         (ConfigError("a key is wrong"), 2, "error: a key is wrong\n"),
+        (MachineError("the disk is full"), 1, "error: the disk is full\n"),
+        (MachineError("http://me:SECRET@host is away"), 1, "error: http://***@host is away\n"),
         (KeyboardInterrupt(), 130, "\n"),
         (KeyboardInterrupt("it goes on later"), 130, "it goes on later\n"),
     ],

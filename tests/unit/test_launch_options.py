@@ -12,6 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTime
 
 from titan_lite import launch as start
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import MachineError
 from titan_lite.distributed import endpoint
 from titan_lite.resilience import exit_code
 
@@ -166,6 +167,25 @@ def test_gpus_that_torch_cannot_use_are_an_error_but_where_the_cpu_is_wanted(env
     assert "set CUDA_VISIBLE_DEVICES= for CPU processes" in line
     environment["CUDA_VISIBLE_DEVICES"] = torch_sees_none
     assert "-m" in start.launcher_options(["debug_model"])
+
+
+def test_names_that_cannot_be_looked_up_now_are_no_mistake(monkeypatch):
+    def away(*_, **__):
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", away)
+    with pytest.raises(MachineError, match=r"address of node0 cannot be looked up: .*Temporary"):
+        start.split_endpoint("node0:29500")
+
+
+def test_a_server_of_documents_that_is_away_is_exit_code_1(served, clock, capfd):
+    """Which MAX_RESTARTS and the launcher of copies start again."""
+    served.fails(ConnectionResetError("it is away"), when=lambda: True)
+    served.files["http://host/a.jsonl"] = b'{"text": "a"}\n'
+    data = ["--data.dataset", "local", "--data.path", "http://host/a.jsonl"]
+    assert start.main(["debug_model", *data]) == exit_code.FAILED
+    (line,) = capfd.readouterr().err.splitlines()[-1:]
+    assert line.startswith("error: http://host/a.jsonl cannot be read (ConnectionResetError: it is")
 
 
 def test_more_processes_than_gpus_are_refused(environment, monkeypatch):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from filelock import FileLock, Timeout
 
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import error_because_of
 from titan_lite.logging import logger
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system without locks
@@ -54,7 +55,7 @@ class FolderLock:
         no locks.
 
         run: a name of the run, if other processes of it share the lock. Raises ConfigError if
-        another run has it.
+        another run has it, and MachineError.
         """
         if self.locked_file is not None:
             return True
@@ -77,8 +78,10 @@ class FolderLock:
                     " is not detected"
                 )
                 return False
-            raise ConfigError(
-                f"{self.key}: {error.filename or self.folder}: {error.strerror}; use {self.instead}"
+            raise error_because_of(
+                error,
+                f"{self.key}: {error.filename or self.folder}: {error.strerror}; use"
+                f" {self.instead}",
             ) from None
         self.locked_file = self._inode()
         return True

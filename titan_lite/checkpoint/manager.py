@@ -62,7 +62,7 @@ from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.state import RunState
 from titan_lite.checkpoint.steps import SMALL_FILES, SavedSteps, log_foreign_files
 from titan_lite.config import Checkpoint, ConfigError
-from titan_lite.config.errors import SharedConfigError, shown
+from titan_lite.config.errors import MachineError, SharedConfigError, is_of_machine, shown
 from titan_lite.data.streams import merge_states
 from titan_lite.distributed.process_group import (
     all_equal,
@@ -179,6 +179,8 @@ class Checkpointer(SavedSteps):
                 (self.folder / name).touch()
             except OSError as wrong:
                 error = f"{self.key}: {self.folder} cannot be written: {wrong.strerror}"
+                if is_of_machine(wrong):
+                    raise MachineError(error) from None  # which the other ranks are told
         self._raise_on_all(error)
         try:
             if not _appears(self.folder / first_nonempty(name, self._processes())):
@@ -299,10 +301,13 @@ class Checkpointer(SavedSteps):
         try:
             self.path_of(step).rename(path)
         except OSError as error:
-            return (
+            why = (
                 f"{self.key}: {self.path_of(step)} cannot be renamed: {error.strerror}; move it"
                 " away"
             )
+            if is_of_machine(error):
+                raise MachineError(why) from None
+            return why
         return ""
 
     def _unused_path(self, name: str) -> Path:

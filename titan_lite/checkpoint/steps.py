@@ -17,6 +17,7 @@ from titan_lite import manifest
 from titan_lite.checkpoint import state
 from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import Checkpoint, ConfigError
+from titan_lite.config.errors import error_because_of
 from titan_lite.config.weights_folder import METADATA, STATE
 from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError, FileDigest
@@ -56,16 +57,17 @@ class SavedSteps:
     def present(self) -> list[int]:
         """Return the steps that have a folder, complete or not, oldest first.
 
-        Raises ConfigError.
+        Raises ConfigError and MachineError.
         """
         try:
             names = os.listdir(self.folder)
         except FileNotFoundError:
             return []
         except OSError as error:  # must not start a new run
-            raise ConfigError(
+            raise error_because_of(
+                error,
                 f"{self.key}: {self.folder} cannot be read: {error.strerror}; use a folder that can"
-                " be read"
+                " be read",
             ) from None
         return sorted(
             int(name.removeprefix("step-"))

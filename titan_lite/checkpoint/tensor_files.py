@@ -62,6 +62,7 @@ from torch.serialization import _get_layout, get_crc32_options, set_crc32_option
 
 from titan_lite.checkpoint.names import section_of
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import MachineError, is_of_machine
 from titan_lite.config.weights_folder import METADATA
 from titan_lite.manifest import (
     BLOCK_BYTES,
@@ -428,6 +429,8 @@ def read_metadata(folder: Path) -> Metadata:
     except FileNotFoundError:
         raise CorruptFileError(f"{METADATA} is missing") from None
     except Exception as error:  # arbitrary bytes may raise anything
+        if is_of_machine(error):
+            raise MachineError(f"{folder / METADATA} cannot be read: {error}") from None
         raise CorruptFileError(f"{METADATA} cannot be read: {_describe_error(error)}") from None
     if not isinstance(metadata, Metadata):
         raise CorruptFileError(f"{METADATA} cannot be read: it is a {type(metadata).__name__}")
@@ -511,6 +514,8 @@ class _NamedFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
         except Exception as error:
+            if is_of_machine(error):
+                raise MachineError(f"{path} cannot be read: {error}") from None
             raise CorruptFileError(
                 f"{Path(path).name} cannot be read: {_describe_error(error)}"
             ) from None
@@ -549,7 +554,7 @@ def load(
     """Fill tensors and DTensors in place, without communication.
 
     metadata: those of the folder, if they were read before. Raises CorruptFileError if the tensors
-    are not in the folder.
+    are not in the folder, and MachineError.
     """
     metadata = metadata or read_metadata(folder)
     _check_contains(metadata, tensors)
@@ -562,6 +567,9 @@ def load(
                 no_dist=True,
             )
     except CheckpointException as failed:
+        for cause, _ in failed.failures.values():
+            if isinstance(cause, MachineError):
+                raise cause from None
         raise CorruptFileError(_describe_failure(failed)) from None
 
 

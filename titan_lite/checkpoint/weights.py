@@ -34,7 +34,7 @@ from titan_lite.checkpoint.names import TorchtitanNames
 from titan_lite.checkpoint.state import read_state
 from titan_lite.checkpoint.steps import log_foreign_files
 from titan_lite.config import ConfigError
-from titan_lite.config.errors import shown
+from titan_lite.config.errors import MachineError, error_because_of, is_of_machine, shown
 from titan_lite.config.families import ModelConfig, file_digest, where_it_is
 from titan_lite.config.weights_folder import (
     CONFIG,
@@ -455,6 +455,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
                 shape = torch.Size(header.get_shape())
                 stored[name] = StoredTensor(path, shape, header.get_dtype())
     except (SafetensorError, OSError) as error:
+        if is_of_machine(error):
+            raise MachineError(f"{path} cannot be read: {error}") from None
         raise CorruptFileError(f"{path.name} cannot be read: {error_line(error)}") from None
     return stored
 
@@ -494,7 +496,7 @@ def open_weights(
     except ConfigError as error:
         raise ConfigError(f"{subject}: {error}") from None
     except OSError as error:
-        raise ConfigError(f"{subject}: {error.filename}: {error.strerror}") from None
+        raise error_because_of(error, f"{subject}: {error.filename}: {error.strerror}") from None
     if steps:
         raise ConfigError(
             f"{subject}: all of its {len(steps)} steps are damaged; use another folder"
@@ -615,6 +617,8 @@ def _keep_step(path: str, step: Path, run_folder: Path) -> None:
             manifest.publish(unfinished, file)
         except OSError as wrong:
             error = f"{file} cannot be written: {wrong.strerror}; use another job.dump_folder"
+            if is_of_machine(wrong):
+                raise MachineError(error) from None  # which the other ranks are told
     if shared_error := first_nonempty(error):
         raise ConfigError(shared_error)
 

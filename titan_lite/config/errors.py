@@ -1,12 +1,15 @@
-"""ConfigError, and the words of its messages.
+"""ConfigError, MachineError, and the words of their messages.
 
 ConfigError("recipe.toml: training.steps = 0: expected an integer at least 1")   # one mistake
 ConfigError(*messages)                                          # several, a line each
+error_because_of(error, f"{path} cannot be read: {error.strerror}")      # either, by what failed
 """
 
 import difflib
+import errno
 import json
 import math
+import socket
 from collections.abc import Iterable
 
 from pydantic import BaseModel
@@ -29,6 +32,44 @@ class ConfigError(ValueError):
         if len(lines) == 1:
             return lines[0]
         return "\n  ".join(("several things are wrong:", *lines))
+
+
+class MachineError(RuntimeError):
+    """The network or the machine has failed, and no recipe would help: another start may.
+
+    A program ends with exit code 1, where it ends with 2 after a ConfigError.
+    """
+
+    __str__ = ConfigError.__str__
+
+
+# Errors of a machine, a disk or a network. Others, such as ENOENT and EACCES, are of what was named
+FAULTS = {
+    getattr(errno, name)
+    for name in (
+        *("EIO", "ESTALE", "ENOSPC", "EDQUOT", "EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "EBUSY"),
+        *("ENODEV", "ENXIO", "ENOBUFS", "EREMOTEIO", "EPIPE", "ECONNABORTED", "ECONNREFUSED"),
+        *("ECONNRESET", "ETIMEDOUT", "ENETDOWN", "ENETUNREACH", "ENETRESET", "EHOSTDOWN"),
+        *("EHOSTUNREACH", "ENOTCONN", "ESHUTDOWN"),
+    )
+    if hasattr(errno, name)  # some are Linux's
+}
+
+
+def is_of_machine(error: BaseException) -> bool:
+    """Return True for an error of the system that is no mistake in what was named: of the disk, its
+    room, memory, numbers of open files, or the network.
+    """
+    if isinstance(error, socket.gaierror):
+        return error.errno == socket.EAI_AGAIN  # else the host is not known
+    return isinstance(error, ConnectionError | TimeoutError) or (
+        isinstance(error, OSError) and error.errno in FAULTS
+    )
+
+
+def error_because_of(error: BaseException, message: str) -> ConfigError | MachineError:
+    """Return the error to raise where another one was raised."""
+    return MachineError(message) if is_of_machine(error) else ConfigError(message)
 
 
 class SharedConfigError(ConfigError):

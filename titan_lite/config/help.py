@@ -12,7 +12,7 @@ from typing import Annotated, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from titan_lite.config.errors import ConfigError, in_toml
+from titan_lite.config.errors import error_because_of, in_toml
 from titan_lite.config.sections import SECTIONS, Config, choices_of, kind_of, table_of
 
 WIDTH = 100  # columns of the help
@@ -115,4 +115,4 @@ def save_recipe(config: Config, folder: Path) -> None:
         (folder / "config.toml").write_text(to_toml(saved), encoding="utf-8")
     except OSError as error:
         wrong = f'job.dump_folder = "{config.job.dump_folder}": {error.strerror}: {error.filename}'
-        raise ConfigError(f"{wrong}; use a folder that can be written") from None
+        raise error_because_of(error, f"{wrong}; use a folder that can be written") from None

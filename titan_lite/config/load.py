@@ -23,7 +23,7 @@ from typing import Any, TypedDict
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from titan_lite.config.errors import ConfigError, did_you_mean, in_toml, shown
+from titan_lite.config.errors import ConfigError, did_you_mean, error_because_of, in_toml, shown
 from titan_lite.config.families import FAMILIES
 from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
 from titan_lite.config.from_weights import KEY as INITIAL_LOAD_PATH
@@ -168,7 +168,8 @@ def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
         raise ConfigError(f"{path}: no such {what}{_files_beside(path)}") from None
     except OSError as error:
         fix = "use a TOML file such as train_configs/debug_model.toml"
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
+        why = f"{path}: cannot be read ({error.strerror}); {fix}"
+        raise error_because_of(error, why) from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         wrong = f"byte {error.object[error.start]:#04x} is not UTF-8 (at line {line})"

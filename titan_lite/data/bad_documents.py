@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from pydantic import NonNegativeInt
 
 from titan_lite.config import ConfigError, Data
+from titan_lite.config.errors import MachineError
 from titan_lite.logging import logger
 from titan_lite.manifest import validated
 from titan_lite.metrics.run_files import read_lines
@@ -234,7 +235,7 @@ class BadDocumentsLog:
         """
         try:
             yield
-        except ConfigError:
+        except (ConfigError, MachineError):
             self.policy.known.update(map(_key_of, self._read()))
             for loader in loaders:
                 self._list(loader.pop_skipped().bad)

@@ -21,15 +21,15 @@ from typing import BinaryIO, NamedTuple, cast
 from filelock import FileLock, Timeout
 
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import MachineError, error_because_of
 from titan_lite.data.readers import (
     DAMAGED_AT_URL,
     file_system,
     info_at_url,
     is_url,
     open_at_url,
-    serves_no_ranges,
-    why_not_at_url,
 )
+from titan_lite.data.servers import retried, serves_no_ranges, why_not_at_url
 from titan_lite.environment import cache_folder
 from titan_lite.logging import logger
 from titan_lite.manifest import MAX_WHOLE, sampled_sha256
@@ -136,7 +136,9 @@ class UnchangedFiles:
 
 def stamp_of(file: str) -> str:
     """Return the size of a file in bytes, and its times: another stamp means that the file may have
-    been written. Behind http it has what the server sends, or ends in UNKNOWN. Raises ConfigError.
+    been written. Behind http it has what the server sends, or ends in UNKNOWN.
+
+    Raises ConfigError and MachineError.
 
     The time of the last change is in it, which copying does not keep and no tool can set.
     """
@@ -145,21 +147,26 @@ def stamp_of(file: str) -> str:
     try:
         status = os.stat(file)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+        raise error_because_of(error, f"{file} cannot be read: {error}") from error
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
 def _stamp_at_url(url: str) -> str:
-    try:
+    def ask() -> str:
         fs, path = file_system(url)
         info = info_at_url(fs, path)
         if "http" not in fs.protocol:
             return f"{info['size']} {fs.ukey(path)}"
+        # fsspec takes files behind http as files that never change
+        stamps = [str(info[name]) for name in HTTP_STAMPS if info.get(name)]
+        return f"{info['size']} {' '.join(stamps) or UNKNOWN}"
+
+    try:
+        return retried(ask, url)
+    except MachineError:
+        raise
     except Exception as error:  # each library has errors of its own
         raise ConfigError(f"{url} cannot be read: {why_not_at_url(error)}") from error
-    # fsspec takes files behind http as files that never change
-    stamps = [str(info[name]) for name in HTTP_STAMPS if info.get(name)]
-    return f"{info['size']} {' '.join(stamps) or UNKNOWN}"
 
 
 def _size_in(stamp: str) -> int:
@@ -185,7 +192,10 @@ def _hash_all(files: list[str], stamps: Mapping[str, str]) -> dict[str, Content]
 
 
 def hash_of(file: str) -> str:
-    """Return the hash of a file's content, or of its samples. Raises ConfigError."""
+    """Return the hash of a file's content, or of its samples.
+
+    Raises ConfigError and MachineError.
+    """
     try:
         if not is_url(file):
             with open(file, "rb", buffering=0) as opened:
@@ -198,7 +208,7 @@ def hash_of(file: str) -> str:
             if serves_no_ranges(error)
             else ""
         )
-        raise ConfigError(f"{file} cannot be read: {error}{fix}") from error
+        raise error_because_of(error, f"{file} cannot be read: {error}{fix}") from error
 
 
 # Contents that are remembered on disk

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from titan_lite.config import ConfigError, Data
+from titan_lite.config.errors import MachineError
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.contents import UnchangedFiles
 from titan_lite.data.files import Piece, local_pieces, read_piece, text_of
+from titan_lite.data.servers import may_pass, retried, why_not_at_url
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -115,8 +117,25 @@ class HubCorpus:
     def read(self, piece: Piece) -> Iterator[tuple[int, object]]:
         shard = self.stream.shard(num_shards=len(self.pieces), index=piece.start)
         # Plain iteration would give each loader process only its share.
-        for position, batch in enumerate(shard.iter(batch_size=1)):
-            yield position, {name: values[0] for name, values in batch.items()}
+        batches = enumerate(shard.iter(batch_size=1))
+        while batch := self._next(batches, piece):
+            position, values = batch
+            yield position, {name: value[0] for name, value in values.items()}
+
+    def _next(self, batches: Iterator[tuple[int, dict]], piece: Piece) -> tuple[int, dict] | None:
+        """Return the next batch, None at the end.
+
+        `datasets` tries to read again for 100 s; after that, raises MachineError.
+        """
+        try:
+            return next(batches, None)
+        except Exception as error:  # each library has errors of its own
+            if not may_pass(error):
+                raise
+            raise MachineError(
+                f"{piece.name} cannot be read on the hub ({why_not_at_url(error)}): start again"
+                " when it answers"
+            ) from error
 
     def name(self, piece: Piece, position: int) -> str:
         return f"{piece.name}:{position}"
@@ -147,7 +166,7 @@ def refuse_folder_of_that_name(data: Data) -> None:
 
 
 def _open_hub(data: Data, split: Split) -> "IterableDataset":
-    """Open a streamed dataset. Raises ConfigError."""
+    """Open a streamed dataset. Raises ConfigError and MachineError."""
     import datasets  # here, since it takes a second
 
     refuse_folder_of_that_name(data)
@@ -158,11 +177,17 @@ def _open_hub(data: Data, split: Split) -> "IterableDataset":
         name = C4
         subset = "en"
         hub_split = split
+    instead = (
+        f'without network, use {data.key("dataset")} = "local" with {data.key("path")}, or "stdlib"'
+    )
     try:
-        return datasets.load_dataset(name, subset, split=hub_split, streaming=True)
+        return retried(
+            lambda: datasets.load_dataset(name, subset, split=hub_split, streaming=True), name
+        )
+    except MachineError as error:
+        raise MachineError(f"{error}; {instead}") from error
     except Exception as error:
         raise ConfigError(
             f'{data.key("dataset")} = "{data.dataset}": {name} cannot be opened on the hub'
-            f" ({type(error).__name__}: {error}); without network, use {data.key('dataset')} ="
-            f' "local" with {data.key("path")}, or "stdlib"'
+            f" ({type(error).__name__}: {error}); {instead}"
         ) from error

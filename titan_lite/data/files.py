@@ -25,13 +25,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from glob import glob, has_magic
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from titan_lite.config import ConfigError, Data
+from titan_lite.config.errors import MachineError, error_because_of, is_of_machine
 from titan_lite.data.bad_documents import EMPTY, BadDocument
 from titan_lite.data.outputs import refuse_folder_of_run, without_outputs
 from titan_lite.data.readers import (
@@ -50,11 +51,16 @@ from titan_lite.data.readers import (
     list_names,
     open_file,
     records,
-    serves_no_ranges,
-    why_not_at_url,
     without_query,
 )
 from titan_lite.data.saved_datasets import without_caches
+from titan_lite.data.servers import (
+    RefusedError,
+    may_pass,
+    retried,
+    serves_no_ranges,
+    why_not_at_url,
+)
 from titan_lite.logging import logger
 from titan_lite.text import MASK, error_line, without_secrets
 
@@ -67,7 +73,7 @@ TEXT_PER_COMPRESSED_BYTE = 4  # about
 # what reading a damaged file raises
 DAMAGED = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 # of these, what an undamaged file raises, too
-UNREACHABLE = (FileNotFoundError, PermissionError, ConnectionError, TimeoutError)
+UNREACHABLE = (FileNotFoundError, PermissionError, RefusedError)
 LOCAL_URLS = ("file://", "local://")
 _FIX = (
     f"use a file, a folder or a glob of {', '.join(TEXT_FORMATS + COLUMN_FORMATS)} files (all but"
@@ -219,9 +225,14 @@ def _at_url(url: str, where: str) -> Match:
     def full(path: str) -> str:
         return "::".join([fs.unstrip_protocol(path), *containers])
 
-    try:
+    def look() -> tuple[AbstractFileSystem, str, dict[str, int], bool]:
         fs, path = file_system(url)
-        found, is_folder = _files_at(fs, path)
+        return fs, path, *_files_at(fs, path)
+
+    try:
+        fs, path, found, is_folder = retried(look, url)
+    except MachineError:
+        raise
     except ImportError as error:
         raise ConfigError(
             f"{where} cannot be read: {error_line(error)}; {_package_for(error)}"
@@ -269,7 +280,11 @@ def _files_at(fs: AbstractFileSystem, path: str) -> tuple[dict[str, int], bool]:
         # looking whether it is a page of links would read it
         return {path: info_at_url(fs, path)["size"]}, False
     is_folder = fs.isdir(path)
-    entries = fs.find(path, detail=True) if is_folder else fs.glob(path, detail=True)
+    options: dict[str, Any] = {"detail": True}
+    if is_http and (is_folder or set("*[") & set(path)):
+        # by default fsspec takes a folder that cannot be listed as an empty one
+        options["on_error"] = _raise_if_it_may_pass
+    entries = fs.find(path, **options) if is_folder else fs.glob(path, **options)
     found = {name: info["size"] for name, info in entries.items() if info["type"] == "file"}
     for name, size in found.items():
         if size is None and _format(name)[0]:  # a page of http has links without sizes
@@ -277,9 +292,16 @@ def _files_at(fs: AbstractFileSystem, path: str) -> tuple[dict[str, int], bool]:
     return found, is_folder
 
 
+def _raise_if_it_may_pass(error: Exception) -> None:
+    if may_pass(error):
+        raise error
+
+
 def _content_at(fs: AbstractFileSystem, file: str) -> bytes:
     try:
-        return fs.cat_file(file)
+        return retried(lambda: fs.cat_file(file), file)
+    except MachineError:
+        raise
     except Exception as error:  # each library has errors of its own
         raise OSError(why_not_at_url(error)) from error
 
@@ -370,16 +392,17 @@ def _refuse_unreadable_folders(pattern: str, where: str) -> None:
                 raise _unreadable(where, folder, error) from None
 
 
-def _unreadable(where: str, path: str, error: OSError) -> ConfigError:
+def _unreadable(where: str, path: str, error: OSError) -> ConfigError | MachineError:
     """Return the error for a file or folder of the corpus that cannot be read."""
     if os.path.islink(path) and not os.path.exists(path):
         return ConfigError(
             f"{where}: {path} is a link to {os.readlink(path)}, which is not there; restore that,"
             " or remove the link"
         )
-    return ConfigError(
+    return error_because_of(
+        error,
         f"{where}: {path} cannot be read: {error.strerror}; use a path without it, or make it"
-        " readable"
+        " readable",
     )
 
 
@@ -426,7 +449,7 @@ def _row_groups(file: str, name: str, size: int) -> list[Piece]:
 def read_piece(piece: Piece, data: Data) -> Iterator[tuple[int, object]]:
     """Yield (position, raw) of its documents.
 
-    Raises ConfigError if the machine fails, and not the file.
+    Raises ConfigError if the file is not there, and MachineError if the machine fails.
     """
     next_position = piece.first_row if piece.format in COLUMN_FORMATS else 1
     try:
@@ -584,10 +607,10 @@ def _location(piece: Piece, position: int) -> str:
 
 
 def _raise_if_unreachable(error: BaseException, file: str) -> None:
-    """Raise ConfigError for an error of the machine or the network, which is not in the file."""
-    of_machine = isinstance(error, UNREACHABLE) or getattr(error, "errno", None) is not None
-    if of_machine or serves_no_ranges(error):
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+    """Raise ConfigError or MachineError for an error that is not in the content of the file."""
+    is_elsewhere = isinstance(error, UNREACHABLE) or getattr(error, "errno", None) is not None
+    if is_elsewhere or is_of_machine(error) or serves_no_ranges(error):
+        raise error_because_of(error, f"{file} cannot be read: {error}") from error
 
 
 def _described(error: BaseException) -> str:

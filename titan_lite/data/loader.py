@@ -85,7 +85,7 @@ class Loader(Iterator[Batch]):
     def peek(self) -> Batch:
         """Return the batch that `next` will return.
 
-        Raises ConfigError for wrong documents, and LoaderError.
+        Raises ConfigError for wrong documents, MachineError and LoaderError.
         """
         numbers = self._await_windows()
         windows = [self.received[number] for number in numbers if self.streams.keeps(number)]
@@ -106,7 +106,7 @@ class Loader(Iterator[Batch]):
         return numbers
 
     def _receive(self) -> None:
-        """Receive some windows. Raises ConfigError and LoaderError."""
+        """Receive some windows. Raises ConfigError, MachineError and LoaderError."""
         if self.processes is None:
             self.processes = self._start_processes()
         packed = next(self.processes)

@@ -27,6 +27,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from titan_lite.config import ConfigError, Data
+from titan_lite.config.errors import MachineError
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy, SkippedDocuments
 from titan_lite.data.corpora import Document
 from titan_lite.data.documents import Source
@@ -54,7 +55,7 @@ class Packed(NamedTuple):
     """Windows that a loader process hands over together."""
 
     windows: list[Window]
-    error: ConfigError | None = None  # in the data; nothing follows
+    error: ConfigError | MachineError | None = None  # in the data; nothing follows
     skipped: SkippedDocuments | None = None  # on the way to the error
 
 
@@ -242,7 +243,7 @@ class WindowPacker(IterableDataset):
                 for number in some:
                     windows.append(self._window(number, readers, policy))
                 yield Packed(windows)
-        except ConfigError as error:
+        except (ConfigError, MachineError) as error:
             # yielded, since a raised error would arrive wrapped in the worker's traceback
             yield Packed(windows, error, policy.pop_skipped())
 

@@ -26,6 +26,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from titan_lite import manifest
 from titan_lite.config import ConfigError, Data
+from titan_lite.config.errors import error_because_of
 from titan_lite.data.contents import UnchangedFiles
 from titan_lite.data.corpora import SPLITS, Split
 from titan_lite.data.files import Piece
@@ -229,9 +230,8 @@ def read_prepared(folder: Path, key: str = "data.path", every_byte: bool = False
                 f"{where}: it has no {PREPARED}, but {' and '.join(parts)} in it have; use"
                 f' "{folder / parts[0]}"{" or another of these" if len(parts) > 1 else ""}'
             ) from None
-        raise ConfigError(
-            f"{where}: {PREPARED} cannot be read ({error.strerror}); {_FIX}"
-        ) from None
+        why = f"{where}: {PREPARED} cannot be read ({error.strerror}); {_FIX}"
+        raise error_because_of(error, why) from None
     except (ValueError, KeyError, TypeError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else error_line(error)
         raise ConfigError(f"{where}: {PREPARED} is damaged ({why}); {_FIX}") from None

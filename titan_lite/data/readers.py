@@ -16,22 +16,24 @@ import lzma
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import IO, Any, BinaryIO, cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import IO, Any, BinaryIO, TypeVar, cast
 
+import fsspec.asyn
 from fsspec import AbstractFileSystem
 from fsspec.compression import compr, register_compression
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import infer_compression
 
+from titan_lite.config.errors import MachineError
+from titan_lite.data import servers
+from titan_lite.data.servers import RefusedError, retried, serves_no_ranges, why_not_at_url
 from titan_lite.text import error_line
 
 BLOCK = 2**20  # bytes that are read at once where nothing in them is kept
 HTTP = ("http://", "https://")
-CONNECT_LIMIT = 30  # seconds to connect to a server of http
-ANSWER_LIMIT = 60  # seconds without a byte of its answer
 # what a damaged file at a URL raises; anything else is of the server or the way to it
 DAMAGED_AT_URL = (EOFError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 REMOTE = ("s3fs", "gcsfs", "adlfs")  # packages of the extra `remote`
@@ -40,6 +42,8 @@ JSON_DECODER = json.JSONDecoder()
 JSON_SPACES = re.compile(r"[ \t\r\n]*")
 MAX_NAMES_SHOWN = 20
 MAX_NAME_SHOWN = 40  # characters
+
+T = TypeVar("T")
 
 
 class NoText(ValueError):
@@ -93,17 +97,22 @@ def without_query(path: str) -> str:
 def file_system(url: str) -> tuple[AbstractFileSystem, str]:
     """Return the file system of a URL, and the path there. Raises what its library does.
 
-    A server of http that does not answer is an error after ANSWER_LIMIT seconds, and sends files as
-    they are: their sizes are those of what is read.
+    A server of http that does not answer is an error after servers.ANSWER_LIMIT seconds, and sends
+    files as they are: their sizes are those of what is read.
     """
     options: dict[str, dict[str, Any]] = {}
     for protocol in ("http", "https"):
         if f"{protocol}://" in url:
             from aiohttp import ClientTimeout  # here, since few runs need it
 
-            limits = ClientTimeout(total=None, sock_connect=CONNECT_LIMIT, sock_read=ANSWER_LIMIT)
+            limits = ClientTimeout(
+                total=None, sock_connect=servers.CONNECT_LIMIT, sock_read=servers.ANSWER_LIMIT
+            )
             headers = {"Accept-Encoding": "identity"}
-            options[protocol] = {"client_kwargs": {"timeout": limits, "headers": headers}}
+            client = {"timeout": limits, "headers": headers}
+            if infer_compression(_name_in(url)):  # some say of an a.gz that they have compressed it
+                client["auto_decompress"] = False
+            options[protocol] = {"client_kwargs": client}
     return url_to_fs(url, **options)
 
 
@@ -112,45 +121,30 @@ def info_at_url(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
     known.
     """
     info = fs.info(path)
+    if info["size"] is None and "http" in fs.protocol and infer_compression(_name_in(path)):
+        info["size"] = fsspec.asyn.sync(fs.loop, _size_of_encoded, fs, path)
     if info["size"] is None:
         raise ValueError("the server does not say its size; use another server, or a copy on disk")
     return info
 
 
-def why_not_at_url(error: BaseException) -> str:
-    """Return in one line why something at a URL cannot be read."""
-    # for http, fsspec says of every failure that there is no such file
-    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
-    if cause is not None:
-        error = cause
-    status = getattr(error, "status", None)  # of an answer of http
-    if type(error).__name__ == "TooManyRedirects":
-        return "the server redirects again and again"
-    if isinstance(status, int):
-        why = f"the server answers {status} {getattr(error, 'message', '')}".rstrip()
-        if status in (401, 403):
-            why += ": it may want a user and a password before the host of the URL, or a token"
-        return why
-    if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
-        return f"no answer within {ANSWER_LIMIT} s"
-    words = error_line(error)
-    if type(error) is ValueError:
-        return words
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
-
-
-def serves_no_ranges(error: BaseException) -> bool:
-    """Return True for the errors of fsspec where a server of http serves complete files alone."""
-    return isinstance(error, ValueError) and any(
-        words in str(error) for words in ("range requests", "Cannot seek streaming HTTP file")
-    )
+async def _size_of_encoded(fs: Any, path: str) -> int | None:  # noqa: ANN401 fsspec's for http
+    """Return the size of a compressed file of which a server says that it has compressed it, as
+    Content-Encoding: gzip for a.gz; fsspec does not take the size that it says then.
+    """
+    session = await fs.set_session()
+    async with session.head(fs.encode_url(path), allow_redirects=True) as answer:
+        answer.raise_for_status()
+        encoding = answer.headers.get("Content-Encoding", "").removeprefix("x-")
+        size = answer.headers.get("Content-Length")
+    return int(size) if size and encoding == infer_compression(_name_in(path)) else None
 
 
 @contextmanager
 def open_file(file: str) -> Iterator[BinaryIO]:
     """Open a file, on disk or at a URL, for reading its bytes, decompressed.
 
-    Where a URL cannot be reached, opening and reading raise ConnectionError.
+    Where a URL cannot be reached, opening and reading raise MachineError or RefusedError.
     """
     if not is_url(file):
         compression = infer_compression(file)
@@ -165,7 +159,9 @@ def open_file(file: str) -> Iterator[BinaryIO]:
 
 
 def open_at_url(url: str) -> io.BufferedReader:
-    """Open a file at a URL for reading its bytes as they are there. Raises ConnectionError."""
+    """Open a file at a URL for reading its bytes as they are there. Raises MachineError and
+    RefusedError.
+    """
     return io.BufferedReader(_FileAtUrl(url), BLOCK // 8)
 
 
@@ -183,16 +179,17 @@ def _buffered(file: IO[bytes]) -> BinaryIO:
 class _FileAtUrl(io.RawIOBase):
     """A file at a URL.
 
-    What its library raises is a ConnectionError, unless the file is damaged, and so is an answer
-    that ends early.
+    After an error that may pass, and an answer that ends early, it is opened again and read on from
+    the byte that was reached. Raises MachineError if that fails for a while (servers.retried), what
+    a damaged file raises, and RefusedError for any other error of its library.
     """
 
     def __init__(self, url: str):
-        with _as_connection_error():
-            # kept: that of a zip closes the zip when nothing refers to it
-            self.fs, path = file_system(url)
-            self.file = self.fs.open(path, "rb")
-        self.size = getattr(self.file, "size", None)  # bytes, if known
+        self.url = url
+        self.file: Any = None  # fsspec's; None: to be opened
+        self.position = 0  # bytes
+        self.size: int | None = None  # bytes, if known
+        self._do(lambda file: None)
 
     def readable(self) -> bool:
         return True
@@ -201,35 +198,78 @@ class _FileAtUrl(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self.file.tell()
+        return self.position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        with _as_connection_error():
-            self.file.seek(offset, whence)
-            return self.file.tell()
+        if whence == io.SEEK_CUR:  # the file may have been opened again
+            offset, whence = self.position + offset, io.SEEK_SET
+        self._do(lambda file: file.seek(offset, whence))
+        return self.position
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401 io's
-        with _as_connection_error():
-            read = self.file.read(len(buffer))
-        if not read and self.size is not None and self.file.tell() < self.size:
-            raise ConnectionError(f"the server ends at byte {self.file.tell():,} of {self.size:,}")
+        read = self._do(lambda file: self._read(file, len(buffer)))
         buffer[: len(read)] = read
         return len(read)
 
+    def _read(self, file: BinaryIO, size: int) -> bytes:
+        read = file.read(size)
+        if not read and self.size is not None and file.tell() < self.size:
+            raise ConnectionError(f"the server ends at byte {file.tell():,} of {self.size:,}")
+        return read
+
+    def _do(self, action: Callable[[Any], T]) -> T:
+        """Return what an action on the file returns, after which its position is this one's."""
+
+        def attempt() -> T:
+            if self.file is None:
+                self._open()
+            try:
+                done = action(self.file)
+                self.position = self.file.tell()
+            except Exception:
+                self._drop()
+                raise
+            return done
+
+        try:
+            return retried(attempt, self.url)
+        except (*DAMAGED_AT_URL, MachineError):
+            raise
+        except Exception as error:  # each library has errors of its own
+            raise RefusedError(why_not_at_url(error)) from error
+
+    def _open(self) -> None:
+        """Open the file at the position."""
+        # kept: that of a zip closes the zip when nothing refers to it
+        self.fs, path = file_system(self.url)
+        options = {}
+        if "http" in self.fs.protocol and infer_compression(_name_in(path)):
+            info = info_at_url(self.fs, path)
+            if info.get("partial", True):  # the server has ranges
+                options["size"] = info["size"]
+        self.file = self.fs.open(path, "rb", **options)
+        self.size = getattr(self.file, "size", None)
+        if self.position:
+            try:
+                self.file.seek(self.position)
+            except ValueError as error:
+                if not serves_no_ranges(error):
+                    raise
+                while before := self.position - self.file.tell():
+                    if not self.file.read(min(before, BLOCK)):
+                        raise ConnectionError(
+                            f"the server ends at byte {self.file.tell():,}"
+                        ) from None
+
+    def _drop(self) -> None:
+        file, self.file = self.file, None
+        if file is not None:
+            with suppress(Exception):  # of a connection that is lost
+                file.close()
+
     def close(self) -> None:
-        if not self.closed:
-            self.file.close()
+        self._drop()
         super().close()
-
-
-@contextmanager
-def _as_connection_error() -> Iterator[None]:
-    try:
-        yield
-    except (*DAMAGED_AT_URL, ConnectionError):
-        raise
-    except Exception as error:
-        raise ConnectionError(why_not_at_url(error)) from error
 
 
 def _all_frames(file: BinaryIO, mode: str = "rb") -> BinaryIO:

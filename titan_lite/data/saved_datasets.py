@@ -13,6 +13,7 @@ import posixpath
 from collections.abc import Callable, Collection
 
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import MachineError, error_because_of, is_of_machine
 from titan_lite.data.readers import list_names
 
 STATE = "state.json"
@@ -50,22 +51,25 @@ def without_caches(files: Collection[str], read: Callable[[str], bytes], where: 
 
 
 def _tables(state: str, read: Callable[[str], bytes], where: str) -> set[str]:
-    """Return the paths of a dataset's tables. Raises ConfigError."""
+    """Return the paths of a dataset's tables. Raises ConfigError and MachineError."""
     folder = posixpath.dirname(state)
     try:
         listed = json.loads(read(state))["_data_files"]
         return {posixpath.join(folder, table["filename"]) for table in listed}
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise error_because_of(
+            error,
             f"{where}: {folder} was written by `datasets`, and its {STATE} cannot be read; save the"
             " dataset again, or use a pattern of its tables, such as path ="
-            f' "{folder}/data-*.arrow"'
+            f' "{folder}/data-*.arrow"',
         ) from None
 
 
 def _splits(description: str, read: Callable[[str], bytes]) -> list[str]:
-    """Return the splits of a DatasetDict; [] for another file of that name."""
+    """Return the splits of a DatasetDict; [] for another file of that name. Raises MachineError."""
     try:
         return [str(name) for name in json.loads(read(description))["splits"]]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if is_of_machine(error):
+            raise MachineError(f"{description} cannot be read: {error}") from None
         return []

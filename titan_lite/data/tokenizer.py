@@ -30,7 +30,7 @@ import tokenizers
 from tiktoken.load import load_tiktoken_bpe
 
 from titan_lite.config import ConfigError
-from titan_lite.config.errors import shown
+from titan_lite.config.errors import error_because_of, shown
 from titan_lite.data.special_tokens import CHARACTERS, text_encoder, text_fault
 from titan_lite.logging import logger
 from titan_lite.text import error_line
@@ -453,7 +453,8 @@ def _read(path: Path, where: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{where}: cannot be read ({error.strerror}); {_FIX}") from None
+        why = f"{where}: cannot be read ({error.strerror}); {_FIX}"
+        raise error_because_of(error, why) from None
 
 
 def _without_halves(text: str) -> str:

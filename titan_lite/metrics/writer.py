@@ -58,10 +58,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from titan_lite.config import Metrics
+from titan_lite.config import ConfigError, Metrics
+from titan_lite.config.errors import MachineError
 from titan_lite.logging import logger
 from titan_lite.metrics.event_file import EventFile
 from titan_lite.metrics.run_files import read_metrics
+from titan_lite.text import error_line
 
 if TYPE_CHECKING:
     import wandb
@@ -228,19 +230,30 @@ def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int |
 
 
 def start_wandb(dump_folder: Path, recipe: dict[str, Any]) -> "wandb.Run":
-    """Return the run of Weights & Biases, the same one if this folder's run is resumed."""
+    """Return the run of Weights & Biases, the same one if this folder's run is resumed.
+
+    Raises ConfigError if no account is known, and MachineError if its server does not answer.
+    """
     import wandb
 
     identity = dump_folder / "wandb_id"
     if not identity.exists():
         identity.write_text(uuid.uuid4().hex, encoding="utf-8")
-    run = wandb.init(
-        id=identity.read_text(encoding="utf-8"),
-        name=dump_folder.resolve().name,
-        dir=str(dump_folder),
-        config=recipe,
-        resume="allow",
-    )
+    try:
+        run = wandb.init(
+            id=identity.read_text(encoding="utf-8"),
+            name=dump_folder.resolve().name,
+            dir=str(dump_folder),
+            config=recipe,
+            resume="allow",
+        )
+    except Exception as error:  # wandb's, and those of its libraries
+        kind = type(error).__name__
+        why = (
+            f"metrics.enable_wandb = true: no run of W&B was begun ({kind}: {error_line(error)});"
+            " use WANDB_MODE=offline to log without its server, or enable_wandb = false"
+        )
+        raise (ConfigError if kind == "UsageError" else MachineError)(why) from error
     # A resumed run repeats steps, and wandb's own count only grows.
     run.define_metric("*", step_metric="step")
     return run

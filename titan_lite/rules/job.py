@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan_lite.config import Config
+from titan_lite.config.errors import MachineError, is_of_machine, shown
 from titan_lite.config.weights_folder import STEP, step_around
 from titan_lite.distributed.layout import Layout
 from titan_lite.rules.mistakes import Mistake, rule
@@ -60,7 +61,8 @@ def _is_within(path: Path, *folders: Path) -> bool:
 
 def dump_folder_cannot_be_written(config: Config) -> Iterator[Mistake]:
     """Yield a mistake if the run's folder is not there and cannot be made, is not writable, or if
-    it or that of its steps lies within a step.
+    it or that of its steps lies within a step. Raises MachineError for a full disk or one that
+    fails.
     """
     folder = Path(config.job.dump_folder).absolute()
     for path in (folder, folder / config.checkpoint.folder):
@@ -79,35 +81,42 @@ def dump_folder_cannot_be_written(config: Config) -> Iterator[Mistake]:
             why = f"cannot be made: {path} is a link to {os.readlink(path)}, which is not there"
         except OSError as error:  # such as a link that leads to itself
             why = f"cannot be made: {path}: {error.strerror}"
+            _raise_if_of_machine(config, why, error)
         else:
             if not path.is_dir():
                 why = f"cannot be made: {path} is no folder"
             elif not os.access(path, os.W_OK):
                 why = f"cannot be made: {path} may not be written"
-            elif reason := _why_nothing_can_be_made(path):
-                why = f"cannot be made: {path} cannot be written: {reason}"
+            elif failed := _why_nothing_can_be_made(path):
+                why = f"cannot be made: {path} cannot be written: {failed.strerror or failed}"
+                _raise_if_of_machine(config, why, failed)
         break
     if why:
         instead = "a folder that can be created and written"
         yield Mistake("job.dump_folder", config.job.dump_folder, why, instead)
 
 
-def _why_nothing_can_be_made(folder: Path) -> str:
-    """Return why no folder can be made in this one, or "": permissions do not say it of a file
-    system that is read-only, full, or not one of files, such as /proc.
+def _raise_if_of_machine(config: Config, why: str, error: OSError) -> None:
+    if is_of_machine(error):
+        raise MachineError(f"job.dump_folder = {shown(config.job.dump_folder)} {why}")
+
+
+def _why_nothing_can_be_made(folder: Path) -> OSError | None:
+    """Return the error of making a folder in this one: permissions do not say it of a file system
+    that is read-only, full, or not one of files, such as /proc.
 
     On the first rank alone, so that ranks do not make as many. The folder keeps its time.
     """
     if os.environ.get("RANK", "0") != "0":
-        return ""
+        return None
     try:
         status = folder.stat()
         os.rmdir(tempfile.mkdtemp(prefix=".titan_lite-", dir=folder))
     except OSError as error:
-        return error.strerror or str(error)
+        return error
     with suppress(OSError):  # the folder is another user's
         os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))
-    return ""
+    return None
 
 
 def recipe_would_be_replaced(config: Config) -> Iterator[Mistake]:

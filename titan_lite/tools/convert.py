@@ -38,6 +38,7 @@ from titan_lite.checkpoint.weights import (
 )
 from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import error_because_of
 from titan_lite.config.weights_folder import (
     TOKENIZER_FILES,
     refuse_within_step,
@@ -346,7 +347,8 @@ def _new_folder(folder: Path, needed: int) -> Iterator[Path]:
             manifest.sync(path)
         manifest.publish(unfinished, folder)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{folder} cannot be written: {error}; use another folder") from None
+        why = f"{folder} cannot be written: {error}; use another folder"
+        raise error_because_of(error, why) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

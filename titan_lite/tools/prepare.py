@@ -33,7 +33,7 @@ import pyarrow.compute
 from titan_lite import manifest
 from titan_lite.cli import Parser, command
 from titan_lite.config import Config, ConfigError, Data, load_config
-from titan_lite.config.errors import in_toml
+from titan_lite.config.errors import MachineError, error_because_of, in_toml
 from titan_lite.config.weights_folder import refuse_within_step
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
 from titan_lite.data.corpora import SPLITS, Corpus, Split, open_corpus
@@ -143,17 +143,18 @@ def _new_folder(folder: Path) -> Iterator[Path]:
             " remove it"
         ) from None
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error}; use another folder") from None
+        why = f"{folder} cannot be written: {error}; use another folder"
+        raise error_because_of(error, why) from None
     try:
         yield unfinished
         manifest.publish(unfinished, folder)
     except datasets.exceptions.DatasetGenerationError as error:  # of the documents or the disk
         cause = error.__cause__ or error
-        if isinstance(cause, ConfigError):
+        if isinstance(cause, ConfigError | MachineError):
             raise cause from None
-        raise ConfigError(f"{folder} cannot be written: {cause}") from error
+        raise error_because_of(cause, f"{folder} cannot be written: {cause}") from error
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error}") from error
+        raise error_because_of(error, f"{folder} cannot be written: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

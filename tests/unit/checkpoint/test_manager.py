@@ -3,6 +3,8 @@
 A world of one; of two at the end.
 """
 
+import errno
+import io
 import logging
 import os
 import pickle
@@ -28,6 +30,7 @@ from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.checkpoint.state import RunState
 from titan_lite.checkpoint.tensor_files import StepPlanner, StepWriter, read_metadata
 from titan_lite.config import Checkpoint, ConfigError
+from titan_lite.config.errors import MachineError
 from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError, fields_of
 
@@ -386,6 +389,43 @@ def test_a_damaged_step_is_named_and_the_one_before_is_taken(damage, name, tmp_p
     DAMAGES[damage](tmp_path / "checkpoint/step-2" / name)
     with pytest.raises(ConfigError, match=f"load_step = 2: the step is damaged: .*{name}"):
         of(tmp_path, load_step=2).verified_step()
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_a_disk_that_fails_sets_no_step_aside(number, name, tmp_path, monkeypatch):
+    """The newest step is whole: a start after the failure goes on from it."""
+    steps_of = save(tmp_path, 1, 2)
+    opened = io.open
+
+    def fail(path, *arguments, **more):
+        if isinstance(path, str | Path) and Path(path).match(f"step-2/{name}"):
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "open", fail)
+        patch.setattr("builtins.open", fail)
+        with pytest.raises(MachineError) as error:
+            steps_of.verified_step()
+    assert f"{tmp_path}/checkpoint/step-2/{name} cannot be read: " in str(error.value)
+    assert os.strerror(number) in str(error.value)
+    assert names(tmp_path) == ["step-1", "step-2"]
+    assert steps_of.verified_step() == 2
+
+
+def test_a_disk_that_fails_while_a_step_is_loaded_is_no_damage(tmp_path, monkeypatch):
+    steps_of = save(tmp_path, 1)
+    opened = Path.open
+
+    def fail(path, *arguments, **more):
+        if path.suffix == ".distcp":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return opened(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(MachineError, match=r"step-1/__0_0\.distcp cannot be read: .*Stale file"):
+        loaded(steps_of, 1)
 
 
 def test_a_foreign_file_is_named_and_costs_no_step(tmp_path, log):

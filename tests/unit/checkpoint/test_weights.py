@@ -31,6 +31,7 @@ from titan_lite.checkpoint.weights import (
     shapes,
 )
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import MachineError
 from titan_lite.config.families import LLAMA3, ModelConfig, RopeScaling
 from titan_lite.config.from_weights import read_model
 from titan_lite.data.tokenizer import load_tokenizer
@@ -573,12 +574,12 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path,
     monkeypatch.setattr(convert, "save_file", full)
     monkeypatch.setattr(convert.manifest, "write_text", full)
     for write in (write_step, write_hf):
-        with pytest.raises(ConfigError, match=r"new cannot be written: .*No space left on device"):
+        with pytest.raises(MachineError, match=r"new cannot be written: .*No space left on device"):
             write(tmp_path / "new", weights)
     assert os.listdir(tmp_path) == ["there"]
 
     (tmp_path / "unfinished-new").mkdir()  # a person's own
-    with pytest.raises(ConfigError, match="No space left on device"):
+    with pytest.raises(MachineError, match="No space left on device"):
         write_hf(tmp_path / "new", weights)
     assert sorted(os.listdir(tmp_path)) == ["there", "unfinished-new"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from titan_lite.config import ConfigError, Data, DataSource
+from titan_lite.config.errors import MachineError
 from titan_lite.data import files
 from titan_lite.data.documents import (
     EPOCH_STRIDE,
@@ -491,15 +492,22 @@ def test_a_folder_is_not_read_as_a_dataset_of_the_hub(dataset, tmp_path, monkeyp
             check(Data(dataset=dataset))
 
 
-def test_an_unreachable_hub_is_said_with_a_way_out(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (ConnectionError("no route to host"), MachineError, "allenai/c4 cannot be read"),
+        (FileNotFoundError("no such dataset"), ConfigError, 'data.dataset = "c4"'),
+    ],
+)
+def test_an_unreachable_hub_is_said_with_a_way_out(error, kind, said, clock, monkeypatch):
     def load_dataset(*arguments, **more):
-        raise ConnectionError("no route to host")
+        raise error
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(kind) as raised:
         build_source(Data(dataset="c4"), split="train", seed=0)
-    for part in ('data.dataset = "c4"', "no route to host", 'data.dataset = "local"', '"stdlib"'):
-        assert part in str(error.value)
+    for part in (said, str(error), 'data.dataset = "local"', '"stdlib"'):
+        assert part in str(raised.value)
 
 
 # What tells the documents of a run from others

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from titan_lite.config import ConfigError, Data
+from titan_lite.config.errors import MachineError
 from titan_lite.data.documents import EPOCH_STRIDE, build_source
 from titan_lite.data.loader import build_loader
 from titan_lite.data.packing import WindowPacker
@@ -570,6 +571,29 @@ def test_a_state_of_other_documents_is_refused(data, tokenizer):
     loader.load_state_dict(state)
     with pytest.raises(ConfigError, match="1000000000 tokens into document 3"):
         next(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_server_that_is_lost_ends_the_batches_in_a_line(
+    num_workers, corpus, tokenizer, served, clock
+):
+    """Also where a loader process has read it."""
+    served.files["http://host/a.jsonl"] = (corpus / "a.jsonl").read_bytes()
+    data = Data(
+        dataset="local",
+        path="http://host/a.jsonl",
+        validation_fraction=0.0,
+        num_workers=num_workers,
+    )
+    [loader] = loaders(data, tokenizer)
+    next(loader)
+    served.fails(ConnectionResetError("it is away"), when=lambda: True)
+    loader.load_state_dict(loader.state_dict())  # ends what is packed ahead
+    with pytest.raises(
+        MachineError, match=r"a\.jsonl cannot be read \(.*it is away\), and was"
+    ) as e:
+        next(loader)
+    assert "\n" not in str(e.value)
 
 
 def test_processes_that_cannot_be_started_are_told_in_a_line_with_what_is_full(

@@ -19,6 +19,7 @@ import torch
 from descendants import runs
 
 from titan_lite.config import ConfigError, Data, load_config
+from titan_lite.config.errors import MachineError
 from titan_lite.data.documents import build_source
 from titan_lite.data.loader import build_loader
 from titan_lite.data.prepared import PreparedDocuments, check_prepared, read_prepared
@@ -148,7 +149,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(corpus, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(datasets.Dataset, "save_to_disk", full)
-    with pytest.raises(ConfigError, match=r"p cannot be written: .*No space left on device"):
+    with pytest.raises(MachineError, match=r"p cannot be written: .*No space left on device"):
         prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0)
     assert os.listdir(tmp_path) == []
 

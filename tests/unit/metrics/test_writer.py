@@ -14,7 +14,8 @@ from matplotlib import image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from titan_lite.config import DataSource, Metrics
+from titan_lite.config import ConfigError, DataSource, Metrics
+from titan_lite.config.errors import MachineError
 from titan_lite.metrics import event_file
 from titan_lite.metrics.writer import MetricsWriter, draw_loss, peak_memory_gib, read_metrics
 
@@ -344,6 +345,23 @@ def test_weights_and_biases_has_the_same_names_and_a_resumed_run_is_the_same_one
         "a.jsonl",
     )
     assert len(first["id"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("CommError", MachineError), ("TimeoutError", MachineError), ("UsageError", ConfigError)],
+)
+def test_weights_and_biases_that_cannot_be_used_is_one_line(name, kind, wandb, run, monkeypatch):
+    """A server that is away is no mistake of the recipe; a missing account is."""
+
+    def fail(**_):
+        raise type(name, (Exception,), {})("Run initialization has failed")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    with pytest.raises(kind) as error:
+        run({10: VALUES}, Metrics(enable_tensorboard=False, enable_wandb=True))
+    (line,) = str(error.value).splitlines()
+    assert f"({name}: Run initialization has failed); use WANDB_MODE=offline" in line
 
 
 def test_weights_and_biases_only_where_asked_for_and_on_one_rank(run, wandb):

@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from titan_lite import train
+from titan_lite.config import ConfigError
+from titan_lite.config.errors import MachineError
 from titan_lite.processes import describe_limit
 from titan_lite.resilience import exit_code
 from titan_lite.resilience.exit_code import ENDINGS, FAILED, REPEATED, STOPPED, TRAINED, WRONG_INPUT
@@ -124,3 +127,16 @@ def test_a_limit_is_known_from_what_it_led_to():
     error = RuntimeError("cannot join thread before it is started")
     error.__context__ = RuntimeError("can't start new thread")
     assert describe_limit(error).startswith("no further thread can be started")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("a key is wrong"), WRONG_INPUT), (MachineError("a server is away"), FAILED)],
+)
+def test_a_rank_ends_with_the_code_of_its_error(error, code, capsys, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(train, "load_config", fail)
+    assert train.main(["debug_model"]) == code
+    assert capsys.readouterr().err == f"error: {error}\n"

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import error_because_of
 from titan_lite.config.weights_folder import refuse_within_step
 from titan_lite.metrics.run_files import RecordError
 from titan_lite.tools.report import sections
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
         # JSON may have halves of a surrogate pair.
         path.write_text(content, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+        raise error_because_of(error, f"{error.filename}: {error.strerror}") from None
     except RecordError as error:
         raise ConfigError(str(error)) from None
     print(f"{path} written: open it in a browser")
