@@ -4,7 +4,8 @@
     python -m titan_lite recipe --world-size 8 RECIPE ...      # also checks it for 8 ranks
 
 With --world-size, the layout, the tokenizer, the data and LOG_RANK are checked too. Exit code 0:
-the recipe can be read; 2: something in it or on the command line is wrong.
+the recipe can be read; 2: something in it or on the command line is wrong; 1: the machine or the
+network has failed.
 """
 
 import re

@@ -86,8 +86,9 @@ def may_pass(error: BaseException) -> bool:
         return is_of_machine(lookup)
     if any(map(OF_NETWORK.search, names)):
         return True
-    status = error.__cause__ and _status(error.__cause__)  # s3fs has EIO for what it does not know
-    return _is_passing(status) if status else is_of_machine(error)
+    # s3fs has EIO for each answer that it does not know
+    status = None if error.__cause__ is None else _status(error.__cause__)
+    return is_of_machine(error) if status is None else _is_passing(status)
 
 
 def _reason(error: BaseException) -> BaseException:

@@ -137,8 +137,8 @@ class TiktokenTokenizer:
 class JsonTokenizer:
     """A tokenizer of a tokenizer.json. Its `sha256` is of the file and of the ids of BOS and EOS.
 
-    tokenizer: as the library reads the content of the file. where: the beginning of errors, which
-    says how the user named the file. Pickles.
+    tokenizer: as the library reads the file. content: its text. where: the beginning of errors,
+    which says how the user named the file. Pickles.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class JsonTokenizer:
     ):
         # one text is encoded at a time: threads gain nothing, and warn of forks
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self._content = content
+        self.content = content
         self._where = where
         self.bos_id = bos_id
         self.eos_id = eos_id
@@ -179,7 +179,7 @@ class JsonTokenizer:
 
     def __reduce__(self) -> tuple[Callable, tuple[str, int, int, str]]:
         # the library's own pickle loses encode_special_tokens
-        return _read_again, (self._content, self.bos_id, self.eos_id, self._where)
+        return _read_again, (self.content, self.bos_id, self.eos_id, self._where)
 
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
         """Return the ids of any text; the name of a special token in it is plain text.
@@ -217,7 +217,7 @@ class JsonTokenizer:
     def check_texts(self) -> None:
         """Raise ConfigError if texts would lose characters, or have tokens that end documents."""
         ends = {self.bos_id, self.eos_id}
-        fault = text_fault(self._encoder, self._content, self.special_tokens, ends)
+        fault = text_fault(self._encoder, self.content, self.special_tokens, ends)
         if fault:
             raise ConfigError(f"{self._where} {fault}; use another tokenizer")
 
@@ -363,7 +363,7 @@ def _ends_of_documents(tokenizer: tokenizers.Tokenizer, path: Path, where: str) 
     those with the usual names. Raises ConfigError if none of these says which they are.
     """
     configured = _tokens_beside(path, where)
-    around = _tokens_around_text(tokenizer)
+    around = tokens_around_text(tokenizer)
     ids = {}
     for name in ("bos_token", "eos_token"):
         if name in configured:
@@ -375,7 +375,7 @@ def _ends_of_documents(tokenizer: tokenizers.Tokenizer, path: Path, where: str) 
     return ids["bos_token"], ids["eos_token"]
 
 
-def _tokens_around_text(tokenizer: tokenizers.Tokenizer) -> dict[str, list[int]]:
+def tokens_around_text(tokenizer: tokenizers.Tokenizer) -> dict[str, list[int]]:
     """Return the ids that a tokenizer puts before and after a text, by bos_token and eos_token."""
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,16 +1,28 @@
-"""Convert a tokenizer in tiktoken's format to Hugging Face's tokenizer.json, for AutoTokenizer.
+"""Convert a tokenizer in tiktoken's format to Hugging Face's tokenizer.json, for AutoTokenizer, and
+have another tokenizer.json begin texts as training does.
 
     to_json(load_tiktoken("assets/tokenizer/debug.model"))       # the content of tokenizer.json
     tokenizer_config(load_tokenizer("tokenizer.json"))           # that of tokenizer_config.json
+    with_bos(load_tokenizer("tokenizer.json"))                   # of a tokenizer.json that puts BOS
 
 A file in tiktoken's format has the ranks of tokens. tokenizer.json has pairs to merge, in the order
 of the rank of the merged token. Bytes are written as printable characters.
 """
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
+import tokenizers
+
 from titan_lite.data.special_tokens import CHARACTERS
-from titan_lite.data.tokenizer import PATTERN, TiktokenTokenizer, Tokenizer
+from titan_lite.data.tokenizer import (
+    PATTERN,
+    JsonTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    tokens_around_text,
+)
 
 
 def to_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
@@ -55,7 +67,41 @@ def _added_token(id: int, name: str) -> dict[str, Any]:
     }
 
 
-def _begin_with_bos(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
+def with_bos(tokenizer: JsonTokenizer) -> dict[str, Any]:
+    """Return the content of a tokenizer.json that puts BOS before a text, as training does: the
+    tokenizer's own, if that puts it there.
+
+    Raises ValueError if that puts other tokens there.
+    """
+    content = json.loads(tokenizer.content)
+    before = tokens_around_text(tokenizers.Tokenizer.from_str(tokenizer.content))["bos_token"]
+    if before not in ([], [tokenizer.bos_id]):
+        raise ValueError(
+            f"puts {tokenizer.decode(before)} before a text, and training put"
+            f" {_name_of(tokenizer, tokenizer.bos_id)}"
+        )
+    if not before:
+        own = content.get("post_processor")
+        begin = _begin_with_bos(tokenizer)
+        both = {"type": "Sequence", "processors": [own, begin]}
+        content["post_processor"] = begin if own is None else both
+    return content
+
+
+def config_with_bos(tokenizer: JsonTokenizer, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer_config.json with which transformers puts BOS, as the tokenizer.json says.
+
+    It would not where `add_bos_token` is false, or missing beside `add_eos_token`.
+    """
+    changed = dict(config)
+    if not changed.get("bos_token"):
+        changed["bos_token"] = _name_of(tokenizer, tokenizer.bos_id)
+    if "add_bos_token" in changed or "add_eos_token" in changed:
+        changed["add_bos_token"] = True
+    return changed
+
+
+def _begin_with_bos(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the processor that puts BOS before a text."""
     bos = _name_of(tokenizer, tokenizer.bos_id)
     before = {"SpecialToken": {"id": bos, "type_id": 0}}

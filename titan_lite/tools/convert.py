@@ -44,8 +44,18 @@ from titan_lite.config.weights_folder import (
     refuse_within_step,
     tokenizer_files,
 )
-from titan_lite.data.tokenizer import TiktokenTokenizer, Tokenizer, load_tokenizer
-from titan_lite.data.tokenizer_json import to_json, tokenizer_config
+from titan_lite.data.tokenizer import (
+    JsonTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
+from titan_lite.data.tokenizer_json import (
+    config_with_bos,
+    to_json,
+    tokenizer_config,
+    with_bos,
+)
 from titan_lite.logging import init_logging, logger
 from titan_lite.models.huggingface import config_to_hf, hf_names, to_halves, to_hf
 from titan_lite.models.shapes import buffer_shapes
@@ -212,8 +222,12 @@ def write_hf(
         if isinstance(loaded, TiktokenTokenizer):  # transformers reads a tokenizer.json alone
             _write_json(unfinished / "tokenizer.json", to_json(loaded))
             _write_json(unfinished / "tokenizer_config.json", tokenizer_config(loaded))
-        elif loaded is not None and not (unfinished / "tokenizer_config.json").is_file():
-            _write_json(unfinished / "tokenizer_config.json", tokenizer_config(loaded))
+        elif loaded is not None:
+            config = unfinished / "tokenizer_config.json"
+            if not config.is_file():
+                _write_json(config, tokenizer_config(loaded))
+            if isinstance(weights, CheckpointFolder) and weights.state.identity.tokenizer:
+                _put_bos(unfinished, loaded)
     rounding.log()
 
 
@@ -316,6 +330,30 @@ def _copy_tokenizer(folder: Path, paths: Sequence[Path]) -> None:
         if number == 0:  # it may have any name; transformers looks for these
             name = "tokenizer.json" if path.suffix == ".json" else "tokenizer.model"
         shutil.copyfile(path, folder / name)
+
+
+def _put_bos(folder: Path, tokenizer: JsonTokenizer) -> None:
+    """Have the tokenizer in a folder put BOS before a text, as the run did that trained with it.
+
+    Whoever uses the folder would begin texts otherwise.
+    """
+    try:
+        content = with_bos(tokenizer)
+    except ValueError as error:
+        logger.warning(f"tokenizer.json is copied unchanged: it {error}")
+        return
+    path, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    config_before = json.loads(config.read_text(encoding="utf-8"))
+    config_after = config_with_bos(tokenizer, config_before)
+    if content == json.loads(tokenizer.content) and config_after == config_before:
+        return
+    _write_json(path, content)
+    _write_json(config, config_after)
+    bos = next(name for name, id in tokenizer.special_tokens.items() if id == tokenizer.bos_id)
+    logger.info(
+        f"{path.name} and {config.name} put {bos} before a text, as training did; the tokenizer of"
+        " the run does not"
+    )
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -12,11 +12,13 @@ import weakref
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import OF_FAMILY, of_family
+from tokenizers import processors
 
 from titan_lite import manifest
 from titan_lite.checkpoint import weights as weights_module
@@ -305,6 +307,84 @@ def test_a_lone_tokenizer_json_is_exported_with_the_tokens_that_begin_and_end(
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     assert (theirs.bos_token, theirs.eos_token) == (begin, end)
     assert theirs("aa")["input_ids"] == load_tokenizer(path).encode("aa")
+
+
+ENDS = {"bos_token": "<s>", "eos_token": "</s>"}
+TEMPLATES = {  # what a tokenizer.json puts around a text
+    "nothing": None,
+    "byte level": processors.ByteLevel(trim_offsets=False),
+    "EOS": processors.TemplateProcessing("$A </s>", None, [("</s>", 2)]),
+    "BOS": processors.TemplateProcessing("<s> $A", None, [("<s>", 1)]),
+}
+
+
+def trained_weights(step, tokenizer):
+    """Return the weights of a step that a run has saved which trained with this tokenizer."""
+    weights = open_weights(step)
+    identity = dataclasses.replace(weights.state.identity, tokenizer=tokenizer.sha256)
+    weights.state = dataclasses.replace(weights.state, identity=identity)
+    return weights
+
+
+@UNTIED_ONLY
+@pytest.mark.parametrize("around", TEMPLATES)
+@pytest.mark.parametrize(
+    "beside",
+    [
+        None,
+        ENDS,
+        {"bos_token": None, "eos_token": "</s>"},
+        ENDS | {"add_bos_token": False},
+        ENDS | {"add_bos_token": False, "add_eos_token": False},
+        ENDS | {"add_eos_token": False},
+    ],
+    ids=["no config", "ends", "no BOS", "none added", "neither added", "no EOS added"],
+)
+def test_the_exported_tokenizer_begins_a_text_as_training_did(
+    around, beside, step, tmp_path, caplog
+):
+    theirs = tokenizers.Tokenizer.from_str(FILES["tokenizer.json"])
+    theirs.add_special_tokens(["<s>", "</s>", "<unk>"])
+    if TEMPLATES[around] is not None:
+        theirs.post_processor = TEMPLATES[around]
+    path, out = tmp_path / "tokenizer.json", tmp_path / "out"
+    theirs.save(str(path))
+    paths = [path]
+    if beside is not None:
+        paths.append(tmp_path / "tokenizer_config.json")
+        paths[1].write_text(json.dumps(beside))
+    ours = load_tokenizer(path)
+    *trained_on, end = ours.encode_document("aaa").tolist()
+    assert trained_on == [1, 0, 0, 0]
+    with caplog.at_level("INFO"):
+        write_hf(out, trained_weights(step, ours), tokenizer=convert.TokenizerFiles(paths))
+    users = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json")).encode("aaa").ids
+    assert users == [*trained_on, *([end] if around == "EOS" else [])]
+    transformers = pytest.importorskip("transformers")
+    users = transformers.AutoTokenizer.from_pretrained(out)("aaa")["input_ids"]
+    assert users[: len(trained_on)] == trained_on
+    assert load_tokenizer(out / "tokenizer.json").encode_document("aaa").tolist() == [
+        *trained_on,
+        end,
+    ]
+    if around != "BOS":
+        assert "put <s> before a text, as training did" in caplog.text
+
+
+@UNTIED_ONLY
+def test_an_exported_tokenizer_that_begins_a_text_with_another_token_is_told(
+    step, tmp_path, caplog
+):
+    theirs = tokenizers.Tokenizer.from_str(FILES["tokenizer.json"])
+    theirs.add_special_tokens(["<s>", "</s>", "<unk>"])
+    theirs.post_processor = processors.TemplateProcessing("<unk> $A", None, [("<unk>", 3)])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(ENDS))
+    files = [tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"]
+    weights = trained_weights(step, load_tokenizer(files[0]))
+    write_hf(tmp_path / "out", weights, tokenizer=convert.TokenizerFiles(files))
+    assert (tmp_path / "out/tokenizer.json").read_text() == files[0].read_text()
+    assert "it puts <unk> before a text, and training put <s>" in caplog.text
 
 
 @UNTIED_ONLY
