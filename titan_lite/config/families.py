@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from titan_lite.config.errors import ConfigError, shown
+from titan_lite.config.errors import ConfigError, error_because_of, shown
 
 Shape = tuple[int, ...]
 
@@ -465,8 +465,8 @@ def run_file(name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise ConfigError(
-            f"{subject}: {type(error).__name__}: {error}; the file has to run by itself"
+        raise error_because_of(
+            error, f"{subject}: {type(error).__name__}: {error}; the file has to run by itself"
         ) from error
     if not isinstance(getattr(module, "FAMILY", None), Family):
         raise ConfigError(
