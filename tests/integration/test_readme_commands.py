@@ -169,7 +169,6 @@ HERE = {
     f"{PLANNER} RECIPE --world-size 128 --hardware h200 --training.local_batch_size 1": Run(
         "128 H200", "--training.global_batch_size=128", RECIPE
     ),
-    f"{PLANNER} RECIPE --changes": Run("training.local_batch_size=4", PLAN, RECIPE),
     f"{PLANNER} RECIPE --sweep compile.bucketing=block,greedy": Run(
         "compile.bucketing=greedy", PLAN, RECIPE
     ),
@@ -182,13 +181,8 @@ HERE = {
         {**RECIPE, "--search": "--search 2"},
     ),
     f"{PLANNER} RECIPE --picture plan.png --trace plan.json": Run("step time", PLAN, RECIPE),
-    f"{PLANNER} RECIPE --scale": Run("best interval", PLAN, RECIPE),
     f"{PLANNER} RECIPE --tokens 1e12 --price-per-gpu-hour 2.5": Run(
         "of the time counts", PLAN, RECIPE
-    ),
-    f"{PLANNER} train_configs/llama3_405b.toml --scale": Run("best interval", PLAN, PLANNED_405B),
-    f"{PLANNER} train_configs/llama3_405b.toml --scale --checkpoint.async_mode=async": Run(
-        "the loop waits for the copy", PLAN, PLANNED_405B
     ),
     f"{PLANNER} RECIPE --json": Run('"tokens_per_second', PLAN, RECIPE),
     f"{PLANNER} RECIPE --compare outputs/llama3_8b": Run(

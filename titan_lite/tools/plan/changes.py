@@ -1,7 +1,6 @@
-"""Make, plan, rank and show changes of a recipe: promising single changes, grids of values, and the
-layouts of a search.
+"""Plan, rank and show changes of a recipe: grids of values, the layouts of a search, and changes
+that need less memory.
 
-    changes = candidates(layout, machine)               # [{"compile.bucketing": "greedy"}, ...]
     changes = grid(["training.local_batch_size=1,2"])   # [{"training.local_batch_size": "1"}, ...]
     rows = plan_changes(lay_out, changes, machine)      # the fastest that fits first
     print("\\n".join(table(rows)))
@@ -30,7 +29,6 @@ CHECKPOINTING: tuple[Change, ...] = (
     {MODE: "selective", "activation_checkpoint.selective_ac_option": "op/2"},
     {MODE: "full"},
 )
-LEAST_GAIN = 0.005  # of tokens per second, for a change to be shown
 
 
 class Stopped(KeyboardInterrupt):
@@ -49,23 +47,6 @@ class Stopped(KeyboardInterrupt):
             self.lines = [f"PARTIAL: {self}", *table(rows)]
 
 
-def candidates(layout: PlannedLayout, machine: Machine) -> list[Change]:
-    """Return single changes of the recipe that may help; some may be refused when they are laid
-    out.
-    """
-    return [
-        *checkpointing_changes(layout),
-        *batch_changes(layout),
-        *degree_changes(layout, machine),
-        *communication_changes(layout),
-    ]
-
-
-def checkpointing_changes(layout: PlannedLayout) -> list[Change]:
-    used = checkpointing_of(layout.config)
-    return [way for way in CHECKPOINTING if way is not used]
-
-
 def checkpointing_of(config: Config) -> Change | None:
     """Return the one of CHECKPOINTING that a recipe has; None for every n-th block."""
     keys = flatten(config)
@@ -73,12 +54,6 @@ def checkpointing_of(config: Config) -> Change | None:
         if all(keys[key] == value for key, value in way.items()):
             return way
     return None
-
-
-def batch_changes(layout: PlannedLayout) -> list[Change]:
-    batch = layout.config.training.local_batch_size
-    sizes = [2 * batch] if batch == 1 else [batch // 2, 2 * batch]
-    return [{"training.local_batch_size": str(size)} for size in sizes]
 
 
 def smaller_changes(layout: PlannedLayout) -> list[Change]:
@@ -110,52 +85,6 @@ def smaller_changes(layout: PlannedLayout) -> list[Change]:
         )
     ]
     return [change for change in combined if change]
-
-
-def degree_changes(layout: PlannedLayout, machine: Machine) -> list[Change]:
-    """Return half and twice the degrees of tensor and pipeline parallelism, and HSDP."""
-    parallelism = layout.config.parallelism
-    degrees = layout.degrees
-    changes: list[Change] = []
-    for axis, key in (("tp", "tensor_parallel_degree"), ("pp", "pipeline_parallel_degree")):
-        for degree in (degrees[axis] // 2, 2 * degrees[axis]):
-            if degree > 0:
-                changes.append(
-                    {
-                        f"parallelism.{key}": str(degree),
-                        "parallelism.data_parallel_shard_degree": "-1",
-                    }
-                )
-    if degrees["pp"] > 1 and parallelism.pipeline_parallel_schedule == "1F1B":
-        changes.append({"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"})
-    # With HSDP, a copy of the model has the ranks of a node.
-    inside = degrees["cp"] * degrees["tp"]
-    copies = degrees["dp_shard"] * inside // machine.ranks_per_node
-    if inside < machine.ranks_per_node and copies > 1 and degrees["dp_shard"] % copies == 0:
-        changes.append(
-            {
-                "parallelism.data_parallel_replicate_degree": str(degrees["dp_replicate"] * copies),
-                "parallelism.data_parallel_shard_degree": str(degrees["dp_shard"] // copies),
-            }
-        )
-    return changes
-
-
-def communication_changes(layout: PlannedLayout) -> list[Change]:
-    """Return other buckets, and other times of gathering weights and reducing gradients."""
-    parallelism = layout.config.parallelism
-    compile = layout.config.compile
-    changes: list[Change] = []
-    if not compile.compiles("model"):
-        changes.append({"compile.enable": "true"})
-    elif compile.bucketing == "block" and not layout.gathers_once:
-        changes.append({"compile.bucketing": "greedy"})
-    if layout.microbatches > 1:
-        other = "microbatch" if layout.gathers_once else "step"
-        changes.append({"parallelism.fsdp_communication": other})
-    if not layout.gathers_once and parallelism.fsdp_reshard_after_forward == "default":
-        changes.append({"parallelism.fsdp_reshard_after_forward": "never"})
-    return changes
 
 
 def grid(sweeps: Sequence[str]) -> list[Change]:
@@ -293,31 +222,3 @@ def fit_word(plan: Plan) -> str:
 
 def _columns(speed: str, mfu: str, memory: str, fits: str) -> str:
     return f"{speed:>18}  {mfu:>8}  {memory:>6}  {fits:<5}"
-
-
-def best_changes(plan: Plan, rows: Sequence[Row]) -> list[str]:
-    """Return lines on the three changes that fit and give the most tokens per second.
-
-    rows: ranked, with that of the plan.
-    """
-    changed = [(change, other) for change, other in rows if change and isinstance(other, Plan)]
-    fit = fitting(changed)
-    base = plan.tokens_per_second(plan.nominal)
-    gains = [
-        (other.tokens_per_second(other.nominal) / base - 1, change, other) for change, other in fit
-    ]
-    helping = [row for row in gains if row[0] > LEAST_GAIN or not plan.fits]
-    lines = ["", f"best changes, of {len(changed)} planned"]
-    for gain, change, other in helping[:3]:
-        memory = (other.memory.total - plan.memory.total) / GIB
-        batch = ""
-        if other.layout.tokens != plan.layout.tokens:
-            batch = f", {other.layout.tokens:,} tokens per step"
-        lines.append(
-            f"  {100 * gain:+5.1f}% tokens/s, {memory:+6.1f} GiB{batch}: {keys_of(change)}"
-        )
-    if not helping and plan.fits:
-        lines.append(f"  none: of {len(fit)} that fit, none is faster")
-    elif not helping:
-        lines.append("  none: none fits")
-    return lines

@@ -3,10 +3,8 @@ communication.
 
     python -m titan_lite plan train_configs/llama3_405b.toml
     python -m titan_lite plan RECIPE --world-size 128 --hardware h200 --training.local_batch_size 1
-    python -m titan_lite plan RECIPE --changes            # also single changes that help: minutes
     python -m titan_lite plan RECIPE --sweep parallelism.tensor_parallel_degree=2,4,8
     python -m titan_lite plan RECIPE --world-size 64 --search   # the best layout that fits
-    python -m titan_lite plan RECIPE --scale              # on 512 to 100,000 ranks
     python -m titan_lite plan RECIPE --tokens 1e12 --price-per-gpu-hour 2.5     # days and money
     python -m titan_lite plan RECIPE --picture plan.png --trace plan.json
     python -m titan_lite plan RECIPE --compare outputs/llama3_8b  # beside a run that has ended
@@ -121,21 +119,11 @@ def build_parser() -> Parser:
     answers = parser.add_mutually_exclusive_group()
     answers.add_argument("--json", action="store_true", help="print JSON")
     answers.add_argument(
-        "--changes",
-        action="store_true",
-        help="also plan single changes, and print the three that help most",
-    )
-    answers.add_argument(
         "--sweep",
         action="append",
         default=[],
         metavar="SECTION.KEY=A,B,C",
         help="plan a grid (repeatable), and rank it",
-    )
-    answers.add_argument(
-        "--scale",
-        action="store_true",
-        help="also extend the plan to 512, 4,096, 16,384 and 100,000 ranks",
     )
     answers.add_argument(
         "--search",
@@ -391,20 +379,12 @@ def comparison_lines(
 
 def plan_lines(subject: Subject, options: argparse.Namespace) -> list[str]:
     """Return the plan of the recipe, and write its picture and trace."""
-    from titan_lite.tools.plan.changes import best_changes, candidates, plan_changes
+    from titan_lite.tools.plan.changes import plan_changes
     from titan_lite.tools.plan.picture import draw_plan, write_plan_trace
-    from titan_lite.tools.plan.scale import check_scale, describe_scale
     from titan_lite.tools.plan.search import plan_smaller, smaller_line
     from titan_lite.tools.plan.summary import as_json, describe
 
-    layout = subject.lay_out({})
-    if options.scale:
-        check_scale(layout)
-    changes: list[dict[str, str]] = [{}]
-    if options.changes:
-        changes += map(subject.without_idle_async_tp, candidates(layout, subject.machine))
-    rows = plan_changes(subject.lay_out, changes, subject.machine, options.full)
-    plan = next(plan for change, plan in rows if not change)
+    ((_, plan),) = plan_changes(subject.lay_out, [{}], subject.machine, options.full)
     assert not isinstance(plan, str)
     if options.picture:
         draw_plan(plan, options.picture)
@@ -412,18 +392,12 @@ def plan_lines(subject: Subject, options: argparse.Namespace) -> list[str]:
         write_plan_trace(plan, options.trace)
     if options.json:
         return [as_json(plan)]
-    budget = budget_of(plan, options)
-    if options.scale:
-        return [*describe(plan, budget), "", *describe_scale(plan)]
-    if options.changes:
-        lines = [*describe(plan, budget), *best_changes(plan, rows)]
-    else:
-        lines = describe(
-            plan,
-            budget,
-            lighter=plan_with_less_checkpointing(subject, plan, options.full),
-            with_room=plan_with_room_for_all(subject, options.full),
-        )
+    lines = describe(
+        plan,
+        budget_of(plan, options),
+        lighter=plan_with_less_checkpointing(subject, plan, options.full),
+        with_room=plan_with_room_for_all(subject, options.full),
+    )
     if not plan.fits:
         tried = plan_smaller(plan, subject.lay_out, subject.machine, options.full)
         lines.append(smaller_line(tried))
@@ -434,13 +408,12 @@ def budget_of(plan: "Plan", options: argparse.Namespace) -> "Budget":
     """Return what the options ask for. The time that failures cost is told beside a number of
     tokens or a price, of a recipe that saves.
     """
-    from titan_lite.tools.plan.scale import scale_of
+    from titan_lite.tools.plan.goodput import goodput_of
     from titan_lite.tools.plan.summary import Budget
 
     goodput = 1.0
     if plan.layout.config.checkpoint.enable and (options.tokens or options.price_per_gpu_hour):
-        scale = scale_of(plan, plan.layout.world_size)
-        goodput = scale.goodput(scale.recipe_interval)
+        goodput = goodput_of(plan)
     return Budget(options.tokens, options.price_per_gpu_hour, goodput)
 
 

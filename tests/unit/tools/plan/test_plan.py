@@ -86,25 +86,7 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
             ["--float8.enable", "--hardware", "a100"],
             ["float8.enable = true: A100 has no peak of float8", "use --float8.no-enable"],
         ),
-        (["--scale", "--json"], ["--json", "not allowed with", "--scale"]),
-        (["--scale", "--search"], ["--search", "not allowed with", "--scale"]),
-        (
-            ["--scale", "--sweep", "training.local_batch_size=1,2"],
-            ["--sweep", "not allowed with", "--scale"],
-        ),
-        (
-            ["--scale", "--checkpoint.no-enable"],
-            ["checkpoint.enable = false", "use --checkpoint.enable"],
-        ),
-        (
-            [
-                "--scale",
-                "--world-size",
-                "1024",
-                "--parallelism.data_parallel_replicate_degree=1024",
-            ],
-            ["--scale starts at 512 ranks", "dp_replicate 1024 needs 1024", "use lower degrees"],
-        ),
+        (["--search", "--json"], ["--json", "not allowed with", "--search"]),
         (
             [
                 "--float8.enable",
