@@ -15,10 +15,13 @@ def text(value: object) -> str:
 
 
 def table(head: str, rows: Sequence[str]) -> str:
-    """Return a table of rows of `row`; "" without any."""
+    """Return a table of rows of `row`, which scrolls if it is wider than the window; "" without
+    any.
+    """
     if not rows:
         return ""
-    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+    body = "".join(rows)
+    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
 
 
 def row(tag: str, cells: Sequence[object], classes: Sequence[str] = ()) -> str:
@@ -51,15 +54,20 @@ def milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.3g}"
 
 
-def local_time(event: Mapping[str, Any]) -> str:
-    """Return an event's time in the reader's zone, or "" without a time."""
+def moment(event: Mapping[str, Any]) -> datetime | None:
+    """Return an event's time in the reader's zone; None without a time."""
     try:
-        time = datetime.fromisoformat(event["time"])
-        return f"{time.astimezone():%Y-%m-%d %H:%M:%S}"
+        return datetime.fromisoformat(event["time"]).astimezone()
     except (KeyError, TypeError, ValueError):
-        return ""
+        return None
     except (OverflowError, OSError):  # a year out of range
-        return ""
+        return None
+
+
+def local_time(event: Mapping[str, Any]) -> str:
+    """Return an event's time in the reader's zone in words; "" without a time."""
+    time = moment(event)
+    return f"{time:%Y-%m-%d %H:%M:%S}" if time else ""
 
 
 def rounded(value: float | None) -> float | None:

@@ -14,6 +14,7 @@ from titan_lite.tools.report.markup import (
     large,
     local_time,
     milliseconds,
+    moment,
     recipe_value,
     row,
     table,
@@ -49,7 +50,7 @@ EVENT_WORDS = {
 def card(run: RunRecord, number: int) -> str:
     """Return the results of a run; those without a value are left out."""
     entries = "".join(
-        f"<dt>{text(name)}</dt><dd>{text(value)}</dd>"
+        f'<div class="entry"><dt>{text(name)}</dt><dd>{text(value)}</dd></div>'
         for name, value in results(run).items()
         if value
     )
@@ -256,8 +257,12 @@ def picture_of_experts(run: RunRecord) -> str:
 
 
 def events(runs: Sequence[RunRecord]) -> str:
-    """Return the table of starts, faults and resumes, and a line of the steps saved."""
-    rows = [line for run in runs for line in event_rows(run, named=len(runs) > 1)]
+    """Return the table of starts, faults and resumes in order of time, and lines of the steps
+    saved.
+    """
+    timed = [entry for run in runs for entry in timed_events(run)]
+    timed.sort(key=lambda entry: entry[0])  # those of one time stay as a run has written them
+    rows = [event_row(run, event, named=len(runs) > 1) for _, run, event in timed]
     saved = [saved_steps(run) for run in runs]
     if not rows and not any(saved):
         return ""
@@ -270,24 +275,34 @@ def events(runs: Sequence[RunRecord]) -> str:
     return f"<h2>Starts, faults and resumes</h2>{table(row('th', titles, classes), rows)}{lines}"
 
 
-def event_rows(run: RunRecord, *, named: bool) -> list[str]:
-    """Return a row for each event of a run. named: with the run's name."""
-    rows = []
+def timed_events(run: RunRecord) -> list[tuple[float, RunRecord, Mapping[str, Any]]]:
+    """Return (seconds since 1970, run, event) of what the table shows of a run.
+
+    An event without a time, as of a kill, has that of the one before.
+    """
+    timed = []
+    seconds = 0.0
     for event in run.events:
-        if event["event"] == "checkpoint":
-            continue
-        cells = [
-            f"{event['step']:,}",
-            EVENT_WORDS.get(event["event"], event["event"]),
-            local_time(event),
-            str(event.get("text", "")),
-        ]
-        classes = ["figure", "whole", "wide whole", "lines"]
-        if named:
-            cells = [run.name, *cells]
-            classes = ["name", *classes]
-        rows.append(row("td", cells, classes))
-    return rows
+        time = moment(event)
+        seconds = time.timestamp() if time else seconds
+        if event["event"] != "checkpoint":
+            timed.append((seconds, run, event))
+    return timed
+
+
+def event_row(run: RunRecord, event: Mapping[str, Any], *, named: bool) -> str:
+    """Return the row of an event. named: with the run's name."""
+    cells = [
+        f"{event['step']:,}",
+        EVENT_WORDS.get(event["event"], event["event"]),
+        local_time(event),
+        str(event.get("text", "")),
+    ]
+    classes = ["figure", "whole", "wide whole", "lines"]
+    if named:
+        cells = [run.name, *cells]
+        classes = ["name", *classes]
+    return row("td", cells, classes)
 
 
 def saved_steps(run: RunRecord) -> str:

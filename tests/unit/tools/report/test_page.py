@@ -1,7 +1,8 @@
-"""The page of a run: what it reads, what it says where that is wrong, and that nothing in a recipe
-becomes a part of the page.
+"""The page of a run: what it reads, how it looks in a browser, what it says where it is wrong, and
+that nothing in a recipe becomes a part of the page.
 """
 
+import html
 import html.parser
 import json
 import os
@@ -21,6 +22,8 @@ from titan_lite.tools.report.script_data import MARKED, MAX_ROWS, script_data, t
 from titan_lite.tools.report.sections import exposed_share, results
 
 ROOT = Path(__file__).parents[4]
+MEASURES = Path(__file__).with_name("measure_page.js")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 EVIL = "</script><script>alert('x')</script><img src=x onerror=alert(1)> {{data}} & \u2028"
 COLLECTIVE = {"kind": "all_gather", "fqns": ["a.weight", "b.weight"], "nbytes": 2**21, "ranks": 2}
 COMPILE_REPORT = {
@@ -370,6 +373,107 @@ def test_buckets_and_their_timeline(run):
     ] == [""] * 3
 
 
+# How it looks
+
+
+LONG = "a/run-with-a-name/of-many-parts/and_one_word_that_is_longer_than_any_card_or_column_is_wide"
+METRICS = [
+    {
+        **row(step, loss=8 - step / 10, grad_norm=1.25, lr=3e-4, mfu=41.5, expert_balance=1.1),
+        **{"seconds_validation": 20.0, "seconds_saving": 7.5, f"tokens_by_source/{LONG}": step},
+        f"loss_by_source/{LONG}": 2.5,
+        "a_metric_of_another_version": 1e-9,
+    }
+    for step in (10, 20, 30, 40)
+]
+EVENTS = [
+    event("start", 0)
+    | {
+        "facts": {
+            "layout": "4096 ranks = pp 16 x dp_replicate 4 x dp_shard 8 x cp 2 x tp 4, each 8 GPUs",
+            "host": "node-3.a-cluster.of-a-centre.example and 511 other nodes",
+            "revision": f"{'0123456789abcdef' * 2}01234567+changes",
+        }
+    },
+    event("checkpoint", 20),
+    event("failed", 31, "RuntimeError: " + LONG * 4 + "\n" + "and a second line " * 20),
+    event("start", 20, time="2026-11-21T20:45:30+00:00"),
+    event("done", 40, time="2026-11-21T20:55:30+00:00"),
+]
+
+
+@pytest.fixture
+def looks(tmp_path):
+    """looks(page, width): what a person sees in a browser's window, as measure_page.js has it."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"needs one of {', '.join(BROWSERS)} (Debian's package chromium)")
+
+    def looks(text, width):
+        path = tmp_path / "measured.html"
+        script = f"<script>{MEASURES.read_text(encoding='utf-8')}</script></body>"
+        path.write_text(text.replace("</body>", script), encoding="utf-8")
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+        command += [f"--user-data-dir={tmp_path}/browser", f"--window-size={width},900"]
+        folders = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "TMPDIR")
+        shown = subprocess.run(
+            [*command, path.as_uri()],
+            env={**os.environ, **dict.fromkeys(folders, str(tmp_path))},
+            capture_output=True,
+            encoding="utf-8",
+        )
+        found = re.search(r'<pre id="found">(.*?)</pre>', shown.stdout, re.DOTALL)
+        assert found, shown.stderr
+        return json.loads(html.unescape(found[1]))
+
+    return looks
+
+
+@pytest.mark.parametrize(
+    ("names", "width"),
+    [
+        (["run", LONG], 1400),
+        pytest.param(["run", LONG], 500, marks=pytest.mark.slow),
+        pytest.param(["run"], 1400, marks=pytest.mark.slow),
+        pytest.param(["run"], 500, marks=pytest.mark.slow),
+    ],
+)
+def test_labels_are_whole_values_in_their_card_and_nothing_over_something_else(
+    names, width, run, looks
+):
+    """In a wide window, and in the narrowest one that a browser opens."""
+    overrides = ("--job.description", f"a description of what is tried, {LONG}")
+    runs = [
+        read_run(
+            run(
+                f"folder-{number}",
+                metrics=METRICS,
+                events=EVENTS,
+                reports=[COMPILE_REPORT],
+                overrides=("--training.steps", str(40 + number), *overrides),
+            ),
+            name,
+        )
+        for number, name in enumerate(names)
+    ]
+    found = looks(page(runs), width)
+    assert found["wrong"] == []
+    assert found["window"] <= width
+    assert found["texts"] > 100
+    assert len(found["cards"]) == len(names)
+    assert max(found["cards"]) < 900  # as high as the window
+
+
+def test_every_metric_has_a_title_in_words():
+    script = FRAME.read_text(encoding="utf-8")
+    titles = script[script.index("const TITLES") : script.index("const given")]
+    table = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").partition("## Report")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    names = re.findall(r"`(\w+)`", "".join(rows))  # those of sources have a slash
+    assert len(names) > 20
+    assert [name for name in names if not re.search(rf"\b{name}\b", titles)] == []
+
+
 # metrics.jsonl
 
 
@@ -458,6 +562,20 @@ def test_a_long_run_keeps_its_spikes(monkeypatch):
 
 
 # events.jsonl
+
+
+def test_events_of_several_runs_are_in_order_of_time(run):
+    def at(name, minute):
+        return event(name, 0, f"at {minute}", f"2026-11-21T20:{minute:02}:00+00:00")
+
+    one = read_run(run("one", events=[at("start", 10), at("start", 30), at("done", 50)]), "one")
+    two = read_run(run("two", events=[at("start", 20), at("done", 40)]), "two")
+    text = page([one, two])
+    table = text.partition("<h2>Starts")[2].partition("</table>")[0]
+    cells = re.findall(r'<td class="lines">(.*?)</td>', table)
+    # a kill between two starts has no time of its own
+    lost = "ended without a message, such as by SIGKILL"
+    assert cells == ["at 10", lost, "at 20", "at 30", "at 40", "at 50"]
 
 
 def test_a_start_and_its_resume_are_one_and_a_kill_stands_where_the_metrics_end(run):
