@@ -44,7 +44,8 @@ from titan_lite.environment import (
     usable_cores,
     use_loopback,
 )
-from titan_lite.logging import print_line
+from titan_lite.logging import Events, print_line
+from titan_lite.metrics.run_files import step_reached
 from titan_lite.processes import descendants, large_imports, signal_when_parent_dies
 from titan_lite.resilience import exit_code
 from titan_lite.resilience.signals import AT_ONCE, LAUNCHER, STOPPING, write_line
@@ -105,13 +106,15 @@ def main(arguments: Sequence[str]) -> int:
         if not os.environ.get(COPY) and (copies := copies_here(arguments)):
             return copies.run()
         options = launcher_options(arguments)
+        folder = Path(load_config(arguments[0], arguments[1:]).job.dump_folder)
     except ConfigError as error:
         print_line(f"error: {error}")
         return exit_code.WRONG_INPUT
     except (MachineError, endpoint.EndpointError) as error:
         print_line(f"error: {error}")
         return exit_code.FAILED
-    return launch(options, may_restart=int(os.environ.get("MAX_RESTARTS") or 0) > 0)
+    may_restart = int(os.environ.get("MAX_RESTARTS") or 0) > 0
+    return launch(options, may_restart=may_restart, folder=folder)
 
 
 def with_copies(arguments: Sequence[str]) -> list[str]:
@@ -451,16 +454,21 @@ def pass_signal_on() -> NoReturn:
     os._exit(exit_code.STOPPED)
 
 
-def launch(options: Sequence[str], *, may_restart: bool) -> int:
-    """Run torchrun with these arguments, and return the exit code of the run."""
+def launch(options: Sequence[str], *, may_restart: bool, folder: Path | None = None) -> int:
+    """Run torchrun with these arguments, and return the exit code of the run.
+
+    folder: job.dump_folder, whose events.jsonl gets a line for a rank that is killed.
+    """
     with large_imports():
         from torch.distributed import DistError, run
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-    # It logs a line for each rank that fails; this function prints how they ended.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    # It logs a line for the rank that failed first; this function prints how all ended.
+    failures = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    failures.setLevel(logging.ERROR)
+    failures.addFilter(lambda record: keep_kill(record.getMessage(), folder))
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_LIMIT))  # torch >= 2.12
     exit_code.name_record()
@@ -491,6 +499,27 @@ def launch(options: Sequence[str], *, may_restart: bool) -> int:
         first_line = str(error).partition("\n")[0]
         write_line(f"error: the launchers of the nodes have lost each other: {first_line}")
     return exit_code.FAILED
+
+
+def keep_kill(line: str, folder: Path | None) -> bool:
+    """Write an event if this line of torchrun says that a rank was killed, which cannot write one.
+
+    Returns False: torchrun does not print the line.
+    """
+    killed = re.search(r"exitcode: (-[0-9]+)\) local_rank: ([0-9]+)", line)
+    # Where no code is recorded, the ranks have not come so far that the folder is theirs.
+    if killed and folder is not None and exit_code.recorded() is not None:
+        text = describe_failures({int(killed[2]): int(killed[1])})
+        if (os.environ.get("NNODES") or "1") != "1":
+            text = f"on {os.uname().nodename} local {text}"
+        if os.environ.get(COPY):
+            text = f"copy {os.environ[COPY]}: {text}"
+        fields = {"msg": text, "event": "killed", "levelno": logging.ERROR}
+        events = Events()
+        events.keep(folder, all_events=True)
+        events.step = step_reached(folder)
+        events.emit(logging.makeLogRecord(fields))
+    return False
 
 
 def describe_failures(codes: Mapping[int, int]) -> str:

@@ -2,6 +2,7 @@
 again, the exit code.
 """
 
+import json
 import os
 import pty
 import re
@@ -155,12 +156,16 @@ def test_a_save_has_an_hour_where_the_user_sets_no_limit(seconds, limit, code, l
     assert job.output.count("saved after SIGTERM") == (2 if code == 75 else 0)
 
 
-def test_a_rank_that_is_killed_is_named_and_all_start_again_as_often_as_asked_for(launch):
-    job = launch("kill")
+def test_a_rank_that_is_killed_is_named_and_all_start_again_as_often_as_asked_for(launch, tmp_path):
+    job = launch("kill", EVENTS_OF=tmp_path)
     assert job.ended() == 1
     assert job.output.count("training") == 4
     error = "error: rank 1 was killed by SIGKILL; rank 0 ended with exit code 1\n"
     assert job.output.count("error: ") == job.output.count(error) == 1
+    assert "failed (exitcode" not in job.output  # torchrun's line
+    kept = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    of_attempt = ("killed", 0, "rank 1 was killed by SIGKILL")
+    assert [(each["event"], each["step"], each["text"]) for each in kept] == 2 * [of_attempt]
 
 
 @pytest.mark.parametrize("code", [2, pytest.param(3, marks=pytest.mark.release)])

@@ -14,6 +14,7 @@ from titan_lite import launch as start
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import MachineError
 from titan_lite.distributed import endpoint
+from titan_lite.metrics.run_files import read_events
 from titan_lite.resilience import exit_code
 
 
@@ -98,6 +99,32 @@ def test_a_node_whose_ranks_do_not_start_says_again_for_whom_it_waits(
     with pytest.raises(StopIteration):
         start.leave_other_nodes(may_restart=False)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "variables", "words"),
+    [
+        (-9, {}, "rank 1 was killed by SIGKILL"),
+        (-11, {"COPY": "2"}, "copy 2: rank 1 was killed by SIGSEGV"),
+        (-9, {"NNODES": "2"}, f"on {os.uname().nodename} local rank 1 was killed by SIGKILL"),
+        (1, {}, None),  # such a rank says why itself
+    ],
+)
+def test_a_kill_is_an_event_of_the_step_that_was_reached(
+    code, variables, words, environment, monkeypatch, tmp_path
+):
+    environment |= variables
+    line = f"failed (exitcode: {code}) local_rank: 1 (pid: 7) of binary: python"
+    monkeypatch.setattr(exit_code, "recorded", lambda: None)
+    assert not start.keep_kill(line, tmp_path)
+    assert list(tmp_path.iterdir()) == []  # the folder may be another run's
+    monkeypatch.setattr(exit_code, "recorded", lambda: exit_code.FAILED)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 20}\n{"resumed_from": 10}\n{"step": 12}\n')
+    assert not start.keep_kill(line, tmp_path)
+    kept, _ = read_events(tmp_path / "events.jsonl")
+    assert [(each["event"], each["step"], each["text"]) for each in kept] == (
+        [("killed", 12, words)] if words else []
+    )
 
 
 def test_nodes_that_have_not_met_are_told_from_those_that_have_lost_each_other(

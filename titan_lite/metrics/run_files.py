@@ -10,11 +10,12 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ENDINGS = {"done", "stop", "failed", "error"}  # events that end an attempt
+ENDINGS = {"done", "stop", "failed", "error", "killed"}  # events that end an attempt
 EVENT_KEYS = ("step", "event", "time", "text", "facts")  # of a line of events.jsonl
 FILE_OF_EXPERTS = "experts.json"  # the shares of experts (metrics/expert_load.py)
 MAX_LINE_BYTES = 2**20  # a longer line is not valid
@@ -235,6 +236,16 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         is_running = kind == "start" or (is_running and kind not in ENDINGS)
         events.append(event)
     return events, notes
+
+
+def step_reached(folder: Path) -> int:
+    """Return the newest step of which the run's last start has written; 0 if there is none."""
+    steps = [0]
+    with suppress(OSError):
+        steps += read_metrics(folder / "metrics.jsonl")
+        events, _ = read_events(folder / "events.jsonl")
+        steps += [event["step"] for event in events[-1:]]
+    return max(steps)
 
 
 def _is_event(entry: Mapping[str, Any]) -> bool:

@@ -134,16 +134,26 @@ def _with_resumes(
 ) -> list[dict[str, Any]]:
     """Return the events, with what metrics.jsonl says of resumes.
 
-    A start writes an event, and a resume once there are metrics; so the last ones belong together.
-    Resumes without a start come first: without events.jsonl there are only resumes.
+    A start writes an event with the step it begins after, and a resume once there are metrics.
+    Resumes before the first start come first: without events.jsonl there are only resumes. Other
+    resumes without a start are of a copy of the model that takes over the files of a lost one, of
+    which events tell.
     """
     starts = [event for event in events if event["event"] == "start"]
-    for event, resume in zip(reversed(starts), reversed(resumes), strict=False):
-        event.update(resume)
-        if lost := event.get("lost"):
+    before_starts: list[dict[str, Any]] = []
+    for resume in reversed(resumes):
+        if not starts:
+            before_starts.insert(0, resume)
+            continue
+        places = [i for i, start in enumerate(starts) if start["step"] == resume["step"]]
+        if not places:
+            continue
+        start = starts[places[-1]]
+        starts = starts[: places[-1]]
+        start.update(resume)
+        if lost := start.get("lost"):
             lost["step"] = max(lost["step"], resume["reached"])
-    without_start = resumes[: max(0, len(resumes) - len(starts))]
-    return [*without_start, *events]
+    return [*before_starts, *events]
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:

@@ -39,6 +39,8 @@ EVENT_WORDS = {
     "slow": "slow rank",
     "resume": "resumed",
     "error": "failed",
+    "killed": "rank killed",
+    "copies": "copies changed",
     "restart": "restarted",
     "undone": "step undone",
 }
@@ -275,7 +277,7 @@ def events(runs: Sequence[RunRecord]) -> str:
     return f"<h2>Starts, faults and resumes</h2>{table(row('th', titles, classes), rows)}{lines}"
 
 
-def timed_events(run: RunRecord) -> list[tuple[float, RunRecord, Mapping[str, Any]]]:
+def timed_events(run: RunRecord) -> list[tuple[float, RunRecord, dict[str, Any]]]:
     """Return (seconds since 1970, run, event) of what the table shows of a run.
 
     An event without a time, as of a kill, has that of the one before.

@@ -612,6 +612,33 @@ def test_a_start_and_its_resume_are_one_and_a_kill_stands_where_the_metrics_end(
     assert "2 times" in page([found])
 
 
+def test_a_rank_that_was_killed_has_a_row_and_a_mark(run):
+    events = [event("start", 0), event("killed", 8, "rank 1 was killed by SIGKILL")]
+    text = page([read_run(run(events=[*events, event("start", 0)]), "run")])
+    table = text.partition("<h2>Starts")[2].partition("</table>")[0]
+    assert re.findall(r'<td class="whole">(.*?)</td>', table) == [
+        "started",
+        "rank killed",
+        "started",
+    ]
+    assert [mark["kind"] for mark in embedded(text)[0]["marks"]] == ["failed"]
+
+
+def test_a_copy_that_takes_over_the_files_has_not_resumed_the_run(run):
+    """It writes a resume to the metrics, and no start."""
+    metrics = [row(2), row(4), {"resumed_from": 4}, row(6), {"resumed_from": 4}, row(6), row(8)]
+    metrics += [{"resumed_from": 8}, row(10)]
+    events = [event("start", 0), event("copies", 4), event("start", 4), event("copies", 8)]
+    found = read_run(run(metrics=metrics, events=events), "run")
+    assert [(each["event"], each["step"]) for each in found.events] == [
+        ("start", 0),
+        ("copies", 4),
+        ("failed", 6),
+        ("resume", 4),
+        ("copies", 8),
+    ]
+
+
 def test_a_run_of_before_there_were_events(run):
     found = read_run(run(overrides=None), "run")
     assert (found.events, found.recipe) == ([], {})
