@@ -512,9 +512,11 @@ def keep_kill(line: str, folder: Path | None) -> bool:
         text = describe_failures({int(killed[2]): int(killed[1])})
         if (os.environ.get("NNODES") or "1") != "1":
             text = f"on {os.uname().nodename} local {text}"
-        if os.environ.get(COPY):
+        kind = "killed"
+        if os.environ.get(COPY):  # the others go on
             text = f"copy {os.environ[COPY]}: {text}"
-        fields = {"msg": text, "event": "killed", "levelno": logging.ERROR}
+            kind = "copy killed"
+        fields = {"msg": text, "event": kind, "levelno": logging.ERROR}
         events = Events()
         events.keep(folder, all_events=True)
         events.step = step_reached(folder)

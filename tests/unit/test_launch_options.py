@@ -17,6 +17,8 @@ from titan_lite.distributed import endpoint
 from titan_lite.metrics.run_files import read_events
 from titan_lite.resilience import exit_code
 
+NODE = os.uname().nodename
+
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
@@ -102,16 +104,16 @@ def test_a_node_whose_ranks_do_not_start_says_again_for_whom_it_waits(
 
 
 @pytest.mark.parametrize(
-    ("code", "variables", "words"),
+    ("code", "variables", "kind", "words"),
     [
-        (-9, {}, "rank 1 was killed by SIGKILL"),
-        (-11, {"COPY": "2"}, "copy 2: rank 1 was killed by SIGSEGV"),
-        (-9, {"NNODES": "2"}, f"on {os.uname().nodename} local rank 1 was killed by SIGKILL"),
-        (1, {}, None),  # such a rank says why itself
+        (-9, {}, "killed", "rank 1 was killed by SIGKILL"),
+        (-11, {"COPY": "2"}, "copy killed", "copy 2: rank 1 was killed by SIGSEGV"),
+        (-9, {"NNODES": "2"}, "killed", f"on {NODE} local rank 1 was killed by SIGKILL"),
+        (1, {}, "", ""),  # such a rank says why itself
     ],
 )
 def test_a_kill_is_an_event_of_the_step_that_was_reached(
-    code, variables, words, environment, monkeypatch, tmp_path
+    code, variables, kind, words, environment, monkeypatch, tmp_path
 ):
     environment |= variables
     line = f"failed (exitcode: {code}) local_rank: 1 (pid: 7) of binary: python"
@@ -123,7 +125,7 @@ def test_a_kill_is_an_event_of_the_step_that_was_reached(
     assert not start.keep_kill(line, tmp_path)
     kept, _ = read_events(tmp_path / "events.jsonl")
     assert [(each["event"], each["step"], each["text"]) for each in kept] == (
-        [("killed", 12, words)] if words else []
+        [(kind, 12, words)] if words else []
     )
 
 

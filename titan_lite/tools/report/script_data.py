@@ -40,7 +40,7 @@ def script_data(run: RunRecord, number: int) -> dict[str, Any]:
 
 
 def mark(event: Mapping[str, Any]) -> dict[str, Any]:
-    kind = "failed" if event["event"] in ("error", "killed") else event["event"]
+    kind = "failed" if event["event"] in ("error", "killed", "copy killed") else event["event"]
     if kind not in MARKED:  # of another version
         kind = "other"
     return {"kind": kind, "step": event["step"], "text": str(event.get("text", ""))}

@@ -40,6 +40,7 @@ EVENT_WORDS = {
     "resume": "resumed",
     "error": "failed",
     "killed": "rank killed",
+    "copy killed": "rank of a copy killed",
     "copies": "copies changed",
     "restart": "restarted",
     "undone": "step undone",

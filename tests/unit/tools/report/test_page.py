@@ -628,10 +628,12 @@ def test_a_copy_that_takes_over_the_files_has_not_resumed_the_run(run):
     """It writes a resume to the metrics, and no start."""
     metrics = [row(2), row(4), {"resumed_from": 4}, row(6), {"resumed_from": 4}, row(6), row(8)]
     metrics += [{"resumed_from": 8}, row(10)]
-    events = [event("start", 0), event("copies", 4), event("start", 4), event("copies", 8)]
+    events = [event("start", 0), event("copy killed", 4), event("copies", 4)]
+    events += [event("start", 4), event("copies", 8)]
     found = read_run(run(metrics=metrics, events=events), "run")
     assert [(each["event"], each["step"]) for each in found.events] == [
         ("start", 0),
+        ("copy killed", 4),
         ("copies", 4),
         ("failed", 6),
         ("resume", 4),
