@@ -212,7 +212,7 @@ def source_rows(run: RunRecord, *, named: bool) -> list[str]:
             newest(run, f"loss_by_source/{name}"),
             newest(run, f"validation_loss_by_source/{name}"),
         ]
-        classes = ["", "figure", "figure", "figure", "figure"]
+        classes = ["name", "figure", "figure", "figure", "figure"]
         if named:
             cells = [run.name, *cells]
             classes = ["name", *classes]
@@ -229,7 +229,8 @@ def experts(runs: Sequence[RunRecord]) -> str:
     if not pictures:
         return ""
     keys = "".join(
-        f'<span class="swatch" style="border-color: {color}"></span>{text(words)} '
+        f'<span class="whole"><i class="swatch edged" style="border-color: {color}"></i>'
+        f"{text(words)}</span> "
         for _, color, words in LOADS
     )
     return f'<h2>Experts</h2><p class="muted">{keys}</p>{"".join(pictures)}'

@@ -386,6 +386,18 @@ METRICS = [
     }
     for step in (10, 20, 30, 40)
 ]
+SPANS = [  # of a graph that is too short for its name, and a long one
+    {"ph": "M", "name": "thread_name", "args": {"name": "computation"}},
+    *(
+        {"ph": "X", "tid": 0, "name": "mm", "cat": graph, "ts": start, "dur": length}
+        for graph, start, length in (
+            ("inference", 0, 10),
+            ("forward", 10, 20),
+            ("backward", 30, 900),
+        )
+    ),
+]
+EXPERTS = {"first_step": 1, "step": 40, "layers": [[0.5, 0.3, 0.2, 0.0]]}
 EVENTS = [
     event("start", 0)
     | {
@@ -433,6 +445,7 @@ def looks(tmp_path):
     ("names", "width"),
     [
         (["run", LONG], 1400),
+        pytest.param([f"run-{number}" for number in range(20)], 1400, marks=pytest.mark.slow),
         pytest.param(["run", LONG], 500, marks=pytest.mark.slow),
         pytest.param(["run"], 1400, marks=pytest.mark.slow),
         pytest.param(["run"], 500, marks=pytest.mark.slow),
@@ -443,19 +456,18 @@ def test_labels_are_whole_values_in_their_card_and_nothing_over_something_else(
 ):
     """In a wide window, and in the narrowest one that a browser opens."""
     overrides = ("--job.description", f"a description of what is tried, {LONG}")
-    runs = [
-        read_run(
-            run(
-                f"folder-{number}",
-                metrics=METRICS,
-                events=EVENTS,
-                reports=[COMPILE_REPORT],
-                overrides=("--training.steps", str(40 + number), *overrides),
-            ),
-            name,
+    runs = []
+    for number, name in enumerate(names):
+        folder = run(
+            f"folder-{number}",
+            metrics=METRICS,
+            events=EVENTS,
+            reports=[COMPILE_REPORT],
+            spans=SPANS,
+            overrides=("--training.steps", str(40 + number), *overrides),
         )
-        for number, name in enumerate(names)
-    ]
+        (folder / "experts.json").write_text(json.dumps(EXPERTS))
+        runs.append(read_run(folder, name))
     found = looks(page(runs), width)
     assert found["wrong"] == []
     assert found["window"] <= width
