@@ -268,14 +268,6 @@ def test_a_twin_has_one_batch_and_the_documents_of_every_machine():
     )
 
 
-def test_a_twin_compiles_by_the_same_passes_under_its_own_names():
-    buckets = "--compile.buckets=layers.2 layers.30 layers.31.attention,norm output"
-    config = load_config(RECIPES / "llama3_8b.toml", ["--compile.bucketing=listed", buckets])
-    stage = twin(config, parse_layout("dp_shard=2"), steps=1).compile
-    assert (stage.enable, stage.backend, stage.bucketing) == (True, "aot_eager", "listed")
-    assert stage.buckets == ("layers.2 layers.3 layers.3.attention", "norm output")
-
-
 @pytest.mark.parametrize(
     ("layout", "chunks"), [("tp=2", 4), ("dp_shard=2", 4), ("cp=4,tp=2", 4), ("cp=8,tp=2", 2)]
 )

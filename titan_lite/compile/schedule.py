@@ -21,7 +21,6 @@ from torch.fx import Graph, GraphModule
 from titan_lite.compile.graph import merge_waits
 from titan_lite.compile.passes.bucketing import (
     bucket_by_block,
-    bucket_by_names,
     bucket_greedily,
 )
 from titan_lite.compile.passes.defer_weight_grads import (
@@ -75,8 +74,6 @@ def choose_passes(settings: PassSettings) -> list[Pass]:
     # Collectives of parameters (SimpleFSDP)
     if config.bucketing == "block":
         passes.append(bucket_by_block)
-    elif config.bucketing == "listed":
-        passes.append(bucket_by_names)
     elif config.bucketing == "greedy":
         passes.append(bucket_greedily)
     elif config.bucketing == "auto":
@@ -186,10 +183,9 @@ def count_mergeable(graph: Graph) -> Counter[tuple]:
 def check_merged(graph: Graph, name: str, mergeable: Counter[tuple], bucketing: str) -> None:
     """Raise ConfigError if there were collectives to merge and bucketing has merged none.
 
-    mergeable: `count_mergeable` before the passes. The recipe's own buckets ("listed") may be in
-    another pipeline stage.
+    mergeable: `count_mergeable` before the passes.
     """
-    if bucketing in ("none", "listed") or max(mergeable.values(), default=0) < 2:
+    if bucketing == "none" or max(mergeable.values(), default=0) < 2:
         return
     if len(parameter_collectives(graph)) < mergeable.total():
         return

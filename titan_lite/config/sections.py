@@ -489,16 +489,11 @@ class Compile(Section):
     backend: Rounding[Literal["inductor", "aot_eager"]] = "inductor"
     """inductor makes kernels; aot_eager only traces (for tests)."""
 
-    bucketing: Literal["none", "block", "listed", "greedy", "auto"] = "block"
+    bucketing: Literal["none", "block", "greedy", "auto"] = "block"
     """Parameters that share an all-gather and a reduction. none: each has its own; block: those of
-    each transformer block, the last one with the last norm; listed: those of each entry of buckets;
-    greedy: as many as fit under the computation before them, by the cost model of machine; auto:
-    Inductor's overlap scheduler, with the same cost model."""
-
-    buckets: tuple[str, ...] = ()
-    """With bucketing = listed, the modules or parameters of each bucket, with spaces between, such
-    as ["tok_embeddings", "layers.0 layers.1", "norm output"]; each parameter not named has its
-    own."""
+    each transformer block, the last one with the last norm; greedy: as many as fit under the
+    computation before them, by the cost model of machine; auto: Inductor's overlap scheduler, with
+    the same cost model."""
 
     machine: Annotated[str, Relative(".toml")] = ""
     """Cost model of communication and computation: a profile (A100, H100, H100 PCIe, H100 NVL,

@@ -1,15 +1,12 @@
 """Rules of [compile]: components, buckets, chunks, and a profile of the machine."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 from titan_lite.config import Config
 from titan_lite.config.errors import alternatives
 from titan_lite.distributed.layout import Layout
-from titan_lite.models.shapes import parameter_shapes
 from titan_lite.optim.state import owner_costs
 from titan_lite.rules.mistakes import Mistake, nearest_divisors, rule, rule_of_keys, rule_with_torch
-from titan_lite.rules.model import no_parameters, unknown_modules
 
 
 @rule_of_keys
@@ -23,16 +20,6 @@ def there_is_something_to_compile(config: Config) -> Iterator[Mistake]:
             value=compile.components,
             why="leaves nothing to compile, but compile.enable = true",
             instead='components = ["model", "loss"], or compile.enable = false',
-        )
-    if compile.bucketing == "listed" and not compile.buckets:
-        yield Mistake(
-            key="compile.bucketing",
-            value=compile.bucketing,
-            why="needs compile.buckets",
-            instead=(
-                'buckets = ["tok_embeddings", "layers.0 layers.1"], or bucketing = "block", which'
-                " needs none"
-            ),
         )
     if compile.bucketing == "auto" and not compile.reordering:
         yield Mistake(
@@ -72,30 +59,6 @@ def chunks_divide_the_tokens(config: Config, layout: Layout) -> Iterator[Mistake
                 " has"
             ),
             instead=alternatives(nearest_divisors(tokens, chunks)),
-        )
-
-
-@rule
-def listed_buckets_merge_parameters(config: Config, layout: Layout) -> Iterator[Mistake]:
-    key = "compile.buckets"
-    buckets = config.compile.buckets
-    if not config.compile.compiles("model") or config.compile.bucketing != "listed":
-        return
-    names = [name for bucket in buckets for name in bucket.split()]
-    for name in unknown_modules(names, layout.model):
-        yield no_parameters(config, layout, key, buckets, name)
-    for name, count in Counter(names).items():
-        if count > 1:
-            yield Mistake(
-                key, buckets, f'has "{name}" twice, but a parameter has one bucket', "it once"
-            )
-    sizes = [len(parameter_shapes(layout.model, bucket.split())) for bucket in buckets]
-    if max(sizes, default=0) < 2:
-        yield Mistake(
-            key=key,
-            value=buckets,
-            why="has no bucket with two parameters, so nothing would be merged",
-            instead='such as "layers.0 layers.1", or compile.bucketing = "none"',
         )
 
 

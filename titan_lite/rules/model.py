@@ -1,22 +1,19 @@
 """Rules of [model]: a shape that can be computed, and that of the weights a run begins with."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from titan_lite.config import KEYS, Config, ConfigError, Model
 from titan_lite.config.errors import alternatives, in_toml, nearest_multiples
-from titan_lite.config.families import FAMILIES, ModelConfig
+from titan_lite.config.families import FAMILIES
 from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
 from titan_lite.config.from_weights import ModelOfWeights, keys_of_shape, read_model
 from titan_lite.config.weights_folder import steps_in
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import (
     derives_head_dim,
-    module_fqns,
-    parameter_shapes,
     shape_of,
-    shape_words,
 )
 from titan_lite.rules.float8 import float8_products_have_multiples_of_16
 from titan_lite.rules.mistakes import Mistake, rule, rule_of_keys, rule_with_torch
@@ -173,25 +170,3 @@ def initial_weights(config: Config) -> ModelOfWeights | None:
         return read_model(checkpoint.initial_load_path, config.model.name)
     except ConfigError as error:
         raise ConfigError(f"{config.origin('checkpoint.initial_load_path')}: {error}") from None
-
-
-def unknown_modules(names: Sequence[str], model: ModelConfig) -> list[str]:
-    """Return the names of no module of a stage and of no parameters, over all pipeline stages."""
-    stage_modules = module_fqns(model.n_layers)
-    return [
-        name for name in names if name not in stage_modules and not parameter_shapes(model, [name])
-    ]
-
-
-def no_parameters(
-    config: Config, layout: Layout, key: str, value: Sequence[str], name: str
-) -> Mistake:
-    return Mistake(
-        key=key,
-        value=value,
-        why=f'has "{name}", which has no parameter in flavor {shape_words(config.model)}',
-        instead=(
-            f"tok_embeddings, layers.0 to layers.{layout.model.n_layers - 1}, norm, output or"
-            " modules within them"
-        ),
-    )

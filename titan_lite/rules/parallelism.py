@@ -11,8 +11,8 @@ from titan_lite.distributed.pipeline_schedule import (
     runs_halves,
     stages_per_rank,
 )
+from titan_lite.models.shapes import module_fqns, parameter_shapes, shape_words
 from titan_lite.rules.mistakes import Mistake, rule, rule_of_keys, rule_with_torch
-from titan_lite.rules.model import no_parameters, unknown_modules
 from titan_lite.sharding import chunk_range
 
 
@@ -181,8 +181,19 @@ def resharded_weights_are_gathered_again(config: Config, layout: Layout) -> Iter
 @rule
 def kept_modules_are_in_the_model(config: Config, layout: Layout) -> Iterator[Mistake]:
     kept = config.parallelism.fsdp_keep_gathered
-    for name in unknown_modules(kept, layout.model):
-        yield no_parameters(config, layout, "parallelism.fsdp_keep_gathered", kept, name)
+    stage_modules = module_fqns(layout.model.n_layers)
+    for name in kept:
+        if name in stage_modules or parameter_shapes(layout.model, [name]):
+            continue
+        yield Mistake(
+            key="parallelism.fsdp_keep_gathered",
+            value=kept,
+            why=f'has "{name}", which has no parameter in flavor {shape_words(config.model)}',
+            instead=(
+                f"tok_embeddings, layers.0 to layers.{layout.model.n_layers - 1}, norm, output or"
+                " modules within them"
+            ),
+        )
 
 
 @rule

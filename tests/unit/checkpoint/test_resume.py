@@ -123,7 +123,6 @@ def test_a_change_of_any_key_is_told(key):
         ("checkpoint.load_step", 50),
         ("lr_scheduler.total_steps", 400),
         ("compile.machine", "H100"),
-        ("compile.buckets", ["norm output"]),
         ("training.spike_window", 50),
     ],
 )

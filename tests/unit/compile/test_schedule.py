@@ -35,7 +35,6 @@ def scheduled(graph_module, machine=None, dump_folder=None, **options):
     [
         (dict(bucketing="none"), 4, 0),
         (dict(bucketing="block"), 2, 4),
-        (dict(bucketing="listed", buckets=("layers.0 layers.1.a",)), 2, 3),
         (dict(bucketing="greedy"), 1, 4),
     ],
 )
@@ -67,10 +66,6 @@ def test_buckets_that_merge_nothing_are_an_error():
         scheduled(layers(seconds=0.1), priced(), bucketing="greedy")  # too short to hide anything
     with pytest.raises(ConfigError, match=r"needs a cost model; use compile.machine"):
         scheduled(layers(), bucketing="greedy")
-
-
-def test_listed_buckets_may_be_in_another_stage_of_a_pipeline():
-    assert len(scheduled(layers(), bucketing="listed", buckets=("layers.8 layers.9",)).after) == 4
 
 
 def test_one_collective_or_none_cannot_be_merged_and_that_is_no_error():
@@ -107,8 +102,8 @@ def test_graphs_are_written_before_and_after_each_pass(tmp_path):
         ({}, ["defer", "order", "bucket_by_block", "overlap_collectives"]),
         (dict(bucketing="none", reordering=False, defer_weight_grads=False), ["order"]),
         (
-            dict(bucketing="listed", tensor_parallel_chunks=2),
-            ["defer", "cut", "order", "bucket_by_names", "overlap_collectives"],
+            dict(tensor_parallel_chunks=2),
+            ["defer", "cut", "order", "bucket_by_block", "overlap_collectives"],
         ),
         (dict(bucketing="greedy"), ["defer", "order", "bucket_greedily", "overlap_collectives"]),
         (dict(bucketing="auto"), ["defer", "order", "overlap_by_inductor"]),

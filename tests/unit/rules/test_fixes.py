@@ -76,7 +76,6 @@ RECIPES = {
     "checkpointing by the compiler": (2, "ac=memory_budget"),
     "compiled Muon": (2, f"optimizer.name=Muon {COMPILED} components=model,optimizer"),
     "unordered buckets": (2, f"{COMPILED} bucketing=auto compile.reordering=false"),
-    "no buckets": (2, f"{COMPILED} bucketing=listed"),
     "no components": (2, f"{COMPILED} components="),
     "one stage a rank": (4, f"pp=4 stages=1 batch=2 {INTERLEAVED}"),
     "two stages a rank": (2, "pp=2 stages=2 schedule=GPipe batch=5 global=5"),
@@ -101,8 +100,6 @@ WITHOUT_VALUES = {  # a message in words
             "splits in another order",
             "a block to keep that is not there",
             "half a name to keep",
-            "bucketing by a plan that names nothing",
-            "one module in two buckets",
             "an unknown machine",
         )
     },

@@ -65,7 +65,6 @@ SHORT = {
     "backend": "compile.backend",
     "components": "compile.components",
     "bucketing": "compile.bucketing",
-    "buckets": "compile.buckets",
     "machine": "compile.machine",
     "steps": "training.steps",
     "ac": "activation_checkpoint.mode",
@@ -286,26 +285,6 @@ WRONG = {
         "async_tp=true",
         ("enable_async_tensor_parallel = true", "tensor_parallel_degree"),
         "async_tp=false",
-    ),
-    "bucketing by a plan that names nothing": Wrong(
-        2,
-        "compile=true backend=aot_eager bucketing=listed every=microbatch"
-        " buckets=layers.0,layers.77.attention",
-        ("compile.buckets", '"layers.77.attention", which has no parameter in flavor debug'),
-        "buckets=layers.0,layers.1",
-    ),
-    "a plan of buckets of one": Wrong(
-        2,
-        "compile=true backend=aot_eager bucketing=listed every=microbatch"
-        " buckets=output,layers.0.attention.wq",
-        ("compile.buckets", "has no bucket with two parameters", 'compile.bucketing = "none"'),
-        "buckets=output,layers.0.attention",
-    ),
-    "one module in two buckets": Wrong(
-        2,
-        "compile=true backend=aot_eager bucketing=listed every=microbatch buckets=layers.0,layers.0",
-        ("compile.buckets", 'has "layers.0" twice'),
-        "buckets=layers.0,layers.1",
     ),
     "nothing left to bucket": Wrong(
         2,

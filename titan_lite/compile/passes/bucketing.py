@@ -24,7 +24,6 @@ from titan_lite.collectives import collectives
 from titan_lite.compile.graph import add_call, move_before
 from titan_lite.compile.passes.choose_buckets import (
     by_block,
-    by_names,
     greedy,
     name_collectives,
 )
@@ -48,13 +47,6 @@ def bucket_by_block(graph: Graph, settings: PassSettings) -> int:
     if not parameter_collectives(graph):
         return 0
     return merge_buckets(graph, by_block(graph))
-
-
-def bucket_by_names(graph: Graph, settings: PassSettings) -> int:
-    """Make the recipe's buckets (compile.buckets). Return the number of collectives saved."""
-    if not parameter_collectives(graph):
-        return 0
-    return merge_buckets(graph, by_names(graph, settings.config.buckets))
 
 
 def bucket_greedily(graph: Graph, settings: PassSettings) -> int:

@@ -1,20 +1,19 @@
 """Choose the parameters whose collectives share a bucket. bucketing.py merges them.
 
-    by_block(graph)                                # one bucket per transformer block
-    by_names(graph, ["layers.0 layers.1", ...])    # the recipe's buckets
-    greedy(graph, machine)                         # buckets that computation before them hides
+    by_block(graph)            # one bucket per transformer block
+    greedy(graph, machine)     # buckets that computation before them hides
 
     before   gather a, gather b, gather c; compute with a (long); compute with b; compute with c
     greedy   gather a, gather b + c;       compute with a hides the gather of b + c
 
-SimpleFSDP calls the first two manual wrapping and the last automatic wrapping (arXiv 2411.00284,
+SimpleFSDP calls the first manual wrapping and the second automatic wrapping (arXiv 2411.00284,
 section 4.1 and algorithm 1).
 """
 
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -30,7 +29,7 @@ from titan_lite.cost.collectives import (
 )
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.timeline import computed_before
-from titan_lite.models.fqns import block_of, last_block, lies_within
+from titan_lite.models.fqns import block_of, last_block
 
 Buckets = dict[Node, Hashable]  # the bucket of each collective of parameters
 
@@ -38,37 +37,15 @@ Buckets = dict[Node, Hashable]  # the bucket of each collective of parameters
 def by_block(graph: Graph) -> Buckets:
     """Return one bucket per block.
 
-    The last norm is in the last block; embedding and output have buckets of their own.
+    The last norm is in the last block; embedding and output have buckets of their own. Tied weights
+    have two gradients, reduced in separate buckets.
     """
     last = last_block(fqn for node in parameter_collectives(graph) for fqn in parameters_of(node))
-    return _by_fqn(graph, lambda fqn: block_of(fqn, last))
-
-
-def by_names(graph: Graph, buckets: Sequence[str]) -> Buckets:
-    """Return the given buckets, each a string of module or parameter names.
-
-    A parameter that none names stays alone.
-    """
-
-    def bucket_of(fqn: str) -> Hashable:
-        for bucket in buckets:
-            if lies_within(fqn, bucket.split()):
-                return bucket
-        return (fqn,)
-
-    return _by_fqn(graph, bucket_of)
-
-
-def _by_fqn(graph: Graph, bucket_of: Callable[[str], Hashable]) -> Buckets:
-    """Return the buckets that `bucket_of` gives by FQN.
-
-    Tied weights have two gradients, reduced in separate buckets.
-    """
     occurrences: Counter[tuple] = Counter()
     buckets: Buckets = {}
     for node in parameter_collectives(graph):
         key = (node.target, group_of(node), parameters_of(node))
-        buckets[node] = (bucket_of(parameters_of(node)[0]), occurrences[key])
+        buckets[node] = (block_of(parameters_of(node)[0], last), occurrences[key])
         occurrences[key] += 1
     return buckets
 

@@ -242,11 +242,7 @@ def checkpointing_period(config: Config) -> int:
 
 def names_blocks(config: Config) -> bool:
     """Return True if a key names single blocks, as in "layers.31"."""
-    fqns = (
-        *config.parallelism.fsdp_keep_gathered,
-        *config.compile.buckets,
-        *config.float8.filter_fqns,
-    )
+    fqns = (*config.parallelism.fsdp_keep_gathered, *config.float8.filter_fqns)
     return any(word.isdigit() for fqn in fqns for word in re.split("[ .]", fqn))
 
 

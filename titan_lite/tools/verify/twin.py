@@ -256,14 +256,13 @@ def _parallelism(config: Config, layout: Degrees) -> Parallelism:
 
 
 def _compile(stage: Compile, tokens: int) -> Compile:
-    """Return [compile] with the same passes and the twin's names.
+    """Return [compile] with the same passes.
 
     tokens: of a sequence on a tensor-parallel rank, which chunks have to divide.
     """
     chunks = stage.tensor_parallel_chunks
     return stage.replace(
         backend="aot_eager",
-        buckets=tuple(" ".join(map(_fqn, bucket.split())) for bucket in stage.buckets),
         tensor_parallel_chunks=2 if tokens % chunks else chunks,
     )
 
@@ -283,11 +282,9 @@ def _chunks_loss(config: Config) -> bool:
 
 
 def _fqns(fqns: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(map(_fqn, fqns)))  # each once
-
-
-def _fqn(fqn: str) -> str:
-    """Return an FQN of the twin; a layer that it does not have becomes its last one."""
-    return re.sub(
-        r"(?<=^layers\.)\d+", lambda number: str(min(int(number[0]), MIN_LAYERS - 1)), fqn
+    """Return FQNs of the twin, each once; a layer that it does not have becomes its last one."""
+    renamed = (
+        re.sub(r"(?<=^layers\.)\d+", lambda number: str(min(int(number[0]), MIN_LAYERS - 1)), fqn)
+        for fqn in fqns
     )
+    return tuple(dict.fromkeys(renamed))

@@ -18,7 +18,7 @@ from handmade_graphs import (
 )
 
 from titan_lite.compile.passes.bucketing import merge_buckets
-from titan_lite.compile.passes.choose_buckets import by_block, by_names
+from titan_lite.compile.passes.choose_buckets import by_block
 from titan_lite.compile.passes.reordering import (
     start_gathers_early,
     wait_for_reductions_late,
@@ -163,25 +163,6 @@ def test_copies_are_reduced_in_buckets_too():
         ("all_reduce", 3),
     ]
     unchanged(hand, overlap)
-
-
-def test_a_recipe_names_its_buckets():
-    hand = two_layers()
-    assert (
-        unchanged(
-            hand,
-            lambda graph: merge_buckets(
-                graph, by_names(graph, ["tok_embeddings layers.0", "layers.1.b norm"])
-            ),
-        )
-        == 3
-    )
-    assert [fqns for _, fqns, _ in left(hand.graph)] == [
-        ("tok_embeddings.weight", "layers.0.a.weight", "layers.0.b.weight"),
-        ("layers.1.a.weight",),
-        ("layers.1.b.weight", "norm.weight"),
-        ("output.weight",),
-    ]
 
 
 def test_padding_goes_along():

@@ -451,10 +451,6 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
             (6, 12),
         ),
         (dict(parallelism=Parallelism(fsdp_keep_gathered=("layers.5", "output"))), None),
-        (
-            dict(compile=Compile(enable=True, bucketing="listed", buckets=("layers.0 layers.1",))),
-            None,
-        ),
         (dict(compile=Compile(enable=True, bucketing="greedy")), None),
         (dict(compile=Compile(enable=False, bucketing="greedy")), (4, 8)),
         (dict(float8=Float8(enable=True, filter_fqns=("attention.wk", "w2"))), (4, 8)),
