@@ -214,7 +214,7 @@ class Training(Section):
     """Attention on NVIDIA GPUs: auto is torch's choice (a new cuDNN on H100 and B200, else
     FlashAttention 2) and with context parallelism FlashAttention 2; FA3 (H100, package
     flash_attn_interface) and FA4 (H100 and B200, package flash_attn) are newer ones; mask_documents
-    knows no cuDNN."""
+    and context parallelism know no cuDNN."""
 
     max_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this global L2 norm."""

@@ -191,7 +191,7 @@ def flops_of(node: Node) -> tuple[float, float]:
 
     Attention has two products forward and five backward. Causal attention computes half of each; if
     there are fewer queries than keys, they are the last tokens (distributed/context_parallel.py).
-    The operators of models/attention.py are causal, and a sequence counts as one document, since
+    The operator of models/attention.py is causal, and a sequence counts as one document, since
     the ends of documents are known only in a run.
     """
     if node.op != "call_function":

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from titan_lite.collectives import collectives, tracing
-from titan_lite.models.attention import OPERATORS
+from titan_lite.models.attention import OPERATOR as ATTENTION_WITHIN_DOCUMENTS
 from titan_lite.models.experts import CHOICE, GROUPED_PRODUCT, routers_of
 
 if TYPE_CHECKING:  # with Inductor, a second to import
@@ -50,7 +50,7 @@ EXPENSIVE = frozenset(
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
-        *OPERATORS,
+        ATTENTION_WITHIN_DOCUMENTS,
     }
 )
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_lite.distributed.tensor_parallel import Axis, gather_tokens
-from titan_lite.models.attention import attend_in_two_parts, fits_flash
+from titan_lite.models.attention import fits_flash
 from titan_lite.models.transformer import Transformer, attentions_of
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # as `causal_attention`
@@ -87,20 +87,20 @@ def in_position_order(gathered: Tensor, degree: int) -> Tensor:
     return torch.cat((heads, tails), dim=1)
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kernel: str = "auto"
-) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attend causally from q (B, t, H, D), the last t of S positions, to k and v (B, S, K, D) ->
     (B, t, H, D).
 
-    mask: (B, 1, t, S or more), True where a query attends; None: causal. kernel: "cudnn", or else
-    FlashAttention in the version that attention.use_kernel has set. Without a kernel that fits:
-    F.scaled_dot_product_attention.
+    mask: (B, 1, t, S or more), True where a query attends; None: causal. The kernel is
+    FlashAttention in the version that attention.use_kernel has set, or
+    F.scaled_dot_product_attention where that does not fit.
     """
-    fits = mask is None and q.is_cuda and fits_flash(q.dtype, q.shape[-1])
-    if fits and kernel == "cudnn":
-        return attend_in_two_parts(q, k, v)
-    flash = fits and torch.backends.cuda.is_flash_attention_available()
+    flash = (
+        mask is None
+        and q.is_cuda
+        and fits_flash(q.dtype, q.shape[-1])
+        and torch.backends.cuda.is_flash_attention_available()
+    )
     # no CUDA kernel takes a mask and grouped heads
     if mask is not None or (q.is_cuda and not flash):
         heads_per_group = q.shape[2] // k.shape[2]

@@ -198,7 +198,7 @@ def parallelize(
     *,
     machine: Machine | None = None,
     schedule: "Schedule | None" = None,
-    attend: Attend | None = None,
+    attend: Attend = causal_attention,
     backwards: Sequence[Collection[str]] | None = None,
 ) -> ParallelModel:
     """Build this rank's stages on the meta device. A collective: it may make process groups.
@@ -215,8 +215,6 @@ def parallelize(
     compiled = config.compile.compiles("model")
     loss = build_loss(config, layout, mesh)
     positions = own_positions(layout.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
-    if attend is None:
-        attend = functools.partial(causal_attention, kernel=config.training.attention_kernel)
     shard_mesh = parameter_mesh(mesh)
     mesh_of_experts = None
     if layout.model.n_experts:

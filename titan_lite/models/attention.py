@@ -1,18 +1,16 @@
-"""Attend within documents or in two parts, and choose the attention kernel of the process.
+"""Attend within documents, and choose the attention kernel of the process.
 
     use_kernel("FA3")                                     # once, for the process
     documents = documents_of(doc_starts, positions, doc_stats)
     out = attend_within_documents(q, k, v, documents)     # on GPUs
-    out = attend_in_two_parts(q, k, v)                    # q: the last t of k's S positions
 
-Both are custom operators, which F.scaled_dot_product_attention lacks. The first takes sizes that
-its kernel needs on the host as a tensor of fixed shape, so that graphs have static shapes.
+It is a custom operator, which F.scaled_dot_product_attention lacks. It takes sizes that its kernel
+needs on the host as a tensor of fixed shape, so that graphs have static shapes.
 torch.nn.attention.varlen.varlen_attn calls the same kernel, but takes an entry for each document,
 and these sizes as numbers: a graph then has shapes that its data decide, which neither the passes
-nor the planner can price. The second passes a merged log-sum-exp to its kernel's backward.
+nor the planner can price.
 """
 
-import importlib.util
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +22,6 @@ from titan_lite.config import ConfigError
 aten = torch.ops.aten
 
 # --- The kernel -----------------------------------------------------------------------------------
-
-# Newer versions of FlashAttention, by torch's names: the package each is in, and the major compute
-# capabilities that torch runs it on.
-KERNEL_PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}
-KERNEL_CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_MAX_HEAD_DIM = 256
@@ -84,27 +77,10 @@ def doc_stats(tokens: Tensor, bos_id: int, eos_id: int) -> Tensor:
 
 
 def check_kernel(kernel: str) -> None:
-    """Raise ConfigError if training.attention_kernel is not available here."""
-    if kernel == "auto":
-        return
-    wrong = f'training.attention_kernel = "{kernel}"'
-    if not torch.cuda.is_available() or torch.version.hip:
-        raise ConfigError(f'{wrong}: there is no NVIDIA GPU here; use "auto"')
-    if kernel == "cudnn" and not torch.backends.cudnn.is_available():
-        raise ConfigError(f'{wrong}: this torch has no cuDNN; use "auto" or "FA2"')
-    if kernel not in KERNEL_PACKAGES:
-        return
-    major, minor = torch.cuda.get_device_capability()
-    if major not in KERNEL_CAPABILITIES[kernel]:
-        supported = " or ".join(f"{version}.x" for version in KERNEL_CAPABILITIES[kernel])
+    """Raise ConfigError if training.attention_kernel is not for this machine."""
+    if kernel != "auto" and (not torch.cuda.is_available() or torch.version.hip):
         raise ConfigError(
-            f"{wrong} needs a GPU of compute capability {supported}, and"
-            f' {torch.cuda.get_device_name()} has {major}.{minor}; use "auto" or "FA2"'
-        )
-    package = KERNEL_PACKAGES[kernel]
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f'{wrong} needs the package {package}, which is not installed here; use "auto" or "FA2"'
+            f'training.attention_kernel = "{kernel}": there is no NVIDIA GPU here; use "auto"'
         )
 
 
@@ -113,7 +89,7 @@ def use_kernel(kernel: str) -> None:
 
     torch registers newer FlashAttention under the operators of FlashAttention 2, so that calls of
     these by name use it. From the H100 on, torch prefers cuDNN, so cuDNN is disabled for
-    FlashAttention. Raises ConfigError for a kernel that cannot be loaded.
+    FlashAttention. Raises what torch does if the package of FA3 or FA4 is missing or broken.
     """
     if kernel == "auto":
         return
@@ -128,15 +104,8 @@ def use_kernel(kernel: str) -> None:
         torch._C._set_sdp_priority_order(numbers)
         return
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if kernel in KERNEL_PACKAGES:
-        try:
-            activate_flash_attention_impl(kernel)
-        except (ImportError, RuntimeError, ValueError, OSError) as error:
-            why = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ConfigError(
-                f'training.attention_kernel = "{kernel}" cannot be loaded ({why}); use "auto" or'
-                ' "FA2"'
-            ) from None
+    if kernel in ("FA3", "FA4"):
+        activate_flash_attention_impl(kernel)
 
 
 # --- Within documents -----------------------------------------------------------------------------
@@ -247,150 +216,23 @@ def _packed(*tensors: Tensor) -> list[Tensor]:
     return [tensor.flatten(0, 1).contiguous() for tensor in tensors]
 
 
-# --- From the last positions to all, in two parts -------------------------------------------------
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401 torch's
+    query, key, value, *others = inputs
+    ctx.save_for_backward(query, key, value, *output, *others)
 
 
-def attend_in_two_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend causally from the last t of S positions to all of them.
-
-    q (B, t, H, D), k and v (B, S, K, D) -> (B, t, H, D).
-
-    For a kernel with a causal mask aligned to the upper left, such as cuDNN's. Queries attend to
-    the first S - t keys without a mask and to the last t with one; their log-sum-exps weight the
-    two outputs. Backward calls the kernel's backward for each part with the merged output and
-    log-sum-exp, which normalize a part's scores over all keys.
-    """
-    out, _ = _in_two_parts(q, k, v)
-    return out
+def _differentiate(ctx: Any, grad: Tensor, _lse_grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 torch's
+    # saved_tensors is read once: reading it runs the recomputation of checkpointing
+    return (*_within_documents_backward(grad, *ctx.saved_tensors), None, None)
 
 
-@torch.library.custom_op("titan_lite::flash_attention_in_two_parts", mutates_args=())
-def _in_two_parts(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    past = key.shape[1] - query.shape[1]
-    q, k, v = _heads_first(query, key, value)
-    out, lse = _attend(q, k[:, :, past:], v[:, :, past:], causal=True)
-    if past:
-        past_out, past_lse = _attend(q, k[:, :, :past], v[:, :, :past], causal=False)
-        merged_lse = torch.logaddexp(lse, past_lse)
-        own_weight = (lse - merged_lse).exp()[..., None]
-        past_weight = (past_lse - merged_lse).exp()[..., None]
-        out = (out * own_weight + past_out * past_weight).to(out.dtype)
-        lse = merged_lse
-    return out.transpose(1, 2).contiguous(), lse.contiguous()
-
-
-@_in_two_parts.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    batch, tokens, heads, _ = query.shape
-    lse_dtype = torch.promote_types(query.dtype, torch.float32)
-    lse = query.new_empty((batch, heads, tokens), dtype=lse_dtype)
-    return query.new_empty(query.shape), lse
-
-
-@torch.library.custom_op("titan_lite::flash_attention_in_two_parts_backward", mutates_args=())
-def _in_two_parts_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+@_within_documents_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    past = key.shape[1] - query.shape[1]
-    grad, q, k, v, out = _heads_first(grad.contiguous(), query, key, value, out)
-    dq, dk, dv = _attend_backward(grad, q, k[:, :, past:], v[:, :, past:], out, lse, causal=True)
-    if past:
-        past_dq, past_dk, past_dv = _attend_backward(
-            grad, q, k[:, :, :past], v[:, :, :past], out, lse, causal=False
-        )
-        dq = dq + past_dq
-        dk = torch.cat((past_dk, dk), dim=2)
-        dv = torch.cat((past_dv, dv), dim=2)
-    return (
-        dq.transpose(1, 2).contiguous(),
-        dk.transpose(1, 2).contiguous(),
-        dv.transpose(1, 2).contiguous(),
-    )
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    """Return each (B, T, H, D) as (B, H, T, D)."""
-    return [tensor.transpose(1, 2) for tensor in tensors]
+_within_documents.register_autograd(_differentiate, setup_context=_save)
 
-
-# By device type: dimensions of the log-sum-exp that its kernel returns, (B, H, t) or (B, H, t, 1).
-# cuDNN's depend on torch's version, and its backward wants what its forward returned.
-_lse_dims: dict[str, int] = {}
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the output (B, H, t, D) and the log-sum-exp (B, H, t) of a kernel."""
-    if q.is_cuda:
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal
-        )
-    else:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
-    _lse_dims[q.device.type] = lse.dim()
-    return out, lse.reshape(q.shape[:3])
-
-
-def _attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    missing_dims = _lse_dims[q.device.type] - lse.dim()
-    lse = lse.reshape(*lse.shape, *[1] * missing_dims)
-    if not q.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, dropout_p=0.0, is_causal=causal
-        )
-    no_dropout = torch.zeros(1, dtype=torch.int64, device=q.device)
-    return aten._scaled_dot_product_cudnn_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        philox_seed=no_dropout,
-        philox_offset=no_dropout,
-        attn_bias=None,
-        cum_seq_q=None,
-        cum_seq_k=None,
-        max_q=q.shape[2],
-        max_k=k.shape[2],
-        dropout_p=0.0,
-        is_causal=causal,
-    )
-
-
-# --- Gradients of both ----------------------------------------------------------------------------
-
-
-def _register_gradient(forward: Any, backward: Any) -> None:  # noqa: ANN401 torch's
-    """Make `backward` the gradient of `forward`.
-
-    forward: (query, key, value, *others) -> (out, lse). backward: (grad, query, key, value, out,
-    lse, *others) -> gradients of query, key and value.
-    """
-
-    def save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401 torch's
-        query, key, value, *others = inputs
-        ctx.save_for_backward(query, key, value, *output, *others)
-
-    def differentiate(ctx: Any, grad: Tensor, _lse_grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 torch's
-        saved = ctx.saved_tensors  # once: reading them runs the recomputation of checkpointing
-        no_gradients = [None] * len(saved[5:])  # of the other inputs
-        return (*backward(grad, *saved), *no_gradients)
-
-    def fake_backward(
-        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-    backward.register_fake(fake_backward)
-    forward.register_autograd(differentiate, setup_context=save)
-
-
-_register_gradient(_within_documents, _within_documents_backward)
-_register_gradient(_in_two_parts, _in_two_parts_backward)
-
-OPERATORS = (
-    torch.ops.titan_lite.flash_attention_within_documents.default,
-    torch.ops.titan_lite.flash_attention_in_two_parts.default,
-)
+OPERATOR = torch.ops.titan_lite.flash_attention_within_documents.default

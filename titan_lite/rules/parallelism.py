@@ -179,6 +179,21 @@ def resharded_weights_are_gathered_again(config: Config, layout: Layout) -> Iter
 
 
 @rule
+def cudnn_attends_from_whole_sequences(config: Config, layout: Layout) -> Iterator[Mistake]:
+    degree = layout.degrees["cp"]
+    if config.training.attention_kernel == "cudnn" and degree > 1:
+        yield Mistake(
+            key="training.attention_kernel",
+            value="cudnn",
+            why=(
+                f"is not for parallelism.context_parallel_degree = {degree}: its causal mask is one"
+                " of whole sequences"
+            ),
+            instead='"auto" or "FA2"',
+        )
+
+
+@rule
 def kept_modules_are_in_the_model(config: Config, layout: Layout) -> Iterator[Mistake]:
     kept = config.parallelism.fsdp_keep_gathered
     stage_modules = module_fqns(layout.model.n_layers)

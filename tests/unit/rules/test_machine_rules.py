@@ -43,6 +43,7 @@ class Wrong(NamedTuple):
 
 
 SHORT = {
+    "attention": "training.attention_kernel",
     "replicate": "parallelism.data_parallel_replicate_degree",
     "shard": "parallelism.data_parallel_shard_degree",
     "cp": "parallelism.context_parallel_degree",
@@ -285,6 +286,12 @@ WRONG = {
         "async_tp=true",
         ("enable_async_tensor_parallel = true", "tensor_parallel_degree"),
         "async_tp=false",
+    ),
+    "cuDNN from a part of a sequence": Wrong(
+        2,
+        "cp=2 attention=cudnn",
+        ('attention_kernel = "cudnn"', "context_parallel_degree = 2", '"auto" or "FA2"'),
+        "attention=auto",
     ),
     "nothing left to bucket": Wrong(
         2,
