@@ -297,16 +297,9 @@ class Trainer:
             config.debug.seed,
             without=self.model.tied_table.copy,
         )
-        compile_update = None
-        if config.compile.compiles("optimizer"):
-            from titan_lite.compile.compile import compile_function
-
-            compile_update = functools.partial(
-                compile_function, config=config.compile, component="optimizer"
-            )
         start = config.first_preconditioned_step
         settings = config.optimizer.replace(start_preconditioning_step=start)
-        self.optimizer = build_optimizer(settings, self.parameters, compile=compile_update)
+        self.optimizer = build_optimizer(settings, self.parameters)
 
     def build_data(self) -> None:
         """Build the loaders of training and validation."""

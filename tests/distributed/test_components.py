@@ -1,21 +1,15 @@
-"""Loss and optimizer, compiled, on two ranks: the vocabulary-parallel loss, and shards of which
-some are empty.
-"""
+"""The vocabulary-parallel loss, compiled, on two ranks."""
 
-import functools
 import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan_lite.compile.compile import compile_function
-from titan_lite.config import Compile, Optimizer
+from titan_lite.config import Compile
 from titan_lite.models.loss import Loss, VocabularyShard
-from titan_lite.optim.build import build_optimizer
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.release)]
 
@@ -68,50 +62,3 @@ def test_the_vocabulary_parallel_loss_compiled_is_the_eager_one(backend):
             tolerance = dict(rtol=0, atol=0) if backend == "aot_eager" else {}
             for found, expected in zip(compiled, eager, strict=True):
                 torch.testing.assert_close(found, expected, **tolerance)
-
-
-def updated(backend):
-    """{name: this rank's part} of parameters and state after five steps, compiled and eager."""
-    mesh = init_device_mesh("cpu", (2,))
-    compile = functools.partial(
-        compile_function, config=Compile(enable=True, backend=backend), component="optimizer"
-    )
-    results = []
-    for compiler in (compile, None):
-        generator = torch.Generator().manual_seed(0)
-        parameters = {}
-        for rows in (8, 7, 1):  # of the last, the second rank has none
-            whole = distribute_tensor(torch.randn(rows, 5, generator=generator), mesh, [Shard(0)])
-            parameters[f"{rows} rows"] = torch.nn.Parameter(whole)
-        vector = distribute_tensor(torch.randn(9, generator=generator), mesh, [Replicate()])
-        parameters["whole"] = torch.nn.Parameter(vector)
-        optimizer = build_optimizer(Optimizer(lr=0.02), parameters, compile=compiler)
-        for step in range(1, 6):
-            for parameter in parameters.values():
-                gradient = torch.randn(parameter.shape, generator=generator)
-                parameter.grad = distribute_tensor(gradient, mesh, parameter.placements)
-            optimizer.set_lr(0.02 / step)
-            optimizer.step()
-        tensors = {**parameters, **optimizer.state_tensors()}
-        results.append(
-            {n: t.detach().to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
-        )
-        assert {n for n, t in tensors.items() if not isinstance(t, DTensor)} == {
-            f"{n}.step" for n in parameters
-        }
-    return results
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_compiled_update_of_shards_is_that_of_the_fused_kernel(backend):
-    for rank, (compiled, fused) in enumerate(run_ranks(2, updated, backend)):
-        assert (fused["1 rows"].numel() == 0) is (rank == 1)
-        assert compiled.keys() == fused.keys()
-        for name, expected in fused.items():
-            torch.testing.assert_close(
-                compiled[name],
-                expected,
-                rtol=1e-5,
-                atol=1e-7,
-                msg=lambda text, n=name: f"{n}: {text}",
-            )

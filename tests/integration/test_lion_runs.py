@@ -1,6 +1,5 @@
 """Runs with Lion as a page has it: resumed to the bit, and its state is one moment."""
 
-import pytest
 from ranks import run_ranks
 from resumed import copy_at_step_2, losses, same, trained
 from tiny import steps
@@ -13,18 +12,10 @@ LION = [
     "--optimizer.beta1=0.95",
     "--optimizer.beta2=0.98",
 ]
-COMPILED = ["--compile.enable", "--compile.backend=aot_eager", "--compile.components=optimizer"]
 
 
-@pytest.mark.parametrize(
-    "compiled",
-    [
-        pytest.param([], id="eager"),
-        pytest.param(COMPILED, id="compiled", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_with_lion_resumes_to_the_bit(compiled, tmp_path):
-    options = [*steps(4), *TINY, *LION, *compiled]
+def test_a_run_with_lion_resumes_to_the_bit(tmp_path):
+    options = [*steps(4), *TINY, *LION]
     whole = run_ranks(2, trained, tmp_path / "whole", options, init=False)
     at_step_2 = copy_at_step_2(tmp_path / "whole", tmp_path / "resumed")
     resumed = run_ranks(2, trained, at_step_2, options, init=False)

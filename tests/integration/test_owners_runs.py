@@ -20,7 +20,6 @@ from tiny import (
     steps,
 )
 
-from titan_lite import rules
 from titan_lite.config import ConfigError, load_config
 from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
@@ -187,18 +186,6 @@ def test_another_optimizer_is_refused_and_begins_with_the_model_alone_if_asked(w
 
 
 # Refused
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_compiled_update_is_refused(name):
-    options = [*OPTIONS[name], "--compile.enable", "--compile.components=model,optimizer"]
-    config = load_config(DEBUG, options)
-    wrong = (
-        rf'the update of optimizer.name = "{name}" is not compiled.* use compile.components ='
-        r' \["model", "loss"\]'
-    )
-    with pytest.raises(ConfigError, match=wrong):
-        rules.check(config, Layout.from_config(config, 2))
 
 
 @pytest.mark.release

@@ -11,12 +11,12 @@ import pytest
 import torch
 from commands import python, run, script, torchrun, train
 from ranks import run_ranks
-from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, SHORT, SMALL, every, steps
+from tiny import AOT_EAGER, DEBUG, SHORT, SMALL, every, steps
 
 from titan_lite.checkpoint.weights import load, open_weights
 from titan_lite.config import load_config
 from titan_lite.metrics.run_files import read_metrics
-from titan_lite.optim import adamw
+from titan_lite.models.loss import Loss
 from titan_lite.resilience import TrainingError
 from titan_lite.tools import convert
 from titan_lite.tools.report.page import main
@@ -165,31 +165,16 @@ def test_every_layout_has_the_same_loss_curve(layout, uninterrupted, tmp_path):
     same(trained(ranks, DEBUG, tmp_path, *OPTIONS, *options), expected, rel=2e-5)
 
 
-COMPONENTS = [*AOT_EAGER, "--compile.components"]
-
-
 @pytest.mark.release
-def test_model_and_loss_compiled_are_bitwise_the_eager_ones_and_the_optimizer_but_for_rounding(
-    uninterrupted, tmp_path
-):
+def test_model_and_loss_compiled_are_bitwise_the_eager_ones(uninterrupted, tmp_path):
     options = [*OPTIONS, *steps(3)]
     expected = {step: values for step, values in uninterrupted[1].items() if step <= 3}
-    same(trained(2, DEBUG, tmp_path / "two", *options, *COMPONENTS, "model,loss"), expected)
-    found = trained(2, DEBUG, tmp_path / "three", *options, *COMPONENTS, "model,loss,optimizer")
-    same(found, expected, rel=1e-6)
-    for name in ("loss", "grad_norm"):  # before the first update
-        assert found[1][name] == expected[1][name]
+    same(trained(2, DEBUG, tmp_path, *options, *AOT_EAGER), expected)
 
 
 @pytest.mark.release
-def test_all_components_compiled_by_inductor_train_as_the_eager_ones(uninterrupted, tmp_path):
-    options = [
-        *OPTIONS,
-        *steps(3),
-        "--compile.enable",
-        "--compile.components",
-        "model,loss,optimizer",
-    ]
+def test_model_and_loss_compiled_by_inductor_train_as_the_eager_ones(uninterrupted, tmp_path):
+    options = [*OPTIONS, *steps(3), "--compile.enable"]
     expected = {step: values for step, values in uninterrupted[1].items() if step <= 3}
     same(trained(2, DEBUG, tmp_path, *options), expected, rel=2e-5)
 
@@ -239,33 +224,20 @@ def test_buckets_change_no_number_in_a_pipeline(checkpointing, tmp_path):
         ] == [(rank, graph) for rank in range(2) for graph in ("forward", "backward")]
 
 
-@pytest.mark.slow
-def test_a_compiled_update_of_an_eager_model_reads_gradients_that_are_being_reduced(tmp_path):
-    options = [*SMALL, "--model.n_layers=1", *steps(2), *NO_VALIDATION, *NO_CHECKPOINT]
-    expected = trained(2, DEBUG, tmp_path / "eager", *options)
-    same(
-        trained(
-            2, DEBUG, tmp_path / "compiled", *options, *AOT_EAGER, "--compile.components=optimizer"
-        ),
-        expected,
-        rel=1e-5,
-    )
-
-
-def with_a_broken_optimizer(folder):
-    """A run whose compiled update cannot be traced; returns how it ended."""
-    options = [*AOT_EAGER, "--compile.components", "optimizer"]
+def with_a_broken_loss(folder):
+    """A run whose compiled loss cannot be traced; returns how it ended."""
+    options = [*AOT_EAGER, "--compile.components", "loss"]
     config = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
-    adamw._update = lambda *lists, **numbers: torch._dynamo.graph_break()
+    Loss._of_logits = lambda *tensors: torch._dynamo.graph_break()
     with pytest.raises(TrainingError) as failure:
         Trainer(config).train()
     return str(failure.value), type(failure.value.__cause__.__cause__).__name__
 
 
 def test_what_cannot_be_compiled_ends_the_run_with_the_keys_to_change(tmp_path):
-    ((message, cause),) = run_ranks(1, with_a_broken_optimizer, tmp_path, init=False)
+    ((message, cause),) = run_ranks(1, with_a_broken_loss, tmp_path, init=False)
     assert re.fullmatch(
-        r'compile.backend = "aot_eager" cannot compile the optimizer \(.+\); use compile.enable ='
+        r'compile.backend = "aot_eager" cannot compile the loss \(.+\); use compile.enable ='
         r" false",
         message,
     )

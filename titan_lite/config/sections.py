@@ -481,10 +481,9 @@ class Compile(Section):
     enable: Rounding[bool] = False
     """Compile each of components as one graph."""
 
-    components: Rounding[tuple[Literal["model", "loss", "optimizer"], ...]] = ("model", "loss")
+    components: Rounding[tuple[Literal["model", "loss"], ...]] = ("model", "loss")
     """Compiled parts: model; loss, for which Inductor avoids float32 copies of the logits (in
-    chunks of tokens it is in the model's graph); optimizer, which gains little, since its fused
-    update is already one kernel."""
+    chunks of tokens it is in the model's graph)."""
 
     backend: Rounding[Literal["inductor", "aot_eager"]] = "inductor"
     """inductor makes kernels; aot_eager only traces (for tests)."""

@@ -1,7 +1,6 @@
 """Build the optimizer of a recipe.
 
-optimizer = build_optimizer(config.optimizer, model.parameters)                     # fused
-optimizer = build_optimizer(config.optimizer, model.parameters, compile=compile)    # compiled
+optimizer = build_optimizer(config.optimizer, model.parameters)
 optimizer.set_lr(3e-4)
 optimizer.step(skip)            # skip: a scalar on the device; if it is 1, nothing changes
 optimizer.zero_grad()
@@ -15,10 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from titan_lite.config import Optimizer
-from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.optim.adamw import AdamW
-from titan_lite.optim.elementwise import Compiler, Elementwise, one_at_a_time
+from titan_lite.optim.elementwise import Elementwise, OneAtATime
 from titan_lite.optim.matrices import MatrixOptimizer
 from titan_lite.optim.muon import Muon, MuonOfExperts
 from titan_lite.optim.shampoo import Shampoo
@@ -100,17 +98,11 @@ class NamedOptimizer:
         }
 
 
-def build_optimizer(
-    config: Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    *,
-    compile: Compiler | None = None,
-) -> NamedOptimizer:
+def build_optimizer(config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> NamedOptimizer:
     """Return an elementwise optimizer, or one of the matrices within blocks, one of those of
     experts, and AdamW for the others.
 
-    parameters: by FQN. compile: compiles the elementwise update; its state is the same. Norm
-    weights do not decay.
+    parameters: by FQN. Norm weights do not decay.
     """
     matrix_optimizer_class = MATRIX_OPTIMIZERS.get(config.name)
     matrices: dict[str, nn.Parameter] = {}
@@ -129,10 +121,13 @@ def build_optimizer(
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": not_decayed, "weight_decay": 0.0},
     ]
-    name = "AdamW" if matrix_optimizer_class else config.name
-    elementwise = _build_elementwise(
-        name, config, [group for group in groups if group["params"]], compile
-    )
+    groups = [group for group in groups if group["params"]]
+    elementwise: Elementwise
+    if config.name == "AdamW" or matrix_optimizer_class is not None:
+        elementwise = AdamW(groups, config)  # whose updates of all parameters are one kernel
+    else:
+        module = importlib.import_module(f"titan_lite.optim.{config.name.lower()}")
+        elementwise = OneAtATime(groups, config, module.update)
     optimizers: list[Elementwise | MatrixOptimizer] = [elementwise]
     if matrix_optimizer_class is not None and matrices:
         optimizers.append(matrix_optimizer_class(matrices, config))
@@ -140,15 +135,3 @@ def build_optimizer(
         assert matrix_optimizer_class is Muon, "rules/experts.py"
         optimizers.append(MuonOfExperts(of_experts, config))
     return NamedOptimizer(parameters, optimizers)
-
-
-def _build_elementwise(
-    name: str, config: Optimizer, groups: list[dict[str, Any]], compile: Compiler | None
-) -> Elementwise:
-    if name == "AdamW":  # whose updates of all parameters are one kernel
-        return AdamW(groups, config, compile)
-    algorithm = OPTIMIZERS[name]
-    settings = {key: getattr(config, key) for key in ("lr", *algorithm.keys)}
-    update = importlib.import_module(f"titan_lite.optim.{name.lower()}").update
-    updates = one_at_a_time(update, config)
-    return Elementwise(groups, settings, algorithm.moments, updates, compile)

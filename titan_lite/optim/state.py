@@ -91,14 +91,9 @@ def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> lis
     return nbytes
 
 
-def is_one_kernel(algorithm: Algorithm, compiled: bool) -> bool:
-    """Return True if an elementwise update reads and writes everything once."""
-    return compiled or not algorithm.update_bytes
-
-
-def update_bytes(algorithm: Algorithm, compiled: bool) -> float:
+def update_bytes(algorithm: Algorithm) -> float:
     """Return the bytes that an update reads and writes for each element."""
-    if not is_one_kernel(algorithm, compiled):
+    if algorithm.update_bytes:
         return algorithm.update_bytes
     # it reads parameter, gradient and moments, and writes all but the gradient
     return FLOAT32_BYTES * (3.0 + 2 * len(algorithm.moments))

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from titan_lite.config import Config
 from titan_lite.config.errors import alternatives
 from titan_lite.distributed.layout import Layout
-from titan_lite.optim.state import owner_costs
 from titan_lite.rules.mistakes import Mistake, nearest_divisors, rule, rule_of_keys, rule_with_torch
 
 
@@ -27,21 +26,6 @@ def there_is_something_to_compile(config: Config) -> Iterator[Mistake]:
             value=compile.reordering,
             why='is not for compile.bucketing = "auto", which orders what it buckets',
             instead='reordering = true or bucketing = "block"',
-        )
-
-
-@rule
-def updates_of_matrices_are_not_compiled(config: Config, layout: Layout) -> Iterator[Mistake]:
-    name = config.optimizer.name
-    if owner_costs(config.optimizer) and config.compile.compiles("optimizer"):
-        yield Mistake(
-            key="compile.components",
-            value=config.compile.components,
-            why=(
-                f'has the optimizer, and the update of optimizer.name = "{name}" is not compiled,'
-                " as most of it is products of large matrices"
-            ),
-            instead='compile.components = ["model", "loss"]',
         )
 
 

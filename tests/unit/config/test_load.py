@@ -490,8 +490,8 @@ MISTAKES = [
         "unknown choice in a list",
         "compile",
         'components = ["data"]',
-        '"optimizer"',
-        'components = ["optimizer"]',
+        '"loss"',
+        'components = ["loss"]',
     ),
     a_line(
         "unknown choice", "optimizer", 'ns_dtype = "fp8"', '"bfloat16"', 'ns_dtype = "bfloat16"'

@@ -74,7 +74,6 @@ RECIPES = {
     "copies of copies": (2, f"{COPIES} replicate=2"),
     "checkpointing": (2, "activation_checkpoint.selective_ac_option=x"),
     "checkpointing by the compiler": (2, "ac=memory_budget"),
-    "compiled Muon": (2, f"optimizer.name=Muon {COMPILED} components=model,optimizer"),
     "unordered buckets": (2, f"{COMPILED} bucketing=auto compile.reordering=false"),
     "no components": (2, f"{COMPILED} components="),
     "one stage a rank": (4, f"pp=4 stages=1 batch=2 {INTERLEAVED}"),

@@ -30,7 +30,6 @@ from titan_lite.optim.state import (
     COMPLETE_MATRICES,
     PLAIN_TENSORS,
     algorithms_of,
-    is_one_kernel,
     moment_bytes,
     owner_costs,
 )
@@ -460,7 +459,7 @@ class Replay:
             )
             return COMPLETE_MATRICES * ITEM_BYTES[costs.dtype] * elements
         algorithm, _ = algorithms_of(config.optimizer)
-        if is_one_kernel(algorithm, config.compile.compiles("optimizer")):
+        if not algorithm.update_bytes:  # one kernel
             return 0.0
         shards = [weight.shard_elements for weight in self.weights if weight.updated]
         return PLAIN_TENSORS * STORED_BYTES * max(shards, default=0)

@@ -264,10 +264,7 @@ def updated_bytes(config: Config, matrices: float = 0.0) -> float:
     The norm reads gradients, clipping reads and writes them.
     """
     clipping = 3 * STORED_BYTES
-    compiled = config.compile.compiles("optimizer")
-    of_matrix, of_other = (
-        update_bytes(algorithm, compiled) for algorithm in algorithms_of(config.optimizer)
-    )
+    of_matrix, of_other = (update_bytes(each) for each in algorithms_of(config.optimizer))
     return clipping + (1 - matrices) * of_other + matrices * of_matrix
 
 

@@ -10,7 +10,7 @@ from torch.distributed.pipelining.schedules import _Action
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_lite.config import Compile, Config, Optimizer, Parallelism, Training
+from titan_lite.config import Config, Optimizer, Parallelism, Training
 from titan_lite.config.families import LLAMA3
 from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.cost.machine import Link
@@ -239,8 +239,6 @@ def test_bytes_of_a_fused_update_are_those_of_its_tensors():
     assert updated_bytes(Config()) == 10 * 4
     lion = Config().replace(optimizer=Optimizer(name="Lion"))
     assert updated_bytes(lion) == 3 * 4 + OPTIMIZERS["Lion"].update_bytes
-    compile = Compile(enable=True, components=("optimizer",))
-    assert updated_bytes(lion.replace(compile=compile)) == (3 + 5) * 4
 
 
 def test_bytes_are_of_the_rank_that_sends_most():
