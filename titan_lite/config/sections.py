@@ -580,8 +580,8 @@ class Corpus(Section):
     split; prepared: tokens that titan-lite prepare wrote to path."""
 
     path: RecipePath = ""
-    """File, folder or glob, on disk or at a URL, of txt, jsonl, json, csv (these plain or
-    compressed), parquet or arrow, for dataset = local; a folder for dataset = prepared."""
+    """File, folder or glob, on disk or at a URL, of txt, jsonl, json with one object a line (these
+    plain or compressed) or parquet, for dataset = local; a folder for dataset = prepared."""
 
     subset: str = ""
     """Subset of a dataset of the hub; empty: its only or default one."""

@@ -1,17 +1,15 @@
-"""Read the texts in a column of parquet and Arrow files, in batches of rows.
+"""Read the texts in a column of parquet files, in batches of rows.
 
     with open_file("a.parquet") as file:
         for row, raw in parquet_rows(file, row_group=0, first_row=0, field="text"):
             ...
 
 `raw` is a text's bytes, None, or a ValueError with the reason why the column has no texts. pyarrow
-is called, and not the builders of `datasets`, which call it too: of an Arrow file they refuse all
-rows of a batch if the bytes of one text are not UTF-8, they expand patterns in the names of files,
-leave a lock file in the user's cache for each, and decode with threads, which a forked loader
-process should not start.
+is called, and not the builder of `datasets`, which calls it too: that expands patterns in the names
+of files, leaves a lock file in the user's cache for each, and decodes with threads, which a forked
+loader process should not start.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
@@ -19,7 +17,7 @@ from typing import BinaryIO
 import pyarrow
 from pyarrow import parquet
 
-from titan_lite.data.readers import NoText, no_column
+from titan_lite.data.readers import NoText, list_names
 
 ROWS_AT_ONCE = 1000
 # types of texts as types of bytes: bytes that are not UTF-8 then make one bad document
@@ -60,51 +58,6 @@ def parquet_rows(
         yield from _rows((batch.column(field) for batch in batches), first_row)
 
 
-def arrow_rows(file: BinaryIO, field: str) -> Iterator[tuple[int, object]]:
-    """Yield (row, raw) of an Arrow file, or of one or several streams. Raises ValueError or
-    OSError.
-    """
-    with _damage_is_a_value_error():
-        is_file = file.read(6) == b"ARROW1"
-        file.seek(0)
-        first_row = 0
-        for reader in [pyarrow.ipc.open_file(file)] if is_file else _streams(file):
-            if wrong := _wrong_column(reader.schema, field):
-                yield first_row, wrong
-                return
-            batches = _batches_of_file(reader) if is_file else _batches_of_stream(reader, file)
-            for row, raw in _rows((batch.column(field) for batch in batches), first_row):
-                yield row, raw
-                first_row = row + 1
-
-
-def _batches_of_file(reader: pyarrow.RecordBatchFileReader) -> Iterator[pyarrow.RecordBatch]:
-    return (reader.get_batch(index) for index in range(reader.num_record_batches))
-
-
-def _streams(file: BinaryIO) -> Iterator[pyarrow.RecordBatchStreamReader]:
-    """Yield a reader of each stream, which must be read to its end: cat makes a file of several."""
-    while True:
-        yield pyarrow.ipc.open_stream(file)
-        if not file.read(1):
-            return
-        file.seek(-1, os.SEEK_CUR)
-
-
-def _batches_of_stream(
-    reader: pyarrow.RecordBatchStreamReader, file: BinaryIO
-) -> Iterator[pyarrow.RecordBatch]:
-    """Yield the batches of a stream. Raises ValueError if it has no mark of its end: pyarrow takes
-    a stream that is cut between two batches as complete.
-    """
-    position = file.tell()
-    for batch in reader:
-        yield batch
-        position = file.tell()
-    if file.tell() == position:
-        raise ValueError("the stream has no mark of its end: the file is cut short")
-
-
 @contextmanager
 def _damage_is_a_value_error() -> Iterator[None]:
     try:
@@ -131,10 +84,12 @@ def _as_bytes(column: pyarrow.Array) -> pyarrow.Array:
 def _wrong_column(schema: pyarrow.Schema, field: str) -> NoText | None:
     """Return the reason why a column has no texts, or None if it has texts."""
     texts = [name for name, kind in zip(schema.names, schema.types, strict=True) if _is_text(kind)]
+    instead = f'data.text_field = "{list_names(texts[:1])}"' if texts else ""
     if schema.names.count(field) != 1:
-        return no_column(field, schema.names, texts)
+        what = "several columns" if field in schema.names else "no column"
+        names = list_names(schema.names)
+        return NoText(f'data.text_field = "{field}" is {what} of it; its columns: {names}', instead)
     if field not in texts:
-        instead = no_column(field, schema.names, texts).instead
         kind = str(schema.field(field).type)[:100]
         return NoText(f'data.text_field = "{field}" is a column of {kind}, not of text', instead)
     return None

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
 from titan_lite.data.corpora import (
@@ -33,11 +31,7 @@ from titan_lite.data.corpora import (
 )
 from titan_lite.data.files import Piece, read_piece, text_of
 from titan_lite.data.outputs import PREPARED
-from titan_lite.data.prepared import (
-    PreparedCorpus,
-    PreparedDocuments,
-    PreparedStdlib,
-)
+from titan_lite.data.prepared import PreparedCorpus, PreparedDocuments
 from titan_lite.data.readers import is_url, list_names
 from titan_lite.data.stdlib import Stdlib
 from titan_lite.logging import logger, telling_if_slow
@@ -67,23 +61,15 @@ class Source(Protocol):
         """
 
 
-class Library(Protocol):
-    """The documents of the standard library, in the order of their names."""
-
-    names: list[str]
-
-    def document(self, name: str) -> str | np.ndarray: ...
-
-
 class StdlibSource:
-    """The standard library, as texts or prepared, with random access."""
+    """The standard library, with random access."""
 
-    def __init__(self, data: Data, split: Split, seed: int, library: Library):
+    def __init__(self, data: Data, split: Split, seed: int):
+        self.library = Stdlib()
         fraction = data.validation_fraction
-        self.names = [name for name in library.names if _belongs(name, split, fraction)]
+        self.names = [name for name in self.library.names if _belongs(name, split, fraction)]
         self.shuffle = data.shuffle
         self.seed = seed
-        self.library = library
         self.amount = f"{len(self.names):,} documents"
         if not self.names:
             raise _no_document(data, split)
@@ -242,12 +228,10 @@ def build_source(data: Data, *, split: Split, seed: int) -> Source:
     nothing can be read. That a split has no document is an error only after an epoch has been read.
     """
     if data.dataset == "stdlib":
-        return StdlibSource(data, split, seed, Stdlib())
+        return StdlibSource(data, split, seed)
     if data.dataset != "prepared":
         return PiecewiseSource(data, split, seed, open_corpus(data, split))
     documents = PreparedDocuments(data, split)
-    if not documents.piece_sizes:
-        return StdlibSource(data, split, seed, PreparedStdlib(documents))
     if documents.is_from_hub and split == "validation":
         data = data.replace(shuffle=False)  # as `build_loader` reads the hub
     return PiecewiseSource(data, split, seed, PreparedCorpus(documents))
@@ -263,8 +247,7 @@ def check_data(data: Data) -> None:
     policy = BadDocumentPolicy(data)
     for _, part in data.mixture():
         if part.dataset == "stdlib":
-            library = Stdlib()
-            library.document(library.names[0])
+            Stdlib()
         elif part.dataset == "local":
             with telling_if_slow(f'reading {part.key("path")} = "{part.path}"'):
                 _check_local(part, policy)

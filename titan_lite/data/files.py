@@ -8,16 +8,14 @@ A raw document is not parsed, so that a reader of one document in eight parses o
 does not raise: if a file cannot be read from some position on, the last document is there, and its
 raw form is a ValueError with the reason.
 
-Files are on disk or at a URL of fsspec, such as s3://corpus/*.jsonl.gz or zip://*.txt::corpus.zip.
+Files are on disk or at a URL of fsspec, such as s3://corpus/*.jsonl.gz.
 """
 
 import itertools
 import json
-import lzma
 import os
 import posixpath
 import stat
-import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -37,23 +35,20 @@ from titan_lite.data.bad_documents import EMPTY, BadDocument
 from titan_lite.data.outputs import refuse_folder_of_run, without_outputs
 from titan_lite.data.readers import (
     BLOCK,
+    CONVERT,
     HTTP,
     REMOTE,
     NoText,
     TooLarge,
-    elements,
     file_system,
     info_at_url,
-    is_array,
     is_url,
     lines,
     lines_between,
     list_names,
     open_file,
-    records,
     without_query,
 )
-from titan_lite.data.saved_datasets import without_caches
 from titan_lite.data.servers import (
     RefusedError,
     may_pass,
@@ -64,20 +59,20 @@ from titan_lite.data.servers import (
 from titan_lite.logging import logger
 from titan_lite.text import MASK, error_line, without_secrets
 
-TEXT_FORMATS = (".txt", ".jsonl", ".json", ".csv")
-COLUMN_FORMATS = (".parquet", ".arrow")  # which are compressed inside
-COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2", ".zip")
+TEXT_FORMATS = (".txt", ".jsonl", ".json")
+COMPRESSIONS = (".gz", ".zst")  # parquet is compressed inside
 PIECE = 2**20  # bytes of a jsonl file in a piece: few enough to skip, enough for a seek to pay
 MAX_PIECES = 100_000  # of jsonl files; pieces of a larger corpus are larger, to keep the list short
 TEXT_PER_COMPRESSED_BYTE = 4  # about
 # what reading a damaged file raises
-DAMAGED = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+DAMAGED = (OSError, EOFError, ValueError, zlib.error)
 # of these, what an undamaged file raises, too
 UNREACHABLE = (FileNotFoundError, PermissionError, RefusedError)
 LOCAL_URLS = ("file://", "local://")
+SAVED = "dataset_info.json"  # is beside the tables that Dataset.save_to_disk writes
 _FIX = (
-    f"use a file, a folder or a glob of {', '.join(TEXT_FORMATS + COLUMN_FORMATS)} files (all but"
-    f' the last two also {", ".join(COMPRESSIONS)}), such as path = "corpus/*.jsonl"'
+    f"use a file, a folder or a glob of {', '.join(TEXT_FORMATS)} (also {', '.join(COMPRESSIONS)})"
+    ' or .parquet files, such as path = "corpus/*.jsonl"'
 )
 
 
@@ -126,10 +121,23 @@ def local_files(data: Data) -> list[LocalFile]:
         unknown = [file for file in match.sizes if not _format(file)[0]]
         if unknown:
             suffix = "".join(Path(unknown[0]).suffixes)
-            raise ConfigError(f'{where}: {unknown[0]}: unknown format "{suffix}"; {_FIX}')
+            raise ConfigError(
+                f'{where}: {unknown[0]}: unknown format "{suffix}"; {_FIX}; {CONVERT}'
+            )
+    for file in match.sizes:
+        folder, last = posixpath.split(file)
+        if last == SAVED:
+            raise ConfigError(
+                f"{where}: {folder} was written by Dataset.save_to_disk, which is not read; convert"
+                f' it with datasets.load_from_disk("{folder}").to_parquet("a.parquet")'
+            )
     files = sorted(file for file in match.sizes if _format(file)[0])
     if len(files) < len(match.sizes):
-        logger.info(f"{where}: {len(match.sizes) - len(files)} files of other formats are left out")
+        others = {os.path.splitext(file)[1] for file in match.sizes if not _format(file)[0]}
+        logger.info(
+            f"{where}: {len(match.sizes) - len(files)} files of other formats are left out"
+            f" ({list_names(sorted(others))})"
+        )
     for file in files:
         name = os.fsencode(match.names[file])
         try:
@@ -141,16 +149,10 @@ def local_files(data: Data) -> list[LocalFile]:
             ) from None
     if not files:
         raise ConfigError(
-            f"{where}: none of the {len(match.sizes)} files in this folder can be read; {_FIX}"
+            f"{where}: none of the {len(match.sizes)} files in this folder can be read; {_FIX};"
+            f" {CONVERT}"
         )
     return [LocalFile(file, match.names[file], match.sizes[file]) for file in files]
-
-
-def _path_in_container(file: str) -> str:
-    """Return zip://a.txt of zip://a.txt::corpus.zip, a URL of http without its query, and other
-    paths as they are.
-    """
-    return without_query(file.partition("::")[0]) if is_url(file) else file
 
 
 def _fixed_part(path: str) -> str:
@@ -166,7 +168,7 @@ def _path_on_disk(path: str) -> str | None:
     """Return the absolute path of what is on disk, also of file:// URLs; None for other URLs."""
     if not is_url(path):
         return os.path.abspath(path)
-    if path.startswith(LOCAL_URLS) and "::" not in path:
+    if path.startswith(LOCAL_URLS):
         return LocalFileSystem._strip_protocol(path)
     return None
 
@@ -182,7 +184,6 @@ def _on_disk(path: str, run_folder: str, where: str) -> Match:
     found: Iterable[str] = [path]
     if is_folder:
         found = _not_hidden(list(_files_within(path, where)), path, where)
-        found = without_caches(found, lambda file: Path(file).read_bytes(), where)
     elif is_pattern:
         found = glob(path, recursive=True)
         _refuse_unreadable_folders(path, where)
@@ -211,19 +212,16 @@ def _on_disk(path: str, run_folder: str, where: str) -> Match:
 
 def _at_url(url: str, where: str) -> Match:
     """Return what `_on_disk` returns, for a URL of fsspec. Raises ConfigError."""
-    first, *containers = url.split("::")  # those of zip://a.txt::corpus.zip
-    if "://" not in first:
+    if "::" in url:  # zip://a.txt::corpus.zip, simplecache::s3://corpus/a.txt
         raise ConfigError(
-            f'{where}: "{first}::" before a URL is not supported; use the URL without it'
+            f'{where}: "::" in a URL is not supported; use the URL of the files themselves, without'
+            " an archive or a cache"
         )
     if f"://{MASK}@" in url or f"={MASK}" in url:
         raise ConfigError(
             f"{where}: a run does not write the passwords and tokens of URLs, and has put {MASK}"
             " there; use the complete URL, on the command line or in the recipe"
         )
-
-    def full(path: str) -> str:
-        return "::".join([fs.unstrip_protocol(path), *containers])
 
     def look() -> tuple[AbstractFileSystem, str, dict[str, int], bool]:
         fs, path = file_system(url)
@@ -246,12 +244,9 @@ def _at_url(url: str, where: str) -> Match:
         raise ConfigError(f"{where}: no file matches; {_FIX}")
     folder = path if is_folder else _fixed_part(path)
     if is_folder or (has_magic(path) and "/." not in path):  # else it names the hidden ones
-        visible = _not_hidden(found, folder, where)
-        if is_folder:
-            visible = without_caches(visible, lambda file: _content_at(fs, file), where)
-        found = {name: found[name] for name in visible}
-    sizes = {full(name): size for name, size in found.items()}
-    names = {full(name): _name_at_url(name, folder) for name in found}
+        found = {name: found[name] for name in _not_hidden(found, folder, where)}
+    sizes = {fs.unstrip_protocol(name): size for name, size in found.items()}
+    names = {fs.unstrip_protocol(name): _name_at_url(name, folder) for name in found}
     if same := next((name for name, count in Counter(names.values()).items() if count > 1), ""):
         raise ConfigError(
             f"{where}: several files are documents of {same}: their URLs differ in the query alone,"
@@ -295,15 +290,6 @@ def _files_at(fs: AbstractFileSystem, path: str) -> tuple[dict[str, int], bool]:
 def _raise_if_it_may_pass(error: Exception) -> None:
     if may_pass(error):
         raise error
-
-
-def _content_at(fs: AbstractFileSystem, file: str) -> bytes:
-    try:
-        return retried(lambda: fs.cat_file(file), file)
-    except MachineError:
-        raise
-    except Exception as error:  # each library has errors of its own
-        raise OSError(why_not_at_url(error)) from error
 
 
 def _package_for(error: ImportError) -> str:
@@ -451,7 +437,7 @@ def read_piece(piece: Piece, data: Data) -> Iterator[tuple[int, object]]:
 
     Raises ConfigError if the file is not there, and MachineError if the machine fails.
     """
-    next_position = piece.first_row if piece.format in COLUMN_FORMATS else 1
+    next_position = piece.first_row if piece.format == ".parquet" else 1
     try:
         for position, raw in _documents(piece, data):
             yield position, raw
@@ -467,27 +453,14 @@ def _documents(piece: Piece, data: Data) -> Iterator[tuple[int, object]]:
         match piece.format:
             case ".txt":
                 yield 0, file.read(limit + 1)
-            case ".csv":
-                yield from records(file, limit, data.text_field)
             case ".jsonl" if piece.end >= 0:
                 yield from lines_between(file, limit, piece.start, piece.end)
-            case ".json" if _is_array(piece.file):
-                yield from elements(file)
             case ".jsonl" | ".json":
                 yield from lines(file, limit)
             case ".parquet":
                 from titan_lite.data.columns import parquet_rows
 
                 yield from parquet_rows(file, piece.start, piece.first_row, data.text_field)
-            case ".arrow":
-                from titan_lite.data.columns import arrow_rows
-
-                yield from arrow_rows(file, data.text_field)
-
-
-def _is_array(file: str) -> bool:
-    with open_file(file) as opened:
-        return is_array(opened)
 
 
 def text_of(raw: object, piece: Piece, position: int, data: Data) -> str | BadDocument:
@@ -578,11 +551,11 @@ def _checked(text: object, field: str, limit: int) -> str:
 @lru_cache(1024)  # asked for each document
 def _format(file: str) -> tuple[str, str]:
     """Split "a.json.gz" into (".json", ".gz"); ("", "") for an unknown format."""
-    stem, last = os.path.splitext(_path_in_container(file))
+    stem, last = os.path.splitext(without_query(file))
     if last in COMPRESSIONS:
         suffix = os.path.splitext(stem)[1]
         return (suffix, last) if suffix in TEXT_FORMATS else ("", "")
-    return (last, "") if last in TEXT_FORMATS + COLUMN_FORMATS else ("", "")
+    return (last, "") if last in (*TEXT_FORMATS, ".parquet") else ("", "")
 
 
 def _location(piece: Piece, position: int) -> str:
@@ -593,7 +566,7 @@ def _location(piece: Piece, position: int) -> str:
     match piece.format:
         case ".txt":
             return "whole"
-        case ".parquet" | ".arrow":
+        case ".parquet":
             return f"row {position}"
         case "":  # a shard of the hub
             return f"document {position}"

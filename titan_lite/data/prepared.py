@@ -45,7 +45,7 @@ _FIX = "use `titan-lite prepare` to prepare it again"
 
 @dataclass(frozen=True)
 class PreparedPart:
-    """A table of documents, and the pieces that they come from; the standard library has none."""
+    """A table of documents, and the pieces that they come from."""
 
     documents: NonNegativeInt
     tokens: NonNegativeInt
@@ -81,7 +81,7 @@ class PreparedInfo:
             of_pieces = part.piece_documents
             if len(part.piece_sizes) != len(of_pieces):
                 raise ValueError(f"parts.{name} has other numbers of piece_sizes, piece_documents")
-            if of_pieces and sum(of_pieces) != part.documents:
+            if sum(of_pieces) != part.documents:
                 raise ValueError(f"parts.{name}.documents is not the sum of piece_documents")
         return cls(
             format=FORMAT,
@@ -115,7 +115,7 @@ class PreparedDocuments:
 
         folder = Path(data.path)
         info = read_prepared(folder, data.key("path"))
-        self.is_from_hub = info.source["dataset"] not in ("stdlib", "local")
+        self.is_from_hub = info.source["dataset"] != "local"
         self.split_by_name = split not in info.parts
         name = BOTH_SPLITS if self.split_by_name else split
         part = info.parts[name]
@@ -199,20 +199,6 @@ class PreparedCorpus:
 
     def document(self, piece: Piece, position: int, raw: object) -> np.ndarray | None:
         return self.documents.tokens(position)
-
-
-class PreparedStdlib:
-    """The prepared documents of the standard library, by name."""
-
-    def __init__(self, documents: PreparedDocuments):
-        self.documents = documents
-        self.names = [documents.name(index) for index in range(len(documents))]
-        self._indices = {name: index for index, name in enumerate(self.names)}
-
-    def document(self, name: str) -> np.ndarray:
-        tokens = self.documents.tokens(self._indices[name])
-        assert tokens is not None  # no document of the standard library is bad
-        return tokens
 
 
 def read_prepared(folder: Path, key: str = "data.path", every_byte: bool = False) -> PreparedInfo:

@@ -1,24 +1,19 @@
 """Read the documents of text formats one after the other, from a file on disk or at a URL.
 
     with open_file("s3://corpus/a.jsonl.gz") as file:
-        for number, raw in lines(file, limit=2**25):      # or elements, records, lines_between
+        for number, raw in lines(file, limit=2**25):      # or lines_between
             ...
 
 `raw` is the document as it is in the file, or a ValueError with the reason why it cannot be read. A
-line or record above the limit of bytes is such an error, and the next one is read. The name of a
-file decides how it is decompressed.
+line above the limit of bytes is such an error, and the next one is read. The name of a file decides
+how it is decompressed.
 """
 
-import csv
 import io
-import json
-import lzma
-import re
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import IO, Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar
 
 import fsspec.asyn
 from fsspec import AbstractFileSystem
@@ -30,16 +25,17 @@ from fsspec.utils import infer_compression
 from titan_lite.config.errors import MachineError
 from titan_lite.data import servers
 from titan_lite.data.servers import RefusedError, retried, serves_no_ranges, why_not_at_url
-from titan_lite.text import error_line
 
 BLOCK = 2**20  # bytes that are read at once where nothing in them is kept
 HTTP = ("http://", "https://")
 # what a damaged file at a URL raises; anything else is of the server or the way to it
-DAMAGED_AT_URL = (EOFError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+DAMAGED_AT_URL = (EOFError, ValueError, zlib.error)
 REMOTE = ("s3fs", "gcsfs", "adlfs")  # packages of the extra `remote`
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-JSON_DECODER = json.JSONDecoder()
-JSON_SPACES = re.compile(r"[ \t\r\n]*")
+CONVERT = (
+    'convert other formats, as with datasets.load_dataset("csv", data_files="a.csv", split="train")'
+    '.to_parquet("a.parquet")'
+)
 MAX_NAMES_SHOWN = 20
 MAX_NAME_SHOWN = 40  # characters
 
@@ -73,18 +69,6 @@ def list_names(names: Sequence[str]) -> str:
     return ", ".join(words) or "none"
 
 
-def no_column(field: str, names: Sequence[str], texts: Sequence[str] | None = None) -> NoText:
-    """Return the reason why a file has no usable column `field`.
-
-    texts: columns with text, if known.
-    """
-    what = "several columns" if field in names else "no column"
-    why = f'data.text_field = "{field}" is {what} of it; its columns: {list_names(names)}'
-    if texts is None:
-        return NoText(why, "one of these as data.text_field")
-    return NoText(why, f'data.text_field = "{list_names(texts[:1])}"' if texts else "")
-
-
 def is_url(path: str) -> bool:
     return "://" in path
 
@@ -100,20 +84,17 @@ def file_system(url: str) -> tuple[AbstractFileSystem, str]:
     A server of http that does not answer is an error after servers.ANSWER_LIMIT seconds, and sends
     files as they are: their sizes are those of what is read.
     """
-    options: dict[str, dict[str, Any]] = {}
-    for protocol in ("http", "https"):
-        if f"{protocol}://" in url:
-            from aiohttp import ClientTimeout  # here, since few runs need it
+    if not url.startswith(HTTP):
+        return url_to_fs(url)
+    from aiohttp import ClientTimeout  # here, since few runs need it
 
-            limits = ClientTimeout(
-                total=None, sock_connect=servers.CONNECT_LIMIT, sock_read=servers.ANSWER_LIMIT
-            )
-            headers = {"Accept-Encoding": "identity"}
-            client = {"timeout": limits, "headers": headers}
-            if infer_compression(_name_in(url)):  # some say of an a.gz that they have compressed it
-                client["auto_decompress"] = False
-            options[protocol] = {"client_kwargs": client}
-    return url_to_fs(url, **options)
+    limits = ClientTimeout(
+        total=None, sock_connect=servers.CONNECT_LIMIT, sock_read=servers.ANSWER_LIMIT
+    )
+    client: dict[str, Any] = {"timeout": limits, "headers": {"Accept-Encoding": "identity"}}
+    if infer_compression(without_query(url)):  # some say of an a.gz that they have compressed it
+        client["auto_decompress"] = False
+    return url_to_fs(url, client_kwargs=client)
 
 
 def info_at_url(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
@@ -121,7 +102,7 @@ def info_at_url(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
     known.
     """
     info = fs.info(path)
-    if info["size"] is None and "http" in fs.protocol and infer_compression(_name_in(path)):
+    if info["size"] is None and "http" in fs.protocol and infer_compression(without_query(path)):
         info["size"] = fsspec.asyn.sync(fs.loop, _size_of_encoded, fs, path)
     if info["size"] is None:
         raise ValueError("the server does not say its size; use another server, or a copy on disk")
@@ -137,7 +118,7 @@ async def _size_of_encoded(fs: Any, path: str) -> int | None:  # noqa: ANN401 fs
         answer.raise_for_status()
         encoding = answer.headers.get("Content-Encoding", "").removeprefix("x-")
         size = answer.headers.get("Content-Length")
-    return int(size) if size and encoding == infer_compression(_name_in(path)) else None
+    return int(size) if size and encoding == infer_compression(without_query(path)) else None
 
 
 @contextmanager
@@ -149,13 +130,13 @@ def open_file(file: str) -> Iterator[BinaryIO]:
     if not is_url(file):
         compression = infer_compression(file)
         with LocalFileSystem().open(file, "rb", compression=compression) as on_disk:
-            yield _buffered(on_disk)
+            yield on_disk
         return
     with ExitStack() as files:
-        opened: IO[bytes] = files.enter_context(open_at_url(file))
-        if compression := infer_compression(_name_in(file)):
+        opened: BinaryIO = files.enter_context(open_at_url(file))
+        if compression := infer_compression(without_query(file)):
             opened = files.enter_context(compr[compression](opened, mode="r"))
-        yield _buffered(opened)
+        yield opened
 
 
 def open_at_url(url: str) -> io.BufferedReader:
@@ -163,17 +144,6 @@ def open_at_url(url: str) -> io.BufferedReader:
     RefusedError.
     """
     return io.BufferedReader(_FileAtUrl(url), BLOCK // 8)
-
-
-def _name_in(url: str) -> str:
-    """Return the part of a URL that ends in the file's name."""
-    return without_query(url.partition("::")[0])
-
-
-def _buffered(file: IO[bytes]) -> BinaryIO:
-    """Return a file that has `readline(size)`, which one that is not compressed may lack."""
-    has_lines = hasattr(file, "peek")
-    return cast(BinaryIO, file if has_lines else io.BufferedReader(cast(Any, file), BLOCK // 8))
 
 
 class _FileAtUrl(io.RawIOBase):
@@ -240,14 +210,13 @@ class _FileAtUrl(io.RawIOBase):
 
     def _open(self) -> None:
         """Open the file at the position."""
-        # kept: that of a zip closes the zip when nothing refers to it
-        self.fs, path = file_system(self.url)
+        fs, path = file_system(self.url)
         options = {}
-        if "http" in self.fs.protocol and infer_compression(_name_in(path)):
-            info = info_at_url(self.fs, path)
+        if "http" in fs.protocol and infer_compression(without_query(path)):
+            info = info_at_url(fs, path)
             if info.get("partial", True):  # the server has ranges
                 options["size"] = info["size"]
-        self.file = self.fs.open(path, "rb", **options)
+        self.file = fs.open(path, "rb", **options)
         self.size = getattr(self.file, "size", None)
         if self.position:
             try:
@@ -282,33 +251,16 @@ def _all_frames(file: BinaryIO, mode: str = "rb") -> BinaryIO:
     return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), BLOCK // 16)
 
 
-def _only_member(file: BinaryIO, mode: str = "rb") -> IO[bytes]:
-    """Decompress a zip of one file.
-
-    fsspec reads the first of several, and is silent about the others.
-    """
-    archive = zipfile.ZipFile(file)
-    names = archive.namelist()
-    if len(names) != 1:
-        raise ValueError(f"a zip of {len(names)} files, which path = zip://*::FILE reads")
-    try:
-        return archive.open(names[0])
-    except RuntimeError as error:  # encrypted, or compressed in a way that Python does not know
-        raise ValueError(error_line(error)) from None
-
-
 register_compression("zstd", _all_frames, "zst", force=True)
-register_compression("zip", _only_member, "zip", force=True)
-
-
-# Lines
 
 
 def lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | ValueError]]:
-    """Yield (number, line) of the lines that are not blank."""
+    """Yield (number, line) of the lines that are not blank. Raises ValueError for a JSON array."""
     number = 0
     while line := file.readline(limit + 1):
         number += 1
+        if number == 1 and line.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":
+            raise ValueError(f"a JSON array, and not an object a line: {CONVERT}")
         if len(line) > limit:
             yield number, TooLarge(limit)
             _skip_rest(file, line)
@@ -353,154 +305,3 @@ def _seek_line(file: BinaryIO, start: int, end: int) -> int:
         if rest.endswith(b"\n"):
             return offset
     return end
-
-
-# Elements of a JSON array
-
-
-def is_array(file: BinaryIO) -> bool:
-    """Return True if the file is a JSON array, False if it has lines of JSON."""
-    return file.read(BLOCK).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
-
-
-def elements(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, JSON) of the elements of an array, which is read into memory.
-
-    The JSON builder of `datasets` is not used: it turns all texts into JSON, with quotes and
-    escapes, if one of them is a number, and ends at a byte that is not UTF-8. Raises ValueError
-    where the array is not JSON or not complete.
-    """
-    # a byte that is not UTF-8 is kept: only the element that has it is a bad document
-    text = file.read().removeprefix(BYTE_ORDER_MARK).decode(errors="surrogateescape")
-    position = _skip_spaces(text, text.index("[") + 1)
-    if text[position : position + 1] == "]":  # an empty array
-        _check_end(text, position)
-        return
-    number = 0
-    while True:
-        number += 1
-        end = _end_of_element(text, position)
-        yield number, text[position:end].encode(errors="surrogateescape")
-        separator = text[end : end + 1]
-        if separator == "]":
-            _check_end(text, end)
-            return
-        if separator != ",":  # "": the file ends
-            raise ValueError(f"not an array in JSON: {separator!r} where , or ] should follow")
-        position = _skip_spaces(text, end + 1)
-
-
-def _end_of_element(text: str, position: int) -> int:
-    """Return the position of what follows the JSON value at `position` and its spaces."""
-    try:
-        _, end = JSON_DECODER.raw_decode(text, position)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"not an array in JSON: {error}") from None
-    return _skip_spaces(text, end)
-
-
-def _check_end(text: str, position: int) -> None:
-    """Raise ValueError if there is more after the ] at `position`."""
-    if _skip_spaces(text, position + 1) < len(text):
-        raise ValueError("not an array in JSON: there is more after its end")
-
-
-def _skip_spaces(text: str, position: int) -> int:
-    """Return the position of the next character that is not a space of JSON."""
-    spaces = JSON_SPACES.match(text, position)
-    assert spaces is not None  # it matches nothing, too
-    return spaces.end()
-
-
-# Records of a csv file
-
-
-class _RecordLines(Iterator[str]):
-    """The lines of a csv file, for csv.reader.
-
-    Raises TooLarge, after all its lines, for a record above the limit.
-    """
-
-    def __init__(self, file: BinaryIO, limit: int):
-        # csv.reader wants line ends as they are; bytes that are not UTF-8 are found in the text of
-        # their record
-        self.text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-        self.limit = limit  # characters of a record
-        self.count = 0  # lines read
-        self.size = 0  # characters read of the current record
-        self.is_quoted = False  # whether it continues in the next line
-
-    def begin_record(self) -> None:
-        self.size = 0
-        self.is_quoted = False
-
-    def __next__(self) -> str:
-        line = self._next_line()
-        if not line:
-            raise StopIteration
-        if self.size > self.limit:
-            while self.is_quoted and self._next_line():
-                pass
-            raise TooLarge(self.limit)
-        return line
-
-    def _next_line(self) -> str:
-        line = self.text.readline()
-        self.count += 1
-        self.size += len(line)
-        if line.count('"') % 2:
-            self.is_quoted = not self.is_quoted
-        return line
-
-
-def records(file: BinaryIO, limit: int, field: str) -> Iterator[tuple[int, str | ValueError]]:
-    """Yield (line, text) of the records of a csv file, whose first one names the columns."""
-    csv.field_size_limit(limit)
-    record_lines = _RecordLines(file, limit)
-    # strict: otherwise a quote that is never closed makes one document of the rest of the file
-    reader = csv.reader(record_lines, strict=True)
-    header: list[str] = []
-    while True:
-        line = record_lines.count + 1
-        record_lines.begin_record()
-        try:
-            record = next(reader, None)
-        except (csv.Error, TooLarge) as error:
-            yield line, error if isinstance(error, TooLarge) else ValueError(str(error))
-            if not header:
-                return
-            continue
-        if record is None:
-            return
-        if not record:  # a blank line
-            continue
-        if header:
-            yield line, _text_of_record(record, header, field)
-            continue
-        if wrong := _wrong_header(record, field):
-            yield line, wrong
-            return
-        header = record
-
-
-def _wrong_header(names: list[str], field: str) -> ValueError | None:
-    """Return the reason why the columns of a csv file have no text, or None."""
-    if names.count(field) == 1:
-        return None
-    if any("\0" in name for name in names):
-        return ValueError("not UTF-8 (its columns have NUL characters, as UTF-16 has)")
-    return no_column(field, names)
-
-
-def _text_of_record(record: list[str], header: list[str], field: str) -> str | ValueError:
-    if len(record) > len(header):  # such as a text with a comma and without quotes
-        return ValueError(
-            f"this record has {len(record)} fields, and the first one, which names them,"
-            f" {len(header)}: a text with a comma needs quotes"
-        )
-    column = header.index(field)
-    if column < len(record):
-        return record[column]
-    return NoText(
-        f'data.text_field = "{field}" is column {column + 1}, and this record has {len(record)}'
-    )

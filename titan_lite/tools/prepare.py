@@ -46,7 +46,6 @@ from titan_lite.data.prepared import (
     check_prepared,
     read_prepared,
 )
-from titan_lite.data.stdlib import Stdlib
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer, warn_of_lost_text
 from titan_lite.environment import usable_cores
 from titan_lite.logging import init_logging, logger
@@ -64,7 +63,7 @@ def prepare(data: Data, tokenizer: Tokenizer, folder: Path, workers: int) -> Pre
     if data.dataset == "prepared":
         raise ConfigError(
             f'{data.key("dataset")} = "prepared": {data.path} is prepared already; use "local",'
-            ' "stdlib" or "c4"'
+            ' "c4" or owner/name'
         )
     with _new_folder(folder) as unfinished:
         return _fill(unfinished, data, tokenizer, workers)
@@ -81,7 +80,7 @@ class Part:
 
 
 def parts_of(config: Config) -> list[Part]:
-    """Return the corpora of a recipe, those of validation last."""
+    """Return the corpora of a recipe, those of validation last. Raises ConfigError."""
     tables = {"data": config.data}
     if config.validation.enable and config.validation.has_documents:
         tables["validation"] = config.validation_data
@@ -97,6 +96,12 @@ def parts_of(config: Config) -> list[Part]:
         ):
             name = f"{prefix}{number}-{_short_name(part)}"
             parts.append(Part(name, f"[{table}.sources]", part, source.weight))
+    for data in [part.data for part in parts]:
+        if data.dataset == "stdlib":
+            raise ConfigError(
+                f'{data.key("dataset")} = "stdlib" is small, and not prepared; use "local", "c4" or'
+                " owner/name"
+            )
     return parts
 
 
@@ -192,7 +197,7 @@ class _Preparation:
         """Write the table of a split, or of both if documents are split by name."""
         import datasets
 
-        corpus = Stdlib() if self.data.dataset == "stdlib" else open_corpus(self.data, split)
+        corpus = open_corpus(self.data, split)
         scratch = folder.with_name("scratch")
         texts = datasets.Dataset.from_generator(
             lambda: self._rows(corpus),
@@ -206,7 +211,7 @@ class _Preparation:
             fingerprint="texts",
         )
         table = self._tokenized(texts, scratch / "tokens.arrow")
-        pieces = [] if isinstance(corpus, Stdlib) else corpus.pieces
+        pieces = corpus.pieces
         piece_of_row = np.concatenate([part.to_numpy() for part in table.data["piece"].chunks])
         documents = np.bincount(piece_of_row, minlength=len(pieces))[: len(pieces)]
         part = write_table(
@@ -218,35 +223,30 @@ class _Preparation:
         shutil.rmtree(scratch)
         return part
 
-    def _rows(self, corpus: Stdlib | Corpus) -> Iterator[dict[str, Any]]:
+    def _rows(self, corpus: Corpus) -> Iterator[dict[str, Any]]:
         """Yield the documents in order, with the number of their piece.
 
         A bad one that may be skipped has an empty text.
         """
-        rows = _stdlib_rows(corpus) if isinstance(corpus, Stdlib) else self._corpus_rows(corpus)
         has_readable = False
-        for row in rows:
-            has_readable = has_readable or row["text"] != ""
-            yield row
-        if not has_readable:
-            raise ConfigError(
-                f'{self.data.key("path")} = "{self.data.path}" has no document that can be read;'
-                " use other documents"
-            )
-
-    def _corpus_rows(self, corpus: Corpus) -> Iterator[dict[str, Any]]:
         for number, piece in enumerate(corpus.pieces):
             for position, raw in corpus.read(piece):
                 text = corpus.document(piece, position, raw)
                 if isinstance(text, BadDocument):
                     self.policy.skip(text)
                     text = ""
+                has_readable = has_readable or text != ""
                 yield {
                     "piece": number,
                     "name": corpus.name(piece, position),
                     "size": corpus.size(position, raw),
                     "text": text,
                 }
+        if not has_readable:
+            raise ConfigError(
+                f'{self.data.key("path")} = "{self.data.path}" has no document that can be read;'
+                " use other documents"
+            )
 
     def _tokenized(self, texts: "Dataset", file: Path) -> "Dataset":
         """Return a table with tokens in place of texts, which lies in `file`."""
@@ -288,11 +288,6 @@ class _Preparation:
                 f"--workers {self.workers}: a process that tokenizes ended ({error}); use fewer"
                 " workers"
             ) from error
-
-
-def _stdlib_rows(library: Stdlib) -> Iterator[dict[str, Any]]:
-    for name in library.names:
-        yield {"piece": 0, "name": name, "size": 0, "text": library.document(name)}
 
 
 def write_table(

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import threading
-import zipfile
 from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -27,22 +26,12 @@ LINES = [{"text": f"line {number} " + "x" * 1000} for number in range(300)]
 JSONL = "".join(json.dumps(line) + "\n" for line in LINES).encode()
 
 
-def zipped(**files):
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as archive:
-        for name, content in files.items():
-            archive.writestr(f"{name}.txt", content)
-    return out.getvalue()
-
-
 FILES = {
     "/corpus/a.jsonl": JSONL,
     "/corpus/b.jsonl.gz": gzip.compress(JSONL),
     "/labelled/b.jsonl.gz": gzip.compress(JSONL),
     "/labelled/b.jsonl": gzip.compress(JSONL),
     "/whole/labelled/b.jsonl.gz": gzip.compress(JSONL),
-    "/corpus.zip": zipped(one="first", two="second"),
-    "/no.zip": b"not a zip" * 100,
     "/secret/a.jsonl": JSONL,
     "/cut.jsonl": JSONL,
     "/short.jsonl": JSONL,
@@ -165,10 +154,6 @@ def test_files_behind_http_are_read(path, times, address):
     assert texts(data) == [line["text"] for line in LINES] * times
 
 
-def test_files_within_a_zip_behind_http_are_read(address):
-    assert texts(local(f"zip://*.txt::http://{address}/corpus.zip")) == ["first", "second"]
-
-
 def test_a_user_and_a_password_are_those_of_the_url(address):
     assert texts(local(f"http://me:SECRET@{address}/secret/a.jsonl"))[0] == LINES[0]["text"]
 
@@ -189,11 +174,8 @@ def test_a_user_and_a_password_are_those_of_the_url(address):
         ("http://HOST/short.jsonl", "the server ends at byte"),
         ("http://127.0.0.1:1/a.jsonl", "Cannot connect"),
         ("http://:x/a.jsonl", "cannot be read"),
-        ("zip://*.txt::http://HOST/no.zip", "BadZipFile"),
-        ("zip://*.txt::http://HOST/absent.zip", "404"),
-        ("zip://*.txt::http://me:WRONG@HOST/secret/a.zip", "401"),
-        ("reference://::http://HOST/corpus/a.jsonl", "cannot be read"),
-        ("reference://::http://HOST/absent.json", "cannot be read"),
+        ("zip://*.txt::http://me:WRONG@HOST/secret/a.zip", "without an archive or a cache"),
+        ("simplecache::http://HOST/corpus/a.jsonl", "without an archive or a cache"),
     ],
 )
 def test_what_cannot_be_read_is_one_line_with_its_url(url, words, address):
@@ -224,24 +206,12 @@ def test_a_body_that_is_cut_is_no_bad_document(address):
 
 @pytest.mark.parametrize(
     ("url", "package"),
-    [("s3://bucket/*.jsonl", "s3fs"), ("gs://bucket/*.jsonl", "gcsfs"), ("az://b/a.csv", "adlfs")],
+    [("s3://bucket/*.jsonl", "s3fs"), ("gs://bucket/*.jsonl", "gcsfs"), ("az://b/a.txt", "adlfs")],
 )
 def test_a_package_that_is_missing_is_named_with_its_extra(url, package, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, package, None)
     with pytest.raises(ConfigError, match=rf"install {package}, which `titan_lite\[remote\]` has"):
         local_files(local(url))
-
-
-def test_a_zip_that_needs_a_password_is_one_line(tmp_path):
-    content = bytearray(zipped(one="first"))
-    for mark, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # flag of encryption
-        content[content.index(mark) + at] |= 1
-    (tmp_path / "a.zip").write_bytes(content)
-    (tmp_path / "a.txt.zip").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"a\.zip.*encrypted"):
-        check_data(local(f"zip://*.txt::{tmp_path}/a.zip"))
-    with pytest.raises(ConfigError, match=r"a\.txt\.zip.*encrypted"):
-        check_data(local(str(tmp_path / "a.txt.zip")))
 
 
 class OddError(Exception):

@@ -116,12 +116,12 @@ def test_a_python_without_sources_is_an_error(monkeypatch, tmp_path):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Seven documents in five files of four formats, one in a subfolder."""
+    """Seven documents in five files of four formats, three in a subfolder."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (tmp_path / "a.txt").write_text("one\ntext \u6f22")
     write_jsonl(tmp_path / "b.jsonl", ["first", "second"])
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub/c.json").write_text(json.dumps([{"text": "third"}, {"text": "fourth"}]))
+    write_jsonl(tmp_path / "sub/c.json", ["third", "fourth"])
     parquet.write_table(pyarrow.table({"text": ["fifth"], "id": [1]}), tmp_path / "sub/d.parquet")
     write_jsonl(tmp_path / "sub/e.jsonl", ["sixth"])
     return tmp_path
@@ -157,7 +157,7 @@ def test_files_folders_and_globs(corpus, path, texts):
 
 def test_strange_names_and_empty_files(tmp_path):
     write_jsonl(tmp_path / "a b [1]*?.jsonl", ["x"])
-    for name in ("empty.jsonl", "empty.json", "empty.csv"):
+    for name in ("empty.jsonl", "empty.json"):
         (tmp_path / name).write_bytes(b"")
     for path in (tmp_path, tmp_path / "a b [1]*?.jsonl"):
         check_data(local(path))
@@ -183,7 +183,7 @@ def test_other_formats_in_a_folder_are_left_out_and_said(corpus, caplog):
     with caplog.at_level(logging.INFO, logger="titan_lite"):
         source = build_source(local(corpus), split="train", seed=0)
     assert [text for _, text in read(source, 0, 7)] == EVERYTHING
-    assert "1 files of other formats are left out" in caplog.text
+    assert "1 files of other formats are left out (.md)" in caplog.text
 
 
 def test_text_field_names_the_field(tmp_path):
@@ -269,11 +269,6 @@ def test_an_empty_split_is_an_error_and_no_hang(tmp_path, split, fraction):
             ["a.jsonl, line 1: ", 'data.text_field = "text" is of type int'],
         ),
         ("a.jsonl", '{"text": "x"\n', ["a.jsonl, line 1: not JSON"]),
-        (
-            "a.csv",
-            "body,id\nx,1\n",
-            ["a.csv, line 1: ", "its columns: body, id; use one of these as data.text_field"],
-        ),
         ("a.parquet", "PAR1", ["a.parquet, row 0: cannot be read"]),
         ("a.txt", b"\xff\xfe\xff", ["a.txt, whole: not UTF-8 (byte 0"]),
         ("a.jsonl", "\n", ["a.jsonl", "has no document; use files"]),
@@ -292,6 +287,14 @@ def test_wrong_local_data_is_found_before_anything_starts(tmp_path, path, conten
         assert 'data.on_bad_document = "skip"' in str(error.value) or path == "a.xml"
         if path != "a.xml":
             check_data(local(tmp_path / path, on_bad_document="skip"))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.arrow", "a.txt.xz", "a.jsonl.zip"])
+def test_a_file_of_another_format_is_refused_with_the_way_to_convert_it(tmp_path, name):
+    (tmp_path / name).write_text("text\nx\n")
+    for path in (tmp_path / name, tmp_path / "*", tmp_path):
+        with pytest.raises(ConfigError, match=r'datasets\.load_dataset\("csv".*\.to_parquet\('):
+            check_data(local(path, on_bad_document="skip"))
 
 
 def test_what_is_wrong_further_on_is_given_with_its_place(tmp_path):

@@ -6,7 +6,7 @@ import logging
 import os
 from itertools import islice
 
-import pyarrow
+import fsspec
 import pytest
 
 from titan_lite.config import ConfigError, Data, load_config
@@ -56,7 +56,6 @@ def test_no_document_changes_its_split_when_folders_are_added(pattern, tmp_path)
 
 
 def test_the_split_at_a_url_does_not_change_when_folders_are_added():
-    fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
     try:
         memory.pipe("/split/2023/a.txt", b"one")
@@ -224,7 +223,6 @@ def test_hidden_files_of_a_folder_are_no_documents(prefix, corpus, caplog):
 
 @pytest.mark.parametrize("pattern", ["", "/**/*.jsonl"])
 def test_hidden_files_at_a_url_are_no_documents(pattern):
-    fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
     line = b'{"text": "a"}'
     try:
@@ -237,43 +235,17 @@ def test_hidden_files_at_a_url_are_no_documents(pattern):
         memory.rm("/hidden", recursive=True)
 
 
-def save_to_disk(folder, texts):
-    """Write what `Dataset.save_to_disk` writes, and a cache of `map` beside it."""
-    folder.mkdir(parents=True)
-    schema = pyarrow.schema([("text", pyarrow.string())])
-    for name in ("data-00000-of-00001.arrow", "cache-5d1f6a.arrow"):
-        with pyarrow.ipc.new_stream(str(folder / name), schema) as writer:
-            writer.write_table(pyarrow.table({"text": texts}))
-    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}
-    (folder / "state.json").write_text(json.dumps(state))
-    (folder / "dataset_info.json").write_text("{}")
-
-
-@pytest.mark.parametrize("folder", ["saved", "corpus/part/saved"])
-@pytest.mark.parametrize("prefix", ["", "file://"])
-def test_a_folder_of_save_to_disk_is_read_as_what_it_is(prefix, folder, tmp_path):
-    save_to_disk(tmp_path / folder, ["one", "two"])
-    data = local(f"{prefix}{tmp_path / folder.partition('/')[0]}")
-    assert [text for _, text in islice(texts(data), 2)] == ["one", "two"]
-    assert [name.rpartition("/")[2] for name in names(data)] == ["data-00000-of-00001.arrow"]
-
-
-def test_the_splits_of_a_saved_dataset_are_not_one_corpus(tmp_path):
-    for split in ("train", "test"):
-        save_to_disk(tmp_path / split, [split])
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(ConfigError, match=f'train, test.*path = "{tmp_path}/train"'):
-        local_files(local(tmp_path))
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    assert "train/data-00000-of-00001.arrow" in names(local(tmp_path))
-    assert "dataset_dict.json" not in names(local(tmp_path))
-
-
-def test_a_saved_dataset_whose_tables_are_not_known_is_named(tmp_path):
-    save_to_disk(tmp_path / "saved", ["one"])
-    (tmp_path / "saved/state.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"saved was written by `datasets`.*data-\*\.arrow"):
-        local_files(local(tmp_path))
+@pytest.mark.parametrize("prefix", ["", "file://", "memory://"])
+def test_a_folder_of_save_to_disk_is_refused_with_the_way_to_convert_it(prefix, tmp_path):
+    fs, corpus = fsspec.url_to_fs(f"{prefix}{tmp_path}/corpus")
+    fs.makedirs(f"{corpus}/saved")
+    for name in ("a.jsonl", "saved/state.json", "saved/dataset_info.json", "saved/data.arrow"):
+        fs.pipe(f"{corpus}/{name}", b"{}")
+    try:
+        with pytest.raises(ConfigError, match=r"load_from_disk.*corpus/saved.*to_parquet"):
+            local_files(local(f"{prefix}{tmp_path}/corpus"))
+    finally:
+        fs.rm(corpus, recursive=True)
 
 
 def test_a_file_of_several_names_is_reported_in_one_line(corpus, caplog):
@@ -374,12 +346,6 @@ def test_sizes_that_a_page_of_http_lacks_are_asked_for(pattern, served, monkeypa
     monkeypatch.setattr(served, "headers", {"size": None})
     with pytest.raises(ConfigError, match=r'data\.path = "http://host.*does not say its size; use'):
         local_files(local(f"http://host/corpus{pattern}"))
-
-
-def test_a_cache_of_fsspec_before_a_url_is_refused(served):
-    served.files["http://host/a.jsonl"] = b'{"text": "a"}\n'
-    with pytest.raises(ConfigError, match=r'"simplecache::" before a URL is not supported; use'):
-        local_files(local("simplecache::http://host/a.jsonl"))
 
 
 def test_a_url_whose_package_is_not_installed_is_refused_with_its_name(monkeypatch):

@@ -474,7 +474,6 @@ def keys_said(data, folder):
         (dict(dataset="local", path="FOLDER/none.jsonl"), {"path"}),
         (dict(dataset="local", path="FOLDER/a.jsonl", text_field="body"), {"text_field"}),
         (dict(dataset="local", path="FOLDER/number.jsonl"), {"text_field"}),
-        (dict(dataset="local", path="FOLDER/a.csv", text_field="body"), {"text_field"}),
         (dict(dataset="local", path="FOLDER/a.parquet", text_field="body"), {"text_field"}),
         (dict(dataset="local", path="FOLDER/a.parquet", text_field="n"), {"text_field"}),
         (dict(dataset="prepared", path="FOLDER/empty"), {"path"}),
@@ -490,7 +489,6 @@ def test_an_error_names_the_key_that_was_written(wrong, keys, tmp_path):
         "a.xyz": "a",
         "none.jsonl": "",
         "number.jsonl": '{"text": 5}',
-        "a.csv": "text\na\n",
     }.items():
         (tmp_path / name).write_text(text)
     parquet.write_table(pyarrow.table({"text": ["a"], "n": [[1]]}), tmp_path / "a.parquet")

@@ -35,6 +35,7 @@ pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.
 ROOT = Path(__file__).parents[3]
 TOKENIZER = load_tokenizer(ROOT / "assets/tokenizer/debug.model")
 RECIPE = str(ROOT / "train_configs/debug_model.toml")
+DATA = ["--data.dataset=local", "--data.path=corpus.jsonl"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,7 +62,7 @@ def corpus(tmp_path_factory):
     """160 documents in files of several formats, and two bad ones."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "a.jsonl").write_text(lines(range(50)) + "bad\n" + lines(range(50, 70)))
-    (folder / "b.csv").write_text("id,text\n" + "".join(f"{i},document {i}\n" for i in range(40)))
+    (folder / "b.json").write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(40)))
     (folder / "c.txt").write_text("one text\n")
     table = pyarrow.table(
         {"text": [*map(text, range(100, 140)), None, *map(text, range(150, 159))]}
@@ -97,7 +98,7 @@ def test_a_row_is_a_document_with_its_name(corpus, folder):
         f"a.jsonl:{len(lines(range(50)))}",
         "d.parquet:40",
     ]
-    for name, expected in (("b.csv:2", "document 0"), ("c.txt", "one text\n")):
+    for name, expected in (("b.json:1", "document 0"), ("c.txt", "one text\n")):
         assert rows[name].tolist() == TOKENIZER.encode_document(expected).tolist()
         assert rows[name].dtype == "uint16"
 
@@ -242,12 +243,13 @@ def children(pid):
     [
         (["FOLDER"], "expected RECIPE FOLDER first"),
         ([RECIPE, "--workers", "1"], "expected RECIPE FOLDER first"),
-        ([RECIPE, "HERE"], "exists, and nothing is overwritten"),
+        ([RECIPE, "HERE", *DATA], "exists, and nothing is overwritten"),
         ([RECIPE, "new", "--workers", "-1"], "--workers -1: expected 0 or more"),
-        ([RECIPE, "begun", "--workers", "0"], "unfinished-begun exists: another process writes it"),
+        ([RECIPE, "begun", *DATA], "unfinished-begun exists: another process writes it"),
         (["--verify", "HERE", RECIPE], "expected nothing else"),
         ([RECIPE, "new", "--data.dataset=prepared", "--data.path=HERE"], "is prepared already"),
         ([RECIPE, "new", "--data.dataset=local", "--data.path=nowhere"], "no such file"),
+        ([RECIPE, "new"], 'data.dataset = "stdlib" is small, and not prepared; use "local"'),
         ([RECIPE, "new", "--model.tokenizer_path=nowhere"], "cannot be read"),
         (["--verify", "nowhere"], 'data.path = "nowhere": prepared.json cannot be read (No such'),
     ],
@@ -267,7 +269,7 @@ def test_documents_are_not_written_into_a_step(tmp_path, capsys):
     for name in ("manifest.json", ".metadata"):
         (tmp_path / "step-12" / name).touch()
     target = str(tmp_path / "step-12/prepared")
-    assert command.main([RECIPE, target]) == 2
+    assert command.main([RECIPE, target, *DATA]) == 2
     assert f"FOLDER {target}: lies within {tmp_path}/step-12, a step" in capsys.readouterr().err
 
 
@@ -447,16 +449,6 @@ def test_loader_processes_give_them_too(corpus, folder):
     data = prepared(folder)
     expected = windows(local(corpus), degrees=(2,), steps=10)
     assert torch.equal(windows(data.replace(num_workers=2), degrees=(2,), steps=10)[0], expected[0])
-
-
-def test_the_standard_library_gives_its_batches(tmp_path):
-    folder = tmp_path / "stdlib"
-    prepare(Data(), TOKENIZER, folder, workers=0)
-    for split in ("train", "validation"):
-        from_text, states = windows(Data(num_workers=0), split, steps=5)
-        from_tokens, same_states = windows(prepared(folder), split, steps=5)
-        assert torch.equal(from_tokens, from_text)
-        assert same_states == states
 
 
 def test_c4_keeps_its_own_split(tmp_path, monkeypatch):

@@ -289,7 +289,7 @@ def test_a_file_that_is_touched_or_put_back_within_a_run_is_the_same(corpus, tmp
     assert list(islice(documents, 60)) == first
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.csv", "a.json", "a.parquet", "a.arrow"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.json", "a.parquet"])
 def test_files_of_every_format_are_looked_at_when_they_are_opened(name, tmp_path):
     import gzip
 
@@ -302,13 +302,8 @@ def test_files_of_every_format_are_looked_at_when_they_are_opened(name, tmp_path
     match path.suffix:
         case ".parquet":
             parquet.write_table(table, path)
-        case ".arrow":
-            with pyarrow.ipc.new_file(str(path), table.schema) as file:
-                file.write_table(table)
         case ".gz":
             path.write_bytes(gzip.compress(line))
-        case ".csv":
-            path.write_text("text\none\n")
         case _:
             path.write_bytes(line)
     documents = epochs(local(tmp_path))
