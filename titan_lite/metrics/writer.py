@@ -61,12 +61,12 @@ import torch
 from titan_lite.config import ConfigError, Metrics
 from titan_lite.config.errors import MachineError
 from titan_lite.logging import logger
-from titan_lite.metrics.event_file import EventFile
 from titan_lite.metrics.run_files import read_metrics
 from titan_lite.text import error_line
 
 if TYPE_CHECKING:
     import wandb
+    from torch.utils.tensorboard import SummaryWriter
 
 COLOURS = {"loss": "\033[32m", "grad_norm": "\033[34m", "tps": "\033[36m", "mfu": "\033[35m"}
 END_OF_COLOUR = "\033[0m"
@@ -107,7 +107,7 @@ class MetricsWriter:
         self.started = time.perf_counter()
         self.warned_of_loss = False  # a file could not be written
         self.in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        self.tensorboard: EventFile | None = None
+        self.tensorboard: SummaryWriter | None = None
         self.wandb: wandb.Run | None = None
         if not writes:
             return
@@ -148,10 +148,8 @@ class MetricsWriter:
         self._write({"step": step, **finite, "time": seconds})
         if self.tensorboard is not None:
             try:
-                from torch.utils.tensorboard.summary import scalar
-
                 for name, value in values.items():
-                    self.tensorboard.add(scalar(name, value), step)
+                    self.tensorboard.add_scalar(name, value, step)
                 self.tensorboard.flush()
             except OSError as error:
                 self._warn_of_loss(error)
@@ -204,29 +202,32 @@ class MetricsWriter:
         self.warned_of_loss = True
 
 
-def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int | None) -> EventFile:
-    """Return an event file with the recipe as text and as hyperparameters. Raises OSError.
+def start_tensorboard(
+    folder: Path, recipe: Mapping[str, Any], purge_step: int | None
+) -> "SummaryWriter":
+    """Return a writer of events with the recipe as text and as hyperparameters. Raises OSError.
 
     purge_step: the first step of a resumed run, from which on older values are hidden.
     """
-    from torch.utils.tensorboard.summary import hparams, text  # slow, and only one rank needs it
+    from torch.utils.tensorboard import SummaryWriter  # slow, and only one rank needs it
+    from torch.utils.tensorboard.summary import hparams
 
-    file = EventFile(folder, purge_step)
+    writer = SummaryWriter(folder, purge_step=purge_step)
     # a Markdown code block
     lines = [
         f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()
     ]
-    file.add(text("recipe", "\n".join(lines)), (purge_step or 1) - 1)
+    writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
     chosen = {  # lists are not admitted as values
         key: json.dumps(value) if isinstance(value, list) else value
         for key, value in recipe.items()
         if key.partition(".")[0] in HYPERPARAMETERS
     }
     metrics = {"loss": 0.0, "validation_loss": 0.0}
-    for summary in hparams(chosen, metrics):  # torch's own method would start a new run
-        file.add(summary)
-    file.flush()
-    return file
+    for summary in hparams(chosen, metrics):  # SummaryWriter.add_hparams would start a new run
+        writer._get_file_writer().add_summary(summary)
+    writer.flush()
+    return writer
 
 
 def start_wandb(dump_folder: Path, recipe: dict[str, Any]) -> "wandb.Run":
