@@ -8,7 +8,7 @@ The fault is a JSON object:
     at      a method of Hook without "on_", such as "validation_batch"; or "compile", or "layer" with
             the layer's number in "layer"
     step    in this step alone, and once; from: in every step from this one on
-    sleep   seconds; or compute: seconds of processor time; or hold: seconds in a library that lets no other Python thread
+    sleep   seconds; or hold: seconds in a library that lets no other Python thread
             run; or raise: an error's message; or signal: one that the rank sends to itself, or "to" the "launcher" that
             started it, or to "nobody": the test sends it. The rank goes on when it has received it.
     every   true: in every attempt of the launcher, not in the first alone
@@ -32,7 +32,7 @@ from titan_lite.train import main
 FAULT = json.loads(os.environ["FAULT"])
 happened = []  # the steps, in this process
 # A rank to which one of these happens answers the others, on a busy machine after a while.
-if {"sleep", "compute", "raise"} & FAULT.keys():
+if {"sleep", "raise"} & FAULT.keys():
     watchdog.GRACE = watchdog.GRACE_AFTER_LOST_CONNECTION = 60.0
 
 
@@ -40,10 +40,6 @@ def happen():
     print(f"fault: {FAULT}", flush=True)
     if "sleep" in FAULT:
         time.sleep(FAULT["sleep"])
-    elif "compute" in FAULT:
-        until = time.thread_time() + FAULT["compute"]
-        while time.thread_time() < until:
-            pass
     elif "hold" in FAULT:
         ctypes.PyDLL(None).usleep(int(FAULT["hold"] * 1e6))
     elif "raise" in FAULT:

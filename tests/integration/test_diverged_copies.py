@@ -97,8 +97,8 @@ def test_a_rank_with_other_weights_is_told_before_the_save_and_the_run_goes_on_f
 ):
     line, logged = refused(2, tmp_path, [*OPTIONS, *PURE_DDP], noise)
     assert re.match(
-        r"error: step 4: ranks 0 and 1 have different copies of tok_embeddings.weight and \d+"
-        r" others, and ",
+        r"error: step 4: rank 0 and rank 1 have different copies of tok_embeddings.weight and \d+"
+        r" others; ",
         line,
     )
     assert line.endswith("checkpoint/step-2")
@@ -113,8 +113,7 @@ def test_a_bit_of_a_norm_under_tensor_parallelism_is_seen_every_so_many_steps(tm
         2, tmp_path, [*OPTIONS, *TENSOR, "--training.compare_copies_freq=3"], a_bit_of_a_norm
     )
     assert line.startswith(
-        "error: step 3: ranks 0 and 1 have different copies of layers.1.ffn_norm.weight, and which"
-        " is right"
+        "error: step 3: rank 0 and rank 1 have different copies of layers.1.ffn_norm.weight; so"
     )
     assert logged == ["1", "2"]
 
@@ -130,14 +129,15 @@ def test_a_row_that_no_token_uses_is_seen_when_it_is_not_finite(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (noise, r"ranks 1 and 3 have different copies of tok_embeddings.weight and \d+ others"),
+        (noise, r"rank 1 and rank 3 have different copies of tok_embeddings.weight and \d+ others"),
         (
             a_moment,
-            r"ranks 1 and 3 have different copies of output.weight and 1 other",
+            r"rank 1 and rank 3 have different copies of output.weight and 1 other",
         ),  # the weight follows
         (
             a_counter,
-            r"rank 3 differs from the other copies of norm.weight and 1 other",
+            r"rank 1 and rank 3 have different copies of norm.weight; rank 3 and ranks 1-2 have"
+            r" different copies of norm.weight.step",
         ),  # all four have the counter
     ],
 )
@@ -150,7 +150,7 @@ def test_of_sharded_copies_the_ranks_with_the_same_shard_are_named(fault, words,
 def test_of_four_copies_of_a_norm_the_one_that_is_alone_is_named(tmp_path):
     line, _ = refused(4, tmp_path, [*OPTIONS, *PURE_DDP, *TENSOR], a_bit_of_a_norm, 2)
     assert line.startswith(
-        "error: step 4: rank 2 differs from the other copies of layers.1.ffn_norm.weight"
+        "error: step 4: rank 2 and ranks 0, 3 have different copies of layers.1.ffn_norm.weight"
     )
 
 

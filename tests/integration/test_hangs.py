@@ -89,7 +89,7 @@ def test_of_a_stopped_rank_the_other_one_tells(tmp_path):
     )
     assert "rank 1 gives no sign of life (stopped, dead, or cut off)" in text
     # of a parameter, or of the loss and the times of ranks
-    assert re.search(r"rank 0 waits in \w+ #\d+.*, which rank 1 did not enter", text)
+    assert re.search(r"rank 0 waits in \w+ #\d+.* for rank 1", text)
 
 
 @pytest.mark.release
@@ -98,7 +98,7 @@ def test_one_of_the_other_ranks_names_a_stopped_rank(stopped, tmp_path):
     text = stop_a_rank(4, tmp_path, stopped, "--parallelism.tensor_parallel_degree", "2")
     assert len(re.findall("hang: ", text)) == 1  # one tells for all
     assert f"rank {stopped} gives no sign of life (stopped, dead, or cut off)" in text
-    assert re.search(rf"wait(s)? in \w+ #\d+.*, which rank {stopped} did not enter", text)
+    assert re.search(rf"wait(s)? in \w+ #\d+.* for rank {stopped}", text)
 
 
 @pytest.mark.slow
@@ -108,34 +108,13 @@ def test_a_rank_that_does_not_enter_a_collective_is_named_with_the_layer(tmp_pat
     ) as jobs:
         text = all_ended(jobs)
     assert len(re.findall("hang: ", text)) == 1
-    assert re.search(
-        r"rank 1 did not enter all_gather #\d+ \(layers\.[23]\); rank 0 waits there", text
-    )
+    assert re.search(r"rank 0 waits in all_gather #\d+ \(layers\.[23]\) for rank 1", text)
     place = (
         r"happen \(tests/faulty.py:\d+\), called by forward"
         r" \(titan_lite/models/transformer.py:\d+\)"
     )
     assert re.search(f"rank 1, in step 3: {place}", text)
     assert "gives no sign" not in text
-
-
-@pytest.mark.slow
-def test_a_step_that_is_merely_slow_is_called_slow(tmp_path):
-    """One rank computes for longer than the limit, and the other waits for it in a collective."""
-    with Ranks(
-        2,
-        tmp_path,
-        *LIMIT,
-        fault={"rank": 1, "at": "layer", "layer": 2, "step": 3, "compute": 1000},
-    ) as jobs:
-        text = all_ended(jobs)
-    assert re.search(
-        r"slow: rank \d has made no progress for 30 s in step 3"
-        r" \(comm.train_timeout_seconds = 30\); rank 1 .*computes all the time: .* raise"
-        r" comm.train_timeout_seconds",
-        text,
-    )
-    assert "hang: " not in text
 
 
 @pytest.mark.release

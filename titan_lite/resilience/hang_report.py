@@ -1,8 +1,8 @@
 """Make a verdict in words from the records of ranks when a run hung.
 
     verdict(records, world_size=4)
-    # "rank 3 did not enter all_gather #214 (layers.4); ranks 0-2 wait there
-    #  rank 3 is in forward (titan_lite/models/llama3.py:131)"
+    # "ranks 0-2 wait in all_gather #214 (layers.4) for rank 3
+    #  rank 3, in step 7: forward (titan_lite/models/llama3.py:131)"
 
 A record has JSON types: where a rank's Python code is, and the collectives of every process group
 in its flight recorder. These are plain functions; the threads are in watchdog.py.
@@ -68,7 +68,6 @@ class RankRecord(TypedDict):
 
     phase: str  # of the run, such as "step 7"
     code: str  # position of its Python code
-    computes: bool  # its code has used a CPU core since its last progress
     groups: dict[str, GroupRecord]
 
 
@@ -169,29 +168,9 @@ def _describe_function(frame: FrameType) -> str:
     return f"{frame.f_code.co_name} ({path}:{frame.f_lineno})"
 
 
-def slow_ranks(records: Mapping[int, RankRecord], world_size: int) -> list[int]:
-    """Return the ranks that compute, if all others wait for them in collectives: the run is slow.
-
-    [] if a rank has not answered, or neither computes nor waits in a collective: the run hangs.
-    """
-    not_waiting = [
-        rank for rank, record in sorted(records.items()) if _oldest_waiting(record) is None
-    ]
-    compute = all(records[rank]["computes"] for rank in not_waiting)
-    return not_waiting if compute and len(records) == world_size else []
-
-
-def describe_slow(ranks: Collection[int], limit_key: str) -> str:
-    """Return what to do about ranks that compute for longer than comm.<limit_key>."""
-    return (
-        f"{_clause(ranks, 'compute')} all the time: if a step takes so long, as with a large"
-        f" training.seq_len on a CPU, raise comm.{limit_key}"
-    )
-
-
 def verdict(records: Mapping[int, RankRecord], world_size: int) -> str:
-    """Return lines on the ranks that others wait for, the collectives in which these wait, and the
-    Python code of some ranks.
+    """Return lines on the ranks that have not answered, on who waits in which collective for whom,
+    and on where the ranks are that others wait for.
 
     records: those of the ranks that have answered; the others are stopped, dead, or cut off.
     """
@@ -201,71 +180,35 @@ def verdict(records: Mapping[int, RankRecord], world_size: int) -> str:
         if (oldest := _oldest_waiting(record)) is not None
     }
     lines = []
-    blamed: set[int] = set()
     if absent := [rank for rank in range(world_size) if rank not in records]:
         lines.append(f"{_clause(absent, 'give')} no sign of life (stopped, dead, or cut off)")
 
+    waited_for: set[int] = set()
     for key in sorted({(one.group, one.number) for one in waiting.values()}):
         there = {rank: one for rank, one in waiting.items() if (one.group, one.number) == key}
-        more_lines, more_blamed = _verdict_on_collective(records, waiting, there)
-        lines += more_lines
-        blamed |= more_blamed
-    if waiting and not lines:
-        lines.append("no rank is missing: they wait for each other")
-        lines += [
-            f"rank {rank} waits in {one}" for rank, one in sorted(waiting.items())[:MAX_NAMED]
+        collective = next(iter(there.values()))
+        outside = [
+            rank
+            for rank in sorted(_members(records, collective.group))
+            if rank not in there and not _has_entered(records.get(rank), collective)
         ]
+        late = [rank for rank in outside if rank not in waiting]
+        if outside and not late:
+            continue  # they wait elsewhere themselves
+        waited_for.update(late)
+        # some ranks may not know the parameters, and ranks may differ in the operation
+        by_parameters = sorted(there.values(), key=lambda one: one.parameters)
+        names = {one.operation: str(one) for one in by_parameters}
+        whom = f" for {name_ranks(late)}" if late else ", which all have entered"
+        lines.append(f"{_clause(there, 'wait')} in {' or '.join(names.values())}{whom}")
+    if waiting and not lines:
+        lines.append("the ranks wait for each other")
 
     not_waiting = sorted(set(records) - set(waiting))
-    described = sorted(blamed) or not_waiting or sorted(records)[:1]
+    described = sorted(waited_for & set(records)) or not_waiting or sorted(records)
     descriptions = [describe_rank(rank, records[rank]) for rank in described]
     lines += first_lines(descriptions, MAX_NAMED)
     return "\n".join(lines)
-
-
-def _verdict_on_collective(
-    records: Mapping[int, RankRecord],
-    waiting: Mapping[int, WaitingCollective],
-    there: Mapping[int, WaitingCollective],
-) -> tuple[list[str], set[int]]:
-    """Return lines on one collective, and the ranks with a record that are to blame.
-
-    waiting: by rank, the oldest collective that it waits in. there: those of them in this one.
-    """
-    lines = []
-    # some ranks may not know the parameters
-    collective = max(there.values(), key=lambda one: one.parameters)
-    missing = [
-        rank
-        for rank in sorted(_members(records, collective.group))
-        if rank not in there and not _has_entered(records.get(rank), collective)
-    ]
-    # A rank that waits elsewhere is not to blame.
-    late = [rank for rank in missing if rank in records and rank not in waiting]
-    gone = [rank for rank in missing if rank not in records]
-    blamed = set(late)
-    if late:
-        lines.append(
-            f"{name_ranks(late)} did not enter {collective}; {_clause(there, 'wait')} there"
-        )
-    elif gone:
-        lines.append(
-            f"{_clause(there, 'wait')} in {collective}, which {name_ranks(gone)} did not enter"
-        )
-
-    first_ranks = {one.operation: rank for rank, one in sorted(there.items(), reverse=True)}
-    if len(first_ranks) > 1 and not collective.point_to_point:
-        blamed.update(first_ranks.values())
-        text = ", ".join(f"rank {rank} {operation}" for operation, rank in first_ranks.items())
-        lines.append(
-            f"ranks entered different collectives as #{collective.number} of a group: {text}"
-        )
-    elif not missing:
-        lines.append(
-            f"{_clause(there, 'wait')} in {collective}, which all have entered: suspect the network"
-            " or a device"
-        )
-    return lines, blamed
 
 
 def _members(records: Mapping[int, RankRecord], group: str) -> set[int]:

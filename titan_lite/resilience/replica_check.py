@@ -18,7 +18,6 @@ import functools
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -30,10 +29,14 @@ from torch.distributed.tensor import DTensor
 from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.dtensor import local
 from titan_lite.resilience import TrainingError
+from titan_lite.resilience.hang_report import name_ranks
+from titan_lite.text import first_lines, first_names
 
 # Elements whose bits are summed at once: 8 bytes each fit a cache, or need few kernels
 CHUNK = {"cpu": 2**16, "cuda": 2**22}
 MAX_FINDINGS = 1000  # tensors in the findings of one rank
+MAX_CLAUSES = 4  # of a message
+MAX_HOSTS = 4  # named of several ranks
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
@@ -194,67 +197,32 @@ def _coordinates(tensor: Tensor) -> tuple[int, ...]:
     )
 
 
-# The verdict
-
-
-@dataclass
-class Verdict:
-    """Which ranks have wrong copies."""
-
-    blamed: set[int] = field(default_factory=set)  # differ from a majority of copies
-    candidates: set[int] = field(default_factory=set)  # one of them is wrong, without a majority
-    undecided: dict[TensorShard, list[int]] = field(default_factory=dict)  # its ranks, by shard
-
-    @property
-    def suspects(self) -> set[int]:
-        return self.blamed | self.candidates
+# In words
 
 
 def describe(findings: Sequence[Findings]) -> str:
-    """Describe the findings of all ranks: ranks whose copies differ, values that are not finite,
-    and the hardware to suspect.
-    """
+    """Describe the findings of all ranks: ranks whose copies differ, values that are not finite."""
     hosts = [of_rank.host for of_rank in findings]
-    holders = _ranks_by_checksum(findings)
+    differing: dict[tuple[tuple[int, ...], ...], list[str]] = defaultdict(list)
+    for shard, by_checksum in _ranks_by_checksum(findings).items():
+        groups = sorted(by_checksum.values(), key=lambda ranks: (len(ranks), ranks))
+        differing[tuple(map(tuple, groups))].append(shard.name)
     not_finite: dict[str, list[int]] = defaultdict(list)
     for rank, of_rank in enumerate(findings):
         for name in of_rank.not_finite:
             not_finite[name].append(rank)
-    not_finite_ranks = {rank for ranks in not_finite.values() for rank in ranks}
-    verdict = _judge(holders, not_finite_ranks)
 
     clauses = []
-    if verdict.blamed:
-        names = [
-            shard.name for shard, groups in holders.items() if verdict.blamed & _all_ranks(groups)
-        ]
-        verb = "differs" if len(verdict.blamed) == 1 else "differ"
-        clauses.append(
-            f"{_name_ranks(verdict.blamed, hosts)} {verb} from the other copies of"
-            f" {_name_tensors(names)}"
-        )
-    if verdict.candidates:
-        names = [
-            shard.name
-            for shard, ranks in verdict.undecided.items()
-            if verdict.candidates.intersection(ranks)
-        ]
-        clauses.append(
-            f"{_name_ranks(verdict.candidates, hosts)} have different copies of"
-            f" {_name_tensors(names)}, and which is right is unknown"
-        )
     if not_finite:
         verb = "is" if len(not_finite) == 1 else "are"
+        ranks = sorted({rank for ranks in not_finite.values() for rank in ranks})
         clauses.append(
-            f"{_name_tensors(not_finite)} {verb} not finite on"
-            f" {_name_ranks(not_finite_ranks, hosts)}"
+            f"{_name_tensors(not_finite)} {verb} not finite on {_name_ranks(ranks, hosts)}"
         )
-    if holders:
-        clauses.append(
-            f"if it happens again, suspect the hardware of {_name_ranks(verdict.suspects, hosts)},"
-            " and exclude that node"
-        )
-    return "; ".join(clauses)
+    for groups_of_equal, names in differing.items():
+        holders = " and ".join(_name_ranks(ranks, hosts) for ranks in groups_of_equal)
+        clauses.append(f"{holders} have different copies of {_name_tensors(names)}")
+    return "; ".join(first_lines(clauses, MAX_CLAUSES))
 
 
 def _ranks_by_checksum(findings: Sequence[Findings]) -> dict[TensorShard, dict[int, list[int]]]:
@@ -266,34 +234,6 @@ def _ranks_by_checksum(findings: Sequence[Findings]) -> dict[TensorShard, dict[i
     return holders
 
 
-def _all_ranks(groups: Mapping[int, list[int]]) -> set[int]:
-    return {rank for ranks in groups.values() for rank in ranks}
-
-
-def _judge(holders: Mapping[TensorShard, Mapping[int, list[int]]], not_finite: set[int]) -> Verdict:
-    """Return which ranks are wrong. holders: ranks by shard and checksum. not_finite: ranks.
-
-    A majority is right. Without a majority, blame the rank that is wrong elsewhere.
-    """
-    verdict = Verdict()
-    for shard, groups in holders.items():
-        ranks = _all_ranks(groups)
-        majorities = [same for same in groups.values() if 2 * len(same) > len(ranks)]
-        if majorities:
-            verdict.blamed |= ranks.difference(majorities[0])
-        else:
-            verdict.undecided[shard] = sorted(ranks)
-
-    wrong_elsewhere = verdict.blamed | not_finite
-    for ranks_of_shard in verdict.undecided.values():
-        guilty = wrong_elsewhere.intersection(ranks_of_shard)
-        if guilty and len(guilty) < len(ranks_of_shard):
-            verdict.blamed |= guilty
-        else:
-            verdict.candidates.update(ranks_of_shard)
-    return verdict
-
-
 def _name_tensors(names: Iterable[str]) -> str:
     """Return ["optimizer.state.norm.weight.step", ...] as "norm.weight.step and 2 others"."""
     first, *others = dict.fromkeys(name.removeprefix("optimizer.state.") for name in names)
@@ -303,9 +243,7 @@ def _name_tensors(names: Iterable[str]) -> str:
     return f"{first} and {len(others)} {noun}"
 
 
-def _name_ranks(ranks: Collection[int], hosts: Sequence[str]) -> str:
-    """Return {0, 1} as "ranks 0 (node-a) and 1 (node-b)"."""
-    *firsts, last = [f"{rank} ({hosts[rank]})" for rank in sorted(ranks)]
-    if not firsts:
-        return f"rank {last}"
-    return f"ranks {', '.join(firsts)} and {last}"
+def _name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return [0, 1, 2] as "ranks 0-2 (node-a, node-b)"."""
+    names = [*dict.fromkeys(hosts[rank] for rank in ranks)]
+    return f"{name_ranks(ranks)} ({first_names(names, MAX_HOSTS)})"

@@ -42,8 +42,6 @@ from titan_lite.resilience.hang_report import (
     collectives_by_group,
     describe_frame,
     describe_rank,
-    describe_slow,
-    slow_ranks,
     verdict,
 )
 
@@ -55,8 +53,6 @@ PATIENCE = 3 * GRACE
 GRACE_AFTER_LOST_CONNECTION = 3.0
 # Seconds to live after the verdict: if this rank hosts the store, the others must read it, too
 STORE_LIFETIME = 1.0
-# Of the time without progress: less CPU time of the training thread is none. Cores may be shared.
-MIN_CPU_SHARE = 0.1
 CHECK_INTERVAL = 0.25  # seconds between looks for progress
 CALL_INTERVAL = 1.0  # seconds between looks for a call of another rank
 NO_LIMIT = float("inf")
@@ -97,7 +93,6 @@ class Watchdog:
         self.limit = NO_LIMIT  # seconds without progress
         self.last_progress = time.monotonic()
         self.training_thread = threading.get_ident()  # its code's position is recorded
-        self.cpu_at_progress = cpu_seconds(self.training_thread)
         # Collectives, and where the compiler is, at the last look: a change is progress.
         self.last_look: tuple[str, int | None] = ("", None)
 
@@ -141,7 +136,6 @@ class Watchdog:
         if phase not in ("", self.phase_name):
             self.phase_name = phase
             self.phase_start = self.last_progress
-        self.cpu_at_progress = cpu_seconds(self.training_thread)
 
     def disable(self) -> None:
         """Remove the limit."""
@@ -153,18 +147,6 @@ class Watchdog:
 
     def is_hanging(self) -> bool:
         return time.monotonic() - self.last_progress > self.limit
-
-    def computes(self) -> bool:
-        """Return True if the training thread has used a CPU core since the last progress.
-
-        Without a flight recorder a wait for a GPU, which also uses a core, may be one for another
-        rank.
-        """
-        if not self.comm.trace_buf_size:
-            return False
-        seconds = time.monotonic() - self.last_progress
-        used = cpu_seconds(self.training_thread) - self.cpu_at_progress
-        return used > MIN_CPU_SHARE * seconds
 
     # Errors
 
@@ -242,10 +224,9 @@ class Watchdog:
                 self.progress()
             if self.is_hanging():
                 self._end(
-                    f"rank {self.rank} has made no progress for {self.limit:g} s in"
+                    f"hang: rank {self.rank} has made no progress for {self.limit:g} s in"
                     f" {self.phase_name} (comm.{self.limit_key} = {self.limit:g})",
                     min(GRACE, self.limit),
-                    self.limit_key,
                 )
 
     def _end_if_interpreter_is_held(self) -> None:
@@ -293,19 +274,17 @@ class Watchdog:
         logger.error(f"stopped, since {cause}")
         self._exit()
 
-    def _end(self, reason: str, grace: float, limit_key: str = "") -> NoReturn:
+    def _end(self, reason: str, grace: float) -> NoReturn:
         """Agree on the verdict, print it and exit.
 
         reason: of this rank's call, or "" if another rank called. grace: seconds to wait for the
-        records of other ranks. limit_key: of [comm], the limit that is over, "" after an error.
+        records of other ranks.
         """
         self.ending.acquire()  # never released: a second thread waits here for the end
         faulthandler.dump_traceback_later(2 * PATIENCE, exit=True, file=sys.__stderr__ or 2)
         text = None
         if self.store is not None:  # else it was not even reached
-            text = _call_within(
-                grace + GRACE, lambda: self._exchange_records(reason, grace, limit_key)
-            )
+            text = _call_within(grace + GRACE, lambda: self._exchange_records(reason, grace))
         if text is None:
             store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             logger.error(
@@ -320,7 +299,7 @@ class Watchdog:
             handler.flush()
         os._exit(1)
 
-    def _exchange_records(self, reason: str, grace: float, limit_key: str) -> str:
+    def _exchange_records(self, reason: str, grace: float) -> str:
         """Write this rank's record.
 
         The first rank that arrives makes, prints and returns the verdict; the others return "".
@@ -329,8 +308,7 @@ class Watchdog:
         assert store is not None
         store.set(f"record/{self.rank}", json.dumps(self.record()))
         is_first = store.add("arrived", 1) == 1
-        call = store.compare_set("call", "", json.dumps([reason or "called", limit_key]))
-        reason, limit_key = json.loads(call)
+        reason = store.compare_set("call", "", reason or "called").decode()
         if not is_first:
             # The process that hosts the store may end after the verdict.
             with contextlib.suppress(dist.DistError):
@@ -345,11 +323,6 @@ class Watchdog:
         for rank in range(self.world_size):
             if store.check([f"record/{rank}"]):
                 records[rank] = json.loads(store.get(f"record/{rank}"))
-        slow = slow_ranks(records, self.world_size) if limit_key else []
-        if slow:
-            reason = f"slow: {reason}; {describe_slow(slow, limit_key)}"
-        elif limit_key:
-            reason = f"hang: {reason}"
         text = f"{reason}\n{verdict(records, self.world_size)}"
         logger.error(text)
         store.set("verdict", text)
@@ -371,7 +344,6 @@ class Watchdog:
         return {
             "phase": self.phase_name,
             "code": describe_frame(frame),
-            "computes": self.computes(),
             "groups": collectives_by_group(entries, members, self.started_collectives),
         }
 
@@ -408,13 +380,6 @@ def is_compiler(code: CodeType) -> bool:
     if code.co_filename.endswith("titan_lite/compile/compiled_model.py"):
         return code.co_name == "make_graphs"
     return code.co_filename.endswith("torch/_dynamo/convert_frame.py")
-
-
-def cpu_seconds(thread: int) -> float:
-    """Return the CPU time of a thread, by its identifier; 0 where the system has none."""
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return 0.0
-    return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def _connect() -> dist.TCPStore:

@@ -10,7 +10,6 @@ from titan_lite.resilience.hang_report import (
     collectives_by_group,
     describe_frame,
     name_ranks,
-    slow_ranks,
     verdict,
 )
 
@@ -46,13 +45,10 @@ def record(
     started=(),
     phase="step 7",
     code="forward (model.py:3)",
-    computes=False,
 ):
     names = {one["process_group"][0] for one in entries}
     groups = collectives_by_group(entries, dict.fromkeys(names, members), started)
-    return json.loads(
-        json.dumps({"phase": phase, "code": code, "computes": computes, "groups": groups})
-    )  # as it travels
+    return json.loads(json.dumps({"phase": phase, "code": code, "groups": groups}))  # as it travels
 
 
 def lines(records, world_size=4):
@@ -64,7 +60,7 @@ def test_a_rank_that_did_not_enter_is_named_with_what_it_is_for():
     others = record(entry("0", 213, retired=True), entry("0", 214), started=[started])
     late = record(entry("0", 213, retired=True), code="sleep (data.py:9)")
     assert lines({0: others, 1: others, 2: others, 3: late}) == [
-        "rank 3 did not enter all_gather #214 (layers.4.attention.wq.weight); ranks 0-2 wait there",
+        "ranks 0-2 wait in all_gather #214 (layers.4.attention.wq.weight) for rank 3",
         "rank 3, in step 7: sleep (data.py:9)",
     ]
 
@@ -72,19 +68,20 @@ def test_a_rank_that_did_not_enter_is_named_with_what_it_is_for():
 def test_a_collective_of_no_parameters_has_not_the_names_of_the_one_before():
     started = (9 * SECOND - 1000, "0", "layers.4.attention.wq.weight")
     gather = entry("0", 10, "gloo:gather", created=9 * SECOND + 1000)
-    others = record(entry("0", 9, retired=True), gather, started=[started])
-    late = record(entry("0", 9, retired=True))
-    assert (
-        lines({0: others, 1: late}, 2)[0] == "rank 1 did not enter gather #10; rank 0 waits there"
-    )
+    others = record(entry("0", 9, retired=True), gather, started=[started], members=(0, 1))
+    late = record(entry("0", 9, retired=True), members=(0, 1))
+    assert lines({0: others, 1: late}, 2)[0] == "rank 0 waits in gather #10 for rank 1"
 
 
 def test_a_rank_without_a_record_gives_no_sign_of_life():
     others = record(entry("0", 9, "nccl:_reduce_scatter_base"))
     assert lines({0: others, 1: others, 3: others}) == [
         "rank 2 gives no sign of life (stopped, dead, or cut off)",
-        "ranks 0-1, 3 wait in reduce_scatter #9, which rank 2 did not enter",
-        "rank 0, in step 7: forward (model.py:3), waits in reduce_scatter #9",
+        "ranks 0-1, 3 wait in reduce_scatter #9 for rank 2",
+        *(
+            f"rank {rank}, in step 7: forward (model.py:3), waits in reduce_scatter #9"
+            for rank in (0, 1, 3)
+        ),
     ]
 
 
@@ -99,17 +96,16 @@ def test_who_waits_elsewhere_is_no_culprit():
         {0: waits_for_2, 1: record(entry("x", 3), members=(1, 0)), 2: waits_for_3, 3: late}
     )
     assert found == [
-        "rank 3 did not enter all_gather #5; rank 2 waits there",
+        "rank 2 waits in all_gather #5 for rank 3",
         "rank 3, in step 7: late (a.py:1)",
     ]
 
 
 def test_the_oldest_collective_in_flight_is_the_one_that_is_waited_for():
-    ahead = record(entry("0", 6), entry("0", 5), entry("0", 4, state="completed"))
-    late = record(entry("0", 4, retired=True))
-    assert (
-        lines({0: ahead, 1: late}, 2)[0] == "rank 1 did not enter all_gather #5; rank 0 waits there"
-    )
+    entries = entry("0", 6), entry("0", 5), entry("0", 4, state="completed")
+    ahead = record(*entries, members=(0, 1))
+    late = record(entry("0", 4, retired=True), members=(0, 1))
+    assert lines({0: ahead, 1: late}, 2)[0] == "rank 0 waits in all_gather #5 for rank 1"
 
 
 def test_a_collective_that_all_have_entered_hangs_itself():
@@ -117,7 +113,7 @@ def test_a_collective_that_all_have_entered_hangs_itself():
         record(entry("0", 5, retired=True), members=(0, 1)),
         record(entry("0", 5), members=(0, 1)),
     )
-    said = "in all_gather #5, which all have entered: suspect the network or a device"
+    said = "in all_gather #5, which all have entered"
     assert lines({0: inside, 1: left}, 2) == [
         f"rank 0 waits {said}",
         "rank 1, in step 7: forward (model.py:3)",
@@ -127,22 +123,21 @@ def test_a_collective_that_all_have_entered_hangs_itself():
 
 def test_ranks_that_wait_for_each_other():
     others = record(entry("b", 1, "gloo:all_reduce"), members=(0, 1))
-    assert lines({0: record(entry("a", 1), members=(0, 1)), 1: others}, 2)[:3] == [
-        "no rank is missing: they wait for each other",
-        "rank 0 waits in all_gather #1",
-        "rank 1 waits in all_reduce #1",
+    assert lines({0: record(entry("a", 1), members=(0, 1)), 1: others}, 2) == [
+        "the ranks wait for each other",
+        "rank 0, in step 7: forward (model.py:3), waits in all_gather #1",
+        "rank 1, in step 7: forward (model.py:3), waits in all_reduce #1",
     ]
 
 
 def test_different_collectives_under_one_number():
     other = record(entry("a", 4, "gloo:all_reduce"), members=(0, 1))
     found = lines({0: record(entry("a", 4), members=(0, 1)), 1: other}, 2)
-    assert (
-        found[0]
-        == "ranks entered different collectives as #4 of a group: rank 1 all_reduce, rank 0"
-        " all_gather"
-    )
-    assert len(found) == 3  # and where both are
+    assert found == [
+        "ranks 0-1 wait in all_gather #4 or all_reduce #4, which all have entered",
+        "rank 0, in step 7: forward (model.py:3), waits in all_gather #4",
+        "rank 1, in step 7: forward (model.py:3), waits in all_reduce #4",
+    ]
 
 
 def test_receiving_from_a_stage_that_does_not_send():
@@ -152,7 +147,7 @@ def test_receiving_from_a_stage_that_does_not_send():
         2,
     )
     assert found == [
-        "rank 0 did not enter recv 1<-0; rank 1 waits there",
+        "rank 1 waits in recv 1<-0 for rank 0",
         "rank 0, in step 7: here (a.py:1)",
     ]
 
@@ -167,7 +162,7 @@ def test_without_a_flight_recorder_there_is_the_code():
 def test_many_that_are_missing_are_not_all_shown():
     records = {rank: record(entry("0", 1, retired=True), members=range(9)) for rank in range(1, 9)}
     found = lines({0: record(entry("0", 2), members=range(9)), **records}, 9)
-    assert found[0] == "ranks 1-8 did not enter all_gather #2; rank 0 waits there"
+    assert found[0] == "rank 0 waits in all_gather #2 for ranks 1-8"
     assert found[-1] == "and 4 more"
     assert len(found) == 6
 
@@ -216,14 +211,3 @@ def test_a_frame_is_described_by_the_innermost_function_and_the_innermost_of_the
     assert found[0].startswith("split (")
     assert ", called by abbreviate (titan_lite/resilience/hang_report.py:" in found[0]
     assert describe_frame(sys._getframe()).startswith("test_a_frame_is_described_by")
-
-
-def test_ranks_that_compute_while_all_others_wait_for_them_are_slow():
-    waits = record(entry("0", 214))
-    computes = record(entry("0", 213, retired=True), computes=True)
-    sleeps = record(entry("0", 213, retired=True))
-    assert slow_ranks({0: waits, 1: waits, 2: waits, 3: computes}, 4) == [3]
-    assert slow_ranks({0: computes, 1: computes}, 2) == [0, 1]
-    assert slow_ranks({0: waits, 1: computes, 2: sleeps, 3: computes}, 4) == []
-    assert slow_ranks({0: waits, 1: waits}, 2) == []  # for each other
-    assert slow_ranks({0: waits, 1: computes}, 3) == []  # a rank gives no sign of life

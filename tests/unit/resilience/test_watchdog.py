@@ -3,7 +3,6 @@
 import json
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -206,46 +205,6 @@ def test_a_rank_that_does_not_notice_the_failure_of_another_ends(monkeypatch, ca
     assert ended == [True]
 
 
-def test_a_thread_that_computes_is_told_from_one_that_waits(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
-    one = Watchdog(Comm(), 0, 1)
-    one.start_phase("step 1", "train_timeout_seconds")
-    until = time.thread_time() + 0.1
-    while time.thread_time() < until:
-        pass
-    now[0] += 0.5
-    assert one.computes()
-    now[0] += 1000  # seconds in which it has used a tenth of one
-    assert not one.computes()
-    without_recorder = Watchdog(Comm(trace_buf_size=0), 0, 1)
-    assert not without_recorder.computes()
-
-
-@pytest.mark.parametrize(
-    ("computes", "limit_key", "words"),
-    [
-        (
-            True,
-            "init_timeout_seconds",
-            "slow: rank 0 has made no progress; rank 0 computes all the time: if a step takes so"
-            " long, as with a large training.seq_len on a CPU, raise comm.init_timeout_seconds\n",
-        ),
-        (False, "init_timeout_seconds", "hang: rank 0 has made no progress\n"),
-        (True, "", "rank 0 has made no progress\n"),  # a lost connection
-    ],
-)
-def test_the_verdict_on_a_rank_that_computes_is_that_it_is_slow(
-    computes, limit_key, words, monkeypatch
-):
-    monkeypatch.setattr(watchdog, "STORE_LIFETIME", 0.0)
-    one = Watchdog(Comm(), 0, 1)
-    monkeypatch.setattr(one, "computes", lambda: computes)
-    one.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    text = one._exchange_records("rank 0 has made no progress", 0.0, limit_key)
-    assert text.startswith(words)
-
-
 def refuse():
     raise dist.DistStoreError("refused")
 
@@ -259,6 +218,6 @@ def test_a_store_that_was_not_reached_is_named_with_this_ranks_record(monkeypatc
     monkeypatch.setattr(Watchdog, "_watch", lambda self: None)
     one = Watchdog(Comm(), 1, 2)
     monkeypatch.setattr(one, "_exit", lambda: None)
-    one._end("rank 1 has made no progress", 0.0, "init_timeout_seconds")
+    one._end("rank 1 has made no progress", 0.0)
     assert "the store at node0:29500 does not answer" in caplog.text
     assert "Traceback" not in capfd.readouterr().err
