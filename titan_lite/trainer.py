@@ -381,8 +381,6 @@ class Trainer:
         self.metrics = self.build_metrics_writer(writes=writes)
         self.bad_documents.writes = writes
         events.keep(self.dump_folder, all_events=writes)
-        if writes:
-            self.bad_documents.rewrite()
 
     # Training
 
@@ -649,6 +647,8 @@ class Trainer:
             self.watchdog.progress("validation")  # counting documents takes some seconds
             warn_of_repeated_documents(loader, sequences)
         loader.load_state_dict(beginning)
+        if self.step:  # these documents were counted by the validation before the first step
+            loader.pop_skipped()
         self.metrics.log(self.step, values)
         self.has_validated = True
         self.progress.validation_due = False
@@ -783,7 +783,6 @@ class Trainer:
                 raise
             raise TrainingError(f"another copy saves meanwhile: {error}", everywhere=True) from None
         if step is None:
-            self.bad_documents.restart(keeps_file=self.is_alone)
             path = config.checkpoint.initial_load_path
             tensors = {**self.parameters, **self.model.buffers}
             load_initial(path, self.layout.model, tensors, self.dump_folder)
@@ -803,10 +802,6 @@ class Trainer:
         if changes.restarts_data:
             del stateful["loader"], stateful["bad_documents"]
         saved.load_into(stateful)
-        if changes.restarts_data:
-            self.bad_documents.restart(keeps_file=self.is_alone)
-        elif self.is_alone:
-            self.bad_documents.rewrite()
         if not self.config.validation.enable:
             self.progress.validation_due = False
 

@@ -132,7 +132,7 @@ def a_run(folder):
     with counting(parts["stop"]):
         StopSignal(torch.device("cpu"), lambda: "step 1").update(1)
     documents = BadDocumentsLog(
-        Data(on_bad_document="skip", min_document_tokens=5), folder, counts_short=True
+        Data(on_bad_document="skip", min_document_tokens=5), folder, counts=True
     )
     with counting(parts["bad documents"]):
         counted = documents.gather(

@@ -631,7 +631,7 @@ class Data(Corpus):
     are always left out."""
 
     max_bad_documents: int = Field(100, ge=0)
-    """More bad documents than this end the run."""
+    """More bad documents than this, over all epochs, end the run."""
 
     num_workers: int = Field(1, ge=0, le=1024)
     """Loader processes per rank; 0: read in the training process."""

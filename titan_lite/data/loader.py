@@ -120,8 +120,8 @@ class Loader(Iterator[Batch]):
             self.received[window.number] = window
 
     def _count_skipped(self, skipped: SkippedDocuments | None) -> None:
-        if skipped:  # ranks of one group skip the same documents
-            self.skipped.add(skipped, counts_short=self.streams.is_first_of_group)
+        if skipped and self.streams.is_first_of_group:  # the others skip the same documents
+            self.skipped.add(skipped)
 
     def _start_processes(self) -> PackingProcesses:
         data = self.packing.data

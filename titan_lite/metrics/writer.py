@@ -22,7 +22,7 @@ a line {"resumed_from": step}; if a step occurs twice, the later line counts.
     seconds_CAUSE           since the line before, not in step_time: of validation, saving, waiting,
                             recovery or undone steps, if there were any (goodput.py)
     copies                  of the model that took part in the step, with fault_tolerance
-    bad_documents           different documents that the run skipped, with
+    bad_documents           bad documents skipped since the data of the run began, with
                             data.on_bad_document = "skip"
     empty_documents         empty texts skipped since this start, if there were any
     short_documents         documents skipped since this start, with data.min_document_tokens

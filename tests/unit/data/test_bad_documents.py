@@ -1,12 +1,10 @@
-"""Counts of all ranks; each bad document once, in any number of epochs, ranks and starts."""
+"""Counts of all ranks, which go on over a resume, and the list of bad documents."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import (
@@ -36,7 +34,6 @@ def others(monkeypatch):
     """Counts of ranks with other sequences: (short documents, bad ones)."""
     told = []
 
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(ranks, "gather_to_rank_0", lambda own: [own, *(bad for _, bad in told)])
 
     def sum_over_ranks(*own):
@@ -44,123 +41,80 @@ def others(monkeypatch):
         return [sum(numbers) for numbers in zip(own, *of_others, strict=True)]
 
     monkeypatch.setattr(ranks, "sum_over_ranks", sum_over_ranks)
-    monkeypatch.setattr(ranks, "max_over_ranks", lambda *own: own)
     return told
 
 
-def test_skipped_documents_are_counted_over_ranks_and_listed_once(tmp_path, others, caplog):
-    documents = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
+def test_skipped_documents_are_counted_over_ranks_and_listed(tmp_path, others, caplog):
+    documents = BadDocumentsLog(SKIP, tmp_path, counts=True)
     assert documents.gather([SkippedDocuments()]) == {"bad_documents": 0, "short_documents": 0}
     assert documents.summary() == ""
     assert not (tmp_path / "bad_documents.jsonl").exists()
-    others[:] = [(0, [bad(3)]), (4, [bad(3, "b.jsonl")])]
+    others[:] = [(0, []), (4, [bad(3, "b.jsonl")])]
     assert documents.gather([SkippedDocuments([bad(3)], 1), SkippedDocuments([], 1)]) == {
         "bad_documents": 2,
         "short_documents": 6,
     }
-    assert "2 bad documents left out, 2 in all; a.jsonl, line 3: not JSON" in caplog.text
+    assert "2 bad documents left out; a.jsonl, line 3: not JSON; all are listed in" in caplog.text
     others.clear()
     assert documents.gather([SkippedDocuments([bad(3)], 1)]) == {
-        "bad_documents": 2,
+        "bad_documents": 3,
         "short_documents": 7,
     }  # another epoch
-    assert listed(tmp_path) == [bad(3), bad(3, "b.jsonl")]
-    assert ", 2 bad documents left out, listed in " in documents.summary()
+    assert listed(tmp_path) == [bad(3), bad(3, "b.jsonl"), bad(3)]
+    assert ", 3 bad documents left out, listed in " in documents.summary()
     assert "7 times a document left out that is shorter than 5 tokens" in documents.summary()
-    again = BadDocumentsLog(SKIP, tmp_path, counts_short=True)  # a run that goes on
-    assert again.gather([SkippedDocuments([bad(3), bad(9)])])["bad_documents"] == 3
+    resumed = BadDocumentsLog(SKIP, tmp_path, counts=True)
+    resumed.load_state_dict(documents.state_dict())
     with pytest.raises(
         ConfigError,
-        match=r"data.max_bad_documents = 3: there are 4, listed in .*bad_documents.jsonl",
+        match=r"data.max_bad_documents = 3: there are 4, over all epochs, listed in .*documents.jsonl",
     ):
-        again.gather([SkippedDocuments([bad(10)])])
+        resumed.gather([SkippedDocuments([bad(10)])])
+    assert listed(tmp_path)[3:] == [bad(10)]
 
 
-def test_where_nothing_may_be_skipped_ranks_need_not_talk(tmp_path, monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    assert BadDocumentsLog(Data(), tmp_path, counts_short=True).gather([SkippedDocuments()]) == {}
+def test_of_ranks_that_read_the_same_one_counts_and_lists(tmp_path, others):
+    documents = BadDocumentsLog(SKIP, tmp_path, counts=False)
+    assert documents.gather([SkippedDocuments([bad(3)], 1)])["bad_documents"] == 0
+    assert not (tmp_path / "bad_documents.jsonl").exists()
 
 
-def test_a_rank_that_cannot_go_on_lists_alone_what_is_not_listed_yet(tmp_path, others):
-    BadDocumentsLog(SKIP, tmp_path, counts_short=True).gather([SkippedDocuments([bad(3)])])
+def test_where_nothing_may_be_skipped_ranks_need_not_talk(tmp_path):
+    assert BadDocumentsLog(Data(), tmp_path, counts=True).gather([SkippedDocuments()]) == {}
+
+
+def test_a_rank_that_cannot_go_on_lists_what_it_has_skipped(tmp_path):
     loader = SimpleNamespace(pop_skipped=lambda: SkippedDocuments([bad(3), bad(9)]))
     with (
         pytest.raises(ConfigError),
-        BadDocumentsLog(SKIP, tmp_path, counts_short=True).listing_on_error([loader]),
+        BadDocumentsLog(SKIP, tmp_path, counts=True).listing_on_error([loader]),
     ):
         raise ConfigError("too many")
     assert listed(tmp_path) == [bad(3), bad(9)]
 
 
-def test_a_bad_document_is_an_error_or_skipped_up_to_a_number_of_different_ones():
+def test_a_bad_document_is_an_error_or_skipped_up_to_a_number():
     with pytest.raises(
         ConfigError, match=r'^a.jsonl, line 3: not JSON; .* data.on_bad_document = "skip"'
     ):
         BadDocumentPolicy(Data()).skip(bad(3))
     policy = BadDocumentPolicy(SKIP)
-    for line in (1, 2, 3, 3, 1):
+    for line in (1, 2, 3):
         policy.skip(bad(line))
     with pytest.raises(
         ConfigError,
         match=(
-            r"data.max_bad_documents = 3: there are 4, the last one a.jsonl, line 4: not JSON; use a"
-            r" higher"
+            r"data.max_bad_documents = 3: there are 4, over all epochs, the last one a.jsonl, line 4:"
+            r" not JSON; use a higher"
         ),
     ):
         policy.skip(bad(4))
 
 
-def test_a_list_that_is_removed_in_mid_run_is_written_again_as_a_whole(tmp_path, others):
-    BadDocumentsLog(SKIP, tmp_path, counts_short=True).gather([SkippedDocuments([bad(1)])])
-    documents = BadDocumentsLog(SKIP, tmp_path, counts_short=True)  # a run that goes on
-    documents.gather([SkippedDocuments([bad(2)])])
-    (tmp_path / "bad_documents.jsonl").unlink()
-    assert documents.gather([SkippedDocuments([bad(3)])])["bad_documents"] == 3
-    assert listed(tmp_path) == [bad(1), bad(2), bad(3)]
-
-
-# Runs whose data restarts
-
-
-def test_a_list_of_a_start_before_is_kept_and_its_documents_count_again(tmp_path, others):
-    path = tmp_path / "bad_documents.jsonl"
-    kept = tmp_path / "bad_documents-1.jsonl"
-    BadDocumentsLog(SKIP, tmp_path, counts_short=True).gather([SkippedDocuments([bad(3), bad(4)])])
-    before = path.read_bytes() + b'{"file": "a.js'  # a kill cut it off
-    path.write_bytes(before)
-    again = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
-    again.restart(keeps_file=True)
-    assert kept.read_bytes() == before
-    assert again.gather([SkippedDocuments([bad(3)])])["bad_documents"] == 1
-    assert listed(tmp_path) == [bad(3)]
-
-    third = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
-    third.restart(keeps_file=True)
-    assert kept.read_bytes() == before
-    assert len((tmp_path / "bad_documents-2.jsonl").read_text().splitlines()) == 1
-    third.restart(keeps_file=True)  # there is no list, and none to keep
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_one_rank_keeps_the_list_and_all_forget_it(tmp_path, others):
-    BadDocumentsLog(SKIP, tmp_path, counts_short=True).gather([SkippedDocuments([bad(3)])])
-    other = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
-    other.restart(keeps_file=False)
-    assert other.state_dict() == {"listed": 0}
-    assert listed(tmp_path) == [bad(3)]
-
-
-def test_a_list_that_cannot_be_renamed_is_continued(tmp_path, others, monkeypatch, caplog):
-    def rename(path, target):
-        raise OSError(13, "Permission denied")
-
-    BadDocumentsLog(SKIP, tmp_path, counts_short=True).gather([SkippedDocuments([bad(3)])])
-    monkeypatch.setattr(Path, "rename", rename)
-    again = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
-    again.restart(keeps_file=True)
-    assert "cannot be renamed, and is continued: Permission denied" in caplog.text
-    assert again.gather([SkippedDocuments([bad(9)])])["bad_documents"] == 1
-    assert listed(tmp_path) == [bad(3), bad(9)]
+def test_a_list_that_cannot_be_written_ends_no_run(tmp_path, others, caplog):
+    documents = BadDocumentsLog(SKIP, tmp_path / "nowhere", counts=True)
+    assert documents.gather([SkippedDocuments([bad(3)])])["bad_documents"] == 1
+    assert "cannot be written, and lacks these: No such file" in caplog.text
 
 
 # Resumed runs
@@ -176,6 +130,7 @@ def with_bad_lines(tmp_path):
         validation_fraction=0.0,
         shuffle_buffer=10,
         on_bad_document="skip",
+        max_bad_documents=1000,
         num_workers=0,
     )
 
@@ -221,19 +176,17 @@ def test_a_resumed_run_counts_what_one_without_a_stop_counts(
         return counts
 
     loader = loader_of(data, batch_size)
-    log = BadDocumentsLog(data, tmp_path, counts_short=True)
+    log = BadDocumentsLog(data, tmp_path, counts=True)
     count(loader, log, 12)
     state, state_of_log = loader.state_dict(), log.state_dict()
     without_stop = count(loader, log, 48)
-    in_list = {each.key for each in listed(tmp_path)}
+    in_list = len(listed(tmp_path))
     assert without_stop[0] < without_stop[-1]
 
     resumed = loader_of(data, 1 if batch_size == 2 else batch_size)
     resumed.load_state_dict(state)
-    log = BadDocumentsLog(data, tmp_path, counts_short=True)
+    log = BadDocumentsLog(data, tmp_path, counts=True)
     log.load_state_dict(state_of_log)
-    log.rewrite()
-    assert len(listed(tmp_path)) == state_of_log["listed"]
     if batch_size == 2:
         log_of_pairs = []
         for _ in range(24):
@@ -244,20 +197,8 @@ def test_a_resumed_run_counts_what_one_without_a_stop_counts(
         assert log_of_pairs == without_stop
     else:
         assert count(resumed, log, 48) == without_stop
-    assert {each.key for each in listed(tmp_path)} == in_list
-    assert len(listed(tmp_path)) == len(in_list)
-
-
-def test_half_a_line_that_a_kill_has_left_is_removed(tmp_path, others):
-    log = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
-    log.gather([SkippedDocuments([bad(1), bad(2)])])
-    path = tmp_path / "bad_documents.jsonl"
-    path.write_text(path.read_text()[:-20])
-    log = BadDocumentsLog(SKIP, tmp_path, counts_short=True)
-    log.load_state_dict({"listed": 2})
-    log.rewrite()
-    assert log.gather([SkippedDocuments([bad(2)])])["bad_documents"] == 2
-    assert listed(tmp_path) == [bad(1), bad(2)]
+    # what was read after the checkpoint is listed again
+    assert len(listed(tmp_path)) == 2 * in_list - state_of_log["listed"]
 
 
 @pytest.mark.parametrize("policy", ["error", "skip"])
@@ -266,7 +207,7 @@ def test_empty_texts_are_no_bad_documents(policy, tmp_path, others, caplog):
     skipping = BadDocumentPolicy(data)
     for line in range(200):
         skipping.skip(BadDocument("a.jsonl", f"line {line}", "empty"))
-    log = BadDocumentsLog(data, tmp_path, counts_short=True)
+    log = BadDocumentsLog(data, tmp_path, counts=True)
     bad_counts = {"bad_documents": 0} if policy == "skip" else {}
     with caplog.at_level("INFO", logger="titan_lite"):
         assert log.gather([skipping.pop_skipped()]) == {**bad_counts, "empty_documents": 200}
