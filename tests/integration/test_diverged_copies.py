@@ -41,13 +41,12 @@ def a_bit_of_a_norm(trainer):
 
 
 def a_moment(trainer):
-    trainer.optimizer.state[trainer.parameters["output.weight"]]["exp_avg_sq"].to_local()[0, 0] += (
-        1e-12
-    )
+    state = trainer.optimizer.state_of(trainer.parameters["output.weight"])
+    state["exp_avg_sq"].to_local()[0, 0] += 1e-12
 
 
 def a_counter(trainer):
-    trainer.optimizer.state[trainer.parameters["norm.weight"]]["step"].sub_(1)
+    trainer.optimizer.state_of(trainer.parameters["norm.weight"])["step"].sub_(1)
 
 
 def an_unused_row(trainer):
