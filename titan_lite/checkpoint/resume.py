@@ -202,6 +202,8 @@ def _changes_of_recipe(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
     for key, before, after in leaves_that_differ(was, now):
         if before is None and key in KEYS and after == _as_in_json(KEYS[key].default):
             continue  # the step is older than the key
+        if is_unset(key, before) and is_unset(key, after):
+            continue  # the step is from before the key was removed
         effect = effect_of(KEYS[key], was, now) if key in KEYS else Effect.NOTED
         now_words = f"{key} is not set" if is_unset(key, after) else f"{key} = {short(after)}"
         was_words = "not set" if is_unset(key, before) else short(before)

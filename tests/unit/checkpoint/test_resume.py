@@ -136,6 +136,12 @@ def test_a_value_that_stands_for_none_is_not_set(key, value):
     assert f"{key} is not set, was {json.dumps(value)}" in texts
 
 
+def test_a_removed_key_that_was_not_set_is_no_change():
+    was = saved()
+    was.identity.recipe["compile"]["buckets"] = []
+    assert compared(was, saved().identity).changes == ()
+
+
 @pytest.mark.parametrize("key", ["optimizer.weight_decay", "lr_scheduler.warmup_steps"])
 def test_a_number_that_is_zero_is_told(key):
     section, _, name = key.partition(".")
