@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -427,13 +428,15 @@ def looks(tmp_path):
         path.write_text(text.replace("</body>", script), encoding="utf-8")
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
         command += [f"--user-data-dir={tmp_path}/browser", f"--window-size={width},900"]
-        folders = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "TMPDIR")
-        shown = subprocess.run(
-            [*command, path.as_uri()],
-            env={**os.environ, **dict.fromkeys(folders, str(tmp_path))},
-            capture_output=True,
-            encoding="utf-8",
-        )
+        folders = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")
+        # the path of its socket has at most 108 bytes
+        with tempfile.TemporaryDirectory(dir="/tmp") as short:
+            shown = subprocess.run(
+                [*command, path.as_uri()],
+                env={**os.environ, **dict.fromkeys(folders, str(tmp_path)), "TMPDIR": short},
+                capture_output=True,
+                encoding="utf-8",
+            )
         found = re.search(r'<pre id="found">(.*?)</pre>', shown.stdout, re.DOTALL)
         assert found, shown.stderr
         return json.loads(html.unescape(found[1]))
