@@ -7,18 +7,14 @@ A recipe is a file, or the name of a shipped one.
 """
 
 import importlib
-import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Sequence
 
 from titan_lite import launch
-from titan_lite.cli import INTERRUPTED, command
+from titan_lite.cli import command
 from titan_lite.config import SHIPPED, ConfigError
 from titan_lite.config.errors import did_you_mean
-from titan_lite.processes import open_standard_streams, signal_when_parent_dies
 from titan_lite.resilience import exit_code
 
 # Programs beside `train`. Each is the function `main` of a module, which is imported when it is
@@ -32,7 +28,6 @@ TOOLS = {
     "convert": "titan_lite.tools.convert",
     "generate": "titan_lite.tools.generate",
 }
-_forking = 0  # process id of the process that forks
 USAGE = """\
 usage: titan-lite PROGRAM [ARGUMENT ...]      --help after a program's name prints its arguments
 
@@ -66,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def own_process() -> None:
-    """Make SIGTERM and SIGHUP the same as Ctrl-C, and end processes that this one forks with it.
+    """Make SIGTERM and SIGHUP the same as Ctrl-C.
 
     A tool then removes what is unfinished, and shows what it has. A SIGHUP that is ignored, as
     under nohup, stays ignored.
@@ -74,63 +69,11 @@ def own_process() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
-    sys.unraisablehook = _interrupt_again
-    os.register_at_fork(before=_note_parent, after_in_child=_end_with_tool)
-
-
-def _interrupt_again(lost: "sys.UnraisableHookArgs") -> None:
-    """Raise a KeyboardInterrupt again that was raised where Python prints and forgets an exception.
-
-    Such places are the functions that run around a fork (os.register_at_fork) and __del__. A thread
-    waits until the main thread has left them. Its signal ends a call in which that waits meanwhile,
-    as `_thread.interrupt_main` would not; SIGTERM is never ignored.
-    """
-    if not issubclass(lost.exc_type, KeyboardInterrupt):
-        sys.__unraisablehook__(lost)
-        return
-    main_thread = threading.get_ident()
-
-    def interrupt() -> None:
-        time.sleep(0.01)
-        signal.pthread_kill(main_thread, signal.SIGTERM)
-
-    threading.Thread(target=interrupt).start()
-
-
-def _note_parent() -> None:
-    global _forking
-    _forking = os.getpid()
-
-
-def _end_with_tool() -> None:
-    """Run in a process that a tool has forked: `datasets` has such, which would wait for ever.
-
-    Ctrl-C and SIGHUP reach all processes of a terminal; the tool alone handles them.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal_when_parent_dies(signal.SIGKILL, _forking)
 
 
 def run() -> None:
     """Run the installed command."""
-    open_standard_streams()
-    code = main(sys.argv[1:])
-    if code == INTERRUPTED:
-        _kill_started()
-    sys.exit(code)
-
-
-def _kill_started() -> None:
-    """Kill the processes of libraries, which Python would wait for at its end.
-
-    A Ctrl-C while `datasets` starts its manager leaves a process that nobody else ends.
-    """
-    for library in ("multiprocessing", "multiprocess"):
-        processes = sys.modules.get(f"{library}.process")
-        for process in processes.active_children() if processes else ():
-            process.kill()
+    sys.exit(main(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Imports no torch.
 
 import argparse
 import difflib
-import errno
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -18,9 +17,7 @@ from typing import Any, NoReturn
 
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import MachineError
-from titan_lite.environment import check_working_folder
 from titan_lite.logging import drop_pending, print_line
-from titan_lite.processes import describe_limit
 
 Program = Callable[[Sequence[str]], int]  # arguments -> exit code
 
@@ -81,7 +78,6 @@ def at_least_one(text: str) -> int:
     raise argparse.ArgumentTypeError(message)
 
 
-LOST = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of a write that finds no room, or no disk
 INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
 
 
@@ -89,15 +85,13 @@ def command(*, gone: int = 0) -> Callable[[Callable[[Sequence[str]], int | None]
     """Return a decorator of `main` that prints an error as one line, and returns an exit code.
 
     The code is that of `main` (None: 0), 2 after a ConfigError, 130 after Ctrl-C, 1 after a
-    MachineError or if standard output cannot be written, and `gone` if its reader, such as head,
-    has closed the pipe.
+    MachineError, and `gone` if the reader of standard output, such as head, has closed the pipe.
     """
 
     def decorate(main: Callable[[Sequence[str]], int | None]) -> Program:
         @functools.wraps(main)
         def run(arguments: Sequence[str]) -> int:
             try:
-                check_working_folder()
                 code = main(arguments) or 0
                 sys.stdout.flush()
                 return code
@@ -107,22 +101,9 @@ def command(*, gone: int = 0) -> Callable[[Callable[[Sequence[str]], int | None]
             except MachineError as error:
                 print_line(f"error: {error}")
                 return 1
-            except UnicodeEncodeError as error:
-                character = error.object[error.start]
-                print_line(
-                    f"error: standard output is {error.encoding}, which has no {character!a};"
-                    " use PYTHONIOENCODING=utf-8"
-                )
-                return 2
             except BrokenPipeError:
                 drop_pending(sys.stdout)
                 return gone
-            except (RuntimeError, OSError) as error:
-                reason = describe_limit(error) or _describe_lost_output(error)
-                if not reason:
-                    raise
-                print_line(f"error: {reason}")
-                return 1
             except KeyboardInterrupt as stopped:
                 print_line(" ".join(map(str, stopped.args)))
                 return INTERRUPTED
@@ -130,14 +111,3 @@ def command(*, gone: int = 0) -> Callable[[Callable[[Sequence[str]], int | None]
         return run
 
     return decorate
-
-
-def _describe_lost_output(error: Exception) -> str:
-    """Return why standard output cannot be written, or "" for another error.
-
-    Errors of files have the name of one.
-    """
-    if not isinstance(error, OSError) or error.filename or error.errno not in LOST:
-        return ""
-    drop_pending(sys.stdout)
-    return f"standard output cannot be written: {error.strerror}"

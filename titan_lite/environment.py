@@ -109,17 +109,6 @@ def address_towards(url: str) -> str:
         ) from None
 
 
-def check_working_folder() -> None:
-    """Raise ConfigError if the current folder was removed: libraries then fail to load."""
-    try:
-        os.getcwd()
-    except OSError as error:
-        last = os.environ.get("PWD", "")
-        raise error_because_of(
-            error, f"the current folder {last}: {error.strerror}; change to a folder that exists"
-        ) from None
-
-
 def loopback_port() -> int:
     """Return a free port of 127.0.0.1, by which the ranks of one node meet."""
     with socket.socket() as free:

@@ -33,7 +33,6 @@ from titan_lite.environment import (
     LOOPBACK,
     SUPERVISOR,
     address_towards,
-    check_working_folder,
     copy_number,
     usable_cores,
     use_loopback,
@@ -79,8 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     listen()
     if SUPERVISOR in os.environ:
         signal_when_parent_dies(signal.SIGTERM, int(os.environ[SUPERVISOR]))
+    os.getcwd()  # raises FileNotFoundError if it was removed; torch would not be loaded
     try:
-        check_working_folder()
         if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
             return recipe.main(arguments)
         if SUPERVISOR not in os.environ:

@@ -48,11 +48,8 @@ def write_line(line: str) -> None:
 
 def print_line(line: str, to: TextIO | None = None) -> None:
     """Print a line to a stream, if that can be written. to: None is standard error."""
-    try:
+    with suppress(OSError):
         print(line, file=to or sys.stderr, flush=True)
-    except OSError:
-        if to is None:
-            drop_pending(sys.stderr)
 
 
 def drop_pending(stream: TextIO) -> None:
@@ -137,8 +134,7 @@ def init_logging(
 class Console(logging.StreamHandler):
     """The handler that prints lines.
 
-    A stream that cannot be written, such as a pipe whose reader has ended or a full disk, is
-    reported once on standard error, and costs lines of the log alone.
+    A stream that cannot be written, such as a pipe whose reader has ended, is reported once.
     """
 
     to: TextIO | None = None  # None: standard output
@@ -156,22 +152,10 @@ class Console(logging.StreamHandler):
         with self.around():
             super().emit(record)
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a character that the stream does not have is escaped."""
-        text = super().format(record)
-        encoding = getattr(self.stream, "encoding", None) or "utf-8"
-        return text.encode(encoding, "backslashreplace").decode(encoding)
-
     def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
+        if not self.is_lost:
             super().handleError(record)
-        elif not self.is_lost:
-            self.is_lost = True
-            write_line(
-                f"titan_lite: the log cannot be written to standard output ({error.strerror}):"
-                " its lines are lost from here on"
-            )
+        self.is_lost = True
 
 
 class Events(logging.Handler):

@@ -3,14 +3,12 @@
 signal_when_parent_dies(signal.SIGTERM, parent)     # in a process that `parent` has started
 context = fork_server(["titan_lite.trainer"])       # whose processes need not import it
 end_with_program()                                  # in one of these
-open_standard_streams()                             # where a shell has closed some
 for process in descendants(): ...                   # of this process
 with large_imports():
     import torch
 """
 
 import ctypes
-import errno
 import gc
 import multiprocessing
 import os
@@ -69,42 +67,6 @@ def _parents() -> Iterator[tuple[int, int]]:
         with suppress(OSError):  # it has ended meanwhile
             _, parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:2]
             yield int(name), int(parent)
-
-
-def open_standard_streams() -> None:
-    """Open the null device in place of each standard stream that is closed.
-
-    What is opened next, such as the connection to another rank, would have its number otherwise,
-    and libraries fail where `sys.stdout` is None.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
-            os.set_inheritable(number, True)
-    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 as Python's own
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
-
-
-def describe_limit(error: BaseException) -> str:
-    """Return why no further thread or process could be started, or "" for another error.
-
-    What a library raises while it tidies up after that has it as its context.
-    """
-    no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
-    no_process = isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN
-    if not (no_thread or no_process):
-        return describe_limit(error.__context__) if error.__context__ else ""
-    return (
-        f"no further {'thread' if no_thread else 'process'} can be started: raise the limit"
-        " (ulimit -u, or pids.max of the container or job), or use fewer: NGPU, OMP_NUM_THREADS,"
-        " data.num_workers"
-    )
 
 
 def fork_server(modules: Sequence[str]) -> ForkServerContext:

@@ -20,7 +20,6 @@ from titan_lite.config.errors import MachineError
 from titan_lite.distributed.layout import Layout
 from titan_lite.environment import (
     check_environment,
-    check_working_folder,
     copy_number,
     folder_of_copy,
     number,
@@ -37,7 +36,6 @@ def main(arguments: list[str], hooks: Sequence[Any] = ()) -> int:
     if exit_code.has_ended():
         return exit_code.TRAINED  # torchrun started the ranks again, where no start can help
     try:
-        check_working_folder()
         if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
             return recipe.main(arguments) if number("RANK", 0) == 0 else 0
         config = load_config(arguments[0], arguments[1:])

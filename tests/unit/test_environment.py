@@ -9,7 +9,6 @@ from titan_lite.environment import (
     ALONE,
     WORLD,
     check_environment,
-    check_working_folder,
     number,
 )
 
@@ -101,12 +100,3 @@ def test_one_that_alone_counts(environment):
     environment(RANK="abc")
     with pytest.raises(ConfigError, match="RANK=abc: expected an integer"):
         number("RANK", 0)
-
-
-def test_a_working_folder_that_was_removed(tmp_path, monkeypatch):
-    removed = tmp_path / "removed"
-    removed.mkdir()
-    monkeypatch.chdir(removed)
-    removed.rmdir()
-    with pytest.raises(ConfigError, match=r"the current folder .*: No such file or directory"):
-        check_working_folder()

@@ -27,9 +27,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from titan_lite.logging import write_line
-from titan_lite.processes import describe_limit, open_standard_streams
-
 TRAINED = 0
 FAILED = 1
 WRONG_INPUT = 2
@@ -114,19 +111,12 @@ def end_with(main: Callable[[], int]) -> NoReturn:
     of a process group without peers may end the process by SIGABRT. Call it before torch is
     imported, so that torch's exit handlers run first.
     """
-    open_standard_streams()
     codes: list[int] = []
     atexit.register(_leave, codes)
     try:
         codes.append(main())
     except SystemExit as error:
         codes.append(int(error.code or 0))
-    except (RuntimeError, BlockingIOError) as error:
-        reason = describe_limit(error)
-        if not reason:
-            raise
-        write_line(f"error: {reason}")
-        _leave([FAILED])  # other exit handlers would wait for loader processes
     sys.exit(codes[0])
 
 
@@ -134,7 +124,7 @@ def _leave(codes: list[int]) -> None:
     """Run as the last exit handler. codes: empty after an exception that nobody caught."""
     if not codes:
         return
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed
         with suppress(OSError):
             stream.flush()
     os._exit(codes[0])
