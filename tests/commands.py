@@ -30,8 +30,9 @@ from titan_lite import launch as start
 from titan_lite.resilience.exit_code import end_with
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch.py sets it for restarts
 start.listen()
+restarts = sys.argv[1 + sys.argv.index("--max-restarts")]
 folder = Path(os.environ["EVENTS_OF"]) if "EVENTS_OF" in os.environ else None
-end_with(lambda: start.launch(sys.argv[1:], folder=folder))
+end_with(lambda: start.launch(sys.argv[1:], may_restart=restarts != "0", folder=folder))
 """
 Done = subprocess.CompletedProcess  # of which stdout has both streams
 

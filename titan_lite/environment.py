@@ -1,4 +1,4 @@
-"""Read the environment variables of a run, before torch is imported.
+"""Check all environment variables that a run reads, before torch is imported.
 
     rank, world_size = check_environment()
 
@@ -12,46 +12,71 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from titan_lite.config import ConfigError, FaultTolerance
-from titan_lite.config.errors import error_because_of
+from titan_lite.config.errors import MachineError, error_because_of, is_of_machine
 from titan_lite.logging import log_ranks
 
 SUPERVISOR = "TITAN_LITE_SUPERVISOR"  # process id of launch_copies.py, in its processes
 COPY = "COPY"  # number of this copy of the model, with fault_tolerance.copies
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 WORLD = (*ALONE, "MASTER_ADDR", "MASTER_PORT")
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 LAST_PORT = 2**16 - 1
 LOOPBACK = "127.0.0.1"
+LOOPBACK_LIMIT = 10.0  # seconds for a connection to it
 
 
 def number(name: str, default: int) -> int:
     """Return one variable as a number. Raises ConfigError."""
     text = os.environ.get(name) or str(default)
-    if not re.fullmatch("[0-9]{1,9}", text):
+    if not _is_number(text):
         raise ConfigError(
             f"environment: {name}={text}: expected an integer at least 0, such as {name}={default}"
         )
     return int(text)
 
 
+def _is_number(text: str) -> bool:
+    return re.fullmatch("[0-9]{1,9}", text) is not None
+
+
 def check_environment() -> tuple[int, int]:
     """Return (rank, number of ranks) of this process.
 
-    Raises ConfigError if a variable is missing or no number, or LOG_RANK names no rank.
+    Raises ConfigError with every wrong variable and its value.
     """
     missing = [name for name in WORLD if not os.environ.get(name)]
     if missing and all(os.environ.get(name) in (None, "", value) for name, value in ALONE.items()):
         _run_alone()
-    elif missing:
-        raise ConfigError(
-            f"environment: {', '.join(missing)} not set: use torchrun or ./run_train.sh, which set"
-            f" all of {', '.join(WORLD)}, or set none"
+        missing = []
+    wrong = []
+    if missing:
+        there = " ".join(f"{name}={os.environ[name]}" for name in WORLD if name not in missing)
+        wrong.append(
+            f"{there} without {', '.join(missing)}: use torchrun or ./run_train.sh, which set all,"
+            " or set none"
         )
-    world_size = number("WORLD_SIZE", 1)
-    try:
-        log_ranks(world_size)
-    except ValueError as error:
-        raise ConfigError(f"environment: {error}") from None
-    return number("RANK", 0), world_size
+    values: dict[str, int] = {}
+    for name in (*ALONE, "MASTER_PORT", *RESTARTS):
+        text = os.environ.get(name) or "0"
+        if _is_number(text):
+            values[name] = int(text)
+        else:
+            wrong.append(f"{name}={text}: expected an integer at least 0")
+    wrong = wrong or _contradictions(values)
+    if values.get("WORLD_SIZE"):
+        try:
+            log_ranks(values["WORLD_SIZE"])
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ConfigError(f"environment: {'; '.join(wrong)}")
+    if not resolves(os.environ["MASTER_ADDR"]):
+        raise ConfigError(
+            f"MASTER_ADDR={os.environ['MASTER_ADDR']}: this node knows no such host; use a name or"
+            " an address of rank 0's node that all nodes know (LOCAL_ADDR, where the launcher sets"
+            " MASTER_ADDR)"
+        )
+    return values["RANK"], values["WORLD_SIZE"]
 
 
 def copy_number(settings: FaultTolerance) -> int:
@@ -109,18 +134,59 @@ def address_towards(url: str) -> str:
         ) from None
 
 
+def resolves(host: str) -> bool:
+    """Return True if this node knows the address of a host. Raises MachineError if what knows the
+    names of hosts does not answer.
+    """
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        if is_of_machine(error):
+            raise MachineError(f"the address of {host} cannot be looked up: {error}") from None
+        return False
+    return True
+
+
 def loopback_port() -> int:
-    """Return a free port of 127.0.0.1, by which the ranks of one node meet."""
-    with socket.socket() as free:
-        free.bind((LOOPBACK, 0))
-        port: int = free.getsockname()[1]
-        return port
+    """Return a free port of 127.0.0.1, by which the ranks of one node meet. Raises ConfigError."""
+    try:
+        with socket.socket() as free:
+            free.bind((LOOPBACK, 0))  # also where the interface is down
+            free.listen(1)
+            port = free.getsockname()[1]
+            socket.create_connection((LOOPBACK, port), LOOPBACK_LIMIT).close()
+            return port
+    except OSError as error:
+        raise error_because_of(
+            error,
+            f"this machine has no loopback: {LOOPBACK} cannot be used ({error.strerror or error}),"
+            " by which the ranks of one node meet; set it up (`ip link set lo up`), or start the"
+            " container with a network",
+        ) from None
 
 
 def _run_alone() -> None:
     """Set the variables of a process that no launcher has started, with a free port."""
     port = loopback_port()
     os.environ.update(ALONE, MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))
+
+
+def _contradictions(values: dict[str, int]) -> list[str]:
+    """Return what is wrong with numbers that are each in range."""
+    wrong = []
+    world_size = values["WORLD_SIZE"]
+    local_rank = values["LOCAL_RANK"]
+    local_size = values["LOCAL_WORLD_SIZE"]
+    if not values["RANK"] < world_size:
+        wrong.append(f"RANK={values['RANK']}: expected less than WORLD_SIZE={world_size}")
+    if not local_rank < local_size <= world_size:
+        wrong.append(
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}: expected a rank below the"
+            f" number of ranks of this node, which is at most WORLD_SIZE={world_size}"
+        )
+    if not 0 < values["MASTER_PORT"] <= LAST_PORT:
+        wrong.append(f"MASTER_PORT={values['MASTER_PORT']}: expected a port from 1 to {LAST_PORT}")
+    return wrong
 
 
 def use_loopback() -> None:

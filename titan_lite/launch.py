@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,12 +29,17 @@ from typing import TYPE_CHECKING, NoReturn
 from titan_lite import recipe, rules
 from titan_lite.config import SHIPPED, Config, ConfigError, load_config
 from titan_lite.config.errors import MachineError
+from titan_lite.distributed import endpoint
+from titan_lite.distributed.layout import Layout
 from titan_lite.environment import (
     COPY,
+    LAST_PORT,
     LOOPBACK,
     SUPERVISOR,
     address_towards,
     copy_number,
+    loopback_port,
+    resolves,
     usable_cores,
     use_loopback,
 )
@@ -49,15 +55,26 @@ if TYPE_CHECKING:
     from titan_lite.launch_copies import CopyProcesses
     from titan_lite.tools.verify.own_family import Verification
 
+NUMA_NODES = "/sys/devices/system/node"
 # seconds from a signal until ranks that have not ended are killed; a hang ends them before
 SAVE_LIMIT = 3600
+# Seconds for the launchers of other nodes to answer, once all ranks here have ended
+NODES_LIMIT = 20
+# Seconds until a node whose ranks have not started says for whom it waits; it repeats that
+NODES_WAIT = 30
+FLOPS_OF_CORE = 1e11  # a second, in float32
+SLOW_STEP = 120  # seconds
 VERIFY_LIMIT = 240  # seconds for a user's own family, which takes 4 to 10 on free cores
+DEFAULT_PORT = 29400  # torchrun's, of an endpoint without one
+RESTART_LIMIT = 600  # where ranks may start again: the time of torchrun, too
 RECEIVED = (*STOPPING, signal.SIGQUIT)
 VARIABLES = {  # name: (pattern, meaning)
+    "OMP_NUM_THREADS": ("[1-9][0-9]{0,5}", "a number of threads, such as OMP_NUM_THREADS=1"),
     "NCOPIES": ("[1-9][0-9]{0,3}", "the number of copies of the model, such as NCOPIES=2"),
     "NGPU": ("[1-9][0-9]{0,5}", "the number of processes, at least 1, such as NGPU=2"),
     "NNODES": ("[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?", "the number of nodes, such as NNODES=2"),
     "NODE_RANK": ("[0-9]{1,9}", "0 on one node, and such as 1 on another"),
+    "MAX_RESTARTS": ("[0-9]{1,6}", "a number, such as MAX_RESTARTS=0"),
 }
 GIVEN = (  # variables of the command that goes on with a run
     "NCOPIES",
@@ -92,10 +109,11 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print_line(f"error: {error}")
         return exit_code.WRONG_INPUT
-    except MachineError as error:
+    except (MachineError, endpoint.EndpointError) as error:
         print_line(f"error: {error}")
         return exit_code.FAILED
-    return launch(options, folder=folder)
+    may_restart = int(os.environ.get("MAX_RESTARTS") or 0) > 0
+    return launch(options, may_restart=may_restart, folder=folder)
 
 
 def with_copies(arguments: Sequence[str]) -> list[str]:
@@ -154,10 +172,13 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     of_lone_copy = config.fault_tolerance.copies > 1 and SUPERVISOR not in os.environ
     lone_address = LOOPBACK
     copy_number(config.fault_tolerance)  # raises ConfigError
+    if config.fault_tolerance.copies == 1 and os.environ.get(COPY):
+        write_line(f"titan_lite: COPY={os.environ[COPY]} has no effect: the run has no copies")
     if of_lone_copy:  # others reach its store
         raise_mistakes(config, missing_lighthouse(config))
         lone_address = address_towards(config.fault_tolerance.address)
     nodes, rendezvous = check_variables(lone_address)
+    address = split_endpoint(os.environ["RDZV_ENDPOINT"]) if nodes != "1" else None
     gpus = count_gpus()
     processes = int(os.environ.get("NGPU") or gpus or 2)
     if 0 < gpus < processes:
@@ -166,6 +187,8 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     world_size = int(nodes.rpartition(":")[2]) * processes
     if ":" not in nodes:
         recipe.check_world(config, world_size)
+        if not gpus and not gpus_are_hidden():
+            warn_of_slow_steps(Layout.from_config(config, world_size), usable_cores())
     restarts = os.environ.get("MAX_RESTARTS") or "0"
     set_environment(gpus, processes)
     if restarts != "0" or nodes != "1":
@@ -180,18 +203,26 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     if nodes != "1":
         line += f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}"
     print_line(line, sys.stdout)  # as the lines of the ranks
-    if nodes == "1" and lone_address == LOOPBACK:
-        use_loopback()
-    is_first = int(os.environ.get("NODE_RANK") or 0) == 0
-    if is_first and config.model.verify and recipe.needs_verification(config):
+    verification = None
+    if config.model.verify and recipe.needs_verification(config):
         verification = verification_of(config, world_size if ":" not in nodes else None)
-        if verification is not None and not verification.run(arguments, VERIFY_LIMIT):
-            raise SystemExit(exit_code.STOPPED)
+    if address is None:
+        if lone_address == LOOPBACK:
+            loopback_port()
+            use_loopback()
+        is_first = True
+    else:
+        is_first = check_endpoint(
+            *address, os.environ.get("NODE_RANK", ""), verifies=verification is not None
+        )
+    if verification is not None and is_first and not verification.run(arguments, VERIFY_LIMIT):
+        raise SystemExit(exit_code.STOPPED)
     return [
         *("--nnodes", nodes),
         *("--nproc-per-node", str(processes)),
         *("--max-restarts", restarts),
         *rendezvous,
+        *numa_options(gpus),
         *("-m", "titan_lite.train"),
         *arguments,
     ]
@@ -206,6 +237,12 @@ def check_variables(lone_address: str = LOOPBACK) -> tuple[str, list[str]]:
     for name in VARIABLES:
         check_number(name)
     nodes = environment.get("NNODES", "1")
+    fewest, _, most = nodes.partition(":")
+    if most and int(most) < int(fewest):
+        raise ConfigError(
+            f"NNODES={nodes}: expected the fewest nodes before the most, such as"
+            f" NNODES={most}:{fewest}"
+        )
     alone = f"{LOOPBACK}:0"  # port 0: a free one
     address = alone if nodes == "1" else environment.get("RDZV_ENDPOINT", "")
     options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address]
@@ -231,6 +268,48 @@ def check_number(name: str) -> None:
     text = os.environ.get(name)
     if text and not re.fullmatch(pattern, text):
         raise ConfigError(f"{name}={text}: expected {meaning}")
+
+
+def split_endpoint(address: str) -> tuple[str, int]:
+    """Return the host and the port of RDZV_ENDPOINT. Raises ConfigError if this node does not know
+    the host.
+    """
+    match = re.fullmatch(r"(\[.+\]|[^:]+)(?::([0-9]{1,5}))?", address)
+    if not match or int(match[2] or 1) not in range(1, LAST_PORT + 1):
+        raise ConfigError(f"RDZV_ENDPOINT={address}: expected HOST:PORT, such as node0:29500")
+    host = match[1].strip("[]")
+    if not resolves(host):
+        wrong = f"RDZV_ENDPOINT={address}: this node knows no host {host}"
+        raise ConfigError(f"{wrong}; use a name or an address that it knows")
+    return host, int(match[2] or DEFAULT_PORT)
+
+
+def check_endpoint(host: str, port: int, node_rank: str, *, verifies: bool = False) -> bool:
+    """Check that this node can serve the rendezvous, or that its server answers. Return True if it
+    is the node that serves.
+
+    verifies: that node verifies a family before, and the others wait for it. Raises EndpointError.
+    """
+    name = f"RDZV_ENDPOINT={host}:{port}"
+    if node_rank and int(node_rank) == 0:
+        endpoint.check_port(name, port)
+        if not endpoint.is_here(host):
+            write_line(
+                f"titan_lite: NODE_RANK=0, and {host} is not an address of this node: the others"
+                f" meet at {name}; if that is another node, it has NODE_RANK=0, and this one not"
+            )
+        return True
+    if not node_rank and endpoint.port_is_free(port) and endpoint.is_here(host):
+        return True
+    seconds = endpoint.CONNECT_LIMIT
+    if verifies:
+        seconds += VERIFY_LIMIT
+        write_line(
+            f"titan_lite: the node of {name} verifies the family first: waiting for it, at most"
+            f" {seconds:g} s"
+        )
+    endpoint.check_store(name, host, port, seconds)
+    return False
 
 
 def verification_of(config: Config, world_size: int | None) -> "Verification | None":
@@ -261,18 +340,48 @@ def count_gpus() -> int:
 
     if gpus := torch.cuda.device_count():
         return gpus
+    drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = drivers.partition("\n")[0] if drivers else "unknown"  # one line for each GPU
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    raise ConfigError(
+    wrong = (
         f"torch cannot use the GPUs of this node ({listed or '/dev/kfd'}): torch"
-        f" {torch.__version__}, {built}; install a torch built for their driver, or set"
-        " CUDA_VISIBLE_DEVICES= for CPU processes"
+        f" {torch.__version__}, {built}, driver {driver}"
     )
+    fix = "install a torch built for this driver, or set CUDA_VISIBLE_DEVICES= for CPU processes"
+    raise ConfigError(f"{wrong}; CUDA 13 needs driver 580 or newer, CUDA 12 525: {fix}")
 
 
 def gpus_are_hidden() -> bool:
     """Return True if CUDA_VISIBLE_DEVICES hides all GPUs of this node."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible is not None and visible[:1] in ("", "-", ",")
+
+
+def warn_of_slow_steps(layout: Layout, cores: int) -> None:
+    """Print that there is no GPU, if a step would take minutes or more on the CPU's cores.
+
+    A step has 6 FLOPs for each parameter and token (Kaplan et al., 2020), without attention.
+    """
+    seconds = 6 * layout.parameters * layout.tokens / (FLOPS_OF_CORE * cores)
+    duration = f"{seconds / 3600:,.1f} hours" if seconds > 7200 else f"{seconds / 60:.0f} minutes"
+    if seconds > SLOW_STEP:
+        write_line(
+            f"titan_lite: no GPU found: a step of {layout.parameters / 1e9:.1f}B parameters and"
+            f" {layout.tokens:,} tokens takes about {duration} on {cores} CPU cores;"
+            " `titan-lite plan RECIPE --world-size 8` predicts it on GPUs"
+        )
+
+
+def numa_options(gpus: int) -> list[str]:
+    """Return the launcher's options that bind each process to the cores beside its GPU, if there
+    are several NUMA nodes.
+    """
+    if gpus < 2 or not os.path.exists(f"{NUMA_NODES}/node1"):
+        return []
+    if output_of("numactl", "--physcpubind=+0", "true") is not None:
+        return ["--numa-binding", "node"]
+    write_line("titan_lite: processes are not bound to the cores beside their GPU: install numactl")
+    return []
 
 
 def output_of(*command: str) -> str | None:
@@ -344,7 +453,7 @@ def pass_signal_on() -> NoReturn:
     os._exit(exit_code.STOPPED)
 
 
-def launch(options: Sequence[str], *, folder: Path | None = None) -> int:
+def launch(options: Sequence[str], *, may_restart: bool, folder: Path | None = None) -> int:
     """Run torchrun with these arguments, and return the exit code of the run.
 
     folder: job.dump_folder, whose events.jsonl gets a line for a rank that is killed.
@@ -353,7 +462,7 @@ def launch(options: Sequence[str], *, folder: Path | None = None) -> int:
         from torch.distributed import DistError, run
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
     # It logs a line for the rank that failed first; this function prints how all ended.
     failures = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
@@ -362,6 +471,9 @@ def launch(options: Sequence[str], *, folder: Path | None = None) -> int:
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_LIMIT))  # torch >= 2.12
     exit_code.name_record()
+    if sys.platform == "linux":
+        args = (may_restart,)
+        threading.Thread(target=leave_other_nodes, args=args, name="nodes", daemon=True).start()
     handled = ",".join(number.name for number in STOPPING)
     error: Exception | None = None
     try:
@@ -380,9 +492,11 @@ def launch(options: Sequence[str], *, folder: Path | None = None) -> int:
         if set(codes.values()) == {exit_code.STOPPED}:  # ranks that were starting had a signal
             return exit_code.STOPPED
         write_line(f"error: {describe_failures(codes)}")
+    elif isinstance(error, RendezvousTimeoutError):
+        write_line(f"error: the nodes have not met: {describe_wait()}")
     else:
-        first_line = str(error.__cause__ or error).partition("\n")[0]
-        write_line(f"error: the nodes do not reach each other: {type(error).__name__} {first_line}")
+        first_line = str(error).partition("\n")[0]
+        write_line(f"error: the launchers of the nodes have lost each other: {first_line}")
     return exit_code.FAILED
 
 
@@ -421,6 +535,63 @@ def describe_failures(codes: Mapping[int, int]) -> str:
         else:
             failed.append(f"rank {rank} ended with exit code {code}")
     return "; ".join(killed + failed)
+
+
+def leave_other_nodes(may_restart: bool) -> NoReturn:
+    """Run in a thread: end this process if its ranks have ended badly, and the launchers of other
+    nodes do not answer.
+
+    torchrun would wait for many minutes after a cut cable, and for 300 s for a launcher that was
+    killed.
+    """
+    waited = 0
+    started = False
+    seconds = 0
+    while True:
+        time.sleep(1)
+        seconds += 1
+        has_others = (os.environ.get("NNODES") or "1") != "1"
+        if has_others and not started and seconds % NODES_WAIT == 0:
+            write_line(f"titan_lite: no rank has started for {seconds} s: {describe_wait()}")
+        code = exit_code.recorded()
+        running = ranks_run()
+        started = started or running
+        ranks_have_failed = started and not running and code != exit_code.TRAINED
+        if ranks_have_failed:
+            waited += 1
+        else:
+            waited = 0
+        limit = RESTART_LIMIT if may_restart and code not in exit_code.ENDINGS else NODES_LIMIT
+        if waited > limit:
+            break
+    if code not in exit_code.ENDINGS:
+        write_line(
+            f"error: the ranks here have failed, and the other nodes are not reached for {limit} s"
+        )
+    os._exit(exit_code.take_record() or exit_code.FAILED)
+
+
+def describe_wait() -> str:
+    """Return for whom a node waits, and why that may not come."""
+    nodes = os.environ.get("NNODES") or 1
+    names = ("RDZV_ENDPOINT", "RDZV_ID")
+    same = ", ".join(f"{name}={os.environ.get(name) or 'titan_lite'}" for name in names)
+    return (
+        f"waiting for NNODES={nodes} nodes with {same}; one of them may have ended with an error of"
+        " its own, have other values of these, or be a second one with NODE_RANK=0"
+    )
+
+
+def ranks_run() -> bool:
+    """Return True if a process that the main thread has started has not ended.
+
+    torchrun need not have noticed its end.
+    """
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        with suppress(ChildProcessError):
+            if os.waitid(os.P_PID, int(pid), os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return True
+    return False
 
 
 if __name__ == "__main__":

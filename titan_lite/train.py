@@ -17,6 +17,7 @@ from typing import Any
 from titan_lite import recipe, rules
 from titan_lite.config import Config, ConfigError, load_config
 from titan_lite.config.errors import MachineError
+from titan_lite.distributed.endpoint import EndpointError
 from titan_lite.distributed.layout import Layout
 from titan_lite.environment import (
     check_environment,
@@ -80,7 +81,7 @@ def train(config: Config, hooks: Sequence[Any] = ()) -> int:
     try:
         with events.failures():
             trained = Trainer(config, hooks=hooks, start_times=start_times).train()
-    except TrainingError as error:
+    except (TrainingError, EndpointError) as error:
         return print_error(error, exit_code.FAILED)
     # Not after a failure, since this would wait for the other ranks.
     close_process_group()

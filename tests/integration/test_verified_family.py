@@ -188,6 +188,17 @@ def test_a_verdict_is_of_the_sources_the_layout_and_the_versions(
     assert len(others - {verdict}) == 4
 
 
+def test_other_nodes_wait_for_the_first(monkeypatch, capfd):
+    monkeypatch.setattr(launch.endpoint, "CONNECT_LIMIT", 0.2)
+    monkeypatch.setattr(launch, "VERIFY_LIMIT", 0.3)
+    with pytest.raises(launch.endpoint.EndpointError, match=r"tried to connect for 0\.5 s"):
+        launch.check_endpoint("127.0.0.1", 9, "1", verifies=True)
+    assert (
+        "the node of RDZV_ENDPOINT=127.0.0.1:9 verifies the family first: waiting for it, at most"
+        " 0.5 s" in capfd.readouterr().err
+    )
+
+
 @pytest.mark.release
 def test_ranks_without_the_launcher_say_that_nothing_was_verified(tmp_path):
     file = tmp_path / "family.py"

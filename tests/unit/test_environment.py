@@ -1,9 +1,14 @@
-"""Environment variables of a run: a wrong one is named with its value."""
+"""Environment variables of a run: each wrong one is named with its value, all of them in one line."""
 
 import os
+import shutil
+import subprocess
+import sys
 
 import pytest
+from tiny import ROOT
 
+from titan_lite import environment as module
 from titan_lite.config import ConfigError
 from titan_lite.environment import (
     ALONE,
@@ -65,10 +70,13 @@ def test_one_that_lacks_some_is_told_which(environment):
     environment(RANK="1", WORLD_SIZE="2")
     with pytest.raises(ConfigError) as error:
         check_environment()
-    told = "environment: LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: use torchrun or "
+    told = (
+        "environment: RANK=1 WORLD_SIZE=2 without LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,"
+        " MASTER_PORT: use torchrun or "
+    )
     assert str(error.value).startswith(told)
     environment(WORLD_SIZE="2")
-    with pytest.raises(ConfigError, match=r": RANK, LOCAL_RANK, .* not set"):
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 without RANK, LOCAL_RANK"):
         check_environment()
 
 
@@ -77,9 +85,16 @@ def test_one_that_lacks_some_is_told_which(environment):
     [
         ("RANK", "abc", "expected an integer"),
         ("RANK", "-1", "expected an integer"),
+        ("RANK", "4", "expected less than WORLD_SIZE=4"),
         ("RANK", "³", "expected an integer"),
         ("WORLD_SIZE", "2.0", "expected an integer"),
         ("WORLD_SIZE", "9" * 5000, "expected an integer"),
+        ("LOCAL_RANK", "2", "LOCAL_WORLD_SIZE=2"),
+        ("LOCAL_WORLD_SIZE", "8", "at most WORLD_SIZE=4"),
+        ("MASTER_PORT", "http", "expected an integer"),
+        ("MASTER_PORT", "65536", "expected a port"),
+        ("TORCHELASTIC_RESTART_COUNT", "once", "expected an integer"),
+        ("TORCHELASTIC_MAX_RESTARTS", "x", "expected an integer"),
         ("LOG_RANK", "7", "use ranks below 4"),
         ("LOG_RANK", "³", "use ranks below 4"),
         ("LOG_RANK", "9" * 5000, "use ranks below 4"),
@@ -100,3 +115,41 @@ def test_one_that_alone_counts(environment):
     environment(RANK="abc")
     with pytest.raises(ConfigError, match="RANK=abc: expected an integer"):
         number("RANK", 0)
+
+
+def test_several_are_told_together(environment):
+    environment(**{**LAUNCHED, "RANK": "a", "LOCAL_RANK": "b", "LOG_RANK": "c"})
+    with pytest.raises(ConfigError) as error:
+        check_environment()
+    assert all(part in str(error.value) for part in ("RANK=a: ", "LOCAL_RANK=b: ", "LOG_RANK=c: "))
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 300, "a..b", "[::1"])
+def test_a_host_of_rank_0_that_is_not_known(host, environment):
+    environment(**{**LAUNCHED, "MASTER_ADDR": host})
+    with pytest.raises(ConfigError) as error:
+        check_environment()
+    assert str(error.value).startswith(f"MASTER_ADDR={host}: this node knows no such host")
+
+
+def test_a_loopback_that_is_down_is_told_in_one_line():
+    """In a network of its own, whose loopback is there, and down."""
+    code = "from titan_lite.environment import loopback_port; loopback_port()"
+    alone = ["unshare", "--user", "--map-root-user", "--net"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"]).returncode:
+        pytest.skip("needs unshare, and the right to make a network")
+    found = subprocess.run(
+        [*alone, sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.returncode == 1
+    assert "no loopback: 127.0.0.1 cannot be used (Network is unreachable)" in found.stderr
+
+
+def test_a_machine_without_a_loopback_is_told_in_one_line(monkeypatch):
+    monkeypatch.setattr(module, "LOOPBACK", "192.0.2.1")  # of no machine
+    with pytest.raises(ConfigError, match=r"no loopback: 192\.0\.2\.1 cannot be used .* lo up"):
+        module.loopback_port()

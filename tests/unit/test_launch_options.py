@@ -2,14 +2,18 @@
 
 import os
 import socket
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import pytest
+from tiny import DEBUG_TOKENIZER
 from torch.distributed import run
-from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
 from titan_lite import launch as start
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import MachineError
+from titan_lite.distributed import endpoint
 from titan_lite.metrics.run_files import read_events
 from titan_lite.resilience import exit_code
 
@@ -41,6 +45,19 @@ def test_no_gpus_are_counted_where_the_cpu_is_wanted(visible, environment, progr
     assert start.count_gpus() == 0
 
 
+@pytest.mark.parametrize(("nodes", "numactl"), [(1, True), (2, False), (2, True)])
+def test_processes_are_bound_beside_their_gpus_if_numactl_works(
+    nodes, numactl, program, tmp_path, monkeypatch, capfd
+):
+    for node in range(nodes):
+        (tmp_path / f"node{node}").mkdir()
+    monkeypatch.setattr(start, "NUMA_NODES", str(tmp_path))
+    program("numactl", f"exit {0 if numactl else 1}")
+    assert start.numa_options(2) == (["--numa-binding", "node"] if nodes > 1 and numactl else [])
+    assert ("install numactl" in capfd.readouterr().err) == (nodes > 1 and not numactl)
+    assert start.numa_options(1) == []
+
+
 def test_options_of_several_nodes(environment):
     environment |= {
         "NNODES": "2",
@@ -64,6 +81,26 @@ def test_a_node_says_for_whom_it_waits(environment, capfd):
         "starting 1 CPU process: debug_model; waiting for 2 nodes at localhost:29500\n"
         in capfd.readouterr().out
     )
+
+
+def test_a_node_whose_ranks_do_not_start_says_again_for_whom_it_waits(
+    environment, monkeypatch, capfd
+):
+    environment |= {"NNODES": "2", "RDZV_ENDPOINT": "node0:29500"}
+    pauses = iter(range(2 * start.NODES_WAIT))
+    monkeypatch.setattr(start.time, "sleep", lambda seconds: next(pauses))
+    monkeypatch.setattr(start, "ranks_run", lambda: False)
+    with pytest.raises(StopIteration):
+        start.leave_other_nodes(may_restart=False)
+    first, second = capfd.readouterr().err.splitlines()
+    assert f"no rank has started for {start.NODES_WAIT} s: waiting for NNODES=2 nodes" in first
+    assert "RDZV_ENDPOINT=node0:29500, RDZV_ID=titan_lite; one of them may have ended" in first
+    assert "no rank has started for 60 s" in second
+    environment["NNODES"] = ""  # one node, whose ranks may take long
+    pauses = iter(range(2 * start.NODES_WAIT))
+    with pytest.raises(StopIteration):
+        start.leave_other_nodes(may_restart=False)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -92,11 +129,28 @@ def test_a_kill_is_an_event_of_the_step_that_was_reached(
     )
 
 
-def test_nodes_that_do_not_meet_are_one_line(monkeypatch, capfd):
-    monkeypatch.setattr(run, "main", Mock(side_effect=RendezvousTimeoutError("too\nlong")))
-    assert start.launch([]) == exit_code.FAILED
-    line = "error: the nodes do not reach each other: RendezvousTimeoutError too\n"
-    assert capfd.readouterr().err == line
+def test_nodes_that_have_not_met_are_told_from_those_that_have_lost_each_other(
+    environment, monkeypatch, capfd
+):
+    environment |= {"NNODES": "2", "RDZV_ENDPOINT": "node0:29500", "RDZV_ID": "mine"}
+    monkeypatch.setattr(start, "leave_other_nodes", lambda may_restart: None)
+    told = []
+    for error in (RendezvousTimeoutError(), RendezvousError("gone\nand more")):
+        monkeypatch.setattr(run, "main", Mock(side_effect=error))
+        assert start.launch([], may_restart=False) == exit_code.FAILED
+        told += capfd.readouterr().err.splitlines()
+    not_met, lost = told
+    assert not_met.startswith("error: the nodes have not met: waiting for NNODES=2 nodes with")
+    assert "RDZV_ID=mine" in not_met
+    assert lost == "error: the launchers of the nodes have lost each other: gone"
+
+
+@pytest.mark.parametrize(("host", "is_told"), [("localhost", False), ("192.0.2.1", True)])
+def test_a_first_node_whose_address_the_others_do_not_meet_at_is_told(host, is_told, capfd):
+    with free_port() as port:
+        start.check_endpoint(host, port, "0")
+    words = f"NODE_RANK=0, and {host} is not an address of this node"
+    assert (words in capfd.readouterr().err) == is_told
 
 
 def test_variables_that_are_empty_are_not_set(environment):
@@ -114,8 +168,15 @@ def test_a_wrong_number_of_processes_is_refused(value, environment):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
+        ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS=abc: expected a number of threads"),
         ({"NNODES": "two"}, "NNODES=two: expected the number of nodes"),
         ({"NNODES": "2"}, "NNODES=2 needs RDZV_ENDPOINT=HOST:PORT"),
+        ({"NNODES": "2:1"}, "NNODES=2:1: expected the fewest nodes before .* NNODES=1:2"),
+        (
+            {"NNODES": "2", "RDZV_ENDPOINT": "no.such.host.invalid:29500"},
+            "RDZV_ENDPOINT=no.such.host.invalid:29500: this node knows no host",
+        ),
+        ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1: expected a number"),
     ],
 )
 def test_a_wrong_variable_is_refused(variables, message, environment):
@@ -125,15 +186,25 @@ def test_a_wrong_variable_is_refused(variables, message, environment):
 
 
 def test_gpus_that_torch_cannot_use_are_an_error_but_where_the_cpu_is_wanted(environment, program):
-    program("nvidia-smi", 'echo "GPU 0: NVIDIA H100"')
+    program("nvidia-smi", '[ "$1" = -L ] && echo "GPU 0: NVIDIA H100" || echo 535.54')
     torch_sees_none = environment.pop("CUDA_VISIBLE_DEVICES")
     with pytest.raises(ConfigError) as refused:
         start.launcher_options(["debug_model"])
     line = str(refused.value)
     assert "torch cannot use the GPUs of this node (GPU 0: NVIDIA H100)" in line
+    assert "driver 535.54; CUDA 13 needs driver 580" in line
     assert "set CUDA_VISIBLE_DEVICES= for CPU processes" in line
     environment["CUDA_VISIBLE_DEVICES"] = torch_sees_none
     assert "-m" in start.launcher_options(["debug_model"])
+
+
+def test_names_that_cannot_be_looked_up_now_are_no_mistake(monkeypatch):
+    def away(*_, **__):
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", away)
+    with pytest.raises(MachineError, match=r"address of node0 cannot be looked up: .*Temporary"):
+        start.split_endpoint("node0:29500")
 
 
 def test_a_server_of_documents_that_is_away_is_exit_code_1(served, clock, capfd):
@@ -164,6 +235,23 @@ def test_the_launcher_gets_the_gpus_and_the_recipe(environment, monkeypatch, cap
     assert "starting 4 GPU processes: debug_model\n" in capfd.readouterr().out
     assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert (environment["LOG_RANK"], environment["TORCH_NCCL_HIGH_PRIORITY"]) == ("0", "1")
+
+
+def test_a_large_model_without_a_gpu_begins_with_that_and_names_plan(
+    environment, monkeypatch, capfd
+):
+    del environment["CUDA_VISIBLE_DEVICES"]
+    monkeypatch.setattr(start, "output_of", lambda *command: None)  # no nvidia-smi
+    small = [f"--model.tokenizer_path={DEBUG_TOKENIZER}", "--data.dataset=stdlib"]
+    start.launcher_options(["llama3_8b", *small])
+    first = capfd.readouterr().err.splitlines()[0]
+    assert first.startswith("titan_lite: no GPU found: a step of 8.0B parameters")
+    assert "titan-lite plan RECIPE --world-size 8" in first
+    start.launcher_options(["debug_model"])
+    assert "no GPU found" not in capfd.readouterr().err
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # the user wants the CPU
+    start.launcher_options(["llama3_8b", *small])
+    assert "no GPU found" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -210,8 +298,59 @@ def test_a_number_of_nodes_that_may_change_is_not_refused_on_cpus(environment, m
     del environment["CUDA_VISIBLE_DEVICES"]
     monkeypatch.setattr(start, "count_gpus", lambda: 0)
     options = ["--parallelism.data_parallel_shard_degree=1"]
-    environment |= {"NNODES": "1:2", "NGPU": "1", "RDZV_ENDPOINT": "node0:29500"}
-    assert start.launcher_options(["debug_model", *options])[:2] == ["--nnodes", "1:2"]
+    with free_port() as port:
+        environment |= {"NNODES": "1:2", "NGPU": "1", "RDZV_ENDPOINT": f"127.0.0.1:{port}"}
+        assert start.launcher_options(["debug_model", *options])[:2] == ["--nnodes", "1:2"]
+
+
+@pytest.mark.parametrize("endpoint", ["node0:http", "node0:0", "node0:65536", ":29500", "a:b:1"])
+def test_an_endpoint_that_is_no_address(endpoint):
+    with pytest.raises(ConfigError, match=f"RDZV_ENDPOINT={endpoint}: expected HOST:PORT"):
+        start.split_endpoint(endpoint)
+
+
+def test_an_endpoint_without_a_port_has_that_of_torchrun():
+    assert start.split_endpoint("[::1]:29500") == ("::1", 29500)
+    assert start.split_endpoint("127.0.0.1") == ("127.0.0.1", 29400)
+
+
+def test_a_port_that_another_program_uses(environment):
+    with free_port() as port:
+        with (
+            socket.create_server(("127.0.0.1", port)),
+            pytest.raises(
+                endpoint.EndpointError, match=f"127.0.0.1:{port}: tried to listen on port {port}"
+            ),
+        ):
+            start.check_endpoint("127.0.0.1", port, "0")
+        start.check_endpoint("127.0.0.1", port, "0")
+
+
+@pytest.mark.parametrize("node_rank", ["1", ""])
+def test_a_program_that_accepts_and_says_nothing(node_rank, monkeypatch):
+    monkeypatch.setattr(endpoint, "ANSWER_LIMIT", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(endpoint.EndpointError, match=f"^RDZV_ENDPOINT=127.0.0.1:{port}: "):
+            start.check_endpoint("127.0.0.1", port, node_rank)
+
+
+def test_a_node_that_does_not_listen_yet(monkeypatch):
+    monkeypatch.setattr(endpoint, "CONNECT_LIMIT", 0.5)
+    with (
+        free_port() as port,
+        pytest.raises(endpoint.EndpointError, match=f"{port}: tried to connect for 0.5 s: "),
+    ):
+        start.check_endpoint("127.0.0.1", port, "1")
+
+
+@contextmanager
+def free_port():
+    """Return a context with a port on which nothing listens and which no other program gets."""
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("", 0))
+        yield kept.getsockname()[1]
 
 
 def test_ncopies_sets_the_copies_of_a_run(environment):

@@ -22,14 +22,24 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from titan_lite.distributed.endpoint import check_port, check_store
+
 T = TypeVar("T")
 
 
 def connect_store(seconds: float) -> dist.Store:
     """Return the store of all ranks, which is torchrun's or, without that, rank 0's.
 
-    seconds: limit of a wait for a key.
+    seconds: limit of a wait for a key. Raises EndpointError if nothing answers as a store, or if
+    rank 0 cannot serve it.
     """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    name = f"MASTER_ADDR={host} MASTER_PORT={port}"
+    serves = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if serves:
+        check_port(name, port)
+    else:
+        check_store(name, host, port, seconds)
     timeout = datetime.timedelta(seconds=seconds)
     connected = next(dist.rendezvous("env://", timeout=timeout))
     store: dist.Store = connected[0]  # beside it, this rank and the number of ranks
