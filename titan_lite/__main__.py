@@ -7,6 +7,7 @@ A recipe is a file, or the name of a shipped one.
 """
 
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from titan_lite import launch
 from titan_lite.cli import command
 from titan_lite.config import SHIPPED, ConfigError
 from titan_lite.config.errors import did_you_mean
+from titan_lite.processes import signal_when_parent_dies
 from titan_lite.resilience import exit_code
 
 # Programs beside `train`. Each is the function `main` of a module, which is imported when it is
@@ -28,6 +30,7 @@ TOOLS = {
     "convert": "titan_lite.tools.convert",
     "generate": "titan_lite.tools.generate",
 }
+_forking = 0  # process id of the process that forks
 USAGE = """\
 usage: titan-lite PROGRAM [ARGUMENT ...]      --help after a program's name prints its arguments
 
@@ -61,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def own_process() -> None:
-    """Make SIGTERM and SIGHUP the same as Ctrl-C.
+    """Make SIGTERM and SIGHUP the same as Ctrl-C, and end processes that this one forks with it.
 
     A tool then removes what is unfinished, and shows what it has. A SIGHUP that is ignored, as
     under nohup, stays ignored.
@@ -69,6 +72,23 @@ def own_process() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
+    os.register_at_fork(before=_note_parent, after_in_child=_end_with_tool)
+
+
+def _note_parent() -> None:
+    global _forking
+    _forking = os.getpid()
+
+
+def _end_with_tool() -> None:
+    """Run in a process that a tool has forked: `datasets` has such, which would wait for ever.
+
+    Ctrl-C and SIGHUP reach all processes of a terminal; the tool alone handles them.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal_when_parent_dies(signal.SIGKILL, _forking)
 
 
 def run() -> None:
