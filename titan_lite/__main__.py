@@ -10,10 +10,12 @@ import importlib
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 
 from titan_lite import launch
-from titan_lite.cli import command
+from titan_lite.cli import INTERRUPTED, command
 from titan_lite.config import SHIPPED, ConfigError
 from titan_lite.config.errors import did_you_mean
 from titan_lite.processes import signal_when_parent_dies
@@ -72,7 +74,27 @@ def own_process() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
+    sys.unraisablehook = _interrupt_again
     os.register_at_fork(before=_note_parent, after_in_child=_end_with_tool)
+
+
+def _interrupt_again(lost: "sys.UnraisableHookArgs") -> None:
+    """Raise a KeyboardInterrupt again that was raised where Python prints and forgets an exception.
+
+    Such places are the functions that run around a fork (os.register_at_fork) and __del__. A thread
+    waits until the main thread has left them. Its signal ends a call in which that waits meanwhile,
+    as `_thread.interrupt_main` would not; SIGTERM is never ignored.
+    """
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    main_thread = threading.get_ident()
+
+    def interrupt() -> None:
+        time.sleep(0.01)
+        signal.pthread_kill(main_thread, signal.SIGTERM)
+
+    threading.Thread(target=interrupt).start()
 
 
 def _note_parent() -> None:
@@ -93,7 +115,21 @@ def _end_with_tool() -> None:
 
 def run() -> None:
     """Run the installed command."""
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code == INTERRUPTED:
+        _kill_started()
+    sys.exit(code)
+
+
+def _kill_started() -> None:
+    """Kill the processes of libraries, which Python would wait for at its end.
+
+    A Ctrl-C while `datasets` starts its manager leaves a process that nobody else ends.
+    """
+    for library in ("multiprocessing", "multiprocess"):
+        processes = sys.modules.get(f"{library}.process")
+        for process in processes.active_children() if processes else ():
+            process.kill()
 
 
 if __name__ == "__main__":

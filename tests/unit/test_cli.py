@@ -100,3 +100,37 @@ def test_a_tool_tidies_up_where_it_is_stopped_and_not_where_the_signal_is_ignore
         text=True,
     )
     assert (tool.returncode, tool.stdout.strip()) == (0, said)
+
+
+FORKING_TOOL = """
+import os, signal, sys, time
+from titan_lite.__main__ import own_process
+own_process()
+
+class Interrupted:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+try:
+    if sys.argv[1] == "fork":
+        os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
+        if os.fork() == 0:
+            os._exit(0)
+    else:
+        Interrupted()
+    time.sleep(300)  # waits in one call, which the signal ends
+    print("goes on")
+except KeyboardInterrupt:
+    print("tidies up")
+"""
+
+
+@pytest.mark.parametrize("place", ["fork", "del"])
+def test_ctrl_c_is_not_lost_where_python_ignores_exceptions(place):
+    tool = subprocess.run(
+        [sys.executable, "-c", FORKING_TOOL, place],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (tool.returncode, tool.stdout, tool.stderr) == (0, "tidies up\n", "")
