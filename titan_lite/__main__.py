@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from types import FrameType
 
 from titan_lite import launch
 from titan_lite.cli import INTERRUPTED, command
@@ -32,6 +33,7 @@ TOOLS = {
     "convert": "titan_lite.tools.convert",
     "generate": "titan_lite.tools.generate",
 }
+_is_interrupted = False  # by a signal
 _forking = 0  # process id of the process that forks
 USAGE = """\
 usage: titan-lite PROGRAM [ARGUMENT ...]      --help after a program's name prints its arguments
@@ -71,11 +73,17 @@ def own_process() -> None:
     A tool then removes what is unfinished, and shows what it has. A SIGHUP that is ignored, as
     under nohup, stays ignored.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     sys.unraisablehook = _interrupt_again
     os.register_at_fork(before=_note_parent, after_in_child=_end_with_tool)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    global _is_interrupted
+    _is_interrupted = True
+    raise KeyboardInterrupt
 
 
 def _interrupt_again(lost: "sys.UnraisableHookArgs") -> None:
@@ -83,10 +91,12 @@ def _interrupt_again(lost: "sys.UnraisableHookArgs") -> None:
 
     Such places are the functions that run around a fork (os.register_at_fork) and __del__. A thread
     waits until the main thread has left them. Its signal ends a call in which that waits meanwhile,
-    as `_thread.interrupt_main` would not; SIGTERM is never ignored.
+    as `_thread.interrupt_main` would not; SIGTERM is never ignored. After an interrupt nothing else
+    is printed: a library may have objects that are half made.
     """
     if not issubclass(lost.exc_type, KeyboardInterrupt):
-        sys.__unraisablehook__(lost)
+        if not _is_interrupted:
+            sys.__unraisablehook__(lost)
         return
     main_thread = threading.get_ident()
 
