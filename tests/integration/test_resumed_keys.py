@@ -7,10 +7,9 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from checkpoints import tensors_of
 from commands import train
 from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, NO_WORKERS, SMALL
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -97,14 +96,7 @@ def trained(folder, *options):
     done = train(2, DEBUG, folder, *BASE, "--checkpoint.keep_latest_k=0", *options)
     assert done.returncode == 0
     last = max((folder / "checkpoint").glob("step-*"))
-    reader = dcp.FileSystemReader(last)
-    found = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    return done.stdout, found
+    return done.stdout, tensors_of(last)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -114,7 +106,8 @@ def layout(request, tmp_path_factory):
     options, _ = LAYOUTS[request.param]
     trained(folder / "stopped", *options, "--training.steps=2")
     shutil.copytree(folder / "stopped", folder / "alone")
-    _, expected = trained(folder / "alone", *options, "--training.steps=4")
+    output, expected = trained(folder / "alone", *options, "--training.steps=4")
+    assert LINE not in output  # so that it is about the change
     return options, folder / "stopped", expected
 
 

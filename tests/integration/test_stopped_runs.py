@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from checkpoints import tensors_of
 from commands import Job, launcher, ranks_of, script, train
 from descendants import until_ended
 from filelock import FileLock
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, ROOT, SMALL, every, steps
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_lite.metrics.run_files import read_metrics
 
@@ -52,14 +51,7 @@ def with_fault(folder, *options, fault, ranks=2, restarts=0, ours=True):
 
 def tensors(folder):
     """Every parameter and optimizer state of the last step, by name."""
-    reader = dcp.FileSystemReader(Path(folder) / f"checkpoint/step-{saved_steps(folder)[-1]}")
-    found = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    return found
+    return tensors_of(Path(folder) / f"checkpoint/step-{saved_steps(folder)[-1]}")
 
 
 def same(folder, expected):
