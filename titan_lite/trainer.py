@@ -240,7 +240,7 @@ class Trainer:
         # for each other.
         init_process_group(self.device, store, limit, connect=degrees["pp"] == 1)
         # From here on a signal ends a step and saves it, and a rank that is killed has failed.
-        signals.end_start(self.describe_what_stops_wait_for)
+        signals.end_start(self.before_stop)
         exit_code.record(exit_code.FAILED)
         self.checkpointer.lock_on_first()
         self.checkpointer.check_shared()
@@ -845,7 +845,7 @@ class Trainer:
         """Key in [comm] of the time limit of a phase that may compile."""
         return "compile_timeout_seconds" if self.config.compile.enable else "init_timeout_seconds"
 
-    def describe_what_stops_wait_for(self) -> str:
+    def before_stop(self) -> str:
         """Return what the run does before it stops, if it received a signal now."""
         phase = self.watchdog.phase_name
         seconds = time.monotonic() - self.watchdog.phase_start

@@ -59,7 +59,7 @@ def test_a_signal_in_a_long_step_waits_for_that_step(monkeypatch):
     now[0] = 112.0
     alone.progress("step 7")  # such as a microbatch
     trainer = SimpleNamespace(watchdog=alone, config=load_config(DEBUG, []))
-    describe = Trainer.describe_what_stops_wait_for
+    describe = Trainer.before_stop
     assert describe(trainer) == "step 7, which began 12 s ago, and a save"
     trainer.config = load_config(DEBUG, [*NO_CHECKPOINT])
     assert describe(trainer) == "step 7, which began 12 s ago"
