@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from titan_lite import recipe, rules
-from titan_lite.config import SHIPPED, Config, ConfigError, load_config
+from titan_lite.config import SHIPPED, ConfigError, load_config
 from titan_lite.config.errors import MachineError
 from titan_lite.distributed import endpoint
 from titan_lite.distributed.layout import Layout
@@ -53,7 +53,6 @@ from titan_lite.rules.mistakes import raise_mistakes
 
 if TYPE_CHECKING:
     from titan_lite.launch_copies import CopyProcesses
-    from titan_lite.tools.verify.own_family import Verification
 
 NUMA_NODES = "/sys/devices/system/node"
 # seconds from a signal until ranks that have not ended are killed; a hang ends them before
@@ -64,7 +63,6 @@ NODES_LIMIT = 20
 NODES_WAIT = 30
 FLOPS_OF_CORE = 1e11  # a second, in float32
 SLOW_STEP = 120  # seconds
-VERIFY_LIMIT = 240  # seconds for a user's own family, which takes 4 to 10 on free cores
 DEFAULT_PORT = 29400  # torchrun's, of an endpoint without one
 RESTART_LIMIT = 600  # where ranks may start again: the time of torchrun, too
 RECEIVED = (*STOPPING, signal.SIGQUIT)
@@ -203,20 +201,11 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     if nodes != "1":
         line += f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}"
     print_line(line, sys.stdout)  # as the lines of the ranks
-    verification = None
-    if config.model.verify and recipe.needs_verification(config):
-        verification = verification_of(config, world_size if ":" not in nodes else None)
-    if address is None:
-        if lone_address == LOOPBACK:
-            loopback_port()
-            use_loopback()
-        is_first = True
-    else:
-        is_first = check_endpoint(
-            *address, os.environ.get("NODE_RANK", ""), verifies=verification is not None
-        )
-    if verification is not None and is_first and not verification.run(arguments, VERIFY_LIMIT):
-        raise SystemExit(exit_code.STOPPED)
+    if address is not None:
+        check_endpoint(*address, os.environ.get("NODE_RANK", ""))
+    elif lone_address == LOOPBACK:
+        loopback_port()
+        use_loopback()
     return [
         *("--nnodes", nodes),
         *("--nproc-per-node", str(processes)),
@@ -284,11 +273,10 @@ def split_endpoint(address: str) -> tuple[str, int]:
     return host, int(match[2] or DEFAULT_PORT)
 
 
-def check_endpoint(host: str, port: int, node_rank: str, *, verifies: bool = False) -> bool:
-    """Check that this node can serve the rendezvous, or that its server answers. Return True if it
-    is the node that serves.
+def check_endpoint(host: str, port: int, node_rank: str) -> None:
+    """Check that this node can serve the rendezvous, or that its server answers.
 
-    verifies: that node verifies a family before, and the others wait for it. Raises EndpointError.
+    Raises EndpointError.
     """
     name = f"RDZV_ENDPOINT={host}:{port}"
     if node_rank and int(node_rank) == 0:
@@ -298,31 +286,8 @@ def check_endpoint(host: str, port: int, node_rank: str, *, verifies: bool = Fal
                 f"titan_lite: NODE_RANK=0, and {host} is not an address of this node: the others"
                 f" meet at {name}; if that is another node, it has NODE_RANK=0, and this one not"
             )
-        return True
-    if not node_rank and endpoint.port_is_free(port) and endpoint.is_here(host):
-        return True
-    seconds = endpoint.CONNECT_LIMIT
-    if verifies:
-        seconds += VERIFY_LIMIT
-        write_line(
-            f"titan_lite: the node of {name} verifies the family first: waiting for it, at most"
-            f" {seconds:g} s"
-        )
-    endpoint.check_store(name, host, port, seconds)
-    return False
-
-
-def verification_of(config: Config, world_size: int | None) -> "Verification | None":
-    """Return the verification that a recipe with a user's own family needs; None if it has been
-    verified before.
-
-    world_size: number of ranks; None: any. Raises ConfigError.
-    """
-    with large_imports():
-        from titan_lite.tools.verify.own_family import Verification
-
-    verification = Verification(config, world_size)
-    return None if verification.is_remembered() else verification
+    elif node_rank or not endpoint.port_is_free(port) or not endpoint.is_here(host):
+        endpoint.check_store(name, host, port, endpoint.CONNECT_LIMIT)
 
 
 def count_gpus() -> int:

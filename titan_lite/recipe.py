@@ -16,7 +16,6 @@ from pathlib import Path
 from titan_lite import rules
 from titan_lite.cli import command
 from titan_lite.config import SECTIONS, Config, ConfigError, load_config, to_toml
-from titan_lite.config.families import FAMILIES
 from titan_lite.config.help import WIDTH, section_help
 from titan_lite.config.nearest import nearest_section
 from titan_lite.distributed.layout import Layout
@@ -81,20 +80,6 @@ def check_world(config: Config, world_size: int) -> None:
     layout = Layout.from_config(config, world_size)
     rules.check(config, layout)
     rules.check_inputs(config, layout)
-
-
-def needs_verification(config: Config) -> bool:
-    """Return True if the layout splits blocks of a user's own family, as their file says of them.
-
-    Data parallelism needs nothing of what it says, and expert parallelism splits a module of this
-    package alone.
-    """
-    degrees = (
-        config.parallelism.pipeline_parallel_degree,
-        config.parallelism.context_parallel_degree,
-        config.parallelism.tensor_parallel_degree,
-    )
-    return config.model.name not in FAMILIES and max(degrees) > 1
 
 
 @command()

@@ -164,7 +164,10 @@ def test_the_family_of_the_pages_trains_and_its_steps_speak(tmp_path, capsys):
     file = tmp_path / "my_models/gated.py"
     file.parent.mkdir()
     file.write_text(GATED.read_text())
-    assert train(2, recipe, tmp_path / "run", *SMALL, *NO_VALIDATION, *steps(1)).returncode == 0
+    first = train(2, recipe, tmp_path / "run", *SMALL, *NO_VALIDATION, *steps(1))
+    assert first.returncode == 0
+    line = f"the family in {file} is not verified on this layout; `titan-lite verify RECIPE"
+    assert f"{line} --world-size 2` does it" in first.stdout
     assert open_weights(tmp_path / "run").config.family == str(file)
     capsys.readouterr()
     words = [str(tmp_path / "run"), "--prompt", "import ", "--max-new-tokens", "4"]
@@ -225,11 +228,11 @@ WRONG = {
     ),
     "a block that fails": (
         ("self.wq = nn.Linear(config.dim, width, bias=False)", "self.wq = config.wq"),
-        "build_block fails: AttributeError: 'ModelConfig' object has no attribute 'wq'",
+        "build_block fails in line 28: AttributeError: 'ModelConfig' object has no attribute 'wq'",
     ),
     "a forward that fails": (
         ("torch.sigmoid(self.gate(x))", "torch.sigmoid(self.gates(x))"),
-        "build_block fails: AttributeError: 'GatedAttention' object has no attribute 'gates'",
+        " = 2 fails in line 38: AttributeError: 'GatedAttention' object has no attribute 'gates'",
     ),
     "a buffer": (
         (PARAMETER, f'{PARAMETER}        self.register_buffer("scale", torch.ones(4))\n'),
@@ -237,7 +240,7 @@ WRONG = {
     ),
     "a frozen parameter": (
         (PARAMETER, f"{PARAMETER}        self.gate.weight.requires_grad_(False)\n"),
-        "build_block's block has layers.0.attention.gate.weight without requires_grad",
+        "layers.0.attention.gate.weight is (128, 128) in float32, requires_grad = False",
     ),
     "no flavor": (
         ('flavors={"debug": ModelConfig(128, 4, 8, 4, 256, vocab_size=2048)}', "flavors={}"),
@@ -283,7 +286,7 @@ def test_a_block_of_another_form_is_refused(tmp_path):
     with_bias = text.replace(PARAMETER, PARAMETER.replace("False", "True"))
     with_bias = with_bias.replace(name, name + bias)
     assert (
-        "block has layers.0.attention.gate.bias of shape (128,); a parameter is a vector that"
+        "layers.0.attention.gate.bias is (128,); a parameter is a matrix, one for each of"
         in mistake(tmp_path / "bias.py", with_bias)
     )
     block = "    return TransformerBlock(config, GatedAttention(config))\n"
@@ -293,8 +296,9 @@ def test_a_block_of_another_form_is_refused(tmp_path):
         "            return super().forward(*inputs), None\n\n"
         "    return Pair(config, GatedAttention(config))\n"
     )
-    assert "block returns tuple for x (1, 16, 128); it has to return a tensor of" in mistake(
-        tmp_path / "pair.py", text.replace(block, pair)
+    assert (
+        "fails: AttributeError: 'tuple' object has no attribute 'shape'; it has to return what x is"
+        in mistake(tmp_path / "pair.py", text.replace(block, pair))
     )
     without = text.replace("attend = staticmethod(attend)", "pass").replace(
         "self.attend(", "attend("

@@ -319,6 +319,7 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 2 -m titan_lite.train train_configs/debug_model.toml": (
         "test_a_signal_under_torchrun_alone_saves_the_step"
     ),
+    "titan-lite verify RECIPE --world-size N": "test_the_twin_finds_what_no_structure_shows",
 }
 
 

@@ -8,8 +8,6 @@ its transformer blocks. What is around the blocks is the same for all (models/tr
 user's own file has both: `FAMILY`, a Family, and `build_block` (docs/contributing.md).
 """
 
-import ast
-import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -382,67 +380,14 @@ def where_it_is(saved: str, given: str) -> str:
 
 @functools.cache  # as the file was when it was run
 def file_digest(name: str) -> str:
-    """Return a SHA-256 of a user's own file and of what it imports that is not installed; "" for a
-    family of this package.
+    """Return a SHA-256 of a user's own file; "" for a family of this package.
 
     Raises ConfigError.
     """
     if name in FAMILIES:
         return ""
     find_family(name)  # raises ConfigError if the file is not there
-    path = Path(name).resolve()
-    digest = hashlib.sha256(path.read_bytes())
-    for module, file in sorted(_own_imports(path).items()):
-        digest.update(f"\0{module}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
-
-
-def _own_imports(path: Path) -> dict[str, Path]:
-    """Return the modules that a Python file imports, and those that these do, with their files.
-
-    Modules that are installed, Python's and titan_lite's are none of them.
-    """
-    found: dict[str, Path] = {}
-    to_read = [(path, "")]
-    while to_read:
-        file, package = to_read.pop()
-        for name in _imported_names(file, package):
-            source = _file_of(name)
-            if source is None or source == path or name in found:
-                continue
-            found[name] = source
-            is_package = source.name == "__init__.py"
-            to_read.append((source, name if is_package else name.rpartition(".")[0]))
-    return found
-
-
-def _imported_names(file: Path, package: str) -> set[str]:
-    """Return the modules that a file of a package may import, with the packages around them."""
-    names: list[str] = []
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            dots = "." * node.level
-            with contextlib.suppress(ImportError):  # no such package around this one
-                base = importlib.util.resolve_name(f"{dots}{node.module or ''}", package)
-                names += [f"{base}.{alias.name}" for alias in node.names]
-    parts = [name.split(".") for name in names]
-    return {".".join(each[:count]) for each in parts for count in range(1, len(each) + 1)}
-
-
-def _file_of(module: str) -> Path | None:
-    """Return where Python finds a module that is neither installed nor Python's own, or None."""
-    parts = module.split(".")
-    if parts[0] == "titan_lite" or parts[0] in sys.stdlib_module_names:
-        return None
-    for folder in sys.path:
-        stem = Path(folder, *parts)
-        for file in (stem / "__init__.py", stem.with_suffix(".py")):
-            if file.is_file():
-                is_installed = {"site-packages", "dist-packages"} & {*file.parts}
-                return None if is_installed else file.resolve()
-    return None
+    return hashlib.sha256(Path(name).read_bytes()).hexdigest()
 
 
 @functools.cache  # a file is run once

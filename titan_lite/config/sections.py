@@ -119,12 +119,6 @@ class Model(Section):
     """Model family, a key of FAMILIES in config/families.py, or the path of a Python file with a
     family of your own."""
 
-    verify: bool = True
-    """A family of your own with pipeline, context or tensor parallelism is verified before its
-    first run on a layout: the launcher compares a small twin on CPU processes with one process, as
-    titan-lite verify, and a difference ends the run. false: for a node whose CPUs cannot run the
-    twin, or a family whose flavor debug the layout does not divide."""
-
     flavor: str = "debug"
     """Size, a flavor of the family in config/families.py; empty: the keys below give the shape;
     from_weights, or no flavor beside checkpoint.initial_load_path: they and the tokenizer are those

@@ -147,14 +147,12 @@ def _of_flavor(config: Config, name: str) -> str:
 
 @rule_with_torch
 def a_family_of_ones_own_is_complete(config: Config, layout: Layout) -> Iterator[Mistake]:
-    if layout.model.family not in FAMILIES:
-        from titan_lite.distributed.own_family import check_on_rank
-        from titan_lite.models.own_family import check_own_family
+    is_own = layout.model.family not in FAMILIES
+    # whose products are refused by a rule of their own
+    if is_own and not any(float8_products_have_multiples_of_16(config, layout)):
+        from titan_lite.distributed.own_family import check_own_family
 
-        check_own_family(layout.model, masks_documents=config.training.mask_documents)
-        # whose products are refused by a rule of their own
-        if not any(float8_products_have_multiples_of_16(config, layout)):
-            check_on_rank(layout, config.float8, config.training.mixed_precision_param)
+        check_own_family(layout, config.float8, config.training)
     yield from ()
 
 

@@ -25,16 +25,14 @@ from titan_lite.checkpoint.weights import (
 from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
-from titan_lite.config.families import FAMILIES, ModelConfig
+from titan_lite.config.families import ModelConfig
 from titan_lite.config.weights_folder import TOKENIZER_FILES
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from titan_lite.logging import init_logging, logger
-from titan_lite.models.own_family import small_shape
+from titan_lite.logging import init_logging
 from titan_lite.models.transformer import Mask, Transformer, attentions_of, saved_buffers
 from titan_lite.rules.experts import sizes_without_a_kernel
 from titan_lite.text import first_names
 
-STEP_TOLERANCE = 1e-3  # of logits, relative: kernels of attention round differently
 Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]  # as models/transformer.attend
 
 
@@ -124,7 +122,6 @@ def build_decoder(
             f" {weights.config.max_seq_len}, the model's max_seq_len"
         )
     check_experts(weights.config, dtype)
-    check_steps(weights.config)
     with torch.device("meta"):
         decoder = Decoder(dataclasses.replace(weights.config, max_seq_len=max_tokens)).to(dtype)
     decoder.to_empty(device=device)
@@ -144,34 +141,6 @@ def check_experts(config: ModelConfig, dtype: torch.dtype) -> None:
         raise ConfigError(
             f"model.{name} = {size} is not a multiple of {multiple}, as grouped products of experts"
             f" in {words} need it; use {'--dtype float32' if in_float32 else 'another model'}"
-        )
-
-
-def check_steps(config: ModelConfig) -> None:
-    """Raise ConfigError for a family of a user's own that computes other logits in several calls
-    than in one, such as by a convolution over tokens, of which no call has those before.
-    """
-    if config.family in FAMILIES:
-        return
-    small = small_shape(config)
-    if small is None:
-        logger.warning(
-            f"model.name = {shown(config.family)} has no small flavor debug: that its blocks"
-            " compute from one token at a time what they do from all at once is not verified"
-        )
-        return
-    tokens = torch.arange(small.max_seq_len)[None]
-    logits = []
-    for length in (small.max_seq_len, 1):
-        decoder = Decoder(small)
-        decoder.init_weights(0)
-        logits.append([decoder(part) for part in tokens.split(length, dim=1)][-1])
-    at_once, one_by_one = logits
-    if (at_once - one_by_one).norm() > STEP_TOLERANCE * at_once.norm():
-        raise ConfigError(
-            f"model.name = {shown(config.family)}: its blocks compute other numbers from one token"
-            " at a time than from all at once, and generate keeps nothing of the tokens before but"
-            " keys and values of self.attend; mix tokens in attention alone"
         )
 
 
