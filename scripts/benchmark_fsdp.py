@@ -17,8 +17,7 @@ parameters and optimizer state included, as the allocator counts them, in compil
 it are buffers inside of gloo and NCCL.
 
 Losses are compared after every round; where variants differ by more than a relative 1e-4, there is
-no table. The loss itself is compiled with --compile-loss, in FSDP2's compiled variants and ours
-alike.
+no table. Compiled variants compile the loss, too.
 
 "alone" bounds what any sharding can reach: each rank trains a whole eager model, sends nothing, and
 updates its share of the parameters. Its loss is another one, and is not compared.
@@ -64,7 +63,7 @@ from titan_lite.distributed.simple_fsdp import (
 )
 from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.dtensor import shard_of
-from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
+from titan_lite.models.loss import Loss, VocabularyShard
 from titan_lite.models.transformer import Transformer
 
 SEQ_LEN = 512
@@ -90,8 +89,13 @@ def fsdp2(
     model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str
 ) -> tuple[Run, list[CompileReport]]:
     """As its documentation has it: fully_shard on every block and on the root, whose weights stay
-    gathered; blocks compiled.
+    gathered; blocks and the loss compiled.
     """
+    if backend:
+        assert model.output is not None
+        assert model.output.loss is not None
+        config = Compile(enable=True, backend=backend)
+        model.output.loss = compile_function(model.output.loss, config)
     for layer in model.layers.values():
         if backend:
             layer.compile(backend=backend)
@@ -168,7 +172,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 def build_step(
-    variant: Variant, config: ModelConfig, batch_size: int, device: torch.device, compile_loss: bool
+    variant: Variant, config: ModelConfig, batch_size: int, device: torch.device
 ) -> tuple[Step, list[CompileReport]]:
     """The model, sharded, and its batch; a step returns this rank's part of the loss.
 
@@ -181,6 +185,9 @@ def build_step(
     shard, settings = variant
     settings = dict(settings)
     chunks = settings.pop("chunks", 0)
+    assert model.output is not None
+    chunk = math.ceil(batch_size * SEQ_LEN / chunks) if chunks else 0
+    model.output.loss = Loss(VocabularyShard(config.vocab_size), chunk=chunk)
     run, reports = shard(model, mesh, device, **settings)
     model.init_weights(0, None if shard is alone else shard_of)
     updated = [*model.parameters()]
@@ -192,22 +199,12 @@ def build_step(
         device
     )
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    if chunks:
-        assert model.output is not None
-        chunk = math.ceil(labels.numel() / chunks)
-        model.output.loss_sum = Loss(VocabularyShard(config.vocab_size), chunk=chunk).of_hidden
     scale = (
         world_size if shard is fsdp2 else 1
     )  # SimpleFSDP sums gradients over ranks, FSDP2 averages them
-    loss_sum: Callable[..., torch.Tensor] = cross_entropy_sum
-    if compile_loss and settings["backend"]:
-        loss_sum = compile_function(
-            loss_sum, Compile(enable=True, backend=settings["backend"]), "loss"
-        )
 
     def step() -> torch.Tensor:
-        losses = run(inputs, labels=labels) if chunks else loss_sum(run(inputs), labels)
-        loss = losses / (labels.numel() * world_size)
+        loss = run(inputs, labels=labels).sum() / (labels.numel() * world_size)
         (loss * scale).backward()
         for part, each in zip(updated, model.parameters(), strict=True) if shard is alone else ():
             assert each.grad is not None
@@ -269,7 +266,6 @@ def rank_main(
     store: str,
     variant: Variant,
     shape: tuple[ModelConfig, int],
-    compile_loss: bool = False,
 ) -> None:
     """Sends what it has Built; then for every number of steps it receives, (the seconds they took,
     the last loss).
@@ -281,7 +277,7 @@ def rank_main(
     )
     count_all.value = True
     device = join_world(rank, world_size, store)
-    step, reports = build_step(variant, *shape, device, compile_loss)
+    step, reports = build_step(variant, *shape, device)
     times = []
     for _ in range(WARM_UP_STEPS):
         start = time.perf_counter()
@@ -392,7 +388,7 @@ def benchmark(
         peaks: dict[str, int] = {}
         for variant in variants:
             start = time.perf_counter()
-            settings = VARIANTS[variant], (config, batch_size), arguments.compile_loss
+            settings = VARIANTS[variant], (config, batch_size)
             worlds[variant] = start_world(
                 rank_main, arguments.world_size, Path(folder) / variant, *settings
             )
@@ -453,9 +449,6 @@ def main() -> None:
     )
     parser.add_argument(
         "--no-compile", action="store_true", help="leave out the variants that are compiled"
-    )
-    parser.add_argument(
-        "--compile-loss", action="store_true", help="in the variants that are compiled"
     )
     arguments = parser.parse_args()
     variants = [

@@ -159,11 +159,10 @@ class LossParallel(torch.autograd.Function):
         return ((ones + result.exp()) * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
-def loss_parallel(
-    logits: Tensor, labels: Tensor, vocabulary: VocabularyShard, *, by_sequence: bool = False
-) -> Tensor:
+def loss_parallel(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard) -> Tensor:
     first = vocabulary.entries.start
-    return LossParallel.apply(logits.flatten(0, 1), labels.flatten(), first, vocabulary.group).sum()
+    losses = LossParallel.apply(logits.flatten(0, 1), labels.flatten(), first, vocabulary.group)
+    return losses.view(labels.shape).sum(1)
 
 
 class ReplayOf2024(Replay):
@@ -213,7 +212,7 @@ def start_with_their_model(world_size: int, of_2024: bool) -> None:
         patch.object(family.Attention, "attend", staticmethod(attend)).start()
     if of_2024:
         patch.object(RMSNorm, "forward", normalize).start()
-        patch("titan_lite.models.loss.vocabulary_parallel_cross_entropy_sum", loss_parallel).start()
+        patch("titan_lite.models.loss.cross_entropy_on_ranks", loss_parallel).start()
     start_fake_world(world_size)
 
 

@@ -24,10 +24,9 @@ from titan_lite.distributed.parallelize import parallelize
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.distributed.step_gather import OncePerStepGatherer
-from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.dtensor import as_shard_of, local
 from titan_lite.models.float8 import Scaled
-from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
+from titan_lite.models.loss import cross_entropy
 from titan_lite.models.shapes import module_fqns
 from titan_lite.models.transformer import Transformer
 
@@ -50,7 +49,7 @@ def one_process(config, tokens, labels, dtype=torch.float32):
     model = Transformer(config)
     model.init_weights(seed=0)
     model.to(dtype)
-    loss = cross_entropy_sum(model(tokens), labels) / (labels != -100).sum()
+    loss = cross_entropy(model(tokens), labels).sum() / (labels != -100).sum()
     loss.backward()
     return loss.item(), {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
 
@@ -128,13 +127,9 @@ def step(stage, mesh, microbatches, tokens, scale=1, whole=True, gradient=True):
     """(loss over all ranks, {FQN: gradient}); scale: what a loop that averages over ranks
     multiplies with.
     """
-    tp = axis_of(mesh["tp"])
-    loss = Loss(VocabularyShard(stage.model.config.vocab_size, tp.rank, tp.degree, tp.group))
-    in_model = stage.model.output.loss_sum is not None  # computed by the model, from labels
     total = torch.zeros(())
     for input, label in microbatches:
-        total_loss = stage(input, labels=label) if in_model else loss.of_logits(stage(input), label)
-        mean = total_loss / tokens
+        mean = stage(input, labels=label).sum() / tokens
         (mean * scale).backward()
         total += mean.detach()
     sum_over_tokens(total, mesh)

@@ -15,8 +15,6 @@ from tiny import HEADS, TIED, UNTIED
 from titan_lite.config import Float8
 from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.prefetch import PrefetchGatherer
-from titan_lite.distributed.tensor_parallel import axis_of
-from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 
 EAGER, APART = dict(), dict(compiled="aot_eager")
 BUCKETS = dict(compiled="aot_eager", bucketing="block")
@@ -71,10 +69,10 @@ def steps(config, keeps, options):
     found = {}
     for keep in keeps:
         stage = build(config, mesh, keep=keep, **options)
-        cross_entropy_sum(stage(input), label).backward()
+        stage(input, labels=label).sum().backward()
         stage.model.zero_grad()
         with counted() as forward:
-            loss = cross_entropy_sum(stage(input), label) / (labels != -100).sum()
+            loss = stage(input, labels=label).sum() / (labels != -100).sum()
         with counted() as backward:
             loss.backward()
         found[keep] = (
@@ -144,12 +142,10 @@ def two_microbatches(config, degrees, options):
     mesh = make_mesh(*degrees)
     tokens, labels = batch(config.vocab_size)
     pieces = my_microbatches(mesh, tokens, labels, count=2)
-    tp = axis_of(mesh["tp"])
-    of_logits = Loss(VocabularyShard(config.vocab_size, tp.rank, tp.degree, tp.group)).of_logits
 
     apart = build(config, mesh, **options)
     for input, label in pieces:
-        (of_logits(apart(input), label) / 100).backward()
+        (apart(input, labels=label).sum() / 100).backward()
 
     kept = []
     gather = PrefetchGatherer.gather
@@ -160,10 +156,10 @@ def two_microbatches(config, degrees, options):
         return weight
 
     stage = build(config, mesh, reshard=False, **options)
-    of_logits(stage(pieces[0][0]), pieces[0][1]).backward()  # compiles, and learns the order
+    stage(pieces[0][0], labels=pieces[0][1]).sum().backward()  # compiles, and learns the order
     stage.model.zero_grad()
     with mock.patch.object(PrefetchGatherer, "gather", noted):
-        losses = [of_logits(stage(input), label) / 100 for input, label in pieces]
+        losses = [stage(input, labels=label).sum() / 100 for input, label in pieces]
     with counted() as backward:
         alive = []
         while losses:

@@ -15,8 +15,6 @@ from tiny import HEADS, TIED, UNTIED
 from titan_lite.distributed import param_collectives as gather
 from titan_lite.distributed.buckets import Bucket
 from titan_lite.distributed.prefetch import PrefetchGatherer
-from titan_lite.distributed.tensor_parallel import axis_of
-from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
 
 SCATTER, ALL = "reduce_scatter_tensor", "all_reduce"
 LAYOUTS = {"DDP": ((2, 1), [ALL]), "FSDP": ((1, 2), [SCATTER]), "HSDP": ((2, 2), [SCATTER, ALL])}
@@ -59,8 +57,6 @@ def train(stage, mesh, count, waits_at_once=False):
         return reduce(eager, gradient, plan, dtype)
 
     tokens, labels = batch()
-    tp = axis_of(mesh["tp"])
-    loss = Loss(VocabularyShard(stage.model.config.vocab_size, tp.rank, tp.degree, tp.group))
     stage.model.zero_grad()
     watched = Watched()
     with (
@@ -68,7 +64,7 @@ def train(stage, mesh, count, waits_at_once=False):
         mock.patch.object(PrefetchGatherer, "reduce", at_once if waits_at_once else noted),
     ):
         for input, label in my_microbatches(mesh, tokens, labels, count=count):
-            (loss.of_logits(stage(input), label) / (labels != -100).sum()).backward()
+            (stage(input, labels=label).sum() / (labels != -100).sum()).backward()
             watched.calls.append(("end",))
         return gradients(stage, whole=False), watched.calls
 
@@ -142,7 +138,7 @@ def reads_of(reshard):
             noted(finish, "wait", (Bucket, "finish_gather")),
             noted(read, "read", (PrefetchGatherer, "gather")),
         ):
-            loss = cross_entropy_sum(stage(tokens[:4]), labels[:4])
+            loss = stage(tokens[:4], labels=labels[:4]).sum()
             calls.append(("backward", ""))
             loss.backward()
     return calls

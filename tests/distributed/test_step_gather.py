@@ -31,7 +31,6 @@ from titan_lite.distributed.simple_fsdp import (
 from titan_lite.distributed.stage import Stage
 from titan_lite.distributed.step_gather import IN_FLIGHT
 from titan_lite.dtensor import local
-from titan_lite.models.loss import cross_entropy_sum
 
 TIED = replace(CONFIG, tied_embeddings=True)
 MODELS = {
@@ -261,7 +260,7 @@ def overlapped(layout, cases):
                 ):
                     for number, (input, label) in enumerate(mine):
                         events.append(f"forward {number}")
-                        loss = cross_entropy_sum(stage(input), label) / (labels != -100).sum()
+                        loss = stage(input, labels=label).sum() / (labels != -100).sum()
                         events.append(f"backward {number}")
                         loss.backward()
                     events.append("end")

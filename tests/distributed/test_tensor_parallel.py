@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from titan_lite.config import ConfigError, Optimizer
 from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.tensor_parallel import STYLES, apply_tensor_parallel, axis_of
-from titan_lite.models.loss import Loss, VocabularyShard, cross_entropy_sum
+from titan_lite.models.loss import VocabularyShard, cross_entropy, cross_entropy_on_ranks
 from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
 
@@ -141,11 +141,9 @@ class Shapes(TorchDispatchMode):
 def what_a_rank_holds():
     mesh = make_mesh(1, 1, 2)
     tokens, labels = batch()
-    tp = axis_of(mesh["tp"])
     stage = build(HEADS, mesh)
     with Shapes() as shapes:
-        loss = Loss(VocabularyShard(HEADS.vocab_size, tp.rank, tp.degree, tp.group))
-        loss.of_logits(stage(tokens), labels).backward()
+        stage(tokens, labels=labels).sum().backward()
     held = {fqn: parameter.to_local().numel() for fqn, parameter in stage.model.named_parameters()}
     return (
         shapes.seen,
@@ -217,22 +215,16 @@ def loss_alone():
     for dtype in (torch.float32, torch.bfloat16):
         whole = logits.to(dtype).clone().requires_grad_()
         part = whole.detach().tensor_split([16, 32, 48], dim=-1)[tp.rank].clone().requires_grad_()
-        expected = cross_entropy_sum(whole, labels)
+        expected = cross_entropy(whole, labels)
         shard = VocabularyShard(61, tp.rank, tp.degree, tp.group)
-        found = Loss(shard).of_logits(part, labels)
-        (2 * expected).backward()
-        (2 * found).backward()
+        found = cross_entropy_on_ranks(part, labels, shard)
+        (2 * expected).sum().backward()
+        (2 * found).sum().backward()
         torch.testing.assert_close(found, expected)
         assert part.grad.dtype == dtype
         torch.testing.assert_close(
             part.grad, whole.grad.tensor_split([16, 32, 48], dim=-1)[tp.rank]
         )
-
-        gradient, part.grad = part.grad, None
-        by_sequence = Loss(shard, by_sequence=True).of_logits(part, labels)
-        torch.testing.assert_close(by_sequence, cross_entropy_sum(whole, labels, by_sequence=True))
-        (2 * by_sequence).sum().backward()
-        assert torch.equal(part.grad, gradient)
 
 
 def test_the_loss_of_split_logits_is_that_of_whole_ones():

@@ -228,7 +228,7 @@ def with_a_broken_loss(folder):
     """A run whose compiled loss cannot be traced; returns how it ended."""
     options = [*AOT_EAGER, "--compile.components", "loss"]
     config = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
-    Loss._of_logits = lambda *tensors: torch._dynamo.graph_break()
+    Loss.__call__ = lambda *tensors: torch._dynamo.graph_break()
     with pytest.raises(TrainingError) as failure:
         Trainer(config).train()
     return str(failure.value), type(failure.value.__cause__.__cause__).__name__

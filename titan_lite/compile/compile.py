@@ -2,7 +2,7 @@
 
     schedule = Schedule(PassSettings(config.compile, machine))
     compiled = compile_model(traceable, schedule)                   # at its first call
-    loss_sum = compile_function(loss_sum, config.compile, "loss")   # without passes
+    loss = compile_function(loss, config.compile)                   # without passes
 
     model -> joint.py, model_parts.py: a block of each kind, traced -> model_graph.py: forward and
     backward of the model -> schedule.py: the passes -> backends.py: kernels -> compiled_model.py
@@ -11,7 +11,6 @@ Both backends run the same passes. Code that cannot be compiled raises CompileEr
 keys to change.
 """
 
-import functools
 import os
 import shutil
 import sys
@@ -85,18 +84,15 @@ def compile_model(
     return CompiledModel(traceable, config, settings, backend)
 
 
-def compile_function(function: Callable[P, R], config: Compile, component: str) -> Callable[P, R]:
-    """Return `function`, compiled by torch.compile if the recipe compiles `component`.
+def compile_function(function: Callable[P, R], config: Compile) -> Callable[P, R]:
+    """Return the loss of a model that is not compiled, compiled by torch.compile.
 
-    It has a graph per shape of its tensors or lists of them.
+    It has a graph per shape of its tensors.
     """
-    if not config.compiles(component):
-        return function
     if config.backend == "inductor":
         trust_vector_instructions()
     compiled = torch.compile(function, backend=config.backend, fullgraph=True, dynamic=False)
 
-    @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             # Backward is compiled with forward, so that its errors are those of the compiler.
@@ -106,7 +102,7 @@ def compile_function(function: Callable[P, R], config: Compile, component: str) 
             ):
                 return compiled(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            raise CompileError(explain(error, config, component, in_backend=False)) from error
+            raise CompileError(explain(error, config, "loss", in_backend=False)) from error
 
     return call
 

@@ -476,8 +476,8 @@ class Compile(Section):
     """Compile each of components as one graph."""
 
     components: Rounding[tuple[Literal["model", "loss"], ...]] = ("model", "loss")
-    """Compiled parts: model; loss, for which Inductor avoids float32 copies of the logits (in
-    chunks of tokens it is in the model's graph)."""
+    """Compiled parts: model, whose graph has the loss; loss alone, with the product by the
+    vocabulary, for which Inductor avoids float32 copies of the logits."""
 
     backend: Rounding[Literal["inductor", "aot_eager"]] = "inductor"
     """inductor makes kernels; aot_eager only traces (for tests)."""

@@ -71,7 +71,6 @@ class ParallelModel:
     """This rank's pipeline stages, and how a batch goes through them."""
 
     stages: list[Stage]
-    loss: Loss
     config: Config
     layout: Layout
     mesh: DeviceMesh
@@ -143,8 +142,6 @@ class ParallelModel:
         on_device = input.to(self.device, non_blocking=True)
         own_label = label.to(self.device, non_blocking=True)[:, self.positions]
         model_kwargs = {}
-        if self.layout.loss_chunk:  # the model computes the loss
-            model_kwargs["labels"] = own_label
         if self.config.training.mask_documents:
             starts = doc_starts(on_device, bos_id, eos_id)
             model_kwargs["doc_starts"] = starts[:, self.positions]
@@ -161,9 +158,9 @@ class ParallelModel:
     ) -> list[Tensor]:
         """Compute the gradients of an optimizer step, and return the losses of each local batch.
 
-        tokens: counted tokens of the step, over all ranks. Losses are divided by them: a scalar or
-        one for each sequence (B,); a scalar zero before the last pipeline stage. progress: called
-        after each local batch.
+        tokens: counted tokens of the step, over all ranks. Losses are divided by them: one for each
+        sequence, (B,), zero before the last pipeline stage. progress: called after each local
+        batch.
         """
         losses = []
         with ExitStack() as gathered:
@@ -178,7 +175,8 @@ class ParallelModel:
         return losses
 
     def evaluate(self, batch: DeviceBatch) -> Tensor:
-        """Return the summed loss of a local batch without gradients; zero before the last stage.
+        """Return the summed loss of each sequence of a local batch, (B,), without gradients; zero
+        before the last stage.
 
         Modules are in the mode of evaluation meanwhile.
         """
@@ -249,11 +247,11 @@ def parallelize(
         apply_balance(model, config.experts.balance, mesh)
         apply_capacity(model, config.experts.capacity_factor)
         sharding = apply_simple_fsdp(model, shard_mesh, fsdp, mesh_of_experts)
-        if model.output is not None and loss.chunk:
-            model.output.loss_sum = loss.of_hidden
+        if model.output is not None:
+            model.output.loss = loss
         stages.append(Stage(model, sharding))
 
-    parallel = ParallelModel(stages, loss, config, layout, mesh)
+    parallel = ParallelModel(stages, config, layout, mesh)
     if compiled and schedule is None:
         schedule = build_schedule(config, mesh, machine)
     if schedule is not None:
@@ -280,21 +278,18 @@ def recomputes_in_repeats(config: Config) -> bool:
     return config.compile.compiles("model") or not runs_halves(config.parallelism)
 
 
-def build_loss(config: Config, layout: Layout, mesh: DeviceMesh) -> Loss:
-    """Return the loss of the recipe: of logits, or of hidden states a chunk of tokens at a time."""
+def build_loss(
+    config: Config, layout: Layout, mesh: DeviceMesh
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return the loss of the recipe (models/loss.py). It is a part of a compiled model's graph."""
     tp = axis_of(mesh["tp"])
-    compile_loss = None
-    in_model_graph = layout.loss_chunk > 0 and config.compile.compiles("model")
-    if config.compile.compiles("loss") and not in_model_graph:
+    vocabulary = VocabularyShard(layout.model.vocab_size, tp.rank, tp.degree, tp.group)
+    loss = Loss(vocabulary, chunk=layout.loss_chunk)
+    if config.compile.compiles("loss") and not config.compile.compiles("model"):
         from titan_lite.compile.compile import compile_function
 
-        compile_loss = functools.partial(compile_function, config=config.compile, component="loss")
-    return Loss(
-        VocabularyShard(layout.model.vocab_size, tp.rank, tp.degree, tp.group),
-        chunk=layout.loss_chunk,
-        by_sequence=bool(config.data.sources or config.validation.sources),
-        compile=compile_loss,
-    )
+        return compile_function(loss.__call__, config.compile)
+    return loss
 
 
 def build_schedule(config: Config, mesh: DeviceMesh, machine: Machine | None) -> "Schedule":
@@ -361,13 +356,12 @@ def build_runner(model: ParallelModel, device: torch.device) -> SingleStage | Pi
     """Return what sends a batch through the stages: a schedule if there are several ranks of pp."""
     layout, mesh = model.layout, model.mesh
     if layout.degrees["pp"] == 1:
-        return SingleStage(model.stages[0], model.loss.of_output)
+        return SingleStage(model.stages[0])
     size = layout.microbatch_size
     tokens = layout.seq_len // layout.degrees["cp"]
     shapes = MicrobatchShapes(
         tokens=(size, tokens),
         hidden=(size, tokens // layout.degrees["tp"], layout.model.dim),
-        output=model.loss.output_shape(size, tokens),
         dtype=getattr(torch, model.config.training.mixed_precision_param),
     )
     return Pipeline(
@@ -376,7 +370,6 @@ def build_runner(model: ParallelModel, device: torch.device) -> SingleStage | Pi
         mesh["pp"],
         model.config.parallelism.pipeline_parallel_schedule,
         shapes,
-        model.loss.of_output,
         device,
     )
 

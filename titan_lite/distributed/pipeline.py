@@ -2,11 +2,11 @@
 through all stages.
 
     keep_modules(model, schedule.modules[0])    # removes other stages' modules; FQNs do not change
-    runner = Pipeline(stages, schedule, mesh["pp"], ...)    # SingleStage(stage, loss_sum) for one
+    runner = Pipeline(stages, schedule, mesh["pp"], ...)    # SingleStage(stage) for one
     losses = runner.forward_backward(batch, tokens)
 
 torch.distributed.pipelining has the schedules and runs them. This package adds the split
-(pipeline_schedule.py), the loss, and SimpleFSDP's gathered weights under a backward in two halves.
+(pipeline_schedule.py) and SimpleFSDP's gathered weights under a backward in two halves.
 A microbatch's loss is divided by the number of tokens of the step, so gradients are summed, never
 averaged, and do not depend on the number of microbatches.
 """
@@ -53,37 +53,32 @@ class DeviceBatch(NamedTuple):
 
     input: Tensor  # (B, t) int64
     label: Tensor  # (B, t) int64
-    # arguments of the model beside tokens (models/transformer.py), with a row for each sequence;
-    # with labels among them, the model returns the loss
+    # arguments of the model beside tokens and labels (models/transformer.py), with a row for each
+    # sequence
     model_kwargs: dict[str, Tensor]
 
 
 class SingleStage:
-    """The methods of Pipeline for an unsplit model.
+    """The methods of Pipeline for an unsplit model."""
 
-    loss_sum: (output, labels) -> summed loss, a scalar or (B,) (models/loss.py); losses returned
-    have the same shape.
-    """
-
-    def __init__(self, stage: Callable[..., Tensor], loss_sum: Callable[[Tensor, Tensor], Tensor]):
+    def __init__(self, stage: Callable[..., Tensor]):
         self.stage = stage
-        self.loss_sum = loss_sum
 
     def forward_backward(self, batch: DeviceBatch, tokens: Tensor) -> Tensor:
         """Run backward of the loss of a local batch, divided by the step's `tokens`; return that
-        loss.
+        loss of each sequence, (B,).
         """
-        losses = self.loss_sum(self._output(batch), batch.label) / tokens
+        losses = self._losses(batch) / tokens
         losses.sum().backward()
         return losses.detach()
 
     @torch.no_grad()
     def evaluate(self, batch: DeviceBatch) -> Tensor:
-        """Return the summed loss of a local batch, without gradients."""
-        return self.loss_sum(self._output(batch), batch.label)
+        """Return the summed loss of each sequence of a local batch, (B,), without gradients."""
+        return self._losses(batch)
 
-    def _output(self, batch: DeviceBatch) -> Tensor:
-        return self.stage(batch.input, **batch.model_kwargs)
+    def _losses(self, batch: DeviceBatch) -> Tensor:
+        return self.stage(batch.input, labels=batch.label, **batch.model_kwargs)
 
 
 @dataclass(frozen=True)
@@ -92,8 +87,7 @@ class MicrobatchShapes:
 
     tokens: tuple[int, int]  # (B, T): input of the first stage
     hidden: tuple[int, int, int]  # (B, t, C): sent between stages
-    output: tuple[int, ...]  # of the last stage: logits (B, T, v), or losses () or (B,)
-    dtype: torch.dtype  # of hidden states and logits
+    dtype: torch.dtype  # of hidden states
 
     def meta_input(self) -> Tensor:
         """Return the input of the first stage, without data."""
@@ -103,17 +97,15 @@ class MicrobatchShapes:
         """Return what is sent between stages, without data."""
         return torch.empty(self.hidden, dtype=self.dtype, device="meta", requires_grad=True)
 
-    def meta_output(self) -> Tensor:
-        """Return the output of the last stage, without data. Losses are in float32."""
-        dtype = self.dtype if len(self.output) == 3 else torch.float32
-        return torch.empty(self.output, dtype=dtype, device="meta", requires_grad=True)
+    def meta_losses(self) -> Tensor:
+        """Return what the last stage returns, without data: the loss of each sequence, (B,)."""
+        return torch.empty(self.tokens[0], device="meta", requires_grad=True)
 
 
 class Pipeline:
     """This rank's stages, and torch's schedule that runs them.
 
-    stages: in the order of split.stages_of(rank). schedule_name: one of torch's. loss_sum:
-    as for SingleStage.
+    stages: in the order of split.stages_of(rank). schedule_name: one of torch's.
     """
 
     def __init__(
@@ -123,12 +115,10 @@ class Pipeline:
         mesh: DeviceMesh,
         schedule_name: str,
         shapes: MicrobatchShapes,
-        loss_sum: Callable[[Tensor, Tensor], Tensor],
         device: torch.device,
     ):
         self.split = split
         self.shapes = shapes
-        self.loss_sum = loss_sum
         self.device = device
         self.rank = mesh.get_local_rank()
         self.group = mesh.get_group()
@@ -158,32 +148,38 @@ class Pipeline:
             self.last_stage + 1,
             self.device,
             input_args=shapes.meta_input() if number == 0 else shapes.meta_hidden(),
-            output_args=shapes.meta_output() if is_last else shapes.meta_hidden(),
+            output_args=shapes.meta_losses() if is_last else shapes.meta_hidden(),
             group=self.group,
         )
 
     def forward_backward(self, batch: DeviceBatch, tokens: Tensor) -> Tensor:
         """Run backward of the loss of a local batch, divided by the step's `tokens`; return that
-        loss, zero except on the last stage.
+        loss of each sequence, (B,), zero except on the rank of the last stage.
         """
         self.tokens = tokens
         self.losses = []
         inputs = (batch.input,) if 0 in self.stages else ()
-        target = batch.label if self.has_last else None
-        self.schedule.step(*inputs, target=target, return_outputs=False, **batch.model_kwargs)
-        if not self.has_last:
-            return torch.zeros((), device=self.device)
-        return torch.cat(self.losses) if self.losses[0].ndim else torch.stack(self.losses).sum()
+        self.schedule.step(
+            *inputs,
+            target=batch.label if self.has_last else None,
+            return_outputs=False,
+            labels=batch.label,
+            **batch.model_kwargs,
+        )
+        return torch.cat(self.losses) if self.has_last else self._no_losses(batch)
 
-    def _microbatch_loss(self, output: Tensor, label: Tensor) -> Tensor:
-        losses = self.loss_sum(output, label) / self.tokens
+    def _no_losses(self, batch: DeviceBatch) -> Tensor:
+        return torch.zeros(len(batch.label), device=self.device)
+
+    def _microbatch_loss(self, output: Tensor, _: Tensor) -> Tensor:
+        losses = output / self.tokens
         self.losses.append(losses.detach())
         return losses.sum()
 
     @torch.no_grad()
     def evaluate(self, batch: DeviceBatch) -> Tensor:
-        """Return the summed loss of a local batch, without gradients; zero except on the rank of
-        the last stage.
+        """Return the summed loss of each sequence of a local batch, (B,), without gradients; zero
+        except on the rank of the last stage.
 
         Microbatches go through the stages one by one, so that no two ranks wait for each other,
         whatever the schedule. Torch's own evaluation does not work without backward where
@@ -191,24 +187,25 @@ class Pipeline:
         """
         losses: list[Tensor] = []
         sends: list[tuple[dist.Work, Tensor]] = []
-        tensors = (batch.input, batch.label, *batch.model_kwargs.values())
-        chunks = [tensor.chunk(self.split.microbatches) for tensor in tensors]
-        for tokens, labels, *values in zip(*chunks, strict=True):
-            kwargs = dict(zip(batch.model_kwargs, values, strict=True))
+        model_kwargs = {"labels": batch.label, **batch.model_kwargs}
+        chunks = [
+            tensor.chunk(self.split.microbatches)
+            for tensor in (batch.input, *model_kwargs.values())
+        ]
+        for tokens, *values in zip(*chunks, strict=True):
+            kwargs = dict(zip(model_kwargs, values, strict=True))
             output = tokens
             for number, stage in self.stages.items():
                 if number > 0 and self.split.rank_of[number - 1] != self.rank:
                     output = self._receive_hidden(self.split.rank_of[number - 1])
                 output = stage(output, **kwargs)
                 if number == self.last_stage:
-                    losses.append(self.loss_sum(output, labels))
+                    losses.append(output)
                 elif self.split.rank_of[number + 1] != self.rank:
                     sends.append(self._send_hidden(output, self.split.rank_of[number + 1]))
         for work, _ in sends:
             work.wait()
-        if losses and losses[0].ndim:
-            return torch.cat(losses)
-        return sum(losses, torch.zeros((), device=self.device))
+        return torch.cat(losses) if self.has_last else self._no_losses(batch)
 
     def _receive_hidden(self, rank: int) -> Tensor:
         hidden = torch.empty(self.shapes.hidden, dtype=self.shapes.dtype, device=self.device)

@@ -53,12 +53,10 @@ class PerSource:
     def add(self, losses: Tensor, tokens: Tensor | float = 1.0) -> Tensor:
         """Add the losses (B,), in nats / tokens, of the oldest batch still waiting, and return
         their sum.
-
-        losses: a scalar zero before the last pipeline stage, or the sum itself without names.
         """
         if self.names:
             where = self.waiting.popleft()
-            self.own[0].index_add_(0, where, (losses.double() * tokens).expand(len(where)))
+            self.own[0].index_add_(0, where, losses.double() * tokens)
         return losses.sum()
 
     def forget(self) -> None:

@@ -1,17 +1,14 @@
-"""Compute next-token cross-entropy as a sum over tokens, from logits or from hidden states.
+"""Compute next-token cross-entropy as a sum over the tokens of each sequence.
 
     loss = Loss(VocabularyShard(vocab_size, tp.rank, tp.degree, tp.group), chunk=layout.loss_chunk)
-    loss.of_output(model(tokens), labels)                      # chunk = 0: the model returns logits
+    model.output.loss = loss
+    model(tokens, labels=labels)                # (B,), nats, float32
 
-    model.output.loss_sum = loss.of_hidden                     # chunk > 0: it returns their loss
-    loss.of_output(model(tokens, labels=labels), labels)
-
-A sum divided by the tokens of all ranks is the same on every layout. With `chunk`, the projection
-to the vocabulary is part of the loss, which is computed for that many tokens at a time: neither the
-logits of all tokens nor their gradient exist. It is the same loss but for rounding.
+The projection to the vocabulary is part of the loss. A sum divided by the tokens of all ranks is
+the same on every layout. With `chunk`, the loss is computed for that many tokens at a time: neither
+the logits of all tokens nor their gradient exist. It is the same loss but for rounding.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,56 +45,22 @@ class VocabularyShard(NamedTuple):
 
 
 class Loss:
-    """The summed loss of a microbatch: nats, float32, scalar or one for each sequence (B,).
+    """Hidden states (B, T, C), the projection to this rank's entries of the vocabulary (v, C) and
+    labels (B, T) -> the summed loss of each sequence (B,).
 
     Where ranks share the vocabulary, each has the full loss: it must not be summed over them.
     """
 
-    def __init__(
-        self,
-        vocabulary: VocabularyShard,
-        *,
-        chunk: int = 0,
-        by_sequence: bool = False,
-        compile: Callable[[Callable], Callable] | None = None,
-    ):
-        """Choose the loss of logits (chunk = 0) or that of hidden states, `chunk` tokens at a time.
-
-        by_sequence: a sum for each sequence, for the losses of the sources of a mixture. compile:
-        compiles the function; None: it runs eagerly, or within the graph of a compiled model.
-        """
+    def __init__(self, vocabulary: VocabularyShard, *, chunk: int = 0):
+        """chunk: the tokens whose logits exist at a time; 0: all."""
         self.vocabulary = vocabulary
         self.chunk = chunk
-        self.by_sequence = by_sequence
-        # (logits (B, T, v), labels (B, T)) -> loss
-        self.of_logits: Callable[[Tensor, Tensor], Tensor] = self._of_logits
-        # (hidden states (B, T, C), weight of the projection (v, C), labels (B, T)) -> loss
-        self.of_hidden: Callable[[Tensor, Tensor, Tensor], Tensor] = self._of_hidden
-        if compile is not None:
-            self.of_logits = compile(self._of_logits)
-            self.of_hidden = compile(self._of_hidden)
 
-    def of_output(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of what the model returns: of its logits, or with `chunk` itself."""
-        return output if self.chunk else self.of_logits(output, labels)
-
-    def output_shape(self, sequences: int, tokens: int) -> tuple[int, ...]:
-        """Return the shape of what the model returns for `sequences` of `tokens`."""
-        if not self.chunk:
-            return sequences, tokens, len(self.vocabulary.entries)
-        return (sequences,) if self.by_sequence else ()
-
-    def _of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        if self.vocabulary.degree == 1:
-            return cross_entropy_sum(logits, labels, by_sequence=self.by_sequence)
-        return vocabulary_parallel_cross_entropy_sum(
-            logits, labels, self.vocabulary, by_sequence=self.by_sequence
-        )
-
-    def _of_hidden(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return chunked_cross_entropy_sum(
-            hidden, weight, labels, self.vocabulary, chunk=self.chunk, by_sequence=self.by_sequence
-        )
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        vocabulary = self.vocabulary
+        if self.chunk:
+            return chunked_cross_entropy(hidden, weight, labels, vocabulary, chunk=self.chunk)
+        return cross_entropy_on_ranks(F.linear(hidden, weight), labels, vocabulary)
 
 
 def counted(labels: Tensor) -> Tensor:
@@ -108,29 +71,31 @@ def counted(labels: Tensor) -> Tensor:
 # --- The logits of all tokens ---------------------------------------------------------------------
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, *, by_sequence: bool = False) -> Tensor:
-    """Return the loss of logits (B, T, V) and labels (B, T), summed over counted tokens."""
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of logits (B, T, V) and labels (B, T), summed over the counted tokens of each
+    sequence: (B,).
+    """
     losses = F.cross_entropy(
         logits.flatten(0, 1).float(),
         labels.flatten(),
         ignore_index=IGNORE_INDEX,
-        reduction="none" if by_sequence else "sum",
+        reduction="none",
     )
-    return losses.view(labels.shape).sum(1) if by_sequence else losses
+    return losses.view(labels.shape).sum(1)
 
 
-def vocabulary_parallel_cross_entropy_sum(
-    logits: Tensor, labels: Tensor, vocabulary: VocabularyShard, *, by_sequence: bool = False
-) -> Tensor:
-    """Return the loss of this rank's logits (B, T, v) and labels (B, T), the same on all ranks.
+def cross_entropy_on_ranks(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard) -> Tensor:
+    """Return the `cross_entropy` of this rank's logits (B, T, v), the same on all ranks.
 
     No rank has the logits of all entries: three numbers for each label are reduced over the ranks
     (arXiv 1909.08053, section 3).
     """
+    if vocabulary.degree == 1:
+        return cross_entropy(logits, labels)
     losses: Tensor = _VocabularyParallelCrossEntropy.apply(
         logits.flatten(0, 1), labels.flatten(), vocabulary
     )
-    return _sum_of_tokens(losses, labels, by_sequence)
+    return losses.view(labels.shape).sum(1)
 
 
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
@@ -167,16 +132,11 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
 # --- A chunk of tokens at a time ------------------------------------------------------------------
 
 
-def chunked_cross_entropy_sum(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    vocabulary: VocabularyShard,
-    *,
-    chunk: int,
-    by_sequence: bool = False,
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard, *, chunk: int
 ) -> Tensor:
-    """Return the loss of hidden states (B, T, C), with logits of at most `chunk` tokens at a time.
+    """Return the loss of hidden states (B, T, C), with logits of at most `chunk` tokens at a time,
+    summed over the counted tokens of each sequence: (B,).
 
     weight: this rank's entries of the projection, (v, C). labels: (B, T).
 
@@ -186,16 +146,14 @@ def chunked_cross_entropy_sum(
     costs a gradient of `weight` that is kept from forward to backward, and a second rounding of
     gradients in bfloat16. The gradient of `weight` is summed over chunks in float32.
 
-    by_sequence: the gradients of all sequences must be equal, as in a mean; the gradient of
-    `weight` is NaN otherwise.
+    The gradients of all sequences must be equal, as in a mean; the gradient of `weight` is NaN
+    otherwise.
     """
     if torch.is_grad_enabled():
-        losses: Tensor = _ChunkedCrossEntropy.apply(
-            hidden, weight, labels, vocabulary, chunk, by_sequence
-        )
+        losses: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, vocabulary, chunk)
         return losses
     chunks = _compute_chunks(hidden, weight, labels, vocabulary, chunk, with_gradients=False)
-    return _sum_of_tokens(chunks.losses, labels, by_sequence)
+    return chunks.losses.view(labels.shape).sum(1)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -207,23 +165,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         vocabulary: VocabularyShard,
         chunk: int,
-        by_sequence: bool,
     ) -> Tensor:
         chunks = _compute_chunks(hidden, weight, labels, vocabulary, chunk, with_gradients=True)
         ctx.save_for_backward(chunks.hidden_grad, chunks.weight_grad)
-        return _sum_of_tokens(chunks.losses, labels, by_sequence)
+        return chunks.losses.view(labels.shape).sum(1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:  # noqa: ANN401 torch's
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # noqa: ANN401 torch's
         hidden_grad, weight_grad = ctx.saved_tensors
-        gradient_of_all = gradient
-        if gradient.dim():  # one for each sequence
-            gradient_of_all = gradient.where(gradient == gradient[0], torch.nan).amax()
-            gradient = gradient.view(-1, 1, 1)
+        gradient_of_all = gradient.where(gradient == gradient[0], torch.nan).amax()
         # in float32: torch would round a scalar to the dtype of a tensor in bfloat16
-        hidden_grad = (hidden_grad.float() * gradient).to(weight_grad.dtype)
+        hidden_grad = (hidden_grad.float() * gradient.view(-1, 1, 1)).to(weight_grad.dtype)
         weight_grad = (weight_grad.float() * gradient_of_all).to(weight_grad.dtype)
-        return hidden_grad, weight_grad, None, None, None, None
+        return hidden_grad, weight_grad, None, None, None
 
 
 class _Chunks(NamedTuple):
@@ -299,10 +253,3 @@ def _added(total: Tensor, product: Tensor) -> Tensor:
 @_added.register_fake
 def _(total: Tensor, product: Tensor) -> Tensor:
     return torch.empty_like(total)
-
-
-# --- Of both --------------------------------------------------------------------------------------
-
-
-def _sum_of_tokens(losses: Tensor, labels: Tensor, by_sequence: bool) -> Tensor:
-    return losses.view(labels.shape).sum(1) if by_sequence else losses.sum()

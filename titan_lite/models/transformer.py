@@ -181,17 +181,17 @@ class TransformerBlock(nn.Module):
 class Output(nn.Linear):
     """Projection to the vocabulary: hidden states (B, T, C) -> logits (B, T, V).
 
-    With labels (B, T), the output is their summed loss, and not all logits exist.
+    With labels (B, T), the output is their summed loss by sequence (B,).
     """
 
-    # (hidden states, weight, labels) -> loss: Loss.of_hidden (models/loss.py), set when training
-    loss_sum: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    # (hidden states, weight, labels) -> loss: a Loss (models/loss.py), set when training
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
         if labels is None:
             return super().forward(input)
-        assert self.loss_sum is not None
-        return self.loss_sum(input, self.weight, labels)
+        assert self.loss is not None
+        return self.loss(input, self.weight, labels)
 
 
 def saved_buffers(module: nn.Module) -> list[str]:
@@ -262,7 +262,8 @@ class Transformer(nn.Module):
 
         doc_starts: (B, T) int64, the position at which each token's document begins; attention then
         stays within documents. doc_stats: as in `Documents`, to attend with a kernel instead of a
-        mask: on GPUs, without context parallelism. labels: (B, T); the result is their loss.
+        mask: on GPUs, without context parallelism. labels: (B, T); the result is the summed loss
+        of each sequence, (B,).
         """
         mask = self._mask(doc_starts, doc_stats)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)

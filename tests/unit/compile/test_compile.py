@@ -15,7 +15,7 @@ from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, ConfigError
 from titan_lite.config.families import ModelConfig
-from titan_lite.models.loss import IGNORE_INDEX, cross_entropy_sum
+from titan_lite.models.loss import IGNORE_INDEX, cross_entropy
 from titan_lite.models.transformer import Transformer
 
 CONFIG = ModelConfig(
@@ -114,7 +114,7 @@ def test_the_loss_compiled_is_the_loss_and_compiled_once_with_gradients_and_once
     backend, dtype
 ):
     torch._dynamo.reset()
-    compiled = compile_function(cross_entropy_sum, Compile(enable=True, backend=backend), "loss")
+    compiled = compile_function(cross_entropy, Compile(enable=True, backend=backend))
     before = graphs()
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
@@ -122,10 +122,10 @@ def test_the_loss_compiled_is_the_loss_and_compiled_once_with_gradients_and_once
         labels = torch.randint(64, (2, 16), generator=generator)
         labels[1, 3:9] = IGNORE_INDEX
         gradients, losses = [], []
-        for function in (compiled, cross_entropy_sum):
+        for function in (compiled, cross_entropy):
             leaf = logits.clone().requires_grad_()
             loss = function(leaf, labels)
-            (loss / 26).backward()
+            (loss / 26).sum().backward()
             gradients.append(leaf.grad)
             losses.append(loss.detach())
             with torch.no_grad():
@@ -238,7 +238,7 @@ def test_a_function_that_fails_in_the_backend_is_told_with_another_one(monkeypat
 
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", broken)
     torch._dynamo.reset()
-    compiled = compile_function(torch.square, Compile(enable=True), "loss")
+    compiled = compile_function(torch.square, Compile(enable=True))
     with pytest.raises(CompileError) as failure:
         compiled(torch.ones(3))
     assert "cannot compile the loss (no kernel for this)" in str(failure.value)
@@ -250,7 +250,7 @@ def test_a_graph_that_breaks_is_told_and_no_other_backend_named():
         torch._dynamo.graph_break()
         return x + 1
 
-    compiled = compile_function(printing, Compile(enable=True, components=("loss",)), "loss")
+    compiled = compile_function(printing, Compile(enable=True, components=("loss",)))
     with pytest.raises(CompileError) as failure:
         compiled(torch.ones(3))
     sentence = str(failure.value)
@@ -262,9 +262,7 @@ def test_a_graph_that_breaks_is_told_and_no_other_backend_named():
 
 def test_an_error_of_the_run_is_none_of_the_compiler():
     torch._dynamo.reset()
-    compiled = compile_function(
-        cross_entropy_sum, Compile(enable=True, backend="aot_eager"), "loss"
-    )
+    compiled = compile_function(cross_entropy, Compile(enable=True, backend="aot_eager"))
     logits, labels = torch.zeros(1, 2, 5), torch.zeros(1, 2, dtype=torch.int64)
     compiled(logits, labels)
     with pytest.raises(IndexError):

@@ -84,7 +84,7 @@ def test_a_source_without_a_held_out_sequence_is_named_once(caplog):
 def test_a_rank_without_the_last_stage_adds_zeros():
     by_source = made()
     by_source.read([0, 1], torch.tensor([4, 4]))
-    assert by_source.add(torch.zeros(()), torch.tensor(8)) == 0
+    assert by_source.add(torch.zeros(2), torch.tensor(8)) == 0
     assert by_source.values()["loss_by_source/web"] == 0
 
 
@@ -93,6 +93,6 @@ def test_one_source_adds_no_figure_and_no_collective(monkeypatch):
     monkeypatch.setattr(per_source, "sum_over_tokens", pytest.fail)
     by_source = made(())
     by_source.read([0], torch.tensor([4]))
-    assert by_source.add(torch.tensor(2.5), torch.tensor(8)) == 2.5
+    assert by_source.add(torch.tensor([2.5]), torch.tensor(8)) == 2.5
     by_source.gather()
     assert by_source.values() == by_source.state_dict() == {}

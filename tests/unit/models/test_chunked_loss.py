@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,14 +19,12 @@ from titan_lite.models.loss import IGNORE_INDEX, Loss, VocabularyShard
 class LastStage(torch.nn.Module):
     """(hidden states, weight, labels) -> loss, of all logits at once for chunk = 0."""
 
-    def __init__(self, chunk, by_sequence=False):
+    def __init__(self, chunk):
         super().__init__()
-        self.loss = Loss(VocabularyShard(61), chunk=chunk, by_sequence=by_sequence)
+        self.loss = Loss(VocabularyShard(61), chunk=chunk)
 
     def forward(self, hidden, weight, labels):
-        if self.loss.chunk:
-            return self.loss.of_hidden(hidden, weight, labels)
-        return self.loss.of_logits(F.linear(hidden, weight), labels)
+        return self.loss(hidden, weight, labels)
 
 
 def projected(dtype=torch.float32):
@@ -48,13 +45,12 @@ def loss_and_gradients(stage, hidden, weight, labels):
     return loss.detach(), *torch.autograd.grad((loss / 90).sum(), (hidden, weight))
 
 
-@pytest.mark.parametrize("by_sequence", [False, True])
 # of 100 tokens: the last chunk is smaller, or there is only one
 @pytest.mark.parametrize("chunk", [7, 50, 64, 99, 100])
-def test_loss_and_gradients_are_those_of_all_logits(chunk, by_sequence):
+def test_loss_and_gradients_are_those_of_all_logits(chunk):
     inputs = projected()
-    found = loss_and_gradients(LastStage(chunk, by_sequence), *inputs)
-    expected = loss_and_gradients(LastStage(0, by_sequence), *inputs)
+    found = loss_and_gradients(LastStage(chunk), *inputs)
+    expected = loss_and_gradients(LastStage(0), *inputs)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
@@ -91,7 +87,7 @@ def test_nothing_counted_is_zero_and_not_nan():
 def test_a_gradient_that_differs_between_sequences_is_refused_for_the_projection():
     hidden, weight, labels = projected()
     scale = torch.tensor([1.0, 2.0])
-    losses = [LastStage(chunk, by_sequence=True)(hidden, weight, labels) for chunk in (7, 0)]
+    losses = [LastStage(chunk)(hidden, weight, labels) for chunk in (7, 0)]
     (found, refused), (expected, _) = (
         torch.autograd.grad((loss * scale).sum(), (hidden, weight)) for loss in losses
     )
@@ -135,7 +131,7 @@ def test_a_graph_has_an_eighth_of_the_bytes_of_logits(dtype):
         with FakeTensorMode(allow_non_fake_inputs=True):
             hidden = torch.zeros(1, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
             weight = torch.zeros(VOCABULARY, WIDTH, dtype=dtype, requires_grad=True)
-            compiled(hidden, weight, torch.zeros(1, TOKENS, dtype=torch.long)).backward()
+            compiled(hidden, weight, torch.zeros(1, TOKENS, dtype=torch.long)).sum().backward()
     logits = VOCABULARY * TOKENS * 4
     assert 2 * logits <= max(peaks[0].values()) <= 3.5 * logits
     assert 0 < max(peaks[1024].values()) <= max(peaks[0].values()) / 8
@@ -174,7 +170,9 @@ def test_tensors_of_logits_are_an_eighth():
     peaks = {}
     for chunk in (0, 128):
         with Live(32_768) as live:
-            LastStage(chunk)(hidden, weight, torch.zeros(1, 1024, dtype=torch.long)).backward()
+            LastStage(chunk)(
+                hidden, weight, torch.zeros(1, 1024, dtype=torch.long)
+            ).sum().backward()
         peaks[chunk] = live.peak
     assert 2 * 4 * 1024 * 32_768 <= peaks[0] <= 4 * 4 * 1024 * 32_768
     assert 0 < peaks[128] <= peaks[0] / 8

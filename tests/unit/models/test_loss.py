@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from titan_lite.models.loss import IGNORE_INDEX, counted, cross_entropy_sum
+from titan_lite.models.loss import IGNORE_INDEX, counted, cross_entropy
 
 
 @pytest.fixture
@@ -22,14 +22,14 @@ def test_the_sum_over_counted_tokens(logits):
         for scores, label in zip(row, labels, strict=True):
             if label != -100:
                 expected += math.log(sum(math.exp(score) for score in scores)) - scores[label]
-    loss = cross_entropy_sum(logits, LABELS)
-    assert loss.shape == ()
-    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    losses = cross_entropy(logits, LABELS)
+    assert losses.shape == (2,)
+    assert losses.sum().item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_ignored_tokens_have_no_gradient_and_the_others_softmax_minus_one_hot(logits):
     logits.requires_grad_()
-    cross_entropy_sum(logits, LABELS).backward()
+    cross_entropy(logits, LABELS).sum().backward()
     counted = LABELS != IGNORE_INDEX
     expected = logits.detach().softmax(dim=-1)
     expected[counted] -= torch.eye(7)[LABELS[counted]]
@@ -39,36 +39,26 @@ def test_ignored_tokens_have_no_gradient_and_the_others_softmax_minus_one_hot(lo
 
 def test_parts_add_up_to_the_whole(logits):
     """Whatever the rows and the lengths of the parts: this is why it is a sum."""
-    whole = cross_entropy_sum(logits, LABELS)
-    by_row = sum(cross_entropy_sum(logits[i : i + 1], LABELS[i : i + 1]) for i in range(2))
-    by_time = cross_entropy_sum(logits[:, :1], LABELS[:, :1]) + cross_entropy_sum(
+    whole = cross_entropy(logits, LABELS)
+    by_row = torch.cat([cross_entropy(logits[i : i + 1], LABELS[i : i + 1]) for i in range(2)])
+    by_time = cross_entropy(logits[:, :1], LABELS[:, :1]) + cross_entropy(
         logits[:, 1:], LABELS[:, 1:]
     )
     torch.testing.assert_close(by_row, whole)
     torch.testing.assert_close(by_time, whole)
-
-
-def test_the_loss_of_each_sequence_is_that_of_it_alone_with_the_gradient_of_the_sum(logits):
-    logits.requires_grad_()
-    found = cross_entropy_sum(logits, LABELS, by_sequence=True)
-    alone = [cross_entropy_sum(logits[i : i + 1], LABELS[i : i + 1]) for i in range(2)]
-    torch.testing.assert_close(found, torch.stack(alone))
     assert counted(LABELS).tolist() == [4, 3]
-    (by_sequence,) = torch.autograd.grad(found.sum(), logits)
-    (summed,) = torch.autograd.grad(cross_entropy_sum(logits, LABELS), logits)
-    assert torch.equal(by_sequence, summed)
 
 
 def test_nothing_counted_is_zero_and_not_nan(logits):
     logits.requires_grad_()
-    loss = cross_entropy_sum(logits, torch.full_like(LABELS, IGNORE_INDEX))
-    loss.backward()
-    assert loss == 0
+    losses = cross_entropy(logits, torch.full_like(LABELS, IGNORE_INDEX))
+    losses.sum().backward()
+    assert (losses == 0).all()
     assert (logits.grad == 0).all()
 
 
 def test_bfloat16_logits_are_summed_in_float32(logits):
     rounded = logits.bfloat16()
-    loss = cross_entropy_sum(rounded, LABELS)
-    assert loss.dtype == torch.float32
-    assert loss == cross_entropy_sum(rounded.float(), LABELS)
+    losses = cross_entropy(rounded, LABELS)
+    assert losses.dtype == torch.float32
+    assert torch.equal(losses, cross_entropy(rounded.float(), LABELS))

@@ -36,17 +36,15 @@ from titan_lite.models.fqns import block_of, last_block
 # halves where the pipeline schedule runs these apart (compile/backward_halves.py).
 GRAPHS = (
     "forward",
-    "loss_forward",
-    "loss_backward",
     "backward",
     "backward_input",
     "backward_weight",
 )
 # By the kind of a pipeline's action: forward, backward, and backward of inputs or of weights.
 GRAPHS_OF_ACTION = {
-    "F": ("forward", "loss_forward"),
-    "B": ("loss_backward", "backward"),
-    "I": ("loss_backward", "backward_input"),
+    "F": ("forward",),
+    "B": ("backward",),
+    "I": ("backward_input",),
     "W": ("backward_weight",),
 }
 # By the kind of a microbatch's backward, B or I: all graphs of the microbatch.

@@ -63,8 +63,6 @@ OPTIMIZER_STATE = "optimizer state"
 
 PHASE_OF_GRAPH = {
     "forward": "forward",
-    "loss_forward": "loss",
-    "loss_backward": "backward of the loss",
     "backward": "backward",
     "backward_input": "backward of inputs",
     "backward_weight": "backward of weights",

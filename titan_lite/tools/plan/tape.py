@@ -207,13 +207,9 @@ class _LifetimeRecorder:
         ]
         if name == "forward":
             self.forward_inputs = [node for node in nodes if node.op == "placeholder"]
-            self.received["loss_forward"] = returned[:1]
             if returned[0] is not None:
                 self._change(returned[0], kind="output")
-        if name in ("forward", "loss_forward"):
-            self.received[name.replace("forward", "backward")] = returned[1:]
-        elif name == "loss_backward":
-            self.received.setdefault("backward", []).append(returned[0])
+            self.received["backward"] = returned[1:]
         else:
             self._mark_gradients(name, scheduled, results, returned)
         if name == "backward_input":
@@ -325,8 +321,6 @@ def _sections(
     # A section begins after `first` blocks.
     first = (blocks - period + 1) // 2
     for graph in ends:
-        if graph.startswith("loss"):
-            continue
         nodes = list(graphs[graph].graph.nodes)
         if graph == "backward_weight":
             in_graph = _product_positions(nodes, blocks)
@@ -370,7 +364,7 @@ def _with_output_kept(lifetimes: StageLifetimes, pipelined: bool) -> Iterable[Li
     if pipelined:
         last = "backward_input" if "backward_input" in lifetimes.ends else "backward"
     else:
-        last = "loss_forward" if "loss_forward" in lifetimes.ends else "forward"
+        last = "forward"
     for tensor in lifetimes.tensors:
         graph, _ = tensor.freed
         if tensor.kind == "output" and GRAPHS.index(graph) <= GRAPHS.index(last):

@@ -38,9 +38,7 @@ from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
-from titan_lite.compile.compile import compile_model
 from titan_lite.compile.graph import merge_waits
-from titan_lite.compile.model_parts import PlainWeights, TraceableModel
 from titan_lite.compile.passes.bucketing import merge_buckets
 from titan_lite.compile.passes.choose_buckets import by_block
 from titan_lite.compile.passes.reordering import move_gather_before, wait_for_reductions_late
@@ -70,7 +68,6 @@ from titan_lite.dtensor import local
 from titan_lite.models.attention import fits_flash
 from titan_lite.models.experts import Experts
 from titan_lite.models.fqns import is_of_experts
-from titan_lite.models.loss import Loss
 from titan_lite.optim.state import is_matrix
 from titan_lite.processes import end_with_program, fork_server
 from titan_lite.tools.plan.costs import (
@@ -273,19 +270,15 @@ def trace_stage(
     machines = [
         machine.with_attention_kernel(config.training.attention_kernel) for machine in machines
     ]
-    of_model = PricedSchedule("model", layout, machines, axes)
-    of_loss = PricedSchedule("loss", layout, machines, axes)
-    model = parallelize_stage(as_traced(layout), mesh, beside, kinds, n_layers, of_model)
+    schedule = PricedSchedule(layout, machines, axes)
+    model = parallelize_stage(as_traced(layout), mesh, beside, kinds, n_layers, schedule)
     (stage,) = model.stages
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize_stage(layout, stage)
         inputs = stage_inputs(layout, stage, machines[0])
         stage(inputs.input, **inputs.model_kwargs)
-        if stage.model.output is not None and not layout.loss_chunk:
-            run_loss(layout, model, of_loss)
 
-    of_model.graphs.update({f"loss_{name}": graph for name, graph in of_loss.graphs.items()})
-    graphs = of_model.graphs
+    graphs = schedule.graphs
     specs = stage.sharding.specs
     updated = {parameter: spec for parameter, spec in specs.items() if is_updated(layout, spec)}
     costs = [
@@ -389,7 +382,7 @@ def _bucket_numbers(buckets: Sequence[Bucket]) -> dict[nn.Parameter, int]:
 
 
 def as_traced(layout: PlannedLayout) -> PlannedLayout:
-    """Return a layout whose graphs are made by aot_eager, and whose loss has a graph of its own."""
+    """Return a layout whose graphs are made by aot_eager, and have the loss in them."""
     config = layout.config
     compile = config.compile.replace(
         backend="aot_eager",
@@ -458,9 +451,7 @@ def stage_inputs(layout: PlannedLayout, stage: Stage, machine: Machine) -> Stage
         dtype=getattr(torch, config.training.mixed_precision_param),
         requires_grad=True,
     )
-    model_kwargs = {}
-    if layout.loss_chunk:
-        model_kwargs["labels"] = ids
+    model_kwargs = {"labels": ids}
     if config.training.mask_documents:
         model_kwargs["doc_starts"] = ids
         if masks_by_kernel_on(machine, layout):
@@ -474,32 +465,6 @@ def masks_by_kernel_on(machine: Machine, layout: PlannedLayout) -> bool:
     dtype = getattr(torch, layout.config.training.mixed_precision_param)
     is_cuda = not machine.is_cpu and not machine.name.startswith("MI")
     return is_cuda and layout.degrees["cp"] == 1 and fits_flash(dtype, layout.model.head_dim)
-
-
-def run_loss(layout: PlannedLayout, model: ParallelModel, schedule: "PricedSchedule") -> None:
-    """Run the loss of logits, so that its graphs are compiled."""
-    loss = _LossModule(model.loss)
-    compiled = compile_model(TraceableModel(loss, PlainWeights(loss)), schedule)
-    labels = torch.zeros(
-        layout.microbatch_size, len(model.stages[0].model.positions), dtype=torch.long
-    )
-    logits = torch.zeros(
-        model.loss.output_shape(*labels.shape),
-        dtype=getattr(torch, layout.config.training.mixed_precision_param),
-        requires_grad=True,
-    )
-    compiled(logits, labels)
-
-
-class _LossModule(nn.Module):
-    """The loss of logits as a module, for `compile_model`."""
-
-    def __init__(self, loss: Loss):
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.loss.of_logits(logits, labels)
 
 
 def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -532,31 +497,26 @@ class PricedGraph:
 class PricedSchedule(Schedule):
     """Run the passes, or reorder as eager mode does, and price each graph."""
 
-    def __init__(
-        self, component: str, layout: PlannedLayout, machines: Sequence[Machine], axes: Axes
-    ):
-        """component: "model" or "loss"."""
+    def __init__(self, layout: PlannedLayout, machines: Sequence[Machine], axes: Axes):
         config = layout.config
-        is_model = component == "model"
-        priced_as = mode_of(component, config.compile)
+        priced_as = mode_of(config.compile)
         is_eager = priced_as == "eager"
         passes = config.compile
-        if is_eager or not is_model:
+        if is_eager:
             passes = without_passes(passes)
         settings = PassSettings(
             passes.replace(backend="aot_eager"),  # which only traces
             machines[0],
             fused=priced_as == "inductor",
-            async_tensor_parallel=is_model and config.parallelism.enable_async_tensor_parallel,
+            async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
             must_merge=False,
         )
         super().__init__(settings, priced_as=priced_as)
         self.machines = machines
         self.axes = axes
-        self.accumulates_at_once = is_eager or (is_model and layout.gathers_once)
-        # The caller of a graph of aot_eager keeps its inputs until it returns, and so does an eager
-        # autograd.Function.
-        self.keeps_inputs = priced_as == "" or (is_eager and not is_model)
+        self.accumulates_at_once = is_eager or layout.gathers_once
+        # the caller of a graph of aot_eager does, until it returns
+        self.keeps_inputs = priced_as == ""
         self.graphs: dict[str, PricedGraph] = {}
 
     def run(self, module: GraphModule, name: str) -> None:
@@ -573,9 +533,9 @@ class PricedSchedule(Schedule):
         )
 
 
-def mode_of(component: str, config: Compile) -> Literal["", "eager", "inductor"]:
-    """Return what runs a component: Schedule.priced_as."""
-    if not config.compiles(component):
+def mode_of(config: Compile) -> Literal["", "eager", "inductor"]:
+    """Return what runs a model: Schedule.priced_as."""
+    if not config.compiles("model"):
         return "eager"
     return "inductor" if config.backend == "inductor" else ""
 

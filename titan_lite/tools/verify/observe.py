@@ -247,9 +247,7 @@ def _modules_with_output(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules, by FQN, whose outputs are compared: none of a compiled model."""
     if trainer.config.compile.compiles("model"):
         return
-    without_output = {"", "layers"}
-    if trainer.layout.loss_chunk:
-        without_output.add("output")  # it returns the loss
+    without_output = {"", "layers", "output"}  # the last one returns the loss
     for stage in trainer.model.stages:
         for fqn, module in stage.model.named_modules():
             if fqn not in without_output and not isinstance(module, Router):

@@ -420,8 +420,8 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
     forward = costs.graphs["forward"]
     activations = 2 * TOKENS * MODEL.dim * 2  # bytes of (B, T, C) in bfloat16
     # Of a block two all-gathers and two reduce-scatters; the embedding's reduce-scatter, the
-    # output's all-gather.
-    assert forward.sent["tp"] == (4 * 2 + 2) * activations / 2
+    # output's all-gather; three numbers a token of the loss.
+    assert forward.sent["tp"] == (4 * 2 + 2) * activations / 2 + 3 * 4 * 2 * TOKENS
     assert forward.exposed["tp"] == pytest.approx(forward.communication["tp"])
     assert not any("dp_shard" in graph.sent for graph in costs.graphs.values())
     split, replicated = 2 * PRODUCTS + 2 * TABLE, 5 * MODEL.dim
