@@ -16,7 +16,6 @@ last:
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -151,18 +150,6 @@ def write_text(path: Path, text: str) -> None:
     """Write a file, and wait until it is on disk."""
     path.write_text(text, encoding="utf-8")
     sync(path)
-
-
-def detach(path: Path) -> None:
-    """Give a file a copy of its own at this path, if it has other names: hard links, as `cp -al`
-    makes them of a run's folder. What is written to it would change those, too. Raises OSError.
-    """
-    if path.is_symlink() or not path.is_file() or path.stat().st_nlink == 1:
-        return
-    unfinished = path.with_name(f"unfinished-{path.name}")
-    unfinished.unlink(missing_ok=True)
-    shutil.copy2(path, unfinished)
-    unfinished.replace(path)
 
 
 # Manifests

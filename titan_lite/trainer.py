@@ -90,7 +90,6 @@ from titan_lite.resilience.skipped_steps import SkippedSteps
 from titan_lite.resilience.stop_signal import StopSignal
 from titan_lite.resilience.stragglers import Stragglers
 from titan_lite.resilience.watchdog import PATIENCE, Watchdog
-from titan_lite.rules.job import files_written
 from titan_lite.rules.machine import check_agreement, check_machine
 
 if TYPE_CHECKING:
@@ -244,27 +243,12 @@ class Trainer:
         exit_code.record(exit_code.FAILED)
         self.checkpointer.lock_on_first()
         self.checkpointer.check_shared()
-        if self.is_alone:
-            self.detach_files()
         check_agreement(self.layout)
         self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
         self.counts_reads = all(
             self.mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp")
         )
-
-    def detach_files(self) -> None:
-        """Keep what is written from changing files of other folders that are hard links."""
-        for path in files_written(self.dump_folder):
-            if path.name == "lock":  # held; nothing is written to it
-                continue
-            try:
-                manifest.detach(path)
-            except OSError as error:
-                logger.warning(
-                    f"{path} has other names, whose content changes with it, and could not be"
-                    f" copied: {error.strerror}"
-                )
 
     def build_model(self) -> None:
         """Build this rank's stages on the meta device, fill them, and build their optimizer."""

@@ -2,7 +2,6 @@
 bit, two runs in a folder.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -285,21 +284,6 @@ def test_a_second_run_in_one_folder_ends_before_it_begins(tmp_path, locked, opti
     assert (tmp_path / "config.toml").read_text() == "of the first run"
     assert not (tmp_path / "metrics.jsonl").exists()
     assert not (tmp_path / "events.jsonl").exists()
-
-
-def test_a_run_that_goes_on_in_a_copy_by_hard_links_leaves_the_first_one_as_it_was(tmp_path):
-    """The folder was copied by `cp -al`: a file that is written to would change in both."""
-    first = tmp_path / "first"
-    copy = tmp_path / "copy"
-    assert trained(first, *NO_CHECKPOINT).returncode == 0
-    copy.mkdir()
-    files = [path for path in first.iterdir() if path.is_file()]
-    before = {path: path.read_bytes() for path in files}
-    for path in files:
-        os.link(path, copy / path.name)
-    assert trained(copy, *NO_CHECKPOINT, "--optimizer.lr", "0.001").returncode == 0
-    assert {path: path.read_bytes() for path in files} == before
-    assert {"metrics.jsonl", "events.jsonl", "config.toml", "loss.png"} <= {p.name for p in files}
 
 
 def test_a_recipe_that_must_resume_does_not_begin(tmp_path):

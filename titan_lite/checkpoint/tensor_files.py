@@ -332,83 +332,33 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a part of 
 DCP_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")
 
 
-class _SealedType(type):
-    """The type of stand-ins for classes, which a pickle may make objects of, and not change."""
-
-    def __setstate__(cls, state: object) -> None:
-        raise _changes(cls.__name__)
-
-
-class _Sealed:
-    """A stand-in for a function or a member of an enumeration, which a pickle may use, and not
-    change.
+def _memory_format_of_name(_: object, name: str) -> _MEM_FORMAT_ENCODING:
+    """Return a member of the one enumeration, as `getattr` would: Python up to 3.11.3 pickles it
+    so.
     """
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self.value(*arguments)
-
-    def __eq__(self, other: object) -> bool:
-        return self.value == other
-
-    def __setstate__(self, state: object) -> None:
-        raise _changes(getattr(self.value, "__name__", str(self.value)))
+    return _MEM_FORMAT_ENCODING.__members__[name]
 
 
-def _changes(name: str) -> CorruptFileError:
-    return CorruptFileError(f"{METADATA} changes {name}, which DCP does not write there")
-
-
-def _sealed_type(kind: type) -> _SealedType:
-    """Return a type whose objects are of type `kind`, empty until the pickle fills them."""
-    return _SealedType(kind.__name__, (), {"__new__": lambda _: object.__new__(kind)})
-
-
-def _memory_format(value: int) -> _Sealed:
-    return _Sealed(_MEM_FORMAT_ENCODING(value))
-
-
-def _memory_format_of_name(_: object, name: str) -> _Sealed:
-    """Return a member of the one enumeration, as `getattr` would."""
-    return _Sealed(_MEM_FORMAT_ENCODING.__members__[name])
-
-
-_PATH = _Sealed(PurePosixPath)  # the folder that it was written to
-# What a pickle gets for a name: no object that it could change for all who use it.
+# What the pickle of a `.metadata` may ask for
+_CLASSES = (
+    *(_StorageInfo, BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex),
+    *(StorageMeta, TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING, _get_layout),
+)
 _KNOWN_NAMES: dict[tuple[str, str], Any] = {
     **{("torch", name): getattr(torch, name) for name in ("Size", *DCP_DTYPES)},
-    **{
-        (kind.__module__, kind.__name__): _sealed_type(kind)
-        for kind in (
-            _StorageInfo,
-            BytesStorageMetadata,
-            ChunkStorageMetadata,
-            Metadata,
-            MetadataIndex,
-            StorageMeta,
-            TensorProperties,
-            TensorStorageMetadata,
-        )
-    },
-    (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__name__): _Sealed(_memory_format),
-    # As Python up to 3.11.3 pickles a member of an enumeration.
-    ("builtins", "getattr"): _Sealed(_memory_format_of_name),
-    (_get_layout.__module__, _get_layout.__name__): _Sealed(_get_layout),
+    **{(each.__module__, each.__name__): each for each in _CLASSES},
+    ("builtins", "getattr"): _memory_format_of_name,
 }
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that knows what DCP writes to `.metadata`, and nothing else that a pickle could
-    call or change.
+    call.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "pathlib":
-            return _PATH
+            return PurePosixPath  # the folder that it was written to
         if (module, name) not in _KNOWN_NAMES:
             raise CorruptFileError(
                 f"{METADATA} asks for {module}.{name}, which DCP does not write there"

@@ -1,9 +1,7 @@
 """Rules of [job]: the run's folder, and the files that a run writes there."""
 
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from titan_lite.config import Config
@@ -87,9 +85,6 @@ def dump_folder_cannot_be_written(config: Config) -> Iterator[Mistake]:
                 why = f"cannot be made: {path} is no folder"
             elif not os.access(path, os.W_OK):
                 why = f"cannot be made: {path} may not be written"
-            elif failed := _why_nothing_can_be_made(path):
-                why = f"cannot be made: {path} cannot be written: {failed.strerror or failed}"
-                _raise_if_of_machine(config, why, failed)
         break
     if why:
         instead = "a folder that can be created and written"
@@ -99,24 +94,6 @@ def dump_folder_cannot_be_written(config: Config) -> Iterator[Mistake]:
 def _raise_if_of_machine(config: Config, why: str, error: OSError) -> None:
     if is_of_machine(error):
         raise MachineError(f"job.dump_folder = {shown(config.job.dump_folder)} {why}")
-
-
-def _why_nothing_can_be_made(folder: Path) -> OSError | None:
-    """Return the error of making a folder in this one: permissions do not say it of a file system
-    that is read-only, full, or not one of files, such as /proc.
-
-    On the first rank alone, so that ranks do not make as many. The folder keeps its time.
-    """
-    if os.environ.get("RANK", "0") != "0":
-        return None
-    try:
-        status = folder.stat()
-        os.rmdir(tempfile.mkdtemp(prefix=".titan_lite-", dir=folder))
-    except OSError as error:
-        return error
-    with suppress(OSError):  # the folder is another user's
-        os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))
-    return None
 
 
 def recipe_would_be_replaced(config: Config) -> Iterator[Mistake]:
