@@ -31,9 +31,8 @@ from titan_lite.dtensor import gradient_shard, local
 from titan_lite.environment import copy_number
 from titan_lite.logging import console, events, logger
 from titan_lite.resilience import TrainingError
-from titan_lite.resilience.quorum import Quorum, await_lighthouse
+from titan_lite.resilience.quorum import CopyState, Quorum, await_lighthouse
 from titan_lite.resilience.replica_check import examine
-from titan_lite.resilience.state_transfer import CopyState
 
 if TYPE_CHECKING:
     from titan_lite.trainer import Trainer

@@ -9,8 +9,7 @@ pytest.importorskip("torchft")
 
 from titan_lite.config import FaultTolerance
 from titan_lite.resilience import quorum as module
-from titan_lite.resilience.quorum import Quorum
-from titan_lite.resilience.state_transfer import CopyState
+from titan_lite.resilience.quorum import CopyState, Quorum
 
 STATE = CopyState({}, {})
 

@@ -13,7 +13,7 @@ from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.copies import IDENTITY as NAME_OF_IDENTITY
 from titan_lite.copies import MAX_UNDONE, Copies, identity_of
 from titan_lite.logging import events
-from titan_lite.resilience.state_transfer import CopyState
+from titan_lite.resilience.quorum import CopyState
 
 SETTINGS = {"copies": 2, "lighthouse": "http://node0:29510"}
 IDENTITY = RunIdentity(

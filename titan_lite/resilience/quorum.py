@@ -10,7 +10,7 @@
 Each copy is a world of its own, with process groups for all axes of the mesh. Copies meet at a
 lighthouse, a small server. Before a step each asks it who is alive: those that ask are the quorum
 of the step, in which each has an index, and a process group for each rank number connects them. A
-copy that is behind takes the state of one that is not, rank by rank (state_transfer.py).
+copy that is behind takes the state of one that is not, rank by rank.
 
                     copy 0            copy 1
     step 7          quorum of 2       quorum of 2
@@ -31,25 +31,50 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+from torchft.checkpointing.http_transport import HTTPTransport
 
 from titan_lite.config import FaultTolerance
 from titan_lite.distributed.process_group import first_line, max_over_ranks
 from titan_lite.environment import address_towards
 from titan_lite.logging import logger
-from titan_lite.resilience.state_transfer import CopyState, StateTransfer
 
 BUCKET_BYTES = 2**26  # of a sum: few large ones hide the latency of a network
 QUORUM_SECONDS = 10  # of a request to the lighthouse, which is repeated
 COMMIT_TIMEOUTS = 2  # ranks of a copy may notice a failed sum one time limit apart
 PAUSE = 1.0  # seconds before a request is repeated
+
+
+@dataclass(frozen=True)
+class CopyState:
+    """The state of a rank of a copy between two steps."""
+
+    tensors: Mapping[str, Tensor]  # this rank's shards; received ones are on the host
+    parts: Mapping[str, Any]  # state_dict() of the other parts, by name
+
+
+class _Transport(HTTPTransport[dict[str, Any]]):
+    """torchft's transport of states, which are pickled, at an address that other copies know.
+
+    host: of this machine; torchft gives its name, which others may not resolve.
+    """
+
+    def __init__(self, host: str, timeout: timedelta):
+        self.host = f"[{host}]" if ":" in host else host
+        super().__init__(timeout, num_chunks=0)
+
+    def address(self) -> str:
+        return f"http://{self.host}:{self._server.server_port}/checkpoint/"
 
 
 class Quorum:
@@ -68,6 +93,8 @@ class Quorum:
         progress: Callable[[], None],
     ):
         logging.getLogger("torchft").setLevel(logging.CRITICAL)  # what matters is logged here
+        # of received tensors, which are only read
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
         self.settings = settings
         self.progress = progress
         self.living = 0  # copies in this step
@@ -79,7 +106,7 @@ class Quorum:
         self.manager = Manager(
             pg=group(timeout=timeout),
             load_state_dict=self._keep,
-            state_dict=state_of,
+            state_dict=lambda: vars(state_of()),
             min_replica_size=settings.min_copies,
             use_async_quorum=False,  # the quorum of a step decides who takes which batches
             init_sync=False,  # all copies begin with the same seed, weights or checkpoint
@@ -93,11 +120,11 @@ class Quorum:
             lighthouse_addr=settings.address,
             replica_id=f"copy-{number:04}",
             hostname=host,
-            checkpoint_transport=StateTransfer(host, timeout, device),
+            checkpoint_transport=_Transport(host, timeout),
         )
 
-    def _keep(self, state: CopyState) -> None:
-        self.received = state
+    def _keep(self, state: Mapping[str, Any]) -> None:
+        self.received = CopyState(**state)
 
     def go_on_from(self, step: int) -> None:
         """Take part from the step after `step` on."""
