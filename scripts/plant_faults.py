@@ -105,7 +105,7 @@ FAULTS = (
     ),
     # A reduce-scatter costs what one rank gets of it.
     Fault(
-        "cost/collectives.py",
+        "graph.py",
         "return sum(nbytes_of(source) for source in node.all_input_nodes)",
         "return nbytes_of(node)",
         ("unit/cost/test_timeline.py", "unit/cost"),

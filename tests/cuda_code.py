@@ -46,11 +46,11 @@ from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.segments import BoxedFunction, CutGraph, Program, SegmentCall, Structure
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import load_config
-from titan_lite.cost.collectives import aten
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.pipeline_schedule import backwards_of
+from titan_lite.graph import aten
 from titan_lite.tools.plan.trace import (
     PlannedLayout,
     materialize_stage,

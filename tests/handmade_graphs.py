@@ -14,14 +14,14 @@ from titan_lite.compile.passes import choose_buckets
 from titan_lite.compile.passes.reordering import overlap_collectives
 from titan_lite.compile.settings import PassSettings
 from titan_lite.cost import op_cost
-from titan_lite.cost.collectives import (
+from titan_lite.cost.machine import Link, Machine
+from titan_lite.graph import (
     collective_bytes,
     kind_of,
     parameter_collectives,
     parameters_of,
     start_of,
 )
-from titan_lite.cost.machine import Link, Machine
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 RANKS = 2

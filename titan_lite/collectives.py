@@ -5,7 +5,7 @@
     own = reduce_scatter(parts, degree, group)      # (n, ...)
 
 They wait for their results. Traced, a collective and its wait are two nodes of the graph, which
-passes move apart; `collectives` has their operators. cost/collectives.py asks a graph about them.
+passes move apart; `collectives` has their operators. titan_lite/graph.py asks a graph about them.
 """
 
 import torch

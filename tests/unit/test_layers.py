@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "titan_lite"
 # counts.
 LAYERS = (
     ("config", "cli", "logging", "manifest", "environment", "processes", "text", "__init__"),
-    ("sharding", "dtensor", "collectives"),  # which part of a tensor a rank holds; what ranks send
+    ("sharding", "dtensor", "collectives", "graph"),  # parts of tensors; what ranks send; FX graphs
     ("models",),
     ("cost",),
     ("compile",),

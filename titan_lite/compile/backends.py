@@ -39,7 +39,7 @@ from titan_lite.compile.segments import (
     is_outside,
 )
 from titan_lite.config import ConfigError
-from titan_lite.cost import collectives
+from titan_lite.graph import parameter_all_gathers
 
 FUSED_PRODUCTS = (
     "symm_mem.fused_all_gather_matmul.default",
@@ -211,7 +211,7 @@ def preparations(graph: Graph) -> list[list[Node]]:
     """
     found: list[list[Node]] = []
     seen: set[Node] = set()
-    for nodes in collectives.parameter_all_gathers(graph).values():
+    for nodes in parameter_all_gathers(graph).values():
         if seen.isdisjoint(nodes):  # tied weights share some
             found.append(nodes)
             seen.update(nodes)

@@ -32,17 +32,19 @@ from torch.fx import Graph, GraphModule, Node
 
 from titan_lite.collectives import collectives
 from titan_lite.compile.graph import extract, placeholders, results_of
-from titan_lite.cost.collectives import (
+from titan_lite.graph import (
     KINDS,
     ancestors,
     aten,
+    fuses_with_inputs,
     is_all_gather,
+    is_free,
+    is_view,
     nbytes_of,
     parameters_of,
     start_of,
+    storages,
 )
-from titan_lite.cost.op_cost import fuses_with_inputs, is_free, is_view
-from titan_lite.cost.timeline import storages
 
 Results: TypeAlias = Sequence[Node | None]
 WAIT = collectives.wait_tensor.default

@@ -4,7 +4,7 @@
         bucket = add_call(graph, aten.cat.default, [shard_1, shard_2])
     move_before(node, preparation(bucket))
 
-Questions about a graph are in cost/collectives.py.
+Questions about a graph are in titan_lite/graph.py.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument, Target, map_arg
 from torch.utils._pytree import tree_leaves
 
-from titan_lite.cost.collectives import KINDS, parameter_all_gathers, wait_of, waits_of
+from titan_lite.graph import KINDS, parameter_all_gathers, wait_of, waits_of
 
 
 def placeholders(graph: Graph) -> list[Node]:

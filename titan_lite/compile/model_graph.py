@@ -29,7 +29,7 @@ from titan_lite.compile.model_parts import (
     Part,
     Value,
 )
-from titan_lite.cost.collectives import ancestors, aten, descendants
+from titan_lite.graph import ancestors, aten, descendants
 
 
 @dataclass(frozen=True)

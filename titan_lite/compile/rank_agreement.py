@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph
 
 from titan_lite.config import ConfigError
-from titan_lite.cost.collectives import KINDS, collective_bytes, parameters_of, ranks_of
+from titan_lite.graph import KINDS, collective_bytes, parameters_of, ranks_of
 
 T = TypeVar("T")
 

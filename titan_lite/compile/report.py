@@ -16,17 +16,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from titan_lite.cost.collectives import (
+from titan_lite.cost.timeline import Timeline
+from titan_lite.graph import (
+    aten,
+    base_of,
     collective_bytes,
+    is_fused_away,
+    is_pointwise,
     kind_of,
+    nbytes_of,
     parameter_collectives,
     parameters_of,
     ranks_of,
 )
-from titan_lite.cost.op_cost import bytes_copied
-from titan_lite.cost.timeline import Timeline
 
 HALVES = ("backward_input", "backward_weight")  # names of graphs
 
@@ -99,7 +103,7 @@ def list_collectives(graph: Graph, timeline: Timeline | None) -> tuple[Collectiv
 
 def copied_by_buckets(graph: Graph, fused: bool) -> int:
     """Return the bytes copied into and out of buckets. fused: as in `node_seconds`."""
-    return sum(bytes_copied(node, fused) for node in graph.nodes if "copies" in node.meta)
+    return sum(_bytes_copied(node, fused) for node in graph.nodes if "copies" in node.meta)
 
 
 def describe(reports: Sequence[CompileReport]) -> list[str]:
@@ -186,3 +190,17 @@ def _as_object(report: CompileReport) -> dict[str, object]:
         }
         fields["timeline"] = {**sums, "waited": timeline.waited}
     return fields
+
+
+def _bytes_copied(node: Node, fused: bool) -> int:
+    """Return the bytes that aten.cat or aten.clone copies, without those that a fused kernel
+    computes in place.
+    """
+    if node.target is aten.cat.default:
+        copied = [
+            source
+            for source in node.all_input_nodes
+            if not (fused and is_pointwise(base_of(source)))
+        ]
+        return sum(nbytes_of(source) for source in copied)
+    return 0 if fused and is_fused_away(node) else nbytes_of(node)

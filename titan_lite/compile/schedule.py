@@ -41,8 +41,8 @@ from titan_lite.compile.report import (
 )
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import ConfigError
-from titan_lite.cost.collectives import group_of, parameter_collectives, parameters_of
 from titan_lite.cost.timeline import Timeline, lower_bound, simulate
+from titan_lite.graph import group_of, parameter_collectives, parameters_of
 
 # Changes a graph in place. Returns a count for the report; each pass says of what.
 Pass = Callable[[Graph, PassSettings], int]

@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from titan_lite.collectives import collectives
 from titan_lite.compile.graph import extract, output_node, placeholders, results_of
-from titan_lite.cost.collectives import start_of
+from titan_lite.graph import start_of
 
 # Operators with an FQN as an argument: no two segments with one would be equal.
 OF_A_MODULE = frozenset(

@@ -9,63 +9,34 @@ the efficiencies that large matrix products and FlashAttention reach (kernels.py
 """
 
 import math
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.fx import Node
 
-from titan_lite.collectives import collectives
-from titan_lite.cost.collectives import (
+from titan_lite.cost.kernels import SLOW_ACCUMULATION, attention_share, product_seconds
+from titan_lite.cost.machine import GB, MICROSECOND, Machine
+from titan_lite.graph import (
     KINDS,
+    MATMULS,
+    all_readers,
     aten,
+    base_of,
     collective_bytes,
+    fuses_with_inputs,
     is_all_gather,
+    is_free,
+    is_fused_away,
+    is_pointwise,
     kind_of,
     nbytes_of,
     ranks_of,
 )
-from titan_lite.cost.kernels import SLOW_ACCUMULATION, attention_share, product_seconds
-from titan_lite.cost.machine import GB, MICROSECOND, Machine
 from titan_lite.models.experts import GROUPED_PRODUCT, GROUPED_PRODUCT_OF_WEIGHTS
 
-# Operators that return no view, and yet move no bytes.
-NO_VIEWS = frozenset({collectives.wait_tensor.default, aten.empty.memory_format})
-FREE = NO_VIEWS | {operator.getitem, aten.reshape.default, aten._unsafe_view.default}
-MATMULS = frozenset(
-    {
-        aten._scaled_mm.default,
-        aten.mm.default,
-        aten.bmm.default,
-        aten.addmm.default,
-        aten.baddbmm.default,
-    }
-)
 # Products of groups of rows (models/experts.py): in forward and of rows; of weights
 GROUPED = frozenset({GROUPED_PRODUCT, GROUPED_PRODUCT_OF_WEIGHTS})
-# Operators that Inductor fuses like pointwise ones. scatter writes a constant, in the loss's
-# backward.
-AS_POINTWISE = frozenset(
-    {
-        aten._to_copy.default,
-        torch.ops.prims.convert_element_type.default,
-        aten.cat.default,
-        aten.full.default,
-        aten.scatter.value,
-    }
-)
-# Operators that may end a fused kernel. gather computes only the elements that it selects.
-REDUCTIONS = frozenset(
-    {
-        aten.sum.default,
-        aten.sum.dim_IntList,
-        aten.mean.default,
-        aten.mean.dim,
-        aten.amax.default,
-        aten.gather.default,
-    }
-)
 
 
 def node_seconds(node: Node, machine: Machine, fused: bool = True) -> float:
@@ -244,20 +215,6 @@ def _arguments(node: Node) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def bytes_copied(node: Node, fused: bool) -> int:
-    """Return the bytes that aten.cat or aten.clone copies, without those that a fused kernel
-    computes in place.
-    """
-    if node.target is aten.cat.default:
-        copied = [
-            source
-            for source in node.all_input_nodes
-            if not (fused and _is_pointwise(_base_of(source)))
-        ]
-        return sum(nbytes_of(source) for source in copied)
-    return 0 if fused and is_fused_away(node) else nbytes_of(node)
-
-
 def _bytes_moved(node: Node, fused: bool, on_gpu: bool) -> int:
     """Return the bytes that a computation reads and writes."""
     if on_gpu and not fused:
@@ -280,7 +237,7 @@ def _bytes_moved(node: Node, fused: bool, on_gpu: bool) -> int:
         return _bytes_of_groups(node)
     sources: Sequence[Node] = node.all_input_nodes
     if fused and fuses_with_inputs(node):
-        sources = [source for source in sources if not _is_pointwise(_base_of(source))]
+        sources = [source for source in sources if not is_pointwise(base_of(source))]
     written = 0 if fused and is_fused_away(node) else nbytes
     return sum(map(nbytes_of, sources)) + written
 
@@ -303,73 +260,6 @@ def _library_kernel(node: Node) -> _LibraryKernel | None:
 
 def _bytes_of_part(node: Node, kernel: _LibraryKernel) -> int:
     """Return the bytes that a part of a library's kernel reads and writes outside of it."""
-    read = [
-        source for source in node.all_input_nodes if _library_kernel(_base_of(source)) != kernel
-    ]
-    is_stored = any(_library_kernel(reader) != kernel for reader in _readers(node))
+    read = [source for source in node.all_input_nodes if _library_kernel(base_of(source)) != kernel]
+    is_stored = any(_library_kernel(reader) != kernel for reader in all_readers(node))
     return sum(map(nbytes_of, read)) + (nbytes_of(node) if is_stored else 0)
-
-
-def is_free(node: Node) -> bool:
-    """Return True if a node moves no bytes: a view, a wait or a number.
-
-    meta["is_view"]: a pass says that it is one.
-    """
-    return (
-        getattr(node.target, "is_view", False)
-        or node.target in FREE
-        or "is_view" in node.meta
-        or not nbytes_of(node)
-    )
-
-
-def is_fused_away(node: Node) -> bool:
-    """Return True if Inductor stores no result for `node`, since each reader is fused with it or
-    recomputes it.
-    """
-    return _is_pointwise(node) and bool(node.users) and all(map(fuses_with_inputs, _readers(node)))
-
-
-def _is_pointwise(node: Node) -> bool:
-    if node.op != "call_function":
-        return False
-    if _is_complex(node) or any(map(_is_complex, node.all_input_nodes)):
-        return False
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in AS_POINTWISE
-
-
-def _is_complex(node: Node) -> bool:
-    """Return True if a node's value is of complex numbers, whose operators Inductor does not
-    compile.
-    """
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_complex()
-
-
-def fuses_with_inputs(node: Node) -> bool:
-    """Return True if `node` is fused into the kernel that computes its inputs."""
-    return _is_pointwise(node) or node.target in REDUCTIONS
-
-
-def is_view(node: Node) -> bool:
-    return (
-        node.op == "call_function"
-        and is_free(node)
-        and node.target not in NO_VIEWS
-        and bool(nbytes_of(node))
-    )
-
-
-def _base_of(node: Node) -> Node:
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    """Yield the nodes that read `node` or a view of it."""
-    for user in node.users:
-        if is_view(user):
-            yield from _readers(user)
-        else:
-            yield user

@@ -14,29 +14,26 @@ node does not start before it is issued.
 """
 
 import dataclasses
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
 from titan_lite.collectives import collectives
-from titan_lite.cost.collectives import (
+from titan_lite.cost.machine import MICROSECOND, Machine
+from titan_lite.cost.op_cost import node_seconds
+from titan_lite.graph import (
     KINDS,
-    descendants,
     group_of,
-    is_all_gather,
     kind_of,
     named_axis,
     nbytes_of,
     parameter_collectives,
     parameters_of,
-    preparation,
+    shards_of,
     start_of,
-    waits_of,
+    storages,
 )
-from titan_lite.cost.machine import MICROSECOND, Machine
-from titan_lite.cost.op_cost import is_free, is_fused_away, node_seconds
 from titan_lite.text import first_names
 
 
@@ -212,17 +209,6 @@ def costs_of(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
     return costs
 
 
-def shards_of(graph: Graph) -> set[Node]:
-    """Return the nodes that prepare shards for all-gathers, and those that process reduced
-    gradients.
-    """
-    of_parameters = parameter_collectives(graph)
-    gathers = [node for node in of_parameters if is_all_gather(node)]
-    reductions = [node for node in of_parameters if not is_all_gather(node)]
-    prepared = {node for gather in gathers for node in preparation(gather) or ()}
-    return prepared | (descendants(*reductions) - set(of_parameters))
-
-
 def label(node: Node) -> str:
     """Return a name such as "all_gather layers.0.attention.wq.weight and 8 more"."""
     fqns = parameters_of(node)
@@ -292,7 +278,7 @@ def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
     uncounted = kept.union(without)
     sizes: dict[Node, int] = {}
     freed_after: dict[int, int] = {}  # bytes, by position of a node in the graph
-    for node, position in last_uses(graph).items():
+    for node, position in _last_uses(graph).items():
         sizes[node] = 0 if node in uncounted else own_bytes(node)
         freed_after[position] = freed_after.get(position, 0) + sizes[node]
     live = sum(size for node, size in sizes.items() if node.op == "placeholder")
@@ -305,55 +291,16 @@ def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
     return peak
 
 
-def last_uses(
-    graph: Graph, fused: bool = False, keeps_inputs: bool = False, sends: bool = False
-) -> dict[Node, int]:
+def _last_uses(graph: Graph) -> dict[Node, int]:
     """Return for each node that allocates, or is an input, the position of the last node that needs
-    its storage.
-
-    A view shares the storage of its base. fused: leave out results that are fused away
-    (`is_fused_away`), and keep their inputs until the last kernel that recomputes them.
-    keeps_inputs: the caller keeps the graph's inputs until its end. sends: a collective keeps its
-    inputs until it is waited for.
+    its storage. A view shares the storage of its base.
     """
-    position = {node: index for index, node in enumerate(graph.nodes)}
     storage = storages(graph)
-    fused_away = {node for node in graph.nodes if fused and is_fused_away(node)}
-    last_use = {storage[node]: position[storage[node]] for node in graph.nodes}
-    for node in reversed(graph.nodes):
-        used = last_use[node] if node in fused_away else position[node]
-        if sends and node.target in KINDS:
-            used = max((position[wait] for wait in waits_of(node)), default=used)
+    last_use: dict[Node, int] = {}
+    for position, node in enumerate(graph.nodes):
         for source in (node, *node.all_input_nodes):
-            last_use[storage[source]] = max(last_use[storage[source]], used)
-    if keeps_inputs:
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                last_use[node] = len(position) - 1
-    return {node: used for node, used in last_use.items() if node not in fused_away}
-
-
-def storages(graph: Graph) -> dict[Node, Node]:
-    """Return the node that allocated the storage of each node."""
-    storage: dict[Node, Node] = {}
-    for node in graph.nodes:
-        base = _viewed(node)
-        storage[node] = node if base is None else storage[base]
-    return storage
-
-
-def _viewed(node: Node) -> Node | None:
-    """Return the input whose storage a node shares, or writes into; None if it has its own."""
-    if node.op != "call_function" or not nbytes_of(node):
-        return None
-    if not is_free(node) and "out" not in node.kwargs:
-        return None
-    if node.target is operator.getitem and not getattr(
-        node.all_input_nodes[0].target, "is_view", False
-    ):
-        return None  # one of several results of an operator is not a view
-    source = node.kwargs.get("out") or next(iter(node.all_input_nodes), None)
-    return source if isinstance(source, Node) else None
+            last_use[storage[source]] = position
+    return last_use
 
 
 def own_bytes(node: Node) -> int:

@@ -31,7 +31,7 @@ def axes_of(mesh: DeviceMesh, expert_parallel: int) -> dict[tuple[int, ...], str
 
     The groups that shard parameters over dp_shard and cp, and experts over tp too, are dp_shard.
     Expert parallelism may have the same ranks, so its collectives name their axis (named_axis in
-    cost/collectives.py).
+    graph.py).
     """
     groups = {
         tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis

@@ -16,8 +16,6 @@ from titan_lite.compile.model_parts import TraceableModel
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile
-from titan_lite.cost.collectives import is_all_gather, nbytes_of, parameters_of
-from titan_lite.cost.op_cost import MATMULS
 from titan_lite.distributed.activation_checkpoint import (
     apply_activation_checkpoint,
     checkpoint_rule,
@@ -26,6 +24,7 @@ from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.pipeline import keep_modules
 from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
+from titan_lite.graph import MATMULS, is_all_gather, nbytes_of, parameters_of
 from titan_lite.models.transformer import Transformer
 
 TOKENS = 16

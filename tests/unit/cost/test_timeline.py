@@ -22,10 +22,10 @@ from titan_lite.compile.passes.bucketing import merge_buckets
 from titan_lite.compile.passes.choose_buckets import by_block, greedy
 from titan_lite.compile.passes.reordering import wait_for_reductions_late
 from titan_lite.cost import timeline as timelines
-from titan_lite.cost.collectives import parameters_of
 from titan_lite.cost.nccl import CHANNELS
 from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.timeline import lower_bound, peak_bytes, simulate
+from titan_lite.graph import parameters_of
 from titan_lite.tools.plan import costs
 
 pytestmark = pytest.mark.usefixtures("two_ranks")

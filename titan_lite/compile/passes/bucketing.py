@@ -29,7 +29,7 @@ from titan_lite.compile.passes.choose_buckets import (
 )
 from titan_lite.compile.rank_agreement import first_ranks_choice
 from titan_lite.compile.settings import PassSettings
-from titan_lite.cost.collectives import (
+from titan_lite.graph import (
     aten,
     descendants,
     group_of,

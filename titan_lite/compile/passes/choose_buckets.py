@@ -18,7 +18,9 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from titan_lite.cost.collectives import (
+from titan_lite.cost.machine import Machine
+from titan_lite.cost.timeline import computed_before
+from titan_lite.graph import (
     collective_bytes,
     group_of,
     is_all_gather,
@@ -27,8 +29,6 @@ from titan_lite.cost.collectives import (
     parameters_of,
     ranks_of,
 )
-from titan_lite.cost.machine import Machine
-from titan_lite.cost.timeline import computed_before
 from titan_lite.models.fqns import block_of, last_block
 
 Buckets = dict[Node, Hashable]  # the bucket of each collective of parameters

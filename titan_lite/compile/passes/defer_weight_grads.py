@@ -20,16 +20,17 @@ from torch.fx import Graph, Node
 
 from titan_lite.compile.rank_agreement import first_ranks_choice
 from titan_lite.compile.settings import PassSettings
-from titan_lite.cost.collectives import (
+from titan_lite.cost.machine import Machine
+from titan_lite.cost.op_cost import node_seconds
+from titan_lite.cost.timeline import Span, simulate
+from titan_lite.graph import (
+    MATMULS,
     activation_collectives,
     ancestors,
     descendants,
     group_of,
     wait_of,
 )
-from titan_lite.cost.machine import Machine
-from titan_lite.cost.op_cost import MATMULS, node_seconds
-from titan_lite.cost.timeline import Span, simulate
 
 # Products that may be deferred, the last ones: a deferred product keeps its factors alive. A block
 # has 7 weights.

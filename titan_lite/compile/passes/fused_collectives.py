@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from titan_lite.compile.graph import move_before
 from titan_lite.compile.segments import is_outside
 from titan_lite.compile.settings import PassSettings
-from titan_lite.cost.collectives import aten, descendants, is_all_gather, wait_of
+from titan_lite.graph import aten, descendants, is_all_gather, wait_of
 
 
 def keep_with_products(graph: Graph, settings: PassSettings) -> int:

@@ -18,15 +18,8 @@ from torch.fx import Graph, Node
 
 from titan_lite.compile.settings import PassSettings
 from titan_lite.compile.torch_patches import rooflines_replaced
-from titan_lite.cost.collectives import (
-    KINDS,
-    kind_of,
-    parameter_collectives,
-    ranks_of,
-    wait_of,
-)
 from titan_lite.cost.op_cost import node_seconds
-from titan_lite.cost.timeline import shards_of
+from titan_lite.graph import KINDS, kind_of, parameter_collectives, ranks_of, shards_of, wait_of
 
 
 def overlap_by_inductor(graph: Graph, settings: PassSettings) -> int:

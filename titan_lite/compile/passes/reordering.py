@@ -25,7 +25,10 @@ from torch.fx import Graph, Node
 from titan_lite.collectives import collectives
 from titan_lite.compile.graph import move_before
 from titan_lite.compile.settings import PassSettings
-from titan_lite.cost.collectives import (
+from titan_lite.cost.machine import Machine
+from titan_lite.cost.op_cost import node_seconds
+from titan_lite.cost.timeline import computed_before, peak_bytes
+from titan_lite.graph import (
     collective_bytes,
     descendants,
     is_all_gather,
@@ -34,13 +37,11 @@ from titan_lite.cost.collectives import (
     parameter_collectives,
     parameters_of,
     preparation,
+    shards_of,
     start_of,
     wait_of,
     waits_of,
 )
-from titan_lite.cost.machine import Machine
-from titan_lite.cost.op_cost import node_seconds
-from titan_lite.cost.timeline import computed_before, peak_bytes, shards_of
 
 
 def overlap_collectives(graph: Graph, settings: PassSettings) -> int:

@@ -19,12 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_lite.collectives import collectives
 from titan_lite.compile.graph import placeholders
-from titan_lite.cost.collectives import (
-    aten,
-    parameter_all_gathers,
-    parameters_of,
-    wait_of,
-)
+from titan_lite.graph import aten, parameter_all_gathers, parameters_of, wait_of
 
 # The partitioner compares this id between regions of activation checkpointing; it must be above
 # their ids.

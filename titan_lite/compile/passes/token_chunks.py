@@ -26,7 +26,10 @@ from titan_lite.collectives import collectives
 from titan_lite.compile.graph import add_call
 from titan_lite.compile.rank_agreement import first_ranks_choice
 from titan_lite.compile.settings import PassSettings
-from titan_lite.cost.collectives import (
+from titan_lite.cost.machine import Machine
+from titan_lite.cost.op_cost import node_seconds
+from titan_lite.cost.timeline import costs_of
+from titan_lite.graph import (
     activation_collectives,
     aten,
     descendants,
@@ -35,9 +38,6 @@ from titan_lite.cost.collectives import (
     kind_of,
     wait_of,
 )
-from titan_lite.cost.machine import Machine
-from titan_lite.cost.op_cost import node_seconds
-from titan_lite.cost.timeline import costs_of
 
 FLOAT8_ROWS = 16  # of which the rows of a float8 product are a multiple
 PRODUCTS = (aten.mm.default, aten._scaled_mm.default)

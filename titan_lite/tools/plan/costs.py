@@ -16,20 +16,13 @@ import torch
 from torch.fx import Graph
 
 from titan_lite.config import Parallelism
-from titan_lite.cost.collectives import (
-    KINDS,
-    collective_bytes,
-    kind_of,
-    named_axis,
-    parameters_of,
-    ranks_of,
-)
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.op_cost import flops_of
 from titan_lite.cost.timeline import simulate
 from titan_lite.distributed.axes import Axes, axis_along, ranks_in
 from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets, reduce_buckets
 from titan_lite.distributed.powersgd import SHARD_PASSES, factor_sizes
+from titan_lite.graph import KINDS, collective_bytes, kind_of, named_axis, parameters_of, ranks_of
 from titan_lite.models.fqns import block_of, last_block
 
 # The graphs of a stage, in the order they run. The backward of a microbatch is one graph, or two

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, Node
 
-from titan_lite.cost.collectives import nbytes_of
 from titan_lite.cost.op_cost import flops_of
-from titan_lite.cost.timeline import last_uses, own_bytes, storages
+from titan_lite.cost.timeline import own_bytes
+from titan_lite.graph import KINDS, is_fused_away, nbytes_of, storages, waits_of
 from titan_lite.tools.plan.costs import GRAPHS
 
 
 @dataclass(frozen=True)
 class ScheduledGraph:
     graph: Graph
-    fused: bool  # as in last_uses
-    keeps_inputs: bool  # as in last_uses
+    fused: bool  # as in `node_seconds`
+    keeps_inputs: bool  # the graph's caller, until its end
     # Each gradient is added up at once; else, the caller of a compiled backward gets all at its
     # end.
     accumulates_at_once: bool
@@ -238,10 +238,7 @@ class _LifetimeRecorder:
         index_of: dict[Node, int | None] = dict(
             zip(inputs, self._received_by(name, inputs), strict=False)
         )
-        uses = last_uses(
-            scheduled.graph, fused=scheduled.fused, keeps_inputs=scheduled.keeps_inputs, sends=True
-        )
-        for node, last in uses.items():
+        for node, last in last_uses(scheduled).items():
             freed = 2 * last + 1
             index = index_of.get(node)
             if index is not None:
@@ -279,6 +276,31 @@ class _LifetimeRecorder:
 
     def _change(self, index: int, **fields: object) -> None:
         self.tensors[index] = replace(self.tensors[index], **fields)  # type: ignore[arg-type]
+
+
+def last_uses(scheduled: ScheduledGraph) -> dict[Node, int]:
+    """Return for each node that allocates, or is an input, the position of the last node that needs
+    its storage.
+
+    A view shares the storage of its base. Results that are fused away (`is_fused_away`) are left
+    out, and their inputs are kept until the last kernel that recomputes them. A collective keeps
+    its inputs until it is waited for.
+    """
+    graph = scheduled.graph
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    storage = storages(graph)
+    fused_away = {node for node in graph.nodes if scheduled.fused and is_fused_away(node)}
+    last_use = {storage[node]: position[storage[node]] for node in graph.nodes}
+    for node in reversed(graph.nodes):
+        used = last_use[node] if node in fused_away else position[node]
+        if node.target in KINDS:
+            used = max((position[wait] for wait in waits_of(node)), default=used)
+        for source in (node, *node.all_input_nodes):
+            last_use[storage[source]] = max(last_use[storage[source]], used)
+    if scheduled.keeps_inputs:
+        for node in graph.find_nodes(op="placeholder"):
+            last_use[node] = len(position) - 1
+    return {node: used for node, used in last_use.items() if node not in fused_away}
 
 
 def is_of_weight(node: Node) -> bool:

@@ -45,11 +45,6 @@ from titan_lite.compile.passes.reordering import move_gather_before, wait_for_re
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, Config, Parallelism
-from titan_lite.cost.collectives import (
-    parameter_all_gathers,
-    parameters_of,
-    wait_of,
-)
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.timeline import Timeline
 from titan_lite.distributed.axes import Axes, axes_of, by_axis
@@ -65,6 +60,7 @@ from titan_lite.distributed.simple_fsdp import materialize
 from titan_lite.distributed.stage import Stage
 from titan_lite.distributed.step_gather import OncePerStepGatherer, StepGradients
 from titan_lite.dtensor import local
+from titan_lite.graph import parameter_all_gathers, parameters_of, wait_of
 from titan_lite.models.attention import fits_flash
 from titan_lite.models.experts import Experts
 from titan_lite.models.fqns import is_of_experts

@@ -24,7 +24,7 @@ from titan_lite.compile.passes.reordering import (
     wait_for_reductions_late,
 )
 from titan_lite.compile.report import copied_by_buckets
-from titan_lite.cost.collectives import parameters_of
+from titan_lite.graph import parameters_of
 from titan_lite.tools.plan.trace import schedule_as_in_eager_mode
 
 

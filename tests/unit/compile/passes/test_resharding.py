@@ -14,9 +14,7 @@ from titan_lite.compile.passes.resharding import (
     recompute_parameter_all_gathers,
     reshard_after_forward,
 )
-from titan_lite.cost.collectives import (
-    is_all_gather,
-)
+from titan_lite.graph import is_all_gather
 
 aten = torch.ops.aten
 RANKS, GROUP = 2, "dp_shard"

@@ -27,10 +27,10 @@ from titan_lite.compile.passes.token_chunks import (
 )
 from titan_lite.compile.settings import PassSettings
 from titan_lite.cost import timeline
-from titan_lite.cost.collectives import nbytes_of
 from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.profiles import PROFILES
 from titan_lite.cost.timeline import simulate
+from titan_lite.graph import nbytes_of
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 B, T, C, N = 3, 8, 4, 5  # sequences, tokens of all ranks, width, width of the product

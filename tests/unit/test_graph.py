@@ -5,11 +5,7 @@ import torch
 from torch.fx import Graph
 
 from titan_lite.collectives import collectives
-from titan_lite.cost.collectives import (
-    descendants,
-    is_all_gather,
-    parameter_all_gathers,
-)
+from titan_lite.graph import descendants, is_all_gather, parameter_all_gathers
 
 aten = torch.ops.aten
 RANKS, GROUP = 2, "dp_shard"

@@ -1,12 +1,16 @@
-"""Ask an FX graph about its collectives: their parameters, waits, sizes and ranks.
+"""Ask an FX graph about its collectives and operators: parameters, waits, sizes, ranks; views,
+what is fused.
 
     for node in parameter_collectives(graph):
         print(kind_of(node), parameters_of(node), collective_bytes(node), ranks_of(node))
+    storages(graph)             # the node that allocated the storage of each node
 
-Edits of a graph are in compile/graph.py; collectives are run by titan_lite/collectives.py.
+Edits of a graph are in compile/graph.py, and what a node costs in cost/; collectives are run by
+titan_lite/collectives.py.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,12 +45,49 @@ PREPARATION = frozenset(
         aten.view.dtype,
     }
 )
+# Operators that return no view, and yet move no bytes.
+NO_VIEWS = frozenset({collectives.wait_tensor.default, aten.empty.memory_format})
+FREE = NO_VIEWS | {operator.getitem, aten.reshape.default, aten._unsafe_view.default}
+MATMULS = frozenset(
+    {
+        aten._scaled_mm.default,
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.baddbmm.default,
+    }
+)
+# Operators that Inductor fuses like pointwise ones. scatter writes a constant, in the loss's
+# backward.
+AS_POINTWISE = frozenset(
+    {
+        aten._to_copy.default,
+        torch.ops.prims.convert_element_type.default,
+        aten.cat.default,
+        aten.full.default,
+        aten.scatter.value,
+    }
+)
+# Operators that may end a fused kernel. gather computes only the elements that it selects.
+REDUCTIONS = frozenset(
+    {
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.mean.default,
+        aten.mean.dim,
+        aten.amax.default,
+        aten.gather.default,
+    }
+)
 KINDS = {
     collectives.all_gather_into_tensor.default: "all_gather",
     collectives.all_gather_into_tensor_out.default: "all_gather",
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
     collectives.all_reduce.default: "all_reduce",
 }
+
+
+# Collectives
 
 
 def kind_of(node: Node) -> str:
@@ -164,6 +205,17 @@ def preparation(gather: Node) -> list[Node] | None:
     return nodes
 
 
+def shards_of(graph: Graph) -> set[Node]:
+    """Return the nodes that prepare shards for all-gathers, and those that process reduced
+    gradients.
+    """
+    of_parameters = parameter_collectives(graph)
+    gathers = [node for node in of_parameters if is_all_gather(node)]
+    reductions = [node for node in of_parameters if not is_all_gather(node)]
+    prepared = {node for gather in gathers for node in preparation(gather) or ()}
+    return prepared | (descendants(*reductions) - set(of_parameters))
+
+
 def descendants(*starts: Node) -> set[Node]:
     """Return `starts` and all nodes that depend on them, except the graph's output."""
     dependent = set(starts)
@@ -189,3 +241,96 @@ def ancestors(nodes: Iterable[Node], stop_at: Collection[Node] = ()) -> set[Node
                 found.add(source)
                 open_nodes.append(source)
     return found
+
+
+# Operators
+
+
+def is_free(node: Node) -> bool:
+    """Return True if a node moves no bytes: a view, a wait or a number.
+
+    meta["is_view"]: a pass says that it is one.
+    """
+    return (
+        getattr(node.target, "is_view", False)
+        or node.target in FREE
+        or "is_view" in node.meta
+        or not nbytes_of(node)
+    )
+
+
+def is_fused_away(node: Node) -> bool:
+    """Return True if Inductor stores no result for `node`, since each reader is fused with it or
+    recomputes it.
+    """
+    return (
+        is_pointwise(node) and bool(node.users) and all(map(fuses_with_inputs, all_readers(node)))
+    )
+
+
+def is_pointwise(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if _is_complex(node) or any(map(_is_complex, node.all_input_nodes)):
+        return False
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in AS_POINTWISE
+
+
+def _is_complex(node: Node) -> bool:
+    """Return True if a node's value is of complex numbers, whose operators Inductor does not
+    compile.
+    """
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_complex()
+
+
+def fuses_with_inputs(node: Node) -> bool:
+    """Return True if `node` is fused into the kernel that computes its inputs."""
+    return is_pointwise(node) or node.target in REDUCTIONS
+
+
+def is_view(node: Node) -> bool:
+    return (
+        node.op == "call_function"
+        and is_free(node)
+        and node.target not in NO_VIEWS
+        and bool(nbytes_of(node))
+    )
+
+
+def base_of(node: Node) -> Node:
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def all_readers(node: Node) -> Iterator[Node]:
+    """Yield the nodes that read `node` or a view of it."""
+    for user in node.users:
+        if is_view(user):
+            yield from all_readers(user)
+        else:
+            yield user
+
+
+def storages(graph: Graph) -> dict[Node, Node]:
+    """Return the node that allocated the storage of each node."""
+    storage: dict[Node, Node] = {}
+    for node in graph.nodes:
+        base = _viewed(node)
+        storage[node] = node if base is None else storage[base]
+    return storage
+
+
+def _viewed(node: Node) -> Node | None:
+    """Return the input whose storage a node shares, or writes into; None if it has its own."""
+    if node.op != "call_function" or not nbytes_of(node):
+        return None
+    if not is_free(node) and "out" not in node.kwargs:
+        return None
+    if node.target is operator.getitem and not getattr(
+        node.all_input_nodes[0].target, "is_view", False
+    ):
+        return None  # one of several results of an operator is not a view
+    source = node.kwargs.get("out") or next(iter(node.all_input_nodes), None)
+    return source if isinstance(source, Node) else None
