@@ -2,7 +2,7 @@
 
 def test_a_file_behind_http(served):           # a fixture of tests/conftest.py
     served.files["http://host/a.jsonl"] = b'{"text": "a"}'
-    served.headers["ETag"] = "1"
+    served.headers["size"] = None               # it does not say it
 
 def test_a_server_that_is_away(served, clock):             # so is `clock`
     served.fails(ConnectionError("away"), when=lambda: clock.now < 4)
@@ -25,7 +25,7 @@ class File(io.BytesIO):
 
 
 class Served(AbstractFileSystem):
-    """A server: as HTTPFileSystem, it has headers in `info`, and a constant `ukey`."""
+    """A server: as HTTPFileSystem, it has headers in `info`."""
 
     protocol = ("http", "https")
     cachable = False
@@ -40,9 +40,6 @@ class Served(AbstractFileSystem):
 
     def unstrip_protocol(self, name):
         return name
-
-    def ukey(self, path):
-        return "static"
 
     @classmethod
     def fails(cls, error, *, calls=CALLS, when):

@@ -7,7 +7,7 @@ A recipe is checked before the process group starts.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,11 @@ from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.resume import compare
 from titan_lite.checkpoint.run_identity import (
     DocumentsOfRun,
+    ListingsOfRun,
     RunIdentity,
     documents_of_run,
     git_revision,
+    list_documents,
     run_identity,
     with_machine,
 )
@@ -44,6 +46,7 @@ from titan_lite.config.families import ModelConfig
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine, peak_flops
 from titan_lite.data.bad_documents import BadDocumentsLog
+from titan_lite.data.listing import Listing
 from titan_lite.data.loader import Batch, Loader, build_loader
 from titan_lite.data.preflight import warn_of_repeated_documents
 from titan_lite.data.processes import LoaderError
@@ -67,7 +70,11 @@ from titan_lite.distributed.parallelize import (
 from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.pipeline import DeviceBatch
 from titan_lite.distributed.powersgd import PowerSGD
-from titan_lite.distributed.process_group import connect_store, init_process_group
+from titan_lite.distributed.process_group import (
+    connect_store,
+    init_process_group,
+    share_on_node,
+)
 from titan_lite.dtensor import gradient_shard
 from titan_lite.environment import copy_number, folder_of_copy, set_torchft_variables
 from titan_lite.hooks import Hook, build_hooks
@@ -164,7 +171,8 @@ class Trainer:
     stragglers: Stragglers
     checkpointer: Checkpointer
     identity: RunIdentity  # of this run, which a resumed run is compared with
-    documents: DocumentsOfRun  # on rank 0, which writes them
+    listings: ListingsOfRun  # the documents, as the first rank of this node has found them
+    documents: DocumentsOfRun  # what identifies them
 
     deferred: DeferredMetrics  # scalars of the last steps, on their way to the host
     last_metrics: StepMetrics  # of the last step whose scalars have arrived
@@ -187,7 +195,8 @@ class Trainer:
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.dump_folder = Path(config.job.dump_folder)
         self.layout = Layout.from_config(config, self.world_size, model, device_memory())
-        self.tokenizer = check_machine(config, self.layout)
+        self.listings = list_documents(config)
+        self.tokenizer = check_machine(config, self.layout, self.listings)
         self.copies = None
         copy = copy_number(config.fault_tolerance)
         self.own_folder = folder_of_copy(self.dump_folder, copy)
@@ -230,8 +239,9 @@ class Trainer:
         use_kernel(config.training.attention_kernel)
         limit = config.comm.init_timeout_seconds + PATIENCE
         store = connect_store(limit)
+        self.share_listings(store)
         # Before anything that differs with the recipe, and would wait for the other ranks
-        identity = run_identity(config, self.layout, self.tokenizer)
+        identity = run_identity(config, self.layout, self.tokenizer, self.documents)
         self.identity = with_machine(identity, git=git_revision() if self.rank == 0 else "")
         agree(store, self.rank, self.world_size, self.identity)
         self.start_times.begin("process group")
@@ -249,6 +259,14 @@ class Trainer:
         self.counts_reads = all(
             self.mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp")
         )
+
+    def share_listings(self, store: dist.Store) -> None:
+        """Have the documents listed by the first rank of this node, and identify them."""
+        if os.environ["LOCAL_RANK"] == "0":
+            for listing in itertools.chain.from_iterable(self.listings.values()):
+                listing.complete()
+        self.listings = share_on_node(self.listings, store)
+        self.documents = documents_of_run(self.listings)
 
     def build_model(self) -> None:
         """Build this rank's stages on the meta device, fill them, and build their optimizer."""
@@ -291,18 +309,30 @@ class Trainer:
         self.start_times.begin("data")
         self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.counts_reads)
         self.bos_id = self.tokenizer.bos_id
-        self.loader = self.loader_of(config.data, "train", streams=layout.max_sequences_per_step)
+        listings = self.listings["documents"]
+        self.loader = self.loader_of(
+            config.data, listings, "train", streams=layout.max_sequences_per_step
+        )
         self.per_source = PerSource(config.data.source_names(), self.mesh, self.device)
         self.validation_loader = None
         self.has_validated = False
         if config.validation.enable:
             data = config.validation_data
             self.validation_loader = self.loader_of(
-                data, "validation", streams=layout.sequences_per_step
+                data,
+                self.listings.get("validation_documents", listings),
+                "validation",
+                streams=layout.sequences_per_step,
             )
             self.validation_per_source = PerSource(data.source_names(), self.mesh, self.device)
 
-    def loader_of(self, data: Data, split: Literal["train", "validation"], streams: int) -> Loader:
+    def loader_of(
+        self,
+        data: Data,
+        listings: Sequence[Listing],
+        split: Literal["train", "validation"],
+        streams: int,
+    ) -> Loader:
         """Return a loader of this rank's sequences. streams: of tokens, over all ranks."""
         return build_loader(
             data,
@@ -314,6 +344,7 @@ class Trainer:
             dp_rank=self.dp_rank,
             dp_degree=self.dp_degree,
             seed=self.config.debug.seed,
+            listings=listings,
         )
 
     def build_resilience(self) -> None:
@@ -757,9 +788,6 @@ class Trainer:
         """
         config = self.config
         self.start_times.begin("checkpoint")
-        self.documents = {}
-        if config.checkpoint.enable and self.rank == 0:
-            self.documents = documents_of_run(config)
         try:
             step = self.checkpointer.verified_step() if config.checkpoint.enable else None
         except ConfigError as error:
@@ -777,7 +805,7 @@ class Trainer:
     def load(self, step: int) -> None:
         """Load a checkpoint, but for what the changed recipe restarts."""
         saved = self.checkpointer.read_state(step)
-        changes = compare(saved, self.identity, functools.partial(documents_of_run, self.config))
+        changes = compare(saved, self.identity, self.documents)
         changes.refuse_unless_accepted(self.config.checkpoint)
         for line in changes.describe():
             logger.info(line)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_lite.data.contents import HASH_DIGITS, hash_of
+from titan_lite.data.listing import HASH_DIGITS, hash_of
 from titan_lite.manifest import MAX_WHOLE, sampled_digest, sampled_sha256
 
 

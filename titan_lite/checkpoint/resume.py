@@ -1,7 +1,6 @@
 """Compare a resumed run with the run that saved its step, and refuse what cannot go on.
 
-    find_documents = functools.partial(documents_of_run, config)
-    changes = compare(checkpointer.read_state(50), identity, find_documents)
+    changes = compare(checkpointer.read_state(50), identity, documents)
     changes.refuse_unless_accepted(config.checkpoint)                 # raises ConfigError
     for line in changes.describe(): ...
 
@@ -15,7 +14,7 @@ The effect of a key is a mark at its field (config/effects.py). Where the identi
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,12 +157,10 @@ class Changes:
         }
 
 
-def compare(
-    saved: SavedState, identity: RunIdentity, find_documents: Callable[[], DocumentsOfRun]
-) -> Changes:
+def compare(saved: SavedState, identity: RunIdentity, documents: DocumentsOfRun) -> Changes:
     """Return the differences between the run that saved a step and this run.
 
-    find_documents: returns those of this run, to name the files that differ; called if some do.
+    documents: of this run, to name the files that differ.
 
     Raises ConfigError if the step does not say which run saved it.
     """
@@ -180,7 +177,7 @@ def compare(
             *_changes_of_fields(was, now),
             *_changes_of_learning_rate(was, now, saved.step),
             *_changes_of_preconditioning(was, now),
-            *_changes_of_documents(saved, identity, find_documents),
+            *_changes_of_documents(saved, identity, documents),
             *_changes_of_tensors(saved, now["compression"]),
         ]
         is_last_step = saved.step >= now["recipe"]["training"]["steps"]
@@ -272,13 +269,10 @@ def _first_preconditioned_step(identity: Mapping[str, Any]) -> int:
 
 
 def _changes_of_documents(
-    saved: SavedState, identity: RunIdentity, find_documents: Callable[[], DocumentsOfRun]
+    saved: SavedState, identity: RunIdentity, documents: DocumentsOfRun
 ) -> Iterator[Change]:
     digests = {name: (getattr(saved.identity, name), getattr(identity, name)) for name in DOCUMENTS}
     different = [name for name, (was, now) in digests.items() if was and now and was != now]
-    if not different:
-        return
-    documents = find_documents()
     for name in different:
         words, effect = FIELDS[name]
         differences = differences_in_words(saved.read_documents(name), documents[name])

@@ -1,7 +1,8 @@
 """Identify a run: the recipe, and what a recipe does not have, such as hashes and versions.
 
-    identity = run_identity(config, layout, tokenizer)    # without torch: what the user has given
-    identity = with_machine(identity)                     # and what computes it
+    documents = documents_of_run(list_documents(config))
+    identity = run_identity(config, layout, tokenizer, documents)     # what the user has given
+    identity = with_machine(identity)                                 # and what computes it
 
 Every step has the identity of the run that saved it (checkpoint/state.py). A run that resumes from
 the step compares it with its own (checkpoint/resume.py).
@@ -24,7 +25,8 @@ import titan_lite
 from titan_lite import __version__
 from titan_lite.config import Config
 from titan_lite.config.families import file_digest
-from titan_lite.data.source_identity import SourceIdentity, digest_of, identify
+from titan_lite.data.listing import Listing, list_sources
+from titan_lite.data.source_identity import SourceIdentity, digest_of
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.layout import Layout
 from titan_lite.manifest import validated
@@ -91,21 +93,32 @@ class RunIdentity:
         return cls(**{name: content[name] for name in names if name in content})
 
 
-DocumentsOfRun = Mapping[str, Sequence[SourceIdentity]]  # by the field of RunIdentity
+# by the field of RunIdentity that has their hash
+ListingsOfRun = Mapping[str, Sequence[Listing]]
+DocumentsOfRun = Mapping[str, Sequence[SourceIdentity]]
 
 
-def documents_of_run(config: Config) -> DocumentsOfRun:
-    """Return the identity of the documents of [data], and of those of [validation], if any.
+def list_documents(config: Config) -> ListingsOfRun:
+    """Return listings of the sources of [data], and of those of [validation], if it has its own.
 
-    Raises ConfigError.
+    Nothing is read yet.
     """
-    documents = {"documents": identify(config.data)}
+    listings = {"documents": list_sources(config.data)}
     if config.validation.enable and config.validation.has_documents:
-        documents["validation_documents"] = identify(config.validation_data)
-    return documents
+        listings["validation_documents"] = list_sources(config.validation_data)
+    return listings
 
 
-def run_identity(config: Config, layout: Layout, tokenizer: Tokenizer) -> RunIdentity:
+def documents_of_run(listings: ListingsOfRun) -> DocumentsOfRun:
+    """Return what identifies the documents of a run. Raises ConfigError."""
+    return {
+        name: [listing.identity for listing in of_sources] for name, of_sources in listings.items()
+    }
+
+
+def run_identity(
+    config: Config, layout: Layout, tokenizer: Tokenizer, documents: DocumentsOfRun
+) -> RunIdentity:
     """Return what the recipe and its inputs make of the identity of this run."""
     # In the layout, max_seq_len is training.seq_len of this run; parameters do not depend on it.
     model = dataclasses.replace(layout.model, max_seq_len=shape_of(config.model).max_seq_len)
@@ -123,7 +136,7 @@ def run_identity(config: Config, layout: Layout, tokenizer: Tokenizer) -> RunIde
     if layout.model.n_experts and config.experts.balance == "bias":
         numerics["biases of experts"] = "centred on their mean"  # not in older steps
 
-    digests = {name: digest_of(sources) for name, sources in documents_of_run(config).items()}
+    digests = {name: digest_of(sources) for name, sources in documents.items()}
     return RunIdentity(
         recipe=config.without_secrets().model_dump(),
         model=dataclasses.asdict(model),

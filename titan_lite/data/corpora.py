@@ -1,6 +1,6 @@
 """Corpora: documents in pieces that can be read independently, from local files or the hub.
 
-    corpus = open_corpus(Data(dataset="local", path="corpus/*.jsonl"), split="train")
+    corpus = open_corpus(Data(dataset="local", path="corpus/*.jsonl"), "train")    # documents.py
     for piece in corpus.pieces:                              # 1 MiB of a file, a row group, a shard
         for position, raw in corpus.read(piece):
             document = corpus.document(piece, position, raw)       # a text, or a BadDocument
@@ -10,7 +10,7 @@ eight. prepared.py has a corpus of documents that are tokens already.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -18,8 +18,7 @@ import numpy as np
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.errors import MachineError
 from titan_lite.data.bad_documents import BadDocument
-from titan_lite.data.contents import UnchangedFiles
-from titan_lite.data.files import Piece, local_pieces, read_piece, text_of
+from titan_lite.data.files import LocalFile, Piece, read_piece, size_of, text_of
 from titan_lite.data.servers import may_pass, retried, why_not_at_url
 
 if TYPE_CHECKING:
@@ -60,27 +59,25 @@ class Corpus(Protocol):
 class LocalCorpus:
     """The files at data.path. A txt file is one document, which is read when it is wanted.
 
-    Reading raises ConfigError if a file has another content than when the corpus was opened.
+    Reading raises ConfigError if a file has another size than when it was listed.
     """
 
-    def __init__(self, data: Data):
+    def __init__(self, data: Data, files: Sequence[LocalFile], pieces: list[Piece]):
+        """pieces: of these files."""
         self.data = data
         self.split_by_name = True
-        self.pieces = local_pieces(data)
-        self.files = UnchangedFiles([piece.file for piece in self.pieces], data.path)
-        files = len({piece.file for piece in self.pieces})
-        mib = sum(piece.size for piece in self.pieces) / 2**20
-        self.amount = (
-            f"1 file, {mib:,.2f} MiB" if files == 1 else f"{files:,} files, {mib:,.2f} MiB"
-        )
+        self.pieces = pieces
+        self.sizes = {file.path: file.size for file in files}
+        mib = sum(piece.size for piece in pieces) / 2**20
+        count = "1 file" if len(files) == 1 else f"{len(files):,} files"
+        self.amount = f"{count}, {mib:,.2f} MiB"
 
     def read(self, piece: Piece) -> Iterator[tuple[int, object]]:
         if piece.format == ".txt":
             yield 0, None
         else:
-            self.files.check(piece.file)
+            self._check_size(piece.file)
             yield from read_piece(piece, self.data)
-            self.files.check(piece.file)
 
     def name(self, piece: Piece, position: int) -> str:
         return piece.name if piece.format == ".txt" else f"{piece.name}:{position}"
@@ -90,9 +87,19 @@ class LocalCorpus:
 
     def document(self, piece: Piece, position: int, raw: object) -> str | BadDocument:
         if piece.format == ".txt":
-            self.files.check(piece.file)
+            self._check_size(piece.file)
             position, raw = next(read_piece(piece, self.data))
         return text_of(raw, piece, position, self.data)
+
+    def _check_size(self, file: str) -> None:
+        """Raise ConfigError for a file that has grown or was cut: documents would be others."""
+        size = size_of(file)
+        if size != self.sizes[file]:
+            raise ConfigError(
+                f"{file} was changed while the run reads it ({size:,} bytes, and had"
+                f" {self.sizes[file]:,}): use the file as it was to go on from the newest step, or"
+                " start with checkpoint.restart_data = true"
+            )
 
 
 class HubCorpus:
@@ -146,11 +153,6 @@ class HubCorpus:
 
     def document(self, piece: Piece, position: int, raw: object) -> str | BadDocument:
         return text_of(raw, piece, position, self.data)
-
-
-def open_corpus(data: Data, split: Split) -> Corpus:
-    """Open local files, or a dataset of the hub. Raises ConfigError."""
-    return LocalCorpus(data) if data.dataset == "local" else HubCorpus(data, split)
 
 
 def refuse_folder_of_that_name(data: Data) -> None:

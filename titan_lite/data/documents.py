@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,12 +24,13 @@ from titan_lite.data.corpora import (
     BYTES_PER_DOCUMENT,
     Corpus,
     Document,
+    HubCorpus,
     LocalCorpus,
     Split,
-    open_corpus,
     refuse_folder_of_that_name,
 )
-from titan_lite.data.files import Piece, read_piece, text_of
+from titan_lite.data.files import LocalFile, Piece, read_piece, text_of
+from titan_lite.data.listing import Listing, list_sources
 from titan_lite.data.outputs import PREPARED
 from titan_lite.data.prepared import PreparedCorpus, PreparedDocuments
 from titan_lite.data.readers import is_url, list_names
@@ -64,8 +65,8 @@ class Source(Protocol):
 class StdlibSource:
     """The standard library, with random access."""
 
-    def __init__(self, data: Data, split: Split, seed: int):
-        self.library = Stdlib()
+    def __init__(self, data: Data, split: Split, seed: int, library: Stdlib):
+        self.library = library
         fraction = data.validation_fraction
         self.names = [name for name in self.library.names if _belongs(name, split, fraction)]
         self.shuffle = data.shuffle
@@ -221,49 +222,57 @@ class PiecewiseSource:
         return _belongs(name, self.split, self.data.validation_fraction)
 
 
-def build_source(data: Data, *, split: Split, seed: int) -> Source:
-    """Return the source of one split of `data.dataset`.
+def open_corpus(data: Data, split: Split, listing: Listing) -> LocalCorpus | HubCorpus:
+    """Open local files, or a dataset of the hub. Raises ConfigError."""
+    if data.dataset == "local":
+        return LocalCorpus(data, listing.files, listing.pieces)
+    return HubCorpus(data, split)
+
+
+def build_source(data: Data, *, split: Split, seed: int, listing: Listing | None = None) -> Source:
+    """Return the source of one split of `data.dataset`. listing: None to list its documents now.
 
     Of a mixture, `data.mixture()` has a [data] section for each source. Raises ConfigError if
     nothing can be read. That a split has no document is an error only after an epoch has been read.
     """
+    listing = listing or Listing(data)
     if data.dataset == "stdlib":
-        return StdlibSource(data, split, seed)
+        return StdlibSource(data, split, seed, listing.stdlib)
     if data.dataset != "prepared":
-        return PiecewiseSource(data, split, seed, open_corpus(data, split))
-    documents = PreparedDocuments(data, split)
+        return PiecewiseSource(data, split, seed, open_corpus(data, split, listing))
+    documents = PreparedDocuments(data, listing.prepared, split)
     if documents.is_from_hub and split == "validation":
         data = data.replace(shuffle=False)  # as `build_loader` reads the hub
     return PiecewiseSource(data, split, seed, PreparedCorpus(documents))
 
 
-def check_data(data: Data) -> None:
+def check_data(data: Data, listings: Sequence[Listing] | None = None) -> None:
     """Read one document of each local format before any process starts, and nothing of the hub.
 
-    Local files that are not known are hashed, which may take longer than ranks wait for each other.
-
-    Raises ConfigError.
+    listings: of the sources; None to list them now. Raises ConfigError.
     """
     policy = BadDocumentPolicy(data)
-    for _, part in data.mixture():
+    for listing in listings or list_sources(data):
+        part = listing.data
         if part.dataset == "stdlib":
-            Stdlib()
+            _ = listing.stdlib
         elif part.dataset == "local":
             with telling_if_slow(f'reading {part.key("path")} = "{part.path}"'):
-                _check_local(part, policy)
+                _check_local(listing, policy)
         elif part.dataset != "prepared":
             refuse_folder_of_that_name(part)
 
 
-def _check_local(data: Data, policy: BadDocumentPolicy) -> None:
+def _check_local(listing: Listing, policy: BadDocumentPolicy) -> None:
+    data = listing.data
     if Path(data.path, PREPARED).is_file():
         raise ConfigError(
             f'{data.key("path")} = "{data.path}" was written by `titan-lite prepare`; use'
             f' {data.key("dataset")} = "prepared"'
         )
-    corpus = LocalCorpus(data)
+    corpus = LocalCorpus(data, listing.files, listing.pieces)
     pieces = corpus.pieces
-    _warn_of_links(data, pieces)
+    _warn_of_links(data, listing.files)
     if not any(True for piece in pieces for _ in read_piece(piece, data)):
         raise ConfigError(
             f'{data.key("path")} = "{data.path}" has no document; use files with documents'
@@ -298,9 +307,9 @@ def _has_training_document(corpus: LocalCorpus) -> bool:
     return False
 
 
-def _warn_of_links(data: Data, pieces: list[Piece]) -> None:
+def _warn_of_links(data: Data, files: Sequence[LocalFile]) -> None:
     """Warn once if files have several names: the split goes by names, and not by contents."""
-    names = {piece.file: piece.name for piece in pieces if not is_url(piece.file)}
+    names = {file.path: file.name for file in files if not is_url(file.path)}
     first: dict[tuple[int, int], str] = {}  # name of each file on disk
     others = []
     for file, name in names.items():

@@ -1,6 +1,7 @@
 """Cut local files into pieces that can be read independently, and read their documents.
 
-    for piece in local_pieces(data):                   # 1 MiB of a jsonl file, a row group, a file
+    files = local_files(data)
+    for piece in cut_into_pieces(files):               # 1 MiB of a jsonl file, a row group, a file
         for position, raw in read_piece(piece, data):  # a line, table row or byte offset in a file
             text = text_of(raw, piece, position, data)          # or a BadDocument
 
@@ -18,7 +19,7 @@ import posixpath
 import stat
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from glob import glob, has_magic
@@ -378,6 +379,21 @@ def _refuse_unreadable_folders(pattern: str, where: str) -> None:
                 raise _unreadable(where, folder, error) from None
 
 
+def size_of(file: str) -> int:
+    """Return the present size of a file, in bytes. Raises ConfigError and MachineError."""
+    if not is_url(file):
+        try:
+            return os.stat(file).st_size
+        except OSError as error:
+            raise error_because_of(error, f"{file} cannot be read: {error}") from error
+    try:
+        return retried(lambda: int(info_at_url(*file_system(file))["size"]), file)
+    except MachineError:
+        raise
+    except Exception as error:  # each library has errors of its own
+        raise ConfigError(f"{file} cannot be read: {why_not_at_url(error)}") from error
+
+
 def _unreadable(where: str, path: str, error: OSError) -> ConfigError | MachineError:
     """Return the error for a file or folder of the corpus that cannot be read."""
     if os.path.islink(path) and not os.path.exists(path):
@@ -392,12 +408,11 @@ def _unreadable(where: str, path: str, error: OSError) -> ConfigError | MachineE
     )
 
 
-def local_pieces(data: Data) -> list[Piece]:
-    """Return the files at `data.path` in order, jsonl and parquet files cut into pieces.
+def cut_into_pieces(files: Sequence[LocalFile]) -> list[Piece]:
+    """Return files in order, those of jsonl and parquet cut into pieces.
 
-    Raises ConfigError.
+    The footer of each parquet file is read. Raises ConfigError.
     """
-    files = local_files(data)
     step = max(PIECE, sum(size for _, _, size in files) // MAX_PIECES)
     pieces: list[Piece] = []
     for file, name, size in files:

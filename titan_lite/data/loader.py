@@ -14,7 +14,7 @@
 streams.py says which streams a rank reads, and why a state continues on any layout.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from titan_lite.config import Data
 from titan_lite.data.bad_documents import SkippedDocuments
 from titan_lite.data.corpora import Split
 from titan_lite.data.documents import build_source
+from titan_lite.data.listing import Listing, list_sources
 from titan_lite.data.packing import Mixture, Packing, Window, WindowPacker
 from titan_lite.data.processes import PackingProcesses
 from titan_lite.data.streams import LoaderState, RankStreams, StreamPosition
@@ -219,11 +220,14 @@ def build_loader(  # noqa: PLR0913  batch and rank as plain integers
     dp_rank: int,
     dp_degree: int,
     seed: int,
+    listings: Sequence[Listing] | None = None,
 ) -> Loader:
     """Return rank `dp_rank`'s loader over the windows of `streams` streams.
 
-    batch_size: sequences of a rank's batch. Raises ConfigError if the documents cannot be read.
+    batch_size: sequences of a rank's batch. listings: of the sources; None to list them now.
+    Raises ConfigError if the documents cannot be read.
     """
+    listings = listings or list_sources(data)
     if split == "validation":
         # Validation is short and rare: a process, or a filled shuffle buffer of a remote stream,
         # does not pay.
@@ -231,7 +235,10 @@ def build_loader(  # noqa: PLR0913  batch and rank as plain integers
             part.dataset not in ("stdlib", "local", "prepared") for _, part in data.mixture()
         )
         data = data.replace(num_workers=0, shuffle=data.shuffle and not is_remote)
-    sources = [build_source(part, split=split, seed=seed) for _, part in data.mixture()]
+    sources = [
+        build_source(part, split=split, seed=seed, listing=listing)
+        for (_, part), listing in zip(data.mixture(), listings, strict=True)
+    ]
     mixture = Mixture([share for share, _ in data.mixture()], seed)
     packing = Packing(data, sources, mixture, tokenizer, seq_len)
     return Loader(

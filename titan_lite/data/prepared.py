@@ -4,7 +4,8 @@
     documents/        a table that `datasets.Dataset.save_to_disk` wrote; of c4, which has a
                       validation split of its own, train/ and validation/
 
-    prepared = PreparedDocuments(Data(dataset="prepared", path="prepared/books"), split="train")
+    data = Data(dataset="prepared", path="prepared/books")
+    prepared = PreparedDocuments(data, read_prepared(Path(data.path)), split="train")
     prepared.tokens(7)                          # of document 7, memory-mapped
 
 A row of the table is a document, in the order of the files: its name, the bytes that it had in the
@@ -27,7 +28,6 @@ from pydantic import NonNegativeInt, PositiveInt
 from titan_lite import manifest
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.errors import error_because_of
-from titan_lite.data.contents import UnchangedFiles
 from titan_lite.data.corpora import SPLITS, Split
 from titan_lite.data.files import Piece
 from titan_lite.data.outputs import PREPARED
@@ -110,11 +110,11 @@ class _Batch(NamedTuple):
 class PreparedDocuments:
     """The documents of a prepared folder, or those of one split, memory-mapped."""
 
-    def __init__(self, data: Data, split: Split):
+    def __init__(self, data: Data, info: PreparedInfo, split: Split):
+        """info: content of prepared.json."""
         import datasets  # here, since it takes a second
 
         folder = Path(data.path)
-        info = read_prepared(folder, data.key("path"))
         self.is_from_hub = info.source["dataset"] != "local"
         self.split_by_name = split not in info.parts
         name = BOTH_SPLITS if self.split_by_name else split
@@ -122,8 +122,6 @@ class PreparedDocuments:
         self.piece_sizes = part.piece_sizes
         self.piece_documents = part.piece_documents
         self.amount = f"{part.documents:,} documents, {part.tokens:,} tokens"
-        in_table = [file for file in info.files if file.startswith(f"{name}/")]
-        self.files = UnchangedFiles([str(folder / file) for file in in_table], data.path)
         table = datasets.load_from_disk(str(folder / name)).data
         self._columns = [table.column(column).chunks for column in ("name", "size", "tokens")]
         lengths = [len(chunk) for chunk in self._columns[0]]
@@ -188,7 +186,6 @@ class PreparedCorpus:
             start += count
 
     def read(self, piece: Piece) -> Iterator[tuple[int, None]]:
-        self.documents.files.check()
         return ((index, None) for index in range(piece.start, piece.end))
 
     def name(self, piece: Piece, position: int) -> str:
@@ -231,9 +228,8 @@ def read_prepared(folder: Path, key: str = "data.path", every_byte: bool = False
     return info
 
 
-def check_prepared(data: Data, tokenizer_sha256: str, vocab_size: int) -> None:
-    """Raise ConfigError if the folder is damaged, or if another tokenizer made it."""
-    info = read_prepared(Path(data.path), data.key("path"))
+def check_prepared(data: Data, info: PreparedInfo, tokenizer_sha256: str, vocab_size: int) -> None:
+    """Raise ConfigError if another tokenizer made the folder. info: content of prepared.json."""
     if info.tokenizer != tokenizer_sha256:
         raise ConfigError(
             f'{data.key("path")} = "{data.path}" was made by another tokenizer (SHA-256'

@@ -139,11 +139,14 @@ def open_file(file: str) -> Iterator[BinaryIO]:
         yield opened
 
 
-def open_at_url(url: str) -> io.BufferedReader:
+def open_at_url(url: str, block_size: int | None = None) -> io.BufferedReader:
     """Open a file at a URL for reading its bytes as they are there. Raises MachineError and
     RefusedError.
+
+    block_size: bytes that a server is asked for beyond those that are read; None: as its library
+    has it, some MiB.
     """
-    return io.BufferedReader(_FileAtUrl(url), BLOCK // 8)
+    return io.BufferedReader(_FileAtUrl(url, block_size), block_size or BLOCK // 8)
 
 
 class _FileAtUrl(io.RawIOBase):
@@ -154,8 +157,9 @@ class _FileAtUrl(io.RawIOBase):
     a damaged file raises, and RefusedError for any other error of its library.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, block_size: int | None):
         self.url = url
+        self.block_size = block_size
         self.file: Any = None  # fsspec's; None: to be opened
         self.position = 0  # bytes
         self.size: int | None = None  # bytes, if known
@@ -216,7 +220,7 @@ class _FileAtUrl(io.RawIOBase):
             info = info_at_url(fs, path)
             if info.get("partial", True):  # the server has ranges
                 options["size"] = info["size"]
-        self.file = fs.open(path, "rb", **options)
+        self.file = fs.open(path, "rb", self.block_size, **options)
         self.size = getattr(self.file, "size", None)
         if self.position:
             try:

@@ -1,29 +1,22 @@
 """Identify documents, so that a run knows whether those of another run, rank or node are the same.
 
-    sources = identify(config.data)               # a SourceIdentity for each source
+    sources = [listing.identity for listing in list_sources(config.data)]     # listing.py
     digest_of(sources)                            # one SHA-256
     differences_in_words(of_step, sources)        # ["2 files changed (a.jsonl, b.jsonl)"]
 
-The identity of a file is its name in the corpus, its size and a hash of its content (contents.py).
-So a copy of a corpus is the same corpus, wherever it lies and whenever it was written. Of a
-dataset of the hub the name, the subset and the split are known.
+The identity of a file is its name in the corpus, its size and a hash of samples of its content
+(manifest.sampled_sha256). So a copy of a corpus is the same corpus, wherever it lies and whenever
+it was written. Of a dataset of the hub the name, the subset and the split are known.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import NonNegativeInt
 
-from titan_lite.config import Data
-from titan_lite.data.contents import HASH_DIGITS, contents_of
-from titan_lite.data.files import local_files
-from titan_lite.data.outputs import PREPARED
-from titan_lite.data.prepared import read_prepared
-from titan_lite.data.stdlib import FOLDER, TOPIC, Stdlib
-from titan_lite.manifest import digest, validated
+from titan_lite.manifest import validated
 
 MAX_NAMES = 3  # of files in a message
 
@@ -72,61 +65,6 @@ class SourceIdentity:
             if file.size and not describes:
                 found.setdefault(f"{file.size} {file.sha256}", name)
         return found
-
-
-def identify(data: Data) -> list[SourceIdentity]:
-    """Return the identity of each source. Raises ConfigError."""
-    return [_identify(part) for _, part in data.mixture()]
-
-
-def _identify(data: Data) -> SourceIdentity:
-    match data.dataset:
-        case "local":
-            settings = {"dataset": "local", "text_field": data.text_field}
-            paths = {file.name: file.path for file in local_files(data)}
-            return SourceIdentity(settings, _identify_files(paths, data.path))
-        case "prepared":
-            return SourceIdentity({"dataset": "prepared"}, _identify_prepared(data))
-        case "stdlib":
-            return SourceIdentity({"dataset": "stdlib"}, _identify_stdlib())
-    settings = {name: getattr(data, name) for name in ("dataset", "subset", "split", "text_field")}
-    return SourceIdentity(settings)
-
-
-def _identify_files(paths: Mapping[str, str], corpus: str) -> dict[str, FileContent]:
-    """Return the identities of files by name. paths: by name."""
-    contents = contents_of(paths.values(), corpus)
-    found = {name: contents[path] for name, path in paths.items()}
-    return {name: FileContent(content.size, content.sha256) for name, content in found.items()}
-
-
-def _identify_prepared(data: Data) -> dict[str, FileContent]:
-    """Return the identities of prepared.json, which has a SHA-256 of each other file, and of those
-    files as they are.
-    """
-    folder = Path(data.path)
-    info = read_prepared(folder, data.key("path"))
-    listed = digest(folder / PREPARED)
-    paths = {name: str(folder / name) for name in sorted(info.files)}
-    return {
-        PREPARED: FileContent(listed["size"], listed["sha256"]),
-        **_identify_files(paths, data.path),
-    }
-
-
-def _identify_stdlib() -> dict[str, FileContent]:
-    library = Stdlib()
-    sources = {name: str(FOLDER / name) for name in library.names if not name.startswith(TOPIC)}
-    identities = _identify_files(sources, str(FOLDER))
-    for name in library.names:
-        if name.startswith(TOPIC):
-            text = library.document(name)
-            sha256 = hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
-            identities[name] = FileContent(len(text), sha256)
-    return {name: identities[name] for name in library.names}
-
-
-# Comparing
 
 
 def digest_of(sources: Sequence[SourceIdentity]) -> str:

@@ -4,6 +4,7 @@
     first_nonempty(error)               # "" or the error of the lowest rank that has one
     max_over_ranks(seconds, nbytes)     # the maximum of each integer
     gather_to_rank_0(files)             # objects of all ranks, on rank 0
+    share_on_node(files, store)         # the object of a node's first rank, on all its ranks
     all_gather_objects(error)           # objects of all ranks on all: for the details of an error
 
 What a rank sends and receives does not grow with the number of ranks, except on rank 0 in
@@ -17,6 +18,9 @@ import hashlib
 import os
 import pickle
 import re
+import tempfile
+from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -45,6 +49,33 @@ def connect_store(seconds: float) -> dist.Store:
     store: dist.Store = connected[0]  # beside it, this rank and the number of ranks
     store.set_timeout(timeout)
     return store
+
+
+def share_on_node(value: T, store: dist.Store) -> T:
+    """Return the value of the first rank of this node, on all its ranks. Needs no process group.
+
+    They read it from a temporary file, which is removed when all have. A rank that does not see the
+    file, in a container of its own, keeps its own value.
+    """
+    others = int(os.environ["LOCAL_WORLD_SIZE"]) - 1
+    if not others:
+        return value
+    first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
+    # torchrun's store survives a restart of the ranks.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"node/{attempt}/{first}", store)
+    if os.environ["LOCAL_RANK"] == "0":
+        with tempfile.NamedTemporaryFile(prefix="titan_lite-") as file:
+            pickle.dump(value, file)
+            file.flush()
+            store.set("file", file.name)
+            store.wait(["all have read it"])
+        return value
+    with suppress(FileNotFoundError):
+        value = pickle.loads(Path(store.get("file").decode()).read_bytes())
+    if store.add("readers", 1) == others:
+        store.set("all have read it", "")
+    return value
 
 
 def init_process_group(

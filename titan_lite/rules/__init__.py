@@ -28,6 +28,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.rules import (  # noqa: F401  # importing a section adds its rules
     activation_checkpoint,
     compile,
+    data,
     experts,
     fault_tolerance,
     float8,
@@ -37,7 +38,6 @@ from titan_lite.rules import (  # noqa: F401  # importing a section adds its rul
     training,
 )
 from titan_lite.rules.checkpoint import check_resume
-from titan_lite.rules.data import tables_of_documents
 from titan_lite.rules.fault_tolerance import missing_torchft
 from titan_lite.rules.job import dump_folder_cannot_be_written, recipe_would_be_replaced
 from titan_lite.rules.metrics import missing_packages
@@ -56,6 +56,7 @@ from titan_lite.rules.tokenizer import (
 from titan_lite.rules.validation import documents_in_both, documents_in_several_sources
 
 if TYPE_CHECKING:
+    from titan_lite.checkpoint.run_identity import ListingsOfRun
     from titan_lite.data.tokenizer import Tokenizer
 
 
@@ -80,13 +81,19 @@ def _mistakes_in_keys(config: Config) -> list[Mistake]:
     return [mistake for rule in RULES_OF_KEYS for mistake in rule(config)]
 
 
-def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
+def check_inputs(
+    config: Config, layout: Layout, listings: "ListingsOfRun | None" = None
+) -> "Tokenizer":
     """Check what a run needs beside its recipe: packages, its folder, a tokenizer that fits the
     model, documents that can be read, and a step that it can go on from. Return the tokenizer.
+
+    listings: of its documents; None to list them now. Documents are checked by the first rank of a
+    node.
 
     Needs no torch, so that one process can check before a run. Raises ConfigError.
     """
     # imported here, since packages that only ./run_train.sh installs come with it
+    from titan_lite.checkpoint.run_identity import list_documents
     from titan_lite.data.documents import check_data
     from titan_lite.data.prepared import check_prepared
     from titan_lite.data.tokenizer import load_tokenizer, warn_of_lost_text
@@ -99,17 +106,21 @@ def check_inputs(config: Config, layout: Layout) -> "Tokenizer":
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     raise_mistakes(config, vocabulary_is_too_small(config, layout, tokenizer))
     raise_mistakes(config, tokenizer_is_not_that_of_the_weights(config, tokenizer))
-    tables = tables_of_documents(config) if config.validation.enable else [config.data]
-    for data in tables:
-        check_data(data)
-        for _, source in data.mixture():
-            if source.dataset == "prepared":
-                check_prepared(source, tokenizer.sha256, tokenizer.vocab_size)
-    if len(tables) > 1:
-        raise_mistakes(config, documents_in_both(*tables))
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return tokenizer
+    listings = listings or list_documents(config)
+    tables = {"documents": config.data, "validation_documents": config.validation_data}
+    for name, of_sources in listings.items():
+        check_data(tables[name], of_sources)
+        for listing in of_sources:
+            if listing.data.dataset == "prepared":
+                info = listing.prepared
+                check_prepared(listing.data, info, tokenizer.sha256, tokenizer.vocab_size)
+    if len(listings) > 1:
+        raise_mistakes(config, documents_in_both(*listings.values()))
     elif config.validation.enable:
-        raise_mistakes(config, documents_in_several_sources(config.data))
+        raise_mistakes(config, documents_in_several_sources(listings["documents"]))
     if os.environ.get("RANK", "0") == "0":  # all ranks would open ranks x files
         warn_of_lost_text(tokenizer, config.model.tokenizer_path)
-        check_resume(config, layout, tokenizer)
+        check_resume(config, layout, tokenizer, listings)
     return tokenizer

@@ -1,6 +1,5 @@
 """Rules of [checkpoint]: a step that is there, and that this recipe can go on from."""
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.rules.mistakes import Mistake, rule_of_keys
 
 if TYPE_CHECKING:
+    from titan_lite.checkpoint.run_identity import ListingsOfRun
     from titan_lite.data.tokenizer import Tokenizer
 
 
@@ -25,7 +25,9 @@ def a_step_is_loaded_from_checkpoints(config: Config) -> Iterator[Mistake]:
         yield Mistake("checkpoint.must_resume", True, why, "checkpoint.enable = true")
 
 
-def check_resume(config: Config, layout: Layout, tokenizer: "Tokenizer") -> None:
+def check_resume(
+    config: Config, layout: Layout, tokenizer: "Tokenizer", listings: "ListingsOfRun"
+) -> None:
     """Raise ConfigError if the run cannot go on from the step that it would load."""
     from titan_lite.checkpoint.resume import compare
     from titan_lite.checkpoint.run_identity import documents_of_run, run_identity
@@ -34,7 +36,7 @@ def check_resume(config: Config, layout: Layout, tokenizer: "Tokenizer") -> None
     saved = SavedSteps(config.checkpoint, Path(config.job.dump_folder))
     step = saved.step_to_load()
     if step is not None:
-        identity = run_identity(config, layout, tokenizer)
-        find_documents = functools.partial(documents_of_run, config)
-        changes = compare(saved.read_state(step), identity, find_documents)
+        documents = documents_of_run(listings)
+        identity = run_identity(config, layout, tokenizer, documents)
+        changes = compare(saved.read_state(step), identity, documents)
         changes.refuse_unless_accepted(config.checkpoint)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from titan_lite.checkpoint.run_identity import ListingsOfRun
 from titan_lite.checkpoint.steps import SavedSteps
 from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config import Config, ConfigError
@@ -45,13 +46,15 @@ def rule_of_machine(function: Rule) -> Rule:
     return function
 
 
-def check_machine(config: Config, layout: Layout) -> Tokenizer:
+def check_machine(
+    config: Config, layout: Layout, listings: ListingsOfRun | None = None
+) -> Tokenizer:
     """Check a recipe against all rules and what is here. Return its tokenizer.
 
-    Raises ConfigError.
+    listings: of its documents; None to list them now. Raises ConfigError.
     """
     check(config, layout)
-    tokenizer = check_inputs(config, layout)
+    tokenizer = check_inputs(config, layout, listings)
     check_kernel(config.training.attention_kernel)
     raise_mistakes(config, mistakes_here(config, layout))
     check_memory(config, layout, device_memory(), host_memory())

@@ -1,9 +1,13 @@
 """Rules of [validation]: documents that are not trained on."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from titan_lite.config import Config, Data
 from titan_lite.rules.mistakes import Mistake, rule_of_keys
+
+if TYPE_CHECKING:
+    from titan_lite.data.listing import Listing
 
 Document = tuple[str, Data]  # its name, and the source that it is in
 
@@ -41,15 +45,18 @@ def validation_reads_its_documents(config: Config) -> Iterator[Mistake]:
             )
 
 
-def documents_in_both(data: Data, validation: Data) -> Iterator[Mistake]:
+def documents_in_both(
+    data: Sequence["Listing"], validation: Sequence["Listing"]
+) -> Iterator[Mistake]:
     """Yield a mistake for each source of validation that is trained on, or a copy of it."""
     trained = {
-        content: (name, part)
-        for part, documents in _sources(data)
-        for content, name in documents.items()
+        content: (name, listing.data)
+        for listing in data
+        for content, name in listing.identity.documents().items()
     }
-    for part, documents in _sources(validation):
-        if shared := _shared(documents, part, trained):
+    for listing in validation:
+        part = listing.data
+        if shared := _shared(listing.identity.documents(), part, trained):
             yield Mistake(
                 key=_key_of_documents(part),
                 value=part.path or part.dataset,
@@ -58,14 +65,15 @@ def documents_in_both(data: Data, validation: Data) -> Iterator[Mistake]:
             )
 
 
-def documents_in_several_sources(data: Data) -> Iterator[Mistake]:
+def documents_in_several_sources(data: Sequence["Listing"]) -> Iterator[Mistake]:
     """Yield a mistake for each source that has documents of one before it, or copies, by other
     names: some that are held out of one source would be trained on in the other.
     """
-    if not data.sources:
+    if len(data) == 1:  # its files need not be hashed
         return
     of_field: dict[str, dict[str, Document]] = {}  # another column has other texts
-    for part, documents in _sources(data):
+    for listing in data:
+        part, documents = listing.data, listing.identity.documents()
         before = of_field.setdefault(part.text_field, {})
         renamed = {
             content: name
@@ -80,14 +88,6 @@ def documents_in_several_sources(data: Data) -> Iterator[Mistake]:
                 instead="sources without common documents, or validation.path",
             )
         before |= {content: (name, part) for content, name in documents.items()}
-
-
-def _sources(data: Data) -> Iterator[tuple[Data, dict[str, str]]]:
-    """Yield each source and the names of its documents by content."""
-    from titan_lite.data.source_identity import identify
-
-    for (_, part), source in zip(data.mixture(), identify(data), strict=True):
-        yield part, source.documents()
 
 
 def _shared(documents: Mapping[str, str], part: Data, others: Mapping[str, Document]) -> str:

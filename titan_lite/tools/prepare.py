@@ -36,7 +36,9 @@ from titan_lite.config import Config, ConfigError, Data, load_config
 from titan_lite.config.errors import MachineError, error_because_of, in_toml
 from titan_lite.config.weights_folder import refuse_within_step
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
-from titan_lite.data.corpora import SPLITS, Corpus, Split, open_corpus
+from titan_lite.data.corpora import SPLITS, Corpus, Split
+from titan_lite.data.documents import open_corpus
+from titan_lite.data.listing import Listing
 from titan_lite.data.outputs import PREPARED
 from titan_lite.data.prepared import (
     BOTH_SPLITS,
@@ -117,7 +119,8 @@ def prepare_parts(
     with _new_folder(folder) as unfinished:
         for part in parts:
             if part.data.dataset == "prepared":
-                check_prepared(part.data, tokenizer.sha256, tokenizer.vocab_size)
+                info = Listing(part.data).prepared
+                check_prepared(part.data, info, tokenizer.sha256, tokenizer.vocab_size)
                 folders.append((Path(part.data.path), None))
                 continue
             (unfinished / part.folder).mkdir()
@@ -197,7 +200,7 @@ class _Preparation:
         """Write the table of a split, or of both if documents are split by name."""
         import datasets
 
-        corpus = open_corpus(self.data, split)
+        corpus = open_corpus(self.data, split, Listing(self.data))
         scratch = folder.with_name("scratch")
         texts = datasets.Dataset.from_generator(
             lambda: self._rows(corpus),

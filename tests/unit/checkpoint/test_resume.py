@@ -26,6 +26,7 @@ from titan_lite.checkpoint.run_identity import (
     RunIdentity,
     documents_of_run,
     git_revision,
+    list_documents,
     run_identity,
     source_digest,
     with_machine,
@@ -85,7 +86,7 @@ def saved(*overrides, tensors=("model", "optimizer"), **facts):
 
 def compared(step, now):
     """The differences of a run on the documents of the step."""
-    return compare(step, now, dict)
+    return compare(step, now, {})
 
 
 def differences(*overrides, was=(), **facts):
@@ -257,10 +258,15 @@ def test_another_degree_of_expert_parallelism_rounds_otherwise():
 QWEN3 = ["--model.name=qwen3_moe", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]
 
 
+def identity_of(config, layout):
+    documents = documents_of_run(list_documents(config))
+    return run_identity(config, layout, load_tokenizer(config.model.tokenizer_path), documents)
+
+
 def test_the_identity_of_a_run_has_the_limit_of_its_flavor_and_the_degree_of_its_experts():
     config = load_config(DEBUG, [*QWEN3, "--parallelism.expert_parallel_degree=2"])
     layout = Layout.from_config(config, 2)
-    found = run_identity(config, layout, load_tokenizer(config.model.tokenizer_path))
+    found = identity_of(config, layout)
     assert found.mesh["ep"] == 2
     assert found.model["max_seq_len"] == 40_960
 
@@ -470,7 +476,7 @@ def test_an_identity_has_what_rounding_depends_on(monkeypatch):
 def numerics_of(*options, recipe=DEBUG):
     config = load_config(recipe, options)
     layout = Layout.from_config(config, 2)
-    return run_identity(config, layout, load_tokenizer(DEBUG_TOKENIZER)).numerics
+    return identity_of(config, layout).numerics
 
 
 def test_a_step_whose_biases_of_experts_drifted_says_that_bits_differ():
@@ -552,7 +558,7 @@ def corpus(tmp_path):
 def run_on(corpus, *options):
     """(identity, documents) of a run on a corpus."""
     options = ("--data.dataset=local", f"--data.path={corpus}", *options)
-    documents = documents_of_run(load_config(DEBUG, options))
+    documents = documents_of_run(list_documents(load_config(DEBUG, options)))
     digests = {name: digest_of(sources) for name, sources in documents.items()}
     return identity(*options, **digests), documents
 
@@ -568,7 +574,7 @@ def step_of(corpus, folder, *options):
 def resumed(step, corpus, *options):
     """The differences of a run on the corpus that goes on from the step."""
     now, documents = run_on(corpus, *options)
-    return compare(step, now, lambda: documents)
+    return compare(step, now, documents)
 
 
 def test_a_corpus_edited_between_stop_and_resume_is_refused(corpus, tmp_path):

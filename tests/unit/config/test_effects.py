@@ -67,8 +67,7 @@ def test_a_key_that_changes_the_optimizers_state_restarts_it(name, optimizer):
 
 
 @pytest.fixture
-def data(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def data(tmp_path):
     for name in ("a", "b", "c"):
         lines = [json.dumps({"text": f"{name} {n}", "words": f"{n} {name}"}) for n in range(40)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))

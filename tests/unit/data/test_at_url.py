@@ -16,11 +16,11 @@ from fsspec.registry import _registry
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.errors import MachineError
-from titan_lite.data import contents, servers
+from titan_lite.data import servers
 from titan_lite.data.bad_documents import BadDocument
-from titan_lite.data.contents import contents_of
 from titan_lite.data.documents import check_data
-from titan_lite.data.files import local_files, local_pieces, read_piece, text_of
+from titan_lite.data.files import local_files, read_piece, text_of
+from titan_lite.data.listing import Listing, hash_of, list_sources
 
 LINES = [{"text": f"line {number} " + "x" * 1000} for number in range(300)]
 JSONL = "".join(json.dumps(line) + "\n" for line in LINES).encode()
@@ -125,7 +125,7 @@ def local(path):
 def texts(data):
     documents = [
         text_of(raw, piece, place, data)
-        for piece in local_pieces(data)
+        for piece in Listing(data).pieces
         for place, raw in read_piece(piece, data)
     ]
     assert not any(isinstance(document, BadDocument) for document in documents)
@@ -180,8 +180,9 @@ def test_a_user_and_a_password_are_those_of_the_url(address):
 )
 def test_what_cannot_be_read_is_one_line_with_its_url(url, words, address):
     may_pass = words in ("not completed", "the server ends at byte", "Cannot connect")
+    (listing,) = list_sources(local(url.replace("HOST", address)))
     with pytest.raises(MachineError if may_pass else ConfigError) as error:
-        check_data(local(url.replace("HOST", address)))
+        listing.complete()
     (line,) = str(error.value).splitlines()
     assert words in line
     assert url.rpartition("@")[2].partition("*")[0].replace("HOST", address) in line
@@ -193,13 +194,13 @@ def test_a_server_that_stalls_ends_in_one_line(address, monkeypatch):
     with pytest.raises(MachineError, match=r"stalled\.jsonl.*no answer within 0\.5 s"):
         local_files(local(f"http://{address}/stalled.jsonl"))
     with pytest.raises(MachineError, match=r"stalled\.jsonl.*no answer within 0\.5 s"):
-        contents_of([f"http://{address}/stalled.jsonl"], "corpus")
+        hash_of(f"http://{address}/stalled.jsonl")
 
 
 def test_a_body_that_is_cut_is_no_bad_document(address):
     """It is not the file that is damaged: nothing of it is skipped."""
     data = local(f"http://{address}/cut.jsonl").replace(on_bad_document="skip")
-    pieces = local_pieces(data)
+    pieces = Listing(data).pieces
     with pytest.raises(MachineError, match=r"cut\.jsonl cannot be read "):
         list(read_piece(pieces[0], data))
 
@@ -251,11 +252,9 @@ class Odd(AbstractFileSystem):
 @pytest.mark.parametrize("fails", ["listing", "size", "opening", "reading"])
 def test_an_error_of_any_library_is_one_line(fails, monkeypatch):
     monkeypatch.setitem(_registry, "odd", Odd)
-    monkeypatch.setattr(contents, "_of_process", {})
-    data = local("odd://host/a.jsonl")
+    data = local("odd://host/a.jsonl").replace(validation_fraction=0.01)
     check_data(data)
     monkeypatch.setattr(Odd, "fails", fails)
-    monkeypatch.setattr(contents, "_of_process", {})
     with pytest.raises(ConfigError) as error:
         check_data(data)
     (line,) = str(error.value).splitlines()

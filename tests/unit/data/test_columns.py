@@ -7,14 +7,15 @@ import pytest
 
 from titan_lite.config import Data
 from titan_lite.data.bad_documents import BadDocument
-from titan_lite.data.files import local_pieces, read_piece, text_of
+from titan_lite.data.files import read_piece, text_of
+from titan_lite.data.listing import Listing
 
 pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
 
 def documents(path):
     data = Data(dataset="local", path=str(path), max_document_mib=1)
-    pieces = local_pieces(data)
+    pieces = Listing(data).pieces
     return [
         text_of(raw, piece, place, data)
         for piece in pieces

@@ -6,6 +6,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
+from identified import identify
 
 from titan_lite.config import ConfigError, Data, DataSource
 from titan_lite.config.errors import MachineError
@@ -17,7 +18,7 @@ from titan_lite.data.documents import (
     build_source,
     check_data,
 )
-from titan_lite.data.source_identity import digest_of, identify
+from titan_lite.data.source_identity import digest_of
 
 datasets = pytest.importorskip("datasets")
 

@@ -9,7 +9,8 @@ import pytest
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.documents import build_source, check_data
-from titan_lite.data.files import local_pieces, read_piece, text_of
+from titan_lite.data.files import read_piece, text_of
+from titan_lite.data.listing import Listing
 from titan_lite.data.readers import TooLarge
 
 pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -31,7 +32,7 @@ def local(path, **more):
 
 def documents(data):
     """Texts and errors of all documents, in order."""
-    pieces = local_pieces(data)
+    pieces = Listing(data).pieces
     return [
         text_of(raw, piece, place, data)
         for piece in pieces
@@ -106,7 +107,7 @@ def test_kinds_of_columns(tmp_path, kind):
 
 def test_a_parquet_file_is_read_by_row_groups(tmp_path):
     (tmp_path / "a.parquet").write_bytes(as_parquet(TEXTS))
-    pieces = local_pieces(local(tmp_path))
+    pieces = Listing(local(tmp_path)).pieces
     assert [(piece.start, piece.first_row) for piece in pieces] == [(0, 0), (1, 2), (2, 4)]
     assert list(read_piece(pieces[1], local(tmp_path))) == [
         (2, TEXTS[2].encode()),
@@ -297,7 +298,7 @@ def test_a_document_of_50_mb_is_read_where_the_recipe_allows_it(tmp_path):
 def test_a_line_without_end_is_not_held_in_memory(tmp_path):
     with open(tmp_path / "a.jsonl", "wb") as file:
         file.truncate(2**27)  # zeros, which take no room on the disk
-    piece = local_pieces(local(tmp_path, max_document_mib=1))[0]
+    piece = Listing(local(tmp_path, max_document_mib=1)).pieces[0]
     [(_, raw)] = read_piece(piece, local(tmp_path, max_document_mib=1))
     assert isinstance(raw, TooLarge)
 

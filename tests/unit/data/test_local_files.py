@@ -8,12 +8,13 @@ from itertools import islice
 
 import fsspec
 import pytest
+from identified import identify
 
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.data import files
 from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.files import local_files
-from titan_lite.data.source_identity import digest_of, identify
+from titan_lite.data.source_identity import digest_of
 
 
 def local(path, **more):

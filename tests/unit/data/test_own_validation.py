@@ -5,7 +5,11 @@ import json
 import pytest
 from tiny import DEBUG, DEBUG_TOKENIZER
 
-from titan_lite.checkpoint.run_identity import run_identity
+from titan_lite.checkpoint.run_identity import (
+    documents_of_run,
+    list_documents,
+    run_identity,
+)
 from titan_lite.config import ConfigError, load_config
 from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.loader import build_loader
@@ -88,7 +92,8 @@ def test_a_start_line_names_it(corpus):
 
 
 def identity(config):
-    return run_identity(config, Layout.from_config(config, 2), TOKENIZER)
+    documents = documents_of_run(list_documents(config))
+    return run_identity(config, Layout.from_config(config, 2), TOKENIZER, documents)
 
 
 def test_a_run_is_identified_by_it(corpus):

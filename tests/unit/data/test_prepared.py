@@ -17,13 +17,14 @@ import datasets
 import pytest
 import torch
 from descendants import runs
+from identified import identify
 
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.config.errors import MachineError
 from titan_lite.data.documents import build_source
 from titan_lite.data.loader import build_loader
-from titan_lite.data.prepared import PreparedDocuments, check_prepared, read_prepared
-from titan_lite.data.source_identity import digest_of, identify
+from titan_lite.data.prepared import PreparedDocuments, read_prepared
+from titan_lite.data.source_identity import digest_of
 from titan_lite.data.streams import merge_states
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
@@ -91,7 +92,7 @@ def prepared(folder, **more):
 
 
 def test_a_row_is_a_document_with_its_name(corpus, folder):
-    documents = PreparedDocuments(prepared(folder), "train")
+    documents = PreparedDocuments(prepared(folder), read_prepared(folder), "train")
     rows = {documents.name(row): documents.tokens(row) for row in range(len(documents))}
     assert len(rows) == 162
     assert [name for name, tokens in rows.items() if tokens is None] == [
@@ -125,7 +126,8 @@ def test_a_large_vocabulary_has_larger_tokens(corpus, folder, tmp_path, monkeypa
     monkeypatch.setattr(TOKENIZER, "vocab_size", 1 << 16 | 1)
     prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0)
     one, other = (
-        PreparedDocuments(prepared(path), "train").tokens(7) for path in (folder, tmp_path / "p")
+        PreparedDocuments(prepared(path), read_prepared(path), "train").tokens(7)
+        for path in (folder, tmp_path / "p")
     )
     assert other.dtype == "uint32"
     assert one.tolist() == other.tolist()
@@ -381,10 +383,10 @@ def cut(path):
 )
 def test_what_is_not_whole_is_named(folder, tmp_path, damage, words):
     copy = shutil.copytree(folder, tmp_path / "copy")
-    check_prepared(prepared(copy), TOKENIZER.sha256, TOKENIZER.vocab_size)
+    read_prepared(copy)
     damage(copy)
     with pytest.raises(ConfigError, match=words) as error:
-        check_prepared(prepared(copy), TOKENIZER.sha256, TOKENIZER.vocab_size)
+        read_prepared(copy)
     assert str(error.value).startswith(f'data.path = "{copy}"')
 
 

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from identified import identify
 
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.documents import build_source, check_data
-from titan_lite.data.files import local_files, local_pieces, read_piece, text_of
+from titan_lite.data.files import local_files, read_piece, text_of
+from titan_lite.data.listing import Listing
 from titan_lite.data.readers import lines
-from titan_lite.data.source_identity import digest_of, identify
+from titan_lite.data.source_identity import digest_of
 
 pyarrow = pytest.importorskip("pyarrow")
 ROOT = Path(__file__).parents[3]
@@ -31,7 +33,7 @@ def local(path, **more):
 
 
 def documents(data):
-    pieces = local_pieces(data)
+    pieces = Listing(data).pieces
     return [
         text_of(raw, piece, place, data)
         for piece in pieces

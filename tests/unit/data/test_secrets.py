@@ -7,15 +7,18 @@ import logging
 import re
 
 import pytest
+from identified import identify
 
-from titan_lite.checkpoint.run_identity import run_identity
+from titan_lite.checkpoint.run_identity import (
+    documents_of_run,
+    list_documents,
+    run_identity,
+)
 from titan_lite.config import ConfigError, Data, load_config, to_toml
 from titan_lite.config.errors import shown
-from titan_lite.data import contents
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.files import local_files
-from titan_lite.data.source_identity import identify
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
 from titan_lite.logging import events, logger
@@ -29,7 +32,6 @@ def corpus(served):
     """A corpus at a URL with a password, and with another one."""
     for url in (URL, URL.replace("SECRET", "OTHER")):
         served.files[f"{url}/0.jsonl"] = b'{"text": "a"}\n{"text": "b"}\n'
-    served.headers["ETag"] = "1"
     return served
 
 
@@ -91,7 +93,8 @@ def test_the_identity_of_a_run_has_no_secret_and_compares_the_rest(corpus):
     for path in (URL, URL.replace("SECRET", "OTHER"), f"{URL}/*.jsonl"):
         config = load_config("debug_model", ["--data.dataset=local", f"--data.path={path}"])
         tokenizer = load_tokenizer(config.model.tokenizer_path)
-        identity = run_identity(config, Layout.from_config(config, 1), tokenizer)
+        documents = documents_of_run(list_documents(config))
+        identity = run_identity(config, Layout.from_config(config, 1), tokenizer, documents)
         identities.append(json.dumps(dataclasses.asdict(identity)))
     assert "SECRET" not in identities[0]
     assert identities[0] == identities[1]
@@ -132,18 +135,6 @@ def test_messages_log_and_events_have_no_secret(corpus, caplog, tmp_path, monkey
         logger.warning("reads %s", URL)
     assert "SECRET" not in caplog.text
     assert caplog.text.count("***@host") == 2
-
-
-def test_remembered_hashes_have_no_secret(corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(contents, "REMEMBER_FROM", 0)
-    monkeypatch.setattr(contents, "_of_process", {})
-    first = contents.contents_of([f"{URL}/0.jsonl"], URL)
-    (remembered,) = tmp_path.glob("titan_lite/*.json")
-    assert "SECRET" not in remembered.read_text()
-    monkeypatch.setattr(contents, "_of_process", {})
-    monkeypatch.setattr(contents, "hash_of", lambda file: pytest.fail("hashed again"))
-    assert contents.contents_of([f"{URL}/0.jsonl"], URL) == first
 
 
 def test_data_at_a_url_with_a_password_is_read(corpus):

@@ -16,10 +16,10 @@ from served import File
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.errors import MachineError
-from titan_lite.data import contents, servers
-from titan_lite.data.contents import hash_of, stamp_of
+from titan_lite.data import servers
 from titan_lite.data.documents import build_source, check_data
-from titan_lite.data.files import local_files
+from titan_lite.data.files import local_files, size_of
+from titan_lite.data.listing import hash_of
 from titan_lite.data.readers import open_at_url, open_file
 from titan_lite.data.servers import RETRY_LIMIT, may_pass, retried
 
@@ -44,9 +44,7 @@ def texts(source, count):
 
 @pytest.fixture
 def corpus(served, monkeypatch):
-    monkeypatch.setattr(contents, "_of_process", {})
     served.files[URL] = LINES
-    served.headers["ETag"] = "1"
     return served
 
 
@@ -118,12 +116,12 @@ def test_an_answer_that_ends_early_is_asked_for_again(corpus, clock, monkeypatch
 
 def test_what_a_server_refuses_is_not_asked_for_again(corpus, clock):
     corpus.fails(PermissionError(errno.EACCES, "Permission denied"), when=lambda: True)
-    for ask in (stamp_of, hash_of, lambda url: local_files(local(url))):
+    for ask in (size_of, hash_of, lambda url: local_files(local(url))):
         with pytest.raises(ConfigError, match=r"a\.jsonl.*cannot be read.*Permission denied"):
             ask(URL)
     corpus.fails(None, when=lambda: False)
     with pytest.raises(ConfigError, match="FileNotFoundError"):
-        stamp_of("http://host/absent.jsonl")
+        size_of("http://host/absent.jsonl")
     assert clock.waits == []
 
 

@@ -2,25 +2,36 @@
 changed while they are read.
 """
 
+import gzip
 import json
-import logging
 import os
+import pickle
 import shutil
 from itertools import islice
 
+import pyarrow
 import pytest
-from filelock import FileLock
+from identified import identify
+from pyarrow import parquet
 
-from titan_lite.config import ConfigError, Data, DataSource
-from titan_lite.data import contents, files
-from titan_lite.data.contents import MAX_WHOLE, contents_of
+from titan_lite.checkpoint.run_identity import documents_of_run, list_documents, run_identity
+from titan_lite.config import ConfigError, Data, DataSource, load_config
+from titan_lite.data import files
+from titan_lite.data import listing as listing_module
 from titan_lite.data.documents import build_source
+from titan_lite.data.files import size_of
+from titan_lite.data.listing import hash_of, list_sources
+from titan_lite.data.loader import build_loader
+from titan_lite.data.outputs import PREPARED
 from titan_lite.data.source_identity import (
     SourceIdentity,
     differences_in_words,
     digest_of,
-    identify,
 )
+from titan_lite.distributed.layout import Layout
+from titan_lite.manifest import MAX_WHOLE, SAMPLE_BYTES
+from titan_lite.rules import check_inputs
+from titan_lite.tools import prepare
 
 
 def local(path, **more):
@@ -32,15 +43,6 @@ def local(path, **more):
 def write_jsonl(path, texts):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """The folder of remembered hashes."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(contents, "_of_process", {})
-    monkeypatch.setattr(contents, "_reported", set())
-    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -91,6 +93,40 @@ def test_an_edit_at_equal_size_is_another_corpus(change, lines, corpus):
     assert differences_in_words(before, before) == []
 
 
+@pytest.mark.parametrize("lines", [20, 200_000])
+@pytest.mark.parametrize("change", ["appended", "cut"])
+def test_a_file_that_is_longer_or_shorter_is_another_corpus(change, lines, corpus):
+    path = corpus / "a.jsonl"
+    write_jsonl(path, [f"words of {number:06}" for number in range(lines)])
+    before = identify(local(corpus))
+    with path.open("r+b") as file:
+        if change == "cut":
+            file.truncate(path.stat().st_size - 28)
+        else:
+            file.seek(0, os.SEEK_END)
+            file.write(b'{"text": "one more"}\n')
+    assert differences_in_words(before, identify(local(corpus))) == ["1 file was changed (a.jsonl)"]
+
+
+def test_an_edit_between_samples_at_equal_size_is_not_seen(corpus):
+    content = bytearray(2 * MAX_WHOLE)
+    (corpus / "a.jsonl").write_bytes(content)
+    before = identify(local(corpus))
+    content[SAMPLE_BYTES] = 1
+    (corpus / "a.jsonl").write_bytes(content)
+    assert identify(local(corpus)) == before
+
+
+def test_the_identity_is_that_of_steps_of_before(tmp_path):
+    """Such steps resume, and files are compared by their contents."""
+    (tmp_path / "large.txt").write_bytes(bytes(range(256)) * 2**13)
+    (tmp_path / "small.txt").write_bytes(b"a text\n")
+    assert identify(local(tmp_path))[0].files == {
+        "large.txt": (2**21, "0b812c235a163337"),
+        "small.txt": (7, "105bcf1fdb892d27"),
+    }
+
+
 def test_what_differs_is_named_and_counted(corpus):
     before = identify(local(corpus))
     write_jsonl(corpus / "a.jsonl", ["another"])
@@ -138,118 +174,84 @@ def test_a_file_at_a_url_is_known_by_its_content(corpus):
         memory.rm("/identity", recursive=True)
 
 
-# Remembered hashes
+# Listed once
 
 
-def hashed(monkeypatch):
-    """The files that are hashed from now on."""
-    files = []
-    hash_of = contents.hash_of
-    monkeypatch.setattr(contents, "hash_of", lambda file: files.append(file) or hash_of(file))
-    return files
+def test_what_was_listed_stays_as_it_was_and_is_handed_over(corpus, monkeypatch):
+    (listing,) = list_sources(local(corpus))
+    listing.complete()
+    names, identity = [file.name for file in listing.files], listing.identity
+    (corpus / "a.jsonl").unlink()
+    write_jsonl(corpus / "new.jsonl", ["one"])
+    handed_over = pickle.loads(pickle.dumps(listing))
+    monkeypatch.setattr(listing_module, "local_files", lambda data: pytest.fail("listed again"))
+    monkeypatch.setattr(listing_module, "hash_of", lambda file: pytest.fail("hashed again"))
+    for found in (listing, handed_over):
+        assert [file.name for file in found.files] == names
+        assert [piece.name for piece in found.pieces] == names
+        assert found.identity == identity
 
 
-def test_a_file_is_hashed_again_only_if_it_was_written(corpus, monkeypatch):
-    digest_of(identify(local(corpus)))
-    files = hashed(monkeypatch)
-    digest_of(identify(local(corpus)))
-    assert files == []
-    (corpus / "a.jsonl").touch()
-    digest_of(identify(local(corpus)))
-    assert files == [str(corpus / "a.jsonl")]
+def test_only_the_first_rank_of_a_node_looks_at_the_documents(corpus, monkeypatch):
+    config = load_config("debug_model", ["--data.dataset=local", f"--data.path={corpus}/absent"])
+    layout = Layout.from_config(config, 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    check_inputs(config, layout)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ConfigError, match="no such file"):
+        check_inputs(config, layout)
 
 
-def test_hashes_of_many_bytes_are_found_by_the_next_process(corpus, cache, monkeypatch):
-    monkeypatch.setattr(contents, "REMEMBER_FROM", 0)
-    paths = [str(path) for path in corpus.glob("**/*.jsonl")]
-    before = contents_of(paths, str(corpus))
-    files = hashed(monkeypatch)
-    contents._of_process.clear()
-    assert contents_of(paths, str(corpus)) == before
-    assert files == []
-    contents._of_process.clear()
-    (corpus / "a.jsonl").touch()
-    contents_of(paths, str(corpus))
-    assert files == [str(corpus / "a.jsonl")]
-    (remembered,) = (cache / "titan_lite").glob("*.json")
-    for damage in ('{"a": 5}', "[]", '{"', ""):
-        remembered.write_text(damage)
-        contents._of_process.clear()
-        assert {file: each.sha256 for file, each in contents_of(paths, str(corpus)).items()} == {
-            file: each.sha256 for file, each in before.items()
-        }
+def test_a_start_lists_and_hashes_once(corpus, tmp_path, monkeypatch):
+    """Footers of parquet are read once, too: they are the pieces."""
+    parquet.write_table(pyarrow.table({"text": ["one", "two"]}), corpus / "d.parquet")
+    listed, hashed, cut = [], [], []
+    for name, calls in (("local_files", listed), ("hash_of", hashed), ("cut_into_pieces", cut)):
+        function = getattr(listing_module, name)
+        monkeypatch.setattr(
+            listing_module,
+            name,
+            lambda value, function=function, calls=calls: calls.append(value) or function(value),
+        )
+    options = ["--data.dataset=local", f"--data.path={corpus}", "--data.validation_fraction=0.3"]
+    config = load_config("debug_model", [*options, "--validation.enable"])
+    layout = Layout.from_config(config, 1)
+    listings = list_documents(config)
+    tokenizer = check_inputs(config, layout, listings)
+    identity = run_identity(config, layout, tokenizer, documents_of_run(listings))
+    for split in ("train", "validation"):
+        build_loader(
+            config.data,
+            tokenizer,
+            split=split,
+            streams=2,
+            batch_size=2,
+            seq_len=8,
+            dp_rank=0,
+            dp_degree=1,
+            seed=0,
+            listings=listings["documents"],
+        )
+    assert identity.documents == digest_of(identify(config.data))
+    assert len(listed) == len(cut) + 1 == 2  # once more to compare
+    assert len(hashed) == 2 * 4
 
 
-def test_hashes_that_cannot_be_remembered_are_no_error(corpus, cache, monkeypatch):
-    monkeypatch.setattr(contents, "REMEMBER_FROM", 0)
-    cache.write_text("a file")
-    paths = [str(path) for path in corpus.glob("**/*.jsonl")]
-    assert len(contents_of(paths, str(corpus))) == 3
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without a home
-    contents._of_process.clear()
-    assert len(contents_of(paths, str(corpus))) == 3
-    assert not os.path.lexists("~")
-
-
-@pytest.mark.parametrize("error", [OSError("the disk is gone"), RuntimeError("no thread")])
-def test_an_error_in_hashing_is_not_one_of_remembering(error, corpus, monkeypatch, caplog):
-    def fail(file):
-        raise error
-
-    monkeypatch.setattr(contents, "REMEMBER_FROM", 0)
-    caplog.set_level("INFO")
-    with monkeypatch.context() as patched:
-        patched.setattr(contents, "hash_of", fail)
-        with pytest.raises(type(error), match=str(error)):
-            contents_of([str(corpus / "a.jsonl")], str(corpus))
-    assert "not remembered" not in caplog.text
-    assert len(contents_of([str(corpus / "a.jsonl")], str(corpus))) == 1  # the lock is free
-
-
-def test_a_process_that_never_ends_its_hashing_is_waited_for_a_while(
-    corpus, cache, monkeypatch, caplog
-):
-    monkeypatch.setattr(contents, "REMEMBER_FROM", 0)
-    paths = [str(corpus / "a.jsonl")]
-    before = contents_of(paths, str(corpus))
-    (remembered,) = (cache / "titan_lite").glob("*.json")
-    written = remembered.read_bytes()
-    monkeypatch.setattr(contents, "MAX_WAIT", 0.1)
-    contents._of_process.clear()
-    (corpus / "a.jsonl").touch()
-    with FileLock(f"{remembered}.lock"):
-        found = contents_of(paths, str(corpus))
-    assert found[paths[0]].sha256 == before[paths[0]].sha256
-    assert "another process of this host has hashed" in caplog.text
-    assert remembered.read_bytes() == written
-    contents._of_process.clear()
-    assert contents_of(paths, str(corpus)) == found
-    assert remembered.read_bytes() != written
-
-
-def test_a_memory_that_cannot_be_read_or_written_is_no_error(corpus, cache, monkeypatch, caplog):
-    monkeypatch.setattr(contents, "REMEMBER_FROM", 0)
-    paths = [str(corpus / "a.jsonl")]
-    caplog.set_level("INFO")
-    before = contents_of(paths, str(corpus))
-    (remembered,) = (cache / "titan_lite").glob("*.json")
-    remembered.unlink()
-    remembered.mkdir()  # as a file without permission, also for root
-    contents._of_process.clear()
-    assert contents_of(paths, str(corpus)) == before
-    assert caplog.text.count("not remembered for the next start") == 2
-
-
-def test_hashes_at_a_path_that_is_no_utf_8_are_remembered(corpus, cache, monkeypatch):
-    monkeypatch.setattr(contents, "REMEMBER_FROM", 0)
-    renamed = corpus.rename(os.fsdecode(os.fsencode(corpus) + b"\xff"))
-    paths = [str(renamed / "a.jsonl")]
-    before = contents_of(paths, str(renamed))
-    contents._of_process.clear()
-    files = hashed(monkeypatch)
-    assert contents_of(paths, str(renamed)) == before
-    assert files == []
+def test_a_server_is_asked_for_the_samples_alone(served):
+    """By default fsspec reads some MiB ahead."""
+    url = "http://host/large.jsonl"
+    served.files[url] = bytes(4 * MAX_WHOLE)
+    asked = []
+    served.fails(None, when=lambda: False)
+    opened = served._open
+    served._open = lambda self, path, mode="rb", block_size=None, **more: (
+        asked.append(block_size) or opened(self, path, mode, **more)
+    )
+    try:
+        hash_of(url)
+    finally:
+        served._open = opened
+    assert asked == [SAMPLE_BYTES]
 
 
 # Files that are changed while they are read
@@ -261,7 +263,6 @@ def epochs(data):
 
 
 CHANGES = {
-    "rewritten": lambda text: text.replace(b"b", b"x"),
     "cut at a line's end": lambda text: b"".join(text.splitlines(keepends=True)[:5]),
     "appended": lambda text: text + b'{"text": "one more"}\n',
 }
@@ -291,11 +292,6 @@ def test_a_file_that_is_touched_or_put_back_within_a_run_is_the_same(corpus, tmp
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.json", "a.parquet"])
 def test_files_of_every_format_are_looked_at_when_they_are_opened(name, tmp_path):
-    import gzip
-
-    import pyarrow
-    from pyarrow import parquet
-
     table = pyarrow.table({"text": ["one", "two"]})
     path = tmp_path / name
     line = b'{"text": "one"}\n'
@@ -310,7 +306,7 @@ def test_files_of_every_format_are_looked_at_when_they_are_opened(name, tmp_path
     for _ in range(3):
         next(documents)
     content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    path.write_bytes(content + b"\n")
     with pytest.raises(ConfigError, match=r"was changed while the run reads it"):
         list(islice(documents, 5))
 
@@ -337,50 +333,21 @@ def url(served, corpus):
     return url
 
 
-@pytest.mark.parametrize("header", ["ETag", "Last-Modified", "none"])
-def test_a_file_behind_http_that_is_changed_at_equal_size_ends_the_run(
-    header, url, served, monkeypatch, caplog
-):
-    monkeypatch.setattr(served, "headers", {} if header == "none" else {header: "1"})
-    with caplog.at_level(logging.INFO, logger="titan_lite"):
-        documents = epochs(local(url))
-        epochs(local(url))
-    assert caplog.text.count("neither by ETag nor by Last-Modified") == (header == "none")
+def test_a_file_behind_http_that_is_appended_to_ends_the_run(url, served):
+    documents = epochs(local(url))
     list(islice(documents, 30))
-    served.files[url] = served.files[url].replace(b'"a ', b'"x ')
-    if header != "none":
-        list(islice(documents, 60))  # by its header it is the same file
-        monkeypatch.setattr(served, "headers", {header: "2"})
+    served.files[url] += b'{"text": "one more"}\n'
     with pytest.raises(ConfigError, match=r"a\.jsonl was changed while the run reads it"):
         list(islice(documents, 60))
 
 
-def test_a_file_behind_http_is_hashed_again_only_if_its_server_does_not_know(
-    url, served, monkeypatch
-):
-    monkeypatch.setattr(served, "headers", {"ETag": "1"})
-    unchanged = contents.UnchangedFiles([url], url)
-    seen = hashed(monkeypatch)
-    unchanged.check()
-    assert seen == []
-    monkeypatch.setattr(served, "headers", {"ETag": "2"})
-    unchanged.check()
-    unchanged.check()
-    assert seen == [url]
-    monkeypatch.setattr(served, "headers", {})
-    unchanged.check()
-    unchanged.check()
-    assert seen == [url] * 3
-
-
 @pytest.mark.parametrize("policy", ["error", "skip"])
 def test_a_server_without_ranges_is_no_bad_document(policy, url, served, monkeypatch):
-    monkeypatch.setattr(served, "headers", {"ETag": "1"})
     monkeypatch.setattr(files, "PIECE", 100)
     documents = epochs(local(url, on_bad_document=policy))
     monkeypatch.setattr(served, "serves_ranges", False)
     with pytest.raises(ConfigError, match="use a server that serves ranges, or a copy on disk"):
-        contents.hash_of(url)
+        hash_of(url)
     with pytest.raises(ConfigError, match=r"a\.jsonl cannot be read"):
         list(islice(documents, 20))
 
@@ -388,22 +355,16 @@ def test_a_server_without_ranges_is_no_bad_document(policy, url, served, monkeyp
 def test_a_server_that_does_not_say_a_size_is_named(url, served, monkeypatch):
     monkeypatch.setattr(served, "headers", {"size": None})
     with pytest.raises(ConfigError, match="does not say its size"):
-        contents.stamp_of(url)
+        size_of(url)
 
 
-@pytest.mark.parametrize("part", ["first epoch", "second epoch"])
-def test_a_prepared_file_that_is_changed_within_a_run_ends_it(part, corpus, tmp_path):
-    from titan_lite.data.outputs import PREPARED
-    from titan_lite.tools import prepare
-
+def test_a_prepared_file_that_is_changed_is_another_corpus(corpus, tmp_path):
     folder = tmp_path / "prepared"
     options = [f"--data.path={corpus}", "--data.dataset=local"]
     assert prepare.main(["debug_model", str(folder), *options]) == 0
     data = Data(dataset="prepared", path=str(folder), validation_fraction=0.0)
     before = identify(data)
     assert PREPARED in before[0].files
-    documents = epochs(data)
-    list(islice(documents, 10 if part == "first epoch" else 60))
     (table,) = folder.glob("documents/*.arrow")
     content = bytearray(table.read_bytes())
     content[len(content) // 2] ^= 1
@@ -411,5 +372,3 @@ def test_a_prepared_file_that_is_changed_within_a_run_ends_it(part, corpus, tmp_
         file.write(content)
     name = f"documents/{table.name}"
     assert differences_in_words(before, identify(data)) == [f"1 file was changed ({name})"]
-    with pytest.raises(ConfigError, match=rf"{table.name} was changed while the run reads it"):
-        list(islice(documents, 60))

@@ -2,8 +2,12 @@
 about another rank.
 """
 
+import os
+import tempfile
+
 import pytest
 import torch.distributed as dist
+from ranks import run_ranks
 
 from titan_lite.distributed.process_group import (
     all_equal,
@@ -12,6 +16,7 @@ from titan_lite.distributed.process_group import (
     gather_to_rank_0,
     is_communication_error,
     max_over_ranks,
+    share_on_node,
     sum_over_ranks,
 )
 
@@ -23,6 +28,30 @@ def test_a_process_without_a_group_has_its_own_alone():
     assert sum_over_ranks(1, 2) == [1, 2]
     assert first_nonempty("value") == "value"
     assert all_equal("value")
+
+
+def share_on_two_nodes(folder):
+    """Ranks 0 and 1 are on a node, and rank 2 is on another one."""
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2" if rank < 2 else "1"}
+    tempfile.tempdir = folder
+    store = dist.FileStore(f"{folder}/store", 3)
+    return share_on_node({"of": rank}, store)
+
+
+def test_the_ranks_of_a_node_get_what_its_first_rank_has(tmp_path):
+    shared = run_ranks(3, share_on_two_nodes, str(tmp_path))
+    assert shared == [{"of": 0}, {"of": 0}, {"of": 2}]
+    assert not list(tmp_path.glob("titan_lite-*"))
+
+
+def test_a_rank_that_does_not_see_the_file_keeps_its_own(monkeypatch):
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    store = dist.HashStore()
+    dist.PrefixStore("node/0/0", store).set("file", "/absent/titan_lite-documents")
+    assert share_on_node("own", store) == "own"
+    assert dist.PrefixStore("node/0/0", store).check(["all have read it"])
 
 
 def caused_by(cause):

@@ -11,7 +11,11 @@ import torch
 from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.checkpoint.resume import compare
-from titan_lite.checkpoint.run_identity import run_identity
+from titan_lite.checkpoint.run_identity import (
+    documents_of_run,
+    list_documents,
+    run_identity,
+)
 from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import KEYS, Config, ConfigError, Model, load_config
 from titan_lite.config.families import LLAMA3, ModelConfig, RopeScaling, find_family
@@ -271,7 +275,8 @@ def test_checks_of_a_layout_see_the_shape():
 
 def identity_of(*options):
     config, layout = configured(*options)
-    return run_identity(config, layout, load_tokenizer(config.model.tokenizer_path))
+    documents = documents_of_run(list_documents(config))
+    return run_identity(config, layout, load_tokenizer(config.model.tokenizer_path), documents)
 
 
 def test_a_step_says_the_shape_which_becomes_a_config_json_and_back():
@@ -284,7 +289,7 @@ def test_a_step_says_the_shape_which_becomes_a_config_json_and_back():
 
 
 def compared(was, now):
-    return compare(was, now, dict)
+    return compare(was, now, {})
 
 
 def test_a_step_of_another_shape_is_refused_with_the_key():
