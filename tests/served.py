@@ -53,6 +53,8 @@ class Served(AbstractFileSystem):
 
     def info(self, path, **_):
         self.failure("info")
+        if self.isdir(path):
+            return {"name": path, "size": None, "type": "file", "mimetype": "text/html"}
         if path not in self.files:
             raise FileNotFoundError(path)
         info = {"name": path, "size": len(self.files[path]), "type": "file", "url": path}

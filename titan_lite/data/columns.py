@@ -84,14 +84,13 @@ def _as_bytes(column: pyarrow.Array) -> pyarrow.Array:
 def _wrong_column(schema: pyarrow.Schema, field: str) -> NoText | None:
     """Return the reason why a column has no texts, or None if it has texts."""
     texts = [name for name, kind in zip(schema.names, schema.types, strict=True) if _is_text(kind)]
-    instead = f'data.text_field = "{list_names(texts[:1])}"' if texts else ""
+    other = texts[0] if texts else ""
     if schema.names.count(field) != 1:
         what = "several columns" if field in schema.names else "no column"
-        names = list_names(schema.names)
-        return NoText(f'data.text_field = "{field}" is {what} of it; its columns: {names}', instead)
+        return NoText(f"is {what} of it; its columns: {list_names(schema.names)}", other)
     if field not in texts:
         kind = str(schema.field(field).type)[:100]
-        return NoText(f'data.text_field = "{field}" is a column of {kind}, not of text', instead)
+        return NoText(f"is a column of {kind}, not of text", other)
     return None
 
 

@@ -272,12 +272,15 @@ def _files_at(fs: AbstractFileSystem, path: str) -> tuple[dict[str, int], bool]:
     library of the file system does.
     """
     is_http = "http" in fs.protocol
-    if is_http and _format(path)[0] and not set("*[") & set(path):
-        # looking whether it is a page of links would read it
-        return {path: info_at_url(fs, path)["size"]}, False
+    has_pattern = bool(set("*[") & set(path))
+    if is_http and not has_pattern:  # fsspec would read a file to look whether it has links
+        if _format(path)[0]:
+            return {path: info_at_url(fs, path)["size"]}, False
+        if "html" not in fs.info(path).get("mimetype", ""):
+            return {path: 0}, False  # of no format that is read
     is_folder = fs.isdir(path)
     options: dict[str, Any] = {"detail": True}
-    if is_http and (is_folder or set("*[") & set(path)):
+    if is_http and (is_folder or has_pattern):
         # by default fsspec takes a folder that cannot be listed as an empty one
         options["on_error"] = _raise_if_it_may_pass
     entries = fs.find(path, **options) if is_folder else fs.glob(path, **options)
@@ -490,12 +493,14 @@ def text_of(raw: object, piece: Piece, position: int, data: Data) -> str | BadDo
                 raw = _json_object(raw)
         if isinstance(raw, dict):
             raw = _field(raw, data.text_field)
-        return _checked(raw, data.text_field, limit)
+        return _checked(raw, limit)
     except ValueError as error:
-        # in a mixture the key has another name, which readers do not know
-        key = data.key("text_field")
-        why = str(error).replace("data.text_field", key)
-        instead = getattr(error, "instead", "").replace("data.text_field", key)
+        why = str(error)
+        instead = ""
+        if isinstance(error, NoText):
+            key = data.key("text_field")
+            why = f'{key} = "{data.text_field}" {why}'
+            instead = f'{key} = "{list_names([error.other])}"' if error.other else ""
         return BadDocument(without_secrets(piece.file), _location(piece, position), why, instead)
 
 
@@ -533,23 +538,18 @@ def _field(fields: dict[str, object], name: str) -> object:
     lengths = {other: len(value) for other, value in fields.items() if isinstance(value, str)}
     longest_first = sorted(lengths, key=lambda other: -lengths[other])
     why = "is null in" if name in fields else "is not a field of"
-    instead = ""
-    if longest_first and name not in fields:
-        instead = f'data.text_field = "{list_names(longest_first[:1])}"'
-    raise NoText(
-        f'data.text_field = "{name}" {why} it; its fields with text: {list_names(longest_first)}',
-        instead,
-    )
+    other = longest_first[0] if longest_first and name not in fields else ""
+    raise NoText(f"{why} it; its fields with text: {list_names(longest_first)}", other)
 
 
-def _checked(text: object, field: str, limit: int) -> str:
+def _checked(text: object, limit: int) -> str:
     """Return a text that is not empty, not too large, and can be encoded.
 
     Raises ValueError for any other value.
     """
     if not isinstance(text, str):
         kind = "null" if text is None else f"of type {type(text).__name__}"
-        raise ValueError(f'data.text_field = "{field}" is {kind}, not text')
+        raise NoText(f"is {kind}, not text")
     if not text:
         raise ValueError(EMPTY)
     if text.count("\0") * 4 > len(text):

@@ -43,12 +43,14 @@ T = TypeVar("T")
 
 
 class NoText(ValueError):
-    """The reason why a document has no text."""
+    """The reason why a document has no text in its field, such as "is null"; whoever knows the key
+    of the field names it.
+    """
 
-    def __init__(self, why: str, instead: str = ""):
-        """instead: a setting with which it has one, if known."""
+    def __init__(self, why: str, other: str = ""):
+        """other: a field that has one, if known."""
         super().__init__(why)
-        self.instead = instead
+        self.other = other
 
 
 class TooLarge(ValueError):

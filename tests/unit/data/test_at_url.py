@@ -36,7 +36,9 @@ FILES = {
     "/cut.jsonl": JSONL,
     "/short.jsonl": JSONL,
     "/sizeless.jsonl": JSONL,
+    "/corpus/a.xml": JSONL,
 }
+READ: list[str] = []  # paths whose content was asked for
 PAGE = b'<html><a href="a.jsonl">a</a> <a href="b.jsonl.gz">b</a> <a href="../">up</a></html>'
 ACCOUNT = "Basic " + b64encode(b"me:SECRET").decode()
 
@@ -47,9 +49,13 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_HEAD(self):
-        self.do_GET()
+        self.respond()
 
     def do_GET(self):
+        self.server.read.append(self.path)
+        self.respond()
+
+    def respond(self):
         stalled = self.server.stalled
         if self.path == "/stalled.jsonl":
             stalled.wait()
@@ -106,6 +112,7 @@ def address():
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
         server.stalled = threading.Event()
+        server.read = READ
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"127.0.0.1:{server.server_port}"
         server.stalled.set()
@@ -167,7 +174,7 @@ def test_a_user_and_a_password_are_those_of_the_url(address):
         ("http://HOST/secret/*.jsonl", "the server answers 401"),
         ("http://HOST/loop.jsonl", "redirects again and again"),
         ("http://HOST/absent.jsonl", "404"),
-        ("http://HOST/absent/", "no file matches"),
+        ("http://HOST/absent/", "the server answers 404"),
         ("http://HOST/sizeless.jsonl", "does not say its size"),
         ("http://HOST/labelled/b.jsonl", "does not say its size"),
         ("http://HOST/cut.jsonl", "not completed"),
@@ -187,6 +194,12 @@ def test_what_cannot_be_read_is_one_line_with_its_url(url, words, address):
     assert words in line
     assert url.rpartition("@")[2].partition("*")[0].replace("HOST", address) in line
     assert "WRONG" not in line
+
+
+def test_a_file_of_an_unknown_format_is_not_read_to_be_refused(address):
+    with pytest.raises(ConfigError, match=r'corpus/a\.xml: unknown format "\.xml"; use'):
+        local_files(local(f"http://{address}/corpus/a.xml"))
+    assert "/corpus/a.xml" not in READ
 
 
 def test_a_server_that_stalls_ends_in_one_line(address, monkeypatch):

@@ -501,6 +501,14 @@ def test_an_error_names_the_key_that_was_written(wrong, keys, tmp_path):
         assert keys_said(data, tmp_path) == {f"data.sources[{number}].{key}" for key in keys}
 
 
+def test_a_field_that_is_called_as_a_key_keeps_its_name(tmp_path):
+    write(tmp_path / "a.jsonl", ["a"])
+    source = DataSource(dataset="local", path=str(tmp_path), text_field="data.text_field")
+    words = r'data\.sources\[1\]\.text_field = "data\.text_field" is not a field of it;'
+    with pytest.raises(ConfigError, match=words):
+        check_data(Data(sources=(source,)))
+
+
 def test_a_source_of_a_mixture_knows_its_place_and_stays_itself():
     data = Data(sources=(DataSource(), DataSource(dataset="local", path="a")), max_document_mib=7)
     _, (_, second) = data.mixture()
