@@ -11,7 +11,6 @@ time of a step is the median of those before the first kill.
 """
 
 import argparse
-import json
 import math
 import os
 import signal
@@ -22,6 +21,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from titan_lite.metrics.run_files import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 5  # steps that are not timed
@@ -58,17 +59,9 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 def step_times(folder: Path) -> dict[int, float]:
-    """Return the seconds of each step in metrics.jsonl."""
-    times = {}
-    path = folder / "metrics.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # a kill has cut it off
-        if "step_time" in entry:
-            times[entry["step"]] = entry["step_time"]
-    return times
+    """Return the seconds of each step that counts so far."""
+    steps = read_metrics(folder / "metrics.jsonl")
+    return {step: values["step_time"] for step, values in steps.items() if "step_time" in values}
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,7 @@ def train(way: str, folder: Path, seconds: float, every: float, options: list[st
                         os.kill(ranks[kills % len(ranks)], signal.SIGKILL)
                     kills += 1
                 time.sleep(0.1)
-            step = max(step_times(folder))
+            step = max(step_times(folder), default=0)
         finally:
             launcher.send_signal(signal.SIGTERM)
             launcher.wait()

@@ -31,6 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from titan_lite.metrics.run_files import read_metrics
+
 ROOT = Path(__file__).resolve().parent.parent
 DENSE, MIXTURE = "debug_model", "qwen3_moe_debug"
 STEPS = 10
@@ -86,21 +88,9 @@ def training(recipe: str, folder: Path, *options: str) -> list[str]:
     return [*start, f"--job.dump_folder={folder}", *OFFLINE, *options]
 
 
-def metrics(folder: Path) -> dict[int, dict[str, float]]:
-    """{step: values} of a run."""
-    found: dict[int, dict[str, float]] = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # torn by a kill
-        found.setdefault(entry.get("step", 0), {}).update(entry)
-    return found
-
-
 def losses(folder: Path, device: str, *options: str, recipe: str = DENSE) -> list[float]:
     run(*training(recipe, folder, f"--training.steps={STEPS}", *options), device=device)
-    return [metrics(folder)[step]["loss"] for step in range(1, STEPS + 1)]
+    return [read_metrics(folder / "metrics.jsonl")[step]["loss"] for step in range(1, STEPS + 1)]
 
 
 def furthest(found: Sequence[float], expected: Sequence[float]) -> float:
@@ -187,7 +177,7 @@ def killed_and_resumed(folder: Path, device: str) -> tuple[bool, str]:
         was_killed = False
         while process.poll() is None:  # until it has done a step after a save
             if (folder / "killed/metrics.jsonl").exists() and max(
-                metrics(folder / "killed"), default=0
+                read_metrics(folder / "killed/metrics.jsonl"), default=0
             ) > 6:
                 os.kill(rank_of(process.pid), signal.SIGKILL)
                 process.wait()
@@ -224,7 +214,7 @@ def speed(recipe: str, folder: Path, device: str, *options: str) -> dict[str, fl
         *training(recipe, folder, "--training.steps=12", "--checkpoint.no-enable", *options),
         device=device,
     )
-    late = [values for step, values in metrics(folder).items() if step > 4]
+    late = [values for step, values in read_metrics(folder / "metrics.jsonl").items() if step > 4]
     names = {"tokens_per_second": "tps", "mfu": "mfu", "memory": "memory_gib"}
     return {
         name: statistics.median(values[key] for values in late)

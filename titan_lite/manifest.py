@@ -1,6 +1,7 @@
 """Write files that are complete or absent, and read files so that an error names the file.
 
     publish(unfinished, folder)                     # rename what was filled under another name
+    replace_text(folder / "experts.json", text)     # both, for a text
     content = read_json(folder / "state.json")      # raises CorruptFileError
     with fields_of("state.json"):                   # so do a missing key and one of a wrong type
         step = validated(NonNegativeInt, content, "step")
@@ -150,6 +151,20 @@ def write_text(path: Path, text: str) -> None:
     """Write a file, and wait until it is on disk."""
     path.write_text(text, encoding="utf-8")
     sync(path)
+
+
+def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write a file that others see complete, or as it was before. Raises OSError.
+
+    durable: also if the machine stops, for which this waits for the disk.
+    """
+    unfinished = path.with_name(f"unfinished-{path.name}")
+    if durable:
+        write_text(unfinished, text)
+        publish(unfinished, path)
+    else:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
 
 
 # Manifests

@@ -1,9 +1,11 @@
-"""Hashes of samples, by which documents and initial weights are compared."""
+"""Hashes of samples, by which documents and initial weights are compared; files that are replaced
+as a whole.
+"""
 
 import pytest
 
 from titan_lite.data.listing import HASH_DIGITS, hash_of
-from titan_lite.manifest import MAX_WHOLE, sampled_digest, sampled_sha256
+from titan_lite.manifest import MAX_WHOLE, replace_text, sampled_digest, sampled_sha256
 
 
 @pytest.mark.parametrize("size", [1, MAX_WHOLE, MAX_WHOLE + 1, 5 * MAX_WHOLE])
@@ -30,3 +32,23 @@ def test_a_digest_of_files_depends_on_their_names_and_sizes(tmp_path):
     assert len(set(found)) == 3
     both = [tmp_path / "a", tmp_path / "b"]
     assert sampled_digest(both) == sampled_digest(reversed(both))
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_text_is_replaced_whole_or_not_at_all(durable, tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    replace_text(path, "before", durable=durable)
+
+    def full(self, text, encoding=None):
+        with self.open("w") as file:
+            file.write(text[:2])
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(path), "write_text", full)
+        with pytest.raises(OSError, match="no space left"):
+            replace_text(path, "after", durable=durable)
+    assert path.read_text() == "before"
+    replace_text(path, "after", durable=durable)
+    assert path.read_text() == "after"
+    assert list(tmp_path.iterdir()) == [path]

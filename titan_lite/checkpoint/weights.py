@@ -610,11 +610,9 @@ def _keep_step(path: str, step: Path, run_folder: Path) -> None:
     if _is_first_rank():
         file = run_folder / INITIAL_STEP
         content = {"initial_load_path": os.path.abspath(path), "step": os.path.abspath(step)}
-        unfinished = file.with_name(f"unfinished-{file.name}")
         try:
             run_folder.mkdir(parents=True, exist_ok=True)
-            manifest.write_text(unfinished, json.dumps(content, indent=1) + "\n")
-            manifest.publish(unfinished, file)
+            manifest.replace_text(file, json.dumps(content, indent=1) + "\n", durable=True)
         except OSError as wrong:
             error = f"{file} cannot be written: {wrong.strerror}; use another job.dump_folder"
             if is_of_machine(wrong):

@@ -12,10 +12,10 @@ report draws as a picture:
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from titan_lite import manifest
 from titan_lite.distributed.expert_balance import Loads
 from titan_lite.logging import logger
 from titan_lite.metrics.run_files import FILE_OF_EXPERTS
@@ -43,10 +43,8 @@ def write_shares(loads: Loads, folder: Path, steps: range) -> None:
     path = folder / FILE_OF_EXPERTS
     shares = [[float(f"{share:.4g}") for share in layer] for layer in loads.shares.tolist()]
     content = {"first_step": steps[0], "step": steps[-1], "layers": shares}
-    unfinished = path.with_name(f"unfinished-{FILE_OF_EXPERTS}")
     try:
-        unfinished.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(unfinished, path)
+        manifest.replace_text(path, json.dumps(content))
     except OSError as error:
         logger.warning(f"no picture of experts: {path} cannot be written: {error.strerror}")
 

@@ -16,6 +16,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from titan_lite import manifest
 from titan_lite.environment import SUPERVISOR
 from titan_lite.logging import logger
 
@@ -71,11 +72,9 @@ class Restarts:
         if not self.writes:
             return
         self.steps[str(self.attempt)] = step
-        new_path = self.path.with_name(f"{FILE_OF_STEPS}.new")
         with suppress(OSError):  # the run goes on with a full disk
-            new_path.parent.mkdir(exist_ok=True)
-            new_path.write_text(json.dumps(self.steps) + "\n")
-            new_path.replace(self.path)
+            self.path.parent.mkdir(exist_ok=True)
+            manifest.replace_text(self.path, json.dumps(self.steps) + "\n")
 
 
 def restart_command() -> str:
