@@ -94,7 +94,7 @@ def _grouped_seconds(node: Node, flops: float, machine: Machine) -> float:
     if not machine.multiprocessors:
         return flops / speed
     experts = ends.shape[0]
-    rows = math.ceil(_expected_rows(node) / experts)
+    rows = math.ceil(expected_rows(node) / experts)
     n = b.shape[-1]
     is_of_weights = node.target is GROUPED_PRODUCT_OF_WEIGHTS  # it sums over an expert's rows
     m = a.shape[1] if is_of_weights else rows
@@ -102,15 +102,18 @@ def _grouped_seconds(node: Node, flops: float, machine: Machine) -> float:
     return product_seconds(experts, m, n, k, speed=speed, multiprocessors=machine.multiprocessors)
 
 
-def _expected_rows(node: Node) -> int:
-    """Return the rows that a grouped product computes of those that there is room for."""
-    return cast(int, node.args[-1])
+def expected_rows(node: Node) -> int:
+    """Return the rows that a grouped product computes of those that there is room for: all, or as
+    many as the model's code names (models/experts.py).
+    """
+    rows = cast(Any, node.args[0]).meta["val"].shape[0]
+    return cast(int, node.meta.get("custom", {}).get("balanced_rows", rows))
 
 
 def _bytes_of_groups(node: Node) -> int:
     """Return the bytes that a grouped product reads and writes, without rows in no group."""
     a, b = cast(Any, node.args[:2])
-    share = _expected_rows(node) / a.meta["val"].shape[0]
+    share = expected_rows(node) / a.meta["val"].shape[0]
     if node.target is GROUPED_PRODUCT_OF_WEIGHTS:
         of_rows = nbytes_of(a) + nbytes_of(b)
         of_experts = nbytes_of(node)
@@ -172,7 +175,7 @@ def flops_of(node: Node) -> tuple[float, float]:
         return 2.0 * math.prod(a) * b[-1], 0.0
     if node.target in GROUPED:
         a, b = (cast(Any, argument).meta["val"].shape for argument in node.args[:2])
-        return 2.0 * _expected_rows(node) * math.prod(a[1:]) * b[-1], 0.0
+        return 2.0 * expected_rows(node) * math.prod(a[1:]) * b[-1], 0.0
     name = str(node.target)
     if "scaled_dot_product" not in name and "flash_attention" not in name:
         return 0.0, 0.0

@@ -35,6 +35,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.traceback import annotate
 
 from titan_lite.collectives import all_reduce
 from titan_lite.config.families import ModelConfig
@@ -129,12 +130,11 @@ def _(
 # F.grouped_mm has no fake result in float32 (torch 2.13), and its backward is one operator, which
 # a pipeline could not divide into halves.
 @torch.library.custom_op("titan_lite::grouped_mm", mutates_args=())
-def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor, spare: int, expected: int) -> Tensor:
+def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor, spare: int) -> Tensor:
     """Multiply rows (R, I) by the matrix of their group, weights (e, I, O) -> (R, O).
 
     ends: (e,) int32, where the rows of each group end; groups may be empty. Rows past the last end
-    are undefined. spare: 1 if the last row is in no group, and zero; else 0. expected: the rows
-    that are in groups if these are equally large, by which it is priced (cost/op_cost.py).
+    are undefined. spare: 1 if the last row is in no group, and zero; else 0.
     """
     product = F.grouped_mm(rows, weights, offs=ends)
     if spare:
@@ -143,14 +143,14 @@ def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor, spare: int, expected
 
 
 @grouped_mm.register_fake
-def _(rows: Tensor, weights: Tensor, ends: Tensor, spare: int, expected: int) -> Tensor:
+def _(rows: Tensor, weights: Tensor, ends: Tensor, spare: int) -> Tensor:
     return rows.new_empty(rows.shape[0], weights.shape[2])
 
 
 @torch.library.custom_op("titan_lite::grouped_mm_of_weights", mutates_args=())
-def grouped_mm_of_weights(a: Tensor, b: Tensor, ends: Tensor, expected: int) -> Tensor:
+def grouped_mm_of_weights(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return a^T b of the rows of each group: a (R, O), b (R, I) -> (e, O, I); zeros for an empty
-    group. ends, expected: as for `grouped_mm`.
+    group. ends: as for `grouped_mm`.
     """
     product = F.grouped_mm(a.t(), b, offs=ends)
     if product.is_cuda:  # some kernels do not write that of an empty group (pytorch issue 172439)
@@ -160,7 +160,7 @@ def grouped_mm_of_weights(a: Tensor, b: Tensor, ends: Tensor, expected: int) -> 
 
 
 @grouped_mm_of_weights.register_fake
-def _(a: Tensor, b: Tensor, ends: Tensor, expected: int) -> Tensor:
+def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty(ends.shape[0], a.shape[1], b.shape[1])
 
 
@@ -177,7 +177,6 @@ class Rows(NamedTuple):
     ends: Tensor  # (e,) int32, where the rows of each expert end
     tokens: int  # N
     spare: int  # 1 if the last row is of no choice; else 0
-    expected: int  # rows with an expert, as a plan prices them
 
     @property
     def of_token(self) -> int:
@@ -194,15 +193,14 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weights: Tensor, rows: Rows) -> Tensor:  # noqa: ANN401 torch's
         ctx.save_for_backward(input, weights, rows.ends)
         ctx.spare = rows.spare
-        ctx.expected = rows.expected
-        return grouped_mm(input, weights.transpose(1, 2), rows.ends, rows.spare, rows.expected)
+        return grouped_mm(input, weights.transpose(1, 2), rows.ends, rows.spare)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401 torch's
         input, weights, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
-        of_input = grouped_mm(gradient, weights, ends, ctx.spare, ctx.expected)
-        of_weights = grouped_mm_of_weights(gradient, input, ends, ctx.expected)
+        of_input = grouped_mm(gradient, weights, ends, ctx.spare)
+        of_weights = grouped_mm_of_weights(gradient, input, ends)
         return of_input, of_weights, None
 
 
@@ -237,7 +235,7 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows, move: Move, move_back: Move) -> Tensor:  # noqa: ANN401 torch's
         ctx.save_for_backward(rows.choice, rows.row, rows.ends)
-        ctx.sizes = (rows.tokens, rows.spare, rows.expected)
+        ctx.sizes = (rows.tokens, rows.spare)
         ctx.move_back = move_back
         return move(x, rows)
 
@@ -343,8 +341,6 @@ class Experts(nn.Module):
     fqn = ""  # set by the Transformer
     # of rows, relative to equally loaded experts, that there is room for in training; 0: of all
     capacity_factor = 0.0
-    # Rows of this rank's experts that a plan prices, relative to equally loaded experts.
-    imbalance = 1.0
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -360,28 +356,32 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
         """x: (N, C). weights, choices: (N, K)."""
         rows = self.rows_of(choices)
-        input = _Moved.apply(x, rows, _to_rows, _to_tokens)
-        gate = _GroupedLinear.apply(input, self.w1, rows)
-        hidden = F.silu(gate) * _GroupedLinear.apply(input, self.w3, rows)
-        weight = _Moved.apply(weights, rows, _weights_of_rows, _weights_of_choices)
-        hidden = hidden * weight.to(hidden.dtype)
-        of_rows = _GroupedLinear.apply(hidden, self.w2, rows)
-        return _Moved.apply(of_rows, rows, _to_tokens, _to_rows)
+        # for prices, of nodes in backward too: products of an expert's rows have no fixed size
+        with annotate({"balanced_rows": self.balanced_rows(choices)}):
+            input = _Moved.apply(x, rows, _to_rows, _to_tokens)
+            gate = _GroupedLinear.apply(input, self.w1, rows)
+            hidden = F.silu(gate) * _GroupedLinear.apply(input, self.w3, rows)
+            weight = _Moved.apply(weights, rows, _weights_of_rows, _weights_of_choices)
+            hidden = hidden * weight.to(hidden.dtype)
+            of_rows = _GroupedLinear.apply(hidden, self.w2, rows)
+            return _Moved.apply(of_rows, rows, _to_tokens, _to_rows)
+
+    def balanced_rows(self, choices: Tensor) -> int:
+        """Return the rows that this rank's experts have if all experts are equally loaded."""
+        return choices.numel() * len(self.own) // self.n_experts
 
     def rows_of(self, choices: Tensor) -> Rows:
         """Return the rows of choices (N, K)."""
         tokens, of_token = choices.shape
         own = len(self.own)
-        balanced = tokens * of_token * own // self.n_experts
         room = tokens * min(of_token, own)
         fqn = ""
         if self.training and self.capacity_factor:
-            room = min(room, math.ceil(self.capacity_factor * balanced))
+            room = min(room, math.ceil(self.capacity_factor * self.balanced_rows(choices)))
             fqn = self.fqn
         spare = int(own < self.n_experts)
         choice, row, ends = rows_of_experts(choices, self.own.start, own, room, spare, fqn)
-        expected = min(room, round(self.imbalance * balanced))
-        return Rows(choice, row, ends, tokens, spare, expected)
+        return Rows(choice, row, ends, tokens, spare)
 
 
 class MixtureOfExperts(nn.Module):

@@ -160,10 +160,10 @@ def test_grouped_products_are_a_loop_of_products(dtype):
     rows, weights = torch.randn(20, 16).to(dtype), torch.randn(4, 16, 24).to(dtype)
     ends = torch.tensor([3, 3, 15, 20], dtype=torch.int32)
     parts = rows.split([3, 0, 12, 5])
-    found = grouped_mm(rows, weights, ends, 0, 20)
+    found = grouped_mm(rows, weights, ends, 0)
     expected = torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
     torch.testing.assert_close(found, expected)
-    of_weights = grouped_mm_of_weights(found, rows, ends, 20)
+    of_weights = grouped_mm_of_weights(found, rows, ends)
     expected = [y.t() @ x for y, x in zip(found.split([3, 0, 12, 5]), parts, strict=True)]
     torch.testing.assert_close(of_weights, torch.stack(expected))
     assert not of_weights[1].any()
@@ -176,8 +176,8 @@ def test_operators_are_what_torch_asks_of_them():
     rows, weights = torch.randn(20, 16), torch.randn(4, 16, 24)
     transposed = weights.transpose(1, 2).contiguous().transpose(1, 2)
     for factor in (weights, transposed):
-        torch.library.opcheck(grouped_mm, (rows, factor, ends, 0, 20), test_utils=tests)
-    of_weights = (rows, torch.randn(20, 8), ends, 20)
+        torch.library.opcheck(grouped_mm, (rows, factor, ends, 0), test_utils=tests)
+    of_weights = (rows, torch.randn(20, 8), ends)
     torch.library.opcheck(grouped_mm_of_weights, of_weights, test_utils=tests)
     probabilities = torch.rand(2, 6, 5)
     torch.library.opcheck(choose_experts, (probabilities, torch.zeros(5), 2, ""), test_utils=tests)
@@ -391,15 +391,13 @@ def test_on_a_gpu_grouped_products_are_a_loop_and_an_empty_group_has_zeros():
     weights = torch.randn(4, 64, 96, device="cuda", dtype=torch.bfloat16)
     sizes = [130, 0, 262, 8]
     ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
-    found = grouped_mm(rows, weights, ends, 0, 400)
+    found = grouped_mm(rows, weights, ends, 0)
     parts = rows.split(sizes)
     expected = torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
     transposed = weights.transpose(1, 2).contiguous().transpose(1, 2)
-    torch.testing.assert_close(
-        grouped_mm(rows, transposed, ends, 0, 400), found, rtol=2e-2, atol=2e-2
-    )
-    of_weights = grouped_mm_of_weights(found, rows, ends, 400)
+    torch.testing.assert_close(grouped_mm(rows, transposed, ends, 0), found, rtol=2e-2, atol=2e-2)
+    of_weights = grouped_mm_of_weights(found, rows, ends)
     for part, x, product in zip(found.split(sizes), parts, of_weights, strict=True):
         torch.testing.assert_close(product, part.t() @ x, rtol=2e-2, atol=0.5)
     assert not of_weights[1].any()

@@ -25,7 +25,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
@@ -46,6 +46,7 @@ from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, Config, Parallelism
 from titan_lite.cost.machine import Machine
+from titan_lite.cost.op_cost import GROUPED, expected_rows
 from titan_lite.cost.timeline import Timeline
 from titan_lite.distributed.axes import Axes, axes_of, by_axis
 from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets, reduce_buckets
@@ -62,7 +63,6 @@ from titan_lite.distributed.step_gather import OncePerStepGatherer, StepGradient
 from titan_lite.dtensor import local
 from titan_lite.graph import parameter_all_gathers, parameters_of, wait_of
 from titan_lite.models.attention import fits_flash
-from titan_lite.models.experts import Experts
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.optim.state import is_matrix
 from titan_lite.processes import end_with_program, fork_server
@@ -415,9 +415,6 @@ def parallelize_stage(
 def materialize_stage(layout: PlannedLayout, stage: Stage) -> None:
     """Allocate the parameters in a fake world, gathered or sharded as in a step."""
     materialize(stage.model, torch.device("cpu"))
-    for module in stage.model.modules():
-        if isinstance(module, Experts):
-            module.imbalance = layout.expert_imbalance
     if layout.gathers_once:
         sharding = stage.sharding
         gradients = StepGradients(sharding.specs, sharding.prefetch, microbatches=1)
@@ -508,6 +505,7 @@ class PricedSchedule(Schedule):
             must_merge=False,
         )
         super().__init__(settings, priced_as=priced_as)
+        self.layout = layout
         self.machines = machines
         self.axes = axes
         self.accumulates_at_once = is_eager or layout.gathers_once
@@ -517,6 +515,7 @@ class PricedSchedule(Schedule):
 
     def run(self, module: GraphModule, name: str) -> None:
         fused = self.settings.fused
+        load_experts(module.graph, self.layout)
         if self.priced_as == "eager":
             schedule_as_in_eager_mode(module.graph)
         super().run(module, name)
@@ -534,6 +533,19 @@ def mode_of(config: Compile) -> Literal["", "eager", "inductor"]:
     if not config.compiles("model"):
         return "eager"
     return "inductor" if config.backend == "inductor" else ""
+
+
+def load_experts(graph: Graph, layout: PlannedLayout) -> None:
+    """Give the experts of a graph the rows of the rank that has most, at most those that there is
+    room for.
+    """
+    for node in graph.nodes:
+        if node.target in GROUPED:
+            rows, ends = (cast(Node, node.args[index]).meta["val"] for index in (0, 2))
+            spare = len(ends) < layout.model.n_experts  # the last row (models/experts.py)
+            loaded = round(layout.expert_imbalance * expected_rows(node))
+            custom = node.meta.get("custom", {})
+            node.meta["custom"] = {**custom, "balanced_rows": min(len(rows) - spare, loaded)}
 
 
 def schedule_as_in_eager_mode(graph: Graph) -> None:

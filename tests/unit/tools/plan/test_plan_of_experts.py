@@ -81,7 +81,7 @@ def test_a_rank_gathers_its_own_experts_alone():
         assert steady_bytes(config, layout) == pytest.approx(4 * 4 * layout.parameters / 8)
 
 
-def node_of(operator, *shapes, sizes):
+def node_of(operator, *shapes, sizes=(), balanced_rows):
     """A node of a graph that calls the operator."""
     graph = torch.fx.Graph()
     nodes = []
@@ -92,6 +92,7 @@ def node_of(operator, *shapes, sizes):
         nodes.append(node)
     call = graph.call_function(operator._opoverload, (*nodes, *sizes))
     call.meta["val"] = operator(*(node.meta["val"] for node in nodes), *sizes)
+    call.meta["custom"] = {"balanced_rows": balanced_rows}
     return call
 
 
@@ -100,9 +101,11 @@ def test_a_grouped_product_is_priced_by_the_rows_of_an_expert():
     flops = 2.0 * 65536 * 2048 * 768
 
     def products(rows, room):
+        shapes = (room, 2048), (128, 2048, 768), (128,)
+        of_weights = (room, 768), (room, 2048), (128,)
         return (
-            node_of(grouped_mm, (room, 2048), (128, 2048, 768), (128,), sizes=(0, rows)),
-            node_of(grouped_mm_of_weights, (room, 768), (room, 2048), (128,), sizes=(rows,)),
+            node_of(grouped_mm, *shapes, sizes=(0,), balanced_rows=rows),
+            node_of(grouped_mm_of_weights, *of_weights, balanced_rows=rows),
         )
 
     peak = flops / H100.flops(torch.bfloat16)
