@@ -69,13 +69,13 @@ def compile_model(
     if is_inductor:
         trust_vector_instructions()
     settings = TraceSettings(
-        decomposes=is_inductor or schedule.priced_as == "inductor",
+        decomposes=schedule.decomposes,
         rewrites=is_inductor,
         keep_gathered=traceable.weights.kept,
         memory_budget=memory_budget,
         full_backward=full_backward,
         backward_halves=backward_halves,
-        saves_as_autograd=schedule.priced_as == "eager",
+        tag_joint=schedule.tag_joint,
     )
     if is_inductor:
         backend = inductor_backend(schedule, async_tensor_parallel_group)

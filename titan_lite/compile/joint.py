@@ -56,8 +56,8 @@ class TraceSettings:
     # the graphs of backward: a full one, one for each half (backward_halves.py), or all three
     full_backward: bool = True
     backward_halves: bool = False
-    # Save what autograd saves: for graphs that are priced as eager mode, and do not run.
-    saves_as_autograd: bool = False
+    # tags the joint graph last, before it is divided
+    tag_joint: Callable[[Graph], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def trace(
         routes = save_choices(joint.graph)
         rewrite(joint)
         resharding.reshard_after_forward(joint.graph, settings.keep_gathered)
-        if settings.saves_as_autograd:
-            save_as_autograd(joint.graph)
+        if settings.tag_joint is not None:
+            settings.tag_joint(joint.graph)
         options["static_lifetime_input_indices"] = list(static)
         budget = settings.memory_budget
         if routes and not budget:  # with 0 the partitioner saves inputs alone
@@ -173,20 +173,3 @@ def save_choices(graph: Graph) -> bool:
 def is_forward(node: Node) -> bool:
     """Return True for a node of the forward of a joint graph."""
     return node.meta.get("partitioner_tag") != "is_backward"
-
-
-def save_as_autograd(graph: Graph) -> None:
-    """Let forward save what autograd saves.
-
-    These are all activations but those within checkpointed blocks. Forward computes nothing of
-    backward.
-    """
-    in_forward = [node for node in graph.nodes if node.meta.get("partitioner_tag") == "is_forward"]
-    plain = {node for node in in_forward if not node.meta.get("recompute")}
-    for node in graph.nodes:
-        is_checkpointed = node.meta.get("ac_graph_id", resharding.REGION) != resharding.REGION
-        is_read_outside = is_checkpointed and plain & node.users.keys()
-        if node in plain or is_read_outside:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        elif node.op == "call_function" and node.meta.get("partitioner_tag") != "is_forward":
-            node.meta["partitioner_tag"] = "must_be_in_backward"

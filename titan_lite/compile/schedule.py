@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from torch.fx import Graph, GraphModule
 
@@ -93,14 +92,18 @@ class Schedule:
         settings: PassSettings,
         *,
         dump_folder: Path | None = None,
-        priced_as: Literal["", "eager", "inductor"] = "",
     ):
         self.settings = settings
         self.dump_folder = dump_folder  # for graphs as text, before and after each pass
-        # The mode whose graphs are priced and not run (by the planner): "inductor" decomposes
-        # operators as Inductor does, "eager" saves for backward what autograd saves. "": they run.
-        self.priced_as = priced_as
         self.reports: list[CompileReport] = []
+
+    @property
+    def decomposes(self) -> bool:
+        """True if operators are decomposed as Inductor does, before the passes."""
+        return self.settings.config.backend == "inductor"
+
+    def tag_joint(self, graph: Graph) -> None:
+        """Tag the joint graph of forward and backward, before it is divided (joint.py)."""
 
     def run(self, module: GraphModule, name: str) -> None:
         """Run the passes on the graph `name`: "forward", "backward", "backward_input",

@@ -36,12 +36,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import CheckpointPolicy
 from tqdm import tqdm
 
 from titan_lite.compile.graph import merge_waits
 from titan_lite.compile.passes.bucketing import merge_buckets
 from titan_lite.compile.passes.choose_buckets import by_block
 from titan_lite.compile.passes.reordering import move_gather_before, wait_for_reductions_late
+from titan_lite.compile.passes.resharding import REGION
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, Config, Parallelism
@@ -504,7 +506,8 @@ class PricedSchedule(Schedule):
             async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
             must_merge=False,
         )
-        super().__init__(settings, priced_as=priced_as)
+        super().__init__(settings)
+        self.priced_as = priced_as
         self.layout = layout
         self.machines = machines
         self.axes = axes
@@ -512,6 +515,14 @@ class PricedSchedule(Schedule):
         # the caller of a graph of aot_eager does, until it returns
         self.keeps_inputs = priced_as == ""
         self.graphs: dict[str, PricedGraph] = {}
+
+    @property
+    def decomposes(self) -> bool:
+        return self.priced_as == "inductor"
+
+    def tag_joint(self, graph: Graph) -> None:
+        if self.priced_as == "eager":
+            save_as_autograd(graph)
 
     def run(self, module: GraphModule, name: str) -> None:
         fused = self.settings.fused
@@ -529,7 +540,7 @@ class PricedSchedule(Schedule):
 
 
 def mode_of(config: Compile) -> Literal["", "eager", "inductor"]:
-    """Return what runs a model: Schedule.priced_as."""
+    """Return what runs a model; "" for aot_eager."""
     if not config.compiles("model"):
         return "eager"
     return "inductor" if config.backend == "inductor" else ""
@@ -546,6 +557,23 @@ def load_experts(graph: Graph, layout: PlannedLayout) -> None:
             loaded = round(layout.expert_imbalance * expected_rows(node))
             custom = node.meta.get("custom", {})
             node.meta["custom"] = {**custom, "balanced_rows": min(len(rows) - spare, loaded)}
+
+
+def save_as_autograd(graph: Graph) -> None:
+    """Let forward save what autograd saves.
+
+    These are all activations but those within checkpointed blocks. Forward computes nothing of
+    backward.
+    """
+    in_forward = [node for node in graph.nodes if node.meta.get("partitioner_tag") == "is_forward"]
+    plain = {node for node in in_forward if not node.meta.get("recompute")}
+    for node in graph.nodes:
+        is_checkpointed = node.meta.get("ac_graph_id", REGION) != REGION
+        is_read_outside = is_checkpointed and plain & node.users.keys()
+        if node in plain or is_read_outside:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif node.op == "call_function" and node.meta.get("partitioner_tag") != "is_forward":
+            node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def schedule_as_in_eager_mode(graph: Graph) -> None:
