@@ -6,11 +6,10 @@ Needs no process group; torch is imported for the order alone.
     schedule.modules[0]                            # ("tok_embeddings", "layers.0", ..., "layers.6")
     order = order_of(config.parallelism, schedule)
     order[0]                                       # [0F0, 0F1, ...]: stage, kind, microbatch
-    bubble_fraction(order)                         # the share of time in which ranks are idle
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -39,9 +38,6 @@ ROUND = frozenset({"Interleaved1F1B", "InterleavedZeroBubble"})
 V_SHAPED = frozenset({"ZBVZeroBubble", "DualPipeV"})
 # Backward is in two halves, which may run apart: gradients of inputs, and of weights.
 IN_HALVES = V_SHAPED | {"InterleavedZeroBubble"}
-# kind of action -> actions that must be done before it: (stage relative to its own, kind). I counts
-# as B for the stage before.
-NEEDS = {"F": [(-1, "F")], "B": [(0, "F"), (1, "B")], "I": [(0, "F"), (1, "B")], "W": [(0, "B")]}
 
 
 class TooFewLayers(ConfigError):
@@ -203,19 +199,6 @@ def order_of(parallelism: Parallelism, pipeline: PipelineSchedule) -> Order:
     return order
 
 
-@dataclass(frozen=True)
-class Timetable:
-    """Times of the computations of a schedule, by rank."""
-
-    # by rank: (F, B, I or W; stage; microbatch; begin in s; end in s)
-    actions: Mapping[int, Sequence[tuple[str, int, int, float, float]]]
-
-    @property
-    def seconds(self) -> float:
-        ends = [end for actions in self.actions.values() for *_, end in actions]
-        return max(ends, default=0.0)
-
-
 def computations(actions: "Sequence[_Action | None]") -> list[tuple[str, int, int | None]]:
     """Return (F, B, I or W; stage; microbatch) of each computation of one rank.
 
@@ -252,69 +235,3 @@ def backwards_of(parallelism: Parallelism, pipeline: PipelineSchedule) -> list[f
         for (stage, _), kind in backward_kinds(computations(actions)).items():
             found[stage].add(kind)
     return [frozenset(kinds) for kinds in found]
-
-
-def run_order(order: Order, seconds: Callable[[str, int], float], travel: float = 0.0) -> Timetable:
-    """Simulate a schedule.
-
-    seconds: (F, B, I or W; stage) -> duration; travel: seconds to send a result to another rank,
-    which computes nothing else while it waits.
-
-    Raises AssertionError if actions wait for each other, or for one that is missing.
-    """
-    queues = {rank: computations(actions) for rank, actions in order.items()}
-    rank_of = {stage: rank for rank, queue in queues.items() for _, stage, _ in queue}
-    last_stage = max(rank_of, default=0)
-    ends: dict[tuple[int, str, int | None], float] = {}  # (stage, F, B or W, microbatch) -> end
-    free = dict.fromkeys(queues, 0.0)  # by rank: the end of its last action
-    timetable: dict[int, list] = {rank: [] for rank in queues}
-
-    def start_of(rank: int, kind: str, stage: int, microbatch: int | None) -> float | None:
-        """Return the earliest start of an action; None if one that it needs is not done."""
-        start = free[rank]
-        for offset, needed_kind in NEEDS[kind]:
-            needed = (stage + offset, needed_kind, microbatch)
-            if not 0 <= stage + offset <= last_stage:
-                continue
-            if needed not in ends:
-                return None
-            arrival = ends[needed] + (travel if rank_of[needed[0]] != rank else 0.0)
-            start = max(start, arrival)
-        return start
-
-    while any(queues.values()):
-        progress = False
-        for rank, queue in queues.items():
-            while queue:
-                kind, stage, microbatch = queue[0]
-                start = start_of(rank, kind, stage, microbatch)
-                if start is None:
-                    break
-                end = start + seconds(kind, stage)
-                free[rank] = end
-                ends[stage, "B" if kind == "I" else kind, microbatch] = end
-                timetable[rank].append((kind, stage, microbatch, start, end))
-                queue.pop(0)
-                progress = True
-        assert progress, f"actions wait for each other: {_first_actions(queues)}"
-    return Timetable(timetable)
-
-
-def _first_actions(queues: Mapping[int, Sequence[tuple[str, int, int | None]]]) -> str:
-    """Return the first action of each rank's queue, such as "rank 0 at 1F2"."""
-    waiting = []
-    for rank, queue in queues.items():
-        if queue:
-            kind, stage, microbatch = queue[0]
-            waiting.append(f"rank {rank} at {stage}{kind}{microbatch}")
-    return ", ".join(waiting)
-
-
-def bubble_fraction(order: Order) -> float:
-    """Return the share of time in which ranks are idle.
-
-    F, I and W take 1, B takes 2 and sending takes 0. Raises AssertionError as `run_order` does.
-    """
-    timetable = run_order(order, lambda kind, stage: 2.0 if kind == "B" else 1.0)
-    busy = sum(end - begin for row in timetable.actions.values() for *_, begin, end in row)
-    return 1 - busy / (timetable.seconds * len(order))

@@ -26,7 +26,6 @@ from titan_lite.distributed.memory import (
     least_batch_bytes,
     steady_bytes,
 )
-from titan_lite.distributed.pipeline_schedule import bubble_fraction, order_of
 from titan_lite.models.attention import fits_flash, masks_by_kernel
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import shape_words
@@ -280,12 +279,10 @@ def compression_line(config: Config, layout: Layout) -> str:
 
 def pipeline_line(config: Config, layout: Layout) -> str:
     pipeline = layout.pipeline
-    bubble = bubble_fraction(order_of(config.parallelism, pipeline))
     return (
         f"pipeline: {len(pipeline.modules)} stages,"
         f" {config.parallelism.pipeline_parallel_schedule}, {pipeline.microbatches} microbatches of"
-        f" {layout.microbatch_size}; ranks wait {100 * bubble:.1f}% of the time (the bubble), if"
-        " all stages are equally fast"
+        f" {layout.microbatch_size}"
     )
 
 

@@ -214,10 +214,7 @@ def test_the_start_of_other_runs():
         "  pp 0  | 0 |  tok_embeddings, layer 0; layers 3-4",
         "  pp 1  | 1 |  layers 1-2; layer 5, norm, output",
     ]
-    assert (
-        "pipeline: 4 stages, Interleaved1F1B, 2 microbatches of 1; ranks wait 20.0% of the time"
-        in lines[9]
-    )
+    assert lines[9] == "pipeline: 4 stages, Interleaved1F1B, 2 microbatches of 1"
 
 
 def test_the_layout_names_the_ranks_of_experts():

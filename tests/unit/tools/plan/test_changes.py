@@ -17,7 +17,7 @@ from titan_lite.config.families import LLAMA3
 from titan_lite.cost.machine import GIB
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.layout import resolve_degrees
-from titan_lite.distributed.pipeline_schedule import PipelineSchedule, Timetable
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.tools.plan import changes
 from titan_lite.tools.plan.changes import (
     Stopped,
@@ -32,6 +32,7 @@ from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.published import Evidence, PublishedRun, RunKind
 from titan_lite.tools.plan.simulate import StepTimes
 from titan_lite.tools.plan.summary import Budget, describe, what_binds
+from titan_lite.tools.plan.timetable import Timetable
 from titan_lite.tools.plan.trace import PlannedLayout
 
 H100 = load_machine("H100")

@@ -15,10 +15,11 @@ from titan_lite.config.families import LLAMA3
 from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.cost.machine import Link
 from titan_lite.cost.profiles import load_machine
-from titan_lite.distributed.pipeline_schedule import PipelineSchedule, order_of, run_order
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule, order_of
 from titan_lite.tools.plan.costs import Costs, StageCosts
 from titan_lite.tools.plan.owned import all_to_all, owned_matrices
 from titan_lite.tools.plan.simulate import simulate_step, updated_bytes
+from titan_lite.tools.plan.timetable import run_order
 from titan_lite.tools.plan.trace import PlannedLayout
 
 H100 = load_machine("H100")
@@ -92,6 +93,20 @@ def test_the_bubble_of_interleaved_stages(degree, microbatches):
     assert share == pytest.approx(
         (degree - 1) / (2 * microbatches + degree - 1), rel=1e-9
     )  # arXiv 2104.04473, section 2.2
+
+
+def test_backward_in_halves_fills_the_bubble():
+    def seconds(text):
+        order = {
+            rank: [_Action.from_str(word) for word in row.split(",")]
+            for rank, row in enumerate(text.split("\n"))
+        }
+        return run_order(order, lambda kind, stage: 2.0 if kind == "B" else 1.0).seconds
+
+    whole = seconds("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
+    halves = seconds("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1")
+    assert whole == 2 * 3 + 3  # a third of it is the bubble
+    assert halves < whole
 
 
 @pytest.mark.parametrize(("input", "weight"), [(1.0, 1.0), (2.0, 1.0), (1.5, 0.5)])
