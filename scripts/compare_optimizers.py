@@ -33,9 +33,9 @@ from torch import nn
 from titan_lite.config import Config, Model, Optimizer, Training, load_config
 from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.memory import compressed_sizes
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import parallelize
+from titan_lite.distributed.powersgd import compressed_sizes
 from titan_lite.metrics.run_files import read_metrics
 from titan_lite.optim.build import build_optimizer
 from titan_lite.optim.state import is_matrix
@@ -105,7 +105,7 @@ def compare_compression(rank: int, steps: int, seeds: int, size: str) -> None:
     )
     print(f"|---|{'--:|' * (seeds + 2)}", flush=True)
     config = load_config(RECIPE, [*common, *compressed])
-    sent = compressed_sizes(config, Layout.from_config(config, 2)).values()
+    sent = compressed_sizes(config.parallelism, Layout.from_config(config, 2)).values()
     whole, factors = (
         4 * sum(numbers for numbers, _ in sent),
         4 * sum(factors or numbers for numbers, factors in sent),

@@ -17,7 +17,7 @@ from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMA
 from titan_lite.config import ConfigError, load_config
 from titan_lite.distributed import powersgd
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.memory import compressed_sizes
+from titan_lite.distributed.powersgd import compressed_sizes
 from titan_lite.rules import check
 from titan_lite.tools.verify.twin import parse_layout, twin
 
@@ -54,7 +54,7 @@ def expected_bytes(options, ranks):
     paper: r (n + m) numbers for a matrix of n x m.
     """
     config = load_config(DEBUG, [*TINY, *options, "--training.global_batch_size=8"])
-    sent = compressed_sizes(config, Layout.from_config(config, ranks)).values()
+    sent = compressed_sizes(config.parallelism, Layout.from_config(config, ranks)).values()
     whole = sum(4 * numbers for numbers, factors in sent if not factors)
     return whole, sum(4 * factors for _, factors in sent)
 

@@ -32,7 +32,6 @@ WITH_TORCH = ("rules.machine",)  # within those
 SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or plain values
     "config",
     "distributed.layout",
-    "distributed.memory",
     "distributed.parallelize",
     "rules",
     "recipe",
@@ -166,7 +165,7 @@ def test_an_import_that_leads_downward_is_not(module, source, tmp_path):
 
 LAYOUT = {
     "distributed/layout.py",
-    "distributed/memory.py",
+    "tools/plan/rank_bytes.py",
     "rules/training.py",
     "config/batch_sizes.py",
     "tools/verify/twin.py",

@@ -401,8 +401,9 @@ class Parallelism(Section):
     """With several microbatches (gradient accumulation, pipeline): step gathers all weights and
     reduces all gradients once per optimizer step (memory: the rank's stages, unsharded, in
     mixed_precision_param, and their gradients in mixed_precision_reduce); microbatch does both for
-    every microbatch (traffic times the number of microbatches); auto is step if that leaves 40% of
-    a GPU for activations and compile.bucketing is none or block, else microbatch."""
+    every microbatch (traffic times the number of microbatches); auto is step if 16 bytes for each
+    parameter in a rank's shards and 8 for each gathered one leave 40% of a GPU for activations, and
+    compile.bucketing is none or block, else microbatch."""
 
 
 class ActivationCheckpoint(Section):

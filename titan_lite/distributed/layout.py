@@ -9,7 +9,7 @@
 
 Plain numbers without torch, a device or a price. The trainer, the planner, the start lines, the
 checkpoint's state and verify read them here, and compute none themselves. Which layouts are
-possible is in titan_lite/rules/, and what they take in distributed/memory.py.
+possible is in titan_lite/rules/, and what they take in tools/plan/.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from titan_lite.config import (
 )
 from titan_lite.config.errors import alternatives, nearest_multiples
 from titan_lite.config.families import ModelConfig, Shape
-from titan_lite.distributed.memory import gathered_once_bytes, steady_bytes
+from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.loss_chunk import automatic_chunk
 from titan_lite.models.shapes import active_parameters, parameter_shapes, shape_of
-from titan_lite.optim.state import numbers_in
+from titan_lite.optim.state import FLOAT32_BYTES, numbers_in
 from titan_lite.sharding import chunk_size
 
 DEGREES = {  # axis: the key of its degree in [parallelism]
@@ -42,7 +42,11 @@ DEGREES = {  # axis: the key of its degree in [parallelism]
     "tp": "tensor_parallel_degree",
 }
 AXES = tuple(DEGREES)  # of the mesh, the outermost first
-# Share of a device's memory that fsdp_communication = "auto" may fill, without activations.
+# fsdp_communication = "auto" counts these bytes of a parameter. Of its shards: a weight, a gradient
+# and two moments in float32. Gathered: a weight and a gradient in bfloat16, and a float32 sum.
+SHARD_BYTES = 16
+GATHERED_BYTES = 8
+# Share of a device's memory that both may fill, without activations.
 MAX_FILLED = 0.6
 
 
@@ -202,6 +206,16 @@ class Layout:
         that has it; in its tensor-parallel part, before sharding.
         """
         return self.copied_on(self.largest_pipeline_rank) / self.degrees["tp"]
+
+    @property
+    def own_parameters(self) -> float:
+        """Number of parameters in the shards of a rank."""
+        return (self.parameters_of_rank + self.copied_of_rank) / self.fsdp_degree
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes of unsharded weights, gradients and their sums, held for a step."""
+        return GATHERED_BYTES * (self.gathered_of_rank + self.copied_of_rank)
 
     # Batches
 
@@ -402,10 +416,16 @@ def _gathers_once(config: Config, layout: Layout, device_memory: float) -> bool:
     buckets = compile.compiles("model") and compile.bucketing not in ("none", "block")
     if buckets or parallelism.fsdp_reshard_after_forward == "always":
         return False
-    if device_memory == math.inf:
-        return True
-    needed = steady_bytes(config, layout) + gathered_once_bytes(config, layout)
+    needed = SHARD_BYTES * layout.own_parameters + layout.gathered_bytes
     return needed <= MAX_FILLED * device_memory
+
+
+def least_state_bytes(config: Config, layout: Layout) -> float:
+    """Return a lower bound of the bytes that a rank keeps for the whole run: its shards of weights,
+    gradients and moments.
+    """
+    moments = len(OPTIMIZERS[config.optimizer.name].moments)
+    return FLOAT32_BYTES * (2 + moments) * layout.own_parameters
 
 
 def _loss_chunk(training: Training, layout: Layout) -> int:

@@ -23,6 +23,7 @@ and all Q another one. Shards that are too small for it travel as they are, in o
 reduce_dtype. Nothing hides these collectives.
 """
 
+import math
 import time
 import zlib
 from collections import defaultdict
@@ -36,8 +37,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_lite.config import Parallelism
+from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.param_collectives import ShardSpec, started_last
 from titan_lite.distributed.stage import Stage
+from titan_lite.distributed.tensor_parallel import largest_shard
 from titan_lite.dtensor import gradient_shard, local
 from titan_lite.models.fqns import block_of, last_block
 
@@ -58,6 +61,20 @@ def compressed_shape(rows: int, row_shape: Sequence[int], rank: int) -> tuple[in
     columns = torch.Size(row_shape).numel()
     pays = rank * (rows + columns) <= MAX_FACTOR_SHARE * rows * columns
     return (rows, columns) if pays else None
+
+
+def compressed_sizes(parallelism: Parallelism, layout: Layout) -> dict[str, tuple[int, int]]:
+    """Return (elements of a rank's shard, elements of its PowerSGD factors) by FQN.
+
+    Without factors (0) the gradient travels between replicas as it is.
+    """
+    rank = parallelism.replicate_rank
+    sizes = {}
+    for fqn, shape in layout.shapes_of_rank.items():
+        shard = largest_shard(layout, fqn, shape)
+        matrix = compressed_shape(shard[0], shard[1:], rank)
+        sizes[fqn] = (math.prod(shard), rank * sum(matrix) if matrix else 0)
+    return sizes
 
 
 def factor_sizes(spec: ShardSpec, parallelism: Parallelism) -> tuple[int, int] | None:

@@ -19,7 +19,7 @@ tensors: a graph has plain collectives.
 import fnmatch
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,10 +40,12 @@ from titan_lite.config.families import (
     feed_forward_parameters,
     find_family,
 )
+from titan_lite.distributed.layout import Layout
 from titan_lite.models.float8 import E5M2, Float8Linear, Scaled, scale_of, stand_in, to_bytes
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.loss import VocabularyShard
 from titan_lite.models.transformer import Transformer
+from titan_lite.sharding import chunk_size
 
 
 @dataclass(frozen=True)
@@ -251,6 +253,19 @@ def weight_dim(fqn: str, family: str) -> int | None:
     """
     style = _style_of(fqn, family)
     return None if style is None else style.weight
+
+
+def largest_shard(layout: Layout, fqn: str, shape: Sequence[int]) -> Shape:
+    """Return the shape of the largest part of a parameter that a rank has."""
+    part = list(shape)
+    shards = layout.fsdp_degree
+    if is_of_experts(shape):  # mesh.expert_mesh
+        part[0] //= layout.expert_parallel
+        shards = layout.expert_ranks // layout.expert_parallel
+    elif (split_dim := weight_dim(fqn.rpartition(".")[0], layout.model.family)) is not None:
+        part[split_dim] = chunk_size(part[split_dim], layout.degrees["tp"])
+    part[0] = chunk_size(part[0], shards)
+    return tuple(part)
 
 
 def _style_of(fqn: str, family: str) -> Style | None:

@@ -17,15 +17,8 @@ import torch
 from titan_lite import __version__
 from titan_lite.config import Config
 from titan_lite.distributed.axes import AXIS_NAMES
-from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.memory import (
-    compressed_sizes,
-    compression_error_bytes,
-    gathered_once_bytes,
-    itemsizes,
-    least_batch_bytes,
-    steady_bytes,
-)
+from titan_lite.distributed.layout import Layout, least_state_bytes
+from titan_lite.distributed.powersgd import compressed_sizes
 from titan_lite.models.attention import fits_flash, masks_by_kernel
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import shape_words
@@ -259,8 +252,8 @@ def owners_line(config: Config, layout: Layout, costs: OwnerCosts) -> str:
 def compression_line(config: Config, layout: Layout) -> str:
     """Return the line on what travels between replicas, in bytes of a rank's all-reduces."""
     parallelism = config.parallelism
-    sizes = compressed_sizes(config, layout)
-    _, reduced = itemsizes(config.training)
+    sizes = compressed_sizes(config.parallelism, layout)
+    reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
     uncompressed = {  # an ordered set of names with * for the layer
         re.sub(r"\.\d+\.", ".*.", fqn).removesuffix(".weight"): None
         for fqn, (_, factors) in sizes.items()
@@ -287,16 +280,12 @@ def pipeline_line(config: Config, layout: Layout) -> str:
 
 
 def memory_line(config: Config, layout: Layout) -> str:
-    steady = steady_bytes(config, layout) / GIB
-    line = f"memory: {steady:.2f} GiB a rank for parameters, gradients and optimizer state"
-    errors = 2 * compression_error_bytes(config, layout) / GIB
-    if errors:
-        line += f" ({errors:.2f} GiB of it for two errors of the gradients between copies)"
+    steady = least_state_bytes(config, layout) / GIB
+    line = f"memory: at least {steady:.2f} GiB a rank for parameters, gradients and optimizer state"
     if layout.gathers_once:
-        unsharded = gathered_once_bytes(config, layout) / GIB
+        unsharded = layout.gathered_bytes / GIB
         line += f", {unsharded:.2f} GiB for unsharded weights and gradients, held for the step"
-    batch = least_batch_bytes(config, layout) / GIB
-    return f"{line}; at least {batch:.2f} GiB for a local batch and its activations"
+    return f"{line}; beside activations"
 
 
 def checkpoints_line(config: Config) -> str:

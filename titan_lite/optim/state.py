@@ -17,18 +17,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 from titan_lite.config import Optimizer
-from titan_lite.config.optimizers import OPTIMIZERS, Algorithm
 from titan_lite.models.fqns import is_of_experts, is_router
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # of parameters, by FQN
 
 FLOAT32_BYTES = 4
-# tensors of a parameter's shape in memory while plain operations update it
-PLAIN_TENSORS = 4
-# complete matrices in memory at an owner: those that it computes with, and those that two
-# all-to-alls send and receive
-COMPLETE_MATRICES = 8
 # Operations of float32 products, divided by n^3, in the time of an eigendecomposition in float64.
 # On a CPU they are 26 to 47 for n from 1024 to 256. The figure of a GPU, where most of the time is
 # waiting for memory and launches, is a guess.
@@ -56,47 +50,6 @@ def matrices_in(shapes: Shapes) -> list[Shape]:
 def numbers_in(shapes: Shapes) -> int:
     """Return the number of elements of all parameters."""
     return sum(map(math.prod, shapes.values()))
-
-
-def share_of_matrices(shapes: Shapes) -> float:
-    """Return the share of these parameters that are in matrices within blocks."""
-    return sum(map(math.prod, matrices_in(shapes))) / numbers_in(shapes)
-
-
-# State and updates of shards
-
-
-def algorithms_of(optimizer: Optimizer) -> tuple[Algorithm, Algorithm]:
-    """Return the algorithm of matrices within blocks, and that of all other parameters."""
-    algorithm = OPTIMIZERS[optimizer.name]
-    has_owners = optimizer.name in OWNER_COSTS
-    return algorithm, OPTIMIZERS["AdamW"] if has_owners else algorithm
-
-
-def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> list[float]:
-    """Return the bytes of each of the sharded moments, such as exp_avg and exp_avg_sq.
-
-    own: parameters of this rank; matrices: those of them within matrices of blocks. Step counts are
-    left out, and what owners have.
-    """
-    of_matrices, of_others = (len(each.moments) for each in algorithms_of(optimizer))
-    nbytes = []
-    for number in range(max(of_matrices, of_others)):
-        elements = own
-        if number >= of_matrices:
-            elements -= matrices
-        if number >= of_others:
-            elements -= own - matrices
-        nbytes.append(FLOAT32_BYTES * elements)
-    return nbytes
-
-
-def update_bytes(algorithm: Algorithm) -> float:
-    """Return the bytes that an update reads and writes for each element."""
-    if algorithm.update_bytes:
-        return algorithm.update_bytes
-    # it reads parameter, gradient and moments, and writes all but the gradient
-    return FLOAT32_BYTES * (3.0 + 2 * len(algorithm.moments))
 
 
 # What the owner of a matrix keeps and computes
@@ -214,14 +167,6 @@ def sum_by_owner(
         for owner, shape in bucket.items():
             sums[owner] += cost(shape)
     return sums
-
-
-def bytes_by_owner(config: Optimizer, shapes: Shapes, ranks: int) -> list[float]:
-    """Return the bytes that each rank keeps as an owner; zeros for an optimizer without owners."""
-    costs = owner_costs(config)
-    if costs is None:
-        return [0.0] * ranks
-    return sum_by_owner(owner_buckets(config, shapes, ranks), ranks, costs.nbytes)
 
 
 # Muon

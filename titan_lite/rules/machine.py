@@ -6,7 +6,6 @@
 imported where torch is there anyway.
 """
 
-import dataclasses
 import math
 import os
 from collections.abc import Iterator
@@ -21,18 +20,12 @@ from titan_lite.config import Config, ConfigError
 from titan_lite.cost.profiles import PROFILES, profile_of
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.device import device_memory, host_memory
-from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.memory import (
-    compression_error_bytes,
-    gathered_once_bytes,
-    host_copy_bytes,
-    least_batch_bytes,
-    steady_bytes,
-)
+from titan_lite.distributed.layout import Layout, least_state_bytes
 from titan_lite.distributed.process_group import all_equal
 from titan_lite.logging import logger
 from titan_lite.models.attention import check_kernel
 from titan_lite.models.shapes import shape_words
+from titan_lite.optim.state import FLOAT32_BYTES
 from titan_lite.rules import check, check_inputs
 from titan_lite.rules.fault_tolerance import missing_lighthouse
 from titan_lite.rules.float8 import float8_has_results_on_gpus
@@ -166,8 +159,6 @@ def collectives_of_this_gpu_are_priced(config: Config, layout: Layout) -> Iterat
 
 # Memory
 
-CERTAINLY = 2  # times the memory: what a lower bound says cannot be
-
 
 def check_memory(
     config: Config, layout: Layout, device_bytes: float, host_bytes: float = math.inf
@@ -176,7 +167,7 @@ def check_memory(
 
     device_bytes: of its GPU, infinite without one; host_bytes: of the host's memory per rank.
     """
-    needed = steady_bytes(config, layout)
+    needed = least_state_bytes(config, layout)
     if device_bytes == math.inf and needed > host_bytes:
         raise ConfigError(
             f"no GPU found, and {shape_words(config.model)} on {layout.world_size} CPU ranks does"
@@ -191,21 +182,19 @@ def check_memory(
 def _does_not_fit(
     config: Config, layout: Layout, device_bytes: float, host_bytes: float
 ) -> Iterator[Mistake]:
-    steady = steady_bytes(config, layout)
-    once = steady + gathered_once_bytes(config, layout)
+    steady = least_state_bytes(config, layout)
+    once = steady + layout.gathered_bytes
     if steady > device_bytes:
-        errors = ""
-        if compression_error_bytes(config, layout):
-            errors = ", their errors (parallelism.replicate_compression)"
+        shards = math.ceil(layout.degrees["dp_shard"] * steady / device_bytes)
         yield Mistake(
             key="parallelism.data_parallel_shard_degree",
             value=layout.degrees["dp_shard"],
             why=(
                 f"shards too little: {shape_words(config.model)} on {layout.world_size} ranks:"
-                f" weights, gradients{errors} and optimizer state need"
-                f" {steady / 2**30:.0f} GiB a rank, and a rank has {device_bytes / 2**30:.0f}"
+                f" weights, gradients and optimizer state need at least {steady / 2**30:.0f} GiB a"
+                f" rank, and a rank has {device_bytes / 2**30:.0f}"
             ),
-            instead=_shards_that_fit(config, layout, device_bytes),
+            instead=f"parallelism.data_parallel_shard_degree = {shards} or more",
         )
     elif layout.gathers_once and once > device_bytes:
         yield Mistake(
@@ -217,26 +206,10 @@ def _does_not_fit(
             ),
             instead='"microbatch" or "auto"',
         )
-    memory = host_bytes if device_bytes == math.inf else device_bytes
-    batch = least_batch_bytes(config, layout)
-    if steady + batch > CERTAINLY * memory:
-        sequences = layout.local_batch_size
-        share = max(0.0, memory - steady) / batch  # which fits, by the lower bound
-        fewer = int(share * sequences)
-        shorter = int(share * layout.seq_len)
-        yield Mistake(
-            key="training.local_batch_size",
-            value=sequences,
-            why=(
-                f"needs at least {batch / 2**30:,.0f} GiB a rank for its tokens of"
-                f" {layout.seq_len:,} a sequence and their activations, and a rank has"
-                f" {memory / 2**30:,.0f}"
-            ),
-            instead=f"at most {fewer}" if fewer else f"training.seq_len below {shorter:,}",
-        )
-    copy = host_copy_bytes(config, layout)
+    saves_beside = config.checkpoint.enable and config.checkpoint.async_mode != "disabled"
+    copy = steady - FLOAT32_BYTES * layout.own_parameters  # all but gradients
     on_host = copy + steady if device_bytes == math.inf else copy
-    if on_host > host_bytes:
+    if saves_beside and on_host > host_bytes:
         beside = ", beside them" if on_host > copy else ""
         yield Mistake(
             key="checkpoint.async_mode",
@@ -247,19 +220,6 @@ def _does_not_fit(
             ),
             instead='"disabled"',
         )
-
-
-def _shards_that_fit(config: Config, layout: Layout, device_bytes: float) -> str:
-    """Return a number of shards with which a rank has what it keeps, in words. What owners of
-    matrices keep is not sharded evenly, so the number is tried.
-    """
-    ratio = steady_bytes(config, layout) / device_bytes
-    least = math.ceil(layout.degrees["dp_shard"] * ratio)
-    for shards in (least, 2 * least, 4 * least):
-        sharded = dataclasses.replace(layout, degrees={**layout.degrees, "dp_shard": shards})
-        if steady_bytes(config, sharded) <= device_bytes:
-            return f"parallelism.data_parallel_shard_degree = {shards} or more"
-    return "devices with more memory, or a smaller model"
 
 
 def check_agreement(layout: Layout) -> None:

@@ -237,9 +237,9 @@ def compression_has_replicas_and_steps(config: Config, layout: Layout) -> Iterat
 def compression_makes_gradients_smaller(config: Config, layout: Layout) -> Iterator[Mistake]:
     if config.parallelism.replicate_compression == "none":
         return
-    from titan_lite.distributed.memory import compressed_sizes
+    from titan_lite.distributed.powersgd import compressed_sizes
 
-    if not any(factors for _, factors in compressed_sizes(config, layout).values()):
+    if not any(factors for _, factors in compressed_sizes(config.parallelism, layout).values()):
         yield Mistake(
             key="parallelism.replicate_rank",
             value=config.parallelism.replicate_rank,

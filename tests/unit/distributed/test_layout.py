@@ -9,7 +9,7 @@ import torch
 from tiny import DEBUG, RECIPES
 
 from titan_lite.config import ConfigError, load_config
-from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.layout import Layout, least_state_bytes
 from titan_lite.distributed.pipeline import keep_modules
 from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.fqns import parameters_within
@@ -166,6 +166,61 @@ def test_a_pipeline_rank_has_the_parameters_of_its_stages_and_perhaps_a_copy(sch
     assert found.sends_table == (tied == "yes" and schedule != "ZBVZeroBubble")
     names = [fqn for rank in range(2) for fqn in found.shapes_on(rank)]
     assert sorted(names) == sorted(parameter_shapes(found.model))
+
+
+def layout_on(recipe, ranks, gib, *options):
+    config = load_config(RECIPES / f"{recipe}.toml", options)
+    return Layout.from_config(config, ranks, device_memory=gib * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("gib", "options", "once"),
+    [
+        # 8.03e9 parameters on 8 ranks: 16 bytes of each in shards, 15 GiB, and 8 gathered, 60 GiB
+        (80, (), False),
+        (141, (), True),
+        (80, ("--parallelism.fsdp_communication=step",), True),
+        (141, ("--parallelism.fsdp_communication=microbatch",), False),
+        (141, ("--compile.bucketing=greedy",), False),
+        (141, ("--parallelism.fsdp_reshard_after_forward=always",), False),
+        (141, ("--training.global_batch_size=8",), False),
+    ],
+)
+def test_weights_are_gathered_once_a_step_where_that_fits(gib, options, once):
+    accumulates = [
+        "--training.local_batch_size=1",
+        "--training.global_batch_size=32",
+        "--compile.bucketing=block",
+    ]
+    found = layout_on("llama3_8b", 8, gib, *accumulates, *options)
+    assert found.gathers_once == once
+
+
+def test_the_parameters_of_a_rank_are_those_of_the_stages_with_most():
+    found = layout_on(
+        "llama3_8b",
+        8,
+        80,
+        "--parallelism.pipeline_parallel_degree=2",
+        "--parallelism.tensor_parallel_degree=2",
+    )
+    halves = (
+        32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336) / 2 + 4096 * 128_256
+    )  # and norms
+    assert found.parameters_of_rank == pytest.approx(halves / 2, rel=1e-2)
+    assert found.own_parameters == found.parameters_of_rank / 2
+    assert found.gathered_bytes == 8 * found.parameters_of_rank
+
+
+@pytest.mark.parametrize(("optimizer", "tensors"), [("AdamW", 4), ("Lion", 3), ("Muon", 3)])
+def test_what_a_rank_keeps_has_the_moments_of_its_optimizer(optimizer, tensors):
+    options = [f"--optimizer.name={optimizer}", "--model.tied_embeddings=yes"]
+    options += ["--model.n_layers=7", "--parallelism.pipeline_parallel_degree=2"]
+    config = load_config(DEBUG, options)
+    found = Layout.from_config(config, 4)
+    assert found.copied_of_rank == 2048 * 256  # the table that the last stage has again
+    own = (found.parameters_of_rank + found.copied_of_rank) / 2
+    assert least_state_bytes(config, found) == 4 * tensors * own
 
 
 def test_a_layout_needs_no_torch():

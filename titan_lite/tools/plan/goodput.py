@@ -8,9 +8,14 @@ fail as often as in Llama 3's run, independently of others, and each failure sto
 import math
 
 from titan_lite.cost.machine import GB
-from titan_lite.distributed.memory import STORED_BYTES, compression_error_bytes, owner_bytes
-from titan_lite.optim.state import moment_bytes, share_of_matrices
 from titan_lite.tools.plan.plan import Plan
+from titan_lite.tools.plan.rank_bytes import (
+    STORED_BYTES,
+    compression_error_bytes,
+    moment_bytes,
+    owner_bytes,
+    share_of_matrices,
+)
 
 # Published.
 # Seconds between failures of one GPU: 419 interruptions of 16,384 GPUs in 54 days (arXiv

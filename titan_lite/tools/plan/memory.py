@@ -17,24 +17,22 @@ from dataclasses import dataclass
 
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.cost.nccl import CHANNELS
-from titan_lite.distributed.memory import (
-    ITEM_BYTES,
-    STORED_BYTES,
-    copied_table_shard,
-    itemsizes,
-    owner_bytes,
-)
 from titan_lite.distributed.pipeline_schedule import backward_kinds, computations, order_of
 from titan_lite.distributed.step_gather import IN_FLIGHT
-from titan_lite.optim.state import (
-    COMPLETE_MATRICES,
-    PLAIN_TENSORS,
-    algorithms_of,
-    moment_bytes,
-    owner_costs,
-)
+from titan_lite.optim.state import owner_costs
 from titan_lite.tools.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
 from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION
+from titan_lite.tools.plan.rank_bytes import (
+    COMPLETE_MATRICES,
+    ITEM_BYTES,
+    PLAIN_TENSORS,
+    STORED_BYTES,
+    algorithms_of,
+    copied_table_shard,
+    itemsizes,
+    moment_bytes,
+    owner_bytes,
+)
 from titan_lite.tools.plan.tape import Stage, Tape, Weight, buckets_of
 from titan_lite.tools.plan.trace import PlannedLayout
 

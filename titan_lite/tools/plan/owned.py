@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from titan_lite.cost.machine import Machine
-from titan_lite.distributed.memory import ITEM_BYTES, largest_shard
+from titan_lite.distributed.tensor_parallel import largest_shard
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.optim.state import owner_buckets, owner_costs
+from titan_lite.tools.plan.rank_bytes import ITEM_BYTES
 from titan_lite.tools.plan.trace import PlannedLayout
 
 

@@ -29,14 +29,6 @@ from titan_lite.config import Config, ConfigError, Parallelism, flatten
 from titan_lite.config.load import option
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.distributed.layout import DEGREES
-from titan_lite.distributed.memory import (
-    STORED_BYTES,
-    compression_error_bytes,
-    itemsizes,
-    kept_bytes_of_block,
-    owner_bytes,
-    recomputed_share,
-)
 from titan_lite.distributed.pipeline_schedule import (
     IN_HALVES,
     PipelineSchedule,
@@ -45,7 +37,6 @@ from titan_lite.distributed.pipeline_schedule import (
     runs_halves,
 )
 from titan_lite.models.shapes import block_weights, shape_of
-from titan_lite.optim.state import moment_bytes
 from titan_lite.tools.plan.changes import (
     CHECKPOINTING,
     MODE,
@@ -62,6 +53,15 @@ from titan_lite.tools.plan.changes import (
 )
 from titan_lite.tools.plan.memory import outside_of_tensors
 from titan_lite.tools.plan.plan import Plan
+from titan_lite.tools.plan.rank_bytes import (
+    STORED_BYTES,
+    compression_error_bytes,
+    itemsizes,
+    kept_bytes_of_block,
+    moment_bytes,
+    owner_bytes,
+    recomputed_share,
+)
 from titan_lite.tools.plan.simulate import table_seconds
 from titan_lite.tools.plan.summary import describe_degrees, part_name
 from titan_lite.tools.plan.trace import PROCESSES, PlannedLayout, blocks_in

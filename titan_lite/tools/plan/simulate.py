@@ -15,11 +15,17 @@ from statistics import NormalDist
 
 from titan_lite.config import Config
 from titan_lite.cost.machine import Machine
-from titan_lite.distributed.memory import STORED_BYTES, copied_table_shard, itemsizes
 from titan_lite.distributed.pipeline_schedule import Order, computations, order_of
-from titan_lite.optim.state import algorithms_of, share_of_matrices, update_bytes
 from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION, ByAxis, Costs, StageCosts
 from titan_lite.tools.plan.owned import Owned, owned_matrices
+from titan_lite.tools.plan.rank_bytes import (
+    STORED_BYTES,
+    algorithms_of,
+    copied_table_shard,
+    itemsizes,
+    share_of_matrices,
+    update_bytes,
+)
 from titan_lite.tools.plan.timetable import Timetable, run_order
 from titan_lite.tools.plan.trace import PlannedLayout
 

@@ -12,8 +12,8 @@ from titan_lite.config import load_config
 from titan_lite.config.families import QWEN3_MOE
 from titan_lite.cost.op_cost import flops_of, node_seconds
 from titan_lite.cost.profiles import load_machine
-from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.memory import largest_shard, steady_bytes
+from titan_lite.distributed.layout import Layout, least_state_bytes
+from titan_lite.distributed.tensor_parallel import largest_shard
 from titan_lite.models.experts import grouped_mm, grouped_mm_of_weights
 from titan_lite.models.shapes import (
     active_parameters,
@@ -63,7 +63,7 @@ def test_experts_are_sharded_over_tensor_parallel_ranks_and_gathered_whole():
     fqn = "layers.0.moe.experts.w2"
     for layout in (alone, split):
         assert largest_shard(layout, fqn, (128, 2048, 768)) == (16, 2048, 768)
-        assert steady_bytes(config, layout) == pytest.approx(4 * 4 * layout.parameters / 8)
+        assert least_state_bytes(config, layout) == pytest.approx(4 * 4 * layout.parameters / 8)
     experts = 48 * block_weights(A3B).experts
     others = alone.parameters - experts
     assert alone.gathered_of_rank == alone.parameters
@@ -78,7 +78,7 @@ def test_a_rank_gathers_its_own_experts_alone():
     assert split.expert_ranks == 8
     for layout in (alone, split):
         assert largest_shard(layout, "layers.0.moe.experts.w2", (128, 2048, 768)) == (16, 2048, 768)
-        assert steady_bytes(config, layout) == pytest.approx(4 * 4 * layout.parameters / 8)
+        assert least_state_bytes(config, layout) == pytest.approx(4 * 4 * layout.parameters / 8)
 
 
 def node_of(operator, *shapes, sizes=(), balanced_rows):

@@ -1,0 +1,156 @@
+"""Count the bytes that a rank keeps, and those that an update moves: of shards, of matrices that it
+owns, of errors between copies, of a block's activations.
+
+    moment_bytes(config.optimizer, own=1e9)         # of each of the sharded moments
+    owner_bytes(config, layout)                     # of the owner with most
+    kept_bytes_of_block(config, layout)             # of a microbatch, a lower bound
+
+When a step needs them is in memory.py.
+"""
+
+import math
+
+from titan_lite.config import ActivationCheckpoint, Config, Optimizer, Training
+from titan_lite.config.optimizers import OPTIMIZERS, Algorithm
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.powersgd import compressed_sizes
+from titan_lite.distributed.tensor_parallel import largest_shard
+from titan_lite.optim.state import (
+    FLOAT32_BYTES,
+    OWNER_COSTS,
+    Shapes,
+    matrices_in,
+    numbers_in,
+    owner_buckets,
+    owner_costs,
+    sum_by_owner,
+)
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+# Bytes of a stored weight, of its gradient and of each of its moments: float32.
+STORED_BYTES = FLOAT32_BYTES
+# tensors of a parameter's shape in memory while plain operations update it
+PLAIN_TENSORS = 4
+# complete matrices in memory at an owner: those that it computes with, and those that two
+# all-to-alls send and receive
+COMPLETE_MATRICES = 8
+
+
+def itemsizes(training: Training) -> tuple[int, int]:
+    """Return the bytes per element of computation, and of sums of gradients."""
+    computed = ITEM_BYTES[training.mixed_precision_param]
+    summed = ITEM_BYTES[training.mixed_precision_reduce]
+    return computed, summed
+
+
+def owner_bytes(config: Config, layout: Layout) -> float:
+    """Return the bytes of complete matrices on the owner with most (optim/matrix_owners.py)."""
+    if owner_costs(config.optimizer) is None:
+        return 0.0
+    ranks = layout.world_size // layout.degrees["pp"]
+    return max(bytes_by_owner(config.optimizer, layout.shapes_of_rank, ranks))
+
+
+def copied_table_shard(layout: Layout) -> int:
+    """Return the numbers in the largest shard of a tied table that the last stage has a copy of
+    (distributed/tied_table.py); 0 without a copy.
+    """
+    if not layout.copies_table:
+        return 0
+    shape = (layout.model.vocab_size, layout.model.dim)
+    return math.prod(largest_shard(layout, "tok_embeddings.weight", shape))
+
+
+def compression_error_bytes(config: Config, layout: Layout) -> int:
+    """Return the bytes of a rank's errors of compressed gradients; a step has them twice."""
+    if config.parallelism.replicate_compression == "none":
+        return 0
+    sizes = compressed_sizes(config.parallelism, layout).values()
+    return STORED_BYTES * sum(elements for elements, factors in sizes if factors)
+
+
+def kept_bytes_of_block(config: Config, layout: Layout) -> float:
+    """Return a lower bound of the bytes that a block keeps of a microbatch, the mean of blocks."""
+    model = layout.model
+    tp = layout.degrees["tp"]
+    by_operator = _checkpoints_by_operator(config.activation_checkpoint)
+    recomputed = recomputed_share(config.activation_checkpoint)
+    if config.activation_checkpoint.mode == "memory_budget":
+        recomputed = 1.0  # at most
+    # Inputs of products, which selective checkpointing and the compiler recompute: the results of
+    # two norms and of the feed-forward. The norms' are gathered for tensor parallelism, which is
+    # no small operator.
+    is_compiled = config.compile.compiles("model")
+    hidden_dim = model.hidden_dim * max(1, model.experts_per_token)  # units of a token
+    inputs = 0.0 if by_operator or is_compiled else 2 * model.dim + hidden_dim
+    if tp > 1 and not by_operator:
+        inputs += 2 * model.dim * (tp if is_compiled else tp - 1)
+    # At least queries, keys, values, attention's result and its product, and both halves of the
+    # feed-forward.
+    heads = model.n_heads + model.n_kv_heads
+    results = 2 * heads * model.head_dim + model.dim + 2 * hidden_dim
+    option = config.activation_checkpoint.selective_ac_option
+    saved = 0.5 if by_operator and option == "op/2" else 1.0  # share of products
+    numbers = recomputed * model.dim + (1 - recomputed) * (saved * results + inputs)
+    computed, _ = itemsizes(config.training)
+    return computed * layout.tokens_per_microbatch / tp * numbers
+
+
+def recomputed_share(checkpointing: ActivationCheckpoint) -> float:
+    """Return the share of blocks that run twice."""
+    if checkpointing.mode == "full":
+        return 1.0
+    if checkpointing.mode == "selective" and not _checkpoints_by_operator(checkpointing):
+        return 1 / int(checkpointing.selective_ac_option)
+    return 0.0
+
+
+def _checkpoints_by_operator(checkpointing: ActivationCheckpoint) -> bool:
+    is_of_operators = checkpointing.selective_ac_option in ("op", "op/2")
+    return checkpointing.mode == "selective" and is_of_operators
+
+
+def share_of_matrices(shapes: Shapes) -> float:
+    """Return the share of these parameters that are in matrices within blocks."""
+    return sum(map(math.prod, matrices_in(shapes))) / numbers_in(shapes)
+
+
+def algorithms_of(optimizer: Optimizer) -> tuple[Algorithm, Algorithm]:
+    """Return the algorithm of matrices within blocks, and that of all other parameters."""
+    algorithm = OPTIMIZERS[optimizer.name]
+    has_owners = optimizer.name in OWNER_COSTS
+    return algorithm, OPTIMIZERS["AdamW"] if has_owners else algorithm
+
+
+def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> list[float]:
+    """Return the bytes of each of the sharded moments, such as exp_avg and exp_avg_sq.
+
+    own: parameters of this rank; matrices: those of them within matrices of blocks. Step counts are
+    left out, and what owners have.
+    """
+    of_matrices, of_others = (len(each.moments) for each in algorithms_of(optimizer))
+    nbytes = []
+    for number in range(max(of_matrices, of_others)):
+        elements = own
+        if number >= of_matrices:
+            elements -= matrices
+        if number >= of_others:
+            elements -= own - matrices
+        nbytes.append(FLOAT32_BYTES * elements)
+    return nbytes
+
+
+def update_bytes(algorithm: Algorithm) -> float:
+    """Return the bytes that an update reads and writes for each element."""
+    if algorithm.update_bytes:
+        return algorithm.update_bytes
+    # it reads parameter, gradient and moments, and writes all but the gradient
+    return FLOAT32_BYTES * (3.0 + 2 * len(algorithm.moments))
+
+
+def bytes_by_owner(config: Optimizer, shapes: Shapes, ranks: int) -> list[float]:
+    """Return the bytes that each rank keeps as an owner; zeros for an optimizer without owners."""
+    costs = owner_costs(config)
+    if costs is None:
+        return [0.0] * ranks
+    return sum_by_owner(owner_buckets(config, shapes, ranks), ranks, costs.nbytes)
