@@ -428,6 +428,22 @@ def least_state_bytes(config: Config, layout: Layout) -> float:
     return FLOAT32_BYTES * (2 + moments) * layout.own_parameters
 
 
+def least_batch_bytes(config: Config, layout: Layout) -> float:
+    """Return a lower bound of the bytes that a rank needs for a local batch: its tokens and labels
+    in int64, and in bfloat16 what the blocks of its largest stage keep of a microbatch.
+    """
+    model = layout.model
+    tokens = 16 * layout.local_batch_size * layout.seq_len
+    modules = layout.pipeline.modules
+    blocks = max(sum(name.startswith("layers.") for name in stage) for stage in modules)
+    kept = model.dim  # for each token: what enters the block
+    if config.activation_checkpoint.mode == "none":
+        # queries, the result of attention, both halves of the feed-forward
+        hidden_dim = model.hidden_dim * max(1, model.experts_per_token)
+        kept += 2 * (model.n_heads * model.head_dim + hidden_dim)
+    return tokens + 2 * blocks * kept * layout.tokens_per_microbatch / layout.degrees["tp"]
+
+
 def _loss_chunk(training: Training, layout: Layout) -> int:
     """Return the tokens whose logits a rank has at a time; 0: all of a microbatch."""
     if training.loss_chunk_tokens != 0:

@@ -17,7 +17,7 @@ import torch
 from titan_lite import __version__
 from titan_lite.config import Config
 from titan_lite.distributed.axes import AXIS_NAMES
-from titan_lite.distributed.layout import Layout, least_state_bytes
+from titan_lite.distributed.layout import Layout, least_batch_bytes, least_state_bytes
 from titan_lite.distributed.powersgd import compressed_sizes
 from titan_lite.models.attention import fits_flash, masks_by_kernel
 from titan_lite.models.fqns import is_of_experts
@@ -285,7 +285,8 @@ def memory_line(config: Config, layout: Layout) -> str:
     if layout.gathers_once:
         unsharded = layout.gathered_bytes / GIB
         line += f", {unsharded:.2f} GiB for unsharded weights and gradients, held for the step"
-    return f"{line}; beside activations"
+    batch = least_batch_bytes(config, layout) / GIB
+    return f"{line}; at least {batch:.2f} GiB for a local batch and its activations"
 
 
 def checkpoints_line(config: Config) -> str:

@@ -20,7 +20,7 @@ from titan_lite.config import Config, ConfigError
 from titan_lite.cost.profiles import PROFILES, profile_of
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.device import device_memory, host_memory
-from titan_lite.distributed.layout import Layout, least_state_bytes
+from titan_lite.distributed.layout import Layout, least_batch_bytes, least_state_bytes
 from titan_lite.distributed.process_group import all_equal
 from titan_lite.logging import logger
 from titan_lite.models.attention import check_kernel
@@ -159,6 +159,8 @@ def collectives_of_this_gpu_are_priced(config: Config, layout: Layout) -> Iterat
 
 # Memory
 
+CERTAINLY = 2  # times the memory: what a lower bound says cannot be
+
 
 def check_memory(
     config: Config, layout: Layout, device_bytes: float, host_bytes: float = math.inf
@@ -205,6 +207,23 @@ def _does_not_fit(
                 f" {device_bytes / 2**30:.0f}"
             ),
             instead='"microbatch" or "auto"',
+        )
+    memory = host_bytes if device_bytes == math.inf else device_bytes
+    batch = least_batch_bytes(config, layout)
+    if steady + batch > CERTAINLY * memory:
+        sequences = layout.local_batch_size
+        share = max(0.0, memory - steady) / batch  # which fits, by the lower bound
+        fewer = int(share * sequences)
+        shorter = int(share * layout.seq_len)
+        yield Mistake(
+            key="training.local_batch_size",
+            value=sequences,
+            why=(
+                f"needs at least {batch / 2**30:,.0f} GiB a rank for its tokens of"
+                f" {layout.seq_len:,} a sequence and their activations, and a rank has"
+                f" {memory / 2**30:,.0f}"
+            ),
+            instead=f"at most {fewer}" if fewer else f"training.seq_len below {shorter:,}",
         )
     saves_beside = config.checkpoint.enable and config.checkpoint.async_mode != "disabled"
     copy = steady - FLOAT32_BYTES * layout.own_parameters  # all but gradients

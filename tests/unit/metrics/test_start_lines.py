@@ -148,7 +148,8 @@ def test_the_start_says_what_will_run(monkeypatch):
     assert lines[7] == "tokenizer: assets/tokenizer/debug.model"
     assert lines[8] == (  # 5,770,496 parameters of 16 bytes on two ranks, and of 8 bytes unsharded
         "memory: at least 0.04 GiB a rank for parameters, gradients and optimizer state, 0.04 GiB"
-        " for unsharded weights and gradients, held for the step; beside activations"
+        " for unsharded weights and gradients, held for the step; at least 0.01 GiB for a"
+        " local batch and its activations"
     )
     assert lines[9:] == ["checkpoints: every 50 steps and at the end (checkpoint.interval)"]
 
@@ -184,8 +185,8 @@ def test_the_start_of_other_runs():
     assert lines[3].endswith("512 tokens a step = 2 sequences of 256, in 1 local batch of 2 a rank")
     assert lines[5:] == [
         (
-            "memory: at least 0.09 GiB a rank for parameters, gradients and optimizer state; beside"
-            " activations"
+            "memory: at least 0.09 GiB a rank for parameters, gradients and optimizer state; at least 0.01"
+            " GiB for a local batch and its activations"
         ),
         "checkpoints: none (checkpoint.enable = false)",
         "compiling comes first: the first step and the first validation take longer",

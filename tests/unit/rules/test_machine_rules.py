@@ -5,6 +5,7 @@ work, which does.
 import contextlib
 import importlib
 import math
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -422,6 +423,28 @@ def test_what_cannot_fit_is_refused_with_what_would():
     ):
         check_memory(config, layout, 60 * 2**30)
     check_memory(*layout_of("llama3_8b", 8, 60, *accumulates), 60 * 2**30)
+
+
+def test_a_batch_that_cannot_be_is_refused_with_one_that_can():
+    gib = 2**30
+    long = ["--training.global_batch_size=-1", "--training.seq_len=8192"]
+    huge = [*long, "--training.local_batch_size=60000"]
+    words = (
+        r"training.local_batch_size = 60000 needs at least [\d,]+ GiB a rank for its tokens of 8,192"
+        r" a sequence and their activations, and a rank has 12; use at most (\d+)"
+    )
+    with pytest.raises(ConfigError, match=words) as error:
+        check_memory(*layout_of("debug_model", 2, math.inf, *huge), math.inf, 12 * gib)
+    (fitting,) = re.findall(r"at most (\d+)", str(error.value))
+    smaller = [*long, f"--training.local_batch_size={fitting}"]
+    check_memory(*layout_of("debug_model", 2, math.inf, *smaller), math.inf, 12 * gib)
+    # on a GPU, whose host has more
+    with pytest.raises(ConfigError, match="a rank has 80; use at most"):
+        check_memory(*layout_of("debug_model", 2, 80, *huge), 80 * gib, 2000 * gib)
+    with pytest.raises(ConfigError, match=r"use training.seq_len below [\d,]+$"):
+        check_memory(
+            *layout_of("debug_model", 2, 80, "--training.seq_len=16000000"), 80 * gib, 2000 * gib
+        )
 
 
 @pytest.mark.parametrize(("optimizer", "fits"), [("AdamW", False), ("Lion", True), ("Muon", True)])
