@@ -139,10 +139,7 @@ def at_step_2(whole, tmp_path):
 
 
 def test_a_run_resumes_to_the_bit(whole, at_step_2):
-    assert (
-        f"optimizer: {whole[2]} for 14 matrices, shared by 2 ranks, of which the busiest"
-        " computes 1.0" in whole[1][0][0]
-    )
+    assert f"optimizer: {whole[2]} for 14 matrices, shared by 2 ranks" in whole[1][0][0]
     found = train(whole[2], at_step_2)
     assert losses(at_step_2) == {step: loss for step, loss in losses(whole[0]).items() if step > 2}
     assert all(

@@ -22,7 +22,7 @@ from titan_lite.distributed.powersgd import compressed_sizes
 from titan_lite.models.attention import fits_flash, masks_by_kernel
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import shape_words
-from titan_lite.optim.state import OwnerCosts, owner_buckets, owner_costs, sum_by_owner
+from titan_lite.optim.state import OwnerCosts, matrices_in, owner_costs
 from titan_lite.sharding import chunk_size
 
 GIB = 2**30
@@ -226,15 +226,8 @@ def attention_within_documents(config: Config, layout: Layout, device: torch.dev
 def owners_line(config: Config, layout: Layout, costs: OwnerCosts) -> str:
     ranks = layout.world_size // layout.degrees["pp"]
     optimizer = config.optimizer
-    buckets = owner_buckets(optimizer, layout.shapes_of_rank, ranks)
-    matrices = sum(len(bucket) for bucket in buckets)
-    shared = ""
-    if ranks > 1:
-        loads = sum_by_owner(buckets, ranks, costs.flops)
-        shared = (
-            f", shared by {ranks} ranks, of which the busiest computes"
-            f" {max(loads) * ranks / sum(loads):.2f} times the mean"
-        )
+    matrices = sum(not is_of_experts(shape) for shape in matrices_in(layout.shapes_of_rank))
+    shared = f", shared by {ranks} ranks" if ranks > 1 else ""
     roots = ""
     if costs.has_roots:
         roots = f", with roots from step {config.first_preconditioned_step} on"

@@ -1,12 +1,11 @@
-"""Count what optimizers keep and compute, and choose the owners of matrices.
+"""Count what owners of matrices compute, and choose them by it; Muon's and Shampoo's shapes.
 
-    moment_bytes(config.optimizer, own=1e9)         # of each of the sharded moments
     is_matrix("layers.0.attention.wq.weight")       # True: Muon and Shampoo have owners of it
     costs = owner_costs(config.optimizer)           # MuonCosts, for optimizer.name = "Muon"
     costs.flops((4096, 4096))                       # operations of its owner in a step
     share_out([3.0, 1.0, 2.0], ranks=2)             # [{0: 0, 1: 2}, {1: 1}]: buckets {owner: index}
 
-A run and the planner take the same numbers from here. Importing this file imports no torch.
+Importing this file imports no torch. What a rank keeps is counted in tools/plan/rank_bytes.py.
 """
 
 import heapq
@@ -14,19 +13,18 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from titan_lite.config import Optimizer
-from titan_lite.models.fqns import is_of_experts, is_router
+from titan_lite.models.fqns import is_router
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # of parameters, by FQN
 
 FLOAT32_BYTES = 4
-# Operations of float32 products, divided by n^3, in the time of an eigendecomposition in float64.
-# On a CPU they are 26 to 47 for n from 1024 to 256. The figure of a GPU, where most of the time is
-# waiting for memory and launches, is a guess.
-EIGENDECOMPOSITION = {"cpu": 30.0, "cuda": 1000.0}
+# Operations of float32 products, divided by n^3, in the time of an eigendecomposition in float64 on
+# a GPU, where most of the time is waiting for memory and launches: a guess.
+EIGENDECOMPOSITION = 1000.0
 
 
 # Parameters
@@ -52,13 +50,12 @@ def numbers_in(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-# What the owner of a matrix keeps and computes
+# What the owner of a matrix computes
 
 
 class OwnerCosts(ABC):
-    """The costs of the owner of a matrix within a block. Sizes are those of complete matrices."""
+    """What the owner of a matrix within a block computes, by which owners are chosen."""
 
-    tensors: tuple[str, ...] = ()  # names of the tensors that only it has
     has_roots = False  # computed by eigendecompositions from some step on
 
     def __init__(self, config: Optimizer):
@@ -69,10 +66,6 @@ class OwnerCosts(ABC):
         """The dtype in which matrices travel and are multiplied."""
         return "float32"
 
-    def nbytes(self, shape: Shape) -> float:
-        """Return the bytes of `tensors`."""
-        return 0.0
-
     @abstractmethod
     def product_flops(self, shape: Shape) -> float:
         """Return the operations of its products in a step."""
@@ -81,10 +74,12 @@ class OwnerCosts(ABC):
         """Return the sum of n^3 of its eigendecompositions, on average over steps."""
         return 0.0
 
-    def flops(self, shape: Shape, device: str = "cuda") -> float:
-        """Return its time in a step, in operations of products; averaged over steps."""
+    def flops(self, shape: Shape, eigendecomposition: float = EIGENDECOMPOSITION) -> float:
+        """Return its time in a step, in operations of products; averaged over steps. The shape is
+        that of the complete matrix.
+        """
         cubes = self.eigendecomposition_cubes(shape)
-        return self.product_flops(shape) + EIGENDECOMPOSITION[device] * cubes
+        return self.product_flops(shape) + eigendecomposition * cubes
 
 
 class MuonCosts(OwnerCosts):
@@ -97,12 +92,7 @@ class MuonCosts(OwnerCosts):
 
 
 class ShampooCosts(OwnerCosts):
-    tensors = ("exp_avg", "exp_avg_sq", "factor_matrices", "inv_factor_matrices")
     has_roots = True
-
-    def nbytes(self, shape: Shape) -> float:
-        factors = factor_numbers(shape, self.config.max_preconditioner_dim)
-        return FLOAT32_BYTES * 2.0 * (math.prod(shape) + factors)
 
     def product_flops(self, shape: Shape) -> float:
         """Return the operations of two products for factors, and of two with their roots."""
@@ -118,7 +108,7 @@ OWNER_COSTS: dict[str, type[OwnerCosts]] = {"Muon": MuonCosts, "Shampoo": Shampo
 
 
 def owner_costs(optimizer: Optimizer) -> OwnerCosts | None:
-    """Return what an owner keeps and computes for a matrix; None: no rank owns any."""
+    """Return what an owner computes for a matrix; None: no rank owns any."""
     costs = OWNER_COSTS.get(optimizer.name)
     return None if costs is None else costs(optimizer)
 
@@ -146,27 +136,6 @@ def share_out(costs: Iterable[float], ranks: int) -> list[dict[int, int]]:
         buckets[counts[rank]][rank] = index
         counts[rank] += 1
     return buckets
-
-
-def owner_buckets(config: Optimizer, shapes: Shapes, ranks: int) -> list[dict[int, Shape]]:
-    """Return buckets of {owner: shape of its matrix}; none for an optimizer without owners."""
-    costs = owner_costs(config)
-    if costs is None:
-        return []
-    matrices = [shape for shape in matrices_in(shapes) if not is_of_experts(shape)]
-    buckets = share_out([costs.flops(shape) for shape in matrices], ranks)
-    return [{owner: matrices[index] for owner, index in bucket.items()} for bucket in buckets]
-
-
-def sum_by_owner(
-    buckets: Iterable[Mapping[int, Shape]], ranks: int, cost: Callable[[Shape], float]
-) -> list[float]:
-    """Return the sum of a cost over the matrices of each rank."""
-    sums = [0.0] * ranks
-    for bucket in buckets:
-        for owner, shape in bucket.items():
-            sums[owner] += cost(shape)
-    return sums
 
 
 # Muon

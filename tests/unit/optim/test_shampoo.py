@@ -24,6 +24,7 @@ from titan_lite.optim.state import (
     sides_of,
     turns_of,
 )
+from titan_lite.tools.plan.rank_bytes import OWNED_BYTES
 
 SHAMPOO = Optimizer(name="Shampoo", lr=0.02, beta2=0.9, weight_decay=0.5)
 SHAMPOO = SHAMPOO.replace(
@@ -181,7 +182,8 @@ def test_the_state_is_there_before_the_first_step_and_goes_on_where_it_was(saved
     parameters, optimizer = build()
     other, resumed = build()
     state = resumed.state_tensors()
-    names = {True: owner_costs(SHAMPOO).tensors, False: ("exp_avg", "exp_avg_sq")}
+    moments = ("exp_avg", "exp_avg_sq")
+    names = {True: (*moments, "factor_matrices", "inv_factor_matrices"), False: moments}
     assert state.keys() == {
         f"{fqn}.{name}" for fqn in parameters for name in ("step", *names[is_matrix(fqn)])
     }
@@ -189,7 +191,7 @@ def test_the_state_is_there_before_the_first_step_and_goes_on_where_it_was(saved
         fqn: tuple(parameter.shape) for fqn, parameter in parameters.items() if is_matrix(fqn)
     }
     kept = sum(state[f"{fqn}.{name}"].numel() for fqn in shapes for name in names[True])
-    assert 4 * kept == sum(owner_costs(SHAMPOO).nbytes(shape) for shape in shapes.values())
+    assert 4 * kept == sum(OWNED_BYTES["Shampoo"](SHAMPOO, shape) for shape in shapes.values())
     take_steps(parameters, optimizer, range(1, saved + 1))
     with torch.no_grad():
         for name, tensor in (parameters | optimizer.state_tensors()).items():

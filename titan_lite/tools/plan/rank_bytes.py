@@ -9,21 +9,24 @@ When a step needs them is in memory.py.
 """
 
 import math
+from collections.abc import Callable
 
 from titan_lite.config import ActivationCheckpoint, Config, Optimizer, Training
 from titan_lite.config.optimizers import OPTIMIZERS, Algorithm
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.powersgd import compressed_sizes
 from titan_lite.distributed.tensor_parallel import largest_shard
+from titan_lite.models.fqns import is_of_experts
 from titan_lite.optim.state import (
     FLOAT32_BYTES,
     OWNER_COSTS,
+    Shape,
     Shapes,
+    factor_numbers,
     matrices_in,
     numbers_in,
-    owner_buckets,
     owner_costs,
-    sum_by_owner,
+    share_out,
 )
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -41,14 +44,6 @@ def itemsizes(training: Training) -> tuple[int, int]:
     computed = ITEM_BYTES[training.mixed_precision_param]
     summed = ITEM_BYTES[training.mixed_precision_reduce]
     return computed, summed
-
-
-def owner_bytes(config: Config, layout: Layout) -> float:
-    """Return the bytes of complete matrices on the owner with most (optim/matrix_owners.py)."""
-    if owner_costs(config.optimizer) is None:
-        return 0.0
-    ranks = layout.world_size // layout.degrees["pp"]
-    return max(bytes_by_owner(config.optimizer, layout.shapes_of_rank, ranks))
 
 
 def copied_table_shard(layout: Layout) -> int:
@@ -148,9 +143,37 @@ def update_bytes(algorithm: Algorithm) -> float:
     return FLOAT32_BYTES * (3.0 + 2 * len(algorithm.moments))
 
 
-def bytes_by_owner(config: Optimizer, shapes: Shapes, ranks: int) -> list[float]:
-    """Return the bytes that each rank keeps as an owner; zeros for an optimizer without owners."""
-    costs = owner_costs(config)
+# Owners of matrices (optim/matrix_owners.py)
+
+
+def owner_bytes(config: Config, layout: Layout) -> float:
+    """Return the bytes of complete matrices on the owner with most."""
+    ranks = layout.world_size // layout.degrees["pp"]
+    owned = [0.0] * ranks
+    for bucket in owner_buckets(config.optimizer, layout.shapes_of_rank, ranks):
+        for owner, shape in bucket.items():
+            owned[owner] += OWNED_BYTES[config.optimizer.name](config.optimizer, shape)
+    return max(owned)
+
+
+def owner_buckets(optimizer: Optimizer, shapes: Shapes, ranks: int) -> list[dict[int, Shape]]:
+    """Return buckets of {owner: shape of its matrix}; none for an optimizer without owners."""
+    costs = owner_costs(optimizer)
     if costs is None:
-        return [0.0] * ranks
-    return sum_by_owner(owner_buckets(config, shapes, ranks), ranks, costs.nbytes)
+        return []
+    matrices = [shape for shape in matrices_in(shapes) if not is_of_experts(shape)]
+    buckets = share_out([costs.flops(shape) for shape in matrices], ranks)
+    return [{owner: matrices[index] for owner, index in bucket.items()} for bucket in buckets]
+
+
+def _bytes_of_shampoo(optimizer: Optimizer, shape: Shape) -> float:
+    """Return the bytes of two moments, the factors of blocks and their roots."""
+    factors = factor_numbers(shape, optimizer.max_preconditioner_dim)
+    return FLOAT32_BYTES * 2.0 * (math.prod(shape) + factors)
+
+
+# optimizer.name: the bytes that the owner of a matrix keeps, by the shape of the matrix
+OWNED_BYTES: dict[str, Callable[[Optimizer, Shape], float]] = {
+    "Muon": lambda optimizer, shape: 0.0,
+    "Shampoo": _bytes_of_shampoo,
+}
