@@ -229,6 +229,40 @@ def is_rule(node):
     return bool(names & {"rule", "rule_of_keys", "rule_with_torch", "rule_of_machine"})
 
 
+PRICED = (  # need seconds, or hand on what has them
+    "compile.passes",
+    "compile.report",
+    "compile.schedule",
+    "compile.settings",
+    "compile.torch_patches",
+    "cost",
+    "distributed.axes",
+    "distributed.parallelize",
+    "metrics.timelines",
+    "rules.compile",
+    "rules.machine",
+    "tools",
+    "trainer",
+)
+WITHOUT_PRICES = ("bucketing", "fused_collectives", "resharding")  # of those passes
+
+
+def importers_of_prices(package):
+    """Modules that import titan_lite.cost."""
+    return {
+        ".".join(path.relative_to(package).with_suffix("").parts)
+        for path in package.rglob("*.py")
+        for _, name in imports_of(path, package)
+        if is_part_of(name, ("titan_lite.cost",))
+    }
+
+
+def test_only_what_needs_seconds_imports_prices():
+    found = importers_of_prices(PACKAGE)
+    assert [module for module in found if not is_part_of(module, PRICED)] == []
+    assert found.isdisjoint(f"compile.passes.{name}" for name in WITHOUT_PRICES)
+
+
 def without_use(package):
     """Functions and classes of modules that nothing in the package uses: what they did has been
     lost, or can go.

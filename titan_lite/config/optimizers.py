@@ -5,7 +5,8 @@
 An elementwise optimizer is a row here and the file optim/NAME.py, in lower case, whose function
 `update` has the update of one parameter (optim/elementwise.py). All else follows from the row:
 memory and seconds of a plan, state in checkpoints, keys that have no effect. An optimizer of
-matrices has a row here, its class in optim/build.py and its costs in optim/state.py.
+matrices has a row here, its class in optim/build.py, what owners compute in optim/state.py and what
+they keep in tools/plan/rank_bytes.py.
 """
 
 from dataclasses import dataclass

@@ -28,7 +28,6 @@ from titan_lite.distributed.activation_checkpoint import (
 )
 from titan_lite.distributed.axes import axes_of, by_axis
 from titan_lite.distributed.context_parallel import (
-    Attend,
     apply_context_parallel,
     causal_attention,
     own_positions,
@@ -196,7 +195,6 @@ def parallelize(
     *,
     machine: Machine | None = None,
     schedule: "Schedule | None" = None,
-    attend: Attend = causal_attention,
     backwards: Sequence[Collection[str]] | None = None,
 ) -> ParallelModel:
     """Build this rank's stages on the meta device. A collective: it may make process groups.
@@ -206,9 +204,8 @@ def parallelize(
     The compiler comes last, to see all collectives.
 
     machine: what the passes estimate times on. schedule: replaces the passes of the recipe; with
-    it, stages are compiled even if the recipe does not. attend: replaces the attention of context
-    parallelism. backwards: replaces the kinds of backward that the stages of the layout run
-    (`backwards_of`).
+    it, stages are compiled even if the recipe does not. backwards: replaces the kinds of backward
+    that the stages of the layout run (`backwards_of`).
     """
     compiled = config.compile.compiles("model")
     loss = build_loss(config, layout, mesh)
@@ -232,7 +229,7 @@ def parallelize(
         with torch.device("meta"):
             model = Transformer(layout.model, positions)
         keep_modules(model, modules)
-        apply_context_parallel(model, axis_of(mesh["cp"]), attend)
+        apply_context_parallel(model, axis_of(mesh["cp"]), causal_attention)
         if config.float8.enable:
             apply_float8(model, config.float8.recipe, config.float8.filter_fqns)
         apply_tensor_parallel(model, mesh["tp"], layout.model.family, compiled=compiled)

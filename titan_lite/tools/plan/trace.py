@@ -25,7 +25,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ from titan_lite.cost.op_cost import GROUPED, expected_rows
 from titan_lite.cost.timeline import Timeline
 from titan_lite.distributed.axes import Axes, axes_of, by_axis
 from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets, reduce_buckets
-from titan_lite.distributed.context_parallel import causal_attention
+from titan_lite.distributed.context_parallel import ContextParallelAttention, causal_attention
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import ParallelModel, parallelize
@@ -404,14 +404,13 @@ def parallelize_stage(
         model=dataclasses.replace(layout.model, n_layers=max(n_layers, 1)),
         pipeline=PipelineSchedule((modules,), (0,), layout.pipeline.microbatches),
     )
-    return parallelize(
-        layout.config,
-        alone,
-        mesh,
-        schedule=schedule,
-        attend=attend_as_on_gpus,
-        backwards=[kinds],
-    )
+    model = parallelize(layout.config, alone, mesh, schedule=schedule, backwards=[kinds])
+    attention: Any
+    for attention in model.stages[0].model.modules():
+        attend = getattr(attention, "attend", None)
+        if isinstance(attend, ContextParallelAttention):
+            attention.attend = dataclasses.replace(attend, attend=attend_as_on_gpus)
+    return model
 
 
 def materialize_stage(layout: PlannedLayout, stage: Stage) -> None:
