@@ -211,7 +211,7 @@ FAULTS = (
     # A rule is not registered.
     Fault(
         "rules/model.py",
-        "@rule\ndef sequences_fit_the_rotary_tables",
+        "@rule_of_layout\ndef sequences_fit_the_rotary_tables",
         "def sequences_fit_the_rotary_tables",
         ("unit/rules", "unit/config/test_validation.py"),
     ),

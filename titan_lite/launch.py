@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from titan_lite import recipe, rules
-from titan_lite.config import SHIPPED, ConfigError, load_config
+from titan_lite.config import SHIPPED, Config, ConfigError, load_config, read_config
 from titan_lite.config.errors import MachineError
 from titan_lite.distributed import endpoint
 from titan_lite.distributed.layout import Layout
@@ -128,12 +128,12 @@ def copies_here(arguments: Sequence[str]) -> "CopyProcesses | None":
     has no fault tolerance. Raises ConfigError.
     """
     path, *keys = arguments
-    config = load_config(path, keys)
+    config, wrong = read_config(path, keys)
     copies = config.fault_tolerance.copies
     if copies == 1:
         return None
-    rules.check_keys(config)
     check_variables()
+    tell_before_torch(config, wrong, "1")
     if (os.environ.get("NNODES") or "1") != "1":
         raise ConfigError(
             f"NNODES={os.environ['NNODES']}: a copy of the model on several nodes is started alone;"
@@ -165,8 +165,7 @@ def copies_here(arguments: Sequence[str]) -> "CopyProcesses | None":
 def launcher_options(arguments: Sequence[str]) -> list[str]:
     """Return torchrun's arguments, and set the environment of its processes. Raises ConfigError."""
     path, *keys = arguments
-    config = load_config(path, keys)
-    rules.check_keys(config)
+    config, wrong = read_config(path, keys)
     of_lone_copy = config.fault_tolerance.copies > 1 and SUPERVISOR not in os.environ
     lone_address = LOOPBACK
     copy_number(config.fault_tolerance)  # raises ConfigError
@@ -176,6 +175,7 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
         raise_mistakes(config, missing_lighthouse(config))
         lone_address = address_towards(config.fault_tolerance.address)
     nodes, rendezvous = check_variables(lone_address)
+    tell_before_torch(config, wrong, nodes)
     address = split_endpoint(os.environ["RDZV_ENDPOINT"]) if nodes != "1" else None
     gpus = count_gpus()
     processes = int(os.environ.get("NGPU") or gpus or 2)
@@ -215,6 +215,17 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
         *("-m", "titan_lite.train"),
         *arguments,
     ]
+
+
+def tell_before_torch(config: Config, wrong: Sequence[str], nodes: str) -> None:
+    """Raise ConfigError with all mistakes if there is one in the recipe's keys: torch, which counts
+    GPUs, takes seconds to import. nodes: NNODES.
+    """
+    if not wrong and not rules.mistakes_in_keys(config):
+        return
+    processes = int(os.environ.get("NGPU") or (0 if has_gpus() else 2))
+    is_known = processes > 0 and ":" not in nodes
+    recipe.check_world(config, int(nodes) * processes if is_known else None, wrong)
 
 
 def check_variables(lone_address: str = LOOPBACK) -> tuple[str, list[str]]:
@@ -296,15 +307,13 @@ def count_gpus() -> int:
 
     Raises ConfigError if the node has GPUs that torch cannot use.
     """
-    if gpus_are_hidden():
-        return 0
-    listed = output_of("nvidia-smi", "-L")
-    if listed is None and not os.path.exists("/dev/kfd"):  # AMD's driver
+    if not has_gpus():
         return 0
     import torch
 
     if gpus := torch.cuda.device_count():
         return gpus
+    listed = output_of("nvidia-smi", "-L")
     drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     driver = drivers.partition("\n")[0] if drivers else "unknown"  # one line for each GPU
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
@@ -314,6 +323,13 @@ def count_gpus() -> int:
     )
     fix = "install a torch built for this driver, or set CUDA_VISIBLE_DEVICES= for CPU processes"
     raise ConfigError(f"{wrong}; CUDA 13 needs driver 580 or newer, CUDA 12 525: {fix}")
+
+
+def has_gpus() -> bool:
+    """Return True if this node has GPUs that are not hidden."""
+    if gpus_are_hidden():
+        return False
+    return output_of("nvidia-smi", "-L") is not None or os.path.exists("/dev/kfd")  # AMD's driver
 
 
 def gpus_are_hidden() -> bool:

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from titan_lite import rules
 from titan_lite.cli import command
-from titan_lite.config import SECTIONS, Config, ConfigError, load_config, to_toml
+from titan_lite.config import SECTIONS, Config, ConfigError, read_config, to_toml
 from titan_lite.config.help import WIDTH, section_help
 from titan_lite.config.nearest import nearest_section
-from titan_lite.distributed.layout import Layout
 from titan_lite.logging import log_ranks
 
 # a text that ./run_train.sh prints without an installation, too
@@ -68,18 +67,18 @@ def _world_size(arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
     return int(arguments[1]), arguments[2:]
 
 
-def check_world(config: Config, world_size: int) -> None:
-    """Check LOG_RANK, and the recipe's layout, tokenizer and data for so many ranks.
+def check_world(config: Config, world_size: int | None, wrong: Sequence[str] = ()) -> None:
+    """Check LOG_RANK, and the recipe, its tokenizer and its data for so many ranks; None: the
+    number is not known.
 
-    Raises ConfigError.
+    Raises ConfigError with all mistakes, after those in `wrong`.
     """
     try:
-        log_ranks(world_size)
+        if world_size:
+            log_ranks(world_size)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
-    layout = Layout.from_config(config, world_size)
-    rules.check(config, layout)
-    rules.check_inputs(config, layout)
+        wrong = [*wrong, str(error)]
+    rules.check_all(config, world_size, wrong)
 
 
 @command()
@@ -89,10 +88,12 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text(arguments) if arguments else HELP.rstrip())
         return 0 if arguments else 2
     world_size, arguments = _world_size(arguments)
-    config = load_config(arguments[0], [word for word in arguments[1:] if word != "--print-config"])
-    rules.check_keys(config)
+    options = [word for word in arguments[1:] if word != "--print-config"]
+    config, wrong = read_config(arguments[0], options)
     if world_size:
-        check_world(config, world_size)
+        check_world(config, world_size, wrong)
+    else:
+        rules.check_keys(config, wrong)
     if "--print-config" in arguments:
         print(to_toml(config, origins=True))
     return 0

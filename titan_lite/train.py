@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite import recipe, rules
-from titan_lite.config import Config, ConfigError, load_config
+from titan_lite.config import Config, ConfigError, read_config
 from titan_lite.config.errors import MachineError
 from titan_lite.config.families import FAMILIES
 from titan_lite.distributed.endpoint import EndpointError
-from titan_lite.distributed.layout import Layout
 from titan_lite.environment import (
     check_environment,
     copy_number,
@@ -40,9 +39,8 @@ def main(arguments: list[str], hooks: Sequence[Any] = ()) -> int:
     try:
         if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
             return recipe.main(arguments) if number("RANK", 0) == 0 else 0
-        config = load_config(arguments[0], arguments[1:])
-        rules.check_keys(config)
-        code = train(config, hooks)
+        config, wrong = read_config(arguments[0], arguments[1:])
+        code = train(config, hooks, wrong)
     except ConfigError as error:
         code = print_error(error, exit_code.WRONG_INPUT)
     except MachineError as error:
@@ -50,11 +48,15 @@ def main(arguments: list[str], hooks: Sequence[Any] = ()) -> int:
     return exit_code.record_and_translate(code)
 
 
-def train(config: Config, hooks: Sequence[Any] = ()) -> int:
-    """Train a recipe on this rank, and return the exit code."""
+def train(config: Config, hooks: Sequence[Any] = (), wrong: Sequence[str] = ()) -> int:
+    """Train a recipe on this rank, and return the exit code.
+
+    wrong: messages of `read_config`. Raises ConfigError.
+    """
     start_times = StartTimes.of_process()
     signals.listen()
     rank, world_size = check_environment()
+    rules.check_recipe(config, world_size, wrong)  # before torch is imported
     copy = copy_number(config.fault_tolerance)
     has_copies = config.fault_tolerance.copies > 1
     init_logging(
@@ -63,7 +65,6 @@ def train(config: Config, hooks: Sequence[Any] = ()) -> int:
         copy=copy if has_copies else None,
         all_warnings=config.metrics.show_all_warnings,
     )
-    rules.check(config, Layout.from_config(config, world_size))  # before torch is imported
     events.keep(Path(config.job.dump_folder), all_events=rank == 0 and not has_copies)
     try:
         Restarts(folder_of_copy(Path(config.job.dump_folder), copy)).check()

@@ -279,10 +279,24 @@ def test_the_command_that_goes_on_is_that_of_the_script(environment):
     assert environment["TITAN_LITE_COMMAND"] == "NGPU=4 CONFIG_FILE=llama3_8b ./run_train.sh"
 
 
-def test_a_wrong_recipe_is_told_before_gpus_are_counted(monkeypatch):
+@pytest.mark.parametrize(
+    ("has_gpus", "variables", "layout"),
+    [(False, {}, True), (True, {}, False), (True, {"NGPU": "2"}, True)],
+)
+def test_a_wrong_recipe_is_told_before_gpus_are_counted(
+    has_gpus, variables, layout, environment, monkeypatch
+):
+    """With its documents and tokenizer, and its layout where the number of ranks is known."""
+    environment |= variables
     monkeypatch.setattr(start, "count_gpus", lambda: pytest.fail("counted"))
-    with pytest.raises(ConfigError, match=r"unknown option --training\.stepz"):
-        start.launcher_options(["debug_model", "--training.stepz", "5"])
+    monkeypatch.setattr(start, "has_gpus", lambda: has_gpus)
+    options = ["--optimizer.lr=0", "--model.tokenizer_path=nowhere"]
+    with pytest.raises(ConfigError) as error:
+        start.launcher_options(["debug_model", *options, "--parallelism.tensor_parallel_degree=3"])
+    lines = " ".join(error.value.args)
+    assert "optimizer.lr = 0" in lines
+    assert "model.tokenizer_path = " in lines
+    assert ("parallelism.tensor_parallel_degree = 3" in lines) is layout
 
 
 def test_a_node_alone_needs_no_host_name(environment):

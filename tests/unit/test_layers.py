@@ -224,9 +224,9 @@ def test_a_value_derived_again_is_found(source, tmp_path):
 
 
 def is_rule(node):
-    """True for a function that a decorator such as @rule adds to a list."""
+    """True for a function that a decorator such as @rule_of_keys adds to a list."""
     names = {ast.unparse(decorator) for decorator in node.decorator_list}
-    return bool(names & {"rule", "rule_of_keys", "rule_with_torch", "rule_of_machine"})
+    return bool(names & {"rule_of_keys", "rule_of_layout", "rule_of_inputs", "rule_of_machine"})
 
 
 PRICED = (  # need seconds, or hand on what has them

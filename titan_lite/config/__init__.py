@@ -7,7 +7,7 @@ them. Imports no torch.
 from titan_lite.config.batch_sizes import batch_ramp, gradient_accumulation_steps
 from titan_lite.config.errors import ConfigError
 from titan_lite.config.help import save_recipe, to_toml
-from titan_lite.config.load import SHIPPED, base_of, find_recipe, load_config
+from titan_lite.config.load import SHIPPED, base_of, find_recipe, load_config, read_config
 from titan_lite.config.sections import (
     KEYS,
     SECTIONS,
@@ -69,6 +69,7 @@ __all__ = [
     "gradient_accumulation_steps",
     "is_unset",
     "load_config",
+    "read_config",
     "save_recipe",
     "to_toml",
 ]

@@ -4,21 +4,19 @@
     config.training.steps              # 20
     config.origin("training.steps")    # "command line"
 
-Precedence: command line > recipe > the recipe it `extends` > default. tyro reads the words of the
-command line; what was typed is merged over the TOML, and pydantic checks all of it once. Every
-mistake is one line of a ConfigError, with the place, the key, the value and what is accepted.
-Imports no torch.
+Precedence: command line > recipe > the recipe it `extends` > default. What was typed is merged over
+the TOML, and pydantic checks all of it once. Every mistake is one line of a ConfigError, with the
+place, the key, the value and what is accepted. Imports no torch.
 """
 
 import functools
-import itertools
 import operator
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -58,6 +56,8 @@ SHIPPED = next(
 
 Tables = dict[str, Any]  # {section: {key: value}} of a recipe, not checked yet
 Origins = dict[str, str]  # by section and by "section.key": the file, or COMMAND_LINE
+# The key that a message is about, and the message. For a word that is no key it is the word.
+Wrong = tuple[str, str]
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -68,6 +68,21 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     b`, and for booleans `--section.key` and `--section.no-key`. Raises ConfigError with all
     mistakes in single keys. What cannot be together is in titan_lite/rules/.
     """
+    config, wrong = read_config(recipe, overrides)
+    if wrong:
+        raise ConfigError(*wrong)
+    return config
+
+
+def read_config(
+    recipe: str | Path, overrides: Sequence[str] = ()
+) -> tuple[Config, tuple[str, ...]]:
+    """Read a recipe and the command line as `load_config`, for rules that tell more mistakes.
+
+    Return what is known of the recipe, and the messages about what is wrong. A key is not known if
+    its value is wrong, or if none is given and a word that is not understood may be meant for it;
+    then reading it raises UnknownValue. Raises ConfigError for a file that is no recipe.
+    """
     path = find_recipe(Path(os.path.expanduser(recipe)))
     tables, origins = read_recipe(path)
     typed, mistakes = parse_command_line(overrides)
@@ -76,16 +91,48 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         config = Config.model_validate(tables)
     except ValidationError as error:
-        raise ConfigError(*_messages(error, tables, origins), *mistakes) from None
-    if mistakes:
-        raise ConfigError(*mistakes)
+        mistakes = [*_messages(error, tables, origins), *mistakes]
+        config = Config.model_validate(_without(tables, mistakes))
     if not config.job.dump_folder:
         config = config.replace(job=config.job.replace(dump_folder=f"outputs/{path.stem}"))
     if config.validation.has_documents:
         config = _validated_on_its_own(config, origins)
     config = config.replace(data=config.data.without_run(config.job.dump_folder))
+    messages = tuple(dict.fromkeys(message for _, message in mistakes))
+    if mistakes:
+        places = {place for place, _ in mistakes}
+        config = config.replace(
+            **{
+                name: section.without(_unknown_keys(name, places, origins), messages)
+                for name, section in config
+            }
+        )
     config.set_origins({key: origins[key] for key in KEYS if key in origins})
-    return config
+    return config, messages
+
+
+def _without(tables: Tables, mistakes: Iterable[Wrong]) -> Tables:
+    """Return the tables without the keys and sections that have a mistake."""
+    places = {place for place, _ in mistakes}
+    return {
+        section: {name: value for name, value in table.items() if f"{section}.{name}" not in places}
+        for section, table in tables.items()
+        if section in SECTIONS and isinstance(table, dict)
+    }
+
+
+def _unknown_keys(section: str, places: Collection[str], origins: Origins) -> list[str]:
+    """Return the keys of a section whose values are not known.
+
+    A word that is no key of it may be meant for any that is not given.
+    """
+    others = {place.partition(".")[0] for place in places if place not in KEYS}
+    has_other_words = section in others or any(other not in SECTIONS for other in others)
+    return [
+        name
+        for name in SECTIONS[section].model_fields
+        if f"{section}.{name}" in places or (has_other_words and f"{section}.{name}" not in origins)
+    ]
 
 
 def _validated_on_its_own(config: Config, origins: Origins) -> Config:
@@ -251,7 +298,7 @@ def _merge(tables: Tables, origins: Origins, upper: Tables, origin: str) -> None
 # The folder of weights
 
 
-def _fill_from_weights(tables: Tables, origins: Origins, name: str) -> list[str]:
+def _fill_from_weights(tables: Tables, origins: Origins, name: str) -> list[Wrong]:
     """Fill keys of [model] that are not set from the weights at checkpoint.initial_load_path.
 
     With the flavor "from_weights", or with a path and no flavor, these are all keys, and flavor
@@ -271,20 +318,21 @@ def _fill_from_weights(tables: Tables, origins: Origins, name: str) -> list[str]
             _fill_family_and_tokenizer(tables, origins, path)
         return []
     if not path:
-        return [
+        return _no_model(
             f'{origins["model.flavor"]}: model.flavor = "{FROM_WEIGHTS}" needs {INITIAL_LOAD_PATH};'
             " use a Hugging Face folder, a step or a run's folder as that"
-        ]
+        )
     try:
         weights = read_model(path, _family_in(tables))
     except ConfigError as error:
-        return [f"{origins[INITIAL_LOAD_PATH]}: {error}{_way_without_weights(tables, name)}"]
+        why = f"{origins[INITIAL_LOAD_PATH]}: {error}{_way_without_weights(tables, name)}"
+        return _no_model(why)
     if weights is None:
-        return [
+        return _no_model(
             f"{origins[INITIAL_LOAD_PATH]}: {INITIAL_LOAD_PATH} = {shown(path)}: a checkpoint of"
             " torchtitan does not have the shape of its model; use it with model.flavor, or with"
             " the keys of [model]"
-        ]
+        )
     keys = dict(weights.keys)
     if weights.tokenizer:
         keys["tokenizer_path"] = weights.tokenizer
@@ -295,6 +343,11 @@ def _fill_from_weights(tables: Tables, origins: Origins, name: str) -> list[str]
     }
     _merge(tables, origins, {"model": {"flavor": "", **unset}}, str(weights.file))
     return []
+
+
+def _no_model(message: str) -> list[Wrong]:
+    """Return a message about weights that give no keys of [model]."""
+    return [(place, message) for place in ("model", "model.flavor", INITIAL_LOAD_PATH)]
 
 
 def _fill_family_and_tokenizer(tables: Tables, origins: Origins, path: str) -> None:
@@ -343,61 +396,42 @@ def _way_without_weights(tables: Tables, name: str) -> str:
 # The command line
 
 
-def parse_command_line(arguments: Sequence[str]) -> tuple[Tables, list[str]]:
-    """Return the keys that are typed, as tables of a recipe, and messages about other words."""
-    options = [_complete_option(word) for word in arguments]
-    if None not in options:  # as `option` writes them
-        words = dict(filter(None, options))
-        unknown: Sequence[str] = ()
-    else:
-        words, unknown = _read_words(arguments)
-    mistakes = list(_unknown_words(unknown, arguments))
+def parse_command_line(arguments: Sequence[str]) -> tuple[Tables, list[Wrong]]:
+    """Return the keys that are typed, as tables of a recipe, and what is wrong with other words."""
     tables: Tables = {}
-    for key, typed in words.items():
+    mistakes: list[Wrong] = []
+    for typed, words in _options(arguments):
+        key = typed.removeprefix("--").partition("=")[0].replace("-", "_")
         section, _, name = key.partition(".")
-        try:
-            value = _value_of(key, typed)
-        except ConfigError as error:
-            mistakes += error.args
-            continue
-        tables.setdefault(section, {})[name] = value
+        positive = f"{section}.{name.removeprefix('no_')}"
+        if positive in KEYS and KEYS[positive].annotation is bool:
+            tables.setdefault(section, {})[name.removeprefix("no_")] = key == positive
+            mistakes += _words_after_boolean(positive, words)
+        elif key in KEYS:
+            try:
+                tables.setdefault(section, {})[name] = _value_of(key, words)
+            except ConfigError as error:
+                mistakes.append((key, str(error)))
+        elif typed:
+            mistakes.append((key, _unknown_option(typed, key)))  # words may be its value
+        else:
+            mistakes += [_stray_word(word) for word in words]
     return _absolute(tables, Config, Path()), mistakes
 
 
-def _complete_option(word: str) -> tuple[str, bool | tuple[str, ...]] | None:
-    """Return the key and the words of an option that needs no other word: --section.key=value, and
-    of a boolean --section.key or --section.no-key. None for another word, which tyro reads.
+def _options(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each option and the words up to the next one, of which `--option=word` has the first.
+
+    Words before all options are those of the option "".
     """
-    key, equals, value = word.removeprefix("--").partition("=")
-    section, _, name = key.partition(".")
-    positive = f"{section}.{name.removeprefix('no-')}"
-    if not word.startswith("--") or positive not in KEYS:
-        return None
-    if KEYS[positive].annotation is bool:
-        return None if equals else (positive, key == positive)
-    return (key, (value,)) if equals and key == positive else None
-
-
-def _read_words(
-    arguments: Sequence[str],
-) -> tuple[dict[str, bool | tuple[str, ...]], Sequence[str]]:
-    """Return the words typed for each key, and those for none."""
-    import tyro  # takes a tenth of a second
-
-    words, unknown = tyro.cli(
-        _words_of_keys(),
-        args=list(arguments),
-        return_unknown_args=True,
-        add_help=False,
-        console_outputs=False,
-        config=(tyro.conf.HelptextFromCommentsOff,),  # else it reads this file's source each time
-    )
-    typed = {
-        f"{section}.{name}": value
-        for section, table in words.items()
-        for name, value in table.items()
-    }
-    return typed, unknown
+    options: list[tuple[str, list[str]]] = [("", [])]
+    for argument in arguments:
+        if argument.startswith("--") and argument != "--":
+            _, equals, word = argument.partition("=")
+            options.append((argument, [word] if equals else []))
+        else:
+            options[-1][1].append(argument)
+    return options
 
 
 def option(key: str, text: str) -> str:
@@ -415,30 +449,12 @@ def option(key: str, text: str) -> str:
     raise ConfigError(f"{key} = {shown(text)}: expected true or false")
 
 
-@functools.cache
-def _words_of_keys() -> Any:
-    """Return the type that tyro reads: of each section the keys that are typed.
-
-    Values are True, False or words, so that pydantic checks all of them with those of the recipe.
-    """
-    sections = {}
-    for name, cls in SECTIONS.items():
-        kinds = {
-            key: bool if field.annotation is bool else tuple[str, ...]
-            for key, field in cls.model_fields.items()
-        }
-        sections[name] = TypedDict(name, kinds, total=False)  # type: ignore[operator]
-    return TypedDict("Sections", sections, total=False)  # type: ignore[operator]
-
-
-def _value_of(key: str, words: bool | tuple[str, ...]) -> Any:
+def _value_of(key: str, words: Sequence[str]) -> Any:
     """Return the words typed for a key as its type, or as text where they have another form, which
     pydantic then reports.
 
     Raises ConfigError for several words or none where one is needed.
     """
-    if isinstance(words, bool):
-        return words
     field = KEYS[key]
     kind = kind_of(field.annotation)
     if not all(map(_is_utf8, words)):
@@ -467,45 +483,33 @@ def _is_utf8(word: str) -> bool:
     return word.encode(errors="ignore").decode() == word
 
 
-def _unknown_words(unknown: Sequence[str], arguments: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each word of the command line that tyro did not take."""
-    values = dict(map(_boolean_and_value, itertools.pairwise((*arguments, ""))))
-    after_unknown = False
-    for word in unknown:
-        written = one_line(word, 100)
-        if word.startswith("--") and len(word) > 2:
-            after_unknown = True
-            key = word[2:].partition("=")[0].replace("-", "_")
-            negated = key.removeprefix("no_")
-            if negated != key and negated in KEYS:
-                fix = f"; use {option(negated, 'false')}"
-            else:
-                fix = nearest_key(key)
-            yield f"{COMMAND_LINE}: unknown option {written}{fix}"
-        elif after_unknown:  # perhaps its value
-            continue
-        elif word.endswith(".toml"):
-            fix = f"use one, with ./run_train.sh as CONFIG_FILE={written}"
-            yield f"{COMMAND_LINE}: '{written}' is a second recipe; {fix}"
-        elif boolean := values.get(word):
-            fix = f"use {option(boolean, 'true')} for true, {option(boolean, 'false')} for false"
-            yield f"{COMMAND_LINE}: {boolean} = {shown(word)}: expected true or false; {fix}"
+def _words_after_boolean(key: str, words: Sequence[str]) -> Iterator[Wrong]:
+    """Yield what is wrong with words after an option that has no value."""
+    for number, word in enumerate(words):
+        if number or word.endswith(".toml"):
+            yield _stray_word(word)
         else:
-            fix = "use --section.key value, such as --training.steps 100"
-            yield f"{COMMAND_LINE}: '{written}' is not an option; {fix}"
+            fix = f"use {option(key, 'true')} for true, {option(key, 'false')} for false"
+            yield key, f"{COMMAND_LINE}: {key} = {shown(word)}: expected true or false; {fix}"
 
 
-def _boolean_and_value(words: tuple[str, str]) -> tuple[str, str]:
-    """Return (value, key) of an option of a boolean that has a value, in its own word or in the
-    next one: ("yes", "compile.enable") of --compile.enable=yes. ("", "") of another option.
-    """
-    first, following = words
-    name, equals, value = first.removeprefix("--").partition("=")
-    section, _, key = name.replace("-", "_").partition(".")
-    key = f"{section}.{key.removeprefix('no_')}"
-    if not first.startswith("--") or key not in KEYS or KEYS[key].annotation is not bool:
-        return "", ""
-    return value if equals else following, key
+def _unknown_option(typed: str, key: str) -> str:
+    """Return a message about an option that does not exist."""
+    negated = key.removeprefix("no_")
+    if negated != key and negated in KEYS:
+        fix = f"; use {option(negated, 'false')}"
+    else:
+        fix = nearest_key(key)
+    return f"{COMMAND_LINE}: unknown option {one_line(typed, 100)}{fix}"
+
+
+def _stray_word(word: str) -> Wrong:
+    written = one_line(word, 100)
+    if word.endswith(".toml"):
+        fix = f"use one, with ./run_train.sh as CONFIG_FILE={written}"
+        return "", f"{COMMAND_LINE}: '{written}' is a second recipe; {fix}"
+    fix = "use --section.key value, such as --training.steps 100"
+    return "", f"{COMMAND_LINE}: '{written}' is not an option; {fix}"
 
 
 # pydantic's errors in our words
@@ -513,17 +517,18 @@ def _boolean_and_value(words: tuple[str, str]) -> tuple[str, str]:
 KeyPath = tuple[str | int, ...]  # ("data", "sources", 0, "weight")
 
 
-def _messages(error: ValidationError, tables: Tables, origins: Origins) -> list[str]:
+def _messages(error: ValidationError, tables: Tables, origins: Origins) -> list[Wrong]:
     """Return a message for each wrong key.
 
     A union has an error for each of its types, and a list for each entry: one is reported.
     """
-    messages: dict[KeyPath, str] = {}
+    messages: dict[KeyPath, Wrong] = {}
     for part in error.errors(include_url=False):
         table, path, field = _find(part["loc"])
         value = functools.reduce(operator.getitem, path, tables)  # type: ignore[arg-type]
         section, name = path[0], path[-1]
-        origin = origins.get(".".join(map(str, path[:2])), origins[str(section)])
+        place = ".".join(map(str, path[:2]))
+        origin = origins.get(place, origins[str(section)])
         written = _dotted(path)
         if part["type"] == "extra_forbidden":
             message = _unknown(table, path, value)
@@ -541,7 +546,7 @@ def _messages(error: ValidationError, tables: Tables, origins: Origins) -> list[
             if origin == COMMAND_LINE and len(path) == 2:
                 example = f"--{written} {in_toml(field.default)}"
             message = f"{written} = {shown(value)}: {_why(part, field, example)}"
-        messages.setdefault(path, f"{origin}: {message}")
+        messages.setdefault(path, (place, f"{origin}: {message}"))
     return list(messages.values())
 
 

@@ -12,22 +12,37 @@ torch.
 import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+)
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from titan_lite.config.effects import OnlyWith, RestartsData, RestartsOptimizer, Rounding
+from titan_lite.config.errors import ConfigError
 from titan_lite.config.families import FAMILIES
 from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.text import without_secrets
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's variable for the address of its server
 Own = TypeVar("Own", bound="Section")
+
+
+class UnknownValue(ConfigError):
+    """A key is read whose value is wrong. It has all messages about the wrong recipe."""
 
 
 class Section(BaseModel):
@@ -40,6 +55,26 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    _wrong: tuple[str, ...] = PrivateAttr(())  # messages of `without`
+
+    if not TYPE_CHECKING:  # a type checker would then know every attribute
+
+        def __getattr__(self, name: str) -> object:
+            """Raise UnknownValue for a key that `without` has taken away."""
+            if name in type(self).model_fields:
+                raise UnknownValue(*self._wrong)
+            return super().__getattr__(name)
+
+    def without(self: Own, names: Iterable[str], wrong: Sequence[str]) -> Own:
+        """Return a copy that does not have these keys: they have a wrong value, or none that is
+        known. wrong: all messages about the recipe.
+        """
+        copy = self.model_copy()
+        copy._wrong = tuple(wrong)
+        for name in names:
+            del copy.__dict__[name]
+        return copy
 
     def replace(self: Own, **values: object) -> Own:
         """Return a copy with other values, whose types and bounds are not checked.
@@ -635,6 +670,7 @@ class Data(Corpus):
     """Microbatches prepared ahead by each loader process."""
 
     _run_folder: str = PrivateAttr("")
+    _table: str = PrivateAttr("data")
 
     @property
     def run_folder(self) -> str:
@@ -681,27 +717,20 @@ class Data(Corpus):
         found: list[tuple[float, Data]] = []
         for number, source in enumerate(self.sources, 1):
             corpus = {name: getattr(source, name) for name in Corpus.model_fields}
-            table = f"{self.key('sources')}[{number}]"
-            values = {**dict(self), **corpus, "sources": (), "table": table}
-            part = TableOfData(**values).without_run(self.run_folder)
+            part = self.of_table(f"{self.key('sources')}[{number}]", **corpus, sources=())
             found.append((source.weight / total, part))
         return found
 
+    def of_table(self, table: str, **documents: object) -> "Data":
+        """Return a copy with the documents of another table of the recipe."""
+        copy = self.replace(**documents)
+        copy._table = table
+        return copy
+
     def key(self, name: str) -> str:
         """Return the key as the recipe has it, for messages."""
-        return f"data.{name}"
-
-
-class TableOfData(Data):
-    """The documents of another table of the recipe, such as a source of a mixture, as [data]."""
-
-    table: str = "data"
-    validation_fraction: float = 0.05  # 1: all documents are for validation
-
-    def key(self, name: str) -> str:
-        if name in Corpus.model_fields or name == "sources":
-            return f"{self.table}.{name}"
-        return super().key(name)
+        of_table = name in Corpus.model_fields or name == "sources"
+        return f"{self._table if of_table else 'data'}.{name}"
 
 
 class Validation(Section):
@@ -875,18 +904,16 @@ class Config(Section):
         validation = self.validation
         if not validation.has_documents:
             return self.data
-        values = {
-            **dict(self.data),
-            "dataset": validation.dataset or ("local" if validation.path else "stdlib"),
-            "path": validation.path,
-            "subset": validation.subset,
-            "split": validation.split,
-            "text_field": validation.text_field or self.data.text_field,
-            "sources": validation.sources,
-            "validation_fraction": 1.0,
-            "table": "validation",
-        }
-        return TableOfData(**values).without_run(self.data.run_folder)
+        return self.data.of_table(
+            "validation",
+            dataset=validation.dataset or ("local" if validation.path else "stdlib"),
+            path=validation.path,
+            subset=validation.subset,
+            split=validation.split,
+            text_field=validation.text_field or self.data.text_field,
+            sources=validation.sources,
+            validation_fraction=1.0,  # all documents are for validation
+        )
 
     @property
     def first_preconditioned_step(self) -> int:

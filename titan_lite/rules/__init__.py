@@ -1,126 +1,137 @@
-"""Rules across keys of a recipe and its layout: what cannot be together.
+"""Rules across keys of a recipe, its layout and what it reads: what cannot be together.
 
-    check_keys(config)             # rules that need no number of ranks
-    layout = Layout.from_config(config, world_size=8)
-    check(config, layout)          # all of them; raises one ConfigError with all mistakes
+    config, wrong = read_config("llama3_8b", arguments)  # wrong: messages about single keys
+    check_all(config, 8, wrong)    # for 8 ranks; raises one ConfigError with all mistakes
 
 A file has the rules of one section of the recipe. A rule is a function that yields a Mistake for
-each key with a wrong value. A decorator adds it to those that are applied: `@rule_of_keys` needs
-the recipe alone, `@rule` the layout too. `@rule_with_torch` imports torch where its keys are used,
-so these come last, and most mistakes are reported in a fraction of a second. To add one, write a
-function such as
+each key with a wrong value. Its decorator puts it into one of four lists, by what it needs:
+`@rule_of_keys` the recipe, `@rule_of_layout` also the layout, `@rule_of_inputs` files, folders and
+packages, `@rule_of_machine` torch and this machine (machine.py, which is not imported here). To add
+one, write a function such as
 
     @rule_of_keys
     def key_needs_other_key(config: Config) -> Iterator[Mistake]:
         if config.section.key and not config.section.other:
             yield Mistake("section.key", config.section.key, "needs section.other", "...")
 
-What depends on the machine is in machine.py, in the same form; it alone imports torch, and is not
-imported here. A field's own type and bounds are in config/sections.py. Degrees, batches and stages
-that do not divide have no layout: Layout.from_config refuses them.
+A rule that needs what is wrong itself finds nothing: a key whose value is wrong cannot be read
+(config/load.py), and without a layout the rules that need one are left out. Rules of layouts import
+torch only for the keys that need it. A field's own type and bounds are in config/sections.py.
+Degrees, batches and stages that do not divide have no layout: Layout.from_config refuses them.
 """
 
-import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titan_lite.config import Config
+from titan_lite.config import Config, ConfigError
+from titan_lite.config.errors import MachineError
 from titan_lite.distributed.layout import Layout
 from titan_lite.rules import (  # noqa: F401  # importing a section adds its rules
     activation_checkpoint,
+    checkpoint,
     compile,
     data,
     experts,
     fault_tolerance,
     float8,
+    job,
     lr_scheduler,
+    metrics,
+    model,
     optimizer,
     parallelism,
+    tokenizer,
     training,
+    validation,
 )
-from titan_lite.rules.checkpoint import check_resume
-from titan_lite.rules.fault_tolerance import missing_torchft
-from titan_lite.rules.job import dump_folder_cannot_be_written, recipe_would_be_replaced
-from titan_lite.rules.metrics import missing_packages
 from titan_lite.rules.mistakes import (
-    RULES,
+    RULES_OF_INPUTS,
     RULES_OF_KEYS,
-    RULES_WITH_TORCH,
+    RULES_OF_LAYOUT,
+    Inputs,
     Mistake,
+    apply,
+    is_first_rank,
     raise_mistakes,
+    told,
 )
-from titan_lite.rules.tokenizer import (
-    only_the_weights_have_a_tokenizer,
-    tokenizer_is_not_that_of_the_weights,
-    vocabulary_is_too_small,
-)
-from titan_lite.rules.validation import documents_in_both, documents_in_several_sources
 
 if TYPE_CHECKING:
     from titan_lite.checkpoint.run_identity import ListingsOfRun
     from titan_lite.data.tokenizer import Tokenizer
 
 
-def check_keys(config: Config) -> None:
-    """Apply the rules that need no number of ranks. Raises one ConfigError with all mistakes."""
-    raise_mistakes(config, _mistakes_in_keys(config))
+def check_keys(config: Config, wrong: Sequence[str] = ()) -> None:
+    """Apply the rules that need no number of ranks. Raises one ConfigError with all mistakes.
+
+    wrong: messages of `read_config`, which are of the error, too.
+    """
+    raise_mistakes(config, mistakes_in_keys(config), wrong)
 
 
 def check(config: Config, layout: Layout) -> None:
-    """Apply every rule. Raises one ConfigError with all mistakes.
+    """Apply the rules of keys and layout. Raises one ConfigError with all mistakes."""
+    raise_mistakes(config, mistakes_in_recipe(config, layout))
 
-    Rules with torch are applied to what the others admit.
+
+def check_recipe(config: Config, world_size: int, wrong: Sequence[str] = ()) -> None:
+    """Apply the rules of keys and layout for a number of ranks. Raises one ConfigError with all
+    mistakes, after those in `wrong`.
     """
-    of_layout = [mistake for rule in RULES for mistake in rule(config, layout)]
-    raise_mistakes(config, [*_mistakes_in_keys(config), *of_layout])
-    raise_mistakes(
-        config, [mistake for rule in RULES_WITH_TORCH for mistake in rule(config, layout)]
-    )
+    _, mistakes = _lay_out(config, world_size)
+    raise_mistakes(config, mistakes, wrong)
 
 
-def _mistakes_in_keys(config: Config) -> list[Mistake]:
-    return [mistake for rule in RULES_OF_KEYS for mistake in rule(config)]
+def check_all(config: Config, world_size: int | None, wrong: Sequence[str] = ()) -> None:
+    """Apply the rules of keys, layout and inputs: all that one process can check before a run,
+    without torch. Raises one ConfigError with all mistakes, after those in `wrong`.
+
+    world_size: None if it is not known; the rules of layouts are then left out.
+    """
+    layout, mistakes = _lay_out(config, world_size)
+    try:
+        _, of_inputs = read_inputs(config, layout)
+    except MachineError:
+        raise_mistakes(config, mistakes, wrong)
+        raise
+    raise_mistakes(config, [*mistakes, *of_inputs], wrong)
 
 
-def check_inputs(
-    config: Config, layout: Layout, listings: "ListingsOfRun | None" = None
-) -> "Tokenizer":
-    """Check what a run needs beside its recipe: packages, its folder, a tokenizer that fits the
-    model, documents that can be read, and a step that it can go on from. Return the tokenizer.
+def mistakes_in_keys(config: Config) -> list[Mistake]:
+    return apply(RULES_OF_KEYS, config)
 
-    listings: of its documents; None to list them now. Documents are checked by the first rank of a
-    node.
 
-    Needs no torch, so that one process can check before a run. Raises ConfigError.
+def mistakes_in_recipe(config: Config, layout: Layout) -> list[Mistake]:
+    return [*mistakes_in_keys(config), *apply(RULES_OF_LAYOUT, config, layout)]
+
+
+def _lay_out(config: Config, world_size: int | None) -> tuple[Layout | None, list[Mistake]]:
+    """Return the layout, if the recipe has one, and the mistakes in keys and layout."""
+    if world_size is None:
+        return None, mistakes_in_keys(config)
+    try:
+        layout = Layout.from_config(config, world_size)
+    except ConfigError as error:
+        return None, [*mistakes_in_keys(config), *told(error, "parallelism.")]
+    return layout, mistakes_in_recipe(config, layout)
+
+
+def read_inputs(
+    config: Config, layout: Layout | None, listings: "ListingsOfRun | None" = None
+) -> tuple["Tokenizer | None", list[Mistake]]:
+    """Return the tokenizer, if it can be read, and the mistakes in what a run needs beside its
+    recipe: packages, its folder, a tokenizer that fits the model, documents that can be read, and a
+    step that it can go on from.
+
+    listings: of its documents; None to list them now.
     """
     # imported here, since packages that only ./run_train.sh installs come with it
     from titan_lite.checkpoint.run_identity import list_documents
-    from titan_lite.data.documents import check_data
-    from titan_lite.data.prepared import check_prepared
-    from titan_lite.data.tokenizer import load_tokenizer, warn_of_lost_text
+    from titan_lite.data.tokenizer import warn_of_lost_text
 
-    raise_mistakes(config, missing_packages(config))
-    raise_mistakes(config, missing_torchft(config))
-    raise_mistakes(config, dump_folder_cannot_be_written(config))
-    raise_mistakes(config, recipe_would_be_replaced(config))
-    raise_mistakes(config, only_the_weights_have_a_tokenizer(config))
-    tokenizer = load_tokenizer(config.model.tokenizer_path)
-    raise_mistakes(config, vocabulary_is_too_small(config, layout, tokenizer))
-    raise_mistakes(config, tokenizer_is_not_that_of_the_weights(config, tokenizer))
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return tokenizer
-    listings = listings or list_documents(config)
-    tables = {"documents": config.data, "validation_documents": config.validation_data}
-    for name, of_sources in listings.items():
-        check_data(tables[name], of_sources)
-        for listing in of_sources:
-            if listing.data.dataset == "prepared":
-                info = listing.prepared
-                check_prepared(listing.data, info, tokenizer.sha256, tokenizer.vocab_size)
-    if len(listings) > 1:
-        raise_mistakes(config, documents_in_both(*listings.values()))
-    elif config.validation.enable:
-        raise_mistakes(config, documents_in_several_sources(listings["documents"]))
-    if os.environ.get("RANK", "0") == "0":  # all ranks would open ranks x files
-        warn_of_lost_text(tokenizer, config.model.tokenizer_path)
-        check_resume(config, layout, tokenizer, listings)
-    return tokenizer
+    found, mistakes = tokenizer.read_tokenizer(config)
+    inputs = Inputs(layout, found, listings or list_documents(config))
+    mistakes += apply(RULES_OF_INPUTS, config, inputs)
+    if found and not mistakes and is_first_rank():
+        warn_of_lost_text(found, config.model.tokenizer_path)
+    return found, mistakes

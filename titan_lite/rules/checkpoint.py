@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from titan_lite.config import Config
-from titan_lite.distributed.layout import Layout
-from titan_lite.rules.mistakes import Mistake, rule_of_keys
-
-if TYPE_CHECKING:
-    from titan_lite.checkpoint.run_identity import ListingsOfRun
-    from titan_lite.data.tokenizer import Tokenizer
+from titan_lite.rules.job import dump_folder_cannot_be_written
+from titan_lite.rules.mistakes import (
+    Inputs,
+    Mistake,
+    is_first_rank,
+    rule_of_inputs,
+    rule_of_keys,
+    told_by,
+)
 
 
 @rule_of_keys
@@ -25,18 +27,20 @@ def a_step_is_loaded_from_checkpoints(config: Config) -> Iterator[Mistake]:
         yield Mistake("checkpoint.must_resume", True, why, "checkpoint.enable = true")
 
 
-def check_resume(
-    config: Config, layout: Layout, tokenizer: "Tokenizer", listings: "ListingsOfRun"
-) -> None:
-    """Raise ConfigError if the run cannot go on from the step that it would load."""
+@rule_of_inputs
+def the_run_can_go_on_from_its_step(config: Config, inputs: Inputs) -> Iterator[Mistake]:
+    """On the first rank alone: all ranks would open ranks x files."""
+    if not is_first_rank() or any(dump_folder_cannot_be_written(config)):
+        return
     from titan_lite.checkpoint.resume import compare
     from titan_lite.checkpoint.run_identity import documents_of_run, run_identity
     from titan_lite.checkpoint.steps import SavedSteps
 
     saved = SavedSteps(config.checkpoint, Path(config.job.dump_folder))
     step = saved.step_to_load()
-    if step is not None:
-        documents = documents_of_run(listings)
-        identity = run_identity(config, layout, tokenizer, documents)
-        changes = compare(saved.read_state(step), identity, documents)
-        changes.refuse_unless_accepted(config.checkpoint)
+    if step is None or inputs.layout is None or inputs.tokenizer is None:
+        return
+    documents = documents_of_run(inputs.listings)
+    identity = run_identity(config, inputs.layout, inputs.tokenizer, documents)
+    changes = compare(saved.read_state(step), identity, documents)
+    yield from told_by("checkpoint.", changes.refuse_unless_accepted, config.checkpoint)

@@ -5,7 +5,13 @@ from collections.abc import Iterator
 from titan_lite.config import Config
 from titan_lite.config.errors import alternatives
 from titan_lite.distributed.layout import Layout
-from titan_lite.rules.mistakes import Mistake, nearest_divisors, rule, rule_of_keys, rule_with_torch
+from titan_lite.rules.mistakes import (
+    Mistake,
+    nearest_divisors,
+    rule_of_keys,
+    rule_of_layout,
+    told_by,
+)
 
 
 @rule_of_keys
@@ -29,7 +35,7 @@ def there_is_something_to_compile(config: Config) -> Iterator[Mistake]:
         )
 
 
-@rule
+@rule_of_layout
 def chunks_divide_the_tokens(config: Config, layout: Layout) -> Iterator[Mistake]:
     chunks = config.compile.tensor_parallel_chunks
     tp = layout.degrees["tp"]
@@ -46,7 +52,7 @@ def chunks_divide_the_tokens(config: Config, layout: Layout) -> Iterator[Mistake
         )
 
 
-@rule
+@rule_of_layout
 def collectives_of_a_microbatch_are_bucketed(config: Config, layout: Layout) -> Iterator[Mistake]:
     bucketing = config.compile.bucketing
     if not config.compile.compiles("model") or bucketing in ("block", "none"):
@@ -63,10 +69,9 @@ def collectives_of_a_microbatch_are_bucketed(config: Config, layout: Layout) -> 
         )
 
 
-@rule_with_torch
+@rule_of_layout
 def machine_has_a_profile(config: Config, layout: Layout) -> Iterator[Mistake]:
     if config.compile.machine:
         from titan_lite.cost.profiles import load_machine
 
-        load_machine(config.compile.machine)  # raises ConfigError with what is wrong in the file
-    return iter(())
+        yield from told_by("compile.machine", load_machine, config.compile.machine)

@@ -1,10 +1,19 @@
 """Rules of [data], and of the documents that [validation] has of its own."""
 
+import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from titan_lite.config import KEYS, Config, Corpus, Data
 from titan_lite.config.errors import in_toml
-from titan_lite.rules.mistakes import Mistake, rule_of_keys
+from titan_lite.rules.mistakes import Inputs, Mistake, rule_of_inputs, rule_of_keys, told_by
+from titan_lite.rules.validation import documents_in_both, documents_in_several_sources
+
+if TYPE_CHECKING:
+    from titan_lite.data.listing import Listing
+    from titan_lite.data.tokenizer import Tokenizer
+
+EXAMPLES = {"local": "corpus/*.jsonl", "prepared": "prepared/books"}  # of path, by dataset
 
 
 def tables_of_documents(config: Config) -> list[Data]:
@@ -52,14 +61,13 @@ def sources_differ(config: Config) -> Iterator[Mistake]:
 
 @rule_of_keys
 def documents_can_be_found(config: Config) -> Iterator[Mistake]:
-    examples = {"local": "corpus/*.jsonl", "prepared": "prepared/books"}
     defaults = {"subset": "", "split": Corpus.model_fields["split"].default}
     for source in [part for data in tables_of_documents(config) for _, part in data.mixture()]:
         dataset = source.key("dataset")
-        has_path = source.dataset in examples
+        has_path = source.dataset in EXAMPLES
         if has_path and not source.path:
             why = f"needs {source.key('path')}"
-            instead = f'one such as path = "{examples[source.dataset]}"'
+            instead = f'one such as path = "{EXAMPLES[source.dataset]}"'
             yield Mistake(dataset, source.dataset, why, instead)
         if source.path and not has_path:
             why = f'is not read for {dataset} = "{source.dataset}"'
@@ -73,3 +81,44 @@ def documents_can_be_found(config: Config) -> Iterator[Mistake]:
                 why = f'is only for datasets of the hub (dataset = "{source.dataset}")'
                 instead = 'one such as dataset = "HuggingFaceFW/fineweb", or remove it'
                 yield Mistake(key, value, why, instead)
+
+
+@rule_of_inputs
+def documents_can_be_read(config: Config, inputs: Inputs) -> Iterator[Mistake]:
+    """Where all can be read, they also are not in two places that must not share them. The first
+    rank of a node checks.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    tables = {"documents": config.data, "validation_documents": config.validation_data}
+    wrong = [
+        mistake
+        for name, listings in inputs.listings.items()
+        for listing in listings
+        for mistake in _unreadable(tables[name], listing, inputs.tokenizer)
+    ]
+    yield from wrong
+    if wrong:
+        return
+    if len(inputs.listings) > 1:
+        yield from documents_in_both(*inputs.listings.values())
+    elif config.validation.enable:
+        yield from documents_in_several_sources(inputs.listings["documents"])
+
+
+def _unreadable(
+    table: Data, listing: "Listing", tokenizer: "Tokenizer | None"
+) -> Iterator[Mistake]:
+    """Yield the mistakes in a source of a table."""
+    from titan_lite.data.documents import check_data
+    from titan_lite.data.prepared import check_prepared
+
+    source = listing.data
+    key = source.key("path")
+    if source.dataset in EXAMPLES and not source.path:
+        return  # which is a mistake in keys
+    if source.dataset != "prepared":
+        yield from told_by(key, check_data, table, [listing])
+    elif tokenizer:
+        of_tokenizer = (tokenizer.sha256, tokenizer.vocab_size)
+        yield from told_by(key, lambda: check_prepared(source, listing.prepared, *of_tokenizer))

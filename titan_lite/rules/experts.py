@@ -7,7 +7,7 @@ from titan_lite.config.errors import alternatives, nearest_multiples, shown
 from titan_lite.config.families import FAMILIES, ModelConfig, find_family
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import has_experts, shape_of
-from titan_lite.rules.mistakes import Mistake, rule, rule_of_keys
+from titan_lite.rules.mistakes import Mistake, rule_of_keys, rule_of_layout
 
 KERNEL_BYTES = 16  # a row of a factor of a grouped product is a multiple of them
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
@@ -91,7 +91,7 @@ def sizes_without_a_kernel(shape: ModelConfig, dtype: str) -> list[tuple[str, in
     return [(name, size, multiple) for name, size in sizes.items() if size % multiple]
 
 
-@rule
+@rule_of_layout
 def a_capacity_can_be_exceeded(config: Config, layout: Layout) -> Iterator[Mistake]:
     factor = config.experts.capacity_factor
     model = layout.model
@@ -111,7 +111,7 @@ def a_capacity_can_be_exceeded(config: Config, layout: Layout) -> Iterator[Mista
         )
 
 
-@rule
+@rule_of_layout
 def experts_have_an_optimizer(config: Config, layout: Layout) -> Iterator[Mistake]:
     if layout.model.n_experts and config.optimizer.name == "Shampoo":
         yield Mistake(

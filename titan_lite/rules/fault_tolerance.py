@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from titan_lite.config import KEYS, Config
 from titan_lite.environment import COPY, LAST_PORT
 from titan_lite.rules.metrics import is_installed
-from titan_lite.rules.mistakes import Mistake, rule_of_keys
+from titan_lite.rules.mistakes import Inputs, Mistake, rule_of_inputs, rule_of_keys
 
 ADDRESS = r"http://(\[[0-9a-fA-F:]+\]|[^\s/:]+):([0-9]{1,5})"
 
@@ -74,7 +74,8 @@ def copies_have_no_copies(config: Config) -> Iterator[Mistake]:
         )
 
 
-def missing_torchft(config: Config) -> Iterator[Mistake]:
+@rule_of_inputs
+def torchft_is_installed(config: Config, inputs: Inputs) -> Iterator[Mistake]:
     copies = config.fault_tolerance.copies
     if copies > 1 and not is_installed("torchft"):
         yield Mistake(

@@ -9,10 +9,10 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.models.fqns import is_filtered, is_of_experts
 from titan_lite.models.shapes import parameter_shapes
 from titan_lite.optim.state import is_matrix
-from titan_lite.rules.mistakes import Mistake, rule, rule_with_torch
+from titan_lite.rules.mistakes import Mistake, rule_of_layout
 
 
-@rule
+@rule_of_layout
 def float8_products_are_not_overlapped_by_inductor(
     config: Config, layout: Layout
 ) -> Iterator[Mistake]:
@@ -25,7 +25,7 @@ def float8_products_are_not_overlapped_by_inductor(
         )
 
 
-@rule
+@rule_of_layout
 def weights_gathered_in_float8_have_one_scale(config: Config, layout: Layout) -> Iterator[Mistake]:
     float8 = config.float8
     if float8.enable and float8.all_gather and float8.recipe != "tensorwise":
@@ -40,7 +40,7 @@ def weights_gathered_in_float8_have_one_scale(config: Config, layout: Layout) ->
         )
 
 
-@rule
+@rule_of_layout
 def float8_has_layers_to_compute(config: Config, layout: Layout) -> Iterator[Mistake]:
     if not config.float8.enable:
         return
@@ -71,7 +71,7 @@ def _linear_layers(model: ModelConfig) -> dict[str, Shape]:
     }
 
 
-@rule_with_torch
+@rule_of_layout
 def float8_products_have_multiples_of_16(config: Config, layout: Layout) -> Iterator[Mistake]:
     if not config.float8.enable:
         return

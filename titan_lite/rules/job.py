@@ -7,8 +7,7 @@ from pathlib import Path
 from titan_lite.config import Config
 from titan_lite.config.errors import MachineError, is_of_machine, shown
 from titan_lite.config.weights_folder import STEP, step_around
-from titan_lite.distributed.layout import Layout
-from titan_lite.rules.mistakes import Mistake, rule
+from titan_lite.rules.mistakes import Inputs, Mistake, rule_of_inputs
 
 # Files that a run writes over, or appends to, in its folder and in the folder of its steps
 WRITTEN = (
@@ -25,11 +24,23 @@ WRITTEN = (
 )
 
 
-@rule
-def no_file_of_the_run_is_a_link_out_of_its_folder(
-    config: Config, layout: Layout
-) -> Iterator[Mistake]:
-    """The run would write into a file that is not its own. A folder may be a link, as to a disk."""
+@rule_of_inputs
+def the_run_has_a_folder(config: Config, inputs: Inputs) -> Iterator[Mistake]:
+    for mistakes in (
+        dump_folder_cannot_be_written(config),
+        links_out_of_the_folder(config),
+        recipe_would_be_replaced(config),
+    ):
+        wrong = list(mistakes)
+        yield from wrong
+        if wrong:
+            return
+
+
+def links_out_of_the_folder(config: Config) -> Iterator[Mistake]:
+    """Yield a mistake for each file of the run that is a link out of its folder: the run would
+    write into a file that is not its own. A folder may be a link, as to a disk.
+    """
     run_folder = Path(config.job.dump_folder)
     steps = run_folder / config.checkpoint.folder
     for folder in dict.fromkeys((run_folder, steps)):

@@ -7,7 +7,6 @@ imported where torch is there anyway.
 """
 
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,17 +25,18 @@ from titan_lite.logging import logger
 from titan_lite.models.attention import check_kernel
 from titan_lite.models.shapes import shape_words
 from titan_lite.optim.state import FLOAT32_BYTES
-from titan_lite.rules import check, check_inputs
+from titan_lite.rules import mistakes_in_recipe, read_inputs
 from titan_lite.rules.fault_tolerance import missing_lighthouse
 from titan_lite.rules.float8 import float8_has_results_on_gpus
-from titan_lite.rules.mistakes import Mistake, Rule, raise_mistakes
-
-RULES_OF_MACHINE: list[Rule] = []
-
-
-def rule_of_machine(function: Rule) -> Rule:
-    RULES_OF_MACHINE.append(function)
-    return function
+from titan_lite.rules.mistakes import (
+    RULES_OF_MACHINE,
+    Mistake,
+    apply,
+    is_first_rank,
+    raise_mistakes,
+    rule_of_machine,
+    told_by,
+)
 
 
 def check_machine(
@@ -44,37 +44,43 @@ def check_machine(
 ) -> Tokenizer:
     """Check a recipe against all rules and what is here. Return its tokenizer.
 
-    listings: of its documents; None to list them now. Raises ConfigError.
+    listings: of its documents; None to list them now. Raises one ConfigError with all mistakes.
     """
-    check(config, layout)
-    tokenizer = check_inputs(config, layout, listings)
-    check_kernel(config.training.attention_kernel)
-    raise_mistakes(config, mistakes_here(config, layout))
-    check_memory(config, layout, device_memory(), host_memory())
-    if config.compile.enable:
-        from titan_lite.compile.compile import check_backend  # with Inductor, a second to import
-
-        check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
-    if os.environ.get("RANK", "0") == "0":  # all ranks would open ranks x files
-        check_initial_weights(config, layout)
+    mistakes = mistakes_in_recipe(config, layout)
+    tokenizer, of_inputs = read_inputs(config, layout, listings)
+    mistakes += of_inputs
+    mistakes += mistakes_here(config, layout)
+    raise_mistakes(config, mistakes)
+    assert tokenizer is not None
     return tokenizer
 
 
 def mistakes_here(config: Config, layout: Layout) -> list[Mistake]:
-    return [mistake for rule in RULES_OF_MACHINE for mistake in rule(config, layout)]
+    return apply(RULES_OF_MACHINE, config, layout)
 
 
-def check_initial_weights(config: Config, layout: Layout) -> None:
-    """Check that the weights that a new run begins with fit it. Raises ConfigError."""
+@rule_of_machine
+def initial_weights_fit_the_model(config: Config, layout: Layout) -> Iterator[Mistake]:
+    """On the first rank alone: all ranks would open ranks x files."""
     key = "checkpoint.initial_load_path"
     path = config.checkpoint.initial_load_path
-    if not path:
+    if not path or not is_first_rank():
         return
     step = SavedSteps(config.checkpoint, Path(config.job.dump_folder)).step_to_load()
     if step is None:
-        open_weights(path, key, model=layout.model)
+        yield from told_by(key, lambda: open_weights(path, key, model=layout.model))
     else:
         logger.info(f'{key} = "{path}" has no effect: the run goes on from its own step {step}')
+
+
+@rule_of_machine
+def the_compiler_is_here(config: Config, layout: Layout) -> Iterator[Mistake]:
+    if not config.compile.enable:
+        return
+    from titan_lite.compile.compile import check_backend  # with Inductor, a second to import
+
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    yield from told_by("compile.backend", check_backend, config.compile, device_type)
 
 
 @rule_of_machine
@@ -83,6 +89,12 @@ def copies_have_a_lighthouse(config: Config, layout: Layout) -> Iterator[Mistake
 
 
 # GPUs
+
+
+@rule_of_machine
+def the_kernel_of_attention_is_here(config: Config, layout: Layout) -> Iterator[Mistake]:
+    kernel = config.training.attention_kernel
+    yield from told_by("training.attention_kernel", check_kernel, kernel)
 
 
 @rule_of_machine
@@ -162,29 +174,31 @@ def collectives_of_this_gpu_are_priced(config: Config, layout: Layout) -> Iterat
 CERTAINLY = 2  # times the memory: what a lower bound says cannot be
 
 
-def check_memory(
+@rule_of_machine
+def a_rank_fits_into_memory(config: Config, layout: Layout) -> Iterator[Mistake]:
+    yield from does_not_fit(config, layout, device_memory(), host_memory())
+
+
+def does_not_fit(
     config: Config, layout: Layout, device_bytes: float, host_bytes: float = math.inf
-) -> None:
-    """Raise ConfigError if what a rank keeps alone exceeds its memory.
+) -> Iterator[Mistake]:
+    """Yield mistakes if what a rank keeps alone exceeds its memory.
 
     device_bytes: of its GPU, infinite without one; host_bytes: of the host's memory per rank.
     """
-    needed = least_state_bytes(config, layout)
-    if device_bytes == math.inf and needed > host_bytes:
-        raise ConfigError(
-            f"no GPU found, and {shape_words(config.model)} on {layout.world_size} CPU ranks does"
-            " not fit in this machine's memory: weights, gradients and optimizer state need"
-            f" {needed / 2**30:.0f} GiB a rank, and a rank has {host_bytes / 2**30:.0f};"
-            " `titan-lite plan RECIPE --world-size 8` predicts what GPUs need, or use a smaller"
-            " model.flavor"
-        )
-    raise_mistakes(config, _does_not_fit(config, layout, device_bytes, host_bytes))
-
-
-def _does_not_fit(
-    config: Config, layout: Layout, device_bytes: float, host_bytes: float
-) -> Iterator[Mistake]:
     steady = least_state_bytes(config, layout)
+    if device_bytes == math.inf and steady > host_bytes:
+        yield Mistake(
+            "model.flavor",
+            line=(
+                f"no GPU found, and {shape_words(config.model)} on {layout.world_size} CPU ranks"
+                " does not fit in this machine's memory: weights, gradients and optimizer state"
+                f" need {steady / 2**30:.0f} GiB a rank, and a rank has"
+                f" {host_bytes / 2**30:.0f}; `titan-lite plan RECIPE --world-size 8` predicts what"
+                " GPUs need, or use a smaller model.flavor"
+            ),
+        )
+        return
     once = steady + layout.gathered_bytes
     if steady > device_bytes:
         shards = math.ceil(layout.degrees["dp_shard"] * steady / device_bytes)

@@ -4,10 +4,11 @@ import importlib.util
 from collections.abc import Iterator
 
 from titan_lite.config import Config
-from titan_lite.rules.mistakes import Mistake
+from titan_lite.rules.mistakes import Inputs, Mistake, rule_of_inputs
 
 
-def missing_packages(config: Config) -> Iterator[Mistake]:
+@rule_of_inputs
+def packages_are_installed(config: Config, inputs: Inputs) -> Iterator[Mistake]:
     if config.metrics.enable_wandb and not is_installed("wandb"):
         yield Mistake(
             key="metrics.enable_wandb",

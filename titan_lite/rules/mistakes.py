@@ -1,4 +1,4 @@
-"""A mistake in a recipe, the decorators of rules, and words for what to use instead.
+"""A mistake in a recipe, the four lists of rules, and words for what to use instead.
 
 @rule_of_keys
 def key_needs_other_key(config: Config) -> Iterator[Mistake]:
@@ -6,12 +6,19 @@ def key_needs_other_key(config: Config) -> Iterator[Mistake]:
         yield Mistake("section.key", config.section.key, "needs section.other", "...")
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from titan_lite.config import KEYS, SECTIONS, Config, ConfigError
 from titan_lite.config.errors import shown
+from titan_lite.config.sections import UnknownValue
 from titan_lite.distributed.layout import Layout
+
+if TYPE_CHECKING:
+    from titan_lite.checkpoint.run_identity import ListingsOfRun
+    from titan_lite.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -19,9 +26,10 @@ class Mistake:
     """A key whose value cannot be."""
 
     key: str  # "section.name"
-    value: object
-    why: str  # what is wrong with it: the words after "section.name = value"
-    instead: str  # what to use
+    value: object = None
+    why: str = ""  # what is wrong with it: the words after "section.name = value"
+    instead: str = ""  # what to use
+    line: str = ""  # all of this, where the part that reads the value has words of its own
 
     @property
     def section(self) -> str:
@@ -29,6 +37,8 @@ class Mistake:
 
     def message(self, config: Config) -> str:
         """Return its line in an error, with the file or "command line" that has the key."""
+        if self.line:
+            return self.line
         key = self.key.partition("[")[0]
         text = f"{self.key} = {shown(self.value)} {self.why}; use {self.instead}"
         by_a_program = not config.was_set(key) and self.value != KEYS[key].default
@@ -37,33 +47,84 @@ class Mistake:
         return f"{config.origin(key)}: {text}"
 
 
-RuleOfKeys = Callable[[Config], Iterator[Mistake]]
-Rule = Callable[[Config, Layout], Iterator[Mistake]]
-RULES_OF_KEYS: list[RuleOfKeys] = []
-RULES: list[Rule] = []
-RULES_WITH_TORCH: list[Rule] = []
+@dataclass(frozen=True)
+class Inputs:
+    """What rules of inputs need beside the recipe; None is what cannot be had, as is told."""
+
+    layout: Layout | None
+    tokenizer: "Tokenizer | None"
+    listings: "ListingsOfRun"
 
 
-def rule_of_keys(function: RuleOfKeys) -> RuleOfKeys:
+Rule = Callable[..., Iterator[Mistake]]
+SomeRule = TypeVar("SomeRule", bound=Rule)
+RULES_OF_KEYS: list[Callable[[Config], Iterator[Mistake]]] = []
+RULES_OF_LAYOUT: list[Callable[[Config, Layout], Iterator[Mistake]]] = []
+RULES_OF_INPUTS: list[Callable[[Config, Inputs], Iterator[Mistake]]] = []
+RULES_OF_MACHINE: list[Callable[[Config, Layout], Iterator[Mistake]]] = []
+
+
+def rule_of_keys(function: SomeRule) -> SomeRule:
     RULES_OF_KEYS.append(function)
     return function
 
 
-def rule(function: Rule) -> Rule:
-    RULES.append(function)
+def rule_of_layout(function: SomeRule) -> SomeRule:
+    RULES_OF_LAYOUT.append(function)
     return function
 
 
-def rule_with_torch(function: Rule) -> Rule:
-    RULES_WITH_TORCH.append(function)
+def rule_of_inputs(function: SomeRule) -> SomeRule:
+    RULES_OF_INPUTS.append(function)
     return function
 
 
-def raise_mistakes(config: Config, mistakes: Iterable[Mistake]) -> None:
-    """Raise one ConfigError with all mistakes, in the order of their sections, if there are any."""
-    sections = list(SECTIONS)
+def rule_of_machine(function: SomeRule) -> SomeRule:
+    RULES_OF_MACHINE.append(function)
+    return function
+
+
+def is_first_rank() -> bool:
+    """Return True on the first rank, and in a program without ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def apply(rules: Iterable[Rule], *arguments: object) -> list[Mistake]:
+    """Return the mistakes that rules find."""
+    found: list[Mistake] = []
+    for rule in rules:
+        try:
+            found.extend(rule(*arguments))
+        except ConfigError as error:  # of what the rule needs, such as the shape of the model
+            found.extend(told(error))
+    return found
+
+
+def told(error: ConfigError, key: str = "") -> list[Mistake]:
+    """Return the lines of an error as mistakes; none of a value that is wrong itself, which
+    `read_config` has told.
+    """
+    lines = () if isinstance(error, UnknownValue) else error.args
+    return [Mistake(key, line=str(line)) for line in lines]
+
+
+def told_by(key: str, read: Callable[..., object], *arguments: object) -> list[Mistake]:
+    """Call a function that reads what a key names, and return its ConfigError as mistakes."""
+    try:
+        read(*arguments)
+    except ConfigError as error:
+        return told(error, key)
+    return []
+
+
+def raise_mistakes(config: Config, mistakes: Iterable[Mistake], wrong: Sequence[str] = ()) -> None:
+    """Raise one ConfigError with all mistakes, in the order of their sections, if there are any.
+
+    wrong: messages of `read_config`, which come first.
+    """
+    sections = [*SECTIONS, ""]
     ordered = sorted(mistakes, key=lambda mistake: sections.index(mistake.section))
-    messages = dict.fromkeys(mistake.message(config) for mistake in ordered)  # each once
+    messages = dict.fromkeys((*wrong, *(mistake.message(config) for mistake in ordered)))
     if messages:
         raise ConfigError(*messages)
 

@@ -16,7 +16,12 @@ from titan_lite.models.shapes import (
     shape_of,
 )
 from titan_lite.rules.float8 import float8_products_have_multiples_of_16
-from titan_lite.rules.mistakes import Mistake, rule, rule_of_keys, rule_with_torch
+from titan_lite.rules.mistakes import Mistake, rule_of_keys, rule_of_layout, told_by
+
+
+@rule_of_keys
+def there_is_a_shape(config: Config) -> Iterator[Mistake]:
+    yield from told_by("model.flavor", shape_of, config.model)
 
 
 @rule_of_keys
@@ -89,7 +94,7 @@ def rotary_scaling_has_a_factor_and_two_bounds(config: Config) -> Iterator[Mista
         )
 
 
-@rule
+@rule_of_layout
 def sequences_fit_the_rotary_tables(config: Config, layout: Layout) -> Iterator[Mistake]:
     longest = shape_of(config.model).max_seq_len
     if layout.seq_len > longest:
@@ -101,7 +106,7 @@ def sequences_fit_the_rotary_tables(config: Config, layout: Layout) -> Iterator[
         )
 
 
-@rule
+@rule_of_layout
 def query_heads_share_key_value_heads_evenly(config: Config, layout: Layout) -> Iterator[Mistake]:
     model = layout.model
     if model.n_heads % model.n_kv_heads:
@@ -117,7 +122,7 @@ def query_heads_share_key_value_heads_evenly(config: Config, layout: Layout) -> 
         )
 
 
-@rule
+@rule_of_layout
 def dimensions_of_a_head_rotate_in_pairs(config: Config, layout: Layout) -> Iterator[Mistake]:
     model = layout.model
     multiple = 2 * model.n_heads
@@ -145,15 +150,20 @@ def _of_flavor(config: Config, name: str) -> str:
     return "" if getattr(config.model, name) else " of the flavor"
 
 
-@rule_with_torch
+@rule_of_layout
 def a_family_of_ones_own_is_complete(config: Config, layout: Layout) -> Iterator[Mistake]:
+    of_shapes = (
+        query_heads_share_key_value_heads_evenly,
+        dimensions_of_a_head_rotate_in_pairs,
+        float8_products_have_multiples_of_16,
+    )
     is_own = layout.model.family not in FAMILIES
-    # whose products are refused by a rule of their own
-    if is_own and not any(float8_products_have_multiples_of_16(config, layout)):
-        from titan_lite.distributed.own_family import check_own_family
+    if not is_own or any(mistake for rule in of_shapes for mistake in rule(config, layout)):
+        return  # a block of a shape that cannot be would say so in other words
+    from titan_lite.distributed.own_family import check_own_family
 
-        check_own_family(layout, config.float8, config.training)
-    yield from ()
+    arguments = (layout, config.float8, config.training)
+    yield from told_by("model.name", check_own_family, *arguments)
 
 
 def initial_weights(config: Config) -> ModelOfWeights | None:

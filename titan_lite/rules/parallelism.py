@@ -12,7 +12,7 @@ from titan_lite.distributed.pipeline_schedule import (
     stages_per_rank,
 )
 from titan_lite.models.shapes import module_fqns, parameter_shapes, shape_words
-from titan_lite.rules.mistakes import Mistake, rule, rule_of_keys, rule_with_torch
+from titan_lite.rules.mistakes import Mistake, rule_of_keys, rule_of_layout
 from titan_lite.sharding import chunk_range
 
 
@@ -31,7 +31,7 @@ def async_tensor_parallelism_is_done_by_inductor(config: Config) -> Iterator[Mis
         yield Mistake(key, True, "is done by Inductor", 'compile.backend = "inductor"')
 
 
-@rule
+@rule_of_layout
 def every_tensor_parallel_rank_has_a_part(config: Config, layout: Layout) -> Iterator[Mistake]:
     tp = layout.degrees["tp"]
     # these are split unevenly where tp does not divide them
@@ -49,7 +49,7 @@ def every_tensor_parallel_rank_has_a_part(config: Config, layout: Layout) -> Ite
             )
 
 
-@rule
+@rule_of_layout
 def every_pipeline_rank_updates_a_parameter(config: Config, layout: Layout) -> Iterator[Mistake]:
     points = config.parallelism.pipeline_parallel_split_points
     degree = layout.degrees["pp"]
@@ -65,7 +65,7 @@ def every_pipeline_rank_updates_a_parameter(config: Config, layout: Layout) -> I
         )
 
 
-@rule
+@rule_of_layout
 def schedule_has_its_stages_per_rank(config: Config, layout: Layout) -> Iterator[Mistake]:
     if layout.degrees["pp"] == 1:
         return
@@ -85,7 +85,7 @@ def schedule_has_its_stages_per_rank(config: Config, layout: Layout) -> Iterator
     yield Mistake("parallelism.pipeline_parallel_stages_per_rank", per_rank, why, instead)
 
 
-@rule
+@rule_of_layout
 def schedule_has_its_microbatches(config: Config, layout: Layout) -> Iterator[Mistake]:
     degree = layout.degrees["pp"]
     if degree == 1:
@@ -128,7 +128,7 @@ def _or_interleaved(layout: Layout) -> str:
     return ', or pipeline_parallel_schedule = "Interleaved1F1B"'
 
 
-@rule
+@rule_of_layout
 def zero_bubble_cuts_a_backward_that_can_be_cut(
     config: Config, layout: Layout
 ) -> Iterator[Mistake]:
@@ -164,7 +164,7 @@ def gathered_weights_are_kept_or_freed(config: Config) -> Iterator[Mistake]:
         )
 
 
-@rule
+@rule_of_layout
 def resharded_weights_are_gathered_again(config: Config, layout: Layout) -> Iterator[Mistake]:
     if layout.gathers_once and config.parallelism.fsdp_reshard_after_forward == "always":
         yield Mistake(
@@ -178,7 +178,7 @@ def resharded_weights_are_gathered_again(config: Config, layout: Layout) -> Iter
         )
 
 
-@rule
+@rule_of_layout
 def cudnn_attends_from_whole_sequences(config: Config, layout: Layout) -> Iterator[Mistake]:
     degree = layout.degrees["cp"]
     if config.training.attention_kernel == "cudnn" and degree > 1:
@@ -193,7 +193,7 @@ def cudnn_attends_from_whole_sequences(config: Config, layout: Layout) -> Iterat
         )
 
 
-@rule
+@rule_of_layout
 def kept_modules_are_in_the_model(config: Config, layout: Layout) -> Iterator[Mistake]:
     kept = config.parallelism.fsdp_keep_gathered
     stage_modules = module_fqns(layout.model.n_layers)
@@ -211,7 +211,7 @@ def kept_modules_are_in_the_model(config: Config, layout: Layout) -> Iterator[Mi
         )
 
 
-@rule
+@rule_of_layout
 def compression_has_replicas_and_steps(config: Config, layout: Layout) -> Iterator[Mistake]:
     parallelism = config.parallelism
     if parallelism.replicate_compression == "none":
@@ -233,7 +233,7 @@ def compression_has_replicas_and_steps(config: Config, layout: Layout) -> Iterat
         )
 
 
-@rule_with_torch
+@rule_of_layout
 def compression_makes_gradients_smaller(config: Config, layout: Layout) -> Iterator[Mistake]:
     if config.parallelism.replicate_compression == "none":
         return

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.weights_folder import TOKENIZER_FILES
-from titan_lite.distributed.layout import Layout
-from titan_lite.rules.mistakes import Mistake, rule_of_keys
+from titan_lite.models.shapes import shape_of
+from titan_lite.rules.mistakes import Inputs, Mistake, rule_of_inputs, rule_of_keys, told
 from titan_lite.rules.model import initial_weights
 
 if TYPE_CHECKING:
@@ -32,16 +32,29 @@ def there_is_a_tokenizer(config: Config) -> Iterator[Mistake]:
         yield Mistake("model.tokenizer_path", path, why, instead)
 
 
-def vocabulary_is_too_small(
-    config: Config, layout: Layout, tokenizer: "Tokenizer"
-) -> Iterator[Mistake]:
-    size = layout.model.vocab_size
-    if tokenizer.vocab_size > size:
-        model = "model.vocab_size" if config.model.vocab_size else f"flavor {config.model.flavor}"
+def read_tokenizer(config: Config) -> tuple["Tokenizer | None", list[Mistake]]:
+    """Return the tokenizer, or None and why there is none; a missing path is told by a rule."""
+    from titan_lite.data.tokenizer import load_tokenizer
+
+    try:
+        path = config.model.tokenizer_path
+        mistakes = list(only_the_weights_have_a_tokenizer(config))
+        return (load_tokenizer(path) if path and not mistakes else None), mistakes
+    except ConfigError as error:
+        return None, told(error, "model.tokenizer_path")
+
+
+@rule_of_inputs
+def the_vocabulary_is_large_enough(config: Config, inputs: Inputs) -> Iterator[Mistake]:
+    tokenizer = inputs.tokenizer
+    model = inputs.layout.model if inputs.layout else shape_of(config.model)
+    if tokenizer and tokenizer.vocab_size > model.vocab_size:
+        size = model.vocab_size
+        named = "model.vocab_size" if config.model.vocab_size else f"flavor {config.model.flavor}"
         yield Mistake(
             key="model.tokenizer_path",
             value=config.model.tokenizer_path,
-            why=f"has {tokenizer.vocab_size} tokens, but {model} has room for {size}",
+            why=f"has {tokenizer.vocab_size} tokens, but {named} has room for {size}",
             instead=(
                 "that flavor's tokenizer, a flavor with room, or model.vocab_size ="
                 f" {tokenizer.vocab_size}"
@@ -61,15 +74,17 @@ def only_the_weights_have_a_tokenizer(config: Config) -> Iterator[Mistake]:
         )
 
 
-def tokenizer_is_not_that_of_the_weights(
-    config: Config, tokenizer: "Tokenizer"
-) -> Iterator[Mistake]:
-    """Yield a mistake if text has other ids than those that the initial weights know.
+@rule_of_inputs
+def the_tokenizer_is_that_of_the_weights(config: Config, inputs: Inputs) -> Iterator[Mistake]:
+    """Text has the ids that the initial weights know.
 
     One tokenizer may be two files, such as Llama's tokenizer.model and tokenizer.json.
     """
     from titan_lite.data.tokenizer import load_tokenizer
 
+    tokenizer = inputs.tokenizer
+    if tokenizer is None:
+        return
     weights = initial_weights(config)
     path = config.model.tokenizer_path
     if weights is None or weights.tokenizer in ("", path) or not Path(weights.tokenizer).is_file():

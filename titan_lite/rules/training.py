@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from titan_lite.config import Config, batch_ramp
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.loss_chunk import MAX_CHUNKS
-from titan_lite.rules.mistakes import Mistake, rule, rule_of_keys
+from titan_lite.rules.mistakes import Mistake, rule_of_keys, rule_of_layout, told_by
 from titan_lite.sharding import chunk_size
 
 
 @rule_of_keys
 def batches_of_the_ramp_are_in_order(config: Config) -> Iterator[Mistake]:
-    batch_ramp(config.training.global_batch_ramp)  # raises ConfigError
-    return iter(())
+    ramp = config.training.global_batch_ramp
+    yield from told_by("training.global_batch_ramp", batch_ramp, ramp)
 
 
-@rule
+@rule_of_layout
 def loss_chunk_is_a_part_of_a_microbatch(config: Config, layout: Layout) -> Iterator[Mistake]:
     chunk = config.training.loss_chunk_tokens
     tokens = layout.tokens_per_microbatch

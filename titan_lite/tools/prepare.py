@@ -32,7 +32,7 @@ import pyarrow.compute
 
 from titan_lite import manifest
 from titan_lite.cli import Parser, command
-from titan_lite.config import Config, ConfigError, Data, load_config
+from titan_lite.config import Config, ConfigError, Data, read_config
 from titan_lite.config.errors import MachineError, error_because_of, in_toml
 from titan_lite.config.weights_folder import refuse_within_step
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
@@ -388,8 +388,8 @@ def _prepare(options: Namespace, others: Sequence[str]) -> None:
         )
     if options.workers < 0:
         raise ConfigError(f"--workers {options.workers}: expected 0 or more")
-    config = load_config(others[0], others[2:])
-    check_keys(config)
+    config, wrong = read_config(others[0], others[2:])
+    check_keys(config, wrong)
     folder = Path(others[1])
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     warn_of_lost_text(tokenizer, config.model.tokenizer_path)

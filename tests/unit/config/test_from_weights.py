@@ -16,10 +16,9 @@ from titan_lite.config.from_weights import keys_of_config_json
 from titan_lite.data.special_tokens import CHARACTERS
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.data.tokenizer_json import to_json
-from titan_lite.distributed.layout import Layout
 from titan_lite.models.huggingface import config_to_hf
 from titan_lite.models.shapes import shape_of
-from titan_lite.rules import check_inputs, check_keys
+from titan_lite.rules import check_all, check_keys
 
 JSON = {
     "model_type": "llama",
@@ -127,7 +126,7 @@ def test_an_empty_path_is_the_tokenizer_of_the_folder_with_any_flavor(folder, tm
     config = load(tmp_path, RECIPE, path, *FLAVOR_DEBUG)
     assert config.model.flavor == "debug"
     assert config.model.tokenizer_path == str(folder / "tokenizer.model")
-    check_inputs(config, Layout.from_config(config, 1))
+    check_all(config, 1)
     # also beside weights of torchtitan, which give no shape
     (folder / "config.json").unlink()
     (folder / ".metadata").touch()
@@ -153,7 +152,7 @@ def test_a_missing_tokenizer_is_told_with_that_of_the_folder(folder, tmp_path):
     more = [f"--checkpoint.initial_load_path={folder}", f"--model.tokenizer_path={missing}"]
     config = load(tmp_path, RECIPE, *more)
     with pytest.raises(ConfigError) as error:
-        check_inputs(config, Layout.from_config(config, 1))
+        check_all(config, 1)
     assert str(error.value) == (
         f'command line: model.tokenizer_path = "{missing}" is not there, but'
         f" checkpoint.initial_load_path has {folder}/tokenizer.model; use that, or"
@@ -305,7 +304,7 @@ def test_another_tokenizer_than_that_of_the_weights_is_refused(folder, tmp_path)
     (folder / "tokenizer.json").write_text(json.dumps(to_json(load_tokenizer(DEBUG_TOKENIZER))))
     # The same one in the other format is no other one.
     config = load(tmp_path, RECIPE, path, f"--model.tokenizer_path={DEBUG_TOKENIZER}")
-    check_inputs(config, Layout.from_config(config, 1))
+    check_all(config, 1)
 
     lines = DEBUG_TOKENIZER.read_text().splitlines()
     first, last = token_of(lines[256]), token_of(lines[-1])
@@ -327,7 +326,7 @@ def other_tokenizer(folder, tmp_path, lines):
     options = (f"--checkpoint.initial_load_path={folder}", f"--model.tokenizer_path={other}")
     config = load(tmp_path, RECIPE, *options)
     with pytest.raises(ConfigError) as error:
-        check_inputs(config, Layout.from_config(config, 1))
+        check_all(config, 1)
     before = (
         f'command line: model.tokenizer_path = "{other}" gives text other ids than the tokenizer of'
         f" checkpoint.initial_load_path, {folder}/tokenizer.json"
@@ -362,7 +361,7 @@ def test_a_tokenizer_may_have_other_names_of_special_tokens_and_more_tokens(fold
         f"--model.tokenizer_path={DEBUG_TOKENIZER}",
     )
     config = load(tmp_path, RECIPE, *options)
-    check_inputs(config, Layout.from_config(config, 1))
+    check_all(config, 1)
 
 
 ROPE = {

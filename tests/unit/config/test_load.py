@@ -21,8 +21,8 @@ from titan_lite.config import (
     batch_ramp,
     flatten,
     gradient_accumulation_steps,
-    load,
     load_config,
+    read_config,
     to_toml,
 )
 from titan_lite.config.errors import in_toml, shown
@@ -44,7 +44,7 @@ def write(folder, text, name="recipe.toml"):
 def lines_of(*arguments):
     """The messages of a recipe that is wrong."""
     with pytest.raises(ConfigError) as error:
-        check_keys(load_config(*arguments))
+        check_keys(*read_config(*arguments))
     return list(error.value.args)
 
 
@@ -129,27 +129,33 @@ def test_a_tilde_is_the_home_folder_in_sources_and_extends(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "tables"),
     [
-        ["--training.steps=3"],
-        ["--training.steps=3", "--training.steps=4"],
-        ["--training.steps=a=b"],
-        ["--model.name="],
-        ["--compile.enable", "--float8.no-enable"],
-        ["--compile.enable=true"],
-        ["--model.no-name=x"],
-        ["--no.key=3"],
-        ["--training.local-batch-size=3"],
-        ["-training.steps=3"],
-        ["--parallelism.pipeline_parallel_split_points=layers.1,layers.2"],
-        ["--data.sources=[{dataset='c4', weight=2}]"],
-        ["--job.dump_folder=~/x"],
+        (["--training.steps=3"], {"training": {"steps": 3}}),
+        (["--training.steps", "-3"], {"training": {"steps": -3}}),
+        (["--training.steps=3", "--training.steps", "4"], {"training": {"steps": 4}}),
+        (["--training.steps=a=b"], {"training": {"steps": "a=b"}}),
+        (["--training.local-batch-size=3"], {"training": {"local_batch_size": 3}}),
+        (["--job.description="], {"job": {"description": ""}}),
+        (["--job.description", "-x"], {"job": {"description": "-x"}}),
+        (
+            ["--compile.enable", "--float8.no-enable"],
+            {"compile": {"enable": True}, "float8": {"enable": False}},
+        ),
+        (["--compile.no_enable"], {"compile": {"enable": False}}),
+        (
+            ["--parallelism.pipeline_parallel_split_points=layers.1,layers.2", "norm"],
+            {"parallelism": {"pipeline_parallel_split_points": ("layers.1", "layers.2", "norm")}},
+        ),
+        (["--compile.components"], {"compile": {"components": ()}}),
+        (
+            ["--data.sources=[{dataset='c4', weight=2}]"],
+            {"data": {"sources": ({"dataset": "c4", "weight": 2},)}},
+        ),
     ],
 )
-def test_options_that_need_no_other_word_are_read_as_tyro_reads_them(words, monkeypatch):
-    found = parse_command_line(words)
-    monkeypatch.setattr(load, "_complete_option", lambda word: None)
-    assert parse_command_line(words) == found
+def test_forms_of_options(words, tables):
+    assert parse_command_line(words) == (tables, [])
 
 
 def test_a_relative_dump_folder_is_below_the_current_folder(tmp_path, monkeypatch):
@@ -399,14 +405,14 @@ MISTAKES = [
     ),
     Mistake(
         "section without keys",
-        "training = 5",
+        "training = 5\n" + TOKENIZER,
         ("training = 5",),
         "write [training]",
         TOKENIZER + "[training]\nsteps = 5",
     ),
     Mistake(
         "array of sections",
-        "[[training]]\nsteps = 5",
+        "[[training]]\nsteps = 5\n" + TOKENIZER,
         ("training", "5"),
         "[training]",
         TOKENIZER + "[training]\nsteps = 5",
@@ -454,7 +460,7 @@ MISTAKES = [
     a_line("infinite", "training", "max_norm = inf", "max_norm = 1.0"),
     Mistake(
         "no float is that large",
-        f"[optimizer]\nlr = 1{'0' * 400}",
+        f"{TOKENIZER}[optimizer]\nlr = 1{'0' * 400}",
         ("optimizer.lr = 1000",),
         "such as lr = 0.0003",
     ),
@@ -888,7 +894,7 @@ def test_all_mistakes_of_a_recipe_of_what_it_extends_and_of_the_command_line_are
         assert line.startswith(begin), line
 
 
-def test_impossible_combinations_are_told_together_and_only_where_all_values_are_possible(tmp_path):
+def test_impossible_combinations_are_told_together_and_beside_values_that_are_impossible(tmp_path):
     text = (
         "[lr_scheduler]\nwarmup_steps = 3000\ntotal_steps = 2000\n[data]\npath ="
         " 'x'\n[checkpoint]\nmust_resume = true\n"
@@ -900,7 +906,38 @@ def test_impossible_combinations_are_told_together_and_only_where_all_values_are
         "checkpoint.must_resume",
         "data.path",
     ]  # the order of the sections
-    assert len(lines_of(write(tmp_path, text + "[training]\nsteps = 0"))) == 1
+    assert lines_of(write(tmp_path, text + "[training]\nmax_norm = 0"))[1:] == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # which may be dataset, or steps
+        'extends = "base.toml"\n[data]\ndatset = "local"\npath = "x"',
+        'extends = "base.toml"\n[training]\nstep = 500\n[lr_scheduler]\ntotal_steps = 700',
+        'extends = "base.toml"\n[trainig]\nsteps = 500\n[lr_scheduler]\ntotal_steps = 700',
+        'extends = "base.toml"\n[training]\nsteps = "5"\n[lr_scheduler]\ntotal_steps = 700',
+        '[model]\nflavor = "from_weights"',
+        '[model]\nflavor = "from_weights"\n[checkpoint]\ninitial_load_path = "nowhere"',
+    ],
+)
+def test_nothing_is_told_that_may_follow_from_a_wrong_word_or_value(text, tmp_path):
+    write(tmp_path, TOKENIZER, "base.toml")
+    recipe = write(tmp_path, text)
+    assert len(lines_of(recipe)) == 1
+
+
+def test_a_word_on_the_command_line_that_is_no_option_leaves_typed_keys_known(tmp_path):
+    recipe = write(tmp_path, TOKENIZER)
+    config, wrong = read_config(recipe, ["--training.steps=7", "--training.stepz=8"])
+    assert [line.partition(";")[0] for line in wrong] == [
+        "command line: unknown option --training.stepz=8"
+    ]
+    assert config.training.steps == 7
+    assert config.optimizer.lr == KEYS["optimizer.lr"].default
+    with pytest.raises(ConfigError) as error:
+        print(config.training.seq_len)
+    assert error.value.args == wrong
 
 
 def test_numbers_that_are_not_finite_are_never_accepted():

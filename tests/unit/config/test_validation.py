@@ -8,8 +8,7 @@ from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.config import ConfigError, Data, load_config, to_toml
 from titan_lite.data.tokenizer import load_tokenizer
-from titan_lite.distributed.layout import Layout
-from titan_lite.rules import check_inputs, check_keys
+from titan_lite.rules import check_all, check_keys
 from titan_lite.tools.prepare import prepare
 
 
@@ -35,7 +34,7 @@ def on(corpus, *options):
 
 def checked(config):
     check_keys(config)
-    check_inputs(config, Layout.from_config(config, 2))
+    check_all(config, 2)
     return config
 
 

@@ -15,7 +15,7 @@ from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.loader import build_loader
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
-from titan_lite.rules import check_inputs, check_keys
+from titan_lite.rules import check_all, check_keys
 from titan_lite.tools import prepare
 
 TOKENIZER = load_tokenizer(DEBUG_TOKENIZER)
@@ -126,7 +126,7 @@ def test_both_are_prepared_by_one_command(corpus, capsys):
     mine.write_text(f'extends = "{DEBUG}"\n' + out.partition("by this:")[2])
     config = load_config(mine, ["--data.num_workers=0"])
     check_keys(config)
-    check_inputs(config, Layout.from_config(config, 2))
+    check_all(config, 2)
     with pytest.raises(ConfigError, match=r'was written by .*use validation.dataset = "prepared"'):
         check_data(recipe(corpus, f"--validation.path={corpus}/p/validation").validation_data)
     assert config.data.path == str(corpus / "p/train")

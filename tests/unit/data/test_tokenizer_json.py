@@ -18,8 +18,7 @@ from titan_lite.config import ConfigError, load_config
 from titan_lite.data import tokenizer
 from titan_lite.data.tokenizer import SPECIAL_TOKENS, TiktokenTokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import CHARACTERS, to_json, tokenizer_config
-from titan_lite.distributed.layout import Layout
-from titan_lite.rules import check_inputs
+from titan_lite.rules import check_all
 
 SMALL = TiktokenTokenizer(
     {bytes([byte]): byte for byte in range(256)} | {b"so": 256, b"me": 257}, "0" * 64
@@ -352,7 +351,7 @@ def lost(path, caplog):
     options = [f"--model.tokenizer_path={path}", "--model.vocab_size=2049"]
     config = load_config(DEBUG, [*options, f"--job.dump_folder={path.parent}"])
     caplog.clear()
-    check_inputs(config, Layout.from_config(config, 1))
+    check_all(config, 1)
     return [record.getMessage() for record in caplog.records if "encoded" in record.getMessage()]
 
 

@@ -16,7 +16,8 @@ import torch
 from titan_lite.config import ConfigError, load_config
 from titan_lite.config.load import option
 from titan_lite.distributed.layout import Layout
-from titan_lite.rules.machine import check_machine, check_memory, mistakes_here
+from titan_lite.rules.machine import check_machine, does_not_fit, mistakes_here
+from titan_lite.rules.mistakes import raise_mistakes
 
 ROOT = Path(__file__).parents[3]
 DEBUG = (
@@ -395,6 +396,10 @@ def test_weights_and_biases_must_be_installed_where_they_are_asked_for(monkeypat
     check_machine(config, Layout.from_config(config, 1))
 
 
+def check_memory(config, layout, *bytes_of_rank):
+    raise_mistakes(config, does_not_fit(config, layout, *bytes_of_rank))
+
+
 def layout_of(recipe, ranks, gib, *options):
     config = load_config(ROOT / f"train_configs/{recipe}.toml", options)
     return config, Layout.from_config(config, ranks, device_memory=gib * 2**30)
@@ -535,6 +540,7 @@ def test_float8_needs_a_gpu_that_has_it(monkeypatch, capability, options, words)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr("titan_lite.rules.machine.device_memory", lambda: 2**40)
     config = load_config(DEBUG, ["--float8.enable", *options])
     mistakes = mistakes_here(config, Layout.from_config(config, 2))
     told = "\n".join(mistake.message(config) for mistake in mistakes)

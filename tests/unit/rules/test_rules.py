@@ -1,19 +1,27 @@
 """Rules across keys and layout: what is refused, with which words, and that the way out works."""
 
 import dataclasses
+import re
 
 import pytest
 from tiny import DEBUG
 
-from titan_lite.config import Config, ConfigError, load_config
-from titan_lite.config.errors import nearest_multiples
+from titan_lite.config import Config, ConfigError, load_config, read_config
+from titan_lite.config.errors import MachineError, nearest_multiples
 from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import owners_line
 from titan_lite.optim.state import owner_costs
-from titan_lite.rules import check, check_inputs, fault_tolerance
+from titan_lite.rules import check, check_all, fault_tolerance
 from titan_lite.rules.job import dump_folder_cannot_be_written
-from titan_lite.rules.mistakes import RULES, Mistake, nearest_divisors
+from titan_lite.rules.mistakes import (
+    RULES_OF_INPUTS,
+    RULES_OF_KEYS,
+    RULES_OF_LAYOUT,
+    RULES_OF_MACHINE,
+    Mistake,
+    nearest_divisors,
+)
 
 
 def checked(*options, ranks=2):
@@ -29,6 +37,61 @@ def test_all_mistakes_are_told_at_once_each_with_its_origin():
     assert all(message.startswith("command line: ") for message in error.value.args)
 
 
+def told_before_a_run(*options, ranks=2):
+    config, wrong = read_config(DEBUG, options)
+    with pytest.raises(ConfigError) as error:
+        check_all(config, ranks, wrong)
+    return [re.sub(rf"^(command line|{DEBUG}): ", "", line) for line in error.value.args]
+
+
+def test_mistakes_of_all_kinds_are_told_at_once(tmp_path):
+    """A value, an option, keys that contradict, a layout, a folder, documents and a tokenizer."""
+    (tmp_path / "file").touch()
+    lines = told_before_a_run(
+        "--training.max_norm=0",
+        "--compile.enabled",
+        "--checkpoint.must_resume",
+        "--checkpoint.no-enable",
+        "--parallelism.tensor_parallel_degree=3",
+        f"--job.dump_folder={tmp_path}/file",
+        f"--data.sources=[{{dataset='local', path='{tmp_path}/a'}}, {{dataset='local', path='b'}}]",
+        f"--model.tokenizer_path={tmp_path}/none.model",
+        "--training.global_batch_ramp=8:10",
+        "--metrics.enable_wandb",
+    )
+    assert [line.partition(" ")[0] for line in lines] == [
+        "training.max_norm",
+        "unknown",
+        "job.dump_folder",
+        "model.tokenizer_path",
+        "training.global_batch_ramp:",
+        "parallelism.tensor_parallel_degree",
+        "checkpoint.must_resume",
+        "data.sources[1].path",
+        "data.sources[2].path",
+        "metrics.enable_wandb",
+    ]
+
+
+def test_an_input_is_checked_beside_a_layout_that_cannot_be(tmp_path):
+    lines = told_before_a_run("--parallelism.tensor_parallel_degree=3", "--model.vocab_size=300")
+    assert [line.partition(" ")[0] for line in lines] == [
+        "model.tokenizer_path",
+        "parallelism.tensor_parallel_degree",
+    ]
+
+
+def test_a_mistake_is_told_although_the_machine_fails(monkeypatch):
+    def away(*_):
+        raise MachineError("the disk is away")
+
+    monkeypatch.setattr("titan_lite.data.documents.check_data", away)
+    (line,) = told_before_a_run("--training.max_norm=0")
+    assert line.startswith("training.max_norm = 0.0: ")
+    with pytest.raises(MachineError, match="the disk is away"):
+        check_all(load_config(DEBUG), 2)
+
+
 def test_a_mistake_is_told_in_the_words_of_a_recipe():
     mistake = Mistake("compile.components", ("model",), "compiles no loss", 'such as ["loss"]')
     assert (
@@ -38,7 +101,8 @@ def test_a_mistake_is_told_in_the_words_of_a_recipe():
 
 
 def test_rules_have_names_of_their_own():
-    assert len({rule.__name__ for rule in RULES}) == len(RULES) > 15
+    rules = [*RULES_OF_KEYS, *RULES_OF_LAYOUT, *RULES_OF_INPUTS, *RULES_OF_MACHINE]
+    assert len({rule.__name__ for rule in rules}) == len(rules) > 40
 
 
 def test_neighbours_of_a_wrong_number():
@@ -243,7 +307,7 @@ def test_a_file_of_the_run_that_is_a_link_out_of_its_folder_is_refused(tmp_path,
     link.symlink_to(own)
     config = load_config(DEBUG, ["--job.dump_folder", str(tmp_path / "run")])
     with pytest.raises(ConfigError) as refused:
-        check(config, Layout.from_config(config, 1))
+        check_all(config, 1)
     line = str(refused.value)
     assert f'job.dump_folder = "{tmp_path / "run"}" has the link {link} to {own}' in line
     assert line.endswith("use a folder without it, or remove the link")
@@ -262,14 +326,14 @@ def test_links_of_the_users_own_are_left_alone(tmp_path):
     (run / "metrics.jsonl").symlink_to("old.jsonl")
     (run / "notes.md").symlink_to(tmp_path / "elsewhere.md")
     config = load_config(DEBUG, ["--job.dump_folder", str(run)])
-    check(config, Layout.from_config(config, 1))
+    check_all(config, 1)
 
 
 def test_a_link_to_itself_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("metrics.jsonl")
     config = load_config(DEBUG, ["--job.dump_folder", str(tmp_path)])
     with pytest.raises(ConfigError, match=r"has the link \S+metrics.jsonl to metrics.jsonl"):
-        check(config, Layout.from_config(config, 1))
+        check_all(config, 1)
 
 
 # The folder of a run
@@ -293,7 +357,7 @@ def test_a_folder_that_cannot_be_made_is_named_by_its_own_key(folder, why, tmp_p
     (tmp_path / "dangling").symlink_to("nowhere")
     config = load_config(DEBUG, ["--job.dump_folder", str(tmp_path / folder)])
     with pytest.raises(ConfigError) as refused:
-        check_inputs(config, Layout.from_config(config, 1))
+        check_all(config, 1)
     line = str(refused.value)
     assert line.startswith("command line: job.dump_folder = ")
     assert line.endswith("; use a folder that can be created and written")
@@ -319,14 +383,14 @@ def test_a_run_writes_into_no_step(options, inner, tmp_path):
     with pytest.raises(
         ConfigError, match=rf"job\.dump_folder = .*{words}.* a folder outside of it"
     ):
-        check_inputs(config, Layout.from_config(config, 1))
+        check_all(config, 1)
 
 
 def test_a_folder_that_can_be_made_is_not_refused(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")
     config = load_config(DEBUG, ["--job.dump_folder", str(tmp_path / "link/new/run")])
-    check_inputs(config, Layout.from_config(config, 1))
+    check_all(config, 1)
 
 
 def test_a_recipe_in_the_folder_of_the_run_is_not_replaced(tmp_path):
@@ -334,13 +398,13 @@ def test_a_recipe_in_the_folder_of_the_run_is_not_replaced(tmp_path):
     recipe.write_text(f'extends = "{DEBUG}"\n')
     config = load_config(recipe, ["--job.dump_folder", str(tmp_path)])
     with pytest.raises(ConfigError) as refused:
-        check_inputs(config, Layout.from_config(config, 1))
+        check_all(config, 1)
     assert str(refused.value) == (
         f'command line: job.dump_folder = "{tmp_path}" has {recipe}, which no run has written and'
         " this one would replace; use another folder, or rename this file"
     )
     (tmp_path / "lock").touch()  # of a run, which goes on with its own recipe
-    check_inputs(config, Layout.from_config(config, 1))
+    check_all(config, 1)
 
 
 # What a run needs beside its recipe
@@ -363,7 +427,7 @@ def test_a_recipe_in_the_folder_of_the_run_is_not_replaced(tmp_path):
 def test_an_input_that_is_not_there_is_named(options, message, tmp_path):
     config = load_config(DEBUG, [f"--job.dump_folder={tmp_path}", *options])
     with pytest.raises(ConfigError, match=message):
-        check_inputs(config, Layout.from_config(config, 1))
+        check_all(config, 1)
 
 
 # Mixtures of experts
@@ -502,7 +566,7 @@ def test_a_package_for_copies_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(fault_tolerance, "is_installed", lambda name: name != "torchft")
     config = load_config(DEBUG, [COPIES])
     with pytest.raises(ConfigError, match=r"copies = 2 needs torchft, .*titan_lite\[fault_tol"):
-        check_inputs(config, Layout.from_config(config, 2))
+        check_all(config, 2)
 
 
 def test_copies_share_the_local_batches_of_a_step():

@@ -34,6 +34,7 @@ from titan_lite.config import (
     base_of,
     find_recipe,
     load_config,
+    read_config,
 )
 from titan_lite.config.load import option
 from titan_lite.config.weights_folder import refuse_within_step
@@ -265,8 +266,8 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
     check_target("trace", options.trace)
     if not options.recipe:
         raise ConfigError("no recipe; use one such as train_configs/llama3_8b.toml")
-    config = load_config(options.recipe, overrides)
-    rules.check_keys(config)
+    config, wrong = read_config(options.recipe, overrides)
+    rules.check_keys(config, wrong)
     copies = config.fault_tolerance.copies
     if copies > 1:
         overrides = [*overrides, *as_one_world(config)]

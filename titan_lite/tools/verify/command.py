@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch.multiprocessing as mp
 
 from titan_lite.cli import Parser, at_least_one, command
-from titan_lite.config import Compile, Config, ConfigError, load_config
+from titan_lite.config import Compile, Config, ConfigError, read_config
 from titan_lite.config.errors import shown
 from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.device import device_memory
@@ -75,8 +75,8 @@ def main(arguments: Sequence[str]) -> int:
         "--steps", type=at_least_one, default=5, metavar="N", help="steps of each run (default: 5)"
     )
     options, overrides = parser.parse_with_overrides(arguments)
-    config = load_config(options.recipe, overrides)
-    check_keys(config)
+    config, wrong = read_config(options.recipe, overrides)
+    check_keys(config, wrong)
     if options.world_size and "recipe" not in options.layouts:
         raise ConfigError(
             f"--world-size {options.world_size} has no effect with --layouts"
