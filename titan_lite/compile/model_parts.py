@@ -72,40 +72,6 @@ class ModelWeights(Protocol):
         ...
 
 
-class PlainWeights:
-    """ModelWeights of a model whose parameters are not sharded."""
-
-    variant = None
-    kept = None
-
-    def __init__(self, model: nn.Module):
-        self.fqns = {parameter: fqn for fqn, parameter in model.named_parameters()}
-        self.modules = list(model.modules())
-
-    def graph_inputs(self) -> dict[str, tuple[Tensor]]:
-        return {fqn: (parameter,) for parameter, fqn in self.fqns.items()}
-
-    def described(self, modules: Iterable[nn.Module]) -> dict[str, object]:
-        return {
-            self.fqns[parameter]: None
-            for module in modules
-            for parameter in module._parameters.values()
-            if parameter is not None
-        }
-
-    @contextmanager
-    def reading(self, inputs: Mapping[str, Sequence[Tensor]]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for module in self.modules:
-                read = {
-                    name: inputs[self.fqns[parameter]][0]
-                    for name, parameter in module._parameters.items()
-                    if parameter is not None and self.fqns[parameter] in inputs
-                }
-                stack.enter_context(entries_replaced(module._parameters, read))
-            yield
-
-
 @contextmanager
 def entries_replaced(entries: dict[str, Any], replaced: Mapping[str, Any]) -> Iterator[None]:
     """Return a context in which a dictionary has other values for some of its keys."""

@@ -4,13 +4,14 @@ which cannot be compiled.
 
 import pytest
 import torch
+from plain_weights import PlainWeights
 from torch._inductor import config as inductor_config
 
 from titan_lite.compile import backends
 from titan_lite.compile import compile as stage
 from titan_lite.compile.compile import compile_function, compile_model
 from titan_lite.compile.errors import CompileError, explain
-from titan_lite.compile.model_parts import PlainWeights, TraceableModel
+from titan_lite.compile.model_parts import TraceableModel
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, ConfigError

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from plain_weights import PlainWeights
 from torch import nn
 
 from titan_lite.compile import model_parts
@@ -15,7 +16,7 @@ from titan_lite.compile.errors import CompileError
 from titan_lite.compile.graph import placeholders, results_of
 from titan_lite.compile.joint import TraceSettings
 from titan_lite.compile.model_graph import compose
-from titan_lite.compile.model_parts import PlainWeights, TraceableModel, trace_parts
+from titan_lite.compile.model_parts import TraceableModel, trace_parts
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from plain_weights import PlainWeights
 from tiny import UNTIED, of_family
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from titan_lite.compile.backends import starts_of_blocks
 from titan_lite.compile.joint import TraceSettings
 from titan_lite.compile.model_graph import compose
-from titan_lite.compile.model_parts import PlainWeights, TraceableModel, trace_parts
+from titan_lite.compile.model_parts import TraceableModel, trace_parts
 from titan_lite.compile.segments import (
     CutGraph,
     OperatorCall,

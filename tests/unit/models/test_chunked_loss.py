@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from plain_weights import PlainWeights
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_lite.compile.compile import compile_model
-from titan_lite.compile.model_parts import PlainWeights, TraceableModel
+from titan_lite.compile.model_parts import TraceableModel
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile

@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_weights import PlainWeights
 from poisoned import poisoned
 from tiny import UNTIED, of_family
 
 from titan_lite.compile.compile import compile_model
-from titan_lite.compile.model_parts import PlainWeights, TraceableModel
+from titan_lite.compile.model_parts import TraceableModel
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from plain_weights import PlainWeights
 from tiny import DEBUG, NO_CHECKPOINT
 from torch import nn
 
 from titan_lite.compile.compile import compile_model
-from titan_lite.compile.model_parts import PlainWeights, TraceableModel
+from titan_lite.compile.model_parts import TraceableModel
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Comm, Compile, load_config
