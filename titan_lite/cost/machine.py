@@ -12,10 +12,12 @@ a ring (arXiv 1909.09756): a latency per hop, plus the bytes over the slowest li
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import AfterValidator, ConfigDict, Field
 
-from titan_lite.cost.kernels import ATTENTION, CLOCK_EXPONENT, clock_share
+from titan_lite.cost.kernels import ATTENTION, CLOCK_EXPONENT, IDLE_POWER, clock_share
 from titan_lite.cost.nccl import CHANNELS, Ring, all_to_all_latency, nccl_seconds
 
 GB = 1e9
@@ -41,48 +43,81 @@ FAST_CLOCK_EXPONENT = 0.46  # the least of a published pair
 JOINT_SHARE = 0.6
 
 
+def _is_dtype(name: str) -> str:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError("expected a dtype of torch: bfloat16, float32 or float8_e4m3fn")
+    return name
+
+
+def _has_float32(peaks: Mapping[str, float]) -> Mapping[str, float]:
+    if "float32" not in peaks:
+        raise ValueError("expected float32, the peak of dtypes that are not listed")
+    return peaks
+
+
+def _is_above_idle(power: float) -> float:
+    if 0 < power <= IDLE_POWER:
+        raise ValueError(f"expected watts above the {IDLE_POWER:g} of an idle GPU, or 0")
+    return power
+
+
+# Values of a machine's file; the bounds keep products of a few finite.
+Number = Annotated[float, Field(strict=True, ge=1e-9, le=1e12)]
+NumberOrZero = Annotated[float, Field(strict=True, ge=0, le=1e12)]  # 0: off
+Share = Annotated[float, Field(strict=True, ge=1e-9, le=1)]
+Dtype = Annotated[str, AfterValidator(_is_dtype)]
+
+
 @dataclass(frozen=True)
 class Link:
     """A link between two ranks."""
 
-    bandwidth: float  # GB/s of one rank, in each direction
-    latency: float  # microseconds per hop
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    bandwidth: Number  # GB/s of one rank, in each direction
+    latency: Number  # microseconds per hop
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A rank's device and links. A machine's TOML file has these fields as keys (profiles.py)."""
+    """A rank's device and links. A machine's TOML file has these fields as keys, and pydantic
+    checks them (profiles.py).
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: str
-    tflops: Mapping[str, float]  # dense peak in TFLOP/s, by dtype
-    memory: float  # GiB
-    memory_bandwidth: float  # GB/s, reads and writes together
+    # dense peak in TFLOP/s, by dtype
+    tflops: Annotated[Mapping[Dtype, Number], AfterValidator(_has_float32)]
+    memory: Number  # GiB
+    memory_bandwidth: Number  # GB/s, reads and writes together
     intra_node: Link
     inter_node: Link  # one rank's own network card
-    ranks_per_node: int = 8
+    ranks_per_node: Annotated[int, Field(strict=True, ge=1)] = 8
     # Microseconds of overhead per kernel.
-    launch: float = 3.0
+    launch: Number = 3.0
     # Microseconds of the host for an operator that no graph was compiled for; 0: not planned.
-    host: float = 0.0
+    host: NumberOrZero = 0.0
     # Microseconds of overhead per collective.
-    collective_launch: float = 14.0
+    collective_launch: Number = 14.0
     # Of a GPU, which cuts matrix products into tiles (kernels.py); 0: none.
-    multiprocessors: int = 0
+    multiprocessors: Annotated[int, Field(strict=True, ge=0)] = 0
     # Bandwidth of all-reduces in the switch of a node, relative to a ring's; 0: no such switch.
-    nvls: float = 0.0
-    nominal_power: float = 700.0  # watts
-    power: float = 0.0  # watts that the device is limited to; 0: nominal_power
+    nvls: NumberOrZero = 0.0
+    nominal_power: Number = 700.0  # watts
+    # watts that the device is limited to, above those of an idle GPU; 0: nominal_power
+    power: Annotated[NumberOrZero, AfterValidator(_is_above_idle)] = 0.0
     # Of the clock over the power above that of an idle GPU (clock_share).
-    clock_exponent: float = CLOCK_EXPONENT
-    matmul_efficiency: float = 0.7  # share of the peak that large matrix products reach
-    attention_efficiency: float = 0.4  # share of the peak
-    memory_efficiency: float = 0.85  # share of the bandwidth
-    link_efficiency: float = 0.8  # share of the bandwidth
-    ranks_per_core: float = 1.0  # of a CPU: above 1, ranks take turns
+    clock_exponent: Annotated[float, Field(strict=True, ge=1 / 3, le=1)] = CLOCK_EXPONENT
+    matmul_efficiency: Share = 0.7  # share of the peak that large matrix products reach
+    attention_efficiency: Share = 0.4  # share of the peak
+    memory_efficiency: Share = 0.85  # share of the bandwidth
+    link_efficiency: Share = 0.8  # share of the bandwidth
+    ranks_per_core: Number = 1.0  # of a CPU: above 1, ranks take turns
     like: str = ""  # the profile that the machine was derived from
     # Time of a reduce-scatter divided by that of an all-gather of the same bytes; higher with gloo
     # than with NCCL.
-    reduction: float = 1.0
+    reduction: Number = 1.0
 
     @property
     def is_cpu(self) -> bool:

@@ -10,22 +10,22 @@ Peaks and bandwidths are from the vendors' datasheets, latencies from NCCL's tun
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from pydantic import TypeAdapter, ValidationError
 
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.load import read_toml
-from titan_lite.cost.kernels import IDLE_POWER
 from titan_lite.cost.machine import Link, Machine
 from titan_lite.text import one_line
 
-# Bounds of a number in a file, which keep products of a few finite.
-LEAST = 1e-9
-MOST = 1e12
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+MACHINE = TypeAdapter(Machine)
 
 # Microseconds of a multiplication with autograd in eager mode (pytorch/pytorch issue 41383).
 HOST = 7.0
@@ -212,10 +212,11 @@ def load_machine(name: str, written: str = "") -> Machine:
     return machine_from(read_toml(Path(name)), name)
 
 
-def machine_from(keys: Mapping[str, object], file: str) -> Machine:
-    """Return the machine that the keys of a TOML file describe. Raises ConfigError."""
-    given = {key: _checked(file, key, value) for key, value in keys.items() if key != "like"}
-    values: dict[str, Any] = {"name": Path(file).stem}
+def machine_from(keys: Mapping[str, Any], file: str) -> Machine:
+    """Return the machine that the keys of a TOML file describe. Raises ConfigError with all
+    mistakes.
+    """
+    values = {"name": Path(file).stem, **keys}
     like = keys.get("like")
     if like is not None:
         if not isinstance(like, str) or like not in PROFILES:
@@ -223,97 +224,30 @@ def machine_from(keys: Mapping[str, object], file: str) -> Machine:
                 f"{file}: like = {shown(like)} is not a profile; use {', '.join(PROFILES)}"
             )
         profile = PROFILES[like]
-        values = {**vars(profile), **values, "like": like}
-        if "tflops" in given:
-            given["tflops"] = {**profile.tflops, **given["tflops"]}
-        if "intra_node" in given:  # other links have no NVLink switch
-            values["nvls"] = 0.0
-    values.update(given)
-    missing = [
-        field.name
-        for field in dataclasses.fields(Machine)
-        if field.name not in values and field.default is dataclasses.MISSING
-    ]
-    if missing:
-        raise ConfigError(
-            f'{file}: {", ".join(missing)} missing; add them, or use like = "H100" for its values'
-        )
-    if "float32" not in values["tflops"]:
-        raise ConfigError(
-            f"{file}: tflops.float32 missing, the peak of dtypes that are not listed; use float32 ="
-            " ... in tflops"
-        )
-    return Machine(**values)
+        if isinstance(keys.get("tflops"), dict):
+            values["tflops"] = {**profile.tflops, **keys["tflops"]}
+        if "intra_node" in keys:  # other links have no NVLink switch
+            values.setdefault("nvls", 0.0)
+        values = {**vars(profile), **values}
+    try:
+        return MACHINE.validate_python(values)
+    except ValidationError as error:
+        lines = {_line(part) for part in error.errors(include_url=False)}
+        raise ConfigError(*(f"{file}: {line}" for line in sorted(lines))) from None
 
 
-def _checked(file: str, key: str, value: object) -> Any:  # noqa: ANN401 - as the field is
-    """Return the value of a field of Machine. Raises ConfigError."""
-    fields = {field.name: field for field in dataclasses.fields(Machine)}
-    if key not in fields or key == "like":
-        raise ConfigError(
-            f"{file}: {one_line(key, 100)} is not a field of a machine; use {', '.join(fields)}"
-        )
-    if key == "name":
-        if not isinstance(value, str):
-            raise ConfigError(
-                f"{file}: name = {shown(value)} is not a string; use a name in quotes"
-            )
-        return value
-    if key in ("intra_node", "inter_node"):
-        return Link(**_numbers(file, key, value, keys=("bandwidth", "latency")))
-    if key == "tflops":
-        return _peaks(file, value)
-    if value == 0 and fields[key].default == 0 and not isinstance(value, bool):
-        return value  # turns off what is off by default
-    return _checked_number(file, key, _number(file, key, value))
-
-
-def _peaks(file: str, value: object) -> dict[str, float]:
-    peaks = _numbers(file, "tflops", value)
-    for dtype in peaks:
-        if not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ConfigError(
-                f"{file}: tflops.{one_line(dtype, 100)} is not a dtype of torch; use bfloat16,"
-                " float32 or float8_e4m3fn"
-            )
-    return peaks
-
-
-def _checked_number(file: str, key: str, number: float) -> float:
-    """Raise ConfigError if a number is out of the bounds of its own key."""
-    if key in ("ranks_per_node", "multiprocessors") and not isinstance(number, int):
-        raise ConfigError(f"{file}: {key} = {number} is not a whole number; use {round(number)}")
-    if key == "power" and number <= IDLE_POWER:
-        raise ConfigError(
-            f"{file}: power = {number} is not above the {IDLE_POWER:g} W of an idle GPU; use its"
-            " power limit in watts"
-        )
-    if key == "clock_exponent" and not 1 / 3 <= number <= 1:
-        raise ConfigError(
-            f"{file}: clock_exponent = {number} is no law of a power limit; use 1/3 to 1"
-        )
-    if key.endswith("efficiency") and number > 1:
-        default = next(field.default for field in dataclasses.fields(Machine) if field.name == key)
-        raise ConfigError(f"{file}: {key} = {number} is above 1, the peak; use {default}")
-    return number
-
-
-def _numbers(file: str, table: str, value: object, keys: Collection[str] = ()) -> dict[str, float]:
-    """Return a table of numbers. keys: those that it must have; (): any."""
-    if not isinstance(value, dict) or (keys and set(value) != set(keys)):
-        form = "{ " + ", ".join(f"{key} = ..." for key in keys or ("bfloat16", "float32")) + " }"
-        raise ConfigError(f"{file}: {table} = {shown(value)} is not valid; use {table} = {form}")
-    return {
-        key: _number(file, f"{table}.{one_line(key, 100)}", number) for key, number in value.items()
-    }
-
-
-def _number(file: str, key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST <= value <= MOST:
-        raise ConfigError(
-            f"{file}: {key} = {shown(value)} is not a number above 0; use 1e-9 to 1e12"
-        )
-    return value
+def _line(part: "ErrorDetails") -> str:
+    """Return a line about a wrong value, in pydantic's words."""
+    path = [str(name) for name in part["loc"] if name != "[key]"]
+    key = one_line(".".join(path), 100)
+    if part["type"] == "missing":
+        return f'{key} missing; add it, or use like = "H100" for its values'
+    if part["type"] == "unexpected_keyword_argument":
+        table = Link if len(path) > 1 else Machine
+        known = ", ".join(field.name for field in dataclasses.fields(table))
+        return f"{key} is not a field of a machine; use {known}"
+    why = part["msg"].removeprefix("Value error, ").replace("Input", "input", 1)
+    return f"{key} = {shown(part['input'])}: {why}"
 
 
 def profile_of(device_name: str) -> Machine | None:

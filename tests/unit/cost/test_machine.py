@@ -184,31 +184,43 @@ def test_a_file_describes_a_machine_of_its_own(tmp_path):
         ('like = ["H100"]', r'like = \["H100"\] is not a profile'),
         (
             WHOLE.replace("float32 = 20", "float32 = 20, bf16 = 40"),
-            "tflops.bf16 is not a dtype of torch; use bfloat16",
+            'tflops.bf16 = "bf16": expected a dtype of torch: bfloat16',
         ),
         (WHOLE + "memmory = 3", "memmory is not a field of a machine; use name, tflops, memory,"),
-        (WHOLE.replace("memory = 80", "memory = -1"), "memory = -1 is not a number above 0"),
+        (
+            WHOLE.replace("memory = 80", "memory = -1"),
+            "memory = -1: input should be greater than or equal to 0",
+        ),
         (
             WHOLE.replace("memory = 80", "memory = 1.1e12"),
-            "memory = .* is not a number above 0; use 1e-9 to 1e12",
+            "memory = .*: input should be less than or equal to 1000000000000",
         ),
-        (WHOLE.replace("memory = 80", 'memory = "80"'), 'memory = "80" is not a number above 0'),
-        (WHOLE.replace("memory = 80", ""), 'memory missing; add them, or use like = "H100"'),
-        (WHOLE.replace("float32 = 20", "bfloat16 = 20"), "tflops.float32 missing"),
+        (
+            WHOLE.replace("memory = 80", 'memory = "80"'),
+            'memory = "80": input should be a valid number',
+        ),
+        (WHOLE.replace("memory = 80", ""), 'memory missing; add it, or use like = "H100"'),
+        (
+            WHOLE.replace("float32 = 20", "bfloat16 = 20"),
+            r"tflops = \{bfloat16 = 20\}: expected float32",
+        ),
         (
             WHOLE.replace(", latency = 2", ""),
-            r"intra_node = .*; use intra_node = \{ bandwidth = ..., latency = ... \}",
+            "intra_node.latency missing",
         ),
-        (WHOLE + "matmul_efficiency = 70", "matmul_efficiency = 70 is above 1, the peak; use 0.7"),
-        (WHOLE + "ranks_per_node = 4.5", "ranks_per_node = 4.5 is not a whole number; use 4"),
-        (WHOLE + "multiprocessors = 1.5", "multiprocessors = 1.5 is not a whole number"),
+        (
+            WHOLE + "matmul_efficiency = 70",
+            "matmul_efficiency = 70: input should be less than or equal to 1",
+        ),
+        (WHOLE + "ranks_per_node = 4.5", "ranks_per_node = 4.5: input should be a valid integer"),
+        (WHOLE + "multiprocessors = 1.5", "multiprocessors = 1.5: input should be a valid integer"),
         (
             WHOLE + "power = 60",
-            "power = 60 is not above the 100 W of an idle GPU; use its power limit in watts",
+            "power = 60: expected watts above the 100 of an idle GPU, or 0",
         ),
         (
             WHOLE + "clock_exponent = 2",
-            "clock_exponent = 2 is no law of a power limit; use 1/3 to 1",
+            "clock_exponent = 2: input should be less than or equal to 1",
         ),
         ("memory = ", "not valid TOML"),
     ],
@@ -218,6 +230,15 @@ def test_a_wrong_file_says_what_is_wrong(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"wrong.toml: {message}"):
         load_machine(str(path))
+
+
+def test_all_mistakes_of_a_file_are_told_at_once(tmp_path):
+    path = tmp_path / "wrong.toml"
+    path.write_text(WHOLE.replace("80", "true") + "memmory = 3\npower = 60")
+    with pytest.raises(ConfigError) as error:
+        load_machine(str(path))
+    names = [line.removeprefix(f"{path}: ").partition(" ")[0] for line in error.value.args]
+    assert names == ["memmory", "memory", "power"]
 
 
 @pytest.mark.parametrize(
