@@ -75,11 +75,12 @@ def check(config: Config, layout: Layout) -> None:
 
 
 def check_recipe(config: Config, world_size: int, wrong: Sequence[str] = ()) -> None:
-    """Apply the rules of keys and layout for a number of ranks. Raises one ConfigError with all
-    mistakes, after those in `wrong`.
+    """Apply the rules of keys and layout for a number of ranks, and if there is a mistake those of
+    inputs, too. Raises one ConfigError with all mistakes, after those in `wrong`.
     """
     _, mistakes = _lay_out(config, world_size)
-    raise_mistakes(config, mistakes, wrong)
+    if mistakes or wrong:
+        check_all(config, world_size, wrong)
 
 
 def check_all(config: Config, world_size: int | None, wrong: Sequence[str] = ()) -> None:

@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator
 
-from titan_lite.config import KEYS, Config
+from titan_lite.config import Config
 from titan_lite.config.errors import alternatives, nearest_multiples, shown
 from titan_lite.config.families import FAMILIES, ModelConfig, find_family
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import has_experts, shape_of
-from titan_lite.rules.mistakes import Mistake, rule_of_keys, rule_of_layout
+from titan_lite.rules.mistakes import Mistake, keys_set, rule_of_keys, rule_of_layout
 
 KERNEL_BYTES = 16  # a row of a factor of a grouped product is a multiple of them
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
-READ_BY = {  # key of [experts]: values of experts.balance that read it
-    "balance_coefficient": ("step", "sequence"),
-    "bias_update_rate": ("bias",),
+READ_BY = {  # key: values of experts.balance that read it
+    "experts.balance_coefficient": ("step", "sequence"),
+    "experts.bias_update_rate": ("bias",),
 }
 
 
@@ -22,19 +22,17 @@ def experts_are_of_a_family_that_has_them(config: Config) -> Iterator[Mistake]:
     if has_experts(find_family(config.model.name)):
         return
     with_experts = [name for name, family in FAMILIES.items() if has_experts(family)]
-    keys = [("model", name) for name in ("n_experts", "experts_per_token")]
-    keys += [("experts", name) for name in type(config.experts).model_fields]
-    keys.append(("parallelism", "expert_parallel_degree"))
-    for section, name in keys:
-        key = f"{section}.{name}"
-        value = getattr(getattr(config, section), name)
-        if config.was_set(key) and value != KEYS[key].default:
-            yield Mistake(
-                key=key,
-                value=value,
-                why=f'has no effect with model.name = "{config.model.name}", a dense family',
-                instead=f"model.name = {alternatives(map(shown, with_experts))}, or remove it",
-            )
+    keys = [
+        *("model.n_experts", "model.experts_per_token", "parallelism.expert_parallel_degree"),
+        *(f"experts.{name}" for name in type(config.experts).model_fields),
+    ]
+    for key, value in keys_set(config, keys).items():
+        yield Mistake(
+            key=key,
+            value=value,
+            why=f'has no effect with model.name = "{config.model.name}", a dense family',
+            instead=f"model.name = {alternatives(map(shown, with_experts))}, or remove it",
+        )
 
 
 @rule_of_keys
@@ -42,17 +40,14 @@ def keys_are_read_by_the_balance(config: Config) -> Iterator[Mistake]:
     experts = config.experts
     if not has_experts(find_family(config.model.name)):
         return
-    for name, balances in READ_BY.items():
-        key = f"experts.{name}"
-        value = getattr(experts, name)
-        if experts.balance in balances or value == KEYS[key].default or not config.was_set(key):
-            continue
-        yield Mistake(
-            key=key,
-            value=value,
-            why=f'has no effect with experts.balance = "{experts.balance}"',
-            instead=f"experts.balance = {alternatives(map(shown, balances))}, or remove it",
-        )
+    for key, value in keys_set(config, READ_BY).items():
+        if experts.balance not in READ_BY[key]:
+            yield Mistake(
+                key=key,
+                value=value,
+                why=f'has no effect with experts.balance = "{experts.balance}"',
+                instead=f"experts.balance = {alternatives(map(shown, READ_BY[key]))}, or remove it",
+            )
 
 
 @rule_of_keys

@@ -5,10 +5,10 @@ import re
 import sys
 from collections.abc import Iterator
 
-from titan_lite.config import KEYS, Config
+from titan_lite.config import Config
 from titan_lite.environment import COPY, LAST_PORT
 from titan_lite.rules.metrics import is_installed
-from titan_lite.rules.mistakes import Inputs, Mistake, rule_of_inputs, rule_of_keys
+from titan_lite.rules.mistakes import Inputs, Mistake, keys_set, rule_of_inputs, rule_of_keys
 
 ADDRESS = r"http://(\[[0-9a-fA-F:]+\]|[^\s/:]+):([0-9]{1,5})"
 
@@ -18,12 +18,10 @@ def keys_are_read_with_copies(config: Config) -> Iterator[Mistake]:
     settings = config.fault_tolerance
     if settings.copies > 1:
         return
-    for name in type(settings).model_fields:
-        key = f"fault_tolerance.{name}"
-        value = getattr(settings, name)
-        if config.was_set(key) and value != KEYS[key].default:
-            why = "has no effect with fault_tolerance.copies = 1"
-            yield Mistake(key, value, why, "fault_tolerance.copies = 2 or more, or remove it")
+    keys = [f"fault_tolerance.{name}" for name in type(settings).model_fields]
+    for key, value in keys_set(config, keys).items():
+        why = "has no effect with fault_tolerance.copies = 1"
+        yield Mistake(key, value, why, "fault_tolerance.copies = 2 or more, or remove it")
 
 
 @rule_of_keys

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from titan_lite.config import KEYS, SECTIONS, Config, ConfigError
+from titan_lite.config import KEYS, SECTIONS, Config, ConfigError, flatten
 from titan_lite.config.errors import shown
 from titan_lite.config.sections import UnknownValue
 from titan_lite.distributed.layout import Layout
@@ -127,6 +127,16 @@ def raise_mistakes(config: Config, mistakes: Iterable[Mistake], wrong: Sequence[
     messages = dict.fromkeys((*wrong, *(mistake.message(config) for mistake in ordered)))
     if messages:
         raise ConfigError(*messages)
+
+
+def keys_set(config: Config, keys: Iterable[str]) -> dict[str, object]:
+    """Return the values of those keys that the recipe sets, to another value than the default."""
+    values = flatten(config)
+    return {
+        key: values[key]
+        for key in keys
+        if key in values and config.was_set(key) and values[key] != KEYS[key].default
+    }
 
 
 def nearest_divisors(number: int, value: int) -> list[int]:

@@ -12,7 +12,7 @@ from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import owners_line
 from titan_lite.optim.state import owner_costs
-from titan_lite.rules import check, check_all, fault_tolerance
+from titan_lite.rules import check, check_all, check_recipe, fault_tolerance
 from titan_lite.rules.job import dump_folder_cannot_be_written
 from titan_lite.rules.mistakes import (
     RULES_OF_INPUTS,
@@ -71,6 +71,15 @@ def test_mistakes_of_all_kinds_are_told_at_once(tmp_path):
         "data.sources[2].path",
         "metrics.enable_wandb",
     ]
+
+
+def test_a_rank_that_was_started_alone_tells_inputs_beside_other_mistakes(tmp_path):
+    options = [f"--data.sources=[{{dataset='local', path='{tmp_path}/a'}}]"]
+    check_recipe(load_config(DEBUG, options), 2)  # its inputs are read later, with torch
+    config, wrong = read_config(DEBUG, [*options, "--training.max_norm=0"])
+    with pytest.raises(ConfigError) as error:
+        check_recipe(config, 2, wrong)
+    assert ["max_norm" in line for line in error.value.args] == [True, False]
 
 
 def test_an_input_is_checked_beside_a_layout_that_cannot_be(tmp_path):
