@@ -42,7 +42,6 @@ from titan_lite.models import llama3, qwen3
 from titan_lite.models.loss import VocabularyShard
 from titan_lite.models.shapes import block_weights, flops_per_token
 from titan_lite.models.transformer import RMSNorm
-from titan_lite.tools.plan.allocator import CachingAllocator
 from titan_lite.tools.plan.command import lay_out
 from titan_lite.tools.plan.memory import Allocation, Replay
 from titan_lite.tools.plan.plan import Plan, make_plan
@@ -175,9 +174,8 @@ class ReplayOf2024(Replay):
         layout: PlannedLayout,
         stages: Mapping[int, Stage],
         backward_of: Mapping[tuple[int, int | None], str],
-        allocator: CachingAllocator,
     ):
-        super().__init__(layout, stages, backward_of, allocator)
+        super().__init__(layout, stages, backward_of)
         self.kept: list[Allocation] = []
 
     def gather_weights(self) -> None:

@@ -20,7 +20,7 @@ from titan_lite.cost.nccl import CHANNELS
 from titan_lite.distributed.pipeline_schedule import backward_kinds, computations, order_of
 from titan_lite.distributed.step_gather import IN_FLIGHT
 from titan_lite.optim.state import owner_costs
-from titan_lite.tools.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
+from titan_lite.tools.plan.allocator import MIB, Block, CachingAllocator
 from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION
 from titan_lite.tools.plan.rank_bytes import (
     COMPLETE_MATRICES,
@@ -47,7 +47,6 @@ CHANNEL_BUFFERS = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB  # bytes
 WORKSPACE = 4096 * 2048 + 16 * 8192  # bytes
 HOPPER_WORKSPACE = 32 * MIB
 THREADS = 2
-NO_LIMIT = 2**60  # bytes
 
 # Parts of a rank's memory, besides those of a tape.
 PARAMETERS = "parameters"
@@ -108,10 +107,7 @@ class GradientSum:
 
 
 def memory_of(layout: PlannedLayout, stages: Sequence[Stage], machine: Machine) -> Memory:
-    """Return the memory of a layout on such a machine.
-
-    What does not fit is replayed on a device without a limit.
-    """
+    """Return the memory of a layout on such a machine."""
     memories = [
         memory_of_rank(layout, stages, rank, machine) for rank in ranks_to_replay(layout, stages)
     ]
@@ -152,15 +148,9 @@ def memory_of_rank(
     layout: PlannedLayout, stages: Sequence[Stage], rank: int, machine: Machine
 ) -> Memory:
     """Return the memory of a pipeline rank."""
+    run = replay(layout, stages, rank, machine)
     outside = outside_of_tensors(layout)
-    # Segments are expandable, as launch.py sets it.
-    allocator = CachingAllocator(int(machine.memory * GIB - outside), expandable=True)
-    try:
-        run = replay(layout, stages, rank, machine, allocator)
-    except OutOfDeviceMemory:
-        allocator = CachingAllocator(NO_LIMIT, expandable=True)
-        run = replay(layout, stages, rank, machine, allocator)
-    return Memory(rank, run.peak_phase, run.peak_parts, allocator.most_reserved, outside)
+    return Memory(rank, run.peak_phase, run.peak_parts, run.allocator.reserved, outside)
 
 
 def outside_of_tensors(layout: PlannedLayout) -> float:
@@ -187,12 +177,11 @@ def replay(
     stages: Sequence[Stage],
     rank: int,
     machine: Machine,
-    allocator: CachingAllocator,
 ) -> "Replay":
     """Replay two steps of pipeline rank `rank`, with at most two local batches each."""
     own = {stage: stages[stage] for stage in layout.pipeline.stages_of(rank)}
     actions = computations(order_of(layout.config.parallelism, layout.pipeline)[rank])
-    run = Replay(layout, own, backward_kinds(actions), allocator)
+    run = Replay(layout, own, backward_kinds(actions))
     run.allocate_model(machine)
     for _ in range(2):
         run.gather_weights()
@@ -219,13 +208,12 @@ class Replay:
         layout: PlannedLayout,
         stages: Mapping[int, Stage],
         backward_of: Mapping[tuple[int, int | None], str],
-        allocator: CachingAllocator,
     ):
         """backward_of: the kind of backward, by stage and microbatch."""
         self.layout = layout
         self.stages = stages
         self.backward_of = backward_of
-        self.allocator = allocator
+        self.allocator = CachingAllocator()
         computed, summed = itemsizes(layout.config.training)
         self.computed_itemsize = computed
         self.summed_itemsize = summed

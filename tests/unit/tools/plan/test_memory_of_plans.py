@@ -14,10 +14,9 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from titan_lite.config import Optimizer
-from titan_lite.cost.machine import GIB
 from titan_lite.distributed.pipeline_schedule import backwards_of, computations, order_of
 from titan_lite.tools.plan import memory as module
-from titan_lite.tools.plan.allocator import MIB, CachingAllocator
+from titan_lite.tools.plan.allocator import MIB
 from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION
 from titan_lite.tools.plan.memory import (
     HOPPER_WORKSPACE,
@@ -77,7 +76,7 @@ def mib(rows):
 
 
 def replayed(mine, stages, rank=0):
-    return replay(mine, stages, rank, CPU, CachingAllocator(2**50, expandable=True))
+    return replay(mine, stages, rank, CPU)
 
 
 def test_a_step_by_hand():
@@ -304,19 +303,6 @@ def test_all_that_a_step_makes_is_freed_but_the_state():
             layout(accumulation=2, gathers_once=gathers_once), [Stage({"B": tape}, [weight], 0, 0)]
         )
         assert run.allocator.allocated == 3 * 4 * weight.shard_elements + 512
-
-
-def test_what_does_not_fit_is_told_in_full(monkeypatch):
-    devices = []
-    real = module.CachingAllocator
-    monkeypatch.setattr(
-        module,
-        "CachingAllocator",
-        lambda device, expandable: devices.append(device) or real(device, expandable),
-    )
-    small = dataclasses.replace(CPU, memory=0.6)
-    assert memory_of(layout(), [stage()], small).reserved == 162 * MIB
-    assert devices == [int(0.6 * GIB - outside_of_tensors(layout())), 2**60]
 
 
 def test_outside_of_tensors_grows_with_communicators():

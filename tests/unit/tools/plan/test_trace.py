@@ -27,7 +27,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.models.shapes import flops_per_token
 from titan_lite.tools.plan import plan
-from titan_lite.tools.plan.allocator import LARGE_BUFFER
+from titan_lite.tools.plan.allocator import LARGE_GRANULE
 from titan_lite.tools.plan.costs import compression_costs
 from titan_lite.tools.plan.memory import memory_of
 from titan_lite.tools.plan.simulate import simulate_step
@@ -294,7 +294,7 @@ def check_tensors(less, full, blocks):
     memories = [memory_of(FSDP, [stage], H100) for stage in (repeated, traced)]
     assert memories[0].phase == memories[1].phase
     assert memories[0].peak == pytest.approx(memories[1].peak, rel=0.01)
-    assert memories[0].reserved == pytest.approx(memories[1].reserved, abs=3 * LARGE_BUFFER)
+    assert memories[0].reserved == pytest.approx(memories[1].reserved, abs=3 * LARGE_GRANULE)
 
 
 def kept(stage, what="activations"):
