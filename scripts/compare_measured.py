@@ -336,7 +336,7 @@ def compared_row(
     reached = Speeds(**measured["reached"])
     machine = calibrated(machine_from(measured["machine"], name), reached, torch.float32)
     config = load_config(RECIPE, [*COMMON.split(), *overrides.split()])
-    plan = make_plan(lay_out(config, ranks), [machine])
+    plan = make_plan(lay_out(config, ranks), machine)
     planned = plan.nominal.seconds
     seconds = measured["seconds"]
     expected = plan.memory.peak

@@ -229,9 +229,8 @@ def planned(run: Run) -> Plan:
     if run.async_tp:
         parallelism = config.parallelism.replace(enable_async_tensor_parallel=True)
         layout = dataclasses.replace(layout, config=config.replace(parallelism=parallelism))
-    machines = run.machine.nominal_slow_fast()
     if run.model == "titan_lite":
-        return make_plan(layout, machines)
+        return make_plan(layout, run.machine)
     of_2024 = run.model == "torchtitan 2024"
     tracing = functools.partial(start_tracing_their_model, of_2024=of_2024)
     replay = ReplayOf2024 if of_2024 else Replay
@@ -239,7 +238,7 @@ def planned(run: Run) -> Plan:
         patch("titan_lite.tools.plan.plan.start_tracing", tracing),
         patch("titan_lite.tools.plan.memory.Replay", replay),
     ):
-        return make_plan(layout, machines)
+        return make_plan(layout, run.machine)
 
 
 def kept_by_theirs(plan: Plan) -> float:
@@ -278,16 +277,13 @@ def compare(run: Run) -> PublishedRun:
     published = run.tokens_per_second
     if run.tflops:
         published = run.tflops * 1e12 / flops_per_token(layout.model, layout.seq_len)
-    nominal, slow, fast = map(plan.tokens_per_second, plan.steps)
     kept = kept_by_theirs(plan) if run.fsdp2 else 0.0
     return PublishedRun(
         run.name,
         run.role,
         kind_of_run(layout, run.machine),
         published=published,
-        planned=nominal,
-        slow=slow,
-        fast=fast,
+        planned=plan.tokens_per_second(plan.nominal),
         published_gib=run.gib,
         planned_gib=(plan.memory.reserved + kept) / GIB,
         unknown=run.unknown,
@@ -343,7 +339,7 @@ def with_figures(planned: PublishedRun, run: Run) -> PublishedRun:
 def has_changed(now: PublishedRun, before: PublishedRun | None) -> bool:
     return before is None or any(
         abs(getattr(now, value) / getattr(before, value) - 1) > CHANGED
-        for value in ("planned", "slow", "fast", "planned_gib")
+        for value in ("planned", "planned_gib")
     )
 
 

@@ -223,7 +223,8 @@ def class_row(
 def left_out_range(run: PublishedRun, runs: Sequence[PublishedRun]) -> tuple[float, float]:
     """Return the range that a plan of a run has if the run itself is no evidence."""
     others = [other for other in runs if other is not run]
-    return run.range_with(evidence_among(others, run.kind).error)
+    error = evidence_among(others, run.kind).error
+    return run.planned / error, run.planned * error
 
 
 def least_to_most(ratios: Iterable[float]) -> str:

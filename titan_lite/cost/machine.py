@@ -24,24 +24,6 @@ GB = 1e9
 GIB = 2**30
 MICROSECOND = 1e-6  # seconds
 
-# Relative uncertainty. Large products reach 0.6 to 0.8 of an H100's peak, depending on clocks and
-# heat; a copy 0.8 to 0.92 of memory bandwidth; a ring 0.65 to 0.9 of its links' bandwidth.
-UNCERTAINTY = {
-    "matmul_efficiency": 0.12,
-    "attention_efficiency": 0.25,
-    "memory_efficiency": 0.08,
-    "link_efficiency": 0.15,
-}
-# Relative uncertainty of the host's time for an operator: 2 microseconds without autograd and 7
-# with it (pytorch/pytorch issue 41383).
-HOST_UNCERTAINTY = 0.5
-SLOW_CLOCK_EXPONENT = 1.0  # at a power limit: the law of the lowest clocks
-FAST_CLOCK_EXPONENT = 0.46  # the least of a published pair
-# Share of these that the ends of a range have all at once. Independent errors add up as the root
-# of the sum of their squares: an 8B step has 7%, 2.5%, 1.6% and 1% by the four, and at 500 W 4%
-# (slow end) and 10% more by the clock; the roots are 0.63, 0.54 and 0.57 of the sums.
-JOINT_SHARE = 0.6
-
 
 def _is_dtype(name: str) -> str:
     if not isinstance(getattr(torch, name, None), torch.dtype):
@@ -213,24 +195,4 @@ class Machine:
             multiprocessors=self.multiprocessors - CHANNELS,
             tflops={dtype: share * peak for dtype, peak in self.tflops.items()},
             memory_efficiency=share * self.memory_efficiency,
-        )
-
-    def nominal_slow_fast(self) -> tuple["Machine", "Machine", "Machine"]:
-        """Return the machine, and the slow and the fast end of a range for 80% of runs."""
-        slow = self._with_error(-1, max(self.clock_exponent, SLOW_CLOCK_EXPONENT))
-        fast = self._with_error(1, min(self.clock_exponent, FAST_CLOCK_EXPONENT))
-        return self, slow, fast
-
-    def _with_error(self, direction: int, clock_exponent: float) -> "Machine":
-        """Return the machine with JOINT_SHARE of all uncertainty. direction: -1 slow, 1 fast."""
-        efficiencies = {
-            name: min(1.0, getattr(self, name) * (1 + direction * JOINT_SHARE * share))
-            for name, share in UNCERTAINTY.items()
-        }
-        return dataclasses.replace(
-            self,
-            **efficiencies,
-            clock_exponent=self.clock_exponent
-            + JOINT_SHARE * (clock_exponent - self.clock_exponent),
-            host=self.host * (1 - direction * JOINT_SHARE * HOST_UNCERTAINTY),
         )

@@ -138,7 +138,7 @@ def plan_changes(
             if not change:
                 raise
             refused.append((change, str(error)))
-    plans = make_plans([layout for _, layout in layouts], machine.nominal_slow_fast(), full)
+    plans = make_plans([layout for _, layout in layouts], machine, full)
     try:
         with tqdm(
             total=len(layouts), desc="planned", leave=False, disable=len(layouts) == 1

@@ -374,7 +374,7 @@ def comparison_lines(
     layout = subject.lay_out({})
     if layout.ramp:
         windows = after_ramp(windows, layout.ramp[-1][1], run_folder)
-    plan = make_plan(layout, subject.machine.nominal_slow_fast(), full)
+    plan = make_plan(layout, subject.machine, full)
     return describe_comparison(plan, windows)
 
 
@@ -430,7 +430,7 @@ def plan_with_room_for_all(subject: Subject, full: bool) -> "Plan | None":
     changes = {"experts.capacity_factor": "0"}
     if recomputes_in_repeats(subject.config):
         changes["activation_checkpoint.mode"] = "full"
-    return make_plan(subject.lay_out(changes), subject.machine.nominal_slow_fast(), full)
+    return make_plan(subject.lay_out(changes), subject.machine, full)
 
 
 def plan_with_less_checkpointing(subject: Subject, plan: "Plan", full: bool) -> "Plan | None":

@@ -86,10 +86,7 @@ def ranks_of(windows: Sequence[Window]) -> int:
 
 
 def describe_comparison(plan: Plan, windows: Sequence[Window]) -> list[str]:
-    """Return a table of planned and measured step time, speed and memory.
-
-    plan: with a step on the nominal, a slow and a fast machine.
-    """
+    """Return a table of planned and measured step time, speed and memory."""
     nominal = plan.nominal
     slow = plan.slow
     fast = plan.fast

@@ -1,6 +1,6 @@
 """Make the plan of a run: trace its pipeline stages, then compute a step's time and memory.
 
-    plan = make_plan(layout, machine.nominal_slow_fast())
+    plan = make_plan(layout, machine)
     plan.nominal.seconds, plan.memory.total, plan.fits
 
 How the seconds of a step come about:
@@ -12,10 +12,7 @@ How the seconds of a step come about:
     simulate.py         a step: the pipeline's schedule of stages, accumulation, the update
     published.py        how far off plans of published runs like it were
 
-Speeds are ranges. The machine's peaks, links and memory come from its datasheet, but the
-efficiencies of real kernels are uncertain. So everything is simulated three times: nominal, and
-with all efficiencies at the slow and at the fast end of the uncertainty in cost/machine.py. A range
-is wider than that where plans of published runs were further off.
+Speeds are ranges: the step is as much faster or slower as plans of published runs like it were.
 """
 
 import dataclasses
@@ -55,7 +52,7 @@ class Plan:
 
     layout: PlannedLayout
     machine: Machine
-    steps: tuple[StepTimes, ...]  # simulated on each machine: nominal, slow, fast
+    nominal: StepTimes
     memory: Memory
     evidence: Evidence
     depths: dict[StageModules, tuple[int, ...]]  # traced numbers of blocks
@@ -64,22 +61,16 @@ class Plan:
     timelines: Mapping[StageModules, Sequence[Timeline]] = field(default_factory=dict)
 
     @property
-    def nominal(self) -> StepTimes:
-        return self.steps[0]
-
-    @property
     def slow(self) -> StepTimes:
         """The step at the slow end of the range."""
-        step = self.steps[1]
-        longest = max(step.seconds, self.nominal.seconds * self.evidence.error)
-        return dataclasses.replace(step, seconds=longest)
+        seconds = self.nominal.seconds * self.evidence.error
+        return dataclasses.replace(self.nominal, seconds=seconds)
 
     @property
     def fast(self) -> StepTimes:
         """The step at the fast end of the range."""
-        step = self.steps[2]
-        shortest = min(step.seconds, self.nominal.seconds / self.evidence.error)
-        return dataclasses.replace(step, seconds=shortest)
+        seconds = self.nominal.seconds / self.evidence.error
+        return dataclasses.replace(self.nominal, seconds=seconds)
 
     @property
     def capacity(self) -> float:
@@ -123,21 +114,21 @@ class Plan:
         return self.machine.flops(getattr(torch, self.layout.config.training.mixed_precision_param))
 
 
-def make_plan(layout: PlannedLayout, machines: Sequence[Machine], full: bool = False) -> Plan:
-    """Return the plan of a layout, with a step for each machine. full: trace every block.
+def make_plan(layout: PlannedLayout, machine: Machine, full: bool = False) -> Plan:
+    """Return the plan of a layout on a machine. full: trace every block.
 
     Raises ConfigError if it cannot be planned.
     """
-    (plan,) = make_plans([layout], machines, full)
+    (plan,) = make_plans([layout], machine, full)
     if isinstance(plan, CompileError):
         raise ConfigError(str(plan)) from plan
     return plan
 
 
 def make_plans(
-    layouts: Sequence[PlannedLayout], machines: Sequence[Machine], full: bool
+    layouts: Sequence[PlannedLayout], machine: Machine, full: bool
 ) -> Iterator[Plan | CompileError]:
-    """Yield the plans of layouts of one world size, in order, with a step for each machine.
+    """Yield the plans of layouts of one world size, in order.
 
     full: trace every block. Raises ConfigError.
     """
@@ -146,7 +137,7 @@ def make_plans(
     started = time.perf_counter()
     with start_tracing(layouts[0].world_size) as processes:
         shared: dict[Hashable, Future[TracedStage]] = {}
-        all_tasks = [submit_traces(processes, layout, machines, full, shared) for layout in layouts]
+        all_tasks = [submit_traces(processes, layout, machine, full, shared) for layout in layouts]
         for layout, tasks in zip(layouts, all_tasks, strict=True):
             try:
                 traced = {
@@ -161,27 +152,21 @@ def make_plans(
                     "a tracing process was killed, perhaps because this machine is out of memory;"
                     " use fewer layers with --full, or leave --full out"
                 ) from None
-            yield plan_of(layout, machines, traced, started)
+            yield plan_of(layout, machine, traced, started)
 
 
-def plan_of(
-    layout: PlannedLayout, machines: Sequence[Machine], traced: TracedStages, started: float
-) -> Plan:
+def plan_of(layout: PlannedLayout, machine: Machine, traced: TracedStages, started: float) -> Plan:
     """Return the plan of a layout from its traced stages. started: by time.perf_counter."""
-    steps = []
-    for index, machine in enumerate(machines):
-        costs = [
-            costs_at(traced[modules_beside_blocks(modules)], blocks_in(modules), index)
-            for modules in layout.pipeline.modules
-        ]
-        steps.append(simulate_step(layout, costs, machine))
-    memory = memory_of(layout, stages_of(layout, traced), machines[0])
+    costs = [
+        costs_at(traced[modules_beside_blocks(modules)], blocks_in(modules))
+        for modules in layout.pipeline.modules
+    ]
     return Plan(
         layout,
-        machines[0],
-        tuple(steps),
-        memory,
-        evidence_for(layout, machines[0]),
+        machine,
+        simulate_step(layout, costs, machine),
+        memory_of(layout, stages_of(layout, traced), machine),
+        evidence_for(layout, machine),
         depths={beside: tuple(sorted(by_depth)) for beside, by_depth in traced.items()},
         seconds=time.perf_counter() - started,
         timelines={

@@ -25,6 +25,9 @@ from titan_lite.tools.plan.trace import PlannedLayout
 
 FILE = Path(__file__).with_suffix(".csv")
 COVERED = 0.8  # share of runs that a range is to hold
+# No range is narrower: published speeds of one recipe on one kind of device are up to this factor
+# apart. Plans of CPU processes are within it, too (docs/benchmarks.md).
+LEAST_ERROR = 1.15
 LEAST_RUNS = 3  # of a class that says something
 SIZE_CLASS = 2  # most times as many parameters, or as few, of models of about the same size
 KNOWN = 1.25  # with larger errors, the speed of this kind of run is not known
@@ -67,8 +70,6 @@ class PublishedRun:
     kind: RunKind
     published: float  # 0: not known yet
     planned: float
-    slow: float  # of the simulation
-    fast: float
     published_gib: float  # 0: not published
     planned_gib: float
     unknown: str  # what is not known of the run
@@ -82,10 +83,6 @@ class PublishedRun:
     def memory(self) -> float:
         """Planned by published."""
         return self.planned_gib / self.published_gib
-
-    def range_with(self, error: float) -> tuple[float, float]:
-        """Return the range of a plan whose evidence has this error."""
-        return min(self.slow, self.planned / error), max(self.fast, self.planned * error)
 
     @property
     def says_memory(self) -> bool:
@@ -109,7 +106,7 @@ class Evidence:
 
     @property
     def error(self) -> float:
-        """The factor, at least 1, by which plans of COVERED of such runs are off at most.
+        """The factor by which plans of COVERED of such runs are off at most, or LEAST_ERROR.
 
         Plans of a device are off together, so without runs of this one each device counts once.
         """
@@ -119,7 +116,7 @@ class Evidence:
             for run, error in zip(self.runs, errors, strict=True):
                 of_devices.setdefault(run.kind.device, []).append(error)
             errors = [statistics.median(of_device) for of_device in of_devices.values()]
-        return math.exp(_quantile(errors))
+        return max(LEAST_ERROR, math.exp(_quantile(errors)))
 
     @property
     def is_known(self) -> bool:

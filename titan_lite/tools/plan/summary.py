@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan_lite.cost.machine import GIB, JOINT_SHARE, UNCERTAINTY
+from titan_lite.cost.machine import GIB
 from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.shapes import shape_words
@@ -215,26 +215,19 @@ def memory_lines(plan: Plan) -> list[str]:
 
 
 def uncertainty_line(plan: Plan) -> str:
-    """Return what the ranges are made of, and how the plan was."""
-    machine = plan.machine
-    uncertain = [
-        f"{name.removesuffix('_efficiency')} {100 * share:.0f}%"
-        for name, share in UNCERTAINTY.items()
-    ]
-    if machine.power:
-        uncertain.append("clock at the power limit")
+    """Return what the ranges are made of, and how the plan was made."""
     costs = owner_costs(plan.layout.config.optimizer)
-    if machine.multiprocessors and costs is not None and costs.has_roots:
-        uncertain.append("eigendecompositions by a guess without a range")
+    guessed = ""
+    if plan.machine.multiprocessors and costs is not None and costs.has_roots:
+        guessed = "; eigendecompositions by a guess without a range"
     depths = sorted({depth for depths in plan.depths.values() for depth in depths})
     traced = " and ".join(map(str, depths))
     numbered = ""
     if len(plan.layout.pipeline.modules) > 1 and names_blocks(plan.layout.config):
         numbered = "; keys that name blocks count them from each stage's first"
     return (
-        f"ranges (80%): efficiencies of {', '.join(uncertain)}, {JOINT_SHARE:g} of each; stages of"
-        f" {traced} blocks traced; no waiting for the loader{numbered}; planned in"
-        f" {plan.seconds:.0f} s"
+        f"ranges (80%): errors of plans of published runs{guessed}; stages of {traced} blocks"
+        f" traced; no waiting for the loader{numbered}; planned in {plan.seconds:.0f} s"
     )
 
 
@@ -348,7 +341,6 @@ def as_json(plan: Plan) -> str:
             "tight": plan.is_tight,
         },
         "what_binds": what_binds(plan),
-        "uncertainty": {name: round(JOINT_SHARE * share, 4) for name, share in UNCERTAINTY.items()},
         "traced_blocks": {
             " ".join(beside) or "blocks": depths for beside, depths in plan.depths.items()
         },

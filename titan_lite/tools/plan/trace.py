@@ -1,9 +1,9 @@
 """Trace the graphs of a pipeline stage, as the trainer builds and compiles it, and price them.
 
     with start_tracing(layout.world_size) as processes:       # each is rank 0 of a fake world
-        tasks = submit_traces(processes, layout, machines, full=False, shared={})
+        tasks = submit_traces(processes, layout, machine, full=False, shared={})
     tasks["norm", "output"][3].result()                       # TracedStage of 3 blocks and these
-    costs_at(depths, n_layers=7, machine=0)                   # StageCosts
+    costs_at(depths, n_layers=7)                              # StageCosts
 
 No hardware is needed: a stage is built with fake tensors and a fake process group. The cost of a
 graph is the sum over its nodes. Costs are linear in the number of blocks, since blocks are equal:
@@ -101,22 +101,22 @@ class PlannedLayout(Layout):
 class TracedStage:
     """The costs of a stage at one depth, and its tensors."""
 
-    costs: Sequence[StageCosts]  # on each machine
-    # Of its graphs on the first machine, in the order they run, with groups named by axis.
+    costs: StageCosts
+    # Of its graphs, in the order they run, with groups named by axis.
     timelines: Sequence[Timeline]
     tensors: StageTensors
 
 
-def costs_at(depths: Mapping[int, TracedStage], n_layers: int, machine: int) -> StageCosts:
-    """Return the costs of a stage of `n_layers` blocks on a machine, by its index.
+def costs_at(depths: Mapping[int, TracedStage], n_layers: int) -> StageCosts:
+    """Return the costs of a stage of `n_layers` blocks.
 
     They are traced, or extrapolated from the two deepest traced stages.
     """
     if n_layers in depths:
-        return depths[n_layers].costs[machine]
+        return depths[n_layers].costs
     low, high = sorted(depths)[-2:]
     share = (n_layers - low) / (high - low)
-    return depths[low].costs[machine].extrapolated(depths[high].costs[machine], share)
+    return depths[low].costs.extrapolated(depths[high].costs, share)
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def start_fake_world(world_size: int) -> None:
 def submit_traces(
     processes: ProcessPoolExecutor,
     layout: PlannedLayout,
-    machines: Sequence[Machine],
+    machine: Machine,
     full: bool,
     shared: dict[Hashable, Future[TracedStage]],
 ) -> dict[StageModules, dict[int, Future[TracedStage]]]:
@@ -181,7 +181,7 @@ def submit_traces(
             kinds = kinds_of[beside]
             key = (trace_key(layout), beside, kinds, depth)
             if key not in shared:
-                shared[key] = processes.submit(trace_stage, layout, beside, kinds, depth, machines)
+                shared[key] = processes.submit(trace_stage, layout, beside, kinds, depth, machine)
             tasks[beside][depth] = shared[key]
     return tasks
 
@@ -254,10 +254,10 @@ def trace_stage(
     beside: StageModules,
     kinds: Collection[str],
     n_layers: int,
-    machines: Sequence[Machine],
+    machine: Machine,
 ) -> TracedStage:
     """Trace a stage of `n_layers` blocks and the modules `beside` them in a fake world, and price
-    it on each machine.
+    it on a machine.
 
     kinds: of backward, as in `backwards_of`.
     """
@@ -265,30 +265,25 @@ def trace_stage(
     config = layout.config
     mesh = build_mesh(layout.degrees, "cpu")
     axes = axes_of(mesh, layout.expert_parallel)
-    machines = [
-        machine.with_attention_kernel(config.training.attention_kernel) for machine in machines
-    ]
-    schedule = PricedSchedule(layout, machines, axes)
+    machine = machine.with_attention_kernel(config.training.attention_kernel)
+    schedule = PricedSchedule(layout, machine, axes)
     model = parallelize_stage(as_traced(layout), mesh, beside, kinds, n_layers, schedule)
     (stage,) = model.stages
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize_stage(layout, stage)
-        inputs = stage_inputs(layout, stage, machines[0])
+        inputs = stage_inputs(layout, stage, machine)
         stage(inputs.input, **inputs.model_kwargs)
 
     graphs = schedule.graphs
     specs = stage.sharding.specs
     updated = {parameter: spec for parameter, spec in specs.items() if is_updated(layout, spec)}
-    costs = [
-        StageCosts(
-            graphs={name: graph.costs[index] for name, graph in graphs.items()},
-            once=costs_once(layout, specs, updated, machine, axes, graphs, index),
-            shard_elements=float(sum(local(parameter).numel() for parameter in specs)),
-            full_elements=float(sum(full_elements(spec) for spec in specs.values())),
-            hidden_bytes=float(inputs.hidden.nbytes),
-        )
-        for index, machine in enumerate(machines)
-    ]
+    costs = StageCosts(
+        graphs={name: graph.costs for name, graph in graphs.items()},
+        once=costs_once(layout, specs, updated, machine, axes, graphs),
+        shard_elements=float(sum(local(parameter).numel() for parameter in specs)),
+        full_elements=float(sum(full_elements(spec) for spec in specs.values())),
+        hidden_bytes=float(inputs.hidden.nbytes),
+    )
     in_order = [name for name in GRAPHS if name in graphs]
     timelines = [dataclasses.replace(graphs[name].timeline, graph=name) for name in in_order]
     scheduled = {name: graphs[name].scheduled for name in in_order}
@@ -317,18 +312,17 @@ def costs_once(
     machine: Machine,
     axes: Axes,
     graphs: Mapping[str, "PricedGraph"],
-    index: int,
 ) -> dict[str, Costs]:
     """Return the costs of what happens once in a step.
 
-    updated: those of `specs` that the optimizer updates. index: of the machine.
+    updated: those of `specs` that the optimizer updates.
     """
     once: dict[str, Costs] = {}
     if layout.gathers_once:
         halves = ("backward_input", "backward_weight")
         backward = ("backward",) if "backward" in graphs else halves
         computing = {
-            phase: sum(graphs[name].costs[index].compute for name in names)
+            phase: sum(graphs[name].costs.compute for name in names)
             for phase, names in (("forward", ("forward",)), ("backward", backward))
         }
         hidden_under = {} if machine.is_cpu else computing
@@ -484,14 +478,14 @@ class PricedGraph:
     """A graph as it runs, and what it costs."""
 
     scheduled: ScheduledGraph
-    costs: Sequence[Costs]  # on each machine
-    timeline: Timeline  # on the first machine, with groups named by axis
+    costs: Costs
+    timeline: Timeline  # with groups named by axis
 
 
 class PricedSchedule(Schedule):
     """Run the passes, or reorder as eager mode does, and price each graph."""
 
-    def __init__(self, layout: PlannedLayout, machines: Sequence[Machine], axes: Axes):
+    def __init__(self, layout: PlannedLayout, machine: Machine, axes: Axes):
         config = layout.config
         priced_as = mode_of(config.compile)
         is_eager = priced_as == "eager"
@@ -500,7 +494,7 @@ class PricedSchedule(Schedule):
             passes = without_passes(passes)
         settings = PassSettings(
             passes.replace(backend="aot_eager"),  # which only traces
-            machines[0],
+            machine,
             fused=priced_as == "inductor",
             async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
             must_merge=False,
@@ -508,7 +502,7 @@ class PricedSchedule(Schedule):
         super().__init__(settings)
         self.priced_as = priced_as
         self.layout = layout
-        self.machines = machines
+        self.machine = machine
         self.axes = axes
         self.accumulates_at_once = is_eager or layout.gathers_once
         # the caller of a graph of aot_eager does, until it returns
@@ -533,7 +527,7 @@ class PricedSchedule(Schedule):
         assert timeline is not None
         self.graphs[name] = PricedGraph(
             ScheduledGraph(module.graph, fused, self.keeps_inputs, self.accumulates_at_once),
-            [graph_costs(module.graph, machine, fused, self.axes) for machine in self.machines],
+            graph_costs(module.graph, self.machine, fused, self.axes),
             by_axis(timeline, self.axes),
         )
 

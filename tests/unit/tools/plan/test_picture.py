@@ -52,7 +52,7 @@ def plan():
     return Plan(
         mine,
         AT_ONCE,
-        (step, step, step),
+        step,
         Memory(0, "forward", {}, 0.0, 0.0),
         EVIDENCE,
         depths,
@@ -64,7 +64,7 @@ def plan():
 def test_everything_a_step_does_has_its_place(plan):
     spans = step_spans(plan)
     assert max(start + seconds for *_, start, seconds in spans) == pytest.approx(
-        plan.steps[0].seconds
+        plan.nominal.seconds
     )
     of_rank = [what for rank, what, *_ in spans if rank == 1]
     assert {what: of_rank.count(what) for what in of_rank} == {

@@ -361,7 +361,7 @@ def test_weights_that_are_kept_are_not_gathered_again_by_recomputation(compiled)
     for mode in ("default", "never"):
         resharding = f"--parallelism.fsdp_reshard_after_forward={mode}"
         config = load_config(RECIPES / "llama3_8b.toml", [*options, resharding])
-        plans.append(make_plan(lay_out(config, 4), load_machine("H100").nominal_slow_fast()))
+        plans.append(make_plan(lay_out(config, 4), load_machine("H100")))
     again, kept = plans
     shape = again.layout.model
     in_blocks = sum(

@@ -73,7 +73,7 @@ def priced(mode, option):
 
     modules = ("tok_embeddings", "norm", "output")
     with patch.object(PricedSchedule, "run", noting):
-        trace_stage(layout, modules, frozenset("B"), LAYERS, [load_machine("H100")])
+        trace_stage(layout, modules, frozenset("B"), LAYERS, load_machine("H100"))
     return found
 
 

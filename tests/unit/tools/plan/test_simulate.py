@@ -275,14 +275,6 @@ def test_actions_that_wait_for_each_other_are_told():
         run_order(order, lambda kind, stage: 1.0)
 
 
-def test_a_collective_of_no_machine_is_slower_on_a_slow_one():
-    stated, slow, fast = H100.nominal_slow_fast()
-    assert stated is H100
-    assert slow.matmul_efficiency < H100.matmul_efficiency < fast.matmul_efficiency <= 1
-    assert slow.flops(torch.bfloat16) == H100.flops(torch.bfloat16)  # datasheets are not in doubt
-    assert (slow.host, fast.host) == pytest.approx((1.3 * H100.host, 0.7 * H100.host))
-
-
 # Owners of complete matrices
 
 

@@ -119,7 +119,7 @@ def trace_all(wanted):
                 MODULES.get(key[0], WHOLE),
                 frozenset(KINDS.get(key[0], "B")),
                 key[1],
-                [H100],
+                H100,
             )
             for key, mine in wanted.items()
         }
@@ -140,7 +140,7 @@ def test_the_server_that_traces_sees_no_gpu(monkeypatch):
 
 
 def costs_of(traces):
-    return {key: each.costs[0] for key, each in traces.items()}
+    return {key: each.costs for key, each in traces.items()}
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_fsdp_sends_every_weight_forward_again_backward_and_every_gradient(trace
 
 @pytest.mark.slow
 def test_copies_send_thin_factors_once_a_step_and_keep_errors(traces):
-    costs, shard = traces["copies", 3].costs[0], RANKS // 2
+    costs, shard = traces["copies", 3].costs, RANKS // 2
     copies = costs.once.pop("copies")
     assert not any(
         "dp_replicate" in part.sent for part in (*costs.graphs.values(), *costs.once.values())
@@ -213,13 +213,13 @@ def test_the_copy_of_a_tied_table_is_neither_updated_nor_compressed(traces):
     assert copy.factors == (0, 0)
     assert any(weight.is_compressed for weight in weights)
     assert sum(weight.full_elements for weight in weights) == 3 * BLOCK + MODEL.dim + TABLE
-    assert found.costs[0].full_elements == 3 * BLOCK + MODEL.dim + TABLE
+    assert found.costs.full_elements == 3 * BLOCK + MODEL.dim + TABLE
     factors = sum(map(sum, (weight.factors for weight in weights)))
     as_they_are = sum(
         weight.shard_elements for weight in weights if weight.updated and not weight.is_compressed
     )
     # all-reduces of two copies
-    assert found.costs[0].once["copies"].sent["dp_replicate"] == 4 * (factors + as_they_are)
+    assert found.costs.once["copies"].sent["dp_replicate"] == 4 * (factors + as_they_are)
 
 
 def test_nothing_hides_the_factors_of_all_gradients_and_the_others():
@@ -265,8 +265,8 @@ def test_products_and_attention_are_those_of_the_formula(traced, blocks):
 
 def check_line(traces, depths, blocks, what="fsdp"):
     line, full = (
-        costs_at({depth: traces[what, depth] for depth in depths}, blocks, 0),
-        traces[what, blocks].costs[0],
+        costs_at({depth: traces[what, depth] for depth in depths}, blocks),
+        traces[what, blocks].costs,
     )
     assert (line.shard_elements, line.full_elements) == (full.shard_elements, full.full_elements)
     assert line.graphs.keys() == full.graphs.keys()
@@ -345,7 +345,7 @@ def test_two_depths_tell_of_a_third_in_halves(traces):
 @pytest.mark.slow
 def test_a_stage_that_runs_backward_both_ways_has_the_graphs_of_each(traces):
     both, halves = (traces[what, 3] for what in ("both", "halves"))
-    (costs,), (of_halves,) = both.costs, halves.costs
+    costs, of_halves = both.costs, halves.costs
     assert costs.of_action("I") == of_halves.of_action("I")
     assert costs.of_action("W") == of_halves.of_action("W")
     whole = costs.of_action("B")
@@ -505,4 +505,4 @@ def test_a_stage_that_cannot_be_compiled_is_told_in_words(monkeypatch):
         plan, "make_plans", lambda *_, **__: iter([CompileError("compile.enable: no graph")])
     )
     with pytest.raises(ConfigError, match="no graph"):
-        plan.make_plan(FSDP, [H100])
+        plan.make_plan(FSDP, H100)
