@@ -207,8 +207,9 @@ def test_names_that_cannot_be_looked_up_now_are_no_mistake(monkeypatch):
         start.split_endpoint("node0:29500")
 
 
-def test_a_server_of_documents_that_is_away_is_exit_code_1(served, clock, capfd):
+def test_a_server_of_documents_that_is_away_is_exit_code_1(served, clock, monkeypatch, capfd):
     """Which MAX_RESTARTS and the launcher of copies start again."""
+    monkeypatch.setattr(start, "listen", lambda: None)  # would block the signals of other tests
     served.fails(ConnectionResetError("it is away"), when=lambda: True)
     served.files["http://host/a.jsonl"] = b'{"text": "a"}\n'
     data = ["--data.dataset", "local", "--data.path", "http://host/a.jsonl"]
