@@ -1,18 +1,17 @@
-"""Plan, rank and show changes of a recipe: grids of values, the layouts of a search, and changes
-that need less memory.
+"""Plan, rank and show changes of a recipe: grids of values, and the layouts of a search.
 
-    changes = grid(["training.local_batch_size=1,2"])   # [{"training.local_batch_size": "1"}, ...]
-    rows = plan_changes(lay_out, changes, machine)      # the fastest that fits first
-    print("\\n".join(table(rows)))
+changes = grid(["training.local_batch_size=1,2"])   # [{"training.local_batch_size": "1"}, ...]
+rows = ranked(plan_changes(lay_out, changes, machine))      # the fastest that fits first
+print("\\n".join(table(rows)))
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tqdm import tqdm
 
 from titan_lite.compile.compile import CompileError
-from titan_lite.config import KEYS, Config, ConfigError, flatten
+from titan_lite.config import KEYS, ConfigError
 from titan_lite.config.nearest import nearest_key
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.tools.plan.plan import Plan, make_plans
@@ -21,70 +20,6 @@ from titan_lite.tools.plan.trace import PlannedLayout
 
 Change = dict[str, str]  # {"section.key": value as on a command line}
 Row = tuple[Change, Plan | str]  # (change, its plan or why there is none)
-MODE = "activation_checkpoint.mode"
-# From the most memory and the least recomputation to the opposite.
-CHECKPOINTING: tuple[Change, ...] = (
-    {MODE: "none"},
-    {MODE: "selective", "activation_checkpoint.selective_ac_option": "op"},
-    {MODE: "selective", "activation_checkpoint.selective_ac_option": "op/2"},
-    {MODE: "full"},
-)
-
-
-class Stopped(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM while planning.
-
-    rows: the plans until then, ranked; lines: text about them, for stdout.
-    """
-
-    def __init__(self, rows: "Sequence[Row]", wanted: int):
-        self.rows = rows
-        self.planned = sum(isinstance(plan, Plan) for _, plan in rows)
-        self.wanted = wanted
-        super().__init__(f"stopped after {self.planned} of {wanted} plans")
-        self.lines: list[str] = []
-        if self.planned:
-            self.lines = [f"PARTIAL: {self}", *table(rows)]
-
-
-def checkpointing_of(config: Config) -> Change | None:
-    """Return the one of CHECKPOINTING that a recipe has; None for every n-th block."""
-    keys = flatten(config)
-    for way in CHECKPOINTING:
-        if all(keys[key] == value for key, value in way.items()):
-            return way
-    return None
-
-
-def smaller_changes(layout: PlannedLayout) -> list[Change]:
-    """Return changes that need less memory and keep the tokens of a step, the nearest first: more
-    activation checkpointing, weights gathered once a microbatch, and fewer sequences at once.
-    """
-    used = checkpointing_of(layout.config)
-    more: Sequence[Change] = CHECKPOINTING[-1:]
-    if used is not None:
-        more = CHECKPOINTING[CHECKPOINTING.index(used) + 1 :]
-    communications: list[Change] = [{}]
-    if layout.gathers_once:
-        communications.append({"parallelism.fsdp_communication": "microbatch"})
-    key = "training.local_batch_size"
-    if layout.degrees["pp"] > 1:
-        key = "parallelism.pipeline_parallel_microbatch_size"
-    same_tokens: Change = {}
-    if layout.config.training.global_batch_size == -1:
-        same_tokens = {"training.global_batch_size": str(layout.sequences_per_step)}
-    batches: list[Change] = [{}]
-    size = layout.microbatch_size
-    while size % 2 == 0:
-        size //= 2
-        batches.append({key: str(size), **same_tokens})
-    combined = [
-        {**batch, **communication, **checkpointing}
-        for batch, communication, checkpointing in itertools.product(
-            batches, communications, ({}, *more)
-        )
-    ]
-    return [change for change in combined if change]
 
 
 def grid(sweeps: Sequence[str]) -> list[Change]:
@@ -122,39 +57,26 @@ def plan_changes(
     machine: Machine,
     full: bool = False,
     name: Callable[[Change], str] | None = None,
-) -> list[Row]:
-    """Return a row for each change, ranked.
+) -> Iterator[Row]:
+    """Yield a row for each change, as soon as it is planned; first those that cannot run.
 
-    lay_out: raises ConfigError if the changed recipe cannot run. name: describes a change. Raises
-    ConfigError if the unchanged recipe, which is the change {}, is wrong. Raises Stopped.
+    lay_out: raises ConfigError if the changed recipe cannot run. name: describes a change.
     """
     layouts: list[tuple[Change, PlannedLayout]] = []
-    rows: list[Row] = []
-    refused: list[Row] = []
     for change in wanted:
         try:
             layouts.append((change, lay_out(change)))
         except ConfigError as error:
-            if not change:
-                raise
-            refused.append((change, str(error)))
+            yield change, str(error)
     plans = make_plans([layout for _, layout in layouts], machine, full)
-    try:
-        with tqdm(
-            total=len(layouts), desc="planned", leave=False, disable=len(layouts) == 1
-        ) as bar:
-            for (change, _), plan in zip(layouts, plans, strict=True):
-                if isinstance(plan, CompileError):
-                    if not change:
-                        raise ConfigError(str(plan)) from plan
-                    rows.append((change, str(plan)))
-                else:
-                    rows.append((change, plan))
-                bar.update()
-                bar.set_postfix_str(_best_of(rows, name or keys_of))
-    except KeyboardInterrupt:
-        raise Stopped(ranked([*rows, *refused]), len(layouts)) from None
-    return ranked([*rows, *refused])
+    rows: list[Row] = []
+    with tqdm(total=len(layouts), desc="planned", leave=False) as bar:
+        for (change, _), plan in zip(layouts, plans, strict=True):
+            row = (change, str(plan) if isinstance(plan, CompileError) else plan)
+            rows.append(row)
+            bar.update()
+            bar.set_postfix_str(_best_of(rows, name or keys_of))
+            yield row
 
 
 def _best_of(rows: Iterable[Row], name: Callable[[Change], str]) -> str:

@@ -45,6 +45,7 @@ from titan_lite.rules.mistakes import raise_mistakes
 if TYPE_CHECKING:  # these import torch, which is slow: a wrong recipe fails before
     from titan_lite.cost.machine import Machine
     from titan_lite.metrics.run_files import Window
+    from titan_lite.tools.plan.changes import Row
     from titan_lite.tools.plan.plan import Plan
     from titan_lite.tools.plan.summary import Budget
     from titan_lite.tools.plan.trace import PlannedLayout
@@ -59,8 +60,6 @@ def main(arguments: Sequence[str]) -> None:
     try:
         print(answer(options, overrides))
     except KeyboardInterrupt as stopped:
-        for line in getattr(stopped, "lines", ()):  # of changes.Stopped
-            print(line, flush=True)
         raise KeyboardInterrupt(*stopped.args or ("stopped before anything was planned",)) from None
 
 
@@ -315,9 +314,11 @@ def as_one_world(config: Config) -> list[str]:
 
 
 def search_lines(subject: Subject, count: int, full: bool) -> list[str]:
-    """Return the lines of a search. Raises ConfigError if no layout shares the tokens of a step."""
-    from titan_lite.tools.plan.changes import Stopped
-    from titan_lite.tools.plan.search import search, space
+    """Return the lines of a search. Raises ConfigError if no layout shares the tokens of a step.
+
+    When it is interrupted, it prints those of the layouts that are planned.
+    """
+    from titan_lite.tools.plan.search import Search, space
 
     config = subject.config
     ranks = subject.world_size
@@ -330,14 +331,13 @@ def search_lines(subject: Subject, count: int, full: bool) -> list[str]:
         )
     tokens = sequences * config.training.seq_len
     title = f"{ranks} ranks; {sequences:,} sequences per step = {tokens:,} tokens ({origin})"
+    search = Search(subject.lay_out, subject.machine, full)
     try:
-        return [
-            title,
-            *search(config, changes, subject.lay_out, subject.machine, count, full),
-        ]
-    except Stopped as stopped:
-        stopped.lines = [title, *stopped.lines]
-        raise
+        search.run(changes, count)
+    except KeyboardInterrupt:
+        print("\n".join([title, *search.lines(config, "PARTIAL")]), flush=True)
+        raise KeyboardInterrupt(stopped_after(search.rows)) from None
+    return [title, *search.lines(config)]
 
 
 def sequences_per_step(subject: Subject) -> tuple[int, str]:
@@ -360,9 +360,22 @@ def sequences_per_step(subject: Subject) -> tuple[int, str]:
 
 
 def sweep_lines(subject: Subject, sweeps: list[str], full: bool) -> list[str]:
-    from titan_lite.tools.plan.changes import grid, plan_changes, table
+    """Return the table of a sweep. When it is interrupted, it prints what is planned."""
+    from titan_lite.tools.plan.changes import grid, plan_changes, ranked, table
 
-    return table(plan_changes(subject.lay_out, grid(sweeps), subject.machine, full))
+    rows: list[Row] = []
+    try:
+        for row in plan_changes(subject.lay_out, grid(sweeps), subject.machine, full):
+            rows.append(row)
+    except KeyboardInterrupt:
+        print("\n".join(["PARTIAL", *table(ranked(rows))]), flush=True)
+        raise KeyboardInterrupt(stopped_after(rows)) from None
+    return table(ranked(rows))
+
+
+def stopped_after(rows: "Sequence[Row]") -> str:
+    planned = sum(not isinstance(plan, str) for _, plan in rows)
+    return f"stopped after {planned} plans"
 
 
 def comparison_lines(
@@ -380,29 +393,18 @@ def comparison_lines(
 
 def plan_lines(subject: Subject, options: argparse.Namespace) -> list[str]:
     """Return the plan of the recipe, and write its picture and trace."""
-    from titan_lite.tools.plan.changes import plan_changes
     from titan_lite.tools.plan.picture import draw_plan, write_plan_trace
-    from titan_lite.tools.plan.search import plan_smaller, smaller_line
+    from titan_lite.tools.plan.plan import make_plan
     from titan_lite.tools.plan.summary import as_json, describe
 
-    ((_, plan),) = plan_changes(subject.lay_out, [{}], subject.machine, options.full)
-    assert not isinstance(plan, str)
+    plan = make_plan(subject.lay_out({}), subject.machine, options.full)
     if options.picture:
         draw_plan(plan, options.picture)
     if options.trace:
         write_plan_trace(plan, options.trace)
     if options.json:
         return [as_json(plan)]
-    lines = describe(
-        plan,
-        budget_of(plan, options),
-        lighter=plan_with_less_checkpointing(subject, plan, options.full),
-        with_room=plan_with_room_for_all(subject, options.full),
-    )
-    if not plan.fits:
-        tried = plan_smaller(plan, subject.lay_out, subject.machine, options.full)
-        lines.append(smaller_line(tried))
-    return lines
+    return describe(plan, budget_of(plan, options))
 
 
 def budget_of(plan: "Plan", options: argparse.Namespace) -> "Budget":
@@ -416,31 +418,6 @@ def budget_of(plan: "Plan", options: argparse.Namespace) -> "Budget":
     if plan.layout.config.checkpoint.enable and (options.tokens or options.price_per_gpu_hour):
         goodput = goodput_of(plan)
     return Budget(options.tokens, options.price_per_gpu_hour, goodput)
-
-
-def plan_with_room_for_all(subject: Subject, full: bool) -> "Plan | None":
-    """Return a plan of a step that runs again with room for all rows of experts
-    (distributed/expert_capacity.py); None without a capacity.
-    """
-    from titan_lite.distributed.parallelize import recomputes_in_repeats
-    from titan_lite.tools.plan.plan import make_plan
-
-    if not subject.config.experts.capacity_factor:
-        return None
-    changes = {"experts.capacity_factor": "0"}
-    if recomputes_in_repeats(subject.config):
-        changes["activation_checkpoint.mode"] = "full"
-    return make_plan(subject.lay_out(changes), subject.machine, full)
-
-
-def plan_with_less_checkpointing(subject: Subject, plan: "Plan", full: bool) -> "Plan | None":
-    """Return a plan that uses spare memory to recompute less, None if none should fit."""
-    from titan_lite.tools.plan.changes import plan_changes
-    from titan_lite.tools.plan.search import lighter
-
-    changes = lighter(plan, subject.lay_out)
-    rows = plan_changes(subject.lay_out, changes, subject.machine, full)
-    return next((plan for _, plan in rows if not isinstance(plan, str)), None)
 
 
 def lay_out(config: Config, world_size: int, memory: float = math.inf) -> "PlannedLayout":

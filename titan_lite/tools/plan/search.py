@@ -2,55 +2,33 @@
 and plan the fastest of them until enough fit.
 
     changes = space(config, world_size, machine, sequences)     # [{"section.key": "8", ...}, ...]
+    search = Search(lay_out, machine)
+    search.run(changes, count=12)
+    search.lines(config)
     step_seconds(layout, machine)   # rough, in a millisecond
     least_bytes(layout)             # a lower bound
     why_lost(plan, best)            # "12% slower: waiting for tensor parallelism +0.31 s per step"
 
 The formulas only choose what is planned; their results are not shown. Their bytes are at most those
-of a plan, so no layout that fits is excluded by them. A layout is put aside if it would not fit
-with as much more as plans of its kind need at least; while none fits, the smallest of these are
-planned, too. What is in flight in a pipeline takes seconds to find out, so only the fastest layouts
-are asked for it.
+of a plan, so no layout that fits is excluded by them. Later is planned what would not fit with as
+much more as plans of its kind need at least.
 """
 
-import functools
 import itertools
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from titan_lite.config import Config, ConfigError, Parallelism, flatten
+from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.config.load import option
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.distributed.layout import DEGREES
-from titan_lite.distributed.pipeline_schedule import (
-    IN_HALVES,
-    PipelineSchedule,
-    computations,
-    order_of,
-    runs_halves,
-)
+from titan_lite.distributed.pipeline_schedule import IN_HALVES, runs_halves
 from titan_lite.models.shapes import block_weights, shape_of
-from titan_lite.tools.plan.changes import (
-    CHECKPOINTING,
-    MODE,
-    Change,
-    Row,
-    Stopped,
-    checkpointing_of,
-    fit_word,
-    fitting,
-    plan_changes,
-    ranked,
-    smaller_changes,
-    table,
-)
+from titan_lite.tools.plan.changes import Change, Row, fitting, plan_changes, ranked, table
 from titan_lite.tools.plan.memory import outside_of_tensors
 from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.rank_bytes import (
@@ -66,11 +44,19 @@ from titan_lite.tools.plan.simulate import table_seconds
 from titan_lite.tools.plan.summary import describe_degrees, part_name
 from titan_lite.tools.plan.trace import PROCESSES, PlannedLayout, blocks_in
 
-CHECKPOINTING_KEYS = (MODE, "activation_checkpoint.selective_ac_option")
+MODE = "activation_checkpoint.mode"
+OPTION = "activation_checkpoint.selective_ac_option"
+# From the most memory and the least recomputation to the opposite.
+CHECKPOINTING: tuple[Change, ...] = (
+    {MODE: "none"},
+    {MODE: "selective", OPTION: "op"},
+    {MODE: "selective", OPTION: "op/2"},
+    {MODE: "full"},
+)
 # Ranks of a pipeline: the order of a longer one takes seconds to find out. A recipe's own is tried.
 MOST_PIPELINE_RANKS = 16
-MOST_SMALLER = 4  # plans, from the most promising on, where none fits so far
-MOST_WITHOUT_ROOM = 16  # plans for each that is asked for, once one fits without room
+MOST_PLANS = 16  # for each that is asked for
+MOST_UNLIKELY = 4  # plans of layouts that are not expected to fit, where none fits so far
 LONG_SEQUENCE = 32768  # tokens; shorter sequences are not split over ranks
 
 
@@ -80,12 +66,8 @@ class Candidate:
 
     change: Change
     layout: PlannedLayout
-    seconds: float  # of a step, by formula
-
-    @functools.cached_property
-    def nbytes(self) -> float:
-        """The bytes of a rank, a lower bound."""
-        return least_bytes(self.layout)
+    seconds: float  # of a step
+    nbytes: float  # of a rank, a lower bound
 
 
 @dataclass
@@ -94,123 +76,98 @@ class Search:
 
     lay_out: Callable[[Change], PlannedLayout]
     machine: Machine
-    full: bool
+    full: bool = False
     layouts: int = 0
     refused: int = 0  # cannot run
     too_large: int = 0  # by the lower bound
     waiting: list[Candidate] = field(default_factory=list)  # the fastest first
-    put_aside: list[Candidate] = field(default_factory=list)
     planned: list[Candidate] = field(default_factory=list)
+    unlikely: int = 0  # of them, those that were not expected to fit
     rows: list[Row] = field(default_factory=list)
 
+    def run(self, changes: Sequence[Change], count: int) -> None:
+        """Plan the fastest of the layouts of `space` until `count` fit with room, or MOST_PLANS for
+        each of them are planned.
+        """
+        self.estimate_all(changes)
+        while (missing := count - len(with_room(self.rows))) > 0:
+            chosen = self.next_candidates(max(missing, PROCESSES))
+            if not chosen or len(self.planned) >= MOST_PLANS * count:
+                return
+            self.plan(chosen)
+
     def estimate_all(self, changes: Sequence[Change]) -> None:
-        """Estimate layouts by formula, and drop those that cannot run, or hold their state."""
+        """Estimate layouts by formula, and drop those that cannot run or fit."""
         self.layouts = len(changes)
         for change in tqdm(changes, desc="estimated by formula", leave=False, mininterval=1):
             try:
                 layout = self.lay_out(change)
-                seconds = step_seconds(layout, self.machine)
+                candidate = Candidate(
+                    change, layout, step_seconds(layout, self.machine), least_bytes(layout)
+                )
             except ConfigError:
                 self.refused += 1
                 continue
-            if least_bytes(layout, in_flight=False) > self.capacity:
-                self.too_large += 1
-            else:
-                self.waiting.append(Candidate(change, layout, seconds))
-        self.waiting.sort(key=lambda candidate: candidate.seconds)
-
-    def plan_until(self, count: int) -> None:
-        """Plan the fastest by formula until `count` fit with room, or none is left. As long as none
-        fits at all, plan the smallest of those that were put aside, too.
-
-        Raises Stopped.
-        """
-        retried = 0
-        while (missing := count - len(with_room(self.rows))) > 0:
-            if fitting(self.rows) and len(self.planned) >= MOST_WITHOUT_ROOM * count:
-                return
-            chosen = self.next_candidates(max(missing, PROCESSES))
-            is_late = not chosen or len(self.planned) >= 2 * PROCESSES
-            if is_late and self.put_aside and retried < MOST_SMALLER and not fitting(self.rows):
-                chosen.append(self.smallest_put_aside())
-                retried += 1
-            if not chosen:
-                return
-            self.plan(chosen)
-
-    def smallest_put_aside(self) -> Candidate:
-        """Take the one that needs the least of those that were put aside."""
-        needs = self.least_needs()
-        smallest = min(self.put_aside, key=lambda each: each.nbytes * needs[kind_of(each.layout)])
-        self.put_aside.remove(smallest)
-        return smallest
-
-    def next_candidates(self, count: int) -> list[Candidate]:
-        """Take the fastest layouts that may fit from those that wait, and count those that may
-        not.
-        """
-        needs = self.least_needs()
-        chosen: list[Candidate] = []
-        while self.waiting and len(chosen) < count:
-            candidate = self.waiting.pop(0)
             if candidate.nbytes > self.capacity:
                 self.too_large += 1
-            elif candidate.nbytes * needs.get(kind_of(candidate.layout), 1.0) > self.capacity:
-                self.put_aside.append(candidate)
             else:
-                chosen.append(candidate)
+                self.waiting.append(candidate)
+        self.waiting.sort(key=lambda candidate: candidate.seconds)
+
+    def next_candidates(self, count: int) -> list[Candidate]:
+        """Return the fastest layouts that are expected to fit.
+
+        If none fits of the first few, the smallest of the others is looked at as well.
+        """
+        needs = self.least_needs()
+
+        def expected(candidate: Candidate) -> float:
+            return candidate.nbytes * needs.get(kind_of(candidate.layout), 1.0)
+
+        likely = [each for each in self.waiting if expected(each) <= self.capacity]
+        others = [each for each in self.waiting if expected(each) > self.capacity]
+        chosen = likely[:count]
+        is_late = not likely or len(self.planned) >= 2 * PROCESSES
+        if is_late and others and not fitting(self.rows) and self.unlikely < MOST_UNLIKELY:
+            chosen.append(min(others, key=expected))
+            self.unlikely += 1
         return chosen
 
     def least_needs(self) -> dict[tuple[object, ...], float]:
         """Return by how many times planned layouts exceed their lower bounds at least, by kind."""
-        plans = [(change, plan) for change, plan in self.rows if isinstance(plan, Plan)]
         needs: dict[tuple[object, ...], float] = {}
         for candidate in self.planned:
-            for plan in [plan for change, plan in plans if change == candidate.change]:
-                kind = kind_of(candidate.layout)
-                times = plan.memory.total / candidate.nbytes
-                needs[kind] = min(times, needs.get(kind, math.inf))
+            for change, plan in self.rows:
+                if change == candidate.change and isinstance(plan, Plan):
+                    kind = kind_of(candidate.layout)
+                    times = plan.memory.total / candidate.nbytes
+                    needs[kind] = min(times, needs.get(kind, math.inf))
         return needs
 
     def plan(self, chosen: Sequence[Candidate]) -> None:
-        """Plan layouts. Raises Stopped, with the rows of all plans so far."""
-        self.planned += chosen
         changes = [candidate.change for candidate in chosen]
-        try:
-            rows = plan_changes(self.lay_out, changes, self.machine, self.full, label)
-        except Stopped as stopped:
-            wanted = len(self.rows) + stopped.wanted
-            self.rows = ranked([*self.rows, *stopped.rows])
-            raise Stopped(self.rows, wanted) from None
-        self.rows = ranked([*self.rows, *rows])
+        rows = plan_changes(self.lay_out, changes, self.machine, self.full, label)
+        for candidate, row in zip(chosen, rows, strict=True):
+            self.waiting.remove(candidate)
+            self.planned.append(candidate)
+            self.rows = ranked([*self.rows, row])
 
     @property
     def capacity(self) -> float:
         """Bytes of a device."""
         return self.machine.memory * GIB
 
-    @property
-    def may_fit(self) -> int:
-        """Number of layouts that may fit by formula."""
-        return self.layouts - self.refused - self.too_large
-
-    @property
-    def not_planned(self) -> int:
-        """Number of those that were not planned."""
-        has_row = [change for change, _ in self.rows]
-        return self.may_fit - sum(candidate.change in has_row for candidate in self.planned)
-
-    def counts(self) -> str:
-        """Return what was planned, and what was not looked at, in words."""
-        planned = self.may_fit - self.not_planned
-        slower = self.not_planned - len(self.put_aside)
-        return (
-            f"{self.refused:,} cannot run, {self.too_large:,} cannot fit (parameters, optimizer and"
-            f" microbatches in flight alone); of {self.may_fit:,} others {planned:,} are planned,"
-            f" the fastest by formula first; not looked at: {slower:,} that are slower by formula,"
-            f" and {len(self.put_aside):,} that would not fit if they need as much more than by"
-            " formula as planned ones of their kind"
-        )
+    def lines(self, config: Config, title: str = "") -> list[str]:
+        """Return what was looked at, a ranked table, and why others are slower."""
+        return [
+            f"{self.layouts:,} layouts: {self.refused:,} cannot run, {self.too_large:,} cannot fit"
+            " (parameters, optimizer and microbatches in flight alone), by formula; of the others"
+            f" {len(self.planned):,} are planned, and {len(self.waiting):,} not: slower, or larger"
+            " than the device if they need as much more than by formula as those of their kind",
+            title,
+            *table(self.rows, label),
+            *outcome(config, self.rows, len(self.waiting)),
+        ]
 
 
 def kind_of(layout: PlannedLayout) -> tuple[object, ...]:
@@ -230,41 +187,6 @@ def kind_of(layout: PlannedLayout) -> tuple[object, ...]:
 def with_room(rows: Sequence[Row]) -> list[Plan]:
     """Return the plans that fit, and are not tight."""
     return [plan for _, plan in fitting(rows) if not plan.is_tight]
-
-
-def search(
-    config: Config,
-    changes: Sequence[Change],
-    lay_out: Callable[[Change], PlannedLayout],
-    machine: Machine,
-    count: int,
-    full: bool,
-) -> list[str]:
-    """Return lines: the number of layouts, a ranked table, and why others are slower.
-
-    changes: of `space`. count: number of layouts that fit with room to plan.
-
-    Raises Stopped with the lines of what was planned.
-    """
-    state = Search(lay_out, machine, full)
-    state.estimate_all(changes)
-    try:
-        state.plan_until(count)
-    except Stopped as stopped:
-        stopped.lines = [
-            f"{state.layouts:,} layouts: {state.counts()}",
-            "",
-            f"PARTIAL: {stopped}",
-            *table(state.rows, label),
-            *outcome(config, state.rows, state.not_planned),
-        ]
-        raise
-    return [
-        f"{state.layouts:,} layouts: {state.counts()}",
-        "",
-        *table(state.rows, label),
-        *outcome(config, state.rows, state.not_planned),
-    ]
 
 
 def outcome(config: Config, rows: Sequence[Row], not_planned: int = 0) -> list[str]:
@@ -289,70 +211,6 @@ def outcome(config: Config, rows: Sequence[Row], not_planned: int = 0) -> list[s
     if not best.evidence.is_known:
         evidence = f"speeds are not known for this kind of run: {evidence}"
     return ["", "why the others lost", *lost, "", evidence, f"best: {keys}"]
-
-
-def lighter(plan: Plan, lay_out: Callable[[Change], PlannedLayout]) -> list[Change]:
-    """Return the least activation checkpointing that should fit, if less than the plan's.
-
-    Formulas scale the planned memory.
-    """
-    used = checkpointing_of(plan.layout.config)
-    if used is None:
-        return []
-    lower_bound = least_bytes(plan.layout)
-    for change in CHECKPOINTING[: CHECKPOINTING.index(used)]:
-        nbytes = least_bytes(lay_out(change))
-        if plan.memory.total * nbytes / lower_bound <= plan.capacity:
-            return [change]
-    return []
-
-
-def plan_smaller(
-    plan: Plan, lay_out: Callable[[Change], PlannedLayout], machine: Machine, full: bool
-) -> list[tuple[Change, Plan]]:
-    """Return plans of a recipe that does not fit, changed until one does: that is the last one.
-
-    The nearest changes are tried first. Those that would not fit are left out, by formulas that
-    scale the memory of the plan before; if all would not, the smallest one is tried. Raises
-    Stopped.
-    """
-    waiting: dict[int, tuple[Change, float]] = {}  # the bytes of a change, by formula
-    for index, change in enumerate(smaller_changes(plan.layout)):
-        with suppress(ConfigError):
-            waiting[index] = (change, least_bytes(lay_out(change)))
-    scale = plan.memory.total / least_bytes(plan.layout)
-    tried: list[tuple[Change, Plan]] = []
-    while waiting and len(tried) < MOST_SMALLER:
-        fit = [index for index, (_, nbytes) in waiting.items() if scale * nbytes <= plan.capacity]
-        index = fit[0] if fit else min(waiting, key=lambda each: waiting[each][1])
-        change, nbytes = waiting.pop(index)
-        ((_, other),) = plan_changes(lay_out, [change], machine, full)
-        if isinstance(other, str):
-            continue
-        tried.append((change, other))
-        if other.fits or not fit:
-            break
-        scale = other.memory.total / nbytes
-    return tried
-
-
-def smaller_line(tried: Sequence[tuple[Change, Plan]]) -> str:
-    """Return a line on what `plan_smaller` found, or has tried."""
-    if not tried:
-        return "to fit: nothing was tried; no checkpointing and no batch needs less memory"
-    change, plan = tried[-1]
-    if not plan.fits:
-        needed = "; ".join(
-            f"{_options(other)} {each.memory.total / GIB:.1f} GiB" for other, each in tried
-        )
-        return f"to fit: no checkpointing and no batch that was tried is enough: {needed}"
-    slow = plan.tokens_per_second(plan.slow)
-    fast = plan.tokens_per_second(plan.fast)
-    tight = ", tight" if fit_word(plan) == "tight" else ""
-    return (
-        f"to fit: {_options(change)} needs {plan.memory.total / GIB:.1f} GiB{tight};"
-        f" {slow:,.0f} to {fast:,.0f} tokens/s per GPU"
-    )
 
 
 def _options(change: Change) -> str:
@@ -449,7 +307,7 @@ def label(change: Change) -> str:
     words = [
         describe_degrees(degrees),
         f"batch {change['training.local_batch_size']}",
-        "checkpointing " + " ".join(change[key] for key in CHECKPOINTING_KEYS if key in change),
+        "checkpointing " + " ".join(change[key] for key in (MODE, OPTION) if key in change),
     ]
     if int(change.get("parallelism.expert_parallel_degree", "1")) > 1:
         words.append(f"experts over {change['parallelism.expert_parallel_degree']}")
@@ -487,10 +345,7 @@ class _Sizes:
     multiplied: float  # of them, those that a token is multiplied by
     sharded: float  # elements of a block's matrices that a rank has
     recomputed: float  # share of blocks that run twice
-    # Of a block's microbatch, lower bounds. Activations, from forward to backward:
-    kept_bytes: float
-    # What the half of backward for weights needs, from the other half on:
-    between_bytes: float
+    kept_bytes: float  # of a block's microbatch, from forward to backward: a lower bound
     hidden_bytes: float  # that a stage receives of a microbatch
 
 
@@ -499,11 +354,6 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
     tp = layout.degrees["tp"]
     computed, _ = itemsizes(layout.config.training)
     tokens = layout.tokens_per_microbatch
-    hidden_dim = model.hidden_dim * max(1, model.experts_per_token)  # units of a token
-    # Inputs of products, where those of the same input count once, and the gradients of results.
-    factors = 3 * model.dim + hidden_dim
-    gradients = 3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * hidden_dim
-    itemsize = 1 if layout.config.float8.enable else computed
     weights = block_weights(model)
     return _Sizes(
         tokens=tokens,
@@ -513,7 +363,6 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
         sharded=(weights.dense + weights.experts) / layout.expert_ranks,
         recomputed=recomputed_share(layout.config.activation_checkpoint),
         kept_bytes=kept_bytes_of_block(layout.config, layout),
-        between_bytes=itemsize * tokens / tp * (factors + gradients),
         hidden_bytes=computed * tokens / tp * model.dim,
     )
 
@@ -575,13 +424,12 @@ def step_seconds(layout: PlannedLayout, machine: Machine) -> float:
     return _step_seconds(layout, machine, sizes, _parts_of_ranks(layout, sizes))
 
 
-def least_bytes(layout: PlannedLayout, *, in_flight: bool = True) -> float:
-    """Return a lower bound of a rank's bytes. in_flight: with the activations of microbatches."""
+def least_bytes(layout: PlannedLayout) -> float:
+    """Return a lower bound of a rank's bytes."""
     sizes = _sizes(layout)
     errors = compression_error_bytes(layout.config, layout)
     nbytes = max(
-        _least_bytes(layout, sizes, part, errors, in_flight)
-        for part in _parts_of_ranks(layout, sizes)
+        _least_bytes(layout, sizes, part, errors) for part in _parts_of_ranks(layout, sizes)
     )
     return nbytes + owner_bytes(layout.config, layout) + outside_of_tensors(layout)
 
@@ -591,33 +439,6 @@ class _PartOfRank:
     """The part of the model on a pipeline rank."""
 
     rank: int
-    stages: Sequence["_PartOfStage"]
-
-    @property
-    def blocks(self) -> int:
-        return sum(stage.blocks for stage in self.stages)
-
-    @property
-    def has_output(self) -> bool:
-        return any(stage.has_output for stage in self.stages)
-
-    @property
-    def elements(self) -> float:
-        return sum(stage.elements for stage in self.stages)
-
-    @property
-    def sharded(self) -> float:
-        return sum(stage.sharded for stage in self.stages)
-
-    @property
-    def copied(self) -> float:
-        return sum(stage.copied for stage in self.stages)
-
-
-@dataclass(frozen=True)
-class _PartOfStage:
-    """The part of the model in a pipeline stage."""
-
     blocks: int
     has_output: bool
     elements: float  # of matrices, embedding and output, when they are gathered
@@ -631,19 +452,15 @@ def _parts_of_ranks(layout: PlannedLayout, sizes: _Sizes) -> list[_PartOfRank]:
 
 def _part_of_rank(layout: PlannedLayout, sizes: _Sizes, rank: int) -> _PartOfRank:
     stages = layout.pipeline.stages_of(rank)
-    return _PartOfRank(
-        rank, [_part_of_stage(layout, sizes, layout.pipeline.modules[stage]) for stage in stages]
-    )
-
-
-def _part_of_stage(layout: PlannedLayout, sizes: _Sizes, modules: Sequence[str]) -> _PartOfStage:
+    modules = [*itertools.chain(*(layout.pipeline.modules[stage] for stage in stages))]
     has_output = "output" in modules
-    has_embedding = "tok_embeddings" in modules
-    is_one = layout.model.tied_embeddings and not layout.copies_table
-    tables = 1 if is_one else has_embedding + has_output
+    tables = has_output + ("tok_embeddings" in modules)
+    if layout.model.tied_embeddings and not layout.copies_table:  # one in both places
+        tables = min(tables, 1)
     blocks = blocks_in(modules)
     table_shard = sizes.vocabulary / layout.fsdp_degree
-    return _PartOfStage(
+    return _PartOfRank(
+        rank,
         blocks,
         has_output,
         elements=blocks * sizes.block + tables * sizes.vocabulary,
@@ -682,13 +499,11 @@ def _step_seconds(
     return seconds + table_seconds(layout, machine)
 
 
-def _least_bytes(
-    layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors: float, in_flight: bool
-) -> float:
+def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors: float) -> float:
     """Return a lower bound of a rank's bytes in tensors, without complete matrices of the
     optimizer: the most of two moments of a step.
 
-    errors: bytes of those of compressed gradients. in_flight: with the activations of microbatches.
+    errors: bytes of those of compressed gradients.
     """
     config = layout.config
     _, summed = itemsizes(config.training)
@@ -699,91 +514,18 @@ def _least_bytes(
     state = STORED_BYTES * own + sum(moments) + errors
     state += _received_bytes(layout, sizes, part)
     before_update = summed * updated + errors
-    if not in_flight:
-        return state + before_update
 
-    parallelism = Parallelism(
-        pipeline_parallel_degree=layout.degrees["pp"],
-        pipeline_parallel_schedule=config.parallelism.pipeline_parallel_schedule,
-    )
-    pipeline = layout.pipeline
-    by_rank = most_in_flight(parallelism, pipeline.rank_of, pipeline.microbatches)
-    in_microbatches = max(
-        sum(
-            _bytes_in_flight(layout, sizes, stage, counts)
-            for stage, counts in zip(part.stages, moment, strict=True)
-        )
-        for moment in by_rank[part.rank]
-    )
+    # Before a backward, each later rank has a microbatch, and one is here.
+    microbatches = layout.pipeline.microbatches
+    in_flight = min(layout.degrees["pp"] - part.rank, microbatches)
+    in_microbatches = in_flight * part.blocks * sizes.kept_bytes
+    if part.has_output:
+        in_microbatches += _logits_bytes(layout, sizes)
+    if microbatches > in_flight or layout.accumulation > 1:  # gradients of earlier ones
+        in_microbatches += summed * (part.elements if layout.gathers_once else part.sharded)
     if layout.gathers_once:
         in_microbatches += _gathered_bytes(layout, part)
-
     return state + max(in_microbatches, before_update)
-
-
-class InFlight(NamedTuple):
-    """The microbatches of a stage at a moment of a step."""
-
-    forward: int = 0  # those that wait for their backward
-    halves: int = 0  # those that wait for the second half of it
-    has_gradients: bool = False  # those of weights
-
-
-@functools.cache
-def most_in_flight(
-    parallelism: Parallelism, rank_of: tuple[int, ...], microbatches: int
-) -> list[set[tuple[InFlight, ...]]]:
-    """Return the moments of a step with most in flight, by rank: a value for each of its stages.
-
-    A moment is left out if another one has as much or more of everything. rank_of, microbatches: as
-    in PipelineSchedule.
-    """
-    pipeline = PipelineSchedule(((),) * len(rank_of), rank_of, microbatches)
-    found = []
-    for rank, actions in sorted(order_of(parallelism, pipeline).items()):
-        now = {stage: InFlight() for stage in pipeline.stages_of(rank)}
-        moments: set[tuple[InFlight, ...]] = set()
-        for kind, stage, _ in computations(actions):
-            before = now[stage]
-            if kind != "F":  # less is in flight after it
-                moments.add(tuple(now.values()))
-            if kind == "F":
-                now[stage] = before._replace(forward=before.forward + 1)
-            elif kind == "B":
-                now[stage] = before._replace(forward=before.forward - 1, has_gradients=True)
-            elif kind == "I":
-                now[stage] = before._replace(forward=before.forward - 1, halves=before.halves + 1)
-            else:
-                now[stage] = before._replace(halves=before.halves - 1, has_gradients=True)
-        moments.add(tuple(now.values()))
-        found.append(_largest(moments))
-    return found
-
-
-def _largest(moments: Iterable[tuple[InFlight, ...]]) -> set[tuple[InFlight, ...]]:
-    """Return the moments that no other one exceeds: has as much or more of everything."""
-    largest: dict[tuple[InFlight, ...], list[int]] = {}
-    for moment in sorted(moments, key=lambda moment: -sum(map(sum, moment))):
-        counts = [*itertools.chain(*moment)]
-        if not any(all(map(operator.ge, other, counts)) for other in largest.values()):
-            largest[moment] = counts
-    return {*largest}
-
-
-def _bytes_in_flight(
-    layout: PlannedLayout, sizes: _Sizes, stage: _PartOfStage, counts: InFlight
-) -> float:
-    """Return a lower bound of the bytes of a stage's microbatches, and of its gradients."""
-    nbytes = stage.blocks * (
-        counts.forward * sizes.kept_bytes + counts.halves * sizes.between_bytes
-    )
-    if counts.forward and stage.has_output:
-        nbytes += _logits_bytes(layout, sizes)
-    # In a second local batch, gradients of the first exist.
-    if counts.has_gradients or layout.accumulation > 1:
-        _, summed = itemsizes(layout.config.training)
-        nbytes += summed * (stage.elements if layout.gathers_once else stage.sharded)
-    return nbytes
 
 
 def _received_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank) -> float:

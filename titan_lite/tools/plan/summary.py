@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from titan_lite.config import Config
 from titan_lite.cost.machine import GIB
 from titan_lite.distributed.axes import AXIS_NAMES
+from titan_lite.distributed.parallelize import recomputes_in_repeats
 from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.shapes import shape_words
 from titan_lite.optim.state import owner_costs
@@ -39,21 +41,11 @@ class Budget:
 
     tokens: float = 0.0  # 0: those of training.steps
     price: float = 0.0  # of a GPU-hour; 0: not given
-    goodput: float = 1.0  # share of the time that ends in kept steps (scale.py)
+    goodput: float = 1.0  # share of the time that ends in kept steps (goodput.py)
 
 
-def describe(
-    plan: Plan,
-    budget: Budget = Budget(),
-    *,
-    lighter: Plan | None = None,
-    with_room: Plan | None = None,
-) -> list[str]:
-    """Return the plan as lines of one screen.
-
-    lighter: the plan of the same recipe with less activation checkpointing. with_room: that of a
-    step that runs again with room for all rows of experts.
-    """
+def describe(plan: Plan, budget: Budget = Budget()) -> list[str]:
+    """Return the plan as lines of one screen."""
     lines = [
         *recipe_lines(plan),
         "",
@@ -71,10 +63,13 @@ def describe(
         "",
         f"bottleneck: {what_binds(plan)}",
     ]
-    if with_room is not None:
-        lines.append(repeated_step_line(plan, with_room))
-    if lighter is not None and plan.fits:
-        lines.append(spare_memory_line(plan, lighter))
+    if plan.layout.config.experts.capacity_factor:
+        lines.append(repeated_step_line(plan.layout.config))
+    if not plan.fits:
+        lines.append(
+            "to fit: --search finds the fastest layout that does; --sweep"
+            " activation_checkpoint.mode=selective,full plans this one with less memory"
+        )
     lines.append(uncertainty_line(plan))
     return lines
 
@@ -231,32 +226,17 @@ def uncertainty_line(plan: Plan) -> str:
     )
 
 
-def spare_memory_line(plan: Plan, lighter: Plan) -> str:
-    """Return a line on free memory, and on `lighter`, a plan that uses it to recompute less."""
-    checkpointing = lighter.layout.config.activation_checkpoint
-    mode: str = checkpointing.mode
-    if mode == "selective":
-        mode += f", {checkpointing.selective_ac_option}"
-    needs = lighter.memory.total / GIB
-    free = (plan.capacity - plan.memory.total) / GIB
-    saved = 100 * (1 - lighter.nominal.seconds / plan.nominal.seconds)
-    outcome = f"would take {saved:.0f}% less time per step" if lighter.fits else "would not fit"
-    if lighter.is_tight:
-        outcome += ", but be tight"
+def repeated_step_line(config: Config) -> str:
+    """Return a line on a step that runs again with room for all rows of experts
+    (distributed/expert_capacity.py).
+    """
+    options = "--experts.capacity_factor=0"
+    if recomputes_in_repeats(config):
+        options += " --activation_checkpoint.mode=full"
     return (
-        f"free memory: {free:.1f} GiB; activation_checkpoint.mode = {mode} needs {needs:.1f} GiB in"
-        f" total, and {outcome}"
-    )
-
-
-def repeated_step_line(plan: Plan, with_room: Plan) -> str:
-    """Return a line on a step that runs again, as `with_room`, a plan, does."""
-    factor = plan.layout.config.experts.capacity_factor
-    verdict = "fits" if with_room.fits else "does not fit"
-    return (
-        f"a step with more tokens of experts on a rank than {factor:g} times the mean runs again:"
-        f" in {with_room.nominal.seconds:.3g} s more at most, with"
-        f" {with_room.memory.total / GIB:.1f} GiB, which {verdict}"
+        "a step with more tokens of experts on a rank than"
+        f" {config.experts.capacity_factor:g} times the mean runs again, with more memory: plan it"
+        f" with {options}"
     )
 
 

@@ -1,6 +1,7 @@
-"""Grids of values, changes that need less memory, and the ranking of plans; plans by hand."""
+"""Grids of values, and the ranking of plans; plans by hand."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -19,14 +20,8 @@ from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.layout import resolve_degrees
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.tools.plan import changes
-from titan_lite.tools.plan.changes import (
-    Stopped,
-    grid,
-    plan_changes,
-    ranked,
-    smaller_changes,
-    table,
-)
+from titan_lite.tools.plan.changes import grid, ranked, table
+from titan_lite.tools.plan.command import Subject, sweep_lines
 from titan_lite.tools.plan.memory import Memory
 from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.published import Evidence, PublishedRun, RunKind
@@ -90,22 +85,6 @@ def planned(seconds=1.0, memory=70.0, **parts):
     return Plan(layout(), H100, step, found, EVIDENCE, {("output",): (2, 4)}, 1.0)
 
 
-def test_smaller_changes_keep_the_tokens_and_come_the_nearest_first():
-    full = {"activation_checkpoint.mode": "full"}
-    mine = layout(gathers_once=True)
-    checkpointed = mine.config.replace(activation_checkpoint=ActivationCheckpoint(mode="full"))
-    batch = {
-        "training.local_batch_size": "1",
-        "training.global_batch_size": str(mine.sequences_per_step),
-    }
-    less = {"parallelism.fsdp_communication": "microbatch"}
-    found = smaller_changes(dataclasses.replace(mine, config=checkpointed))
-    assert found == [less, batch, batch | less]
-    found = smaller_changes(mine)
-    assert found[-1] == batch | less | full
-    assert len(found) == len(set(map(str, found)))
-
-
 def test_a_grid_is_every_combination():
     assert grid(["training.local_batch_size=1, 2", "activation_checkpoint.mode=none"]) == [
         {"training.local_batch_size": "1", "activation_checkpoint.mode": "none"},
@@ -160,21 +139,13 @@ def test_a_collective_that_leaves_its_node_is_told():
     )
 
 
-def test_memory_to_spare_is_said_with_what_it_buys():
-    config = layout().config.replace(activation_checkpoint=ActivationCheckpoint(mode="none"))
-    faster = dataclasses.replace(
-        planned(0.9, memory=75.0), layout=dataclasses.replace(layout(), config=config)
-    )
-    said = (
-        "free memory: 20.0 GiB; activation_checkpoint.mode = none needs 77.0 GiB in total, and"
-        " would take 10% less time per step"
-    )
-    base = planned(1.0, memory=58.0)
-    assert said in describe(base, lighter=faster)
-    too_large = dataclasses.replace(faster, memory=planned(memory=90.0).memory)
-    assert "92.0 GiB in total, and would not fit" in "\n".join(describe(base, lighter=too_large))
-    for lines in (describe(base), describe(planned(memory=90.0), lighter=faster)):
-        assert "free memory:" not in "\n".join(lines)
+def test_a_plan_that_does_not_fit_says_what_to_plan_next():
+    (line,) = (each for each in describe(planned(memory=90.0)) if each.startswith("to fit: "))
+    assert "--search" in line
+    assert grid(re.findall(r"--sweep (\S+)", line)) == [
+        {"activation_checkpoint.mode": mode} for mode in ("selective", "full")
+    ]
+    assert not any(each.startswith("to fit") for each in describe(planned()))
 
 
 @pytest.mark.parametrize(("stages", "said"), [(1, False), (2, True)])
@@ -233,19 +204,16 @@ def test_what_was_planned_until_ctrl_c_is_there(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(changes, "make_plans", plans)
-    wanted = [{"a": str(number)} for number in range(4)]
-    with pytest.raises(Stopped, match="stopped after 2 of 4 plans") as stopped:
-        plan_changes(lambda change: layout(), wanted, H100)
-    assert [change["a"] for change, _ in stopped.value.rows] == ["1", "0"]
-    assert stopped.value.lines == [
-        "PARTIAL: stopped after 2 of 4 plans",
-        *table(stopped.value.rows),
-    ]
-    err = capsys.readouterr().err
+    monkeypatch.setattr(Subject, "lay_out", lambda *_: layout())
+    subject = Subject("", [], layout().config, 16, H100)
+    with pytest.raises(KeyboardInterrupt, match="stopped after 2 plans"):
+        sweep_lines(subject, ["training.steps=1,2,3,4"], full=False)
+    out, err = capsys.readouterr()
+    rows = [({"training.steps": "2"}, planned(1.0)), ({"training.steps": "1"}, planned(2.0))]
+    assert out.splitlines() == ["PARTIAL", *table(rows)]
     assert "planned: " in err
     assert " 1/4 " in err
-    assert "tokens/s per GPU: a=" in err
-    assert Stopped([], 3).lines == []
+    assert "tokens/s per GPU: training.steps=" in err
 
 
 def test_a_plan_that_nearly_fills_the_device_is_tight():

@@ -23,6 +23,7 @@ from titan_lite.models.shapes import (
 )
 from titan_lite.optim.state import numbers_in
 from titan_lite.tools.plan.command import main
+from titan_lite.tools.plan.summary import repeated_step_line
 
 A3B = QWEN3_MOE.flavors["30B-A3B"]
 H100 = load_machine("H100")
@@ -198,30 +199,36 @@ def test_an_imbalance_that_cannot_be_is_refused(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_repeated_step_of_a_schedule_that_cannot_recompute_is_planned_as_it_runs(capsys):
-    """In eager mode, each half of a backward would recompute every block."""
-    recipe = str(RECIPES / "qwen3_moe_debug.toml")
-    options = [
-        "--compile.no-enable",
+@pytest.mark.parametrize(
+    ("options", "recomputes"),
+    [
+        ([], True),
+        # each half of a backward would recompute every block
+        (["--compile.no-enable", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"], False),
+    ],
+)
+def test_a_plan_with_a_capacity_says_how_to_plan_a_step_that_runs_again(options, recomputes):
+    recipe = RECIPES / "qwen3_moe_debug.toml"
+    keys = [
         "--parallelism.pipeline_parallel_degree=2",
-        "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
         "--parallelism.expert_parallel_degree=2",
         "--experts.capacity_factor=1.25",
     ]
-    assert main([recipe, "--hardware", "h100", "--world-size", "4", *options]) == 0
-    assert "times the mean runs again" in capsys.readouterr().out
+    config = load_config(recipe, [*keys, *options])
+    line = repeated_step_line(config)
+    assert "with more tokens of experts on a rank than 1.25 times the mean runs again" in line
+    _, _, written = line.partition("plan it with ")
+    changed = load_config(recipe, [*keys, *options, *written.split()])
+    assert changed.experts.capacity_factor == 0
+    assert (changed.activation_checkpoint.mode == "full") is recomputes
 
 
 @pytest.mark.slow
-def test_a_plan_with_a_capacity_says_what_a_step_needs_that_runs_again(capsys):
+def test_a_plan_of_expert_parallelism_has_its_split_and_its_line(capsys):
     recipe = str(RECIPES / "qwen3_moe_debug.toml")
     options = ["--parallelism.expert_parallel_degree=2", "--experts.capacity_factor=1.25"]
     assert main([recipe, "--hardware", "h100", "--world-size", "2", *options]) == 0
     said = capsys.readouterr().out
-    assert (
-        "a step with more tokens of experts on a rank than 1.25 times the mean runs again" in said
-    )
-    assert "GiB, which fits" in said
+    assert "times the mean runs again, with more memory: plan it with" in said
     assert "over ep 2" in said
     assert "expert parallelism" in said

@@ -22,23 +22,21 @@ from titan_lite.config import (
 )
 from titan_lite.cost.machine import GIB
 from titan_lite.tools.plan import search as searching
-from titan_lite.tools.plan.changes import Stopped
 from titan_lite.tools.plan.command import (
     Subject,
     build_parser,
     lay_out,
     main,
+    search_lines,
     sequences_per_step,
 )
 from titan_lite.tools.plan.plan import make_plan
 from titan_lite.tools.plan.search import (
-    InFlight,
+    Search,
     differing,
     label,
     least_bytes,
-    most_in_flight,
     outcome,
-    search,
     space,
     step_seconds,
     why_lost,
@@ -145,12 +143,11 @@ def test_formulas_know_what_costs_memory_and_time():
     assert recomputed_seconds > 1.2 * seconds
     assert nbytes < H100.memory * GIB
     seventy = changed("llama3_70b", 8, parallelism__data_parallel_shard_degree=-1)
-    assert least_bytes(seventy, in_flight=False) > H100.memory * GIB  # 850 GB of states alone
-    assert least_bytes(seventy) > least_bytes(seventy, in_flight=False)
+    assert least_bytes(seventy) > H100.memory * GIB  # 850 GB of states alone
 
 
 def test_by_formula_a_model_costs_what_its_states_do_at_least():
-    found = least_bytes(changed("llama3_8b", 8), in_flight=False)
+    found = least_bytes(changed("llama3_8b", 8))
     assert found > 8.03e9 * 16 / 8
 
 
@@ -268,9 +265,9 @@ def test_a_search_that_is_stopped_shows_what_it_has_and_leaves_nothing_behind(na
             time.sleep(0.1)
         if name != "SIGKILL":
             lines = (tmp_path / "out").read_text().splitlines()
-            assert re.fullmatch(r"PARTIAL: stopped after \d+ of 30 plans", lines[3])
+            assert re.fullmatch(r"stopped after \d+ plans", job.output.splitlines()[-1])
+            assert lines[2] == "PARTIAL"
             assert lines[-1].startswith("best: --")
-            assert job.output.splitlines()[-1] == lines[3].removeprefix("PARTIAL: ")
             assert not re.search("Traceback|resource_tracker", job.output)
 
 
@@ -296,6 +293,7 @@ class Bench:
     def __init__(self, monkeypatch, layouts, modes=("full",)):
         """layouts: (GiB by formula, GiB as planned)."""
         self.planned = []
+        self.interrupted_after = None
         self.layouts = layouts
         self.changes = []
         for change in space(Config(model=Model(flavor="8B")), 16, H100, 32):
@@ -312,20 +310,22 @@ class Bench:
             lambda number: (self.changes[number]["activation_checkpoint.mode"],),
         )
 
-    def least_bytes(self, number, in_flight=True):
+    def least_bytes(self, number):
         return self.layouts[number][0] * GIB
 
     def plan(self, lay_out, changes, *_):
-        rows = []
         for change in changes:
             number = self.changes.index(change)
+            if len(self.planned) == self.interrupted_after:
+                raise KeyboardInterrupt
             self.planned.append(number)
             # 2 GiB of a plan are outside of tensors
-            rows.append((change, planned(1.0 + number, memory=self.layouts[number][1] - 2)))
-        return rows
+            yield change, planned(1.0 + number, memory=self.layouts[number][1] - 2)
 
     def search(self, count):
-        return search(Config(), self.changes, self.changes.index, H100, count, full=False)
+        search = Search(self.changes.index, H100)
+        search.run(self.changes, count)
+        return search.lines(Config())
 
 
 def test_a_search_goes_on_until_one_fits_and_counts_the_rest(monkeypatch):
@@ -336,9 +336,8 @@ def test_a_search_goes_on_until_one_fits_and_counts_the_rest(monkeypatch):
     assert bench.planned == [1, 2, 4, 5]
     assert lines[0] == (
         "6 layouts: 0 cannot run, 1 cannot fit (parameters, optimizer and microbatches in flight"
-        " alone); of 5 others 4 are planned, the fastest by formula first; not looked at: 0 that are slower"
-        " by formula, and 1 that would not fit if they need as much more than by formula as planned"
-        " ones of their kind"
+        " alone), by formula; of the others 4 are planned, and 1 not: slower, or larger than the"
+        " device if they need as much more than by formula as those of their kind"
     )
     assert lines[-1].startswith("best: --")
     assert lines[-2].startswith("plans of 3 published runs (8B, inductor, bfloat16, H100 at 500 W)")
@@ -351,17 +350,17 @@ def test_a_search_stops_when_enough_fit_with_room(monkeypatch):
     assert bench.planned == [0, 1, 2, 3]  # two at a time
     fits = [line.split()[7] for line in lines[3:7]]
     assert fits == ["yes", "yes", "yes", "tight"]  # the fastest is tight, and not the best
-    assert "not looked at: 1 that are slower by formula" in lines[0]
+    assert "of the others 4 are planned, and 1 not: slower" in lines[0]
 
 
-def test_a_layout_is_put_aside_by_one_of_its_kind_alone(monkeypatch):
+def test_a_layout_waits_for_one_of_its_kind_alone(monkeypatch):
     layouts = [(50, 90), (60, 60), (55, 90), (70, 70), (60, 85)]
     bench = Bench(monkeypatch, layouts, modes=("none", "full"))
     bench.search(3)
     assert bench.planned == [0, 1, 2, 3]  # the last needs more than the first, in mode none
 
 
-def test_a_layout_that_was_put_aside_is_planned_where_no_other_fits(monkeypatch):
+def test_a_layout_that_is_not_expected_to_fit_is_planned_where_no_other_does(monkeypatch):
     """It may need less beyond the formula than the others of its kind."""
     bench = Bench(monkeypatch, [(50, 90), (50, 90), (60, 79.5), (70, 90)])
     assert bench.search(1)[-1].startswith("best: --")
@@ -375,76 +374,9 @@ def test_a_layout_that_was_put_aside_is_planned_where_no_other_fits(monkeypatch)
 def test_only_what_was_planned_does_not_fit(monkeypatch):
     bench = Bench(monkeypatch, [(50, 90), (50, 90), *[(gib, 90) for gib in (60, 64, 63, 62, 61)]])
     assert bench.search(1)[-1] == "none of the 6 planned fits"
-    assert bench.planned == [0, 1, 2, 6, 5, 4]  # the smallest of those that are put aside
+    assert bench.planned == [0, 1, 2, 6, 5, 4]  # the smallest of the others
     lines = Bench(monkeypatch, [(50, 90), (40, 90), (90, 90)]).search(1)
     assert lines[-1] == "no layout fits"
-
-
-# What a recipe that does not fit needs
-
-
-class Smaller:
-    """Plans of smaller changes, whose bytes by formula and by plan are given by the number of
-    sequences and the mode of checkpointing.
-    """
-
-    def __init__(self, monkeypatch, **gib):
-        self.gib = gib
-        self.planned = []
-        monkeypatch.setattr(searching, "least_bytes", self.least_bytes)
-        monkeypatch.setattr(searching, "plan_changes", self.plan)
-
-    def sizes(self, change):
-        batch = change.get("training.local_batch_size", "2")
-        return self.gib.get(f"{batch}_{change.get('activation_checkpoint.mode', 'selective')}")
-
-    def lay_out(self, change):
-        if self.sizes(change) is None:
-            raise ConfigError("is not given")
-        return change
-
-    def least_bytes(self, change):
-        return (self.sizes(change)[0] if isinstance(change, dict) else 80) * GIB
-
-    def plan(self, lay_out, changes, *_):
-        (change,) = changes
-        self.planned.append(change)
-        return [(change, planned(memory=self.sizes(change)[1] - 2))]  # 2 are outside of tensors
-
-    def line(self):
-        tried = searching.plan_smaller(planned(memory=86), self.lay_out, H100, full=False)
-        return searching.smaller_line(tried)
-
-
-BATCH = {"training.local_batch_size": "1", "training.global_batch_size": "32"}
-FULL = {"activation_checkpoint.mode": "full"}
-WRITTEN = "--training.local_batch_size=1 --training.global_batch_size=32"
-
-
-def test_a_plan_that_does_not_fit_says_the_nearest_change_that_does(monkeypatch):
-    # by formula checkpointing is enough; as it needs more than that, fewer sequences alone are not
-    bench = Smaller(
-        monkeypatch, **{"2_full": (70, 84), "1_selective": (68, 70), "1_full": (50, 60)}
-    )
-    speeds = "13,653 to 19,661 tokens/s per GPU"
-    assert bench.line() == (
-        f"to fit: {WRITTEN} --activation_checkpoint.mode=full needs 60.0 GiB; {speeds}"
-    )
-    assert bench.planned == [FULL, BATCH | FULL]
-    bench = Smaller(monkeypatch, **{"2_full": (70, 79.5), "1_full": (50, 60)})
-    assert bench.line() == (
-        f"to fit: --activation_checkpoint.mode=full needs 79.5 GiB, tight; {speeds}"
-    )
-
-
-def test_where_no_smaller_change_fits_those_that_were_tried_are_told(monkeypatch):
-    bench = Smaller(monkeypatch, **{"2_full": (79, 86), "1_full": (78, 85)})
-    assert bench.line() == (
-        "to fit: no checkpointing and no batch that was tried is enough:"
-        f" {WRITTEN} --activation_checkpoint.mode=full 85.0 GiB"
-    )
-    assert bench.planned == [BATCH | FULL]  # the smallest, as all are too large by formula
-    assert "nothing was tried" in Smaller(monkeypatch).line()
 
 
 def sequences(arguments):
@@ -576,29 +508,15 @@ def test_by_formula_a_layout_never_needs_more_than_its_plan(case):
     assert 0.2 * in_tensors < bound - memory.outside <= in_tensors
 
 
-def test_moments_of_a_schedule_with_most_in_flight():
-    parallelism = Parallelism(pipeline_parallel_degree=2)
-    first, last = most_in_flight(parallelism, (0, 1), 4)
-    # after the second forward; after the first backward and the forward behind it
-    assert first == {(InFlight(2, 0, True),)}
-    assert last == {(InFlight(1, 0, True),)}
-    zbv = parallelism.replace(pipeline_parallel_schedule="ZBVZeroBubble")
-    _, last = most_in_flight(zbv, (0, 1, 1, 0), 4)
-    # 2p - 1 second halves are left for the end of a step
-    assert max(sum(stage.halves for stage in moment) for moment in last) == 3
-
-
-def test_a_search_that_is_stopped_counts_what_it_did_not_plan(monkeypatch):
+def test_a_search_that_is_stopped_counts_what_it_did_not_plan(monkeypatch, capsys):
     bench = Bench(monkeypatch, [(50, 60)] * 5)
-
-    def stop(lay_out, changes, *_):
-        raise Stopped(bench.plan(lay_out, changes[:1]), len(changes))
-
-    monkeypatch.setattr(searching, "plan_changes", stop)
-    with pytest.raises(Stopped) as stopped:
-        bench.search(3)
-    lines = stopped.value.lines
-    assert "of 5 others 1 are planned" in lines[0]
-    assert "not looked at: 4 that are slower" in lines[0]
-    assert lines[2] == "PARTIAL: stopped after 1 of 3 plans"
+    bench.interrupted_after = 1
+    monkeypatch.setattr(searching, "space", lambda *_: iter(bench.changes))
+    monkeypatch.setattr(Subject, "lay_out", lambda _, change: bench.changes.index(change))
+    subject = Subject("", [], Config(training=Training(global_batch_size=32)), 16, H100)
+    with pytest.raises(KeyboardInterrupt, match="stopped after 1 plans"):
+        search_lines(subject, 3, full=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert "of the others 1 are planned, and 4 not" in lines[1]
+    assert lines[2] == "PARTIAL"
     assert lines[-1].startswith("best: --")
