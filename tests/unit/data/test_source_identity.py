@@ -30,7 +30,7 @@ from titan_lite.data.source_identity import (
 )
 from titan_lite.distributed.layout import Layout
 from titan_lite.manifest import MAX_WHOLE, SAMPLE_BYTES
-from titan_lite.rules import check_inputs
+from titan_lite.rules import read_inputs
 from titan_lite.tools import prepare
 
 
@@ -196,10 +196,10 @@ def test_only_the_first_rank_of_a_node_looks_at_the_documents(corpus, monkeypatc
     config = load_config("debug_model", ["--data.dataset=local", f"--data.path={corpus}/absent"])
     layout = Layout.from_config(config, 2)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    check_inputs(config, layout)
+    assert read_inputs(config, layout)[1] == []
     monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(ConfigError, match="no such file"):
-        check_inputs(config, layout)
+    (mistake,) = read_inputs(config, layout)[1]
+    assert "no such file" in mistake.line
 
 
 def test_a_start_lists_and_hashes_once(corpus, tmp_path, monkeypatch):
@@ -217,7 +217,8 @@ def test_a_start_lists_and_hashes_once(corpus, tmp_path, monkeypatch):
     config = load_config("debug_model", [*options, "--validation.enable"])
     layout = Layout.from_config(config, 1)
     listings = list_documents(config)
-    tokenizer = check_inputs(config, layout, listings)
+    tokenizer, mistakes = read_inputs(config, layout, listings)
+    assert mistakes == []
     identity = run_identity(config, layout, tokenizer, documents_of_run(listings))
     for split in ("train", "validation"):
         build_loader(

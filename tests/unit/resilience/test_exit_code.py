@@ -96,6 +96,6 @@ def test_a_rank_ends_with_the_code_of_its_error(error, code, capsys, monkeypatch
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(train, "load_config", fail)
+    monkeypatch.setattr(train, "read_config", fail)
     assert train.main(["debug_model"]) == code
     assert capsys.readouterr().err == f"error: {error}\n"
