@@ -16,6 +16,7 @@ much more as plans of its kind need at least.
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -440,6 +441,8 @@ class _PartOfRank:
 
     rank: int
     blocks: int
+    in_flight: int  # blocks of microbatches between forward and backward, at least
+    has_gradients: bool  # of earlier microbatches, at that moment
     has_output: bool
     elements: float  # of matrices, embedding and output, when they are gathered
     sharded: float  # of them, those that a rank has
@@ -451,8 +454,14 @@ def _parts_of_ranks(layout: PlannedLayout, sizes: _Sizes) -> list[_PartOfRank]:
 
 
 def _part_of_rank(layout: PlannedLayout, sizes: _Sizes, rank: int) -> _PartOfRank:
-    stages = layout.pipeline.stages_of(rank)
-    modules = [*itertools.chain(*(layout.pipeline.modules[stage] for stage in stages))]
+    pipeline = layout.pipeline
+    stages = pipeline.stages_of(rank)
+    modules = [*itertools.chain(*(pipeline.modules[stage] for stage in stages))]
+    # When a microbatch comes back from the last stage, so many are at or behind each stage; one of
+    # them is in one stage of a rank alone.
+    of_stages = [blocks_in(pipeline.modules[stage]) for stage in stages]
+    waiting = [min(len(pipeline.modules) - stage, pipeline.microbatches) for stage in stages]
+    in_flight = sum(map(operator.mul, waiting, of_stages)) - (len(stages) - 1) * max(of_stages)
     has_output = "output" in modules
     tables = has_output + ("tok_embeddings" in modules)
     if layout.model.tied_embeddings and not layout.copies_table:  # one in both places
@@ -462,7 +471,9 @@ def _part_of_rank(layout: PlannedLayout, sizes: _Sizes, rank: int) -> _PartOfRan
     return _PartOfRank(
         rank,
         blocks,
-        has_output,
+        in_flight,
+        has_gradients=pipeline.microbatches > waiting[0] or layout.accumulation > 1,
+        has_output=has_output,
         elements=blocks * sizes.block + tables * sizes.vocabulary,
         sharded=blocks * sizes.sharded + tables * table_shard,
         copied=table_shard if has_output and layout.copies_table else 0.0,
@@ -515,13 +526,10 @@ def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors
     state += _received_bytes(layout, sizes, part)
     before_update = summed * updated + errors
 
-    # Before a backward, each later rank has a microbatch, and one is here.
-    microbatches = layout.pipeline.microbatches
-    in_flight = min(layout.degrees["pp"] - part.rank, microbatches)
-    in_microbatches = in_flight * part.blocks * sizes.kept_bytes
+    in_microbatches = part.in_flight * sizes.kept_bytes
     if part.has_output:
         in_microbatches += _logits_bytes(layout, sizes)
-    if microbatches > in_flight or layout.accumulation > 1:  # gradients of earlier ones
+    if part.has_gradients:
         in_microbatches += summed * (part.elements if layout.gathers_once else part.sharded)
     if layout.gathers_once:
         in_microbatches += _gathered_bytes(layout, part)
