@@ -11,23 +11,32 @@ and plan the fastest of them until enough fit.
 
 The formulas only choose what is planned; their results are not shown. Their bytes are at most those
 of a plan, so no layout that fits is excluded by them. Later is planned what would not fit with as
-much more as plans of its kind need at least.
+much more as plans of its kind need at least. What is in flight in a pipeline takes seconds to find
+out, so only the fastest layouts are asked for it.
 """
 
+import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from titan_lite.config import Config, ConfigError, flatten
+from titan_lite.config import Config, ConfigError, Parallelism, flatten
 from titan_lite.config.load import option
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.distributed.layout import DEGREES
-from titan_lite.distributed.pipeline_schedule import IN_HALVES, runs_halves
+from titan_lite.distributed.pipeline_schedule import (
+    IN_HALVES,
+    PipelineSchedule,
+    computations,
+    order_of,
+    runs_halves,
+)
 from titan_lite.models.shapes import block_weights, shape_of
 from titan_lite.tools.plan.changes import Change, Row, fitting, plan_changes, ranked, table
 from titan_lite.tools.plan.memory import outside_of_tensors
@@ -61,14 +70,18 @@ MOST_UNLIKELY = 4  # plans of layouts that are not expected to fit, where none f
 LONG_SEQUENCE = 32768  # tokens; shorter sequences are not split over ranks
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Candidate:
     """A layout that may fit, by formula."""
 
     change: Change
     layout: PlannedLayout
     seconds: float  # of a step
-    nbytes: float  # of a rank, a lower bound
+
+    @functools.cached_property
+    def nbytes(self) -> float:
+        """The bytes of a rank, a lower bound. Of many microbatches it takes a second."""
+        return least_bytes(self.layout)
 
 
 @dataclass
@@ -98,21 +111,19 @@ class Search:
             self.plan(chosen)
 
     def estimate_all(self, changes: Sequence[Change]) -> None:
-        """Estimate layouts by formula, and drop those that cannot run or fit."""
+        """Estimate layouts by formula, and drop those that cannot run, or hold their state."""
         self.layouts = len(changes)
         for change in tqdm(changes, desc="estimated by formula", leave=False, mininterval=1):
             try:
                 layout = self.lay_out(change)
-                candidate = Candidate(
-                    change, layout, step_seconds(layout, self.machine), least_bytes(layout)
-                )
+                seconds = step_seconds(layout, self.machine)
             except ConfigError:
                 self.refused += 1
                 continue
-            if candidate.nbytes > self.capacity:
+            if least_bytes(layout, in_flight=False) > self.capacity:
                 self.too_large += 1
             else:
-                self.waiting.append(candidate)
+                self.waiting.append(Candidate(change, layout, seconds))
         self.waiting.sort(key=lambda candidate: candidate.seconds)
 
     def next_candidates(self, count: int) -> list[Candidate]:
@@ -125,10 +136,19 @@ class Search:
         def expected(candidate: Candidate) -> float:
             return candidate.nbytes * needs.get(kind_of(candidate.layout), 1.0)
 
-        likely = [each for each in self.waiting if expected(each) <= self.capacity]
-        others = [each for each in self.waiting if expected(each) > self.capacity]
-        chosen = likely[:count]
-        is_late = not likely or len(self.planned) >= 2 * PROCESSES
+        chosen: list[Candidate] = []
+        others: list[Candidate] = []
+        for candidate in list(self.waiting):
+            if candidate.nbytes > self.capacity:
+                self.too_large += 1
+                self.waiting.remove(candidate)
+            elif expected(candidate) > self.capacity:
+                others.append(candidate)
+            else:
+                chosen.append(candidate)
+            if len(chosen) == count:
+                break
+        is_late = not chosen or len(self.planned) >= 2 * PROCESSES
         if is_late and others and not fitting(self.rows) and self.unlikely < MOST_UNLIKELY:
             chosen.append(min(others, key=expected))
             self.unlikely += 1
@@ -346,7 +366,10 @@ class _Sizes:
     multiplied: float  # of them, those that a token is multiplied by
     sharded: float  # elements of a block's matrices that a rank has
     recomputed: float  # share of blocks that run twice
-    kept_bytes: float  # of a block's microbatch, from forward to backward: a lower bound
+    # Of a block's microbatch, lower bounds. Activations, from forward to backward:
+    kept_bytes: float
+    # What the half of backward for weights needs, from the other half on:
+    between_bytes: float
     hidden_bytes: float  # that a stage receives of a microbatch
 
 
@@ -355,6 +378,11 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
     tp = layout.degrees["tp"]
     computed, _ = itemsizes(layout.config.training)
     tokens = layout.tokens_per_microbatch
+    hidden_dim = model.hidden_dim * max(1, model.experts_per_token)  # units of a token
+    # Inputs of products, where those of the same input count once, and the gradients of results.
+    factors = 3 * model.dim + hidden_dim
+    gradients = 3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * hidden_dim
+    itemsize = 1 if layout.config.float8.enable else computed
     weights = block_weights(model)
     return _Sizes(
         tokens=tokens,
@@ -364,6 +392,7 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
         sharded=(weights.dense + weights.experts) / layout.expert_ranks,
         recomputed=recomputed_share(layout.config.activation_checkpoint),
         kept_bytes=kept_bytes_of_block(layout.config, layout),
+        between_bytes=itemsize * tokens / tp * (factors + gradients),
         hidden_bytes=computed * tokens / tp * model.dim,
     )
 
@@ -425,12 +454,13 @@ def step_seconds(layout: PlannedLayout, machine: Machine) -> float:
     return _step_seconds(layout, machine, sizes, _parts_of_ranks(layout, sizes))
 
 
-def least_bytes(layout: PlannedLayout) -> float:
-    """Return a lower bound of a rank's bytes."""
+def least_bytes(layout: PlannedLayout, *, in_flight: bool = True) -> float:
+    """Return a lower bound of a rank's bytes. in_flight: with the activations of microbatches."""
     sizes = _sizes(layout)
     errors = compression_error_bytes(layout.config, layout)
     nbytes = max(
-        _least_bytes(layout, sizes, part, errors) for part in _parts_of_ranks(layout, sizes)
+        _least_bytes(layout, sizes, part, errors, in_flight)
+        for part in _parts_of_ranks(layout, sizes)
     )
     return nbytes + owner_bytes(layout.config, layout) + outside_of_tensors(layout)
 
@@ -440,9 +470,34 @@ class _PartOfRank:
     """The part of the model on a pipeline rank."""
 
     rank: int
+    stages: Sequence["_PartOfStage"]
+
+    @property
+    def blocks(self) -> int:
+        return sum(stage.blocks for stage in self.stages)
+
+    @property
+    def has_output(self) -> bool:
+        return any(stage.has_output for stage in self.stages)
+
+    @property
+    def elements(self) -> float:
+        return sum(stage.elements for stage in self.stages)
+
+    @property
+    def sharded(self) -> float:
+        return sum(stage.sharded for stage in self.stages)
+
+    @property
+    def copied(self) -> float:
+        return sum(stage.copied for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class _PartOfStage:
+    """The part of the model in a pipeline stage."""
+
     blocks: int
-    in_flight: int  # blocks of microbatches between forward and backward, at least
-    has_gradients: bool  # of earlier microbatches, at that moment
     has_output: bool
     elements: float  # of matrices, embedding and output, when they are gathered
     sharded: float  # of them, those that a rank has
@@ -454,26 +509,22 @@ def _parts_of_ranks(layout: PlannedLayout, sizes: _Sizes) -> list[_PartOfRank]:
 
 
 def _part_of_rank(layout: PlannedLayout, sizes: _Sizes, rank: int) -> _PartOfRank:
-    pipeline = layout.pipeline
-    stages = pipeline.stages_of(rank)
-    modules = [*itertools.chain(*(pipeline.modules[stage] for stage in stages))]
-    # When a microbatch comes back from the last stage, so many are at or behind each stage; one of
-    # them is in one stage of a rank alone.
-    of_stages = [blocks_in(pipeline.modules[stage]) for stage in stages]
-    waiting = [min(len(pipeline.modules) - stage, pipeline.microbatches) for stage in stages]
-    in_flight = sum(map(operator.mul, waiting, of_stages)) - (len(stages) - 1) * max(of_stages)
+    stages = layout.pipeline.stages_of(rank)
+    return _PartOfRank(
+        rank, [_part_of_stage(layout, sizes, layout.pipeline.modules[stage]) for stage in stages]
+    )
+
+
+def _part_of_stage(layout: PlannedLayout, sizes: _Sizes, modules: Sequence[str]) -> _PartOfStage:
     has_output = "output" in modules
-    tables = has_output + ("tok_embeddings" in modules)
-    if layout.model.tied_embeddings and not layout.copies_table:  # one in both places
-        tables = min(tables, 1)
+    has_embedding = "tok_embeddings" in modules
+    is_one = layout.model.tied_embeddings and not layout.copies_table
+    tables = 1 if is_one else has_embedding + has_output
     blocks = blocks_in(modules)
     table_shard = sizes.vocabulary / layout.fsdp_degree
-    return _PartOfRank(
-        rank,
+    return _PartOfStage(
         blocks,
-        in_flight,
-        has_gradients=pipeline.microbatches > waiting[0] or layout.accumulation > 1,
-        has_output=has_output,
+        has_output,
         elements=blocks * sizes.block + tables * sizes.vocabulary,
         sharded=blocks * sizes.sharded + tables * table_shard,
         copied=table_shard if has_output and layout.copies_table else 0.0,
@@ -510,11 +561,13 @@ def _step_seconds(
     return seconds + table_seconds(layout, machine)
 
 
-def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors: float) -> float:
+def _least_bytes(
+    layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors: float, in_flight: bool
+) -> float:
     """Return a lower bound of a rank's bytes in tensors, without complete matrices of the
     optimizer: the most of two moments of a step.
 
-    errors: bytes of those of compressed gradients.
+    errors: bytes of those of compressed gradients. in_flight: with the activations of microbatches.
     """
     config = layout.config
     _, summed = itemsizes(config.training)
@@ -525,15 +578,90 @@ def _least_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors
     state = STORED_BYTES * own + sum(moments) + errors
     state += _received_bytes(layout, sizes, part)
     before_update = summed * updated + errors
-
-    in_microbatches = part.in_flight * sizes.kept_bytes
-    if part.has_output:
-        in_microbatches += _logits_bytes(layout, sizes)
-    if part.has_gradients:
-        in_microbatches += summed * (part.elements if layout.gathers_once else part.sharded)
+    if not in_flight:
+        return state + before_update
+    parallelism = Parallelism(
+        pipeline_parallel_degree=layout.degrees["pp"],
+        pipeline_parallel_schedule=config.parallelism.pipeline_parallel_schedule,
+    )
+    pipeline = layout.pipeline
+    by_rank = most_in_flight(parallelism, pipeline.rank_of, pipeline.microbatches)
+    in_microbatches = max(
+        sum(
+            _bytes_in_flight(layout, sizes, stage, counts)
+            for stage, counts in zip(part.stages, moment, strict=True)
+        )
+        for moment in by_rank[part.rank]
+    )
     if layout.gathers_once:
         in_microbatches += _gathered_bytes(layout, part)
+
     return state + max(in_microbatches, before_update)
+
+
+class InFlight(NamedTuple):
+    """The microbatches of a stage at a moment of a step."""
+
+    forward: int = 0  # those that wait for their backward
+    halves: int = 0  # those that wait for the second half of it
+    has_gradients: bool = False  # those of weights
+
+
+@functools.cache
+def most_in_flight(
+    parallelism: Parallelism, rank_of: tuple[int, ...], microbatches: int
+) -> list[set[tuple[InFlight, ...]]]:
+    """Return the moments of a step with most in flight, by rank: a value for each of its stages.
+
+    A moment is left out if another one has as much or more of everything. rank_of, microbatches: as
+    in PipelineSchedule.
+    """
+    pipeline = PipelineSchedule(((),) * len(rank_of), rank_of, microbatches)
+    found = []
+    for rank, actions in sorted(order_of(parallelism, pipeline).items()):
+        now = {stage: InFlight() for stage in pipeline.stages_of(rank)}
+        moments: set[tuple[InFlight, ...]] = set()
+        for kind, stage, _ in computations(actions):
+            before = now[stage]
+            if kind != "F":  # less is in flight after it
+                moments.add(tuple(now.values()))
+            if kind == "F":
+                now[stage] = before._replace(forward=before.forward + 1)
+            elif kind == "B":
+                now[stage] = before._replace(forward=before.forward - 1, has_gradients=True)
+            elif kind == "I":
+                now[stage] = before._replace(forward=before.forward - 1, halves=before.halves + 1)
+            else:
+                now[stage] = before._replace(halves=before.halves - 1, has_gradients=True)
+        moments.add(tuple(now.values()))
+        found.append(_largest(moments))
+    return found
+
+
+def _largest(moments: Iterable[tuple[InFlight, ...]]) -> set[tuple[InFlight, ...]]:
+    """Return the moments that no other one exceeds: has as much or more of everything."""
+    largest: dict[tuple[InFlight, ...], list[int]] = {}
+    for moment in sorted(moments, key=lambda moment: -sum(map(sum, moment))):
+        counts = [*itertools.chain(*moment)]
+        if not any(all(map(operator.ge, other, counts)) for other in largest.values()):
+            largest[moment] = counts
+    return {*largest}
+
+
+def _bytes_in_flight(
+    layout: PlannedLayout, sizes: _Sizes, stage: _PartOfStage, counts: InFlight
+) -> float:
+    """Return a lower bound of the bytes of a stage's microbatches, and of its gradients."""
+    nbytes = stage.blocks * (
+        counts.forward * sizes.kept_bytes + counts.halves * sizes.between_bytes
+    )
+    if counts.forward and stage.has_output:
+        nbytes += _logits_bytes(layout, sizes)
+    # In a second local batch, gradients of the first exist.
+    if counts.has_gradients or layout.accumulation > 1:
+        _, summed = itemsizes(layout.config.training)
+        nbytes += summed * (stage.elements if layout.gathers_once else stage.sharded)
+    return nbytes
 
 
 def _received_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank) -> float:
