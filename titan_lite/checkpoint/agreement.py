@@ -51,7 +51,7 @@ SECONDS_TO_READ = 5.0  # for all ranks to read the verdict, before the store may
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank compares."""
+    """The identity of a rank, and where the rank runs."""
 
     rank: int
     node: str

@@ -60,7 +60,7 @@ class Listing:
 
     @cached_property
     def identity(self) -> SourceIdentity:
-        """What identifies the documents. Raises ConfigError and MachineError."""
+        """The names, sizes and hashes of the documents. Raises ConfigError and MachineError."""
         data = self.data
         match data.dataset:
             case "local":

@@ -54,7 +54,7 @@ def numbers_in(shapes: Shapes) -> int:
 
 
 class OwnerCosts(ABC):
-    """What the owner of a matrix within a block computes, by which owners are chosen."""
+    """The work of the owner of a matrix within a block, by which owners are chosen."""
 
     has_roots = False  # computed by eigendecompositions from some step on
 

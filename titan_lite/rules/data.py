@@ -85,8 +85,8 @@ def documents_can_be_found(config: Config) -> Iterator[Mistake]:
 
 @rule_of_inputs
 def documents_can_be_read(config: Config, inputs: Inputs) -> Iterator[Mistake]:
-    """Where all can be read, they also are not in two places that must not share them. The first
-    rank of a node checks.
+    """Read a document of each source. If all can be read, none may be in two sources that must not
+    share documents. The first rank of a node checks.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return

@@ -49,7 +49,7 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What rules of inputs need beside the recipe; None is what cannot be had, as is told."""
+    """The inputs of a run. One that cannot be had is None, and another mistake tells why."""
 
     layout: Layout | None
     tokenizer: "Tokenizer | None"
