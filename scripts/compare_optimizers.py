@@ -35,7 +35,7 @@ from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import parallelize
-from titan_lite.distributed.powersgd import compressed_sizes
+from titan_lite.features.powersgd.compression import compressed_sizes
 from titan_lite.metrics.run_files import read_metrics
 from titan_lite.optim.build import build_optimizer
 from titan_lite.optim.state import is_matrix

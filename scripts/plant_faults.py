@@ -147,17 +147,31 @@ FAULTS = (
     ),
     # Experts with many tokens get more.
     Fault(
-        "distributed/expert_balance.py",
+        "features/moe/balance.py",
         "(counts.sum() - self.n_experts * counts).sign()",
         "(self.n_experts * counts - counts.sum()).sign()",
-        ("unit/distributed/test_expert_balance.py", "distributed/test_balance_on_layouts.py"),
+        ("unit/features/moe/test_expert_balance.py", "distributed/test_balance_on_layouts.py"),
+    ),
+    # The keys of a feature are unknown.
+    Fault(
+        "features/__init__.py",
+        'FEATURES = ("moe", "powersgd")',
+        'FEATURES = ("moe",)',
+        ("unit/rules/test_fixes.py",),
+    ),
+    # A skipped step leaves its errors behind.
+    Fault(
+        "features/powersgd/compression.py",
+        "torch.where(skipped, self.errors[fqn], error)",
+        "error",
+        ("distributed/test_powersgd.py", "integration/test_powersgd_runs.py"),
     ),
     # A step counts although experts have left out tokens.
     Fault(
-        "distributed/expert_capacity.py",
+        "features/moe/capacity.py",
         "if most <= 1:",
         "if most <= self.factor:",
-        ("unit/distributed/test_expert_capacity.py", "integration/test_expert_runs.py"),
+        ("unit/features/moe/test_expert_capacity.py", "integration/test_expert_runs.py"),
     ),
     # Tensor-parallel ranks scale their parts of a weight differently.
     Fault(

@@ -133,7 +133,7 @@ class Copies:
             batch.input, batch.label, bos_id=trainer.bos_id, eos_id=trainer.tokenizer.eos_id
         )
         tokens = torch.ones((), dtype=torch.int64, device=trainer.device)
-        trainer.begin_counts()
+        trainer.begin_step_parts()
         trainer.model.forward_backward([moved], tokens, trainer.watchdog.progress)
         self.gradients()
         trainer.optimizer.zero_grad()
@@ -328,7 +328,9 @@ class Copies:
         trainer = self.trainer
         totals = torch.stack((loss.double(), tokens.double(), stop_requests.double()))
         gradients = self.gradients()
-        counts = [trainer.per_source.own, *trainer.expert_balance.counts()]
+        counts = [trainer.per_source.own]
+        for part in trainer.step_parts:
+            counts += part.counts()
         self.quorum.sum([*gradients, *counts, totals])
         difference = self.compare()
         if not self.quorum.commit():

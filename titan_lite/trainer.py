@@ -52,8 +52,6 @@ from titan_lite.data.preflight import warn_of_repeated_documents
 from titan_lite.data.processes import LoaderError
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.device import device_memory, init_device
-from titan_lite.distributed.expert_balance import ExpertBalance
-from titan_lite.distributed.expert_capacity import ExpertCapacity
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import (
     build_mesh,
@@ -62,14 +60,9 @@ from titan_lite.distributed.mesh import (
     sum_of_losses,
     sum_over_tokens,
 )
-from titan_lite.distributed.parallelize import (
-    ParallelModel,
-    parallelize,
-    recomputes_in_repeats,
-)
+from titan_lite.distributed.parallelize import ParallelModel, parallelize
 from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.pipeline import DeviceBatch
-from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.distributed.process_group import (
     connect_store,
     init_process_group,
@@ -77,9 +70,9 @@ from titan_lite.distributed.process_group import (
 )
 from titan_lite.dtensor import gradient_shard
 from titan_lite.environment import copy_number, folder_of_copy, set_torchft_variables
+from titan_lite.feature import Repeat, StepPart, features_of
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger, telling_if_slow
-from titan_lite.metrics import expert_load
 from titan_lite.metrics.deferred import DeferredMetrics, StepMetrics
 from titan_lite.metrics.per_source import PerSource
 from titan_lite.metrics.profiler import set_flight_recorder
@@ -149,9 +142,7 @@ class Trainer:
 
     model: ParallelModel
     parameters: dict[str, nn.Parameter]  # by FQN
-    grad_compression: PowerSGD  # between copies of the model
-    expert_balance: ExpertBalance  # of a mixture of experts
-    expert_capacity: ExpertCapacity
+    step_parts: list[StepPart]  # of the features that the recipe turns on
     optimizer: NamedOptimizer
 
     loader: Loader
@@ -284,21 +275,9 @@ class Trainer:
         self.model.materialize(self.device)
         self.model.init_weights(config.debug.seed)
         self.parameters = self.model.parameters
-        self.expert_balance = ExpertBalance(
-            self.model.stages, self.layout.model, config.experts, self.mesh, self.device
-        )
-        self.expert_capacity = ExpertCapacity(
-            self.model.stages,
-            config.experts.capacity_factor,
-            self.device,
-            recomputes=recomputes_in_repeats(config),
-        )
-        self.grad_compression = PowerSGD(
-            self.model.stages,
-            config.parallelism,
-            config.debug.seed,
-            without=self.model.tied_table.copy,
-        )
+        self.step_parts = [
+            part for feature in features_of(config) for part in feature.step_parts(self.model)
+        ]
         start = config.first_preconditioned_step
         settings = config.optimizer.replace(start_preconditioning_step=start)
         self.optimizer = build_optimizer(settings, self.parameters)
@@ -509,10 +488,11 @@ class Trainer:
             batches = self.next_batches() if self.has_done_step else self.first_batches()
         tokens = self.count_tokens(batches)
 
-        self.begin_counts()
+        self.begin_step_parts()
         divisor = tokens if self.copies is None else self.copies.nominal_tokens
         loss = self.forward_backward(batches, divisor)
-        self.grad_compression.reduce(self.step)
+        for part in self.step_parts:
+            part.after_backward(self.step)
         # Sums over all ranks, so that every rank decides the same
         loss, stop_requests = self.sum_loss_and_stops(loss, self.stop.received)
         if self.copies is not None:
@@ -527,13 +507,13 @@ class Trainer:
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)
 
         skip, loss_limit = self.skipped_steps.decide(loss, grad_norm)
-        self.grad_compression.commit(skip)
+        for part in self.step_parts:
+            part.end_step(skip)
         self.lr = self.config.optimizer.lr * lr_factor(
             self.step, self.config.lr_scheduler, self.config.total_steps
         )
         self.optimizer.set_lr(self.lr)
         self.optimizer.step(skip)
-        self.expert_balance.update(skip)
         self.model.parameters_have_changed()
         self.optimizer.zero_grad()
 
@@ -553,29 +533,28 @@ class Trainer:
         found: list[Tensor] = []
         if batches:  # a copy of the model may have none in a small step
             found = self.model.forward_backward(batches, tokens, self.watchdog.progress)
-        if self.expert_capacity.exceeded():
-            found = self.with_room_for_all(batches, tokens)
+        for part in self.step_parts:
+            if repeat := part.repeat():
+                found = self.repeat_step(repeat, batches, tokens)
         total = torch.zeros((), device=self.device)
         for losses in found:
             total += self.per_source.add(losses, tokens)
         return total
 
-    def begin_counts(self) -> None:
-        """Begin what is counted of experts in a step."""
-        self.expert_balance.begin_step(self.layout.tokens_at(self.step))
-        self.expert_capacity.begin_step()
+    def begin_step_parts(self) -> None:
+        for part in self.step_parts:
+            part.begin_step(self.step, self.layout.tokens_at(self.step))
 
-    def with_room_for_all(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> list[Tensor]:
-        """Run a step again, with room for all rows of experts. Nothing of the first run counts."""
+    def repeat_step(
+        self, repeat: Repeat, batches: Sequence[DeviceBatch], tokens: Tensor
+    ) -> list[Tensor]:
+        """Run forward and backward again. Nothing of the first run counts."""
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 gradient_shard(parameter)  # it may still be reduced
         self.optimizer.zero_grad()
-        self.begin_counts()
-        with (
-            self.watchdog.phase("a step with room for all rows of experts", self.compile_limit),
-            self.expert_capacity.room_for_all(),
-        ):
+        self.begin_step_parts()
+        with self.watchdog.phase(repeat.why, self.compile_limit), repeat.context:
             return self.model.forward_backward(batches, tokens, self.watchdog.progress)
 
     def count_tokens(self, batches: Sequence[DeviceBatch]) -> Tensor:
@@ -698,30 +677,16 @@ class Trainer:
             "skipped_steps": self.skipped_steps.count,
             **self.bad_documents.gather(skipped_documents),
             **self.per_source.values(),
-            **self.expert_loads(),
         }
+        steps = range(self.throughput.window_start + 1, self.step + 1)
+        folder = self.dump_folder if self.metrics.writes else None
+        for part in self.step_parts:
+            values |= part.metrics(steps, folder)
         if self.copies is not None:
             values["copies"] = self.copies.living
         self.metrics.log(self.step, values)
         self.stragglers.log(self.step, values["step_time"])
         self.throughput.start(self.step)
-
-    def expert_loads(self) -> dict[str, float]:
-        """Return the metrics of experts since the last line, and write their shares. A
-        collective.
-        """
-        loads = self.expert_balance.loads()
-        rows = self.expert_capacity.values()
-        steps = range(self.throughput.window_start + 1, self.step + 1)
-        lines = [expert_load.repeated_steps(rows, self.config.experts.capacity_factor, steps)]
-        if loads is not None:
-            lines.append(expert_load.idle_experts(loads, steps))
-        if self.rank == 0:
-            for line in filter(None, lines):
-                logger.warning(line)
-            if loads is not None and self.metrics.writes:
-                expert_load.write_shares(loads, self.dump_folder, steps)
-        return {**({} if loads is None else expert_load.values_of(loads)), **rows}
 
     # Checkpoints
 
@@ -730,8 +695,8 @@ class Trainer:
         tensors: dict[str, Tensor] = {**self.parameters, **self.model.buffers}
         for name, tensor in self.optimizer.state_tensors().items():
             tensors[f"optimizer.state.{name}"] = tensor
-        for name, tensor in self.grad_compression.state_tensors().items():
-            tensors[f"between.{name}"] = tensor
+        for part in self.step_parts:
+            tensors |= part.state_tensors()
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def torchtitan_values(self) -> dict[str, Any]:

@@ -17,14 +17,14 @@ from ranks import run_ranks
 from tiny import HEADS
 from torch import nn
 
-from titan_lite.config import Parallelism
-from titan_lite.distributed import powersgd
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.param_collectives import started_last
-from titan_lite.distributed.powersgd import PowerSGD, orthogonalize
 from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp
 from titan_lite.distributed.stage import Stage
 from titan_lite.dtensor import as_shard_of
+from titan_lite.features.powersgd import compression as powersgd
+from titan_lite.features.powersgd.compression import PowerSGD, orthogonalize
+from titan_lite.features.powersgd.keys import PowerSGDKeys
 from titan_lite.resilience.replica_check import compare_copies
 
 F32 = torch.float32
@@ -78,7 +78,7 @@ def between(rank, mesh=None):
     mesh = mesh or make_mesh(2, 1)
     options = FSDPOptions(keep_gathered=None, reduce_over_replicas=False)
     stage = Stage(model, apply_simple_fsdp(model, parameter_mesh(mesh), options))
-    how = Parallelism(
+    how = PowerSGDKeys(
         replicate_compression="powersgd", replicate_rank=rank, replicate_uncompressed_steps=1
     )
     return model, PowerSGD([stage], how, seed=0)
@@ -105,18 +105,18 @@ def beside_numpy():
         model, sums = between(rank=2)
         no = torch.zeros(())
         both = put(model, 0)
-        sums.reduce(1)  # uncompressed
+        sums.after_backward(1)  # uncompressed
         torch.testing.assert_close(
             gradients(model), {fqn: both[0][fqn] + both[1][fqn] for fqn in both[0]}
         )
-        sums.commit(no)
+        sums.end_step(no)
         assert not any(error.any() for error in sums.errors.values())
         shapes = {"stacked": (4, 15), "matrix": (12, 20)}
         q = {fqn: sums.qs[fqn].double().numpy().copy() for fqn in shapes}
         errors = {fqn: np.zeros((2, *shape)) for fqn, shape in shapes.items()}
         for step in (2, 3, 4):
             both = put(model, step)
-            sums.reduce(step)
+            sums.after_backward(step)
             found = gradients(model)
             torch.testing.assert_close(found["norm"], both[0]["norm"] + both[1]["norm"])
             for fqn, shape in shapes.items():
@@ -130,7 +130,7 @@ def beside_numpy():
                     found[fqn].numpy().reshape(shape), p @ q[fqn].T, atol=2e-4
                 )
             before = {fqn: (sums.errors[fqn].clone(), sums.qs[fqn].clone()) for fqn in shapes}
-            sums.commit(no)
+            sums.end_step(no)
             assert not any(torch.equal(sums.errors[fqn], before[fqn][0]) for fqn in shapes)
             for fqn, shape in shapes.items():
                 own = errors[fqn][dist.get_rank()]
@@ -151,14 +151,14 @@ def at_full_rank():
         model, sums = between(rank=12)
         for step in (2, 3, 4):
             both = put(model, step)
-            sums.reduce(step)
+            sums.after_backward(step)
             torch.testing.assert_close(
                 gradients(model),
                 {fqn: both[0][fqn] + both[1][fqn] for fqn in both[0]},
                 atol=1e-4,
                 rtol=0,
             )
-            sums.commit(torch.zeros(()))
+            sums.end_step(torch.zeros(()))
             assert all(error.abs().max() < 1e-4 for error in sums.errors.values())
 
 
@@ -170,15 +170,15 @@ def skipped():
     with ANY_SIZE():
         model, sums = between(rank=2)
         put(model, 2)
-        sums.reduce(2)
-        sums.commit(torch.zeros(()))
+        sums.after_backward(2)
+        sums.end_step(torch.zeros(()))
         before = {name: tensor.to_local().clone() for name, tensor in sums.state_tensors().items()}
         put(model, 3)
         if dist.get_rank() == 0:
             model._parameters["matrix"].grad.to_local()[0, 0] = math.nan
-        sums.reduce(3)
+        sums.after_backward(3)
         assert gradients(model)["matrix"].isnan().any()  # on both copies, which both skip
-        sums.commit(torch.ones(()))
+        sums.end_step(torch.ones(()))
         assert all(
             torch.equal(tensor.to_local(), before[name])
             for name, tensor in sums.state_tensors().items()
@@ -186,8 +186,8 @@ def skipped():
         put(model, 4)
         model._parameters["stacked"].grad.to_local().zero_()
         sums.errors["stacked"].zero_()
-        sums.reduce(4)
-        sums.commit(torch.zeros(()))
+        sums.after_backward(4)
+        sums.end_step(torch.zeros(()))
         assert all(tensor.to_local().isfinite().all() for tensor in sums.state_tensors().values())
         assert sums.qs["stacked"].any(0).all()  # a gradient of zeros does not end the compression
         assert (
@@ -203,9 +203,9 @@ def skipped():
 
 def test_a_skipped_step_leaves_the_state_and_errors_are_saved_with_a_dimension_for_the_copy():
     shapes, _ = run_ranks(2, skipped)
-    assert shapes["matrix.error"] == ((2, 12, 20), (1, 12, 20))
-    assert shapes["matrix.q"] == ((1, 1, 20, 2), (1, 1, 20, 2))
-    assert shapes["stacked.error"] == ((2, 4, 3, 5), (1, 4, 3, 5))
+    assert shapes["between.matrix.error"] == ((2, 12, 20), (1, 12, 20))
+    assert shapes["between.matrix.q"] == ((1, 1, 20, 2), (1, 1, 20, 2))
+    assert shapes["between.stacked.error"] == ((2, 4, 3, 5), (1, 4, 3, 5))
 
 
 def uneven():
@@ -218,8 +218,8 @@ def uneven():
                 parameter.grad = as_shard_of(
                     parameter, torch.randn_like(parameter.detach().to_local())
                 )
-            sums.reduce(step)
-            sums.commit(torch.zeros(()))
+            sums.after_backward(step)
+            sums.end_step(torch.zeros(()))
         assert compare_copies(sums.state_tensors()) is None
         return gradients(model)
 
@@ -239,7 +239,7 @@ def three_steps(layout, once, compiled):
     with ANY_SIZE():
         mesh = make_mesh(*layout)
         stage = build(replace(HEADS, n_layers=3), mesh, powersgd=2, compiled=compiled)
-        how = Parallelism(
+        how = PowerSGDKeys(
             replicate_compression="powersgd", replicate_rank=2, replicate_uncompressed_steps=1
         )
         sums, group = PowerSGD([stage], how, seed=0), mesh.get_group("dp_replicate").group_name
@@ -249,7 +249,7 @@ def three_steps(layout, once, compiled):
             with stage.gathered_for_step(2) if once else nullcontext():
                 step(stage, mesh, mine, (labels != -100).sum(), gradient=False)
             started_last.clear()
-            sums.reduce(number)
+            sums.after_backward(number)
             sent = [fqns.split() for _, name, fqns in started_last if name == group]
             if number > 1:  # the norms, all P, all Q
                 norms = [fqn for fqn in sums.errors if "norm" in fqn]
@@ -262,7 +262,7 @@ def three_steps(layout, once, compiled):
             found[-1] |= {
                 name: part.to_local().clone() for name, part in sums.state_tensors().items()
             }
-            sums.commit(torch.tensor(float(number == 2)))
+            sums.end_step(torch.tensor(float(number == 2)))
             stage.model.zero_grad()
         return found
 

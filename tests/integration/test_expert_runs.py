@@ -13,6 +13,7 @@ from resumed import copy_at_step_2, losses, same, trained
 from tiny import DEBUG, NO_VALIDATION, SMALL, steps
 
 from titan_lite.config import load_config
+from titan_lite.features.moe.balance import ExpertBalance
 from titan_lite.hooks import Hook
 from titan_lite.logging import logger
 from titan_lite.metrics.run_files import read_metrics
@@ -184,7 +185,10 @@ def with_tensors(folder, options):
     def prepare(trainer):
         class Keep(Hook):
             def on_gradients(self, step, parameters):
-                kept[f"counts of step {step}"] = trainer.expert_balance.own.clone()
+                (balance,) = (
+                    part for part in trainer.step_parts if isinstance(part, ExpertBalance)
+                )
+                kept[f"counts of step {step}"] = balance.own.clone()
 
             def on_train_end(self, trainer):
                 kept.update({fqn: each.clone() for fqn, each in trainer.model.buffers.items()})

@@ -16,7 +16,19 @@ PACKAGE = Path(__file__).parents[2] / "titan_lite"
 # The lowest layer first. A name is a folder or a module; the longest name that fits a module
 # counts.
 LAYERS = (
-    ("config", "cli", "logging", "manifest", "environment", "processes", "text", "__init__"),
+    (
+        "config",
+        "cli",
+        "logging",
+        "manifest",
+        "environment",
+        "processes",
+        "text",
+        "feature",
+        "__init__",
+        "features.__init__",
+        "features.FEATURES",
+    ),
     ("sharding", "dtensor", "collectives", "graph"),  # parts of tensors; what ranks send; FX graphs
     ("models",),
     ("cost",),
@@ -25,6 +37,7 @@ LAYERS = (
     ("distributed",),
     ("checkpoint", "data", "metrics", "resilience"),
     ("rules", "recipe", "hooks", "copies", "trainer", "train"),
+    ("features",),  # the core imports none
     ("launch", "launch_copies", "lighthouse", "tools", "__main__"),
 )
 WITHOUT_TORCH = (*LAYERS[0], "sharding", "recipe", "rules", "checkpoint.resume", "checkpoint.steps")
@@ -33,6 +46,8 @@ SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or pl
     "config",
     "distributed.layout",
     "distributed.parallelize",
+    "feature",
+    "features",
     "rules",
     "recipe",
     "checkpoint.run_identity",
@@ -47,10 +62,10 @@ SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or pl
 )
 
 
-def imports_of(path, package):
+def imports_of(path, package, *, of_types=False):
     """(line, "torch.nn") for every import of a file; `from a import b` is a.b.
 
-    Those for type checking alone are left out.
+    of_types: those for type checking alone, too.
     """
     here = ("titan_lite", *path.relative_to(package).with_suffix("").parts)
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
@@ -61,7 +76,7 @@ def imports_of(path, package):
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
-        if id(node) in for_types:
+        if id(node) in for_types and not of_types:
             continue
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -161,6 +176,45 @@ def test_an_import_that_leads_downward_is_not(module, source, tmp_path):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(source)
     assert wrong_imports(tmp_path) == []
+
+
+MAY_IMPORT_FEATURES = ("features", "tools", "launch", "launch_copies", "lighthouse", "__main__")
+
+
+def imports_of_features(package):
+    """A line for every import of a feature by the core, or by another feature."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        module = ".".join(path.relative_to(package).with_suffix("").parts)
+        own = ".".join(["titan_lite", *module.split(".")[:2]])
+        for line, name in imports_of(path, package, of_types=True):
+            if not name.startswith("titan_lite.features.") or name.endswith(".FEATURES"):
+                continue
+            in_core = not is_part_of(module, MAY_IMPORT_FEATURES)
+            of_another = module.startswith("features.") and not name.startswith(f"{own}.")
+            if in_core or of_another:
+                found.append(f"{path}:{line}: {module} imports {name}")
+    return found
+
+
+def test_no_feature_is_imported_by_the_core_or_by_another_feature():
+    assert imports_of_features(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("trainer.py", "if TYPE_CHECKING:\n    from titan_lite.features.moe.balance import Loads"),
+        ("models/qwen3_moe.py", "def late():\n    from titan_lite.features.moe import balance"),
+        ("features/powersgd/feature.py", "from titan_lite.features.moe.keys import ExpertsKeys"),
+    ],
+)
+def test_an_import_of_a_feature_is_found(module, source, tmp_path):
+    path = tmp_path / module
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    (finding,) = imports_of_features(tmp_path)
+    assert str(path) in finding
 
 
 LAYOUT = {

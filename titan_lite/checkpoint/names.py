@@ -2,7 +2,7 @@
 
     NAME                                a parameter, by its FQN
     optimizer.state.NAME.exp_avg        what the optimizer keeps of it
-    between.NAME.error                  what gradient compression keeps of it (powersgd.py)
+    between.NAME.error                  what a feature keeps of it, here PowerSGD
     train_state.step                    for torchtitan; a resume reads state.json (state.py)
 
     section_of("optimizer.state.norm.weight.step")      # "optimizer"
@@ -14,13 +14,16 @@ torchtitan (0.3.0) has the same parameters. Those of its Llama 3 have the same l
 included; those of its Qwen3 have rotary pairs as transformers does. torchtitan 0.2 has our names.
 """
 
+import itertools
+
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import find_family
+from titan_lite.feature import part_of_each
 
 SECTIONS = (  # first words of names that are no parameters
     "optimizer",
-    "between",  # gradient compression between copies (distributed/powersgd.py)
+    *itertools.chain.from_iterable(keys.TENSORS for keys in part_of_each("keys")),
     "train_state",
     "lr_scheduler",  # in torchtitan's checkpoints alone
     "dataloader",  # in torchtitan's checkpoints alone

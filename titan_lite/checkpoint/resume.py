@@ -80,10 +80,6 @@ NEW_ENTRIES = {
 }
 
 ONLY_MODEL = "the step has only the model"
-OTHER_ERRORS = (
-    "the step has no errors of these ranks and this rank of the factors"
-    " (parallelism.replicate_compression)"
-)
 
 
 @dataclass(frozen=True)
@@ -101,6 +97,7 @@ class Changes:
     folder: Path  # of the step
     changes: tuple[Change, ...]
     is_last_step: bool  # of this run, so that the optimizer's state is not needed
+    restarted: tuple[str, ...] = ()  # tensors of features that begin anew, by their first words
 
     @property
     def restarts_data(self) -> bool:
@@ -113,10 +110,6 @@ class Changes:
     @property
     def restarts_optimizer(self) -> bool:
         return bool(self._texts(Effect.RESTARTS_OPTIMIZER))
-
-    @property
-    def restarts_compression(self) -> bool:
-        return bool(self._texts(Effect.RESTARTS_COMPRESSION))
 
     def _texts(self, effect: Effect) -> list[str]:
         return [change.text for change in self.changes if change.effect is effect]
@@ -147,11 +140,9 @@ class Changes:
 
     def tensors_to_load(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of a run's tensors, by name, that it loads from the step."""
-        left_out = set()
+        left_out = set(self.restarted)
         if self.restarts_optimizer:
             left_out.add("optimizer")
-        if self.restarts_compression:
-            left_out.add("between")
         return {
             name: tensor for name, tensor in tensors.items() if section_of(name) not in left_out
         }
@@ -172,16 +163,20 @@ def compare(saved: SavedState, identity: RunIdentity, documents: DocumentsOfRun)
     with fields_of(f"{saved.folder}/{STATE}"):
         was = _as_json(saved.identity)
         now = _as_json(identity)
+        restarted = _restarted(saved, now["added_tensors"])
         changes = [
             *_changes_of_recipe(was["recipe"], now["recipe"]),
             *_changes_of_fields(was, now),
             *_changes_of_learning_rate(was, now, saved.step),
             *_changes_of_preconditioning(was, now),
             *_changes_of_documents(saved, identity, documents),
-            *_changes_of_tensors(saved, now["compression"]),
+            *_changes_of_optimizer(saved),
+            *(Change(Effect.RESTARTS_TENSORS, f"{first}.*: {why}") for first, why in restarted),
         ]
         is_last_step = saved.step >= now["recipe"]["training"]["steps"]
-    return Changes(saved.folder, tuple(changes), is_last_step)
+    return Changes(
+        saved.folder, tuple(changes), is_last_step, tuple(first for first, _ in restarted)
+    )
 
 
 def _as_json(identity: RunIdentity) -> dict[str, Any]:
@@ -279,13 +274,27 @@ def _changes_of_documents(
         yield Change(effect, f"{words}: {'; '.join(differences)}")
 
 
-def _changes_of_tensors(saved: SavedState, compression: Mapping[str, int]) -> Iterator[Change]:
-    """Yield what restarts because the step does not have its tensors."""
+def _changes_of_optimizer(saved: SavedState) -> Iterator[Change]:
     if "optimizer" not in saved.tensors:
         yield Change(Effect.RESTARTS_OPTIMIZER, ONLY_MODEL)
-    has_errors = "between" in saved.tensors and saved.identity.compression == compression
-    if compression and not has_errors:
-        yield Change(Effect.RESTARTS_COMPRESSION, OTHER_ERRORS)
+
+
+def _restarted(saved: SavedState, added: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str]]:
+    """Return the first words of tensors of features that the step does not have as this run needs
+    them, and why. added: as in RunIdentity.
+    """
+    found = []
+    for first, now in added.items():
+        was = saved.identity.added_tensors.get(first, {})
+        if first not in saved.tensors:
+            found.append((first, "the step has none"))
+        elif was != now:
+            differences = leaves_that_differ(was, now)
+            text = ", ".join(
+                f"{name} {short(after)}, was {short(before)}" for name, before, after in differences
+            )
+            found.append((first, text))
+    return found
 
 
 def leaves_that_differ(was: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -29,6 +29,7 @@ from titan_lite.data.listing import Listing, list_sources
 from titan_lite.data.source_identity import SourceIdentity, digest_of
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.layout import Layout
+from titan_lite.feature import features_of
 from titan_lite.manifest import validated
 from titan_lite.models.shapes import shape_of
 
@@ -72,8 +73,8 @@ class RunIdentity:
     total_steps: NonNegativeInt = 0  # of the learning rate's schedule
     world_size: NonNegativeInt = 0
     mesh: Mapping[str, NonNegativeInt] = field(default_factory=dict)  # ranks along each axis
-    # ranks along the axes and rank of the factors that PowerSGD's errors belong to; {}: not used
-    compression: Mapping[str, NonNegativeInt] = field(default_factory=dict)
+    # what tensors that features add to checkpoints depend on, by the first word of their names
+    added_tensors: Mapping[str, Mapping[str, NonNegativeInt]] = field(default_factory=dict)
     device: str = ""  # name of the GPU, or "CPU"
     # what rounding depends on beside recipe, device and versions: threads, CPU, variables
     numerics: Mapping[str, str | int] = field(default_factory=dict)
@@ -88,6 +89,8 @@ class RunIdentity:
 
         Raises ValueError for a value that is not of its type and bounds.
         """
+        if content.get("compression"):  # before 0.2, with PowerSGD
+            content = {**content, "added_tensors": {"between": content["compression"]}}
         validated(cls, content)
         names = [each.name for each in dataclasses.fields(cls)]
         return cls(**{name: content[name] for name in names if name in content})
@@ -123,18 +126,15 @@ def run_identity(
     # In the layout, max_seq_len is training.seq_len of this run; parameters do not depend on it.
     model = dataclasses.replace(layout.model, max_seq_len=shape_of(config.model).max_seq_len)
 
-    compression = {}
-    if config.parallelism.replicate_compression != "none":
-        compression = {axis: degree for axis, degree in layout.degrees.items() if axis != "pp"}
-        if layout.expert_parallel > 1:
-            compression["ep"] = layout.expert_parallel
-        compression["rank"] = config.parallelism.replicate_rank
+    added_tensors: dict[str, Mapping[str, int]] = {}
+    for feature in features_of(config):
+        added_tensors |= feature.tensors_depend_on(config, layout)
 
     # what [parallelism] and [compile] make of it together, where the key is "auto"
     times = "step" if layout.gathers_once else "microbatch"
     numerics: dict[str, str | int] = {"gradients are summed once a": times}
-    if layout.model.n_experts and config.experts.balance == "bias":
-        numerics["biases of experts"] = "centred on their mean"  # not in older steps
+    for feature in features_of(config):
+        numerics |= feature.numerics(config)
 
     digests = {name: digest_of(sources) for name, sources in documents.items()}
     return RunIdentity(
@@ -148,7 +148,7 @@ def run_identity(
         total_steps=config.total_steps,
         world_size=layout.world_size,
         mesh={**layout.degrees, "ep": layout.expert_parallel},
-        compression=compression,
+        added_tensors=added_tensors,
         numerics=numerics,
         family_file=file_digest(config.model.name),
     )

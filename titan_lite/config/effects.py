@@ -26,7 +26,7 @@ class Effect(Enum):
     REFUSED = "it cannot go on"
     RESTARTS_DATA = "the data restarts"
     RESTARTS_OPTIMIZER = "the optimizer restarts"
-    RESTARTS_COMPRESSION = "gradient compression restarts"
+    RESTARTS_TENSORS = "tensors begin anew"
     ROUNDING = "numbers change by rounding"
     NOTED = "changed"
 

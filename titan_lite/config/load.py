@@ -28,16 +28,8 @@ from titan_lite.config.from_weights import KEY as INITIAL_LOAD_PATH
 from titan_lite.config.from_weights import read_model
 from titan_lite.config.help import accepted
 from titan_lite.config.nearest import nearest_key, nearest_section
-from titan_lite.config.sections import (
-    KEYS,
-    SECTIONS,
-    Config,
-    Relative,
-    Section,
-    choices_of,
-    kind_of,
-    table_of,
-)
+from titan_lite.config.section import Relative, Section
+from titan_lite.config.sections import KEYS, SECTIONS, Config, choices_of, kind_of, table_of
 from titan_lite.config.weights_folder import steps_in, tokenizer_in
 from titan_lite.text import error_line, one_line
 

@@ -4,7 +4,8 @@
     KEYS["training.steps"].description   # "Optimizer steps of the run, resumed parts included."
 
 A field's type has the values that are accepted, and what another value does at a resume
-(effects.py); its docstring has the meaning and the unit. Rules across keys are in
+(effects.py); its docstring has the meaning and the unit. Features add keys and tables of their own
+(titan_lite/features/). Rules across keys are in
 titan_lite/rules/. Help and docs/recipes.md are made from these docstrings by help.py. Imports no
 torch.
 """
@@ -12,109 +13,28 @@ torch.
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import PurePath
 from types import UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    TypeVar,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-)
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from titan_lite.config.effects import OnlyWith, RestartsData, RestartsOptimizer, Rounding
-from titan_lite.config.errors import ConfigError
 from titan_lite.config.families import FAMILIES
 from titan_lite.config.optimizers import OPTIMIZERS
+from titan_lite.config.section import (
+    OutputPath,
+    RecipePath,
+    Relative,
+    Section,
+    with_added_keys,
+    with_added_tables,
+)
 from titan_lite.text import without_secrets
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's variable for the address of its server
-Own = TypeVar("Own", bound="Section")
-
-
-class UnknownValue(ConfigError):
-    """A key is read whose value is wrong. It has all messages about the wrong recipe."""
-
-
-class Section(BaseModel):
-    """One table of a recipe."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,  # "5" and true are no 5; an integer of TOML is a float, too
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
-
-    _wrong: tuple[str, ...] = PrivateAttr(())  # messages of `without`
-
-    if not TYPE_CHECKING:  # a type checker would then know every attribute
-
-        def __getattr__(self, name: str) -> object:
-            """Raise UnknownValue for a key that `without` has taken away."""
-            if name in type(self).model_fields:
-                raise UnknownValue(*self._wrong)
-            return super().__getattr__(name)
-
-    def without(self: Own, names: Iterable[str], wrong: Sequence[str]) -> Own:
-        """Return a copy that does not have these keys: they have a wrong value, or none that is
-        known. wrong: all messages about the recipe.
-        """
-        copy = self.model_copy()
-        copy._wrong = tuple(wrong)
-        for name in names:
-            del copy.__dict__[name]
-        return copy
-
-    def replace(self: Own, **values: object) -> Own:
-        """Return a copy with other values, whose types and bounds are not checked.
-
-        Raises TypeError for an unknown key.
-        """
-        if unknown := values.keys() - type(self).model_fields:
-            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
-        return self.model_copy(update=values)
-
-    def without_secrets(self: Own) -> Own:
-        """Return a copy to be written or shown, without passwords and tokens in URLs."""
-        return self.replace(**{name: _without_secrets(value) for name, value in self})
-
-
-def _without_secrets(value: object) -> object:
-    if isinstance(value, str):
-        return without_secrets(value)
-    if isinstance(value, Section):
-        return value.without_secrets()
-    if isinstance(value, tuple):
-        return tuple(map(_without_secrets, value))
-    return value
-
-
-@dataclass(frozen=True)
-class Relative:
-    """Marks a path: relative to the recipe's folder in a recipe, and to the current one on the
-    command line. A ~ at its beginning is the user's home.
-
-    suffix: only values that end with it are paths. to_recipe: False for what a run writes, which is
-    relative to the folder that it is started in.
-    """
-
-    suffix: str = ""
-    to_recipe: bool = True
-
-
-RecipePath = Annotated[str, Relative()]
-OutputPath = Annotated[str, Relative(to_recipe=False)]
 
 
 def _known_family(value: str) -> str:
@@ -137,6 +57,7 @@ def _zero_or_at_least_one(value: float) -> float:
 ZeroOrAtLeastOne = Annotated[float, Field(ge=0), AfterValidator(_zero_or_at_least_one)]
 
 
+@with_added_keys("job")
 class Job(Section):
     """Name and folder of the run."""
 
@@ -147,6 +68,7 @@ class Job(Section):
     """One line about the run, shown at its start."""
 
 
+@with_added_keys("model")
 class Model(Section):
     """The model and its tokenizer."""
 
@@ -217,6 +139,7 @@ class Model(Section):
     that of checkpoint.initial_load_path."""
 
 
+@with_added_keys("training")
 class Training(Section):
     """Batch size, sequence length, steps and precision; which steps are skipped."""
 
@@ -286,6 +209,7 @@ class Training(Section):
     """Distance of a spike above that mean, in standard deviations."""
 
 
+@with_added_keys("optimizer")
 class Optimizer(Section):
     """The optimizer and its constants."""
 
@@ -339,6 +263,7 @@ class Optimizer(Section):
     """Decoupled decay a step of all but RMSNorm weights, times the learning rate."""
 
 
+@with_added_keys("lr_scheduler")
 class LRScheduler(Section):
     """The learning rate over the run."""
 
@@ -360,6 +285,7 @@ class LRScheduler(Section):
     the last step still learns."""
 
 
+@with_added_keys("parallelism")
 class Parallelism(Section):
     """The layout of ranks; the product of all degrees is the number of ranks."""
 
@@ -371,18 +297,6 @@ class Parallelism(Section):
 
     tensor_parallel_degree: int = Field(1, ge=1)
     """Ranks that each matrix product is split over."""
-
-    replicate_compression: Literal["none", "powersgd"] = "none"
-    """Compression of gradients between copies. none: they travel as they are, in backward;
-    powersgd: once a step after backward, as two thin factors of each large shard, with error
-    feedback (memory: two float32 shards of these)."""
-
-    replicate_rank: int = Field(8, ge=1)
-    """powersgd: columns of these factors. A shard whose factors would have more than a quarter of
-    its numbers travels as it is."""
-
-    replicate_uncompressed_steps: int = Field(100, ge=0)
-    """powersgd: first steps, in which gradients change fast and travel as they are."""
 
     enable_async_tensor_parallel: bool = False
     """Overlap tensor parallelism's collectives with the matrix products beside them. Needs Inductor
@@ -441,6 +355,7 @@ class Parallelism(Section):
     compile.bucketing is none or block, else microbatch."""
 
 
+@with_added_keys("activation_checkpoint")
 class ActivationCheckpoint(Section):
     """Recomputation of activations instead of keeping them."""
 
@@ -459,31 +374,7 @@ class ActivationCheckpoint(Section):
     that can be, 1 nothing."""
 
 
-class Experts(Section):
-    """Balance of a mixture of experts, which no layout changes, and their memory (docs/moe.md)."""
-
-    balance: Literal["step", "sequence", "bias", "none"] = "step"
-    """Method by which experts get equally many tokens. step: a term with the shares of the last
-    step's choices; sequence: a term with those of each sequence of training.seq_len (DeepSeek-V3);
-    bias: after a step, a number that is added to an expert's probability when experts are chosen
-    grows by bias_update_rate, or shrinks; none: nothing."""
-
-    balance_coefficient: float = Field(1e-3, gt=0, le=1)
-    """Factor of the term of balance = step and sequence: E x the sum over experts of the share of
-    choices (which sum to 1) x the mean probability, summed over layers as in Megatron.
-    router_aux_loss_coef of transformers is for layers pooled and shares that sum to
-    experts_per_token: c there is c x experts_per_token / layers here."""
-
-    bias_update_rate: float = Field(1e-3, gt=0, le=1)
-    """Change of an expert's bias in a step, with balance = bias."""
-
-    capacity_factor: Annotated[float, Field(ge=1)] | Literal[0] = 0
-    """With expert parallelism: tokens that a rank's experts have memory for, relative to equally
-    loaded experts; 0: all that may come, expert_parallel_degree times as many, or n_experts /
-    experts_per_token if that is less. No token is dropped: a step in which a rank gets more runs
-    again with memory for all of them. The host waits for the device once a step."""
-
-
+@with_added_keys("float8")
 class Float8(Section):
     """Matrix products of the blocks' linear layers in float8, for GPUs from H100 on."""
 
@@ -505,6 +396,7 @@ class Float8(Section):
     "attention.wk", "layers.0", "w2"; embedding and output always do."""
 
 
+@with_added_keys("compile")
 class Compile(Section):
     """The compiler, and the passes that bucket and overlap communication."""
 
@@ -549,6 +441,7 @@ class Compile(Section):
         return self.enable and component in self.components
 
 
+@with_added_keys("checkpoint")
 class Checkpoint(Section):
     """Saving and resuming."""
 
@@ -630,6 +523,7 @@ class DataSource(Corpus):
     """Share of the tokens, relative to the other sources' weights."""
 
 
+@with_added_keys("data")
 class Data(Corpus):
     """The documents to train on, and their loader."""
 
@@ -733,6 +627,7 @@ class Data(Corpus):
         return f"{self._table if of_table else 'data'}.{name}"
 
 
+@with_added_keys("validation")
 class Validation(Section):
     """The loss on documents of its own, or on those held out of [data]."""
 
@@ -774,6 +669,7 @@ class Validation(Section):
         return bool(self.path or self.dataset or self.sources)
 
 
+@with_added_keys("metrics")
 class Metrics(Section):
     """Logging during training; NO_COLOR=1 in the environment turns colours and the progress bar
     off."""
@@ -792,6 +688,7 @@ class Metrics(Section):
     harmless."""
 
 
+@with_added_keys("profiling")
 class Profiling(Section):
     """Traces and memory snapshots."""
 
@@ -806,6 +703,7 @@ class Profiling(Section):
     out-of-memory."""
 
 
+@with_added_keys("comm")
 class Comm(Section):
     """Time limits and the flight recorder."""
 
@@ -824,6 +722,7 @@ class Comm(Section):
     job.dump_folder on a timeout; 0: off, and collectives do not count as progress."""
 
 
+@with_added_keys("fault_tolerance")
 class FaultTolerance(Section):
     """Copies of the model that train on when one of them is lost (torchft)."""
 
@@ -854,6 +753,7 @@ class FaultTolerance(Section):
         return self.lighthouse or os.environ.get(LIGHTHOUSE, "")
 
 
+@with_added_keys("debug")
 class Debug(Section):
     """Settings to repeat a run exactly."""
 
@@ -868,6 +768,7 @@ class Debug(Section):
     """Use deterministic kernels, and fail where there is none."""
 
 
+@with_added_tables
 class Config(Section):
     """A recipe with all its sections."""
 
@@ -878,7 +779,6 @@ class Config(Section):
     lr_scheduler: LRScheduler = LRScheduler()
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
-    experts: Experts = Experts()
     float8: Float8 = Float8()
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()

@@ -32,8 +32,6 @@ from titan_lite.distributed.context_parallel import (
     causal_attention,
     own_positions,
 )
-from titan_lite.distributed.expert_balance import apply_balance
-from titan_lite.distributed.expert_capacity import apply_capacity
 from titan_lite.distributed.expert_parallel import apply_expert_parallel
 from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.distributed.mesh import expert_mesh, parameter_mesh
@@ -44,7 +42,7 @@ from titan_lite.distributed.pipeline import (
     SingleStage,
     keep_modules,
 )
-from titan_lite.distributed.pipeline_schedule import backwards_of, runs_halves
+from titan_lite.distributed.pipeline_schedule import backwards_of
 from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.distributed.simple_fsdp import (
     FSDPOptions,
@@ -56,6 +54,7 @@ from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel, axis_of
 from titan_lite.distributed.tied_table import TiedTable
 from titan_lite.dtensor import shard_of
+from titan_lite.feature import features_of
 from titan_lite.models.attention import doc_starts, doc_stats, masks_by_kernel
 from titan_lite.models.float8 import apply_float8
 from titan_lite.models.loss import Loss, VocabularyShard
@@ -219,8 +218,10 @@ def parallelize(
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
         keep_gathered=kept_gathered(config.parallelism),
         float8_all_gather=config.float8.all_gather,
-        reduce_over_replicas=config.parallelism.replicate_compression == "none",
     )
+    features = features_of(config)
+    for feature in features:
+        fsdp = feature.fsdp_options(config, fsdp)
 
     stages = []
     indices = layout.pipeline.stages_of(mesh["pp"].get_local_rank())
@@ -235,14 +236,14 @@ def parallelize(
         apply_tensor_parallel(model, mesh["tp"], layout.model.family, compiled=compiled)
         if mesh_of_experts is not None and layout.expert_parallel > 1:
             apply_expert_parallel(model, mesh_of_experts["ep"])
+        for feature in features:
+            feature.before_checkpointing(config, model, mesh)
         apply_activation_checkpoint(
             model.layers,
             config.activation_checkpoint.mode,
             config.activation_checkpoint.selective_ac_option,
             compiled=compiled,
         )
-        apply_balance(model, config.experts.balance, mesh)
-        apply_capacity(model, config.experts.capacity_factor)
         sharding = apply_simple_fsdp(model, shard_mesh, fsdp, mesh_of_experts)
         if model.output is not None:
             model.output.loss = loss
@@ -266,13 +267,6 @@ def kept_gathered(parallelism: Parallelism) -> tuple[str, ...] | None:
     if parallelism.fsdp_reshard_after_forward == "always":
         return ()
     return parallelism.fsdp_keep_gathered
-
-
-def recomputes_in_repeats(config: Config) -> bool:
-    """Return True if blocks recompute all that they can in a step that runs again
-    (expert_capacity.py). Without graphs, each half of a backward would do it.
-    """
-    return config.compile.compiles("model") or not runs_halves(config.parallelism)
 
 
 def build_loss(
@@ -345,7 +339,7 @@ def compile_stages(
             async_tensor_parallel_group=mesh.get_group("tp").group_name if overlaps else "",
         )
         stage.compiled = compiled(memory_budget=budget)
-        if config.experts.capacity_factor:
+        if any(feature.repeats_steps(config) for feature in features_of(config)):
             stage.compiled_for_all = compiled()
 
 

@@ -291,7 +291,7 @@ class FSDPOptions:
     # Others are resharded: dropped after forward, and gathered again in backward, for less memory.
     keep_gathered: Sequence[str] | None = ()
     float8_all_gather: bool = False  # of weights of tensorwise float8 products (models/float8.py)
-    # False: gradients are not summed over dp_replicate, which powersgd.py does once a step
+    # False: gradients are not summed over dp_replicate; something else does it once a step
     reduce_over_replicas: bool = True
 
 

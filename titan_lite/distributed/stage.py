@@ -41,7 +41,7 @@ class Stage:
     @contextmanager
     def with_room_for_all(self) -> Iterator[None]:
         """Return a context in which the graphs run that have room for all rows of experts
-        (expert_capacity.py).
+        (features/moe/capacity.py).
         """
         self.compiled, self.compiled_for_all = self.compiled_for_all, self.compiled
         try:

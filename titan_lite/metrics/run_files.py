@@ -17,7 +17,7 @@ from typing import Any
 
 ENDINGS = {"done", "stop", "failed", "error", "killed"}  # events that end an attempt
 EVENT_KEYS = ("step", "event", "time", "text", "facts")  # of a line of events.jsonl
-FILE_OF_EXPERTS = "experts.json"  # the shares of experts (metrics/expert_load.py)
+FILE_OF_EXPERTS = "experts.json"  # the shares of experts (features/moe/load.py)
 MAX_LINE_BYTES = 2**20  # a longer line is not valid
 
 

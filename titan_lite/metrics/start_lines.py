@@ -8,7 +8,6 @@ A function for each line, in the order in which a run shows them.
 import itertools
 import math
 import os
-import re
 import socket
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +17,7 @@ from titan_lite import __version__
 from titan_lite.config import Config
 from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.distributed.layout import Layout, least_batch_bytes, least_state_bytes
-from titan_lite.distributed.powersgd import compressed_sizes
+from titan_lite.feature import features_of
 from titan_lite.models.attention import fits_flash, masks_by_kernel
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import shape_words
@@ -67,8 +66,8 @@ def start_lines(
         lines.append(documents_line(config, layout, device))
     if costs := owner_costs(config.optimizer):
         lines.append(owners_line(config, layout, costs))
-    if config.parallelism.replicate_compression != "none":
-        lines.append(compression_line(config, layout))
+    for feature in features_of(config):
+        lines += feature.start_lines(config, layout)
     if config.compile.compiles("model") and not priced:
         lines.append(
             f"no prices for {device_name(device)}: what communication costs is not estimated"
@@ -239,27 +238,6 @@ def owners_line(config: Config, layout: Layout, costs: OwnerCosts) -> str:
     return (
         f"optimizer: {optimizer.name} for {matrices} matrices{shared}{of_experts}{roots}; AdamW for"
         f" embedding, output{routers} and norms (optimizer.name)"
-    )
-
-
-def compression_line(config: Config, layout: Layout) -> str:
-    """Return the line on what travels between replicas, in bytes of a rank's all-reduces."""
-    parallelism = config.parallelism
-    sizes = compressed_sizes(config.parallelism, layout)
-    reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
-    uncompressed = {  # an ordered set of names with * for the layer
-        re.sub(r"\.\d+\.", ".*.", fqn).removesuffix(".weight"): None
-        for fqn, (_, factors) in sizes.items()
-        if not factors
-    }
-    sent = sum(4 * factors or reduced * elements for elements, factors in sizes.values())
-    before = sum(reduced * elements for elements, _ in sizes.values())
-    compressed = sum(factors > 0 for _, factors in sizes.values())
-    return (
-        f"gradients between copies: {compressed} of {len(sizes)} as factors of"
-        f" {parallelism.replicate_rank} columns, {sent:,} bytes a step instead of {before:,}"
-        f" (parallelism.replicate_compression); as they are: {', '.join(uncompressed) or 'none'},"
-        f" and all in the first {parallelism.replicate_uncompressed_steps} steps"
     )
 
 

@@ -21,7 +21,7 @@ it, so that sums over K and gradients are right without a mask.
 Two buffers of a router last from step to step, and are in checkpoints: `expert_bias`, which is
 added to probabilities when experts are chosen and has no part in weights (arXiv 2408.15664), and
 `expert_share`, each expert's share of the choices in the last step that counted.
-distributed/expert_balance.py updates the one that experts.balance reads, from what `choose_experts`
+features/moe/balance.py updates the one that experts.balance reads, from what `choose_experts`
 gives to the Load of the router.
 
 Dimensions: as in models/transformer.py; E experts, e of a rank, K of a token, F their hidden units,
@@ -248,8 +248,9 @@ class _Moved(torch.autograd.Function):
 class _BalanceGradient(torch.autograd.Function):
     """Return probabilities (B, T, E) unchanged; backward adds the gradient of the balance term.
 
-    The term is linear in probabilities, and its gradient is share times scale (expert_balance.py).
-    share: (E,), or (B, 1, E) of each sequence. Each pipeline stage adds its own.
+    The term is linear in probabilities, and its gradient is share times scale
+    (features/moe/balance.py). Each pipeline stage adds its own. share: (E,), or (B, 1, E) of each
+    sequence.
     """
 
     @staticmethod

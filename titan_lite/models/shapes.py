@@ -18,6 +18,8 @@ from titan_lite.config.families import Family, ModelConfig, RopeScaling, Shape, 
 from titan_lite.manifest import CorruptFileError, fields_of
 from titan_lite.models.fqns import is_of_experts, lies_within
 
+KERNEL_BYTES = 16  # a row of a factor of a grouped product is a multiple of them
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 _SCALING_FIELDS = dataclasses.fields(RopeScaling)
 _REQUIRED_WITHOUT_FLAVOR = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")
 _SIZES = (*_REQUIRED_WITHOUT_FLAVOR, "n_kv_heads", "head_dim")
@@ -293,3 +295,14 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, full_attention: bool =
     weights = in_blocks + config.dim * config.vocab_size
     attended = config.n_layers * config.n_heads * config.head_dim * seq_len
     return 6 * weights + (12 if full_attention else 6) * attended
+
+
+def sizes_without_a_kernel(shape: ModelConfig, dtype: str) -> list[tuple[str, int, int]]:
+    """Return (name, size, multiple) of the sizes of experts that are no multiple of what grouped
+    products in this dtype need; [] of a dense model.
+    """
+    if not shape.n_experts:
+        return []
+    multiple = KERNEL_BYTES // ITEM_BYTES[dtype]
+    sizes = {"dim": shape.dim, "hidden_dim": shape.hidden_dim}
+    return [(name, size, multiple) for name, size in sizes.items() if size % multiple]

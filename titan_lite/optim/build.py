@@ -132,6 +132,6 @@ def build_optimizer(config: Optimizer, parameters: Mapping[str, nn.Parameter]) -
     if matrix_optimizer_class is not None and matrices:
         optimizers.append(matrix_optimizer_class(matrices, config))
     if of_experts:
-        assert matrix_optimizer_class is Muon, "rules/experts.py"
+        assert matrix_optimizer_class is Muon, "features/moe/rules.py"
         optimizers.append(MuonOfExperts(of_experts, config))
     return NamedOptimizer(parameters, optimizers)

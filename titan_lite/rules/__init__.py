@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.errors import MachineError
 from titan_lite.distributed.layout import Layout
+from titan_lite.feature import part_of_each
 from titan_lite.rules import (  # noqa: F401  # importing a section adds its rules
     activation_checkpoint,
     checkpoint,
     compile,
     data,
-    experts,
     fault_tolerance,
     float8,
     job,
@@ -59,6 +59,8 @@ from titan_lite.rules.mistakes import (
 if TYPE_CHECKING:
     from titan_lite.checkpoint.run_identity import ListingsOfRun
     from titan_lite.data.tokenizer import Tokenizer
+
+list(part_of_each("rules"))  # importing them adds them
 
 
 def check_keys(config: Config, wrong: Sequence[str] = ()) -> None:

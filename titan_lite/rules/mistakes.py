@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from titan_lite.config import KEYS, SECTIONS, Config, ConfigError, flatten
 from titan_lite.config.errors import shown
-from titan_lite.config.sections import UnknownValue
+from titan_lite.config.section import UnknownValue
 from titan_lite.distributed.layout import Layout
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from titan_lite.config.families import ModelConfig
 from titan_lite.config.weights_folder import TOKENIZER_FILES
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging
+from titan_lite.models.shapes import sizes_without_a_kernel
 from titan_lite.models.transformer import Mask, Transformer, attentions_of, saved_buffers
-from titan_lite.rules.experts import sizes_without_a_kernel
 from titan_lite.text import first_names
 
 Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]  # as models/transformer.attend

@@ -17,7 +17,6 @@ import titan_lite
 from titan_lite.checkpoint import run_identity as identity_module
 from titan_lite.checkpoint.resume import (
     FIELDS,
-    OTHER_ERRORS,
     Change,
     compare,
 )
@@ -100,7 +99,7 @@ def differences(*overrides, was=(), **facts):
 
 def test_every_field_of_an_identity_has_an_effect():
     fields = {field.name for field in dataclasses.fields(RunIdentity)}
-    assert FIELDS.keys() == fields - {"recipe", "compression"}
+    assert FIELDS.keys() == fields - {"recipe", "added_tensors"}
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -366,16 +365,16 @@ def test_a_step_without_optimizer_is_refused_unless_that_is_accepted_or_the_step
 
 def test_what_restarts_is_not_loaded():
     tensors = {"model.w": 1, "optimizer.w.exp_avg": 2, "between.w": 3}
-    compresses = {"dp_replicate": 2, "rank": 8}
-    state = saved(tensors=("model", "optimizer", "between"), compression=compresses)
-    same = compared(state, identity(compression=compresses))
+    needs = {"between": {"dp_replicate": 2, "rank": 8}}
+    state = saved(tensors=("model", "optimizer", "between"), added_tensors=needs)
+    same = compared(state, identity(added_tensors=needs))
     assert same.tensors_to_load(tensors) == tensors
     assert same.describe() == ["nothing differs from the run that saved it"]
-    other_rank = compared(state, identity(compression=compresses | {"rank": 4}))
+    others = {"between": {"dp_replicate": 2, "rank": 4}}
+    other_rank = compared(state, identity(added_tensors=others))
     assert other_rank.tensors_to_load(tensors).keys() == {"model.w", "optimizer.w.exp_avg"}
-    assert other_rank.restarts_compression
-    assert other_rank.describe() == [f"gradient compression restarts: {OTHER_ERRORS}"]
-    muon = compared(state, identity("--optimizer.name=Muon", compression=compresses))
+    assert other_rank.describe() == ["tensors begin anew: between.*: rank 4, was 8"]
+    muon = compared(state, identity("--optimizer.name=Muon", added_tensors=needs))
     assert muon.tensors_to_load(tensors).keys() == {"model.w", "between.w"}
 
 

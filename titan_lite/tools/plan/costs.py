@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph
 
-from titan_lite.config import Parallelism
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.op_cost import flops_of
 from titan_lite.cost.timeline import simulate
 from titan_lite.distributed.axes import Axes, axis_along, ranks_in
 from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets, reduce_buckets
-from titan_lite.distributed.powersgd import SHARD_PASSES, factor_sizes
+from titan_lite.features.powersgd.compression import SHARD_PASSES, factor_sizes
+from titan_lite.features.powersgd.keys import PowerSGDKeys
 from titan_lite.graph import KINDS, collective_bytes, kind_of, named_axis, parameters_of, ranks_of
 from titan_lite.models.fqns import block_of, last_block
 
@@ -311,29 +311,27 @@ def shares_of_blocks(specs: Specs) -> dict[str, float]:
     return {block: size / total for block, size in sizes.items()}
 
 
-def compression_costs(
-    specs: Specs, machine: Machine, axes: Axes, parallelism: Parallelism
-) -> Costs:
-    """Return the costs of sums over copies after backward (distributed/powersgd.py).
+def compression_costs(specs: Specs, machine: Machine, axes: Axes, keys: PowerSGDKeys) -> Costs:
+    """Return the costs of sums over copies after backward (features/powersgd/compression.py).
 
     Nothing hides them: a collective of all P, one of all Q and one of all other gradients, and the
     products, which read and write shards more than they compute.
     """
     costs = Costs()
-    if parallelism.replicate_compression == "none":
+    if keys.replicate_compression == "none":
         return costs
     ranks = next(ranks for ranks, axis in axes.items() if axis == "dp_replicate")
     axis = axis_along(ranks, axes, of_parameters=True)
     p_bytes = q_bytes = uncompressed = 0.0
     for spec in specs.values():
         elements = spec.chunk * math.prod(spec.row_shape)
-        factors = factor_sizes(spec, parallelism)
+        factors = factor_sizes(spec, keys.replicate_rank)
         if factors is None:
             uncompressed += elements * spec.reduce_dtype.itemsize
             continue
         p_bytes += 4 * factors[0]
         q_bytes += 4 * factors[1]
-        flops = 8.0 * parallelism.replicate_rank * elements
+        flops = 8.0 * keys.replicate_rank * elements
         costs.matmul_flops += flops
         costs.compute += max(
             machine.memory_traffic(4 * SHARD_PASSES * elements),

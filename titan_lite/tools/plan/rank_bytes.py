@@ -14,8 +14,9 @@ from collections.abc import Callable
 from titan_lite.config import ActivationCheckpoint, Config, Optimizer, Training
 from titan_lite.config.optimizers import OPTIMIZERS, Algorithm
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.powersgd import compressed_sizes
 from titan_lite.distributed.tensor_parallel import largest_shard
+from titan_lite.features.powersgd.compression import compressed_sizes
+from titan_lite.features.powersgd.keys import PowerSGDKeys
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.optim.state import (
     FLOAT32_BYTES,
@@ -58,9 +59,10 @@ def copied_table_shard(layout: Layout) -> int:
 
 def compression_error_bytes(config: Config, layout: Layout) -> int:
     """Return the bytes of a rank's errors of compressed gradients; a step has them twice."""
-    if config.parallelism.replicate_compression == "none":
+    keys = PowerSGDKeys.of(config)
+    if keys.replicate_compression == "none":
         return 0
-    sizes = compressed_sizes(config.parallelism, layout).values()
+    sizes = compressed_sizes(keys, layout).values()
     return STORED_BYTES * sum(elements for elements, factors in sizes if factors)
 
 

@@ -37,6 +37,8 @@ from titan_lite.distributed.pipeline_schedule import (
     order_of,
     runs_halves,
 )
+from titan_lite.features.moe.keys import ExpertsKeys
+from titan_lite.features.powersgd.keys import PowerSGDKeys
 from titan_lite.models.shapes import block_weights, shape_of
 from titan_lite.tools.plan.changes import Change, Row, fitting, plan_changes, ranked, table
 from titan_lite.tools.plan.memory import outside_of_tensors
@@ -255,7 +257,7 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
             schedules = ["1F1B", "Interleaved1F1B", *sorted(IN_HALVES)]
         compression = "none"
         if degrees["dp_replicate"] > 1:
-            compression = config.parallelism.replicate_compression
+            compression = PowerSGDKeys.of(config).replicate_compression
         for batch, checkpointing, experts in itertools.product(
             _local_batches(of_rank, degrees["pp"]),
             CHECKPOINTING,
@@ -286,7 +288,7 @@ def expert_degrees(config: Config, machine: Machine, ranks: int) -> list[Change]
     """
     if not shape_of(config.model).n_experts:
         return [{}]
-    own = str(config.experts.capacity_factor)
+    own = str(ExpertsKeys.of(config).capacity_factor)
     return [
         {
             "parallelism.expert_parallel_degree": str(degree),

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan_lite.config import Config
 from titan_lite.cost.machine import GIB
 from titan_lite.distributed.axes import AXIS_NAMES
-from titan_lite.distributed.parallelize import recomputes_in_repeats
+from titan_lite.feature import features_of
 from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.shapes import shape_words
 from titan_lite.optim.state import owner_costs
@@ -63,8 +62,8 @@ def describe(plan: Plan, budget: Budget = Budget()) -> list[str]:
         "",
         f"bottleneck: {what_binds(plan)}",
     ]
-    if plan.layout.config.experts.capacity_factor:
-        lines.append(repeated_step_line(plan.layout.config))
+    for feature in features_of(plan.layout.config):
+        lines += feature.plan_lines(plan.layout.config)
     if not plan.fits:
         lines.append(
             "to fit: --search finds the fastest layout that does; --sweep"
@@ -223,20 +222,6 @@ def uncertainty_line(plan: Plan) -> str:
     return (
         f"ranges (80%): errors of plans of published runs{guessed}; stages of {traced} blocks"
         f" traced; no waiting for the loader{numbered}; planned in {plan.seconds:.0f} s"
-    )
-
-
-def repeated_step_line(config: Config) -> str:
-    """Return a line on a step that runs again with room for all rows of experts
-    (distributed/expert_capacity.py).
-    """
-    options = "--experts.capacity_factor=0"
-    if recomputes_in_repeats(config):
-        options += " --activation_checkpoint.mode=full"
-    return (
-        "a step with more tokens of experts on a rank than"
-        f" {config.experts.capacity_factor:g} times the mean runs again, with more memory: plan it"
-        f" with {options}"
     )
 
 

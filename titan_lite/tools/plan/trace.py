@@ -58,11 +58,12 @@ from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import ParallelModel, parallelize
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, backwards_of
-from titan_lite.distributed.powersgd import factor_sizes
 from titan_lite.distributed.simple_fsdp import materialize
 from titan_lite.distributed.stage import Stage
 from titan_lite.distributed.step_gather import OncePerStepGatherer, StepGradients
 from titan_lite.dtensor import local
+from titan_lite.features.powersgd.compression import factor_sizes
+from titan_lite.features.powersgd.keys import PowerSGDKeys
 from titan_lite.graph import parameter_all_gathers, parameters_of, wait_of
 from titan_lite.models.attention import fits_flash
 from titan_lite.models.fqns import is_of_experts
@@ -186,6 +187,13 @@ def submit_traces(
     return tasks
 
 
+# sections that graphs do not depend on, beside what the layout has of them
+NOT_TRACED = (
+    *("job", "model", "optimizer", "lr_scheduler", "checkpoint", "data", "validation", "metrics"),
+    *("profiling", "comm", "fault_tolerance", "debug"),
+)
+
+
 def trace_key(layout: PlannedLayout) -> tuple[Hashable, ...]:
     """Return all that a stage's graphs depend on besides its modules and kinds of backward: not the
     number or order of microbatches.
@@ -197,18 +205,19 @@ def trace_key(layout: PlannedLayout) -> tuple[Hashable, ...]:
         if name.startswith("pipeline_parallel")
     }
     degrees = tuple(degree for axis, degree in layout.degrees.items() if axis != "pp")
+    traced = config.replace(
+        parallelism=config.parallelism.replace(**pipeline_defaults),
+        training=config.training.replace(
+            local_batch_size=1, global_batch_size=-1, global_batch_ramp=()
+        ),
+    )
     return (
         layout.model,
         layout.expert_imbalance,
         layout.microbatch_size,
         layout.gathers_once,
         degrees,
-        config.compile,
-        config.float8,
-        config.experts,
-        config.activation_checkpoint,
-        config.parallelism.replace(**pipeline_defaults),
-        config.training.replace(local_batch_size=1, global_batch_size=-1, global_batch_ramp=()),
+        *(section for name, section in traced if name not in NOT_TRACED),
     )
 
 
@@ -327,7 +336,7 @@ def costs_once(
         }
         hidden_under = {} if machine.is_cpu else computing
         once = once_per_step_costs(specs, machine, axes, hidden_under)
-    once["copies"] = compression_costs(updated, machine, axes, layout.config.parallelism)
+    once["copies"] = compression_costs(updated, machine, axes, PowerSGDKeys.of(layout.config))
     return once
 
 
@@ -345,7 +354,8 @@ def is_updated(layout: PlannedLayout, spec: ShardSpec) -> bool:
 
 def weights_of(layout: PlannedLayout, specs: Specs) -> list[Weight]:
     """Return the weights of a stage, and the buckets of those that are gathered once per step."""
-    parallelism = layout.config.parallelism
+    powersgd = PowerSGDKeys.of(layout.config)
+    rank = powersgd.replicate_rank if powersgd.replicate_compression != "none" else 0
     gathered_with = _bucket_numbers(gather_buckets(specs))
     reduced_with = _bucket_numbers(reduce_buckets(specs))
     return [
@@ -359,7 +369,7 @@ def weights_of(layout: PlannedLayout, specs: Specs) -> list[Weight]:
             matrix=is_matrix(spec.fqn),
             of_experts=is_of_experts((spec.rows, *spec.row_shape)),
             updated=is_updated(layout, spec),
-            factors=(is_updated(layout, spec) and factor_sizes(spec, parallelism)) or (0, 0),
+            factors=(rank and is_updated(layout, spec) and factor_sizes(spec, rank)) or (0, 0),
         )
         for parameter, spec in specs.items()
     ]

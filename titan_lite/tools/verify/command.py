@@ -30,6 +30,7 @@ from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.device import device_memory
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.pipeline_schedule import TooFewLayers
+from titan_lite.feature import features_of
 from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.rules import check_keys
 from titan_lite.rules.machine import check_machine
@@ -152,17 +153,10 @@ class Verification:
                 "the experts of every token of the first step are compared; two may be exchanged"
                 f" whose probabilities are apart by {self.tolerances.tie:g} at most"
             )
-        compression = self.config.parallelism.replicate_compression
-        if compression != "none":
-            print(
-                f'not in the twin: parallelism.replicate_compression = "{compression}", which'
-                " approximates"
-            )
-        if factor := self.config.experts.capacity_factor:
-            print(
-                f"not in the twin: experts.capacity_factor = {factor:g}; there is room for all"
-                " tokens of experts"
-            )
+        for feature in features_of(self.config):
+            _, why = feature.without_approximation(self.config)
+            if why:
+                print(f"not in the twin: {why}")
         print(
             f"{'layout':<{self.width}}  processes  loss     gradient  {'of':<31} "
             f" {'first to diverge':<24}  verdict"

@@ -37,6 +37,7 @@ from titan_lite.config.errors import shown
 from titan_lite.config.families import ModelConfig, find_family
 from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.distributed.layout import AXES, DEGREES, resolve_degrees
+from titan_lite.feature import features_of
 from titan_lite.models.float8 import DIM_MULTIPLE
 from titan_lite.models.loss_chunk import automatic_chunk
 from titan_lite.models.shapes import shape_of
@@ -147,13 +148,14 @@ def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
 
 def twin(config: Config, layout: Degrees, steps: int) -> Config:
     """Return a small version of `config` on `layout`."""
+    for feature in features_of(config):
+        config, _ = feature.without_approximation(config)
     return config.replace(
         model=config.model.replace(tokenizer_path=str(TOKENIZER)),
         training=_training(config, layout, steps),
         optimizer=_optimizer(config.optimizer),
         lr_scheduler=config.lr_scheduler.replace(warmup_steps=0, total_steps=-1),
         parallelism=_parallelism(config, layout),
-        experts=config.experts.replace(capacity_factor=0),
         float8=config.float8.replace(filter_fqns=_fqns(config.float8.filter_fqns)),
         compile=_compile(config.compile, SEQ_LEN // layout["cp"] // layout["tp"]),
         checkpoint=Checkpoint(),
@@ -237,7 +239,6 @@ def _parallelism(config: Config, layout: Degrees) -> Parallelism:
     parallelism = given.replace(
         **degrees,
         fsdp_keep_gathered=_fqns(given.fsdp_keep_gathered),
-        replicate_compression="none",  # it approximates
         enable_async_tensor_parallel=False,
         pipeline_parallel_split_points=(),
     )

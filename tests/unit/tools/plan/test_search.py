@@ -14,13 +14,13 @@ from test_changes import H100, planned
 from titan_lite.config import (
     Config,
     ConfigError,
-    Experts,
     Model,
     Parallelism,
     Training,
     load_config,
 )
 from titan_lite.cost.machine import GIB
+from titan_lite.features.moe.keys import ExpertsKeys
 from titan_lite.tools.plan import search as searching
 from titan_lite.tools.plan.command import (
     Subject,
@@ -110,7 +110,7 @@ def test_long_sequences_may_be_split_and_tied_models_have_pipelines():
 
 def test_experts_are_split_inside_a_node_or_not_at_all():
     mixture = Model(name="qwen3_moe", flavor="30B-A3B")
-    config = Config(model=mixture, experts=Experts(capacity_factor=1.5))
+    config = Config(model=mixture, experts=ExpertsKeys(capacity_factor=1.5))
     found = list(space(config, 16, H100, 16))
     with_capacity = {
         (change["parallelism.expert_parallel_degree"], change["experts.capacity_factor"])

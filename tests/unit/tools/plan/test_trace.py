@@ -25,6 +25,7 @@ from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.axes import axis_along
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.param_collectives import ShardSpec
+from titan_lite.features.powersgd.keys import PowerSGDKeys
 from titan_lite.models.shapes import flops_per_token
 from titan_lite.tools.plan import plan
 from titan_lite.tools.plan.allocator import LARGE_GRANULE
@@ -241,7 +242,7 @@ def test_nothing_hides_the_factors_of_all_gradients_and_the_others():
         for fqn, (rows, row_shape) in sizes.items()
     }
     axes = {(0, shard): "dp_replicate"}
-    costs = compression_costs(plans, H100, axes, COPIES.config.parallelism)
+    costs = compression_costs(plans, H100, axes, PowerSGDKeys.of(COPIES.config))
     each = (6 * 8 * 1024 / shard, 6 * 8 * 2048, 1024 / shard)  # P, Q, and what is not compressed
     seconds = sum(H100.collective("all_reduce", 4 * numbers, (0, shard)) for numbers in each)
     assert costs.communication["dp_replicate"] == pytest.approx(seconds)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny import UNTIED, of_family
 
-from titan_lite.config import Experts
-from titan_lite.distributed import expert_balance
-from titan_lite.distributed.expert_balance import ExpertBalance
 from titan_lite.distributed.stage import Stage
+from titan_lite.features.moe import balance as expert_balance
+from titan_lite.features.moe.balance import ExpertBalance
+from titan_lite.features.moe.keys import ExpertsKeys
 from titan_lite.models.experts import LOADS, routers_of
 from titan_lite.models.transformer import Transformer
 
@@ -27,7 +27,7 @@ def one_process(monkeypatch):
 
 def balance_of(model, **settings):
     stage = Stage(model, sharding=None)
-    return ExpertBalance([stage], model.config, Experts(**settings), None, torch.device("cpu"))
+    return ExpertBalance([stage], model.config, ExpertsKeys(**settings), None, torch.device("cpu"))
 
 
 def model():
@@ -55,13 +55,13 @@ def test_shares_are_those_of_the_last_step_that_counted():
     forward(m)
     counts = balance.own[:, :5].clone()
     assert counts.sum(1).tolist() == [64, 64]
-    balance.update(COUNTED)
+    balance.end_step(COUNTED)
     after = kept(m)
     for (share, bias), count in zip(after, counts, strict=True):
         torch.testing.assert_close(share, (count / 64).float())
         assert not bias.any()
     forward(m, sequences=1)
-    balance.update(SKIPPED)
+    balance.end_step(SKIPPED)
     for before, now in zip(after, kept(m), strict=True):
         assert all(map(torch.equal, before, now))
     assert balance.loads().shares.shape == (2, 5)
@@ -72,7 +72,7 @@ def test_a_bias_grows_by_the_sign_of_what_lacks():
     balance = balance_of(m, balance="bias", bias_update_rate=0.25)
     forward(m)
     counts = balance.own[:, :5].clone()
-    balance.update(COUNTED)
+    balance.end_step(COUNTED)
     for (share, bias), count in zip(kept(m), counts, strict=True):
         grown = torch.tensor([0.25 * (int(5 * n < 64) - int(5 * n > 64)) for n in count])
         torch.testing.assert_close(bias, grown - grown.mean())
@@ -80,7 +80,7 @@ def test_a_bias_grows_by_the_sign_of_what_lacks():
         assert bias.dtype == torch.float32
     before = kept(m)
     forward(m)
-    balance.update(SKIPPED)
+    balance.end_step(SKIPPED)
     assert all(torch.equal(a[1], b[1]) for a, b in zip(before, kept(m), strict=True))
 
 
@@ -92,7 +92,7 @@ def test_biases_keep_the_digits_that_choose():
     balance = balance_of(m, balance="bias", bias_update_rate=2**-12)
     for _ in range(3):
         balance.own[:, :5] = torch.tensor([60.0, 1.0, 1.0, 1.0, 1.0])
-        balance.update(COUNTED)
+        balance.end_step(COUNTED)
     grown = torch.tensor([0.25, 0.0, -0.25, 0.5, 0.0]) + 3 * 2**-12 * torch.tensor([-1, 1, 1, 1, 1])
     torch.testing.assert_close(first.expert_bias, grown - grown.mean(), atol=1e-6, rtol=0)
 
@@ -102,7 +102,7 @@ def test_loads_are_of_the_steps_that_counted_since_the_last_ones():
     balance = balance_of(m, balance="none")
     for skip in (COUNTED, SKIPPED, COUNTED):
         forward(m)
-        balance.update(skip)
+        balance.end_step(skip)
     assert int(balance.window[:, :5].sum()) == 2 * 2 * 64
     loads = balance.loads()
     torch.testing.assert_close(loads.shares.sum(1), torch.ones(2, dtype=torch.float64))
@@ -111,7 +111,7 @@ def test_loads_are_of_the_steps_that_counted_since_the_last_ones():
     assert ((loads.entropies > 0) & (loads.entropies <= 1.61)).all()  # ln 5
     assert balance.loads() is None
     forward(m)
-    balance.update(SKIPPED)
+    balance.end_step(SKIPPED)
     assert balance.loads() is None
 
 
@@ -121,7 +121,7 @@ def test_experts_without_a_token_are_named():
     first.expert_bias = torch.tensor([9.0, 0, 0, 8.0, 0])
     balance = balance_of(m, balance="none")
     forward(m)
-    balance.update(COUNTED)
+    balance.end_step(COUNTED)
     loads = balance.loads()
     assert loads.idle[0] == [1, 2, 4]
     assert loads.relative[0].tolist() == [2.5, 0, 0, 2.5, 0]
@@ -131,14 +131,6 @@ def test_the_scale_is_that_of_the_steps_tokens():
     m = model()
     balance = balance_of(m, balance_coefficient=0.5)
     for tokens in (64, 64, 128):
-        balance.begin_step(tokens)
+        balance.begin_step(1, tokens)
         for router in routers_of(m).values():
             assert router.balance_scale.item() == pytest.approx(0.5 * 5 / tokens)
-
-
-def test_a_dense_model_has_nothing_to_balance():
-    dense = Transformer(dataclasses.replace(UNTIED, n_layers=1))
-    balance = balance_of(dense)
-    balance.begin_step(64)
-    balance.update(COUNTED)
-    assert balance.loads() is None

@@ -1,16 +1,15 @@
-"""Rules of [experts] and of the keys of [model] for mixtures of experts."""
+"""What cannot be together with the keys of mixtures of experts, those of their shape included."""
 
 from collections.abc import Iterator
 
 from titan_lite.config import Config
 from titan_lite.config.errors import alternatives, nearest_multiples, shown
-from titan_lite.config.families import FAMILIES, ModelConfig, find_family
+from titan_lite.config.families import FAMILIES, find_family
 from titan_lite.distributed.layout import Layout
-from titan_lite.models.shapes import has_experts, shape_of
+from titan_lite.features.moe.keys import ExpertsKeys
+from titan_lite.models.shapes import has_experts, shape_of, sizes_without_a_kernel
 from titan_lite.rules.mistakes import Mistake, keys_set, rule_of_keys, rule_of_layout
 
-KERNEL_BYTES = 16  # a row of a factor of a grouped product is a multiple of them
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 READ_BY = {  # key: values of experts.balance that read it
     "experts.balance_coefficient": ("step", "sequence"),
     "experts.bias_update_rate": ("bias",),
@@ -24,7 +23,7 @@ def experts_are_of_a_family_that_has_them(config: Config) -> Iterator[Mistake]:
     with_experts = [name for name, family in FAMILIES.items() if has_experts(family)]
     keys = [
         *("model.n_experts", "model.experts_per_token", "parallelism.expert_parallel_degree"),
-        *(f"experts.{name}" for name in type(config.experts).model_fields),
+        *(f"experts.{name}" for name in ExpertsKeys.model_fields),
     ]
     for key, value in keys_set(config, keys).items():
         yield Mistake(
@@ -37,7 +36,7 @@ def experts_are_of_a_family_that_has_them(config: Config) -> Iterator[Mistake]:
 
 @rule_of_keys
 def keys_are_read_by_the_balance(config: Config) -> Iterator[Mistake]:
-    experts = config.experts
+    experts = ExpertsKeys.of(config)
     if not has_experts(find_family(config.model.name)):
         return
     for key, value in keys_set(config, READ_BY).items():
@@ -75,20 +74,9 @@ def products_of_experts_have_a_kernel(config: Config) -> Iterator[Mistake]:
         )
 
 
-def sizes_without_a_kernel(shape: ModelConfig, dtype: str) -> list[tuple[str, int, int]]:
-    """Return (name, size, multiple) of the sizes of experts that are no multiple of what grouped
-    products in this dtype need; [] of a dense model.
-    """
-    if not shape.n_experts:
-        return []
-    multiple = KERNEL_BYTES // ITEM_BYTES[dtype]
-    sizes = {"dim": shape.dim, "hidden_dim": shape.hidden_dim}
-    return [(name, size, multiple) for name, size in sizes.items() if size % multiple]
-
-
 @rule_of_layout
 def a_capacity_can_be_exceeded(config: Config, layout: Layout) -> Iterator[Mistake]:
-    factor = config.experts.capacity_factor
+    factor = ExpertsKeys.of(config).capacity_factor
     model = layout.model
     if not factor or not model.n_experts:
         return

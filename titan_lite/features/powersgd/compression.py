@@ -1,10 +1,10 @@
 """Sum gradients over copies of the model as two thin factors, once a step (PowerSGD, arXiv
 1905.13727).
 
-    grad_compression = PowerSGD(model.stages, config.parallelism, seed)
-    grad_compression.reduce(step)       # after the last backward: sum parameter.grad over copies
-    grad_compression.commit(skip)       # end of the step: keep its errors, unless it is skipped
-    grad_compression.state_tensors()    # {"output.weight.error": DTensor, "output.weight.q": ...}
+    powersgd = PowerSGD(model.stages, PowerSGDKeys.of(config), seed)
+    powersgd.after_backward(step)       # sum parameter.grad over copies
+    powersgd.end_step(skip)             # keep the errors of the step, unless it is skipped
+    powersgd.state_tensors()            # {"between.output.weight.error": DTensor, ...}
 
 Problem. Copies (mesh axis dp_replicate) are joined by the slowest links, and sum every gradient
 over them.
@@ -36,12 +36,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titan_lite.config import Parallelism
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.param_collectives import ShardSpec, started_last
 from titan_lite.distributed.stage import Stage
 from titan_lite.distributed.tensor_parallel import largest_shard
 from titan_lite.dtensor import gradient_shard, local
+from titan_lite.feature import StepPart
+from titan_lite.features.powersgd.keys import PowerSGDKeys
 from titan_lite.models.fqns import block_of, last_block
 
 # largest share of a shard's numbers that its factors may have; with more, it travels uncompressed
@@ -63,12 +64,12 @@ def compressed_shape(rows: int, row_shape: Sequence[int], rank: int) -> tuple[in
     return (rows, columns) if pays else None
 
 
-def compressed_sizes(parallelism: Parallelism, layout: Layout) -> dict[str, tuple[int, int]]:
+def compressed_sizes(keys: PowerSGDKeys, layout: Layout) -> dict[str, tuple[int, int]]:
     """Return (elements of a rank's shard, elements of its PowerSGD factors) by FQN.
 
     Without factors (0) the gradient travels between replicas as it is.
     """
-    rank = parallelism.replicate_rank
+    rank = keys.replicate_rank
     sizes = {}
     for fqn, shape in layout.shapes_of_rank.items():
         shard = largest_shard(layout, fqn, shape)
@@ -77,13 +78,10 @@ def compressed_sizes(parallelism: Parallelism, layout: Layout) -> dict[str, tupl
     return sizes
 
 
-def factor_sizes(spec: ShardSpec, parallelism: Parallelism) -> tuple[int, int] | None:
+def factor_sizes(spec: ShardSpec, rank: int) -> tuple[int, int] | None:
     """Return the numbers of P and Q of a parameter's largest shard, on which all ranks agree, or
-    None if it travels as it is.
+    None if it travels as it is. rank: columns of the factors.
     """
-    if parallelism.replicate_compression == "none":
-        return None
-    rank = parallelism.replicate_rank
     shape = compressed_shape(spec.chunk, spec.row_shape, rank)
     if shape is None:
         return None
@@ -151,10 +149,8 @@ class ShardedParameter(NamedTuple):
         return gradient_shard(self.parameter)
 
 
-class PowerSGD:
+class PowerSGD(StepPart):
     """The sums of gradients over copies, with the state of the compression.
-
-    Without compression it has no parameters, and its methods do nothing.
 
     seed: of the first Q. without: a parameter that has no gradient after backward, as the copy of a
     tied table. The first replicate_uncompressed_steps steps sum gradients as they are.
@@ -163,17 +159,16 @@ class PowerSGD:
     def __init__(
         self,
         stages: Sequence[Stage],
-        parallelism: Parallelism,
+        keys: PowerSGDKeys,
         seed: int,
         without: nn.Parameter | None = None,
     ):
-        self.uncompressed_steps = parallelism.replicate_uncompressed_steps
+        self.rank = keys.replicate_rank  # columns of the factors
+        self.uncompressed_steps = keys.replicate_uncompressed_steps
         self.blocks: dict[str, list[ShardedParameter]] = defaultdict(list)  # in the order of reads
         self.errors: dict[str, Tensor] = {}  # float32, of the shape of this rank's shard, by FQN
         self.qs: dict[str, Tensor] = {}  # float32, (m, r), by FQN
         self.uncommitted: dict[str, tuple[Tensor, Tensor]] = {}  # (error, Q) after this step
-        if parallelism.replicate_compression == "none":
-            return
         for stage in stages:
             specs = stage.sharding.specs
             last = last_block(spec.fqn for spec in specs.values())
@@ -182,22 +177,21 @@ class PowerSGD:
                     continue
                 sharded = ShardedParameter(spec.fqn, parameter, spec)
                 self.blocks[block_of(spec.fqn, last)].append(sharded)
-                self._make_state(sharded, parallelism, seed)
+                self._make_state(sharded, seed)
 
-    def _make_state(self, sharded: ShardedParameter, parallelism: Parallelism, seed: int) -> None:
+    def _make_state(self, sharded: ShardedParameter, seed: int) -> None:
         """Make the error and the first Q of a parameter, if its gradient is compressed."""
         fqn, parameter, spec = sharded
-        sizes = factor_sizes(spec, parallelism)
+        sizes = factor_sizes(spec, self.rank)
         if sizes is None:
             return
         shard = local(parameter.detach())
         self.errors[fqn] = torch.zeros_like(shard, dtype=torch.float32)
-        rank = parallelism.replicate_rank
-        q = torch.empty(sizes[1] // rank, rank, device=shard.device)
+        q = torch.empty(sizes[1] // self.rank, self.rank, device=shard.device)
         self.qs[fqn] = fill_first_q(q, spec.own_rows, f"{seed} {fqn}")
 
     @torch.no_grad()
-    def reduce(self, step: int) -> None:
+    def after_backward(self, step: int) -> None:
         """Replace each gradient by its sum over copies. step: the first one is 1."""
         blocks = [
             [sharded for sharded in block if sharded.parameter.grad is not None]
@@ -247,8 +241,8 @@ class PowerSGD:
             next_q = torch.where(norm > 0, q / norm.clamp(min=TINY), old_qs[index])
             self.uncommitted[sharded.fqn] = error.view_as(gradient), next_q
 
-    def commit(self, skip: Tensor) -> None:
-        """End a step: keep its errors and Qs.
+    def end_step(self, skip: Tensor) -> None:
+        """Keep the errors and Qs of a step.
 
         skip: a scalar on the device, not read on the host; if it is 1, those before the step stay.
         """
@@ -261,8 +255,8 @@ class PowerSGD:
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the live state, which a checkpoint is loaded into, as DTensors.
 
-        "FQN.error" has a dimension for the copy before those of the parameter, "FQN.q" dimensions
-        for the rank along dp_shard and tp, of experts ep, before (m, r).
+        "between.FQN.error" has a dimension for the copy before those of the parameter,
+        "between.FQN.q" dimensions for the rank along dp_shard and tp, of experts ep, before (m, r).
         """
         tensors: dict[str, Tensor] = {}
         for sharded in [sharded for block in self.blocks.values() for sharded in block]:
@@ -273,7 +267,7 @@ class PowerSGD:
             assert isinstance(parameter, DTensor)
             mesh = parameter.device_mesh
             shape = torch.Size((mesh.size(0), *parameter.shape))
-            tensors[f"{fqn}.error"] = DTensor.from_local(
+            tensors[f"between.{fqn}.error"] = DTensor.from_local(
                 self.errors[fqn][None],
                 mesh,
                 (Shard(0), *map(_one_further, parameter.placements[1:])),
@@ -283,7 +277,7 @@ class PowerSGD:
             )
             by_rank = (Replicate(), Shard(0), Shard(1))
             q = self.qs[fqn][None, None]
-            tensors[f"{fqn}.q"] = DTensor.from_local(q, mesh, by_rank, run_check=False)
+            tensors[f"between.{fqn}.q"] = DTensor.from_local(q, mesh, by_rank, run_check=False)
         return tensors
 
 

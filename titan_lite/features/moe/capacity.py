@@ -1,11 +1,11 @@
 """Give experts room for as many rows as the recipe says, and for all in a step that needs more.
 
     capacity = ExpertCapacity(model.stages, 1.5, device, recomputes=True)
-    capacity.begin_step()
+    capacity.begin_step(step, tokens)
     losses = model.forward_backward(batches, tokens)
-    if capacity.exceeded():                     # a collective, for which the host waits
+    if repeat := capacity.repeat():             # a collective, for which the host waits
         ...                                     # drop gradients and counts of the step
-        with capacity.room_for_all():
+        with repeat.context:
             losses = model.forward_backward(batches, tokens)
 
 With expert parallelism, all ranks may send a rank all their tokens: ep times the rows of equally
@@ -18,6 +18,7 @@ Compiled stages have other graphs for that, made when a step needs them first.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,9 @@ from torch import nn
 
 from titan_lite.distributed.activation_checkpoint import fully_checkpointed
 from titan_lite.distributed.stage import Stage
+from titan_lite.feature import Repeat, StepPart
+from titan_lite.features.moe.load import repeated_steps
+from titan_lite.logging import logger
 from titan_lite.models.experts import ROOM_NEEDED, experts_of
 
 
@@ -34,8 +38,8 @@ def apply_capacity(model: nn.Module, factor: float) -> None:
         experts.capacity_factor = factor
 
 
-class ExpertCapacity:
-    """The rows that the experts of this rank need. Does nothing without experts.capacity_factor."""
+class ExpertCapacity(StepPart):
+    """The rows that the experts of this rank need."""
 
     def __init__(
         self, stages: Sequence[Stage], factor: float, device: torch.device, *, recomputes: bool
@@ -44,30 +48,28 @@ class ExpertCapacity:
         self.stages = stages
         self.factor = factor
         self.recomputes = recomputes
-        self.repeated_steps = 0  # since the last `values`
+        self.repeated_steps = 0  # since the last `metrics`
         self.most = 0.0  # rows relative to equally loaded experts, likewise
         # rows of this step relative to the room, of each layer; a zero on a rank without experts
-        fqns = [fqn for stage in stages for fqn in experts_of(stage.model)] if factor else []
+        fqns = [fqn for stage in stages for fqn in experts_of(stage.model)]
         self.needed = torch.zeros(len(fqns) + 1, dtype=torch.float64, device=device)
         ROOM_NEEDED.update(zip(fqns, self.needed[1:], strict=True))
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int, tokens: int) -> None:
         self.needed.zero_()
 
-    def exceeded(self) -> bool:
-        """Return True if a rank has needed more rows in this step than there is room for. A
+    def repeat(self) -> Repeat | None:
+        """Return how the step runs again, if a rank has needed more rows than there is room for. A
         collective, for which the host waits.
         """
-        if not self.factor:
-            return False
         needed = self.needed.max()
         dist.all_reduce(needed, dist.ReduceOp.MAX)
         most = needed.item()
         self.most = max(self.most, most * self.factor)
         if most <= 1:
-            return False
+            return None
         self.repeated_steps += 1
-        return True
+        return Repeat("a step with room for all rows of experts", self.room_for_all())
 
     @contextmanager
     def room_for_all(self) -> Iterator[None]:
@@ -81,11 +83,10 @@ class ExpertCapacity:
                 stack.enter_context(stage.with_room_for_all())
             yield
 
-    def values(self) -> dict[str, float]:
-        """Return the metrics since the last call by name (metrics/writer.py)."""
-        if not self.factor:
-            return {}
+    def metrics(self, steps: range, folder: Path | None) -> dict[str, float]:
         values = {"expert_rows_max": self.most, "repeated_steps": float(self.repeated_steps)}
+        if dist.get_rank() == 0 and (line := repeated_steps(values, self.factor, steps)):
+            logger.warning(line)
         self.most = 0.0
         self.repeated_steps = 0
         return values

@@ -1,11 +1,11 @@
 """Keep the experts of a mixture equally loaded, by the same numbers on every layout.
 
     apply_balance(model, "step", mesh)                          # on the meta device
-    balance = ExpertBalance(model.stages, layout.model, config.experts, mesh, device)
-    balance.begin_step(layout.tokens_at(step))
+    balance = ExpertBalance(model.stages, layout.model, ExpertsKeys.of(config), mesh, device)
+    balance.begin_step(step, layout.tokens_at(step))
     ...                                     # forward and backward: routers report to LOADS
-    balance.update(skip)                    # skip: a scalar; if it is 1, the step does not count
-    balance.loads()                         # of the steps since the last call
+    balance.end_step(skip)                  # skip: a scalar; if it is 1, the step does not count
+    balance.metrics(steps, folder)          # of the steps since the last call
 
 With f_i the share of expert i in the choices (they sum to 1) and P_i its mean probability, a layer
 has a term
@@ -31,17 +31,20 @@ logged loss does not have the term.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite.config import Experts
 from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.mesh import sum_over_positions
 from titan_lite.distributed.stage import Stage
+from titan_lite.feature import StepPart
+from titan_lite.features.moe.keys import ExpertsKeys
+from titan_lite.features.moe.load import Loads, idle_experts, values_of, write_shares
+from titan_lite.logging import logger
 from titan_lite.models.experts import LOADS, Balance, Router, routers_of
 
 
@@ -68,36 +71,8 @@ class _RouterLoad:
         self.row[-1] -= torch.special.xlogy(probabilities, probabilities).sum()
 
 
-@dataclass(frozen=True)
-class Loads:
-    """Choices of routers over some steps, on all ranks."""
-
-    shares: Tensor  # (layers, E), of each expert in the choices: they sum to 1
-    probabilities: Tensor  # (layers, E), means over tokens
-    entropies: Tensor  # (layers,), means over tokens, nats
-
-    @property
-    def relative(self) -> Tensor:
-        """The tokens of an expert relative to the mean of its layer: (layers, E)."""
-        return self.shares * self.shares.shape[1]
-
-    @property
-    def balance(self) -> Tensor:
-        """E x sum_i f_i P_i of each layer: 1 if experts are equally loaded."""
-        return (self.relative * self.probabilities).sum(1)
-
-    @property
-    def idle(self) -> dict[int, list[int]]:
-        """Experts without any token, by layer."""
-        found = {
-            layer: (share == 0).nonzero().flatten().tolist()
-            for layer, share in enumerate(self.shares)
-        }
-        return {layer: experts for layer, experts in found.items() if experts}
-
-
-class ExpertBalance:
-    """The loads of this rank's routers, and what follows from them. Does nothing in a dense model.
+class ExpertBalance(StepPart):
+    """The loads of this rank's routers, and what follows from them.
 
     own: a row for each layer, of this rank's tokens in this step: tokens of each expert, sums of
     probabilities, the sum of entropies; zeros of other stages' layers. window: the same, of the
@@ -108,7 +83,7 @@ class ExpertBalance:
         self,
         stages: Sequence[Stage],
         model: ModelConfig,
-        settings: Experts,
+        settings: ExpertsKeys,
         mesh: DeviceMesh,
         device: torch.device,
     ):
@@ -118,8 +93,6 @@ class ExpertBalance:
         self.mesh = mesh
         self.tokens = 0  # of the step, over all ranks
         self.routers: dict[int, Router] = {}  # of this rank, by layer
-        if not self.n_experts:
-            return
         columns = 2 * self.n_experts + 1
         self.own = torch.zeros(model.n_layers, columns, dtype=torch.float64, device=device)
         self.window = torch.zeros_like(self.own)
@@ -130,10 +103,8 @@ class ExpertBalance:
                 LOADS[fqn] = _RouterLoad(self.own[layer])
 
     @torch.no_grad()
-    def begin_step(self, tokens: int) -> None:
-        """Begin a step of so many tokens, over all ranks."""
-        if self.n_experts:
-            self.own.zero_()  # of what ran outside of a step
+    def begin_step(self, step: int, tokens: int) -> None:
+        self.own.zero_()  # of what ran outside of a step
         if tokens == self.tokens:
             return
         self.tokens = tokens
@@ -142,19 +113,11 @@ class ExpertBalance:
             router.balance_scale.fill_(scale)
 
     def counts(self) -> list[Tensor]:
-        """Return what this rank's routers have counted in this step, to be summed over copies of
-        the model in place; [] of a dense model.
-        """
-        return [self.own] if self.n_experts else []
+        return [self.own]
 
     @torch.no_grad()
-    def update(self, skip: Tensor) -> None:
-        """Update what routers keep, after a step. A collective, if the balance needs it.
-
-        skip: 1 if the step does not count, else 0: a float32 scalar, not read on the host.
-        """
-        if not self.n_experts:
-            return
+    def end_step(self, skip: Tensor) -> None:
+        """Update what routers keep. A collective, if the balance needs it. skip: as in StepPart."""
         if self.settings.balance in ("step", "bias"):
             counts = self.own[:, : self.n_experts].contiguous()
             sum_over_positions(counts, self.mesh)
@@ -177,11 +140,9 @@ class ExpertBalance:
 
     @torch.no_grad()
     def loads(self) -> Loads | None:
-        """Return the loads of the steps that counted since the last call; None of a dense model, or
-        if there were none. A collective.
+        """Return the loads of the steps that counted since the last call; None if there were none.
+        A collective.
         """
-        if not self.n_experts:
-            return None
         dist.all_reduce(self.window)
         window = self.window.cpu()
         self.window = torch.zeros_like(self.window)
@@ -195,3 +156,14 @@ class ExpertBalance:
             probabilities=window[:, self.n_experts : -1] / tokens,
             entropies=(window[:, -1:] / tokens).flatten(),
         )
+
+    def metrics(self, steps: range, folder: Path | None) -> dict[str, float]:
+        """Return the metrics of loads, warn of idle experts, and write experts.json."""
+        loads = self.loads()
+        if loads is None:
+            return {}
+        if dist.get_rank() == 0 and (line := idle_experts(loads, steps)):
+            logger.warning(line)
+        if folder is not None:
+            write_shares(loads, folder, steps)
+        return values_of(loads)

@@ -1,6 +1,6 @@
 """Show which experts the routers of a mixture choose.
 
-    loads = balance.loads()                             # distributed/expert_balance.py
+    loads = balance.loads()                             # balance.py
     values = values_of(loads)                           # {"expert_balance": 1.02, ...}
     write_shares(loads, dump_folder, steps=range(1, 11))
     line = idle_experts(loads, steps=range(1, 11))      # "" if all experts have tokens
@@ -13,15 +13,45 @@ report draws as a picture:
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from titan_lite import manifest
-from titan_lite.distributed.expert_balance import Loads
 from titan_lite.logging import logger
 from titan_lite.metrics.run_files import FILE_OF_EXPERTS
 from titan_lite.text import first_names
 
 SHOWN = 4  # layers, and experts of a layer, in a line
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Choices of routers over some steps, on all ranks."""
+
+    shares: Tensor  # (layers, E), of each expert in the choices: they sum to 1
+    probabilities: Tensor  # (layers, E), means over tokens
+    entropies: Tensor  # (layers,), means over tokens, nats
+
+    @property
+    def relative(self) -> Tensor:
+        """The tokens of an expert relative to the mean of its layer: (layers, E)."""
+        return self.shares * self.shares.shape[1]
+
+    @property
+    def balance(self) -> Tensor:
+        """E x sum_i f_i P_i of each layer: 1 if experts are equally loaded."""
+        return (self.relative * self.probabilities).sum(1)
+
+    @property
+    def idle(self) -> dict[int, list[int]]:
+        """Experts without any token, by layer."""
+        found = {
+            layer: (share == 0).nonzero().flatten().tolist()
+            for layer, share in enumerate(self.shares)
+        }
+        return {layer: experts for layer, experts in found.items() if experts}
 
 
 def values_of(loads: Loads) -> dict[str, float]:
@@ -64,7 +94,7 @@ def idle_experts(loads: Loads, steps: range) -> str:
 def repeated_steps(rows: Mapping[str, float], factor: float, steps: range) -> str:
     """Return a line on the steps that ran again with room for all rows; "" if there are none.
 
-    rows: ExpertCapacity.values. factor: experts.capacity_factor.
+    rows: ExpertCapacity.metrics. factor: experts.capacity_factor.
     """
     repeated = round(rows.get("repeated_steps", 0))
     if not repeated:

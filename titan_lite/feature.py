@@ -1,0 +1,144 @@
+"""Where a feature takes part in a run. titan_lite/features/ has the features.
+
+    class Scaled(Feature):
+        def is_on(self, config):
+            return ScaledKeys.of(config).factor != 1
+
+        def step_parts(self, model):
+            return [ScaledGradients(model.parameters, ScaledKeys.of(model.config).factor)]
+
+    for feature in features_of(config):         # those that a recipe turns on
+        options = feature.fsdp_options(config, options)
+
+A run calls these methods in the order of FEATURES. Importing a feature imports what it computes
+with only where a method needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from titan_lite.features import FEATURES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from titan_lite.config import Config
+    from titan_lite.distributed.layout import Layout
+    from titan_lite.distributed.parallelize import ParallelModel
+    from titan_lite.distributed.simple_fsdp import FSDPOptions
+    from titan_lite.models.transformer import Transformer
+
+
+def part_of_each(name: str) -> Iterator[ModuleType]:
+    """Import and yield a module, such as "keys", of each feature."""
+    for feature in FEATURES:
+        yield import_module(f"titan_lite.features.{feature}.{name}")
+
+
+class Feature:
+    """An optional part of a run. Override what it needs."""
+
+    def is_on(self, config: Config) -> bool:
+        """Return True if the recipe turns the feature on."""
+        raise NotImplementedError
+
+    def start_lines(self, config: Config, layout: Layout) -> Sequence[str]:
+        """Return lines for the log of the start."""
+        return ()
+
+    def tensors_depend_on(self, config: Config, layout: Layout) -> Mapping[str, Mapping[str, int]]:
+        """Return what the tensors that the feature adds to a checkpoint depend on, by the first
+        word of their names. A resume loads them only where that is the same.
+        """
+        return {}
+
+    def numerics(self, config: Config) -> Mapping[str, str | int]:
+        """Return what rounding depends on beside the recipe, by what it is. A resume tells of it if
+        it differs.
+        """
+        return {}
+
+    def without_approximation(self, config: Config) -> tuple[Config, str]:
+        """Return the recipe without what only approximates a run in one process, and what that is;
+        the recipe itself and "" if there is nothing. For `titan-lite verify`.
+        """
+        return config, ""
+
+    def plan_lines(self, config: Config) -> Sequence[str]:
+        """Return lines for the end of a plan."""
+        return ()
+
+    def before_checkpointing(self, config: Config, model: Transformer, mesh: DeviceMesh) -> None:
+        """Change the model of a pipeline stage in place, after it was split over ranks. model: on
+        the meta device. mesh: of all axes.
+        """
+
+    def fsdp_options(self, config: Config, options: FSDPOptions) -> FSDPOptions:
+        """Return the options of SimpleFSDP, changed."""
+        return options
+
+    def repeats_steps(self, config: Config) -> bool:
+        """Return True if forward and backward of a step may run again (StepPart.repeat): other
+        graphs are then made for that.
+        """
+        return False
+
+    def step_parts(self, model: ParallelModel) -> Sequence[StepPart]:
+        """Return the feature's parts of a training step. model: allocated and initialized."""
+        return ()
+
+
+class Repeat(NamedTuple):
+    """A step runs again, since it could not end as it was."""
+
+    why: str  # the name of this phase in reports of hangs
+    context: AbstractContextManager[object]  # in which forward and backward run again
+
+
+class StepPart:
+    """What a feature does in every training step. Override what it needs."""
+
+    def begin_step(self, step: int, tokens: int) -> None:
+        """Before the first forward of a step. step: the first one is 1. tokens: of all ranks."""
+
+    def repeat(self) -> Repeat | None:
+        """Return how forward and backward of this step run again, None if they need not. A
+        collective. `begin_step` is called again, and gradients are dropped.
+        """
+        return None
+
+    def after_backward(self, step: int) -> None:
+        """After the last backward, before gradients are summed over ranks, clipped and applied."""
+
+    def end_step(self, skip: Tensor) -> None:
+        """Before the update. skip: 1 if the step does not count, else 0: a float32 scalar on the
+        device, not to be read on the host.
+        """
+
+    def counts(self) -> list[Tensor]:
+        """Return what this rank has counted in the step, to be summed over copies in place."""
+        return []
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return the live tensors that a checkpoint has, by their names there."""
+        return {}
+
+    def metrics(self, steps: range, folder: Path | None) -> Mapping[str, float]:
+        """Return values for a line of metrics.jsonl (metrics/writer.py). A collective.
+
+        steps: since the line before. folder: of the run, None on ranks that write no files.
+        """
+        return {}
+
+
+def features_of(config: Config) -> list[Feature]:
+    """Return the features that a recipe turns on."""
+    features: list[Any] = [module.FEATURE for module in part_of_each("feature")]
+    return [feature for feature in features if feature.is_on(config)]

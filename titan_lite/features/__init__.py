@@ -1,0 +1,13 @@
+"""Optional parts of a run. The rest of the package imports none of them: it asks for those that a
+recipe turns on.
+
+A feature is a folder with
+    keys.py      KEYS, the keys that it adds to a recipe, and TENSORS, the first words of names of
+                 tensors that it adds to checkpoints; always imported, without torch
+    rules.py     what cannot be together with these keys (titan_lite/rules/); always imported
+    feature.py   FEATURE, its Feature (titan_lite/feature.py): where it takes part in a run
+
+and whatever these import. To remove a feature, delete its folder, its tests and its line here.
+"""
+
+FEATURES = ("moe", "powersgd")

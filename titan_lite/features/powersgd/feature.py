@@ -1,0 +1,70 @@
+"""PowerSGD in a run: gradients stay apart in backward, and are summed once a step."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from titan_lite.config import Config
+from titan_lite.distributed.layout import Layout
+from titan_lite.feature import Feature, StepPart
+from titan_lite.features.powersgd.keys import PowerSGDKeys
+
+if TYPE_CHECKING:
+    from titan_lite.distributed.parallelize import ParallelModel
+    from titan_lite.distributed.simple_fsdp import FSDPOptions
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class PowerSGDFeature(Feature):
+    def is_on(self, config: Config) -> bool:
+        return PowerSGDKeys.of(config).replicate_compression != "none"
+
+    def start_lines(self, config: Config, layout: Layout) -> Sequence[str]:
+        from titan_lite.features.powersgd.compression import compressed_sizes
+
+        keys = PowerSGDKeys.of(config)
+        sizes = compressed_sizes(keys, layout)
+        reduced = ITEM_BYTES[config.training.mixed_precision_reduce]
+        uncompressed = {  # an ordered set of names with * for the layer
+            re.sub(r"\.\d+\.", ".*.", fqn).removesuffix(".weight"): None
+            for fqn, (_, factors) in sizes.items()
+            if not factors
+        }
+        sent = sum(4 * factors or reduced * elements for elements, factors in sizes.values())
+        before = sum(reduced * elements for elements, _ in sizes.values())
+        compressed = sum(factors > 0 for _, factors in sizes.values())
+        as_they_are = ", ".join(uncompressed) or "none"
+        return [
+            f"gradients between copies: {compressed} of {len(sizes)} as factors of"
+            f" {keys.replicate_rank} columns, {sent:,} bytes a step instead of {before:,}"
+            f" (parallelism.replicate_compression); as they are: {as_they_are},"
+            f" and all in the first {keys.replicate_uncompressed_steps} steps"
+        ]
+
+    def tensors_depend_on(self, config: Config, layout: Layout) -> Mapping[str, Mapping[str, int]]:
+        ranks = {axis: degree for axis, degree in layout.degrees.items() if axis != "pp"}
+        if layout.expert_parallel > 1:
+            ranks["ep"] = layout.expert_parallel
+        return {"between": {**ranks, "rank": PowerSGDKeys.of(config).replicate_rank}}
+
+    def without_approximation(self, config: Config) -> tuple[Config, str]:
+        keys = PowerSGDKeys.of(config)
+        how = keys.replicate_compression
+        why = f'parallelism.replicate_compression = "{how}", which approximates'
+        return config.replace(parallelism=keys.replace(replicate_compression="none")), why
+
+    def fsdp_options(self, config: Config, options: "FSDPOptions") -> "FSDPOptions":
+        return dataclasses.replace(options, reduce_over_replicas=False)
+
+    def step_parts(self, model: "ParallelModel") -> Sequence[StepPart]:
+        from titan_lite.features.powersgd.compression import PowerSGD
+
+        keys = PowerSGDKeys.of(model.config)
+        return [
+            PowerSGD(model.stages, keys, model.config.debug.seed, without=model.tied_table.copy)
+        ]
+
+
+FEATURE = PowerSGDFeature()
