@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -30,16 +31,28 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from titan_lite.config import Config
+    from titan_lite.cost.machine import Machine
+    from titan_lite.distributed.axes import Axes
+    from titan_lite.distributed.buckets import Specs
     from titan_lite.distributed.layout import Layout
     from titan_lite.distributed.parallelize import ParallelModel
     from titan_lite.distributed.simple_fsdp import FSDPOptions
     from titan_lite.models.transformer import Transformer
+    from titan_lite.tools.plan.costs import Costs
 
 
 def part_of_each(name: str) -> Iterator[ModuleType]:
     """Import and yield a module, such as "keys", of each feature."""
     for feature in FEATURES:
         yield import_module(f"titan_lite.features.{feature}.{name}")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Float32 numbers that a feature keeps for a parameter's shard, beside those of its update."""
+
+    always: int = 0
+    before_update: int = 0  # more, from the last backward to the update
 
 
 class Feature:
@@ -74,6 +87,18 @@ class Feature:
     def plan_lines(self, config: Config) -> Sequence[str]:
         """Return lines for the end of a plan."""
         return ()
+
+    def kept_of_shard(self, config: Config, shape: Sequence[int]) -> Kept:
+        """Return what the feature keeps for a shard of this shape. For `titan-lite plan`."""
+        return Kept()
+
+    def add_costs_after_backward(
+        self, config: Config, costs: Costs, specs: Specs, machine: Machine, axes: Axes
+    ) -> None:
+        """Add the seconds and bytes between backward and update. For `titan-lite plan`.
+
+        specs: of the parameters that the optimizer updates. axes: of groups of ranks.
+        """
 
     def before_checkpointing(self, config: Config, model: Transformer, mesh: DeviceMesh) -> None:
         """Change the model of a pipeline stage in place, after it was split over ranks. model: on

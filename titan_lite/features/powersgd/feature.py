@@ -1,18 +1,23 @@
 """PowerSGD in a run: gradients stay apart in backward, and are summed once a step."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from titan_lite.config import Config
 from titan_lite.distributed.layout import Layout
-from titan_lite.feature import Feature, StepPart
+from titan_lite.feature import Feature, Kept, StepPart
 from titan_lite.features.powersgd.keys import PowerSGDKeys
 
 if TYPE_CHECKING:
+    from titan_lite.cost.machine import Machine
+    from titan_lite.distributed.axes import Axes
+    from titan_lite.distributed.buckets import Specs
     from titan_lite.distributed.parallelize import ParallelModel
     from titan_lite.distributed.simple_fsdp import FSDPOptions
+    from titan_lite.tools.plan.costs import Costs
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -54,6 +59,49 @@ class PowerSGDFeature(Feature):
         how = keys.replicate_compression
         why = f'parallelism.replicate_compression = "{how}", which approximates'
         return config.replace(parallelism=keys.replace(replicate_compression="none")), why
+
+    def kept_of_shard(self, config: Config, shape: Sequence[int]) -> Kept:
+        from titan_lite.features.powersgd.compression import compressed_shape
+
+        rank = PowerSGDKeys.of(config).replicate_rank
+        matrix = compressed_shape(shape[0], shape[1:], rank)
+        if matrix is None:
+            return Kept()
+        error = math.prod(shape)
+        return Kept(always=error + rank * matrix[1], before_update=error)
+
+    def add_costs_after_backward(
+        self, config: Config, costs: "Costs", specs: "Specs", machine: "Machine", axes: "Axes"
+    ) -> None:
+        """Nothing hides the sums over copies: a collective of all P, one of all Q and one of all
+        other gradients, and the products, which read and write shards more than they compute.
+        """
+        import torch
+
+        from titan_lite.distributed.axes import axis_along
+        from titan_lite.features.powersgd.compression import SHARD_PASSES, factor_sizes
+
+        rank = PowerSGDKeys.of(config).replicate_rank
+        ranks = next(ranks for ranks, axis in axes.items() if axis == "dp_replicate")
+        axis = axis_along(ranks, axes, of_parameters=True)
+        p_bytes = q_bytes = uncompressed = 0.0
+        for spec in specs.values():
+            elements = spec.chunk * math.prod(spec.row_shape)
+            factors = factor_sizes(spec, rank)
+            if factors is None:
+                uncompressed += elements * spec.reduce_dtype.itemsize
+                continue
+            p_bytes += 4 * factors[0]
+            q_bytes += 4 * factors[1]
+            flops = 8.0 * rank * elements
+            costs.matmul_flops += flops
+            costs.compute += max(
+                machine.memory_traffic(4 * SHARD_PASSES * elements),
+                flops / machine.flops(torch.float32),
+            )
+        for nbytes in (p_bytes, q_bytes, uncompressed):
+            if nbytes:
+                costs.add_collective(axis, "all_reduce", nbytes, ranks, machine)
 
     def fsdp_options(self, config: Config, options: "FSDPOptions") -> "FSDPOptions":
         return dataclasses.replace(options, reduce_over_replicas=False)

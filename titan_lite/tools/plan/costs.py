@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch.fx import Graph
 
 from titan_lite.cost.machine import Machine
@@ -20,8 +19,6 @@ from titan_lite.cost.op_cost import flops_of
 from titan_lite.cost.timeline import simulate
 from titan_lite.distributed.axes import Axes, axis_along, ranks_in
 from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets, reduce_buckets
-from titan_lite.features.powersgd.compression import SHARD_PASSES, factor_sizes
-from titan_lite.features.powersgd.keys import PowerSGDKeys
 from titan_lite.graph import KINDS, collective_bytes, kind_of, named_axis, parameters_of, ranks_of
 from titan_lite.models.fqns import block_of, last_block
 
@@ -120,8 +117,8 @@ class StageCosts:
     """The costs of a pipeline stage on one machine."""
 
     graphs: dict[str, Costs]  # of a microbatch, by GRAPHS; those that a stage like it runs
-    # Once in a step: "gather" of weights before all microbatches; "reduce" of gradients, and their
-    # compressed sums over "copies", after them.
+    # Once in a step: "gather" of weights before all microbatches; "reduce" of gradients after them,
+    # and what features do "after_backward".
     once: dict[str, Costs]
     shard_elements: float  # of this rank's parameters
     full_elements: float  # of its parameters when they are gathered
@@ -309,35 +306,3 @@ def shares_of_blocks(specs: Specs) -> dict[str, float]:
         sizes[block] = sizes.get(block, 0) + elements
     total = sum(sizes.values()) or 1
     return {block: size / total for block, size in sizes.items()}
-
-
-def compression_costs(specs: Specs, machine: Machine, axes: Axes, keys: PowerSGDKeys) -> Costs:
-    """Return the costs of sums over copies after backward (features/powersgd/compression.py).
-
-    Nothing hides them: a collective of all P, one of all Q and one of all other gradients, and the
-    products, which read and write shards more than they compute.
-    """
-    costs = Costs()
-    if keys.replicate_compression == "none":
-        return costs
-    ranks = next(ranks for ranks, axis in axes.items() if axis == "dp_replicate")
-    axis = axis_along(ranks, axes, of_parameters=True)
-    p_bytes = q_bytes = uncompressed = 0.0
-    for spec in specs.values():
-        elements = spec.chunk * math.prod(spec.row_shape)
-        factors = factor_sizes(spec, keys.replicate_rank)
-        if factors is None:
-            uncompressed += elements * spec.reduce_dtype.itemsize
-            continue
-        p_bytes += 4 * factors[0]
-        q_bytes += 4 * factors[1]
-        flops = 8.0 * keys.replicate_rank * elements
-        costs.matmul_flops += flops
-        costs.compute += max(
-            machine.memory_traffic(4 * SHARD_PASSES * elements),
-            flops / machine.flops(torch.float32),
-        )
-    for nbytes in (p_bytes, q_bytes, uncompressed):
-        if nbytes:
-            costs.add_collective(axis, "all_reduce", nbytes, ranks, machine)
-    return costs

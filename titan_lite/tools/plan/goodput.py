@@ -11,7 +11,7 @@ from titan_lite.cost.machine import GB
 from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.rank_bytes import (
     STORED_BYTES,
-    compression_error_bytes,
+    kept_by_features,
     moment_bytes,
     owner_bytes,
     share_of_matrices,
@@ -42,7 +42,8 @@ def goodput_of(plan: Plan) -> float:
     sharded = STORED_BYTES * own + sum(moment_bytes(config.optimizer, own, in_matrices))
     # An owner's matrices and the error of each copy are saved once, and sharded tensors by one of
     # the copies.
-    once = owner_bytes(config, layout) + compression_error_bytes(config, layout)
+    once = owner_bytes(config, layout)
+    once += STORED_BYTES * kept_by_features(config, layout).always
     held = sharded + once
     saved = sharded / layout.degrees["dp_replicate"] + once  # bytes that a rank writes
     meeting = layout.world_size * MEETING

@@ -53,7 +53,7 @@ PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 WORKING = "working"
 FULL_WEIGHTS = "weights gathered for the step"
-COMPRESSION_ERRORS = "errors between copies"
+KEPT_BY_FEATURES = "kept by features"
 PIPELINE_BUFFERS = "received by the pipeline"
 WORKSPACES = "workspaces of cuBLAS"
 OPTIMIZER_STATE = "optimizer state"
@@ -192,7 +192,7 @@ def replay(
                     run.run_graph(stage, graph, microbatch)
         run.reduce_gradients()
         run.receive_table_gradient()
-        run.compress_gradients()
+        run.keep_until_update()
         run.update()
     return run
 
@@ -232,7 +232,7 @@ class Replay:
         self.gradients: dict[int, dict[int, GradientSum]] = defaultdict(dict)
         self.reduced_gradients: list[Allocation] = []
         self.full_weights: list[Allocation] = []
-        self.errors: list[Allocation] = []  # of this step's compression
+        self.kept: list[Allocation] = []  # by features, until the update
         self.has_optimizer_state = False
 
     def allocate(self, part: str, nbytes: float) -> Allocation:
@@ -256,9 +256,7 @@ class Replay:
                 self.allocate(PARAMETERS, STORED_BYTES * weight.shard_elements)
             self.allocate(PARAMETERS, stage.buffers)
             for weight in stage.weights:
-                if weight.is_compressed:  # an error, and Q
-                    self.allocate(COMPRESSION_ERRORS, STORED_BYTES * weight.shard_elements)
-                    self.allocate(COMPRESSION_ERRORS, STORED_BYTES * weight.factors[1])
+                self.allocate(KEPT_BY_FEATURES, STORED_BYTES * weight.kept.always)
             # torch's stages receive each microbatch in a buffer of its own
             # (distributed/pipelining/stage.py).
             neighbours = (number > 0) + (number < len(self.layout.pipeline.modules) - 1)
@@ -396,24 +394,20 @@ class Replay:
             nbytes = STORED_BYTES * copied_table_shard(self.layout)
             self.free(self.allocate(WORKING, nbytes))
 
-    def compress_gradients(self) -> None:
-        """Allocate the errors of this step, which the update chooses or drops
-        (distributed/powersgd.py).
-        """
-        self.phase = "summing over copies"
+    def keep_until_update(self) -> None:
+        """Allocate what features keep from the last backward to the update."""
+        self.phase = "after backward"
         for weight in self.weights:
-            if weight.is_compressed:
-                self.errors.append(
-                    self.allocate(COMPRESSION_ERRORS, STORED_BYTES * weight.shard_elements)
-                )
+            nbytes = STORED_BYTES * weight.kept.before_update
+            self.kept.append(self.allocate(KEPT_BY_FEATURES, nbytes))
 
     def update(self) -> None:
         """Allocate the optimizer's state in the first step, and free the gradients.
 
         Norms and updates of one kernel need no memory.
         """
-        while self.errors:
-            self.free(self.errors.pop())
+        self.free_all(self.kept)
+        self.kept.clear()
         self.phase = "optimizer step"
         if not self.has_optimizer_state:
             for nbytes in self.optimizer_state_bytes():

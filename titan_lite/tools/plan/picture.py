@@ -39,7 +39,7 @@ ACTION_NAMES = {
 END_NAMES = {
     "gather": "gather weights",
     "reduce": "reduce gradients",
-    "copies": "compressed sums over copies",
+    "after_backward": "sums after backward",
     "optimizer": "clipping and optimizer",
     "slowest": "waiting for the slowest rank",
 }
@@ -50,7 +50,7 @@ STEP_COLORS = {
     "backward, of weights": "tab:olive",
     "gather weights": "tab:orange",
     "reduce gradients": "tab:brown",
-    "compressed sums over copies": "tab:pink",
+    "sums after backward": "tab:pink",
     "clipping and optimizer": "tab:gray",
     "waiting for the slowest rank": "tab:red",
 }

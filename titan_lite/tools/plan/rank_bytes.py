@@ -1,5 +1,5 @@
 """Count the bytes that a rank keeps, and those that an update moves: of shards, of matrices that it
-owns, of errors between copies, of a block's activations.
+owns, of what features keep, of a block's activations.
 
     moment_bytes(config.optimizer, own=1e9)         # of each of the sharded moments
     owner_bytes(config, layout)                     # of the owner with most
@@ -9,14 +9,13 @@ When a step needs them is in memory.py.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from titan_lite.config import ActivationCheckpoint, Config, Optimizer, Training
 from titan_lite.config.optimizers import OPTIMIZERS, Algorithm
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.tensor_parallel import largest_shard
-from titan_lite.features.powersgd.compression import compressed_sizes
-from titan_lite.features.powersgd.keys import PowerSGDKeys
+from titan_lite.feature import Kept, features_of
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.optim.state import (
     FLOAT32_BYTES,
@@ -57,13 +56,17 @@ def copied_table_shard(layout: Layout) -> int:
     return math.prod(largest_shard(layout, "tok_embeddings.weight", shape))
 
 
-def compression_error_bytes(config: Config, layout: Layout) -> int:
-    """Return the bytes of a rank's errors of compressed gradients; a step has them twice."""
-    keys = PowerSGDKeys.of(config)
-    if keys.replicate_compression == "none":
-        return 0
-    sizes = compressed_sizes(keys, layout).values()
-    return STORED_BYTES * sum(elements for elements, factors in sizes if factors)
+def kept_of_shard(config: Config, shape: Sequence[int]) -> Kept:
+    """Return what features keep for a shard of this shape."""
+    kept = [feature.kept_of_shard(config, shape) for feature in features_of(config)]
+    return Kept(sum(each.always for each in kept), sum(each.before_update for each in kept))
+
+
+def kept_by_features(config: Config, layout: Layout) -> Kept:
+    """Return what features keep for all shards of a rank."""
+    shards = [largest_shard(layout, *named) for named in layout.shapes_of_rank.items()]
+    kept = [kept_of_shard(config, shard) for shard in shards]
+    return Kept(sum(each.always for each in kept), sum(each.before_update for each in kept))
 
 
 def kept_bytes_of_block(config: Config, layout: Layout) -> float:

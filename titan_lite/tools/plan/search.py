@@ -37,16 +37,15 @@ from titan_lite.distributed.pipeline_schedule import (
     order_of,
     runs_halves,
 )
-from titan_lite.features.moe.keys import ExpertsKeys
-from titan_lite.features.powersgd.keys import PowerSGDKeys
+from titan_lite.feature import Kept
 from titan_lite.models.shapes import block_weights, shape_of
 from titan_lite.tools.plan.changes import Change, Row, fitting, plan_changes, ranked, table
 from titan_lite.tools.plan.memory import outside_of_tensors
 from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.rank_bytes import (
     STORED_BYTES,
-    compression_error_bytes,
     itemsizes,
+    kept_by_features,
     kept_bytes_of_block,
     moment_bytes,
     owner_bytes,
@@ -56,6 +55,7 @@ from titan_lite.tools.plan.simulate import table_seconds
 from titan_lite.tools.plan.summary import describe_degrees, part_name
 from titan_lite.tools.plan.trace import PROCESSES, PlannedLayout, blocks_in
 
+COMPRESSION = "parallelism.replicate_compression"
 MODE = "activation_checkpoint.mode"
 OPTION = "activation_checkpoint.selective_ac_option"
 # From the most memory and the least recomputation to the opposite.
@@ -255,9 +255,9 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
         schedules: list[str] = [config.parallelism.pipeline_parallel_schedule]
         if has_pipeline:
             schedules = ["1F1B", "Interleaved1F1B", *sorted(IN_HALVES)]
-        compression = "none"
-        if degrees["dp_replicate"] > 1:
-            compression = PowerSGDKeys.of(config).replicate_compression
+        without_copies: Change = {}
+        if degrees["dp_replicate"] == 1 and COMPRESSION in flatten(config):
+            without_copies = {COMPRESSION: "none"}
         for batch, checkpointing, experts in itertools.product(
             _local_batches(of_rank, degrees["pp"]),
             CHECKPOINTING,
@@ -278,7 +278,7 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
                     "parallelism.pipeline_parallel_schedule": schedule,
                     "parallelism.fsdp_communication": when,
                     "compile.bucketing": config.compile.bucketing,
-                    "parallelism.replicate_compression": compression,
+                    **without_copies,
                 }
 
 
@@ -288,7 +288,7 @@ def expert_degrees(config: Config, machine: Machine, ranks: int) -> list[Change]
     """
     if not shape_of(config.model).n_experts:
         return [{}]
-    own = str(ExpertsKeys.of(config).capacity_factor)
+    own = str(flatten(config)["experts.capacity_factor"])
     return [
         {
             "parallelism.expert_parallel_degree": str(degree),
@@ -459,9 +459,9 @@ def step_seconds(layout: PlannedLayout, machine: Machine) -> float:
 def least_bytes(layout: PlannedLayout, *, in_flight: bool = True) -> float:
     """Return a lower bound of a rank's bytes. in_flight: with the activations of microbatches."""
     sizes = _sizes(layout)
-    errors = compression_error_bytes(layout.config, layout)
+    kept = kept_by_features(layout.config, layout)
     nbytes = max(
-        _least_bytes(layout, sizes, part, errors, in_flight)
+        _least_bytes(layout, sizes, part, kept, in_flight)
         for part in _parts_of_ranks(layout, sizes)
     )
     return nbytes + owner_bytes(layout.config, layout) + outside_of_tensors(layout)
@@ -564,12 +564,12 @@ def _step_seconds(
 
 
 def _least_bytes(
-    layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, errors: float, in_flight: bool
+    layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, kept: Kept, in_flight: bool
 ) -> float:
     """Return a lower bound of a rank's bytes in tensors, without complete matrices of the
     optimizer: the most of two moments of a step.
 
-    errors: bytes of those of compressed gradients. in_flight: with the activations of microbatches.
+    kept: by features. in_flight: with the activations of microbatches.
     """
     config = layout.config
     _, summed = itemsizes(config.training)
@@ -577,9 +577,9 @@ def _least_bytes(
     updated = own - part.copied
     in_blocks = part.blocks * sizes.sharded
     moments = moment_bytes(config.optimizer, updated, in_blocks)
-    state = STORED_BYTES * own + sum(moments) + errors
+    state = STORED_BYTES * own + sum(moments) + STORED_BYTES * kept.always
     state += _received_bytes(layout, sizes, part)
-    before_update = summed * updated + errors
+    before_update = summed * updated + STORED_BYTES * kept.before_update
     if not in_flight:
         return state + before_update
     parallelism = Parallelism(

@@ -237,7 +237,7 @@ def _ends_of_step(stages: Sequence[StageCosts], update: Mapping[str, float]) -> 
     """Return a rank's seconds once per step, as in StepTimes."""
     ends = {
         name: sum(stage.once[name].seconds for stage in stages if name in stage.once)
-        for name in ("gather", "reduce", "copies")
+        for name in ("gather", "reduce", "after_backward")
     }
     ends["optimizer"] = sum(update.values())
     return ends

@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from titan_lite.cost.op_cost import flops_of
 from titan_lite.cost.timeline import own_bytes
+from titan_lite.feature import Kept
 from titan_lite.graph import KINDS, is_fused_away, nbytes_of, storages, waits_of
 from titan_lite.tools.plan.costs import GRAPHS
 
@@ -91,16 +92,11 @@ class Weight:
     matrix: bool = False  # within a block, and no norm (optim/state.py)
     of_experts: bool = False  # matrices of experts, of which a rank has some whole
     updated: bool = True  # by the optimizer; False: the copy of a tied table
-    # Elements of P and Q, if its gradient is compressed between copies (powersgd.py).
-    factors: tuple[int, int] = (0, 0)
+    kept: Kept = field(default_factory=Kept)  # by features
 
     @property
     def is_sharded(self) -> bool:
         return self.shard_elements != self.full_elements
-
-    @property
-    def is_compressed(self) -> bool:
-        return any(self.factors)
 
 
 @dataclass(frozen=True)

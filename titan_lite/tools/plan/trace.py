@@ -62,8 +62,7 @@ from titan_lite.distributed.simple_fsdp import materialize
 from titan_lite.distributed.stage import Stage
 from titan_lite.distributed.step_gather import OncePerStepGatherer, StepGradients
 from titan_lite.dtensor import local
-from titan_lite.features.powersgd.compression import factor_sizes
-from titan_lite.features.powersgd.keys import PowerSGDKeys
+from titan_lite.feature import Kept, features_of
 from titan_lite.graph import parameter_all_gathers, parameters_of, wait_of
 from titan_lite.models.attention import fits_flash
 from titan_lite.models.fqns import is_of_experts
@@ -74,10 +73,10 @@ from titan_lite.tools.plan.costs import (
     GRAPHS_OF_BACKWARD,
     Costs,
     StageCosts,
-    compression_costs,
     graph_costs,
     once_per_step_costs,
 )
+from titan_lite.tools.plan.rank_bytes import kept_of_shard
 from titan_lite.tools.plan.tape import (
     ScheduledGraph,
     StageTensors,
@@ -336,7 +335,9 @@ def costs_once(
         }
         hidden_under = {} if machine.is_cpu else computing
         once = once_per_step_costs(specs, machine, axes, hidden_under)
-    once["copies"] = compression_costs(updated, machine, axes, PowerSGDKeys.of(layout.config))
+    once["after_backward"] = after_backward = Costs()
+    for feature in features_of(layout.config):
+        feature.add_costs_after_backward(layout.config, after_backward, updated, machine, axes)
     return once
 
 
@@ -354,8 +355,6 @@ def is_updated(layout: PlannedLayout, spec: ShardSpec) -> bool:
 
 def weights_of(layout: PlannedLayout, specs: Specs) -> list[Weight]:
     """Return the weights of a stage, and the buckets of those that are gathered once per step."""
-    powersgd = PowerSGDKeys.of(layout.config)
-    rank = powersgd.replicate_rank if powersgd.replicate_compression != "none" else 0
     gathered_with = _bucket_numbers(gather_buckets(specs))
     reduced_with = _bucket_numbers(reduce_buckets(specs))
     return [
@@ -369,7 +368,9 @@ def weights_of(layout: PlannedLayout, specs: Specs) -> list[Weight]:
             matrix=is_matrix(spec.fqn),
             of_experts=is_of_experts((spec.rows, *spec.row_shape)),
             updated=is_updated(layout, spec),
-            factors=(rank and is_updated(layout, spec) and factor_sizes(spec, rank)) or (0, 0),
+            kept=kept_of_shard(layout.config, (spec.chunk, *spec.row_shape))
+            if is_updated(layout, spec)
+            else Kept(),
         )
         for parameter, spec in specs.items()
     ]

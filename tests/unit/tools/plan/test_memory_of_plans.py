@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from titan_lite.config import Optimizer
 from titan_lite.distributed.pipeline_schedule import backwards_of, computations, order_of
+from titan_lite.feature import Kept
 from titan_lite.tools.plan import memory as module
 from titan_lite.tools.plan.allocator import MIB
 from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION
@@ -144,18 +145,19 @@ def test_shampoos_state_is_that_of_the_owner_with_most():
     assert 0.5 * 4 * numbers <= owner_bytes(mine.config, of_two) < 0.7 * 4 * numbers
 
 
-def test_errors_between_copies_are_made_after_backward():
+def test_what_features_keep_until_the_update_is_made_after_backward():
     mine = layout(accumulation=2)
-    weights = [dataclasses.replace(WEIGHT, factors=(256, 512))]
+    kept = Kept(always=WEIGHT.shard_elements + 512, before_update=WEIGHT.shard_elements)
+    weights = [dataclasses.replace(WEIGHT, kept=kept)]
     small = stage(weights, forward=[1], backward=[2, 0, ~0, ~1, ~2])
     found = memory_of(mine, [small], CPU)
-    assert found.phase == "backward"  # with the error of the step before, and Q
-    assert found.parts["errors between copies"] == 4 * MIB + 4 * 512
+    assert found.phase == "backward"  # with what is always kept
+    assert found.parts["kept by features"] == 4 * MIB + 4 * 512
     small = stage(weights, forward=[1, ~1], backward=[0, ~0])
     small.tapes["B"].sizes[1] = 0
     found = memory_of(mine, [small], CPU)
-    assert found.phase == "summing over copies"
-    assert found.parts["errors between copies"] == 8 * MIB + 4 * 512
+    assert found.phase == "after backward"
+    assert found.parts["kept by features"] == 8 * MIB + 4 * 512
 
 
 def tied(mine):

@@ -14,6 +14,7 @@ from titan_lite.cost.op_cost import flops_of, node_seconds
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.layout import Layout, least_state_bytes
 from titan_lite.distributed.tensor_parallel import largest_shard
+from titan_lite.features.moe.feature import FEATURE
 from titan_lite.models.experts import grouped_mm, grouped_mm_of_weights
 from titan_lite.models.shapes import (
     active_parameters,
@@ -23,7 +24,6 @@ from titan_lite.models.shapes import (
 )
 from titan_lite.optim.state import numbers_in
 from titan_lite.tools.plan.command import main
-from titan_lite.tools.plan.summary import repeated_step_line
 
 A3B = QWEN3_MOE.flavors["30B-A3B"]
 H100 = load_machine("H100")
@@ -215,7 +215,7 @@ def test_a_plan_with_a_capacity_says_how_to_plan_a_step_that_runs_again(options,
         "--experts.capacity_factor=1.25",
     ]
     config = load_config(recipe, [*keys, *options])
-    line = repeated_step_line(config)
+    (line,) = FEATURE.plan_lines(config)
     assert "with more tokens of experts on a rank than 1.25 times the mean runs again" in line
     _, _, written = line.partition("plan it with ")
     changed = load_config(recipe, [*keys, *options, *written.split()])

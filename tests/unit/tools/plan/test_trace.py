@@ -25,11 +25,12 @@ from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.axes import axis_along
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.param_collectives import ShardSpec
-from titan_lite.features.powersgd.keys import PowerSGDKeys
+from titan_lite.feature import Kept
+from titan_lite.features.powersgd.feature import FEATURE
 from titan_lite.models.shapes import flops_per_token
 from titan_lite.tools.plan import plan
 from titan_lite.tools.plan.allocator import LARGE_GRANULE
-from titan_lite.tools.plan.costs import compression_costs
+from titan_lite.tools.plan.costs import Costs
 from titan_lite.tools.plan.memory import memory_of
 from titan_lite.tools.plan.simulate import simulate_step
 from titan_lite.tools.plan.tape import stage_of
@@ -178,11 +179,11 @@ def test_fsdp_sends_every_weight_forward_again_backward_and_every_gradient(trace
 @pytest.mark.slow
 def test_copies_send_thin_factors_once_a_step_and_keep_errors(traces):
     costs, shard = traces["copies", 3].costs, RANKS // 2
-    copies = costs.once.pop("copies")
+    copies = costs.once.pop("after_backward")
     assert not any(
         "dp_replicate" in part.sent for part in (*costs.graphs.values(), *costs.once.values())
     )
-    costs.once["copies"] = copies
+    costs.once["after_backward"] = copies
     sizes = {
         (1024, 1024): 2,
         (512, 1024): 2,
@@ -202,7 +203,7 @@ def test_copies_send_thin_factors_once_a_step_and_keep_errors(traces):
         COPIES, [stage_of(traces["copies", 3].tensors, 3, pipelined=False)], H100
     ).parts
     shards = 4 * (3 * PRODUCTS + 2 * TABLE) / shard
-    assert shards < memory["errors between copies"] < 2.1 * shards
+    assert shards < memory["kept by features"] < 2.1 * shards
 
 
 @pytest.mark.slow
@@ -211,16 +212,19 @@ def test_the_copy_of_a_tied_table_is_neither_updated_nor_compressed(traces):
     weights = found.tensors.weights
     (copy,) = [weight for weight in weights if not weight.updated]
     assert copy.full_elements == TABLE
-    assert copy.factors == (0, 0)
-    assert any(weight.is_compressed for weight in weights)
+    assert copy.kept == Kept()
+    compressed = [weight for weight in weights if weight.kept != Kept()]
+    assert compressed
     assert sum(weight.full_elements for weight in weights) == 3 * BLOCK + MODEL.dim + TABLE
     assert found.costs.full_elements == 3 * BLOCK + MODEL.dim + TABLE
-    factors = sum(map(sum, (weight.factors for weight in weights)))
+    qs = [weight.kept.always - weight.shard_elements for weight in compressed]
+    ps = [64 * weight.shard_elements / q for weight, q in zip(compressed, qs, strict=True)]
+    factors = sum(qs) + sum(ps)
     as_they_are = sum(
-        weight.shard_elements for weight in weights if weight.updated and not weight.is_compressed
+        weight.shard_elements for weight in weights if weight.updated and weight not in compressed
     )
     # all-reduces of two copies
-    assert found.costs.once["copies"].sent["dp_replicate"] == 4 * (factors + as_they_are)
+    assert found.costs.once["after_backward"].sent["dp_replicate"] == 4 * (factors + as_they_are)
 
 
 def test_nothing_hides_the_factors_of_all_gradients_and_the_others():
@@ -242,7 +246,8 @@ def test_nothing_hides_the_factors_of_all_gradients_and_the_others():
         for fqn, (rows, row_shape) in sizes.items()
     }
     axes = {(0, shard): "dp_replicate"}
-    costs = compression_costs(plans, H100, axes, PowerSGDKeys.of(COPIES.config))
+    costs = Costs()
+    FEATURE.add_costs_after_backward(COPIES.config, costs, plans, H100, axes)
     each = (6 * 8 * 1024 / shard, 6 * 8 * 2048, 1024 / shard)  # P, Q, and what is not compressed
     seconds = sum(H100.collective("all_reduce", 4 * numbers, (0, shard)) for numbers in each)
     assert costs.communication["dp_replicate"] == pytest.approx(seconds)
