@@ -115,12 +115,22 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def with_copies(arguments: Sequence[str]) -> list[str]:
-    """Return the command line with the number of copies that NCOPIES sets. Raises ConfigError."""
+    """Return the command line with the number of copies that NCOPIES sets. Raises ConfigError if
+    the recipe or the command line has another one.
+    """
     copies = os.environ.get("NCOPIES")
     if not copies:
         return list(arguments)
     check_number("NCOPIES")
-    return [*arguments, "--fault_tolerance.copies", copies]
+    path, *keys = arguments
+    config, _ = read_config(path, keys)  # what else is wrong is told later
+    key = "fault_tolerance.copies"
+    if config.was_set(key) and config.fault_tolerance.copies != int(copies):
+        raise ConfigError(
+            f"NCOPIES={copies}, and {config.origin(key)}: {key} ="
+            f" {config.fault_tolerance.copies}; use one of them, or the same number in both"
+        )
+    return [*arguments, f"--{key}", copies]
 
 
 def copies_here(arguments: Sequence[str]) -> "CopyProcesses | None":

@@ -11,7 +11,7 @@ from torch.distributed import run
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
 from titan_lite import launch as start
-from titan_lite.config import ConfigError
+from titan_lite.config import ConfigError, load_config
 from titan_lite.config.errors import MachineError
 from titan_lite.distributed import endpoint
 from titan_lite.metrics.run_files import read_events
@@ -373,6 +373,16 @@ def test_ncopies_sets_the_copies_of_a_run(environment):
     environment["NCOPIES"] = "3"
     options = start.with_copies(["debug_model"])
     assert options == ["debug_model", "--fault_tolerance.copies", "3"]
+    environment["NCOPIES"] = "2"
+    for same in (["--fault_tolerance.copies=2"], ["--training.steps", "9"]):
+        options = start.with_copies(["debug_model", *same])
+        assert load_config(options[0], options[1:]).fault_tolerance.copies == 2
+    with pytest.raises(ConfigError) as refused:
+        start.with_copies(["debug_model", "--fault_tolerance.copies", "3"])
+    assert str(refused.value) == (
+        "NCOPIES=2, and command line: fault_tolerance.copies = 3; use one of them, or the same"
+        " number in both"
+    )
     environment["NCOPIES"] = "three"
     with pytest.raises(ConfigError, match="NCOPIES=three: expected the number of copies"):
         start.with_copies(["debug_model"])

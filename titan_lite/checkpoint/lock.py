@@ -3,6 +3,7 @@
     lock = FolderLock(folder, 'checkpoint.folder = "checkpoint"', instead="another folder")
     lock.acquire()               # raises ConfigError if another run has it
     lock.acquire(run="http://node0:29510")       # shared by the copies of that run
+    lock.shared_name             # the same in all of these, if they see the same file
     lock.is_held()               # False once the lock file is gone or replaced
 
 The operating system frees the lock when the process ends, however it ends.
@@ -12,6 +13,7 @@ import errno
 import fcntl
 import os
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +51,7 @@ class FolderLock:
         self.locked_file: Inode | None = None
         self.shared_file: int | None = None  # open, with a lock that copies of the run share
         self.is_alone = True  # no other copy of the run had the lock
+        self.shared_name = ""  # what the first copy of the run has written into the file
 
     def acquire(self, run: str = "") -> bool:
         """Acquire the lock, if this process does not have it; return False if the file system has
@@ -87,10 +90,12 @@ class FolderLock:
         return True
 
     def _share(self, run: str) -> None:
-        """Acquire the lock together with other copies of the run, whose name is in the file.
+        """Acquire the lock together with other copies of the run, whose name is in the file, and a
+        random one beside it.
 
         The operating system has the lock until the file is closed. Raises Timeout and OSError.
         """
+        own_name = f"{run} {uuid.uuid4().hex}"
         file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         deadline = time.monotonic() + SECONDS_TO_SHARE
         while True:
@@ -100,13 +105,15 @@ class FolderLock:
                 self.is_alone = False
             else:
                 self.is_alone = True
+                self.shared_name = own_name
                 os.ftruncate(file, 0)
-                os.pwrite(file, run.encode(), 0)
+                os.pwrite(file, own_name.encode(), 0)
                 fcntl.flock(file, fcntl.LOCK_SH)
                 break
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if os.pread(file, len(run) + 1, 0) == run.encode():
+                self.shared_name = os.pread(file, 2 * len(own_name), 0).decode(errors="replace")
+                if self.shared_name.rpartition(" ")[0] == run:
                     break
             if time.monotonic() > deadline:
                 os.close(file)

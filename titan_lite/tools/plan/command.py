@@ -39,6 +39,7 @@ from titan_lite.config import (
 from titan_lite.config.load import option
 from titan_lite.config.weights_folder import refuse_within_step
 from titan_lite.distributed.layout import Layout
+from titan_lite.logging import print_line
 from titan_lite.rules.float8 import float8_has_results_on_gpus
 from titan_lite.rules.mistakes import raise_mistakes
 
@@ -268,9 +269,6 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
     config, wrong = read_config(options.recipe, overrides)
     rules.check_keys(config, wrong)
     copies = config.fault_tolerance.copies
-    if copies > 1:
-        overrides = [*overrides, *as_one_world(config)]
-        config = load_config(options.recipe, overrides)
     windows: list[Window] = []
     if options.compare:
         from titan_lite.tools.plan.compare import ranks_of, read_windows
@@ -280,6 +278,11 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
     else:
         world_size = options.world_size or world_size_of(find_recipe(Path(options.recipe)))
         world_size *= copies
+    note = ""
+    if copies > 1:
+        note = note_on_copies(config, world_size)
+        overrides = [*overrides, *as_one_world(config, world_size)]
+        config = load_config(options.recipe, overrides)
     machine = find_hardware(options.hardware, config)
     check_imbalance(options.expert_imbalance, config)
     subject = Subject(
@@ -293,24 +296,61 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
         lines = comparison_lines(subject, options.compare, windows, options.full)
     else:
         lines = plan_lines(subject, options)
-    if copies > 1:
-        lines.insert(
-            0,
-            f"planned as one world of {world_size} ranks: the sum over {copies} copies"
-            " (fault_tolerance.copies) overlaps with backward in a plan, and comes after it in a"
-            " run",
-        )
-    return "\n".join(lines)
+    if note and options.json:  # the output has the object alone
+        print_line(note)
+        note = ""
+    return "\n".join([*filter(None, [note]), *lines])
 
 
-def as_one_world(config: Config) -> list[str]:
-    """Return the options that make copies that may be lost to copies of one world, with the same
-    batches.
+def as_one_world(config: Config, world_size: int) -> list[str]:
+    """Return the options that make copies that may be lost to copies of one world.
+
+    Each takes as many local batches of a step as the busiest one. world_size: ranks of all copies.
+    Raises ConfigError if a copy cannot run on its ranks.
     """
+    copies = config.fault_tolerance.copies
     defaults = FaultTolerance()
-    settings = [option(f"fault_tolerance.{name}", str(value)) for name, value in defaults]
-    key = "parallelism.data_parallel_replicate_degree"
-    return [*settings, option(key, str(config.fault_tolerance.copies))]
+    options = [option(f"fault_tolerance.{name}", str(value)) for name, value in defaults]
+    options.append(option("parallelism.data_parallel_replicate_degree", str(copies)))
+    layout = Layout.from_config(config, world_size // copies)
+    if config.training.global_batch_size != -1:
+        sequences = shared_by_copies(layout, layout.sequences_per_step)
+        options.append(option("training.global_batch_size", str(sequences)))
+    ramp = [
+        f"{shared_by_copies(layout, layout.sequences_at(last))} until {last}"
+        for _, last in layout.ramp
+    ]
+    if ramp:
+        options.append(option("training.global_batch_ramp", ",".join(ramp)))
+    return options
+
+
+def shared_by_copies(layout: Layout, sequences: int) -> int:
+    """Return the sequences of a step in which each copy has as many as the busiest one now.
+
+    layout: of one copy. sequences: of all of them in a step.
+    """
+    at_once = layout.local_batch_size * layout.dp_degree * layout.copies
+    return math.ceil(sequences / at_once) * at_once
+
+
+def note_on_copies(config: Config, world_size: int) -> str:
+    """Return what a plan of copies that may be lost leaves out, in a line."""
+    copies = config.fault_tolerance.copies
+    layout = Layout.from_config(config, world_size // copies)
+    note = (
+        f"planned as one world of {world_size} ranks: the sum over {copies} copies"
+        " (fault_tolerance.copies) overlaps with backward in a plan, and comes after it in a run"
+    )
+    sequences = layout.sequences_per_step
+    planned = shared_by_copies(layout, sequences)
+    if planned != sequences:
+        note += (
+            f"; a step of the run has {sequences} sequences, which {copies} copies cannot share"
+            f" evenly, and takes as long as the {planned} of the plan: its tokens, a step or a"
+            f" second, are {sequences / planned:.0%} of the planned ones"
+        )
+    return note
 
 
 def search_lines(subject: Subject, count: int, full: bool) -> list[str]:

@@ -15,8 +15,15 @@ from tiny import DEBUG_TOKENIZER
 from titan_lite.config import ConfigError, find_recipe, load_config
 from titan_lite.cost.machine import GIB
 from titan_lite.cost.profiles import load_machine
+from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import parameter_shapes
-from titan_lite.tools.plan.command import lay_out, main, world_size_of
+from titan_lite.tools.plan.command import (
+    as_one_world,
+    lay_out,
+    main,
+    note_on_copies,
+    world_size_of,
+)
 from titan_lite.tools.plan.plan import make_plan
 from titan_lite.tools.plan.search import least_bytes
 from titan_lite.tools.plan.summary import in_units
@@ -139,6 +146,31 @@ def test_copies_that_may_be_lost_are_planned_as_one_world(capsys):
     replicas = "--parallelism.data_parallel_replicate_degree=2"
     assert main([*options, "--world-size", "4", replicas]) == 0
     assert re.sub(planned_in, "", capsys.readouterr().out) == re.sub(planned_in, "", rest)
+
+
+def test_copies_that_share_local_batches_unevenly_are_planned_by_the_busiest_one():
+    """Three copies of two ranks have four local batches: one of them takes two."""
+    keys = ["--fault_tolerance.copies=3", "--training.local_batch_size=1"]
+    batches = ["--training.global_batch_size=8", "--training.global_batch_ramp=2 until 10"]
+    config = load_config("debug_model", [*keys, *batches])
+    options = as_one_world(config, 6)
+    planned = Layout.from_config(load_config("debug_model", [*keys, *batches, *options]), 6)
+    assert planned.sequences_per_step == 12
+    assert planned.ramp == ((1, 10),)
+    note = note_on_copies(config, 6)
+    assert "a step of the run has 8 sequences, which 3 copies cannot share evenly" in note
+    assert note.endswith("are 67% of the planned ones")
+    even = config.replace(training=config.training.replace(global_batch_size=12))
+    assert "sequences" not in note_on_copies(even, 6)
+
+
+@pytest.mark.slow
+def test_json_of_copies_is_json(capsys):
+    options = ["--fault_tolerance.copies=2", "--hardware", "h100", "--world-size", "1"]
+    assert main(["debug_model", *options, "--json"]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["tokens_per_step"]
+    assert output.err.startswith("planned as one world of 2 ranks")
 
 
 def test_an_option_before_the_recipe_is_not_taken_for_the_recipe(capsys):
