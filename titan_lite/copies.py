@@ -5,31 +5,37 @@
     batches = copies.next_batches()           # those of the step that this copy takes
     totals = copies.commit(loss, tokens, stop_requests)      # None: the step is undone
     going_on = copies.agree()                 # before the next step
+    copies.leave()                            # after the last one, once that is on disk
 
 Between steps all copies have the same state: parameters, optimizer, counts, and positions in the
 data. Every copy packs all documents of the run, and leaves out the batches of others; so the data
 does not depend on how many copies take part in a step, and a copy that has lost others knows where
-they were. The first living copy writes the files of the run.
+they were. The first living copy writes the files of the run. If it is lost, the next one looks at
+what is on disk, and writes what is due and not there, before it takes a further step.
 
 resilience/quorum.py finds the living copies and sums over them.
 """
 
 import json
+import socket
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from titan_lite.checkpoint.agreement import PARTS_OF_ERRORS, Member, differences, parts_of
 from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.checkpoint.steps import NEWEST
 from titan_lite.config import ConfigError
+from titan_lite.config.errors import SharedConfigError
 from titan_lite.distributed.pipeline import DeviceBatch
-from titan_lite.distributed.process_group import hash64, max_over_ranks
+from titan_lite.distributed.process_group import first_nonempty, hash64, max_over_ranks
 from titan_lite.dtensor import gradient_shard, local
-from titan_lite.environment import copy_number
-from titan_lite.logging import console, events, logger
+from titan_lite.environment import COPY, copy_number
+from titan_lite.logging import OF_COPY, console, events, logger
 from titan_lite.resilience import TrainingError
 from titan_lite.resilience.quorum import CopyState, Quorum, await_lighthouse
 from titan_lite.resilience.replica_check import examine
@@ -37,8 +43,12 @@ from titan_lite.resilience.replica_check import examine
 if TYPE_CHECKING:
     from titan_lite.trainer import Trainer
 
+PAUSE = 0.5  # seconds between looks at a checkpoint that another copy writes
 SHORT = 0.5  # seconds of a quorum that count to the step; a longer one is a wait
-IDENTITY = "identity"  # name of what `identity_of` returns, among the parts of a state
+IDENTITY = "identity"  # among the parts of a state: that of the copy, as a dictionary
+LINES = "lines"  # likewise: of metrics, which the first copy has to write (MetricsWriter.lines)
+FOLDERS = "folders"  # among the parts of an identity: names in the locks of the run's folders
+COMPARED = (*PARTS_OF_ERRORS, "mesh", "sequences", "device")
 MAX_UNDONE = 2  # steps in a row; after more, a signal stops this copy without the others
 DIFFERENCES = ("", "recipe", "state")  # of copies, which of them are wrong
 
@@ -55,27 +65,43 @@ class DifferentCopies(RuntimeError):
     """An error: copies that should be equal are not."""
 
 
-def identity_of(identity: RunIdentity) -> int:
-    """Return a number that is the same in copies that can train together."""
-    recipe = {
-        section: values
-        for section, values in identity.recipe.items()
-        if section not in ("job", "fault_tolerance")
-    }
+def identity_of(identity: RunIdentity, number: int, folders: str) -> Member:
+    """Return what is the same in copies that can train together.
+
+    number: of this copy. folders: of the run (Checkpointer.shared_name).
+    """
+    parts = parts_of(identity)
+    del parts["recipe"]["fault_tolerance"]["lighthouse"]  # one has several addresses
     same = {
-        "recipe": recipe,
-        "model": identity.model,
-        "tokenizer": identity.tokenizer,
-        "documents": [identity.documents, identity.validation_documents],
-        "mesh": identity.mesh,
+        **{name: parts[name] for name in PARTS_OF_ERRORS},
+        "mesh": dict(identity.mesh),
         "sequences": identity.sequences,
-        "copies": identity.recipe["fault_tolerance"]["copies"],
         "device": identity.device,
-        "versions": identity.versions,
-        "sources": identity.sources,
-        "family_file": identity.family_file,
+        FOLDERS: folders,
     }
-    return hash64(json.dumps(same, sort_keys=True, default=list).encode())
+    return Member(f"in copy {number} on {socket.gethostname()}", same, identity.git)
+
+
+def digest_of(member: Member) -> int:
+    """Return a number that is the same in copies that can train together."""
+    return hash64(json.dumps(member.parts, sort_keys=True).encode())
+
+
+def why_apart(other: Member, own: Member) -> list[str]:
+    """Return a line for each key in which two copies differ that should train together."""
+    lines = differences(other, own, COMPARED)
+    if lines:
+        lines[-1] += (
+            "; start all copies with the same recipe, command line, files and versions, on the same"
+            " kind of device"
+        )
+    elif other.parts[FOLDERS] != own.parts[FOLDERS]:
+        folder = own.parts["recipe"]["job"]["dump_folder"]
+        lines.append(
+            f'job.dump_folder = "{folder}": the folder {own.place} is not the one {other.place};'
+            " use one on a file system that all copies share"
+        )
+    return lines
 
 
 class Copies:
@@ -90,12 +116,17 @@ class Copies:
         self.has_joined = False  # a run that other copies had begun
         self.steps = 0  # that this process has committed
         self.began = 0.0  # the present step, by time.perf_counter
-        self.identity = identity_of(trainer.identity)
+        folders = trainer.checkpointer.shared_name
+        self.identity = identity_of(trainer.identity, self.number, folders)
         self.parts_before: dict[str, Any] = {}  # the state that the present step began with
         self.undone = 0  # steps in a row that did not count
         self.why_undone = ""  # the last one of them
         self.living = 0  # copies that take part in the present step; 0 before the first one
         self.is_first = False  # this copy writes the files of the run
+        self.owes_save = False  # another copy was to save before, which may be lost
+        self.digest = digest_of(self.identity)
+        self.apart: list[str] = []  # why this copy cannot train with the others
+        self.meets_others = False  # at the end of the run
 
     # Between steps
 
@@ -107,7 +138,7 @@ class Copies:
         trainer = self.trainer
         self.compile()
         progress = trainer.watchdog.progress
-        if not await_lighthouse(self.config, progress, lambda: trainer.stop.received):
+        if not await_lighthouse(self.config, progress, self.waits_in_vain):
             self.stop_alone()
             return False
         self.quorum = Quorum(
@@ -118,7 +149,7 @@ class Copies:
             progress=progress,
         )
         self.quorum.go_on_from(trainer.step)
-        if not self.agree():
+        if not self.meet():
             return False
         self.has_joined = self.quorum.received is not None
         return True
@@ -141,8 +172,16 @@ class Copies:
     def agree(self) -> bool:
         """Agree with the other copies on the next step; return False if the run has to stop.
 
-        A copy that is behind others takes their state.
+        A copy that is behind others takes their state. One that has become the first writes what
+        the one before it has left.
         """
+        if not self.meet():
+            return False
+        self.write_due()
+        return True
+
+    def meet(self) -> bool:
+        """Find the copies of the next step; return as `agree`."""
         trainer = self.trainer
         if trainer.is_finished or trainer.stop.requested:
             return False
@@ -153,7 +192,7 @@ class Copies:
         before = self.living
         started = time.perf_counter()
         with trainer.watchdog.phase("waiting for other copies", "init_timeout_seconds"):
-            if not self.quorum.begin_step(lambda: trainer.stop.received):
+            if not self.quorum.begin_step(self.waits_in_vain):
                 self.stop_alone()
                 return False
             if time.perf_counter() - started > SHORT:
@@ -166,11 +205,15 @@ class Copies:
                 trainer.throughput.exclude_since(started, "recovery")
                 self.parts_before = self.parts()
         self.living = self.quorum.living
+        self.meets_others = True
         has_changed = self.living != before or received is not None
         if has_changed:
-            self.check_others()
+            if not self.check_others():
+                return False
             trainer.throughput.ranks = trainer.world_size * self.living
         self.take_role()
+        if has_changed and self.is_first and trainer.config.checkpoint.enable:
+            trainer.checkpointer.set_aside_after(trainer.step)
         if self.why_undone:
             if trainer.rank == 0:
                 logger.warning(self.why_undone, extra={"event": "undone"})
@@ -179,9 +222,26 @@ class Copies:
             self.describe_change(before)
         return True
 
-    def check_others(self) -> None:
-        """Raise ConfigError in a copy that is one too many, and TrainingError if a copy that was
-        lost has saved a later step than that of the living.
+    def waits_in_vain(self) -> bool:
+        """Return True if this rank has received a signal, or knows that the run is done."""
+        return self.trainer.stop.received or self.last_step_saved() > 0
+
+    def last_step_saved(self) -> int:
+        """Return the last step of the run, if another copy has saved it; 0 otherwise, and on all
+        ranks but the first.
+        """
+        trainer = self.trainer
+        if trainer.rank != 0 or not trainer.config.checkpoint.enable or trainer.is_finished:
+            return 0
+        steps = trainer.config.training.steps
+        if max(trainer.checkpointer.present(), default=0) < steps:
+            return 0
+        newest = trainer.checkpointer.newest()
+        return newest if newest >= steps else 0
+
+    def check_others(self) -> bool:
+        """Return False if the run is done. Raises ConfigError in a copy that is one too many, and
+        TrainingError if a copy that was lost has saved a later step than that of the living.
 
         They may have loaded an earlier one while it was saved, or were cut off from it.
         """
@@ -192,16 +252,36 @@ class Copies:
                 f" {self.config.copies}; start each with a COPY of its own, from 0 to"
                 f" {self.config.copies - 1}"
             )
+        if self.ends_with_others():
+            return False
         checkpoint = trainer.config.checkpoint
         if not checkpoint.enable or checkpoint.load_step != NEWEST:
-            return
-        newest = max(trainer.checkpointer.present(), default=0)
-        if max_over_ranks(newest) > [trainer.step]:
+            return True
+        (newest,) = max_over_ranks(trainer.checkpointer.newest() if trainer.rank == 0 else 0)
+        if newest > trainer.step:
             raise TrainingError(
                 f"step {newest} was saved by a copy that was lost since, and the living ones are at"
                 f" step {trainer.step}; another start goes on from it",
                 everywhere=True,
             )
+        return True
+
+    def ends_with_others(self) -> bool:
+        """Return True, and say so, if another copy has saved the last step of the run. A collective
+        in this copy.
+        """
+        trainer = self.trainer
+        (last,) = max_over_ranks(self.last_step_saved())
+        if not last:
+            return False
+        if trainer.rank == 0:
+            logger.warning(
+                f"copy {self.number} ends at step {trainer.step}, as the run is done: another copy"
+                f" has saved step {last}",
+                extra=OF_COPY,
+            )
+        self.meets_others = False
+        return True
 
     def newest(self) -> str:
         """Return the newest checkpoint, which another copy may have written, in words."""
@@ -210,20 +290,20 @@ class Copies:
         return str(checkpointer.path_of(max(steps))) if steps else "the beginning"
 
     def stop_alone(self) -> None:
-        """Stop this copy, which has found no quorum."""
+        """Stop this copy, which has found no quorum, with what is due on disk."""
         trainer = self.trainer
+        if self.ends_with_others():
+            return
         if not trainer.stop.poll():
             logger.warning(
                 f"no quorum of copies for {self.config.wait_seconds} s (fault_tolerance."
                 f"wait_seconds): {trainer.describe_stop()}",
-                extra={"event": "stop"},
+                extra={"event": "stop", **OF_COPY},
             )
             trainer.stop.requested = True
-        if trainer.config.checkpoint.enable and self.living:
-            newest = max(trainer.checkpointer.present(), default=0)
-            if max_over_ranks(newest) < [trainer.step]:  # whoever writes otherwise may be lost
-                console.show(True)
-                trainer.save_here()
+        self.meets_others = False
+        if self.living:
+            self.take_over()
 
     def describe_change(self, before: int) -> None:
         """Log how many copies there are; the first one does, and one that joins."""
@@ -237,7 +317,7 @@ class Copies:
             logger.warning(
                 f"copy {self.number} goes on from step {trainer.step} of a living copy"
                 f" ({nbytes / 2**30:.2f} GiB a rank); {copies}",
-                extra={"event": "copies"},
+                extra={"event": "copies", **OF_COPY},
             )
         elif self.is_first:
             where = f"from step {trainer.step + 1} on"
@@ -245,16 +325,126 @@ class Copies:
 
     def take_role(self) -> None:
         """Write the files of the run if this copy is the first, else write none."""
-        self.is_first = self.quorum.index == 0
-        writes = self.is_first and self.trainer.rank == 0
-        console.show(self.is_first)
-        if writes != self.trainer.metrics.writes:
-            self.trainer.write_files(writes=writes)
+        self.write_files(first=self.quorum.index == 0)
+
+    def write_files(self, *, first: bool) -> None:
+        """Begin or end to write the files of the run, beginning with lines of metrics that the
+        first copy before this one has not written.
+        """
+        trainer = self.trainer
+        self.owes_save = first and (self.owes_save or not self.is_first)
+        self.is_first = first
+        writes = first and trainer.rank == 0
+        console.show(first)
+        if writes == trainer.metrics.writes:
+            return
+        trainer.write_files(writes=writes)
+        if writes and (steps := trainer.metrics.write_missing()):
+            logger.warning(
+                f"metrics of step {steps[0]}, which a lost copy has not written, are written by"
+                f" copy {self.number}",
+                extra={"event": "copies"},
+            )
+
+    # What is due on disk
+
+    @property
+    def step_due(self) -> int:
+        """The newest step that has to be on disk; 0: none."""
+        trainer = self.trainer
+        checkpoint = trainer.config.checkpoint
+        if not checkpoint.enable:
+            return 0
+        if trainer.is_finished or trainer.stop.requested:
+            return trainer.step
+        return trainer.step // checkpoint.interval * checkpoint.interval
+
+    def lacks_save(self) -> bool:
+        """Return True if a checkpoint is due that is not on disk. A collective in this copy."""
+        trainer = self.trainer
+        lacks = trainer.rank == 0 and self.step_due > 0
+        return max_over_ranks(int(lacks and trainer.checkpointer.newest() < self.step_due)) == [1]
+
+    def is_saved_by_another(self) -> bool:
+        """Return True if another living copy is writing a checkpoint. A collective in this copy."""
+        trainer = self.trainer
+        is_held = trainer.rank == 0 and trainer.checkpointer.save_lock.is_held_by_another()
+        return max_over_ranks(int(is_held)) == [1]
+
+    def write_due(self) -> None:
+        """Save what the first copy before this one was to save, and has not. A collective in this
+        copy.
+
+        If a living copy is still writing it, the next step looks again.
+        """
+        if not self.owes_save or self.is_saved_by_another():
+            return
+        self.save_due()
+
+    def save_due(self) -> None:
+        """Save this step if a checkpoint is due that is not on disk. A collective in this copy."""
+        trainer = self.trainer
+        self.owes_save = False
+        if not self.lacks_save():
+            return
+        if trainer.rank == 0:
+            line = f"step {trainer.step}, which another copy was to save, is saved"
+            if self.step_due != trainer.step:
+                line = (
+                    f"step {self.step_due} is not on disk, as the copy that was saving it is lost:"
+                    f" step {trainer.step} is saved at once"
+                )
+            logger.warning(f"{line} by copy {self.number}", extra={"event": "copies"})
+        trainer.save_here()
+
+    def take_over(self) -> None:
+        """Write what is due as the only copy that is left, but for what another one that lives is
+        still writing: it has comm.init_timeout_seconds for that.
+        """
+        self.write_files(first=True)
+        deadline = time.monotonic() + self.trainer.config.comm.init_timeout_seconds
+        while self.lacks_save() and self.is_saved_by_another():
+            self.trainer.watchdog.progress()
+            if max_over_ranks(int(time.monotonic() > deadline)) == [1]:
+                break
+            time.sleep(PAUSE)
+        self.save_due()
 
     def leave(self) -> None:
-        """Take part in no further step."""
-        if self.living:
-            self.quorum.leave()
+        """Take part in no further step, once what is due is on disk, whoever has written it.
+
+        Raises TrainingError if the last step could not be saved.
+        """
+        if not self.living:
+            return
+        while self.meets_others:
+            self.end_together()
+        self.quorum.leave()
+        if self.lacks_save():
+            step = self.step_due
+            folder = self.trainer.checkpointer.folder
+            raise TrainingError(
+                f"step {step} is not on disk in {folder}: it could not be saved", everywhere=True
+            )
+
+    def end_together(self) -> None:
+        """Meet the other copies once more, which shows who is left to write what is due."""
+        trainer = self.trainer
+        with trainer.watchdog.phase("waiting for other copies", "init_timeout_seconds"):
+            found = self.quorum.begin_step(self.is_written, is_last=True)
+            if found:
+                self.take_role()
+            is_written = max_over_ranks(int(self.is_written())) == [1]
+            self.meets_others = found and not is_written and not self.is_first
+            if not is_written and not self.meets_others:
+                self.take_over()
+
+    def is_written(self) -> bool:
+        """Return True if the first rank finds all on disk that is due; False on other ranks."""
+        trainer = self.trainer
+        if trainer.rank != 0 or trainer.metrics.missing():
+            return False
+        return not self.step_due or trainer.checkpointer.newest() >= self.step_due
 
     # The state
 
@@ -268,30 +458,23 @@ class Copies:
         trainer.bad_documents.gather([loader.pop_skipped() for loader in trainer.loaders])
         trainer.per_source.gather()
         parts = {name: part.state_dict() for name, part in trainer.stateful.items()}
-        return {IDENTITY: self.identity, **parts}
+        return {IDENTITY: asdict(self.identity), LINES: trainer.metrics.lines, **parts}
 
     def load(self, received: CopyState) -> None:
         """Go on from the state of another copy. Raises ConfigError if it has another recipe."""
-        if received.parts[IDENTITY] != self.identity:
-            raise self.other_recipe()
+        if apart := why_apart(Member(**received.parts[IDENTITY]), self.identity):
+            raise SharedConfigError(*apart)
         with torch.no_grad():
             for name, tensor in self.tensors().items():
                 tensor.copy_(received.tensors[name])
         self.load_parts(received.parts)
+        self.trainer.metrics.lines = received.parts[LINES]
         self.trainer.model.parameters_have_changed()
 
     def load_parts(self, parts: Mapping[str, Any]) -> None:
         for name, part in self.trainer.stateful.items():
             part.load_state_dict(parts[name])
         events.step = self.trainer.step
-
-    def other_recipe(self) -> ConfigError:
-        """Return the error of a copy that cannot train with the others."""
-        return ConfigError(
-            f"copy {self.number}: its recipe, data, device, packages or code are not those of the"
-            " copies that train; start it as they were started (the recipe is"
-            f" {self.trainer.dump_folder / 'config.toml'})"
-        )
 
     # A step
 
@@ -366,21 +549,58 @@ class Copies:
         if freq and trainer.step % freq == 0:
             checksums = [examine(tensor)[0] for tensor in self.tensors().values()]
             checksum = int(torch.stack(checksums).sum())
-        own = torch.tensor([self.identity, checksum], dtype=torch.int64, device=trainer.device)
+        own = torch.tensor([self.digest, checksum], dtype=torch.int64, device=trainer.device)
         extremes = torch.cat((own, ~own))  # max(~x) is ~min(x), without overflow
-        self.quorum.sum([extremes], torch.distributed.ReduceOp.MAX)
+        seats = own.new_zeros(self.config.copies)
+        seats[self.number] = self.seat
+        self.quorum.sum([extremes, seats], torch.distributed.ReduceOp.MAX)
         if self.quorum.fault:
             return ""
+        if int(seats[self.number]) != self.seat:
+            raise SharedConfigError(
+                f"environment: {COPY}={self.number}: another process trains as copy {self.number};"
+                f" start each copy with a {COPY} of its own, from 0 to {self.config.copies - 1}"
+            )
         largest, inverted_smallest = extremes.chunk(2)
         differs = (largest != ~inverted_smallest).tolist()
         if differs[0]:
             difference = "recipe"
+            self.apart = why_apart(self.reference(), self.identity)
         elif differs[1]:
             difference = "state"
         else:
             return ""
         self.quorum.refuse(DifferentCopies(difference))
         return difference
+
+    @property
+    def seat(self) -> int:
+        """The claim of this process to the number of its copy: of two with one number the higher
+        one trains on. A process that has trained has a higher one, and then the first.
+        """
+        return self.quorum.living - self.quorum.index + self.quorum.living * bool(self.steps)
+
+    def reference(self) -> Member:
+        """Return the copy that the others have to be like: the first of those that have trained, or
+        of all. A collective over copies.
+        """
+        device = self.trainer.device
+        claim = torch.tensor([self.seat], device=device)
+        content = torch.frombuffer(
+            bytearray(json.dumps(asdict(self.identity)).encode()), dtype=torch.uint8
+        )
+        highest = claim.clone()
+        self.quorum.sum([highest], torch.distributed.ReduceOp.MAX)
+        is_reference = torch.equal(highest, claim)
+        size = torch.tensor([content.numel() * is_reference], device=device)
+        self.quorum.sum([size], torch.distributed.ReduceOp.MAX)
+        text = torch.zeros(int(size), dtype=torch.uint8, device=device)
+        if is_reference:
+            text.copy_(content)
+        self.quorum.sum([text], torch.distributed.ReduceOp.MAX)
+        if self.quorum.fault:  # which undoes the step
+            return self.identity
+        return Member(**json.loads(text.cpu().numpy().tobytes()))
 
     def undo(self, fault: str, difference: str) -> None:
         """Go back to the beginning of a step that does not count.
@@ -402,8 +622,9 @@ class Copies:
         difference = DIFFERENCES[found]
         if difference == "recipe":
             reason = "a copy has joined with another recipe, data, device or version of the code"
-            if not self.steps:
-                raise self.other_recipe()
+            apart = first_nonempty("\n".join(self.apart))
+            if apart and not self.steps:
+                raise SharedConfigError(*apart.splitlines())
         elif difference == "state":
             raise TrainingError(
                 f"step {step}: parameters or optimizer state of copies of the model are not equal"

@@ -43,6 +43,7 @@ class CopyProcesses:
     def __init__(self, arguments: Sequence[str], config: Config, devices: Sequence[Sequence[str]]):
         self.arguments = arguments
         self.settings = config.fault_tolerance
+        self.saves = config.checkpoint.enable
         self.folder = Path(config.job.dump_folder)
         self.devices = devices
         self.port = loopback_port()
@@ -114,6 +115,8 @@ class CopyProcesses:
                 continue
             del self.starts_at[copy]
             self.begun[copy] = time.monotonic()
+            with suppress(OSError):
+                self.file_of_steps(copy).unlink()
             self.running[copy] = subprocess.Popen(
                 [sys.executable, "-m", "titan_lite.launch", *self.arguments],
                 env=self.environment_of(copy),
@@ -138,17 +141,29 @@ class CopyProcesses:
             if code is None:
                 continue
             del self.running[copy]
-            if not self.stopping and code not in (exit_code.TRAINED, *exit_code.ENDINGS):
+            is_lost = code not in (exit_code.TRAINED, *exit_code.ENDINGS)
+            if is_lost and not self.stopping and exit_code.TRAINED not in self.codes.values():
                 self.start_again(copy, code)
                 continue
             self.codes[copy] = code
-            if code == exit_code.WRONG_INPUT and not self.newest_step():
+            if code == exit_code.TRAINED:
+                self.end_starts()
+            elif code == exit_code.WRONG_INPUT and not self.newest_step():
                 self.stop(signal.SIGTERM)
+
+    def end_starts(self) -> None:
+        """Start no copy again, since the run is done. One that has not begun a step yet finds the
+        last one on disk, and ends; without checkpoints it would train the run again.
+        """
+        self.starts_at = {}
+        for copy, process in self.running.items():
+            if not self.saves and not self.file_of_steps(copy).exists():
+                process.send_signal(signal.SIGTERM)
 
     def start_again(self, copy: int, code: int) -> None:
         """Have a failed copy started again, unless the run does not go on."""
         step = self.newest_step()
-        if step != self.step:
+        if step > self.step:  # one that starts again from a checkpoint is no further
             self.step = step
             self.failures = 0
         self.failures += 1
@@ -173,19 +188,27 @@ class CopyProcesses:
         steps = [0]
         for copy in range(len(self.devices)):
             with suppress(OSError, ValueError):
-                path = folder_of_copy(self.folder, copy) / FILE_OF_STEPS
-                steps += json.loads(path.read_text()).values()
+                steps += json.loads(self.file_of_steps(copy).read_text()).values()
         return max(steps)
 
+    def file_of_steps(self, copy: int) -> Path:
+        """Return the file with the steps that a copy has begun since it was started."""
+        return folder_of_copy(self.folder, copy) / FILE_OF_STEPS
+
     def code(self) -> int:
-        """Return the exit code of the run, of which some copies may have failed."""
+        """Return the exit code of the run, of which some copies may have failed.
+
+        A copy that has trained, or was stopped, has found the last step on disk, if the run saves.
+        """
         codes = self.codes.values()
+        if exit_code.TRAINED in codes:
+            return exit_code.TRAINED
         if self.has_failed:
             return exit_code.FAILED
-        for code in (exit_code.TRAINED, exit_code.STOPPED, exit_code.WRONG_INPUT):
+        for code in (exit_code.STOPPED, exit_code.WRONG_INPUT):
             if code in codes:
                 return code
-        return exit_code.STOPPED if self.signal else exit_code.FAILED
+        return exit_code.STOPPED if self.signal and not codes else exit_code.FAILED
 
 
 def ended(code: int) -> str:

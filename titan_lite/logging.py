@@ -27,6 +27,9 @@ from typing import TextIO
 from titan_lite.text import without_secrets
 
 logger = logging.getLogger("titan_lite")
+# `extra` of a warning about this copy of the model alone; of others, which all copies have, the
+# first one prints them
+OF_COPY = {"of_copy": True}
 
 
 def _mask_secrets(record: logging.LogRecord) -> bool:
@@ -119,7 +122,7 @@ def init_logging(
     ranks = log_ranks(world_size) if world_size else {rank}
     console.to = stream
     console.is_of_shown_rank = rank in ranks
-    console.show(not copy)
+    console.begin(waits=bool(copy))
     name = "" if ranks == {0} and rank == 0 else f"[rank {rank}] "
     if copy is not None:
         name = f"[copy {copy}] {name}"
@@ -140,14 +143,35 @@ class Console(logging.StreamHandler):
     to: TextIO | None = None  # None: standard output
     is_of_shown_rank = True
     is_lost = False  # the stream could not be written
+    is_of_first = True  # of the copies of the model this is the one that prints
+    # Warnings of a copy that does not know yet whether it is that one; None: it knows.
+    held: list[logging.LogRecord] | None = None
     # a context for each line, such as of a progress bar
     around: Callable[[], AbstractContextManager] = staticmethod(nullcontext)
 
+    def begin(self, *, waits: bool) -> None:
+        """Begin to print. waits: this copy of the model does not know yet whether it is the first,
+        and keeps warnings that all copies have.
+        """
+        self.show(not waits)
+        self.held = [] if waits else None
+
     def show(self, shown: bool) -> None:
-        """Print all lines if this rank is shown at all, or warnings and errors."""
+        """Print all lines, if this rank is shown at all, in the first copy of the model. Another
+        one prints errors, and warnings about itself.
+        """
+        self.is_of_first = shown
         self.setLevel(logging.INFO if shown and self.is_of_shown_rank else logging.WARNING)
+        held, self.held = self.held, None
+        for record in held or () if shown else ():
+            self.handle(record)
 
     def emit(self, record: logging.LogRecord) -> None:
+        is_own = record.levelno >= logging.ERROR or hasattr(record, "of_copy")
+        if not (self.is_of_first or is_own):
+            if self.held is not None:
+                self.held.append(record)
+            return
         self.stream = self.to or sys.stdout  # read each time: tests and notebooks change it
         with self.around():
             super().emit(record)

@@ -371,8 +371,10 @@ class Trainer:
 
     def write_files(self, *, writes: bool) -> None:
         """Begin or end to write the files of the run, as its first copy does."""
+        lines = self.metrics.lines
         self.metrics.close()
         self.metrics = self.build_metrics_writer(writes=writes)
+        self.metrics.lines = lines
         self.bad_documents.writes = writes
         events.keep(self.dump_folder, all_events=writes)
 
@@ -397,6 +399,8 @@ class Trainer:
         for hook in self.hooks:
             hook.on_train_start(self)
         self.throughput.start(self.step)
+        if self.copies is not None and going_on:
+            self.copies.write_due()
 
         stops = self.poll_stop()
         if self.progress.validation_due and not stops:
@@ -409,13 +413,13 @@ class Trainer:
                 self.end_step()
             going_on = self.copies is None or self.copies.agree()
 
-        if self.copies is not None:
-            self.copies.leave()
         with (
             self.throughput.exclude("saving"),
             self.watchdog.phase("save", "init_timeout_seconds"),
         ):
             self.checkpointer.wait()
+        if self.copies is not None:
+            self.copies.leave()
         self.read_metrics(wait=True)
         self.metrics.write(self.step, self.throughput.excluded_values())
         self.metrics.close()
@@ -474,6 +478,8 @@ class Trainer:
             if self.is_due(config.checkpoint.interval) or self.stop.requested:
                 self.save()
                 self.poll_stop()
+            elif self.copies is not None:
+                self.copies.write_due()
             if logs:
                 self.checkpointer.poll()
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from commands import Job
@@ -80,7 +81,9 @@ def step_of(folder, copy, step):
 
 
 def test_a_copy_that_fails_is_started_again(tmp_path, capfd):
-    code, copies = ended(tmp_path, [TRAINS], [CODE.format(1), TRAINS])
+    back = tmp_path / "back"
+    trains = [until_there(back)]
+    code, copies = ended(tmp_path, trains, [CODE.format(1), f"open({str(back)!r}, 'w')"])
     assert code == TRAINED
     assert sorted(copies.started) == [0, 1, 1]
     assert (
@@ -98,9 +101,69 @@ def test_copies_that_fail_without_a_step_end_the_run(tmp_path, capfd):
 
 def test_copies_that_fail_while_the_run_goes_on_are_started_again(tmp_path):
     steps = [step_of(tmp_path, 1, step) for step in range(1, 12)]
-    code, copies = ended(tmp_path, [TRAINS], [*steps, TRAINS])
+    back = tmp_path / "back"
+    trains = [until_there(back)]
+    code, copies = ended(tmp_path, trains, [*steps, f"open({str(back)!r}, 'w')"])
     assert code == TRAINED
     assert copies.started.count(1) == 12
+
+
+def test_steps_that_are_taken_again_from_a_checkpoint_are_no_progress(tmp_path):
+    """Such as those before a save that fails on every copy."""
+    programs = [step_of(tmp_path, 1, step) for step in (13, 10, 12, 13) * 3]
+    code, copies = ended(tmp_path, [WAITS], programs)
+    assert code == FAILED
+    assert copies.started.count(1) == 3 * 2 + 1
+
+
+def test_when_one_copy_has_trained_none_is_started_again(tmp_path):
+    waits = f"{until_there(tmp_path / 'trained')}\nraise SystemExit(1)"
+    copies = Programs(tmp_path, [[TRAINS], [waits]])
+    collect = copies.collect
+
+    def note():
+        collect()
+        if 0 in copies.codes:
+            (tmp_path / "trained").touch()
+
+    copies.collect = note
+    assert copies.run() == TRAINED
+    assert copies.codes == {0: TRAINED, 1: FAILED}
+    assert sorted(copies.started) == [0, 1]
+
+
+@pytest.mark.parametrize(("saves", "ends"), [(True, False), (False, True)])
+def test_without_checkpoints_a_copy_that_starts_ends_with_the_run(saves, ends, tmp_path):
+    """With them it finds the last step on disk."""
+    copies = Programs(tmp_path, [[], []])
+    copies.saves = saves
+    sent = []
+    process = SimpleNamespace(send_signal=sent.append)
+    copies.running = {0: process, 1: process}
+    begun = copies.file_of_steps(1)
+    begun.parent.mkdir()
+    begun.touch()
+    copies.end_starts()
+    assert copies.starts_at == {}
+    assert sent == [signal.SIGTERM] * ends
+
+
+@pytest.mark.parametrize(
+    ("codes", "received", "code"),
+    [
+        ({0: FAILED, 1: TRAINED}, 0, TRAINED),
+        ({0: FAILED, 1: STOPPED}, signal.SIGTERM, STOPPED),
+        ({0: FAILED, 1: FAILED}, signal.SIGTERM, FAILED),  # neither could save
+        ({}, signal.SIGTERM, STOPPED),
+    ],
+)
+def test_the_run_ends_as_the_copy_that_has_found_its_last_step_on_disk(
+    codes, received, code, tmp_path
+):
+    copies = Programs(tmp_path, [[], []])
+    copies.codes = codes
+    copies.signal = received
+    assert copies.code() == code
 
 
 def test_a_step_that_fails_again_and_again_ends_the_run(tmp_path):

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from titan_lite.checkpoint.manager import SharedConfigError
 from titan_lite.checkpoint.resume import FIELDS, leaves_that_differ, short
 from titan_lite.checkpoint.run_identity import NUMERIC_VARIABLES, RunIdentity, git_revision
-from titan_lite.logging import logger
+from titan_lite.logging import OF_COPY, logger
 
 # Fields of RunIdentity that all ranks have alike; the others follow from them
 COMPARED = (
@@ -50,17 +50,12 @@ SECONDS_TO_READ = 5.0  # for all ranks to read the verdict, before the store may
 
 
 @dataclass(frozen=True)
-class Rank:
-    """The identity of a rank, and where the rank runs."""
+class Member:
+    """The identity of a rank, or of a copy of the model, and where that runs."""
 
-    rank: int
-    node: str
+    place: str  # such as "on node0 (rank 0)"
     parts: Mapping[str, Any]  # of its identity, by name
     git: str
-
-    @property
-    def place(self) -> str:
-        return f"on {self.node} (rank {self.rank})"
 
 
 def agree(store: dist.Store, rank: int, world_size: int, identity: RunIdentity) -> None:
@@ -74,12 +69,12 @@ def agree(store: dist.Store, rank: int, world_size: int, identity: RunIdentity) 
     parts = parts_of(identity)
     digests = {name: digest_of(part) for name, part in parts.items()}
     if rank == 0:
-        first = Rank(0, socket.gethostname(), parts, identity.git)
+        first = Member(_place(rank), parts, identity.git)
         store.set("first", json.dumps(asdict(first)))
         store.set("digests", json.dumps(digests))
     different = _names_that_differ(json.loads(store.get("digests")), digests)
     if different:
-        _report(store, Rank(rank, socket.gethostname(), parts, git_revision()), different)
+        _report(store, rank, Member(_place(rank), parts, git_revision()), different)
     if store.add("compared", 1) == world_size:
         store.set("verdict", json.dumps(_verdict(store)))
     errors = json.loads(store.get("verdict"))
@@ -91,17 +86,21 @@ def agree(store: dist.Store, rank: int, world_size: int, identity: RunIdentity) 
         raise SharedConfigError(*errors)
 
 
-def _report(store: dist.Store, own: Rank, different: Collection[str]) -> None:
+def _place(rank: int) -> str:
+    return f"on {socket.gethostname()} (rank {rank})"
+
+
+def _report(store: dist.Store, rank: int, own: Member, different: Collection[str]) -> None:
     """Write the errors of a rank that differs from rank 0. The first one logs its warnings."""
-    first = Rank(**json.loads(store.get("first")))
-    errors = list(_errors(first, own, different))
+    first = Member(**json.loads(store.get("first")))
+    errors = differences(first, own, [part for part in PARTS_OF_ERRORS if part in different])
     if errors:
         number = store.add("errors", 1)
-        store.set(f"error/{number}", json.dumps([own.rank, errors]))
+        store.set(f"error/{number}", json.dumps([rank, errors]))
     warnings = list(_warnings(first, own, different))
     if warnings and store.add("warnings", 1) == 1:
         for line in warnings:
-            logger.warning(line)
+            logger.warning(line, extra=OF_COPY)
 
 
 def _verdict(store: dist.Store) -> list[str]:
@@ -142,21 +141,21 @@ def _names_that_differ(one: Mapping[str, str], other: Mapping[str, str]) -> list
     return [name for name in one if one[name] != other[name]]
 
 
-def _errors(first: Rank, own: Rank, different: Collection[str]) -> Iterator[str]:
-    """Yield a line for each key that differs."""
-    for part in PARTS_OF_ERRORS:
-        if part in different:
-            for path, theirs, ours in leaves_that_differ(first.parts[part], own.parts[part]):
-                values = [short(theirs), short(ours)]
-                if part == "sources" and own.git:
-                    values = [f"{values[0]} (git {first.git})", f"{values[1]} (git {own.git})"]
-                yield (
-                    f"{_name(part, path)} differs: {values[0]} {first.place},"
-                    f" {values[1]} {own.place}"
-                )
+def differences(first: Member, own: Member, parts: Collection[str]) -> list[str]:
+    """Return a line for each key that differs in these parts."""
+    lines = []
+    for part in parts:
+        for path, theirs, ours in leaves_that_differ(first.parts.get(part), own.parts[part]):
+            values = [short(theirs), short(ours)]
+            if part == "sources" and own.git:
+                values = [f"{values[0]} (git {first.git})", f"{values[1]} (git {own.git})"]
+            lines.append(
+                f"{_name(part, path)} differs: {values[0]} {first.place}, {values[1]} {own.place}"
+            )
+    return lines
 
 
-def _warnings(first: Rank, own: Rank, different: Collection[str]) -> Iterator[str]:
+def _warnings(first: Member, own: Member, different: Collection[str]) -> Iterator[str]:
     """Yield a line for each difference of the hardware and of Python."""
     effects = {HARDWARE: "; sums differ by rounding", PYTHON: ""}
     for part in PARTS_OF_WARNINGS:

@@ -142,3 +142,57 @@ class FolderLock:
         except OSError:
             return None
         return Inode(status.st_dev, status.st_ino)
+
+
+class SaveLock:
+    """The file `saving` of a folder, which a copy of the model has locked while it writes a step
+    there. So others know that it lives.
+
+    A file that cannot be locked is as if nobody had locked it.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder / "saving"
+        self.file: int | None = None
+        # a worker of a data loader would keep the lock of a process that has ended
+        os.register_at_fork(after_in_child=self.release)
+
+    def acquire(self) -> None:
+        """Lock the file, unless another copy has."""
+        if self.file is None:
+            self.file = self._locked()
+
+    def release(self) -> None:
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+    def is_held_by_another(self) -> bool:
+        """Return True if another copy is writing a step."""
+        if self.file is not None or not self.path.exists():
+            return False
+        try:
+            file = os.open(self.path, os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(file)
+        return False
+
+    def _locked(self) -> int | None:
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            return None
+        return file

@@ -8,6 +8,7 @@ is on disk.
 
     checkpoint/
         lock                     held by the run that writes here
+        saving                   of a run with copies: held by the one that writes a step
         step-50/                 a step:
             .metadata, *.distcp      parameters and optimizer state by FQN, resharded on load
             state.json               identity of the run, progress, position in the data
@@ -57,7 +58,7 @@ from titan_lite import manifest
 from titan_lite.checkpoint import state as saved_state
 from titan_lite.checkpoint import tensor_files
 from titan_lite.checkpoint.host_copies import HostCopies
-from titan_lite.checkpoint.lock import FolderLock
+from titan_lite.checkpoint.lock import FolderLock, SaveLock
 from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.state import RunState
 from titan_lite.checkpoint.steps import SMALL_FILES, SavedSteps, log_foreign_files
@@ -122,7 +123,9 @@ class Checkpointer(SavedSteps):
             f"job.dump_folder = {shown(str(dump_folder))}",
             instead="a folder that can be written",
         )
+        self.save_lock = SaveLock(self.folder)  # of a run with copies
         self.is_alone = True  # no other copy of the run had begun it
+        self.shared_name = ""  # the same in copies of the run that see the same folders
         self.newest_saved = 0  # the last step on disk; 0: none
         self.last_attempted = 0  # the last step whose save has begun
         self.background_save: Future | None = None
@@ -160,6 +163,8 @@ class Checkpointer(SavedSteps):
         except SharedConfigError:
             events.stop()
             raise
+        names = f"{self.run_lock.shared_name} {self.folder_lock.shared_name}".strip()
+        self.shared_name = first_nonempty(names, self._processes())
         others = max_over_ranks(int(not self.run_lock.is_alone), group=self._processes())
         self.is_alone = others == [0]
 
@@ -296,6 +301,21 @@ class Checkpointer(SavedSteps):
         if not self.is_alone:  # a living copy deletes steps, and has a newer state
             logger.warning(f"step-{step} is not loaded: {fault}")
             return ""
+        return self._rename_damaged(step, fault)
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename the damaged steps newer than `step`, which the run will save, in the copy of the
+        model that saves. Raises ConfigError.
+        """
+        error = ""
+        if dist.get_rank() == 0:
+            for other in self.present():
+                if other > step and (fault := self.fault(other)):
+                    error = self._rename_damaged(other, fault) or error
+        self._raise_on_all(error)
+
+    def _rename_damaged(self, step: int, fault: str) -> str:
+        """Rename a step, and log why; return the error, or ""."""
         path = self._unused_path(f"invalid-step-{step}")
         logger.warning(f"step-{step} is not loaded: {fault}; set aside as {path.name}")
         try:
@@ -346,6 +366,8 @@ class Checkpointer(SavedSteps):
         """
         self.wait()
         self.last_attempted = step
+        if self.run and dist.get_rank() == 0:
+            self.save_lock.acquire()
         if last and self.config.last_save_model_only:
             values = {name: value for name, value in values.items() if section_of(name) == "model"}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -424,6 +446,9 @@ class Checkpointer(SavedSteps):
         try:
             yield
         except (Exception, CheckpointException) as error:  # DCP's is no Exception
+            if not is_communication_error(error) and self._was_saved_by_another_copy(step):
+                self.newest_saved = step
+                return
             failure = CheckpointError(
                 f"step {step} was not saved in {self.folder}: {_reason(error)}"
             )
@@ -436,6 +461,17 @@ class Checkpointer(SavedSteps):
                 raise failure from error
         else:
             self.newest_saved = step
+        finally:
+            self.save_lock.release()
+
+    def _was_saved_by_another_copy(self, step: int) -> bool:
+        """Return True if the first rank finds a step on disk that this copy could not save."""
+        if not self.run:
+            return False
+        found = dist.get_rank() == 0 and not self.fault(step)
+        if found:
+            shutil.rmtree(self._unfinished(step), ignore_errors=True)
+        return max_over_ranks(int(found), group=self._processes()) == [1]
 
     def before_exit(self, step: int) -> str:
         """Return the part of a sentence about saving this step before the run exits, or "" if it is

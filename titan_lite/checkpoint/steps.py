@@ -79,6 +79,10 @@ class SavedSteps:
         """Return the steps in which `fault` finds nothing wrong, oldest first."""
         return [step for step in self.present() if not self.fault(step)]
 
+    def newest(self) -> int:
+        """Return the newest step in which `fault` finds nothing wrong; 0: none."""
+        return next((step for step in reversed(self.present()) if not self.fault(step)), 0)
+
     def fault(self, step: int) -> str:
         """Return why a step cannot be loaded, or "" if nothing is wrong.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from titan_lite.config.errors import MachineError, is_of_machine
-from titan_lite.logging import logger
+from titan_lite.logging import OF_COPY, logger
 from titan_lite.text import error_line
 
 CONNECT_LIMIT = 30  # seconds to connect to a server of http
@@ -55,7 +55,8 @@ def retried(ask: Callable[[], T], url: str) -> T:
                 deadline = now + RETRY_LIMIT
                 if RETRY_LIMIT:
                     logger.warning(
-                        f"{url} cannot be read ({why}): it is tried again for {RETRY_LIMIT} s"
+                        f"{url} cannot be read ({why}): it is tried again for {RETRY_LIMIT} s",
+                        extra=OF_COPY,
                     )
             if now >= deadline:
                 raise MachineError(

@@ -104,6 +104,8 @@ class MetricsWriter:
         self.dump_folder = dump_folder
         self.path = dump_folder / "metrics.jsonl"
         self.writes = writes
+        # of the newest step that has some, whether this rank has written them or not
+        self.lines: list[dict[str, Any]] = []
         self.started = time.perf_counter()
         self.warned_of_loss = False  # a file could not be written
         self.in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -140,12 +142,13 @@ class MetricsWriter:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write metrics of a step that are not shown."""
-        if not self.writes:
-            return
         # JSON has no NaN
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        seconds = round(time.perf_counter() - self.started, 3)
-        self._write({"step": step, **finite, "time": seconds})
+        line = {"step": step, **finite}
+        self.lines = [*(before for before in self.lines if before["step"] == step), line]
+        if not self.writes:
+            return
+        self._write_step(line)
         if self.tensorboard is not None:
             try:
                 for name, value in values.items():
@@ -156,6 +159,26 @@ class MetricsWriter:
                 self.tensorboard = None
         if self.wandb is not None:
             self.wandb.log({"step": step, **values})
+
+    def missing(self) -> list[dict[str, Any]]:
+        """Return the lines that metrics.jsonl has not, since the copy of the model that was to
+        write them was lost.
+        """
+        written = read_metrics(self.path)
+        return [
+            line for line in self.lines if not line.keys() <= written.get(line["step"], {}).keys()
+        ]
+
+    def write_missing(self) -> list[int]:
+        """Write the lines of `missing`, into metrics.jsonl alone; return their steps."""
+        lines = self.missing()
+        for line in lines:
+            self._write_step(line)
+        return [line["step"] for line in lines]
+
+    def _write_step(self, line: Mapping[str, Any]) -> None:
+        seconds = round(time.perf_counter() - self.started, 3)
+        self._write({**line, "time": seconds})
 
     def _shown(self, values: Mapping[str, float]) -> list[str]:
         """Return the parts of a line of the log."""

@@ -47,12 +47,15 @@ from torchft.checkpointing.http_transport import HTTPTransport
 from titan_lite.config import FaultTolerance
 from titan_lite.distributed.process_group import first_line, max_over_ranks
 from titan_lite.environment import address_towards
-from titan_lite.logging import logger
+from titan_lite.logging import OF_COPY, logger
 
 BUCKET_BYTES = 2**26  # of a sum: few large ones hide the latency of a network
 QUORUM_SECONDS = 10  # of a request to the lighthouse, which is repeated
 COMMIT_TIMEOUTS = 2  # ranks of a copy may notice a failed sum one time limit apart
 PAUSE = 1.0  # seconds before a request is repeated
+# Of a wait after the last step: the lighthouse does without a copy that lives and does not ask
+# after 60 s (lighthouse.JOIN_TIMEOUT)
+LAST_SECONDS = 70
 
 
 @dataclass(frozen=True)
@@ -130,19 +133,23 @@ class Quorum:
         """Take part from the step after `step` on."""
         self.manager.load_state_dict({"step": step, "batches_committed": 0})
 
-    def begin_step(self, stops: Callable[[], bool]) -> bool:
+    def begin_step(self, stops: Callable[[], bool], *, is_last: bool = False) -> bool:
         """Agree on the copies of the next step, and receive the state of one that is ahead.
 
         Returns False if there was no quorum before the limit, or before `stops` returned True on a
-        rank of this copy.
+        rank of this copy. is_last: there is no further step, for which any copies are enough; the
+        limit is that of a copy which lives and does not ask.
         """
+        limit = self.settings.wait_seconds
+        if is_last:
+            limit = min(limit, LAST_SECONDS)
         started = time.monotonic()
         said = ""
         step = self.manager.current_step()
         while True:
             self.progress()
-            lacks = self._ask()
-            is_over = time.monotonic() - started > self.settings.wait_seconds or stops()
+            lacks = self._ask(1 if is_last else self.settings.min_copies)
+            is_over = time.monotonic() - started > limit or stops()
             has_state = self.received is not None
             # Each rank has asked for itself: all of them go on, with a state or without, or none.
             lacks_any, has_any, has_none, is_over_any = max_over_ranks(
@@ -156,17 +163,17 @@ class Quorum:
             self.commit()  # False; the next quorum connects again
             if is_over_any:
                 return False
-            if lacks and lacks != said:
+            if lacks and lacks != said and not is_last:
                 logger.warning(
-                    f"waiting for {lacks}, at most {self.settings.wait_seconds} s"
-                    " (fault_tolerance.wait_seconds)"
+                    f"waiting for {lacks}, at most {limit} s (fault_tolerance.wait_seconds)",
+                    extra=OF_COPY,
                 )
                 said = lacks
             time.sleep(PAUSE)
 
-    def _ask(self) -> str:
+    def _ask(self, least: int) -> str:
         """Ask the lighthouse for a quorum, and receive a state if it is due. Return what is lacking
-        for a step; "" if nothing is.
+        for a step of `least` copies; "" if nothing is.
         """
         self.received = None
         try:
@@ -176,9 +183,9 @@ class Quorum:
             return self._missing(error)
         self.living = self.manager.num_participants()
         self.index = self.manager.participating_rank() or 0
-        if self.living >= self.settings.min_copies and not self.fault:
+        if self.living >= least and not self.fault:
             return ""
-        if self.living < self.settings.min_copies:
+        if self.living < least:
             return self._other_copies()
         return f"a connection with other copies, which has failed ({self.fault})"
 
@@ -253,7 +260,8 @@ def await_lighthouse(
             said = True
             logger.warning(
                 f"waiting for the lighthouse {settings.address}, which does not answer ({silence}),"
-                f" at most {settings.wait_seconds} s (fault_tolerance.wait_seconds)"
+                f" at most {settings.wait_seconds} s (fault_tolerance.wait_seconds)",
+                extra=OF_COPY,
             )
         progress()
         time.sleep(0.2)

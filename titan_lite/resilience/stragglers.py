@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from titan_lite.distributed.process_group import gather_to_rank_0
-from titan_lite.logging import logger
+from titan_lite.logging import OF_COPY, logger
 
 NOTICEABLE = 0.05  # share of a step that the slowest rank takes longer than the median
 
@@ -42,7 +42,7 @@ class Stragglers:
         self.seconds = 0.0
         self.steps = 0
         if self.rank == 0 and (slow := describe_slowest(by_rank, step_time)):
-            logger.warning(f"step {step}: {slow}", extra={"event": "slow"})
+            logger.warning(f"step {step}: {slow}", extra={"event": "slow", **OF_COPY})
 
 
 def describe_slowest(seconds: Sequence[float], step_time: float) -> str:

@@ -143,7 +143,7 @@ def test_copies_of_a_corpus_and_a_tokenizer_may_have_another_name(monkeypatch):
 @pytest.fixture
 def warnings(monkeypatch):
     lines: list[str] = []
-    monkeypatch.setattr(agreement.logger, "warning", lines.append)
+    monkeypatch.setattr(agreement.logger, "warning", lambda line, **_: lines.append(line))
     return lines
 
 

@@ -1,0 +1,100 @@
+"""Copies of the model of one process each, of which one kills itself, once, at a chosen point.
+
+    KILL='{"copy": 0, "at": "save", "step": 4}' python tests/killed_copies.py RECIPE [options]
+
+    copy    that is killed
+    step    in which, or of the checkpoint
+    at      commit          after the step was committed, before parameters are updated
+            line            after the update, before its line of metrics
+            validation      before its second batch is read
+            save            before a checkpoint is begun
+            write           when its tensors are written, and it has no name yet
+            rename          when it has its name
+
+The file `killed` of the run's folder says that it has happened. The exit code is the run's.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from titan_lite import manifest
+from titan_lite.config import load_config
+from titan_lite.environment import COPY
+from titan_lite.hooks import Hook
+from titan_lite.launch_copies import CopyProcesses
+from titan_lite.resilience.exit_code import end_with
+from titan_lite.train import main
+
+POINT = json.loads(os.environ["KILL"])
+MOMENTS = {"commit": "gradients", "line": "step_end", "save": "save"}
+
+
+class OfOneProcess(CopyProcesses):
+    """Copies that are this program."""
+
+    def start_due(self):
+        for copy, when in list(self.starts_at.items()):
+            if time.monotonic() < when:
+                continue
+            del self.starts_at[copy]
+            self.begun[copy] = time.monotonic()
+            command = [sys.executable, __file__, *self.arguments]
+            self.running[copy] = subprocess.Popen(command, env=self.environment_of(copy))
+
+
+class Killed(Hook):
+    """The hook of the copy that is killed."""
+
+    def __init__(self, folder):
+        self.mark = Path(folder) / "killed"
+        self.validation_batches = 0
+
+    def kill(self, step):
+        if step == POINT["step"] and not self.mark.exists():
+            self.mark.touch()
+            print(f"killed: {POINT}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_validation_batch(self, step):
+        self.validation_batches = self.validation_batches + 1 if step == POINT["step"] else 0
+        if POINT["at"] == "validation" and self.validation_batches == 2:
+            self.kill(step)
+
+
+def watch_renames(kill):
+    """Kill this process before or after a checkpoint gets its name."""
+    publish = manifest.publish
+
+    def killed(unfinished, path):
+        step = int(path.name.removeprefix("step-"))
+        if POINT["at"] == "write":
+            kill(step)
+        publish(unfinished, path)
+        if POINT["at"] == "rename":
+            kill(step)
+
+    manifest.publish = killed
+
+
+def run(arguments):
+    config = load_config(arguments[0], arguments[1:])
+    if COPY not in os.environ:
+        return OfOneProcess(arguments, config, [()] * config.fault_tolerance.copies).run()
+    hooks = []
+    if int(os.environ[COPY]) == POINT["copy"]:
+        hook = Killed(config.job.dump_folder)
+        if POINT["at"] in MOMENTS:
+            moment = f"on_{MOMENTS[POINT['at']]}"
+            setattr(hook, moment, lambda step, *_: hook.kill(step))
+        watch_renames(hook.kill)
+        hooks = [hook]
+    return main(arguments, hooks=hooks)
+
+
+if __name__ == "__main__":
+    end_with(lambda: run(sys.argv[1:]))
