@@ -24,7 +24,7 @@ from pathlib import Path
 
 from titan_lite import manifest
 from titan_lite.config import load_config
-from titan_lite.environment import COPY
+from titan_lite.environment import COPY, set_torchft_variables
 from titan_lite.hooks import Hook
 from titan_lite.launch_copies import CopyProcesses
 from titan_lite.resilience.exit_code import end_with
@@ -81,11 +81,29 @@ def watch_renames(kill):
     manifest.publish = killed
 
 
+def begin_together(folder, copy):
+    """Have the first step wait for all copies, of which the lighthouse knows by then."""
+    set_torchft_variables()
+    from titan_lite.resilience import quorum
+
+    begin_step = quorum.Quorum.begin_step
+    is_ready = Path(folder) / f"ready-{copy}"
+
+    def waiting(self, *arguments, **named):
+        is_ready.touch()
+        while not all(is_ready.with_name(f"ready-{other}").exists() for other in range(2)):
+            time.sleep(0.05)
+        return begin_step(self, *arguments, **named)
+
+    quorum.Quorum.begin_step = waiting
+
+
 def run(arguments):
     config = load_config(arguments[0], arguments[1:])
     if COPY not in os.environ:
         return OfOneProcess(arguments, config, [()] * config.fault_tolerance.copies).run()
     hooks = []
+    begin_together(config.job.dump_folder, os.environ[COPY])
     if int(os.environ[COPY]) == POINT["copy"]:
         hook = Killed(config.job.dump_folder)
         if POINT["at"] in MOMENTS:

@@ -18,6 +18,7 @@ from torch import profiler
 
 from titan_lite import logging as module
 from titan_lite.logging import (
+    OF_COPY,
     console,
     events,
     init_logging,
@@ -36,8 +37,37 @@ def restored_logger():
     logger.setLevel(level)
     console.setLevel(logging.NOTSET)
     console.to, console.is_lost = None, False
+    console.is_of_first, console.held = True, None
     events.setLevel(logging.NOTSET)
     events.path, events.step = None, 0
+
+
+def warn_twice():
+    logger.warning("of the run")
+    logger.warning("of the copy", extra=OF_COPY)
+    logger.error("an error")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_warning_of_the_run_is_printed_by_the_first_copy(is_first, capsys):
+    init_logging(rank=0, world_size=1, copy=1)
+    warn_twice()
+    told = capsys.readouterr().out
+    assert "of the run" not in told
+    assert "[copy 1] of the copy" in told
+    assert "[copy 1] an error" in told
+    console.show(is_first)  # once the copy knows what it is
+    assert ("[copy 1] of the run" in capsys.readouterr().out) == is_first
+    warn_twice()
+    assert ("[copy 1] of the run" in capsys.readouterr().out) == is_first
+    console.show(True)  # others are lost
+    assert capsys.readouterr().out == ""
+
+
+def test_the_first_copy_prints_at_once(capsys):
+    init_logging(rank=0, world_size=1, copy=0)
+    warn_twice()
+    assert "[copy 0] of the run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

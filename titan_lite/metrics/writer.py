@@ -104,7 +104,7 @@ class MetricsWriter:
         self.dump_folder = dump_folder
         self.path = dump_folder / "metrics.jsonl"
         self.writes = writes
-        # of the newest step that has some, whether this rank has written them or not
+        # that `log` was given of the newest step, whether this rank has written them or not
         self.lines: list[dict[str, Any]] = []
         self.started = time.perf_counter()
         self.warned_of_loss = False  # a file could not be written
@@ -136,19 +136,20 @@ class MetricsWriter:
         return bool(before)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Show and write the metrics of a step; those without a format are written only."""
+        """Show and write the metrics of a step; those without a format are written only.
+
+        The first one tells lines of a step apart.
+        """
         logger.info("  ".join([f"step {step:>4}", *self._shown(values)]))
+        others = [line for line in self.lines if line["step"] == step]
+        self.lines = [*others, _line_of(step, values)]
         self.write(step, values)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write metrics of a step that are not shown."""
-        # JSON has no NaN
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        line = {"step": step, **finite}
-        self.lines = [*(before for before in self.lines if before["step"] == step), line]
         if not self.writes:
             return
-        self._write_step(line)
+        self._write_step(_line_of(step, values))
         if self.tensorboard is not None:
             try:
                 for name, value in values.items():
@@ -165,9 +166,12 @@ class MetricsWriter:
         write them was lost.
         """
         written = read_metrics(self.path)
-        return [
-            line for line in self.lines if not line.keys() <= written.get(line["step"], {}).keys()
-        ]
+        missing = []
+        for line in self.lines:
+            _, first, *_ = line
+            if first not in written.get(line["step"], {}):
+                missing.append(line)
+        return missing
 
     def write_missing(self) -> list[int]:
         """Write the lines of `missing`, into metrics.jsonl alone; return their steps."""
@@ -223,6 +227,12 @@ class MetricsWriter:
                 f"METRICS ARE LOST, the run goes on: {self.dump_folder} cannot be written: {error}"
             )
         self.warned_of_loss = True
+
+
+def _line_of(step: int, values: Mapping[str, float]) -> dict[str, Any]:
+    """Return the line of metrics.jsonl but for its time. JSON has no NaN."""
+    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return {"step": step, **finite}
 
 
 def start_tensorboard(

@@ -11,13 +11,13 @@ import pytest
 from filelock import FileLock, Timeout
 
 from titan_lite.checkpoint import lock as module
-from titan_lite.checkpoint.lock import FolderLock
+from titan_lite.checkpoint.lock import FolderLock, SaveLock
 from titan_lite.config import ConfigError
 
 ANOTHER = """
 import os, sys, time
 from pathlib import Path
-from titan_lite.checkpoint.lock import FolderLock
+from titan_lite.checkpoint.lock import FolderLock, SaveLock
 
 lock = FolderLock(Path(sys.argv[1]), "key", "another")
 lock.acquire()
@@ -110,6 +110,54 @@ def test_copies_of_one_run_share_the_lock_and_know_which_came_first(tmp_path):
     assert first.is_held()
     assert second.is_held()
     assert not is_free(tmp_path)
+
+
+def test_copies_know_by_a_name_in_the_lock_whether_they_see_the_same_folder(tmp_path):
+    """The same path may be on two disks."""
+    locks = [shared(tmp_path / disk / "run") for disk in ("one", "one", "another")]
+    for lock in locks:
+        assert lock.acquire(run="http://node0:29510")
+    first, second, another = (lock.shared_name for lock in locks)
+    assert first == second != another
+    assert first.startswith("http://node0:29510 ")
+
+
+SAVING = """
+import sys, time
+from pathlib import Path
+from titan_lite.checkpoint.lock import SaveLock
+
+lock = SaveLock(Path(sys.argv[1]))
+lock.acquire()
+print("saving", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_copy_that_saves_is_known_to_live_until_it_has_ended(tmp_path):
+    own = SaveLock(tmp_path)
+    assert not own.is_held_by_another()
+    command = [sys.executable, "-c", SAVING, tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "saving\n"
+        assert own.is_held_by_another()
+        own.acquire()  # which changes nothing
+        assert own.is_held_by_another()
+        other.kill()
+        other.wait()
+        assert not own.is_held_by_another()
+        own.acquire()
+        assert not own.is_held_by_another()
+        assert SaveLock(tmp_path).is_held_by_another()
+        own.release()
+        assert not SaveLock(tmp_path).is_held_by_another()
+
+
+def test_a_folder_that_is_not_there_has_no_copy_that_saves(tmp_path):
+    lock = SaveLock(tmp_path / "none")
+    lock.acquire()
+    assert not lock.is_held_by_another()
+    lock.release()
 
 
 @pytest.mark.parametrize("run", ["", "http://node1:29510", "http://node0:2951"])

@@ -763,3 +763,56 @@ def test_a_copy_removes_its_own_leftovers_alone_while_another_may_write(tmp_path
     first = Checkpointer(Checkpoint(enable=True), tmp_path, run="run")
     first.lock()  # it comes first, so no other copy is there
     assert [path.name for path in folder.iterdir()] == ["lock"]
+
+
+def of_copy(folder, number, **keys):
+    suffix = f"-copy-{number}" if number else ""
+    return Checkpointer(Checkpoint(enable=True, **keys), folder, run="run", own_suffix=suffix)
+
+
+def test_a_damaged_step_newer_than_the_living_is_set_aside_by_the_first_copy(tmp_path, log):
+    first, second = of_copy(tmp_path, 0), of_copy(tmp_path, 1)
+    first.save(2, tensors(2), RunState())
+    for step in (1, 3):  # without a manifest
+        (first.path_of(step)).mkdir()
+    second.is_alone = False
+    assert second.newest() == 2
+    assert second.verified_step() == 2
+    assert second.path_of(3).is_dir()
+    first.set_aside_after(2)
+    assert names(tmp_path) == ["invalid-step-3", "step-1", "step-2"]
+    (line,) = [line for line in log if "; set aside as invalid-step-3" in line]
+    assert line.startswith("step-3 is not loaded: ")
+
+
+def test_a_step_that_another_copy_has_saved_meanwhile_is_saved(tmp_path, log):
+    first, second = of_copy(tmp_path, 0), of_copy(tmp_path, 1)
+    first.save(2, tensors(2), RunState())
+    second.save(2, tensors(2), RunState())
+    assert second.newest_saved == 2
+    assert "NOTHING WAS SAVED" not in "".join(log)
+    assert names(tmp_path) == ["saving", "step-2"]
+
+
+def test_a_step_that_another_copy_has_saved_damaged_is_not_saved(tmp_path):
+    first, second = of_copy(tmp_path, 0), of_copy(tmp_path, 1)
+    first.path_of(2).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="exists, and no step is overwritten"):
+        second.save(2, tensors(2), RunState())
+    assert not second.save_lock.is_held_by_another()
+
+
+def test_others_know_of_a_save_while_it_runs(tmp_path, monkeypatch):
+    first, second = of_copy(tmp_path, 0), of_copy(tmp_path, 1)
+    first.folder.mkdir()
+    seen = []
+    publish = manifest.publish
+
+    def look(*paths):
+        seen.append(second.save_lock.is_held_by_another())
+        publish(*paths)
+
+    monkeypatch.setattr(manifest, "publish", look)
+    first.save(2, tensors(2), RunState())
+    assert seen == [True]
+    assert not second.save_lock.is_held_by_another()

@@ -422,3 +422,32 @@ def test_peak_memory_of_this_process_is_in_gib():
     assert held.sum() == 2**26
     assert 0.02 < before <= after < 64
     assert after >= 0.25
+
+
+def test_lines_that_another_copy_was_to_write_are_written_once(tmp_path):
+    """Of a step that has a line of training and one of validation, the first copy wrote one; the
+    beginning of the other one is there.
+    """
+    first = MetricsWriter(PLAIN, tmp_path, RECIPE, writes=True, steps_done=0)
+    other = MetricsWriter(PLAIN, tmp_path, RECIPE, writes=False, steps_done=0)
+    for writer in (first, other):
+        for step in (1, 2):
+            writer.log(step, {**VALUES, "loss": float(step)})
+    first.close()
+    other.lines[0]["seconds_waiting"] = 1.0  # which the first copy has not
+    other.write(2, {"seconds_saving": 1.0})  # of this copy alone
+    other.log(2, {"validation_loss": math.nan})
+    with open(other.path, "a") as file:
+        file.write('{"step": 2, "valid')
+    assert [line["step"] for line in other.lines] == [2, 2]
+
+    next_one = MetricsWriter(PLAIN, tmp_path, RECIPE, writes=True, steps_done=2)
+    next_one.lines = other.lines
+    assert next_one.write_missing() == [2]
+    assert next_one.missing() == []
+    assert next_one.write_missing() == []
+    next_one.close()
+    metrics = read_metrics(next_one.path)
+    assert metrics[2]["validation_loss"] is None
+    assert [metrics[step]["loss"] for step in metrics] == [1.0, 2.0]
+    assert next_one.path.read_text().count('"loss"') == 2

@@ -1,0 +1,123 @@
+"""A copy of the model is killed at a chosen point, and nothing is lost without a word."""
+
+import json
+from collections import Counter
+
+import pytest
+from commands import ROOT, Job, python
+from tiny import DEBUG, NO_WORKERS, SMALL, every, steps
+
+from titan_lite.metrics.run_files import read_lines
+
+pytest.importorskip("torchft")
+pytestmark = pytest.mark.ranks(2)
+
+STEPS = 8
+INTERVAL = 4
+OPTIONS = [
+    *SMALL,
+    *NO_WORKERS,
+    *steps(STEPS),
+    *every(INTERVAL, INTERVAL, batches=2),
+    "--training.global_batch_size=16",
+    "--training.compare_copies_freq=1",
+    "--fault_tolerance.copies=2",
+    "--fault_tolerance.timeout_seconds=45",
+]
+ASYNC = ["--checkpoint.async_mode=async"]
+
+
+def killed(folder, at, step, *options, copy=0):
+    """Train with two copies, of which one is killed; return the exit code and the output."""
+    command = python(ROOT / "tests/killed_copies.py", DEBUG, "--job.dump_folder", folder)
+    point = json.dumps({"copy": copy, "at": at, "step": step})
+    job = Job(folder.with_suffix(".log"), *command, *OPTIONS, *options, KILL=point)
+    code = job.ended()
+    assert (folder / "killed").exists()
+    return code, job.output
+
+
+def written(folder, name):
+    """Return how often each step has a line in metrics.jsonl with a metric."""
+    lines = [line for _, line in read_lines(folder / "metrics.jsonl")]
+    assert None not in lines
+    return Counter(line["step"] for line in lines if name in line)
+
+
+def assert_all_is_there(folder, *, saved=(INTERVAL, STEPS)):
+    assert written(folder, "loss") == dict.fromkeys(range(1, STEPS + 1), 1)
+    assert written(folder, "validation_loss") == dict.fromkeys((0, INTERVAL, STEPS), 1)
+    found = {path.name for path in (folder / "checkpoint").glob("step-*")}
+    assert found == {f"step-{step}" for step in saved}
+
+
+# What a test shows on every machine is in the first of them
+POINTS = [
+    ("line", INTERVAL),
+    ("commit", INTERVAL),
+    ("validation", INTERVAL),
+    ("save", INTERVAL),
+    ("rename", INTERVAL),
+    ("commit", STEPS),
+    ("line", STEPS),
+    ("validation", STEPS),
+    ("save", STEPS),
+    ("rename", STEPS),
+]
+
+
+@pytest.mark.parametrize(
+    ("at", "step"),
+    [
+        pytest.param(*point, marks=pytest.mark.slow if index else ())
+        for index, point in enumerate(POINTS)
+    ],
+)
+def test_what_the_first_copy_was_about_to_write_is_written_by_the_next_one(at, step, tmp_path):
+    code, _ = killed(tmp_path / "run", at, step)
+    assert code == 0
+    assert_all_is_there(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("at", "step"), [("line", INTERVAL), ("save", INTERVAL), ("save", STEPS), ("rename", STEPS)]
+)
+def test_a_first_copy_that_is_back_writes_what_it_was_about_to_write(at, step, tmp_path):
+    """No step is taken without it, so it gets the state of the other one."""
+    code, _ = killed(tmp_path / "run", at, step, "--fault_tolerance.min_copies=2")
+    assert code == 0
+    assert_all_is_there(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_an_asynchronous_save_that_died_with_its_writer_is_named_and_the_next_step_saved(tmp_path):
+    code, output = killed(tmp_path / "run", "write", INTERVAL, *ASYNC)
+    assert code == 0
+    found = {path.name for path in (tmp_path / "run/checkpoint").glob("step-*")}
+    others = found - {f"step-{STEPS}"}
+    (saved,) = others
+    step = int(saved.removeprefix("step-"))
+    assert INTERVAL <= step < STEPS
+    if step == INTERVAL:  # the other copy had done no further step
+        assert f"step {step}, which another copy was to save, is saved by copy 1" in output
+    else:
+        assert (
+            f"step {INTERVAL} is not on disk, as the copy that was saving it is lost: step {step}"
+            " is saved at once by copy 1"
+        ) in output
+    assert_all_is_there(tmp_path / "run", saved=(step, STEPS))
+
+
+@pytest.mark.slow
+def test_the_last_asynchronous_save_that_died_with_its_writer_is_made_by_the_other(tmp_path):
+    code, _ = killed(tmp_path / "run", "write", STEPS, *ASYNC)
+    assert code == 0
+    assert_all_is_there(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_copy_that_is_lost_and_writes_nothing_costs_nothing(tmp_path):
+    code, _ = killed(tmp_path / "run", "line", STEPS, copy=1)
+    assert code == 0
+    assert_all_is_there(tmp_path / "run")
