@@ -10,10 +10,12 @@
             save            before a checkpoint is begun
             write           when its tensors are written, and it has no name yet
             rename          when it has its name
+            disk            none is killed: no copy can give a checkpoint its name
 
 The file `killed` of the run's folder says that it has happened. The exit code is the run's.
 """
 
+import errno
 import json
 import os
 import signal
@@ -72,6 +74,8 @@ def watch_renames(kill):
 
     def killed(unfinished, path):
         step = int(path.name.removeprefix("step-"))
+        if POINT["at"] == "disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if POINT["at"] == "write":
             kill(step)
         publish(unfinished, path)
@@ -104,7 +108,7 @@ def run(arguments):
         return OfOneProcess(arguments, config, [()] * config.fault_tolerance.copies).run()
     hooks = []
     begin_together(config.job.dump_folder, os.environ[COPY])
-    if int(os.environ[COPY]) == POINT["copy"]:
+    if POINT["at"] == "disk" or int(os.environ[COPY]) == POINT["copy"]:
         hook = Killed(config.job.dump_folder)
         if POINT["at"] in MOMENTS:
             moment = f"on_{MOMENTS[POINT['at']]}"

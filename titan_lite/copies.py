@@ -388,13 +388,13 @@ class Copies:
         if not self.lacks_save():
             return
         if trainer.rank == 0:
-            line = f"step {trainer.step}, which another copy was to save, is saved"
+            line = f"step {trainer.step} is due and not on disk: copy {self.number} saves it"
             if self.step_due != trainer.step:
                 line = (
                     f"step {self.step_due} is not on disk, as the copy that was saving it is lost:"
-                    f" step {trainer.step} is saved at once"
+                    f" copy {self.number} saves step {trainer.step} at once"
                 )
-            logger.warning(f"{line} by copy {self.number}", extra={"event": "copies"})
+            logger.warning(line, extra={"event": "copies"})
         trainer.save_here()
 
     def take_over(self) -> None:

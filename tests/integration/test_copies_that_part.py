@@ -14,6 +14,7 @@ pytestmark = pytest.mark.ranks(2)
 
 STEPS = 8
 INTERVAL = 4
+SECONDS = 500  # of a run that starts several times, on a busy machine
 OPTIONS = [
     *SMALL,
     *NO_WORKERS,
@@ -32,8 +33,8 @@ def killed(folder, at, step, *options, copy=0):
     command = python(ROOT / "tests/killed_copies.py", DEBUG, "--job.dump_folder", folder)
     point = json.dumps({"copy": copy, "at": at, "step": step})
     job = Job(folder.with_suffix(".log"), *command, *OPTIONS, *options, KILL=point)
-    code = job.ended()
-    assert (folder / "killed").exists()
+    code = job.ended(SECONDS)
+    assert (folder / "killed").exists() == (at != "disk")
     return code, job.output
 
 
@@ -100,11 +101,11 @@ def test_an_asynchronous_save_that_died_with_its_writer_is_named_and_the_next_st
     step = int(saved.removeprefix("step-"))
     assert INTERVAL <= step < STEPS
     if step == INTERVAL:  # the other copy had done no further step
-        assert f"step {step}, which another copy was to save, is saved by copy 1" in output
+        assert f"step {step} is due and not on disk: copy 1 saves it" in output
     else:
         assert (
-            f"step {INTERVAL} is not on disk, as the copy that was saving it is lost: step {step}"
-            " is saved at once by copy 1"
+            f"step {INTERVAL} is not on disk, as the copy that was saving it is lost: copy 1"
+            f" saves step {step} at once"
         ) in output
     assert_all_is_there(tmp_path / "run", saved=(step, STEPS))
 
@@ -121,3 +122,23 @@ def test_a_copy_that_is_lost_and_writes_nothing_costs_nothing(tmp_path):
     code, _ = killed(tmp_path / "run", "line", STEPS, copy=1)
     assert code == 0
     assert_all_is_there(tmp_path / "run")
+
+
+@pytest.mark.release
+def test_a_run_whose_copies_cannot_save_ends_with_1(tmp_path):
+    """Each of them tries, starts again, and takes no step beyond that of the checkpoint."""
+    code, output = killed(tmp_path / "run", "disk", INTERVAL)
+    assert code == 1
+    assert "error: copies have failed 7 times without a further step" in output
+    assert max(written(tmp_path / "run", "loss")) == INTERVAL
+    assert not list((tmp_path / "run/checkpoint").glob("step-*"))
+
+
+@pytest.mark.release
+def test_a_run_whose_copies_cannot_save_the_last_step_says_so_and_ends_with_1(tmp_path):
+    """Though the recipe goes on without a checkpoint on the way."""
+    goes_on = "--checkpoint.on_failure=continue"
+    code, output = killed(tmp_path / "run", "disk", INTERVAL, goes_on)
+    assert code == 1
+    assert f"step {STEPS} is not on disk in " in output
+    assert max(written(tmp_path / "run", "loss")) == STEPS

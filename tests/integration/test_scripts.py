@@ -17,6 +17,7 @@ SCRIPTS = ROOT / "scripts"
 BESIDE_PAGES = {  # which no page names as a command that a test can run: the test that starts it
     "compare_losses.py": "test_two_trees_with_the_same_sources_are_equal_to_the_bit",
     "first_step.py": "test_a_measurement_of_the_first_step_has_its_parts",
+    "kill_copies.py": "test_random_kills_lose_nothing",
     "make_debug_tokenizer.py": "test_a_tokenizer_is_made",
     "setup.sh": "test_the_main_job_writes_what_it_promises_goes_on_on_one_rank_and_is_exported",
     "train.slurm": "test_what_a_signal_stopped_goes_back_into_the_queue",
@@ -77,3 +78,12 @@ def test_two_trees_with_the_same_sources_are_equal_to_the_bit(tmp_path):
     options = ["--steps", 2, "--only", "2 ranks", "--cache", tmp_path / "cache"]
     done = run(*python(tree / "scripts/compare_losses.py", "HEAD", *options))
     assert (done.returncode, "2 ranks: equal to the bit" in done.stdout) == (0, True)
+
+
+@pytest.mark.release
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [[], ["--async"]], ids=["sync", "async"])
+def test_random_kills_lose_nothing(mode):
+    pytest.importorskip("torchft")
+    done = run(*python(SCRIPTS / "kill_copies.py", "--kills", 3, "--seconds", 10, *mode))
+    assert (done.returncode, "\nnothing is lost\n" in done.stdout) == (0, True)

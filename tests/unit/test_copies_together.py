@@ -183,18 +183,18 @@ def copy_at(step, disk, *, last=12, stopped=False, **attributes):
 @pytest.mark.parametrize(
     ("step", "stopped", "steps", "saved", "line"),
     [
-        (8, False, [4], [4, 8], "step 8, which another copy was to save, is saved by copy 1"),
+        (8, False, [4], [4, 8], "step 8 is due and not on disk: copy 1 saves it"),
         (8, False, [4, 8], [4, 8], ""),
         (9, False, [4, 8], [4, 8], ""),
         (
             *(9, False, [4], [4, 9]),
-            "step 8 is not on disk, as the copy that was saving it is lost: step 9 is saved at once"
-            " by copy 1",
+            "step 8 is not on disk, as the copy that was saving it is lost: copy 1 saves step 9 at"
+            " once",
         ),
         (3, False, [], [], ""),  # nothing is due yet
-        (3, True, [], [3], "step 3, which another copy was to save, is saved by copy 1"),
+        (3, True, [], [3], "step 3 is due and not on disk: copy 1 saves it"),
         (7, False, [6], [6], ""),  # the run has begun there
-        (14, False, [12], [12, 14], "step 14, which another copy was to save, is saved by copy 1"),
+        (14, False, [12], [12, 14], "step 14 is due and not on disk: copy 1 saves it"),
     ],
 )
 def test_who_becomes_first_saves_what_is_due_and_not_there(

@@ -1,0 +1,155 @@
+"""Kill processes of a run with copies of the model at random moments, and look for what is lost.
+
+    python scripts/kill_copies.py                        # two copies, twenty kills in a minute
+    python scripts/kill_copies.py --copies 3 --kills 40 --seconds 300 --seed 1
+    python scripts/kill_copies.py --async                # checkpoints are written in the background
+
+The debug recipe, made small, trains on CPU processes. From its first step on a process of a random
+copy is killed by SIGKILL at random moments, while it trains, saves, starts or joins. Then the run
+is stopped by a signal, which saves its last step. Every step has to have one line in metrics.jsonl,
+every validation its loss, and every interval its checkpoint. If all copies were dead at once, the
+run has gone on from its newest checkpoint: steps before that line `resumed_from` do not count.
+
+Exit code 0: nothing is lost. 1: what is, is printed.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from benchmark_faults import ranks_of
+
+from titan_lite.metrics.run_files import read_lines
+from titan_lite.resilience.exit_code import STOPPED
+
+ROOT = Path(__file__).resolve().parents[1]
+INTERVAL = 5  # steps from one checkpoint to the next, and from one validation to the next
+OPTIONS = [
+    *("--training.steps=1000000", "--training.seq_len=32", "--metrics.log_freq=1"),
+    *("--model.n_layers=2", "--model.dim=64", "--model.hidden_dim=96", "--data.num_workers=0"),
+    *(f"--checkpoint.interval={INTERVAL}", f"--validation.freq={INTERVAL}"),
+    *("--validation.steps=1", "--training.compare_copies_freq=1"),
+    "--fault_tolerance.timeout_seconds=20",
+]
+START_LIMIT = 600  # seconds until the first step
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--copies", type=int, default=2, metavar="N")
+    parser.add_argument("--kills", type=int, default=20, metavar="N")
+    parser.add_argument("--seconds", type=float, default=60, help="in which they happen")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--async", action="store_true", dest="saves_async")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "run")
+        code, output = train_and_kill(folder, arguments)
+        missing = what_is_missing(folder, output)
+    print(output, end="")
+    if code != STOPPED:
+        missing.append(f"the run ended with exit code {code}, not {STOPPED}")
+    for line in missing:
+        print(f"LOST: {line}")
+    if not missing:
+        print("nothing is lost")
+    return 1 if missing else 0
+
+
+def train_and_kill(folder: Path, arguments: argparse.Namespace) -> tuple[int, str]:
+    """Train in `folder`, and kill processes; return the exit code and the output."""
+    options = [*OPTIONS, *(["--checkpoint.async_mode=async"] if arguments.saves_async else [])]
+    command = [sys.executable, "-m", "titan_lite.launch", "debug_model"]
+    variables = {"NCOPIES": str(arguments.copies), "NGPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+    log = folder.with_suffix(".log")
+    with open(log, "w") as output:
+        run = subprocess.Popen(
+            [*command, f"--job.dump_folder={folder}", *options],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", **variables},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        chosen = random.Random(arguments.seed)
+        moments = sorted(chosen.uniform(0, arguments.seconds) for _ in range(arguments.kills))
+        wait_for_step(folder, run)
+        began = time.monotonic()
+        for moment in moments:
+            time.sleep(max(0.0, began + moment - time.monotonic()))
+            kill_one(run.pid, chosen)
+        wait_for_step(folder, run, more=INTERVAL)
+        run.send_signal(signal.SIGTERM)
+        return run.wait(), log.read_text()
+    finally:
+        run.kill()
+
+
+def wait_for_step(folder: Path, run: subprocess.Popen, more: int = 1) -> None:
+    """Wait until the run has written so many further lines of steps."""
+    goal = sum(count_steps(folder, "loss").values()) + more
+    deadline = time.monotonic() + START_LIMIT
+    while sum(count_steps(folder, "loss").values()) < goal:
+        if run.poll() is not None or time.monotonic() > deadline:
+            sys.exit(f"the run does not train:\n{folder.with_suffix('.log').read_text()}")
+        time.sleep(0.1)
+
+
+def kill_one(launcher: int, chosen: random.Random) -> None:
+    """Kill one of the ranks and processes of loaders that are there."""
+    while not (alive := ranks_of(launcher)):
+        time.sleep(0.05)
+    try:
+        os.kill(chosen.choice(alive), signal.SIGKILL)
+    except ProcessLookupError:
+        print("a process had ended just before it was killed")
+
+
+def count_steps(folder: Path, name: str) -> Counter[int]:
+    """Return how many lines each step has with a metric, since the run has last reached it."""
+    counts: Counter[int] = Counter()
+    for _, line in read_lines(folder / "metrics.jsonl"):
+        if line is None:  # cut off by a kill
+            continue
+        if "resumed_from" in line:
+            counts = Counter({s: n for s, n in counts.items() if s <= line["resumed_from"]})
+        elif name in line:
+            counts[line["step"]] += 1
+    return counts
+
+
+def what_is_missing(folder: Path, output: str) -> list[str]:
+    """Return a line for each thing that should be there once, and is not."""
+    losses = count_steps(folder, "loss")
+    validations = count_steps(folder, "validation_loss")
+    last = max(losses)
+    found = {path.name for path in (folder / "checkpoint").glob("step-*")}
+    missing = [
+        f"step {step} has {losses[step]} lines of metrics"
+        for step in range(1, last + 1)
+        if losses[step] != 1
+    ]
+    for step in range(0, last + 1, INTERVAL):
+        if validations[step] != 1:
+            missing.append(f"step {step} has {validations[step]} lines of a validation")
+        is_named = f"step {step} is not on disk, as the copy that was saving it is lost" in output
+        if step and f"step-{step}" not in found and not is_named:
+            missing.append(f"step {step} has no checkpoint, and no line says so")
+    if f"step-{last}" not in found:
+        missing.append(f"the last step, {last}, has no checkpoint")
+    print(
+        f"{last} steps, {len(found)} checkpoints, {output.count('has failed')} failures of copies"
+    )
+    return missing
+
+
+if __name__ == "__main__":
+    sys.exit(main())
