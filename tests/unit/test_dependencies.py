@@ -1,4 +1,4 @@
-"""The packages that setup.sh checks are the dependencies in pyproject.toml."""
+"""What pyproject.toml lists is there: dependencies in setup.sh and constraints.txt, and packages."""
 
 import re
 import sys
@@ -35,3 +35,13 @@ def test_constraints_pin_every_dependency_and_every_package_of_an_extra():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {name(line) for line in lines if "==" in line}
     assert wanted - pinned == {"titan-lite"}  # an extra names others of its own project
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
+def test_a_wheel_has_every_folder_with_modules():
+    import tomllib
+
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "titan_lite").rglob("*.py")}
+    modules = {".".join(folder.parts) for folder in folders}
+    assert {*setup["packages"]} - {*setup["package-dir"]} == modules
