@@ -49,10 +49,10 @@ class Fault(NamedTuple):
 FAULTS = (
     # What other copies have done is received, but for the counts and the position in the data.
     Fault(
-        "copies.py",
+        "features/copies/copies.py",
         "self.load_parts(received.parts)",
         "pass",
-        ("unit/test_copies_together.py", "integration/test_copies.py"),
+        ("unit/features/copies/test_copies_together.py", "integration/test_copies.py"),
     ),
     # A loss is divided by the tokens of one rank.
     Fault(
@@ -155,8 +155,8 @@ FAULTS = (
     # The keys of a feature are unknown.
     Fault(
         "features/__init__.py",
-        'FEATURES = ("moe", "powersgd")',
-        'FEATURES = ("moe",)',
+        'FEATURES = ("moe", "powersgd", "copies")',
+        'FEATURES = ("moe", "copies")',
         ("unit/rules/test_fixes.py",),
     ),
     # A skipped step leaves its errors behind.

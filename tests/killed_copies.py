@@ -88,7 +88,7 @@ def watch_renames(kill):
 def begin_together(folder, copy):
     """Have the first step wait for all copies, of which the lighthouse knows by then."""
     set_torchft_variables()
-    from titan_lite.resilience import quorum
+    from titan_lite.features.copies import quorum
 
     begin_step = quorum.Quorum.begin_step
     is_ready = Path(folder) / f"ready-{copy}"

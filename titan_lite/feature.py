@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
+    from titan_lite.alone import Alone
     from titan_lite.config import Config
     from titan_lite.cost.machine import Machine
     from titan_lite.distributed.axes import Axes
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from titan_lite.distributed.simple_fsdp import FSDPOptions
     from titan_lite.models.transformer import Transformer
     from titan_lite.tools.plan.costs import Costs
+    from titan_lite.trainer import Trainer
 
 
 def part_of_each(name: str) -> Iterator[ModuleType]:
@@ -114,6 +116,10 @@ class Feature:
         graphs are then made for that.
         """
         return False
+
+    def copies(self, trainer: Trainer) -> Alone | None:
+        """Return the copies of the model that share the run; None if it is alone."""
+        return None
 
     def step_parts(self, model: ParallelModel) -> Sequence[StepPart]:
         """Return the feature's parts of a training step. model: allocated and initialized."""

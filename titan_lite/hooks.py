@@ -104,7 +104,7 @@ class LogRun(Hook):
         for line in lines:
             logger.info(line)
         steps = trainer.config.training.steps
-        begins = trainer.copies is None or not trainer.copies.has_joined
+        begins = not trainer.copies.has_joined
         facts = start_facts(trainer.layout, trainer.device, trainer.identity.git)
         logger.info(
             f"steps: {trainer.step} done of {steps}; output in {trainer.dump_folder}",

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite import manifest
+from titan_lite.alone import Alone
 from titan_lite.checkpoint.agreement import agree
 from titan_lite.checkpoint.manager import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
@@ -69,7 +70,7 @@ from titan_lite.distributed.process_group import (
     share_on_node,
 )
 from titan_lite.dtensor import gradient_shard
-from titan_lite.environment import copy_number, folder_of_copy, set_torchft_variables
+from titan_lite.environment import copy_number, folder_of_copy
 from titan_lite.feature import Repeat, StepPart, features_of
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger, telling_if_slow
@@ -91,9 +92,6 @@ from titan_lite.resilience.stop_signal import StopSignal
 from titan_lite.resilience.stragglers import Stragglers
 from titan_lite.resilience.watchdog import PATIENCE, Watchdog
 from titan_lite.rules.machine import check_agreement, check_machine
-
-if TYPE_CHECKING:
-    from titan_lite.copies import Copies
 
 # Errors whose message is sufficient
 EXPLAINED = (CompileError, CheckpointError, LoaderError, MachineError)
@@ -155,7 +153,7 @@ class Trainer:
     bos_id: int  # the token that begins a document, for training.mask_documents
 
     progress: Progress
-    copies: Copies | None  # that train this run together; None without fault_tolerance
+    copies: Alone  # of the model, which share the steps of this run
     skipped_steps: SkippedSteps
     stop: StopSignal
     watchdog: Watchdog
@@ -188,7 +186,7 @@ class Trainer:
         self.layout = Layout.from_config(config, self.world_size, model, device_memory())
         self.listings = list_documents(config)
         self.tokenizer = check_machine(config, self.layout, self.listings)
-        self.copies = None
+        self.copies = Alone(self)
         copy = copy_number(config.fault_tolerance)
         self.own_folder = folder_of_copy(self.dump_folder, copy)
         self.hooks = [*build_hooks(config, self.rank, self.own_folder), *hooks]
@@ -399,7 +397,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_train_start(self)
         self.throughput.start(self.step)
-        if self.copies is not None and going_on:
+        if going_on:
             self.copies.write_due()
 
         stops = self.poll_stop()
@@ -411,15 +409,14 @@ class Trainer:
             self.begin_step()
             if self.train_step():
                 self.end_step()
-            going_on = self.copies is None or self.copies.agree()
+            going_on = self.copies.agree()
 
         with (
             self.throughput.exclude("saving"),
             self.watchdog.phase("save", "init_timeout_seconds"),
         ):
             self.checkpointer.wait()
-        if self.copies is not None:
-            self.copies.leave()
+        self.copies.leave()
         self.read_metrics(wait=True)
         self.metrics.write(self.step, self.throughput.excluded_values())
         self.metrics.close()
@@ -429,17 +426,15 @@ class Trainer:
 
     def join_copies(self) -> bool:
         """Take part in the run of several copies, if there are; return False if it has to stop."""
-        if self.config.fault_tolerance.copies == 1 or self.is_finished:
+        if self.is_finished:
             return True
-        set_torchft_variables()
-        from titan_lite.copies import Copies  # with torchft, which only such a run needs
-
-        self.copies = Copies(self)
+        for feature in features_of(self.config):
+            self.copies = feature.copies(self) or self.copies
         return self.copies.join()
 
     def poll_stop(self) -> bool:
-        """Ask all ranks whether the run stops. Copies ask each other in every step alone."""
-        return self.stop.requested if self.copies is not None else self.stop.poll()
+        """Ask all ranks whether the run stops."""
+        return self.copies.poll_stop()
 
     def begin_step(self) -> None:
         """Count a new step."""
@@ -464,7 +459,7 @@ class Trainer:
         config = self.config
         logs = self.is_due(config.metrics.log_freq)
         # step 1, too: a hook checks the loss of a new model before the next step
-        self.read_metrics(wait=logs or self.step == 1 or self.copies is not None)
+        self.read_metrics(wait=logs or self.step == 1 or self.copies.has_several)
         for hook in self.hooks:
             hook.on_step_end(self.step)
         if not self.has_done_step:  # all graphs are compiled
@@ -478,7 +473,7 @@ class Trainer:
             if self.is_due(config.checkpoint.interval) or self.stop.requested:
                 self.save()
                 self.poll_stop()
-            elif self.copies is not None:
+            else:
                 self.copies.write_due()
             if logs:
                 self.checkpointer.poll()
@@ -495,19 +490,15 @@ class Trainer:
         tokens = self.count_tokens(batches)
 
         self.begin_step_parts()
-        divisor = tokens if self.copies is None else self.copies.nominal_tokens
-        loss = self.forward_backward(batches, divisor)
+        loss = self.forward_backward(batches, self.copies.divisor(tokens))
         for part in self.step_parts:
             part.after_backward(self.step)
         # Sums over all ranks, so that every rank decides the same
         loss, stop_requests = self.sum_loss_and_stops(loss, self.stop.received)
-        if self.copies is not None:
-            totals = self.copies.commit(loss, tokens, stop_requests)
-            if totals is None:
-                return False
-            loss = totals.loss.float()
-            tokens = totals.tokens.long()
-            stop_requests = totals.stop_requests
+        totals = self.copies.commit(loss, tokens, stop_requests)
+        if totals is None:
+            return False
+        loss, tokens, stop_requests = totals
         for hook in self.hooks:
             hook.on_gradients(self.step, self.parameters)
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)
@@ -594,9 +585,7 @@ class Trainer:
 
     def next_batches(self) -> list[DeviceBatch]:
         """Return the local batches of this step, on the device."""
-        if self.copies is not None:
-            return self.copies.next_batches()
-        return [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
+        return self.copies.next_batches()
 
     def next_batch(self) -> DeviceBatch:
         """Return the next local batch of training, on the device."""
@@ -688,7 +677,7 @@ class Trainer:
         folder = self.dump_folder if self.metrics.writes else None
         for part in self.step_parts:
             values |= part.metrics(steps, folder)
-        if self.copies is not None:
+        if self.copies.has_several:
             values["copies"] = self.copies.living
         self.metrics.log(self.step, values)
         self.stragglers.log(self.step, values["step_time"])
@@ -729,7 +718,7 @@ class Trainer:
     def save(self) -> None:
         """Save this step, unless that is up to another copy of the model."""
         self.read_metrics(wait=True)
-        if self.copies is None or self.copies.is_first:
+        if self.copies.is_first:
             self.save_here()
 
     def save_here(self) -> None:
@@ -841,6 +830,6 @@ class Trainer:
         ending = "exiting, as the run is done"
         if self.needs_resume:
             ending = f"exiting (code {exit_code.STOPPED})"
-        if self.copies is not None and not self.copies.is_first:
+        if not self.copies.is_first:
             return f"step {self.step}: {ending}"
         return f"step {self.step}: {self.checkpointer.before_exit(self.step)}{ending}"

@@ -8,8 +8,8 @@ from ranks import run_ranks
 pytest.importorskip("torchft")
 
 from titan_lite.config import FaultTolerance
-from titan_lite.resilience import quorum as module
-from titan_lite.resilience.quorum import CopyState, Quorum
+from titan_lite.features.copies import quorum as module
+from titan_lite.features.copies.quorum import CopyState, Quorum
 
 STATE = CopyState({}, {})
 

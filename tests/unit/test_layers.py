@@ -36,7 +36,7 @@ LAYERS = (
     ("optim",),
     ("distributed",),
     ("checkpoint", "data", "metrics", "resilience"),
-    ("rules", "recipe", "hooks", "copies", "trainer", "train"),
+    ("rules", "recipe", "hooks", "alone", "trainer", "train"),
     ("features",),  # the core imports none
     ("launch", "launch_copies", "lighthouse", "tools", "__main__"),
 )

@@ -7,7 +7,8 @@ A feature is a folder with
     rules.py     what cannot be together with these keys (titan_lite/rules/); always imported
     feature.py   FEATURE, its Feature (titan_lite/feature.py): where it takes part in a run
 
-and whatever these import. To remove a feature, delete its folder, its tests and its line here.
+and whatever these import. To remove a feature, delete its folder, its tests, its line here and that
+in pyproject.toml.
 """
 
-FEATURES = ("moe", "powersgd")
+FEATURES = ("moe", "powersgd", "copies")

@@ -2,13 +2,11 @@
 
 import os
 import re
-import sys
 from collections.abc import Iterator
 
 from titan_lite.config import Config
 from titan_lite.environment import COPY, LAST_PORT
-from titan_lite.rules.metrics import is_installed
-from titan_lite.rules.mistakes import Inputs, Mistake, keys_set, rule_of_inputs, rule_of_keys
+from titan_lite.rules.mistakes import Mistake, keys_set, rule_of_keys
 
 ADDRESS = r"http://(\[[0-9a-fA-F:]+\]|[^\s/:]+):([0-9]{1,5})"
 
@@ -69,21 +67,6 @@ def copies_have_no_copies(config: Config) -> Iterator[Mistake]:
                 " copies of fault_tolerance.copies"
             ),
             instead=f"1, and fault_tolerance.copies = {copies * replicas}",
-        )
-
-
-@rule_of_inputs
-def torchft_is_installed(config: Config, inputs: Inputs) -> Iterator[Mistake]:
-    copies = config.fault_tolerance.copies
-    if copies > 1 and not is_installed("torchft"):
-        yield Mistake(
-            key="fault_tolerance.copies",
-            value=copies,
-            why="needs torchft, which is not installed here",
-            instead=(
-                f"it after {sys.executable} -m pip install 'torchft>=0.2', which is the extra"
-                " titan_lite[fault_tolerance], or 1"
-            ),
         )
 
 

@@ -10,9 +10,10 @@ from titan_lite.config import Config, ConfigError, load_config, read_config
 from titan_lite.config.errors import MachineError, nearest_multiples
 from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
+from titan_lite.features.copies import rules as rules_of_copies
 from titan_lite.metrics.start_lines import owners_line
 from titan_lite.optim.state import owner_costs
-from titan_lite.rules import check, check_all, check_recipe, fault_tolerance
+from titan_lite.rules import check, check_all, check_recipe
 from titan_lite.rules.job import dump_folder_cannot_be_written
 from titan_lite.rules.mistakes import (
     RULES_OF_INPUTS,
@@ -572,7 +573,7 @@ def test_what_does_not_go_with_copies_that_may_be_lost(options, message):
 
 
 def test_a_package_for_copies_is_named_where_it_is_missing(monkeypatch):
-    monkeypatch.setattr(fault_tolerance, "is_installed", lambda name: name != "torchft")
+    monkeypatch.setattr(rules_of_copies, "is_installed", lambda name: name != "torchft")
     config = load_config(DEBUG, [COPIES])
     with pytest.raises(ConfigError, match=r"copies = 2 needs torchft, .*titan_lite\[fault_tol"):
         check_all(config, 2)

@@ -330,7 +330,7 @@ def shared_by_copies(layout: Layout, sequences: int) -> int:
 
     layout: of one copy. sequences: of all of them in a step.
     """
-    at_once = layout.local_batch_size * layout.dp_degree * layout.copies
+    at_once = layout.sequences_per_step // layout.accumulation * layout.copies
     return math.ceil(sequences / at_once) * at_once
 
 

@@ -13,7 +13,7 @@ does not depend on how many copies take part in a step, and a copy that has lost
 they were. The first living copy writes the files of the run. If it is lost, the next one looks at
 what is on disk, and writes what is due and not there, before it takes a further step.
 
-resilience/quorum.py finds the living copies and sums over them.
+quorum.py finds the living copies and sums over them.
 """
 
 import json
@@ -21,11 +21,12 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from titan_lite.alone import Alone, Totals
 from titan_lite.checkpoint.agreement import PARTS_OF_ERRORS, Member, differences, parts_of
 from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.checkpoint.steps import NEWEST
@@ -35,9 +36,9 @@ from titan_lite.distributed.pipeline import DeviceBatch
 from titan_lite.distributed.process_group import first_nonempty, hash64, max_over_ranks
 from titan_lite.dtensor import gradient_shard, local
 from titan_lite.environment import COPY, copy_number
+from titan_lite.features.copies.quorum import CopyState, Quorum, await_lighthouse
 from titan_lite.logging import OF_COPY, console, events, logger
 from titan_lite.resilience import TrainingError
-from titan_lite.resilience.quorum import CopyState, Quorum, await_lighthouse
 from titan_lite.resilience.replica_check import examine
 
 if TYPE_CHECKING:
@@ -51,14 +52,6 @@ FOLDERS = "folders"  # among the parts of an identity: names in the locks of the
 COMPARED = (*PARTS_OF_ERRORS, "mesh", "sequences", "device")
 MAX_UNDONE = 2  # steps in a row; after more, a signal stops this copy without the others
 DIFFERENCES = ("", "recipe", "state")  # of copies, which of them are wrong
-
-
-class Totals(NamedTuple):
-    """Sums of a step over all copies: scalars, float64."""
-
-    loss: Tensor
-    tokens: Tensor
-    stop_requests: Tensor
 
 
 class DifferentCopies(RuntimeError):
@@ -104,13 +97,14 @@ def why_apart(other: Member, own: Member) -> list[str]:
     return lines
 
 
-class Copies:
+class Copies(Alone):
     """The copies of a run, as the trainer of one of them sees them."""
 
+    has_several = True
     quorum: Quorum  # from `join` on
 
     def __init__(self, trainer: "Trainer"):
-        self.trainer = trainer
+        super().__init__(trainer)
         self.number = copy_number(trainer.config.fault_tolerance)
         self.config = trainer.config.fault_tolerance
         self.has_joined = False  # a run that other copies had begun
@@ -478,6 +472,10 @@ class Copies:
 
     # A step
 
+    def poll_stop(self) -> bool:
+        """Copies ask each other in every step alone."""
+        return self.trainer.stop.requested
+
     def next_batches(self) -> list[DeviceBatch]:
         """Return the local batches of this step that are of this copy."""
         trainer = self.trainer
@@ -506,7 +504,7 @@ class Copies:
         """Sum a step over copies; return None, and undo it, if it does not count.
 
         loss, tokens, stop_requests: over all ranks of this copy. Gradients and loss are divided by
-        `nominal_tokens` before, and by the tokens of all copies after.
+        `divisor` before, and by the tokens of all copies after.
         """
         trainer = self.trainer
         totals = torch.stack((loss.double(), tokens.double(), stop_requests.double()))
@@ -522,20 +520,19 @@ class Copies:
         self.steps += 1
         self.undone = 0
         of_all = Totals(*totals)
-        ratio = float(self.nominal_tokens / of_all.tokens)
+        ratio = float(self.divisor(tokens) / of_all.tokens)
         if ratio != 1.0:  # some labels are not counted
             torch._foreach_mul_(gradients, ratio)
-        return of_all._replace(loss=of_all.loss * ratio)
+        return Totals((of_all.loss * ratio).float(), of_all.tokens.long(), of_all.stop_requests)
 
-    @property
-    def nominal_tokens(self) -> Tensor:
-        """The tokens of this step if all labels count: a scalar.
+    def divisor(self, tokens: Tensor) -> Tensor:
+        """Return the tokens of this step if all labels count: a scalar.
 
         The counted ones are known when the step is done, and with it the copies that took part.
         """
         trainer = self.trainer
-        tokens = trainer.layout.tokens_at(trainer.step)
-        return torch.tensor(tokens, dtype=torch.int64, device=trainer.device)
+        nominal = trainer.layout.tokens_at(trainer.step)
+        return torch.tensor(nominal, dtype=torch.int64, device=trainer.device)
 
     def compare(self) -> str:
         """Compare with other copies what has to be equal; return what is not, or "".

@@ -17,7 +17,7 @@ pytest.importorskip("torchft")
 from titan_lite.checkpoint.agreement import Member
 from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.config import ConfigError, load_config
-from titan_lite.copies import (
+from titan_lite.features.copies.copies import (
     IDENTITY,
     LINES,
     MAX_UNDONE,
@@ -26,9 +26,9 @@ from titan_lite.copies import (
     identity_of,
     why_apart,
 )
+from titan_lite.features.copies.quorum import CopyState
 from titan_lite.logging import events
 from titan_lite.resilience import TrainingError
-from titan_lite.resilience.quorum import CopyState
 
 OPTIONS = ["--fault_tolerance.copies=2", "--fault_tolerance.lighthouse=http://node0:29510"]
 

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("torchft")
 
-from titan_lite.resilience import quorum as module
-from titan_lite.resilience.quorum import Quorum, buckets_of
+from titan_lite.features.copies import quorum as module
+from titan_lite.features.copies.quorum import Quorum, buckets_of
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("torchft")
 
-from titan_lite.resilience.quorum import CopyState, _Transport
+from titan_lite.features.copies.quorum import CopyState, _Transport
 
 LIMIT = timedelta(seconds=300)  # which only a hang exceeds
 STATE = CopyState(

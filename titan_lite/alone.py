@@ -1,0 +1,68 @@
+"""The copies of the model of a run that has one: it shares its steps with nobody.
+
+titan_lite/features/copies/ has several, which may be lost.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from titan_lite.distributed.pipeline import DeviceBatch
+
+if TYPE_CHECKING:
+    from titan_lite.trainer import Trainer
+
+
+class Totals(NamedTuple):
+    """Sums of a step over all copies of the model: scalars."""
+
+    loss: Tensor
+    tokens: Tensor
+    stop_requests: Tensor
+
+
+class Alone:
+    """What a trainer asks its copies, where there is one."""
+
+    has_several = False
+    is_first = True  # this copy writes the files of the run
+    has_joined = False  # a run that other copies had begun
+    living = 1  # copies that take part in the present step
+
+    def __init__(self, trainer: "Trainer"):
+        self.trainer = trainer
+
+    def join(self) -> bool:
+        """Take part in the run from its next step on; return False as `agree`."""
+        return True
+
+    def agree(self) -> bool:
+        """Agree on the next step; return False if the run has to stop."""
+        return True
+
+    def write_due(self) -> None:
+        """Write what another copy has left."""
+
+    def leave(self) -> None:
+        """Take part in no further step, once what is due is on disk."""
+
+    def poll_stop(self) -> bool:
+        """Ask all ranks whether the run stops."""
+        return self.trainer.stop.poll()
+
+    def next_batches(self) -> list[DeviceBatch]:
+        """Return the local batches of this step that are of this copy."""
+        local_batches = self.trainer.layout.accumulation_at(self.trainer.step)
+        return [self.trainer.next_batch() for _ in range(local_batches)]
+
+    def divisor(self, tokens: Tensor) -> Tensor:
+        """Return what the loss of a step is divided by. tokens: counted ones of this copy."""
+        return tokens
+
+    def commit(self, loss: Tensor, tokens: Tensor, stop_requests: Tensor) -> Totals | None:
+        """Return the sums of a step over all copies; None if it does not count, and has changed
+        nothing.
+
+        loss, tokens, stop_requests: over all ranks of this copy.
+        """
+        return Totals(loss, tokens, stop_requests)

@@ -1,0 +1,1 @@
+"""Copies of the model that train one run together, of which some may be lost."""

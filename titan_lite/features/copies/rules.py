@@ -1,0 +1,23 @@
+"""What copies of the model need beside the rules of [fault_tolerance]."""
+
+import sys
+from collections.abc import Iterator
+
+from titan_lite.config import Config
+from titan_lite.rules.metrics import is_installed
+from titan_lite.rules.mistakes import Inputs, Mistake, rule_of_inputs
+
+
+@rule_of_inputs
+def torchft_is_installed(config: Config, inputs: Inputs) -> Iterator[Mistake]:
+    copies = config.fault_tolerance.copies
+    if copies > 1 and not is_installed("torchft"):
+        yield Mistake(
+            key="fault_tolerance.copies",
+            value=copies,
+            why="needs torchft, which is not installed here",
+            instead=(
+                f"it after {sys.executable} -m pip install 'torchft>=0.2', which is the extra"
+                " titan_lite[fault_tolerance], or 1"
+            ),
+        )
