@@ -31,6 +31,7 @@ OPTIONS = [
     "--training.compare_copies_freq=1",
     "--fault_tolerance.timeout_seconds=10",
 ]
+SAME = "--training.compare_copies_freq=1"  # as in OPTIONS
 ENDLESS = steps(1_000_000)  # until a signal: however fast the machine is, there is a next step
 SAME_LOSS = 2e-5  # a sum over copies has another order; relative
 
@@ -224,11 +225,12 @@ def test_when_all_copies_are_lost_the_run_goes_on_from_its_newest_step(tmp_path)
 @pytest.mark.parametrize(
     ("takes_a_place", "option", "copies_of_other", "message"),
     [
-        (True, "--optimizer.lr=1e-5", 2, "its recipe, data, device, packages or code are not"),
-        (True, "--training.compare_copies_freq=1", 3, "its recipe, data, device, packages or code"),
-        (False, "--training.compare_copies_freq=1", 2, "3 copies take part, and fault_tolerance"),
+        (True, "--optimizer.lr=1e-5", 2, r"optimizer.lr differs: 0.002 in copy 0 on .*, 1e-05 in"),
+        (True, SAME, 3, r"fault_tolerance.copies differs: 2 in copy 0 on .*, 3 in copy 1"),
+        (True, "--job.dump_folder=other", 2, r"job.dump_folder differs: .* in copy 0 on"),
+        (False, SAME, 2, "copy 1: 3 copies take part, and fault_tolerance"),
     ],
-    ids=["recipe", "number of copies", "one too many"],
+    ids=["recipe", "number of copies", "folder", "one too many"],
 )
 def test_a_copy_that_does_not_belong_is_refused_and_the_others_go_on(
     takes_a_place, option, copies_of_other, message, tmp_path
@@ -248,9 +250,9 @@ def test_a_copy_that_does_not_belong_is_refused_and_the_others_go_on(
         command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", folder)
         other = [option, f"--fault_tolerance.lighthouse={address}"]
         variables = {"NCOPIES": copies_of_other, "COPY": 1, "NGPU": 1, "PYTHONSAFEPATH": 1}
-        done = run(*command, *OPTIONS, *ENDLESS, *other, **variables)
+        done = run(*command, *OPTIONS, *ENDLESS, *other, cwd=tmp_path, **variables)
         assert done.returncode == 2
-        assert re.search(f"error: .*copy 1: {message}", done.stdout)
+        assert re.search(f"error: .*{message}", done.stdout)
         goes_on(job, folder)
         if takes_a_place:
             for pid in ranks(job, 1):
