@@ -414,6 +414,7 @@ class Copies(Alone):
         while self.meets_others:
             self.end_together()
         self.quorum.leave()
+        self.trainer.checkpointer.wait()
         if self.lacks_save():
             step = self.step_due
             folder = self.trainer.checkpointer.folder

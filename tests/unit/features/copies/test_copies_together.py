@@ -149,6 +149,9 @@ class Disk:
         self.save_lock = SimpleNamespace(is_held_by_another=lambda: saving)
         self.folder = "checkpoint"
 
+    def wait(self):
+        """Until a save in the background has ended."""
+
     def present(self):
         return self.steps
 
