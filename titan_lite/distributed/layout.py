@@ -266,6 +266,13 @@ class Layout:
         """Return the sequences of optimizer step `step`, over all ranks."""
         return self.accumulation_at(step) * self.local_batch_size * self.dp_degree
 
+    def shared_evenly(self, sequences: int) -> int:
+        """Return the sequences of a step in which each copy has as many as the busiest one has of
+        a step of `sequences`.
+        """
+        at_once = self.local_batch_size * self.dp_degree * self.copies
+        return math.ceil(sequences / at_once) * at_once
+
     def tokens_at(self, step: int) -> int:
         """Return the tokens of optimizer step `step`, over all ranks."""
         return self.sequences_at(step) * self.seq_len

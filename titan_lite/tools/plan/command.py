@@ -314,24 +314,14 @@ def as_one_world(config: Config, world_size: int) -> list[str]:
     options.append(option("parallelism.data_parallel_replicate_degree", str(copies)))
     layout = Layout.from_config(config, world_size // copies)
     if config.training.global_batch_size != -1:
-        sequences = shared_by_copies(layout, layout.sequences_per_step)
+        sequences = layout.shared_evenly(layout.sequences_per_step)
         options.append(option("training.global_batch_size", str(sequences)))
     ramp = [
-        f"{shared_by_copies(layout, layout.sequences_at(last))} until {last}"
-        for _, last in layout.ramp
+        f"{layout.shared_evenly(layout.sequences_at(last))} until {last}" for _, last in layout.ramp
     ]
     if ramp:
         options.append(option("training.global_batch_ramp", ",".join(ramp)))
     return options
-
-
-def shared_by_copies(layout: Layout, sequences: int) -> int:
-    """Return the sequences of a step in which each copy has as many as the busiest one now.
-
-    layout: of one copy. sequences: of all of them in a step.
-    """
-    at_once = layout.sequences_per_step // layout.accumulation * layout.copies
-    return math.ceil(sequences / at_once) * at_once
 
 
 def note_on_copies(config: Config, world_size: int) -> str:
@@ -343,7 +333,7 @@ def note_on_copies(config: Config, world_size: int) -> str:
         " (fault_tolerance.copies) overlaps with backward in a plan, and comes after it in a run"
     )
     sequences = layout.sequences_per_step
-    planned = shared_by_copies(layout, sequences)
+    planned = layout.shared_evenly(sequences)
     if planned != sequences:
         note += (
             f"; a step of the run has {sequences} sequences, which {copies} copies cannot share"
