@@ -98,7 +98,7 @@ class Checkpointer(SavedSteps):
 
     progress: called from time to time while files are written, read and hashed, which may take
     longer than the limit of a phase (resilience/watchdog.py). run: a name of the run, if copies of
-    the model share its folder (features/copies/quorum.py). own_suffix: of this copy's unfinished steps.
+    the model share its folder (features/copies/). own_suffix: of this copy's unfinished steps.
     """
 
     def __init__(
