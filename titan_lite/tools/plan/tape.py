@@ -366,7 +366,7 @@ def tape_of(lifetimes: StageLifetimes, n_layers: int, pipelined: bool) -> Tape:
     assert repetitions == 0 or is_deeper, "a stage of fewer blocks is traced itself"
     tensors: list[Lifetime] = []
     for tensor in _with_output_kept(lifetimes, pipelined):
-        tensors += _repeated(tensor, lifetimes, repetitions)
+        tensors += _repeated(tensor, lifetimes.sections, repetitions) if is_deeper else [tensor]
     tensors.sort(key=lambda tensor: tensor.kind != "gradient")
     gradients = [tensor for tensor in tensors if tensor.kind == "gradient"]
     return Tape(
@@ -417,48 +417,33 @@ def _part_of_memory(tensor: Lifetime) -> str:
     return "working"
 
 
-def _repeated(tensor: Lifetime, lifetimes: StageLifetimes, repetitions: int) -> Iterator[Lifetime]:
+def _repeated(
+    tensor: Lifetime, sections: Mapping[str, Section], repetitions: int
+) -> Iterator[Lifetime]:
     """Yield a tensor as it is with so many repetitions of the sections.
 
-    There is one for each repetition of the section that it is allocated in. Backward goes through
-    the blocks in the other direction. What lives until the end of a graph does so at any depth.
+    There is one in each repetition of the section that it is allocated in. It ends in the same
+    blocks, but what lives until the end of a graph does so at any depth.
     """
-    graph, time = tensor.allocated
-    section = lifetimes.sections.get(graph)
-    if section is None:
-        copies: Iterable[int] = (repetitions,)
-        side = 0
-    else:
-        side = section.side(time)
-        copies = {-1: (0,), 0: range(repetitions + 1), 1: (repetitions,)}[side]
+    (allocating, allocated), (freeing, freed) = tensor.allocated, tensor.freed
+    section, ending = sections[allocating], sections[freeing]
+    is_inside = section.side(allocated) == 0
+    # Numbers of repetitions before each copy.
+    copies = {-1: [0], 0: range(repetitions + 1), 1: [repetitions]}[section.side(allocated)]
+    # Backward goes through the blocks in the other direction.
+    is_reversed = (allocating == "forward") != (freeing == "forward")
     for copy in copies:
-        allocated = time + copy * section.length if section is not None else time
-        freed = _freed_time(tensor, lifetimes, repetitions, copy)
-        yield replace(tensor, allocated=(graph, allocated), freed=(tensor.freed[0], freed))
-
-
-def _freed_time(tensor: Lifetime, lifetimes: StageLifetimes, repetitions: int, copy: int) -> int:
-    """Return when a copy of a tensor is freed, in a graph with repeated sections."""
-    graph, time = tensor.freed
-    section = lifetimes.sections.get(graph)
-    if section is None:
-        return time
-    allocating = lifetimes.sections.get(tensor.allocated[0])
-    side = allocating.side(tensor.allocated[1]) if allocating is not None else 0
-    sections_before = 0
-    in_same_direction = (tensor.allocated[0] == "forward") == (graph == "forward")
-    if time == section.last:
-        sections_before = repetitions
-    elif allocating is not None and in_same_direction:  # shifted as the allocation is
-        if side >= 0:
-            sections_before = copy
-        elif section.side(time) > 0:
-            sections_before = repetitions
-    elif allocating is not None and side == 0:  # the last block of forward is backward's first
-        sections_before = repetitions - copy
-    elif section.side(time) > (-1 if side < 0 else 0):
-        sections_before = repetitions
-    return time + sections_before * section.length
+        same_blocks = repetitions - copy if is_reversed else copy
+        sections_before = {-1: 0, 0: same_blocks, 1: repetitions}[ending.side(freed)]
+        if is_inside and freed != ending.last:
+            sections_before = same_blocks
+        elif not is_reversed:  # it does not end before the blocks that it is allocated in
+            sections_before = max(sections_before, copy)
+        yield replace(
+            tensor,
+            allocated=(allocating, allocated + copy * section.length),
+            freed=(freeing, freed + sections_before * ending.length),
+        )
 
 
 def weights_at(weights: Sequence[Weight], blocks: int, n_layers: int) -> list[Weight]:
