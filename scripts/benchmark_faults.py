@@ -123,7 +123,7 @@ def main() -> None:
             seconds = 60 * arguments.minutes
             results.append(train(way, folder, seconds, arguments.every, arguments.options))
     copies, world = results
-    print(f"steps that counted, relative to the restart of all: {copies.step / world.step:.2f}")
+    print(f"productive steps, relative to the restart of all: {copies.step / world.step:.2f}")
     print(f"copies without faults: {copies.milliseconds - world.milliseconds:+.0f} ms a step")
 
 

@@ -242,7 +242,7 @@ def torchtitan_mixture(options: Options) -> Any:
     )
     is_split = options.expert_parallel > 1
     set_qwen3_sharding_config(spec.model, enable_sp=False, enable_ep=is_split)
-    if options.backend == "eager":  # the compiler refuses grouped products in float32
+    if options.backend == "eager":  # the compiler refuses grouped GEMMs in float32
         torch.Tensor.bfloat16 = lambda tensor: tensor  # which experts are cast to
     return spec
 

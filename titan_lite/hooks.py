@@ -113,7 +113,7 @@ class LogRun(Hook):
         if trainer.is_finished:
             logger.info(
                 f"nothing to do: step {trainer.step} is done, and training.steps = {steps}; raise"
-                " it to go on"
+                " it to continue"
             )
 
     def on_train_end(self, trainer: Trainer) -> None:

@@ -404,7 +404,7 @@ def set_environment(gpus: int, processes: int) -> None:
 
 
 def set_command(arguments: Sequence[str]) -> None:
-    """Set the command that a run which stops prints, to go on. ./run_train.sh sets its own."""
+    """Set the command that a run which stops prints, to resume it. ./run_train.sh sets its own."""
     command = os.environ.get("TITAN_LITE_COMMAND") or shlex.join(
         ["titan-lite", "train", *arguments]
     )

@@ -51,7 +51,7 @@ def test_a_shape_in_a_recipe_from_training_to_text(tmp_path, capsys):
     result = train(1, recipe, run, *OPTIONS, *steps(2), "--model.n_layers=3")
     assert result.returncode == 2
     assert (
-        "it cannot go on: the model's n_layers ([model]): 3, was 2; use the old value, or"
+        "it cannot resume: the model's n_layers ([model]): 3, was 2; use the old value, or"
         in result.stdout
     )
 

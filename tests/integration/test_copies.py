@@ -158,7 +158,7 @@ def test_a_copy_is_killed_and_the_run_is_the_one_left_alone(killed, tmp_path):
         for copy in killed:
             kill(job, copy)
             job.until(rf"copy {copy} has failed")
-            joined = rf"copy {copy}\] copy {copy} goes on from step \d+ of a living copy"
+            joined = rf"copy {copy}\] copy {copy} resumes from step \d+ of a living copy"
             job.until(rf"(?s)copy {copy} has failed.*{joined}")
             goes_on(job, folder)
         job.process.send_signal(signal.SIGTERM)
@@ -189,7 +189,7 @@ def test_a_stopped_copy_and_a_lost_lighthouse_do_not_stop_the_run(tmp_path):
         job.until(rf"copy 1\] checkpoint written to \S+step-{reached // 10 * 10}\n")
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
-        job.until(r"copy 0 goes on from step \d+ of a living copy")
+        job.until(r"copy 0 resumes from step \d+ of a living copy")
         goes_on(job, folder)
 
         (lighthouse,) = processes(job, "titan_lite.lighthouse")
@@ -200,7 +200,7 @@ def test_a_stopped_copy_and_a_lost_lighthouse_do_not_stop_the_run(tmp_path):
         assert job.ended() == 75
     last = newest(folder)
     assert (folder / f"checkpoint/step-{last}").is_dir()
-    assert f"to go on: NCOPIES=2 NGPU=1 titan-lite train {DEBUG}" in job.output
+    assert f"to resume: NCOPIES=2 NGPU=1 titan-lite train {DEBUG}" in job.output
 
 
 @pytest.mark.release
@@ -325,9 +325,9 @@ def test_a_copy_of_two_ranks_is_killed_twenty_times_at_any_moment(tmp_path):
                 os.kill(chosen.choice(alive), signal.SIGKILL)
                 killed += 1
             assert processes(job, "titan_lite.launch", copy=0) == [first]
-        joined = job.output.count("goes on from step")
+        joined = job.output.count("resumes from step")
         deadline = time.monotonic() + 300
-        while job.output.count("goes on from step") == joined:
+        while job.output.count("resumes from step") == joined:
             assert time.monotonic() < deadline
             time.sleep(0.5)
         goes_on(job, folder, more=20)

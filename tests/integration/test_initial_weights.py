@@ -335,7 +335,7 @@ def test_a_run_with_steps_of_its_own_goes_on_from_these(folder, tmp_path):
     assert train(1, DEBUG, tmp_path / "run", *options).returncode == 0
     more = train(1, DEBUG, tmp_path / "run", *options, *steps(2))
     assert more.returncode == 0
-    assert "has no effect: the run goes on from its own step 1" in more.stdout
+    assert "has no effect: the run resumes from its own step 1" in more.stdout
     assert "weights from" not in more.stdout
     # Another run's folder will do, and is not written to.
     before = sorted(path.name for path in (tmp_path / "run").rglob("*"))

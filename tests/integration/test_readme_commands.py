@@ -206,7 +206,7 @@ HERE = {
         f"{SHORT} --training.steps 1 --job.dump_folder outputs/copies",
     ),
     "python scripts/benchmark_faults.py": Run(
-        "steps that counted", "--minutes 0.2 --every 6 -- --training.seq_len=64"
+        "productive steps", "--minutes 0.2 --every 6 -- --training.seq_len=64"
     ),
     "python scripts/write_docs.py": Run("", quick=True, slow=True),
     "scripts/test_versions.sh 2.11.0 2.14.1": Run("torch 2.14.1: passed", "-- --version"),

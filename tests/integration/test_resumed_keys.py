@@ -13,7 +13,7 @@ from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, NO_WORKERS, SMALL
 
 pytestmark = pytest.mark.ranks(2)
 
-LINE = "numbers change by rounding: "
+LINE = "results differ by floating-point rounding: "
 BASE = [
     *SMALL,
     "--model.n_layers=4",

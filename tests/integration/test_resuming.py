@@ -269,7 +269,7 @@ def test_a_resume_with_another_order_of_sums_says_that_numbers_change_by_roundin
     options = ["--job.dump_folder", tmp_path, *OPTIONS]
     result = run(*python("-m", "titan_lite.train", DEBUG, *options), **environment)
     assert result.returncode == 0
-    assert f"numbers change by rounding: {key}: " in result.stdout
+    assert f"results differ by floating-point rounding: {key}: " in result.stdout
     assert "nothing differs" not in result.stdout
 
 

@@ -311,7 +311,7 @@ def test_a_launcher_that_is_killed_takes_the_ranks_along_which_save(ours, tmp_pa
         r" exiting",
         run.output,
     )
-    assert "to go on: torchrun --nproc-per-node 2 -m titan_lite.train " in run.output
+    assert "to resume: torchrun --nproc-per-node 2 -m titan_lite.train " in run.output
     assert saved_steps(folder)
 
 

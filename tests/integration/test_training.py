@@ -75,7 +75,7 @@ def test_the_main_job_writes_what_it_promises_goes_on_on_one_rank_and_is_exporte
     assert "layout: 2 ranks = dp_shard 2, each one CPU" in first.stdout
     said = [line.partition(" ")[2] for line in first.stdout.splitlines()]
     (end,) = (number for number, line in enumerate(said) if line.startswith("done: step 6, "))
-    assert re.fullmatch(r"goodput: \d+\.\d% of .* in steps that count; .*", said[end + 2])
+    assert re.fullmatch(r"goodput: \d+\.\d% of .* in productive steps; .*", said[end + 2])
     assert said[end + 3 : end + 5] == [
         "checkpoints: step-3, step-6",
         f"to look at: python -m titan_lite report {tmp_path}; tensorboard --logdir {tmp_path}",
@@ -399,7 +399,7 @@ def test_resuming_refuses_another_flavor_and_reports_a_longer_schedule(uninterru
     result = train(1, DEBUG, tmp_path, *options, "--model.flavor", "1B")
     assert result.returncode != 0
     assert re.search(
-        r"error: .*it cannot go on: the model's dim \(\[model\]\): 2048, was 256; .* another"
+        r"error: .*it cannot resume: the model's dim \(\[model\]\): 2048, was 256; .* another"
         r" job.dump_folder",
         result.stdout,
     )

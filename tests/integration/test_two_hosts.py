@@ -237,7 +237,7 @@ def test_a_copy_whose_cable_is_cut_is_left_out_and_joins_when_it_is_mended(hosts
         hosts.cable("up")
         first.until(rf"(?s){left}.* 2 of 2 copies take part")
         second.until(
-            r"(?s)waiting for the lighthouse.*copy 1 goes on from step \d+ of a living copy"
+            r"(?s)waiting for the lighthouse.*copy 1 resumes from step \d+ of a living copy"
         )
         first.process.send_signal(signal.SIGTERM)
         assert [first.ended(), second.ended()] == [75, 75]

@@ -1,4 +1,4 @@
-"""Compare a resumed run with the run that saved its step, and refuse what cannot go on.
+"""Compare a resumed run with the run that saved its step, and refuse what cannot resume.
 
     changes = compare(checkpointer.read_state(50), identity, documents)
     changes.refuse_unless_accepted(config.checkpoint)                 # raises ConfigError
@@ -115,7 +115,7 @@ class Changes:
         return [change.text for change in self.changes if change.effect is effect]
 
     def refuse_unless_accepted(self, checkpoint: Checkpoint) -> None:
-        """Raise ConfigError if the run cannot go on, or restarts more than the recipe accepts."""
+        """Raise ConfigError if the run cannot resume, or restarts more than the recipe accepts."""
         if texts := self._texts(Effect.REFUSED):
             self._refuse(Effect.REFUSED, texts, "another job.dump_folder")
         for effect, (key, does) in ACCEPTED_BY.items():

@@ -23,11 +23,11 @@ class Effect(Enum):
     """The effect of a difference on a resume; those that matter most come first."""
 
     # the values begin lines of the log and errors
-    REFUSED = "it cannot go on"
+    REFUSED = "it cannot resume"
     RESTARTS_DATA = "the data restarts"
     RESTARTS_OPTIMIZER = "the optimizer restarts"
     RESTARTS_TENSORS = "tensors begin anew"
-    ROUNDING = "numbers change by rounding"
+    ROUNDING = "results differ by floating-point rounding"
     NOTED = "changed"
 
 

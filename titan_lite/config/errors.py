@@ -31,7 +31,7 @@ class ConfigError(ValueError):
         ]
         if len(lines) == 1:
             return lines[0]
-        return "\n  ".join(("several things are wrong:", *lines))
+        return "\n  ".join(("invalid configuration:", *lines))
 
 
 class MachineError(RuntimeError):

@@ -382,7 +382,7 @@ def _way_without_weights(tables: Tables, name: str) -> str:
     resumes = tables["checkpoint"].get("enable", KEYS["checkpoint.enable"].default)
     if resumes is not True or not steps or not recipe.is_file():
         return ""
-    return f"; with {recipe} as recipe the run goes on from its own {steps[0].name} without weights"
+    return f"; with {recipe} as recipe the run resumes from its own {steps[0].name} without weights"
 
 
 # The command line

@@ -86,7 +86,7 @@ def _matmul_seconds(node: Node, flops: float, machine: Machine) -> float:
 
 
 def _grouped_seconds(node: Node, flops: float, machine: Machine) -> float:
-    """Return the seconds of a grouped product's arithmetic, with equally loaded experts: a batch of
+    """Return the seconds of a grouped GEMM's arithmetic, with equally loaded experts: a batch of
     products, each of an expert's rows. Its tiles begin anew with each expert.
     """
     a, b, ends = (cast(Any, argument).meta["val"] for argument in node.args[:3])
@@ -103,7 +103,7 @@ def _grouped_seconds(node: Node, flops: float, machine: Machine) -> float:
 
 
 def expected_rows(node: Node) -> int:
-    """Return the rows that a grouped product computes of those that there is room for: all, or as
+    """Return the rows that a grouped GEMM computes of those that there is room for: all, or as
     many as the model's code names (models/experts.py).
     """
     rows = cast(Any, node.args[0]).meta["val"].shape[0]
@@ -111,7 +111,7 @@ def expected_rows(node: Node) -> int:
 
 
 def _bytes_of_groups(node: Node) -> int:
-    """Return the bytes that a grouped product reads and writes, without rows in no group."""
+    """Return the bytes that a grouped GEMM reads and writes, without rows in no group."""
     a, b = cast(Any, node.args[:2])
     share = expected_rows(node) / a.meta["val"].shape[0]
     if node.target is GROUPED_PRODUCT_OF_WEIGHTS:

@@ -69,7 +69,7 @@ def end_lines(dump_folder: Path, end: RunEnd) -> list[str]:
         look += f"; tensorboard --logdir {folder}"
     lines.append(look)
     if end.stopped:
-        lines.append(f"to go on: {end.command}")
+        lines.append(f"to resume: {end.command}")
     return lines
 
 

@@ -1,7 +1,7 @@
-"""Say which share of a run's time went into steps that count, and where the rest went.
+"""Say which share of a run's time went into productive steps, and where the rest went.
 
     spent = time_spent(folder, copies=1)
-    spent.describe()     # "goodput: 91.2% of 3.2 h in steps that count; start 4.1%, saving 3.0%"
+    spent.describe()     # "goodput: 91.2% of 3.2 h in productive steps; start 4.1%, saving 3.0%"
 
 The times are those of metrics.jsonl and events.jsonl, over all starts of the run:
 
@@ -11,8 +11,8 @@ The times are those of metrics.jsonl and events.jsonl, over all starts of the ru
     waiting       of a copy of the model for others (fault_tolerance)
     recovery      of a copy that takes the state of another one
     undone        steps that did not count, since a copy was lost in them
-    done again    steps after the checkpoint that a later start resumed from
-    missing       copies that were lost: their share of steps that count
+    recomputed    steps after the checkpoint that a later start resumed from
+    missing       copies that were lost: their share of productive steps
     not running   the rest: between two starts, and what a killed process did last
 
 Imports no torch.
@@ -29,7 +29,7 @@ from typing import Any
 from titan_lite.metrics.run_files import read_lines, valid_entries
 
 SECONDS_OF = "seconds_"  # the beginning of a metric: seconds since the line before, by their cause
-COUNTED = "steps that count"
+COUNTED = "productive steps"
 LEAST_SHARE = 5e-4  # of a cause that is named
 
 
@@ -45,7 +45,7 @@ class TimeSpent:
 
     @property
     def goodput(self) -> float:
-        """Share of the time that went into steps that count; 0 if there are none."""
+        """Share of the time that went into productive steps; 0 if there are none."""
         return self.seconds[COUNTED] / self.total if self.total else 0.0
 
     def describe(self) -> str:
@@ -129,12 +129,12 @@ def _without_start(attempt: list[_Window], spent: dict[str, float]) -> list[_Win
 def _without_done_again(
     windows: list[_Window], step: int, spent: dict[str, float]
 ) -> list[_Window]:
-    """Return the steps up to `step`; those after it are done again."""
+    """Return the steps up to `step`; those after it are recomputed."""
     kept = []
     for window in windows:
         last = min(window.last, step)
         steps = max(0, last - window.first + 1)
-        spent["done again"] += (window.last - window.first + 1 - steps) * window.seconds
+        spent["recomputed"] += (window.last - window.first + 1 - steps) * window.seconds
         if steps:
             kept.append(_Window(window.first, last, window.seconds, window.copies))
     return kept

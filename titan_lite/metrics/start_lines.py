@@ -274,7 +274,7 @@ def warmup_line(config: Config) -> str:
     return (
         f"learning rate: lr_scheduler.warmup_steps = {warmup_steps:,} is longer than training.steps"
         f" = {steps:,}: it only rises, to {100 * steps / warmup_steps:.0f}% of optimizer.lr; use"
-        f" warmup_steps = {max(1, steps // 10)} unless the run goes on later"
+        f" warmup_steps = {max(1, steps // 10)} unless the run is resumed later"
     )
 
 

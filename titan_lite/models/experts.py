@@ -5,7 +5,7 @@
 
     x (B, T, C) -> router: probabilities (B, T, E) -> the K largest; weights, which sum to 1
       -> rows of tokens, those of an expert side by side
-      -> SwiGLU of each row by its expert: three grouped products; hidden units times the weight
+      -> SwiGLU of each row by its expert: three grouped GEMMs; hidden units times the weight
       -> rows back in the order of tokens, summed over K -> (B, T, C)
 
 The number of rows does not depend on the choices, so shapes are static and nothing waits for the

@@ -18,7 +18,7 @@ from titan_lite.config.families import Family, ModelConfig, RopeScaling, Shape, 
 from titan_lite.manifest import CorruptFileError, fields_of
 from titan_lite.models.fqns import is_of_experts, lies_within
 
-KERNEL_BYTES = 16  # a row of a factor of a grouped product is a multiple of them
+KERNEL_BYTES = 16  # a row of a factor of a grouped GEMM is a multiple of them
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 _SCALING_FIELDS = dataclasses.fields(RopeScaling)
 _REQUIRED_WITHOUT_FLAVOR = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")

@@ -124,7 +124,7 @@ def read_inputs(
 ) -> tuple["Tokenizer | None", list[Mistake]]:
     """Return the tokenizer, if it can be read, and the mistakes in what a run needs beside its
     recipe: packages, its folder, a tokenizer that fits the model, documents that can be read, and a
-    step that it can go on from.
+    step that it can resume.
 
     listings: of its documents; None to list them now.
     """

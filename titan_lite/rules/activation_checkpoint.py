@@ -14,7 +14,7 @@ def activation_checkpointing_has_an_option(config: Config) -> Iterator[Mistake]:
         yield Mistake(
             key="activation_checkpoint.selective_ac_option",
             value=option,
-            why="is no option",
+            why="is not a valid option",
             instead='"op", "op/2", or a number of blocks in quotes, such as "2"',
         )
 

@@ -1,4 +1,4 @@
-"""Rules of [checkpoint]: a step that is there, and that this recipe can go on from."""
+"""Rules of [checkpoint]: a step that is there, and that this recipe can resume."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -167,7 +167,7 @@ def a_family_of_ones_own_is_complete(config: Config, layout: Layout) -> Iterator
 
 
 def initial_weights(config: Config) -> ModelOfWeights | None:
-    """Return the model of the weights that a run starts with; None if it goes on from a step of its
+    """Return the model of the weights that a run starts with; None if it resumes a step of its
     own, or from torchtitan's, whose tensors are compared when they are opened. Raises ConfigError.
     """
     checkpoint = config.checkpoint

@@ -139,7 +139,7 @@ def check_experts(config: ModelConfig, dtype: torch.dtype) -> None:
     for name, size, multiple in sizes_without_a_kernel(config, words):
         in_float32 = words != "float32" and not sizes_without_a_kernel(config, "float32")
         raise ConfigError(
-            f"model.{name} = {size} is not a multiple of {multiple}, as grouped products of experts"
+            f"model.{name} = {size} is not a multiple of {multiple}, as grouped GEMMs of experts"
             f" in {words} need it; use {'--dtype float32' if in_float32 else 'another model'}"
         )
 

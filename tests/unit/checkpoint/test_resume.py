@@ -336,7 +336,7 @@ def test_another_model_or_tokenizer_is_refused_whatever_the_recipe_accepts():
     changes = compared(saved(), identity(model={**FACTS["model"], "dim": 2048}))
     assert (
         refused(changes, restart_data=True, accept_model_only=True)
-        == "out/step-50: it cannot go on: the model's dim ([model]): 2048, was 256; "
+        == "out/step-50: it cannot resume: the model's dim ([model]): 2048, was 256; "
         "use the old value, or another job.dump_folder"
     )
 

@@ -172,7 +172,7 @@ def test_a_run_with_steps_whose_weights_are_gone_is_told_the_way_on(folder, tmp_
     (run / "config.toml").write_text(resolved)
     (message,) = mistakes(tmp_path, RECIPE, *options)
     assert message.endswith(
-        f"; with {run}/config.toml as recipe the run goes on from its own step-20 without weights"
+        f"; with {run}/config.toml as recipe the run resumes from its own step-20 without weights"
     )
     config = load_config(run / "config.toml")
     check_keys(config)

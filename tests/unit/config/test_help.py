@@ -151,7 +151,7 @@ def test_exit_code_2_and_a_line_for_each_mistake(tmp_path):
     result = python("-m", "titan_lite", "recipe", recipe, cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     first, *rest = result.stderr.splitlines()
-    assert first == "error: several things are wrong:"
+    assert first == "error: invalid configuration:"
     assert [line.split(": ")[1] for line in rest[:2]] == ["training.steps = 0", "optimizer.lr = 0"]
     (line,) = rest[2:]  # what can be known beside them
     assert "model.tokenizer_path" in line

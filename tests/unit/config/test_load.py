@@ -826,7 +826,7 @@ MISTAKES = [
         "[checkpoint]\nload_step = 5\nenable = true",
     ),
     together(
-        "to go on from no checkpoint",
+        "to resume no checkpoint",
         "[checkpoint]\nmust_resume = true",
         ("checkpoint.must_resume = true",),
         "checkpoint.enable = true",

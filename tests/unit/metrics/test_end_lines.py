@@ -94,7 +94,7 @@ def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_pat
     assert told[2:] == [
         "checkpoints: none",
         f"to look at: python -m titan_lite report {tmp_path}",  # without TensorBoard
-        "to go on: ./run_train.sh --training.steps 9",
+        "to resume: ./run_train.sh --training.steps 9",
     ]
     with open(tmp_path / "metrics.jsonl", "a") as file:  # a run with nothing to do
         file.write('{"resumed_from": 1}\n')

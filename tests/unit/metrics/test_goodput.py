@@ -1,4 +1,4 @@
-"""The share of a run's time in steps that count, from the files of the run."""
+"""The share of a run's time in productive steps, from the files of the run."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_of_a_run_that_nothing_has_disturbed(tmp_path):
         "not running": 4.0,
     }
     assert spent.describe() == (
-        "goodput: 46.2% of 65.0 s in steps that count; start 38.5%, saving 6.2%, not running 6.2%,"
+        "goodput: 46.2% of 65.0 s in productive steps; start 38.5%, saving 6.2%, not running 6.2%,"
         " validation 3.1%"
     )
 
@@ -47,7 +47,7 @@ def test_steps_after_the_checkpoint_are_done_again(tmp_path):
     write(tmp_path, metrics, [event(0), event(30), event(59, "done")])
     spent = time_spent(tmp_path).seconds
     assert spent[COUNTED] == 40
-    assert spent["done again"] == 5
+    assert spent["recomputed"] == 5
     assert spent["not running"] == pytest.approx(14)
 
 

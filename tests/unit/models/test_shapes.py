@@ -299,7 +299,7 @@ def test_a_step_of_another_shape_is_refused_with_the_key():
     changed = compared(was, identity_of("--model.n_layers=3"))
     with pytest.raises(
         ConfigError,
-        match=r"it cannot go on: the model's n_layers \(\[model\]\): 3, was 6",
+        match=r"it cannot resume: the model's n_layers \(\[model\]\): 3, was 6",
     ):
         changed.refuse_unless_accepted(config.checkpoint)
     other = compared(was, identity_of("--model.name=qwen3"))

@@ -461,12 +461,12 @@ EP = "--parallelism.expert_parallel_degree=2"
         ),
         (
             [*MOE, "--model.hidden_dim=90"],
-            "model.hidden_dim = 90 is not a multiple of 4, as grouped products in float32 need it;"
+            "model.hidden_dim = 90 is not a multiple of 4, as grouped GEMMs in float32 need it;"
             " use 88 or 92",
         ),
         (
             [*MOE, "--model.hidden_dim=92", "--training.mixed_precision_param=bfloat16"],
-            "model.hidden_dim = 92 is not a multiple of 8, as grouped products in bfloat16 need it;"
+            "model.hidden_dim = 92 is not a multiple of 8, as grouped GEMMs in bfloat16 need it;"
             " use 88 or 96",
         ),
         (

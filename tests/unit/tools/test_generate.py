@@ -404,12 +404,12 @@ def test_weights_that_are_no_numbers_are_named(tmp_path, temperature, capsys):
         (
             12,
             "bfloat16",
-            "12 is not a multiple of 8, as grouped products of experts in bfloat16 need it; use --dtype float32",
+            "12 is not a multiple of 8, as grouped GEMMs of experts in bfloat16 need it; use --dtype float32",
         ),
         (
             30,
             "float32",
-            "30 is not a multiple of 4, as grouped products of experts in float32 need it; use another model",
+            "30 is not a multiple of 4, as grouped GEMMs of experts in float32 need it; use another model",
         ),
     ],
 )

@@ -255,7 +255,7 @@ class Copies(Alone):
         if newest > trainer.step:
             raise TrainingError(
                 f"step {newest} was saved by a copy that was lost since, and the living ones are at"
-                f" step {trainer.step}; another start goes on from it",
+                f" step {trainer.step}; another start resumes from it",
                 everywhere=True,
             )
         return True
@@ -309,7 +309,7 @@ class Copies(Alone):
         if received is not None:
             nbytes = sum(tensor.nbytes for tensor in received.tensors.values())
             logger.warning(
-                f"copy {self.number} goes on from step {trainer.step} of a living copy"
+                f"copy {self.number} resumes from step {trainer.step} of a living copy"
                 f" ({nbytes / 2**30:.2f} GiB a rank); {copies}",
                 extra={"event": "copies", **OF_COPY},
             )
@@ -626,7 +626,7 @@ class Copies(Alone):
         elif difference == "state":
             raise TrainingError(
                 f"step {step}: parameters or optimizer state of copies of the model are not equal"
-                f" (training.compare_copies_freq); another start goes on from {self.newest()}",
+                f" (training.compare_copies_freq); another start resumes from {self.newest()}",
                 everywhere=True,
             )
-        self.why_undone = f"step {step} does not count, and is taken again: {reason}"
+        self.why_undone = f"step {step} does not count, and is repeated: {reason}"

@@ -102,7 +102,7 @@ class Quorum:
         self.progress = progress
         self.living = 0  # copies in this step
         self.index = 0  # of this copy among them
-        self.received: CopyState | None = None  # of another copy, which this one goes on from
+        self.received: CopyState | None = None  # of another copy, which this one continues
         timeout = timedelta(seconds=settings.timeout_seconds)
         group = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
         host = address_towards(settings.address)

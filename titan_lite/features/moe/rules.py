@@ -69,7 +69,7 @@ def products_of_experts_have_a_kernel(config: Config) -> Iterator[Mistake]:
         yield Mistake(
             key=f"model.{name}",
             value=size,
-            why=f"is not a multiple of {multiple}, as grouped products in {dtype} need it",
+            why=f"is not a multiple of {multiple}, as grouped GEMMs in {dtype} need it",
             instead=alternatives(nearest_multiples(size, multiple)),
         )
 

@@ -43,7 +43,7 @@ EVENT_WORDS = {
     "copy killed": "rank of a copy killed",
     "copies": "copies changed",
     "restart": "restarted",
-    "undone": "step undone",
+    "undone": "step rolled back",
 }
 
 
@@ -125,7 +125,7 @@ def training_time(hours: float) -> str:
 
 
 def goodput(run: RunRecord) -> str:
-    """Return the share of the time in steps that count, and where the rest went."""
+    """Return the share of the time in productive steps, and where the rest went."""
     copies = run.recipe.get("fault_tolerance.copies")
     known = copies if type(copies) is int and copies > 0 else 1
     return time_spent(run.folder, known).describe().removeprefix("goodput: ")

@@ -282,7 +282,7 @@ def test_a_step_that_a_lost_copy_has_saved_is_gone_on_from():
     copies = copy_at(4, Disk(4, 8))
     copies.config = SimpleNamespace(copies=2)
     copies.steps = 0
-    with pytest.raises(TrainingError, match="another start goes on from it"):
+    with pytest.raises(TrainingError, match="another start resumes from it"):
         copies.check_others()
 
 

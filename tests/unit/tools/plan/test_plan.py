@@ -116,7 +116,7 @@ def test_what_is_wrong_is_a_sentence_each(arguments, words, capsys):
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
-    assert err.count("\n") == 1 or err.startswith("error: several things are wrong:\n")
+    assert err.count("\n") == 1 or err.startswith("error: invalid configuration:\n")
     for word in words:
         assert word in err
 
