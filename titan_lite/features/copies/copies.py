@@ -425,6 +425,7 @@ class Copies(Alone):
     def end_together(self) -> None:
         """Meet the other copies once more, which shows who is left to write what is due."""
         trainer = self.trainer
+        self.parts_before = self.parts()  # for a copy that starts now
         with trainer.watchdog.phase("waiting for other copies", "init_timeout_seconds"):
             found = self.quorum.begin_step(self.is_written, is_last=True)
             if found:

@@ -234,9 +234,11 @@ def test_the_last_step_is_saved_by_who_is_left(found):
         index=0, begin_step=lambda *_, **__: found, leave=lambda: left.append(True)
     )
     copies.write_files = lambda *, first: None
+    copies.parts = lambda: {"progress": {"step": copies.trainer.step}}
     copies.leave()
     assert disk.steps == [4, 8, 12]
     assert left == [True]
+    assert copies.parts_before["progress"] == {"step": 12}  # what another copy would be sent
 
 
 def test_a_copy_that_is_not_the_first_leaves_when_the_last_step_is_on_disk():
@@ -253,6 +255,7 @@ def test_a_copy_that_is_not_the_first_leaves_when_the_last_step_is_on_disk():
     copies.quorum = SimpleNamespace(index=1, begin_step=begin_step, leave=lambda: None)
     copies.is_first = False
     copies.write_files = lambda *, first: None
+    copies.parts = lambda: {"progress": {"step": copies.trainer.step}}
     copies.trainer.save_here = lambda: pytest.fail("another copy saves")
     copies.leave()
     assert len(met) == 3
