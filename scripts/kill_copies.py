@@ -24,9 +24,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from benchmark_faults import ranks_of
-
 from titan_lite.metrics.run_files import read_lines
+from titan_lite.processes import descendants
 from titan_lite.resilience.exit_code import STOPPED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +50,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--async", action="store_true", dest="saves_async")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary, "run")
         code, output = train_and_kill(folder, arguments)
         missing = what_is_missing(folder, output)
@@ -85,7 +84,7 @@ def train_and_kill(folder: Path, arguments: argparse.Namespace) -> tuple[int, st
         began = time.monotonic()
         for moment in moments:
             time.sleep(max(0.0, began + moment - time.monotonic()))
-            kill_one(run.pid, chosen)
+            kill_one(chosen)
         wait_for_step(folder, run, more=INTERVAL)
         run.send_signal(signal.SIGTERM)
         return run.wait(), log.read_text()
@@ -103,14 +102,21 @@ def wait_for_step(folder: Path, run: subprocess.Popen, more: int = 1) -> None:
         time.sleep(0.1)
 
 
-def kill_one(launcher: int, chosen: random.Random) -> None:
-    """Kill one of the ranks and processes of loaders that are there."""
-    while not (alive := ranks_of(launcher)):
+def kill_one(chosen: random.Random) -> None:
+    """Kill one of the ranks that are there."""
+    while not (alive := [pid for pid in descendants() if is_rank(pid)]):
         time.sleep(0.05)
     try:
         os.kill(chosen.choice(alive), signal.SIGKILL)
     except ProcessLookupError:
         print("a process had ended just before it was killed")
+
+
+def is_rank(pid: int) -> bool:
+    try:
+        return b"titan_lite.train" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:  # it has ended meanwhile
+        return False
 
 
 def count_steps(folder: Path, name: str) -> Counter[int]:
