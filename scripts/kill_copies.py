@@ -4,11 +4,12 @@
     python scripts/kill_copies.py --copies 3 --kills 40 --seconds 300 --seed 1
     python scripts/kill_copies.py --async                # checkpoints are written in the background
 
-The debug recipe, made small, trains on CPU processes. From its first step on a process of a random
-copy is killed by SIGKILL at random moments, while it trains, saves, starts or joins. Then the run
-is stopped by a signal, which saves its last step. Every step has to have one line in metrics.jsonl,
-every validation its loss, and every interval its checkpoint. If all copies were dead at once, the
-run has gone on from its newest checkpoint: steps before that line `resumed_from` do not count.
+The debug recipe, made small, trains on CPU processes. Again and again a random copy is killed by
+SIGKILL, at a random moment after all copies take part; --seconds are the sum of these times, on
+average, without those in which a copy starts. Then the run is stopped by a signal, which saves its
+last step. Every step has to have one line in metrics.jsonl, every validation its loss, and every
+interval its checkpoint. If all copies were dead at once, the run has gone on from its newest
+checkpoint: steps before that line `resumed_from` do not count.
 
 Exit code 0: nothing is lost. 1: what is, is printed.
 """
@@ -24,7 +25,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from titan_lite.metrics.run_files import read_lines
+from titan_lite.metrics.run_files import read_lines, valid_entries
 from titan_lite.processes import descendants
 from titan_lite.resilience.exit_code import STOPPED
 
@@ -37,7 +38,7 @@ OPTIONS = [
     *("--validation.steps=1", "--training.compare_copies_freq=1"),
     "--fault_tolerance.timeout_seconds=20",
 ]
-START_LIMIT = 600  # seconds until the first step
+START_LIMIT = 600  # seconds until all copies take part
 
 
 def main() -> int:
@@ -79,24 +80,26 @@ def train_and_kill(folder: Path, arguments: argparse.Namespace) -> tuple[int, st
         )
     try:
         chosen = random.Random(arguments.seed)
-        moments = sorted(chosen.uniform(0, arguments.seconds) for _ in range(arguments.kills))
-        wait_for_step(folder, run)
-        began = time.monotonic()
-        for moment in moments:
-            time.sleep(max(0.0, began + moment - time.monotonic()))
+        for _ in range(arguments.kills):
+            wait_for_steps(folder, run, arguments.copies)
+            time.sleep(chosen.uniform(0, 2 * arguments.seconds / arguments.kills))
             kill_one(chosen)
-        wait_for_step(folder, run, more=INTERVAL)
+        wait_for_steps(folder, run, arguments.copies)
         run.send_signal(signal.SIGTERM)
         return run.wait(), log.read_text()
     finally:
         run.kill()
 
 
-def wait_for_step(folder: Path, run: subprocess.Popen, more: int = 1) -> None:
-    """Wait until the run has written so many further lines of steps."""
-    goal = sum(count_steps(folder, "loss").values()) + more
+def wait_for_steps(folder: Path, run: subprocess.Popen, copies: int) -> None:
+    """Wait until the run has written a further line, of a step in which all copies take part."""
+    path = folder / "metrics.jsonl"
+    before = len(valid_entries(path))
     deadline = time.monotonic() + START_LIMIT
-    while sum(count_steps(folder, "loss").values()) < goal:
+    while True:
+        further = valid_entries(path)[before:]
+        if any(line.get("copies") == copies for line in further):
+            return
         if run.poll() is not None or time.monotonic() > deadline:
             sys.exit(f"the run does not train:\n{folder.with_suffix('.log').read_text()}")
         time.sleep(0.1)
