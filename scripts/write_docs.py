@@ -1,4 +1,4 @@
-"""Write what is made from the sources: tables of docs/recipes.md and docs/benchmarks.md, the
+"""Write what is made from the sources: tables of docs/recipes.md and docs/plan.md, the
 drawing of docs/design.md.
 
     python scripts/write_docs.py            # writes the parts into their pages
@@ -12,6 +12,7 @@ of the page is written by hand.
 
 import argparse
 import ast
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -43,11 +44,32 @@ def key_tables() -> str:
         lines += [f"## [{section}]", "", doc_of(section), ""]
         lines += ["| key | default | values | purpose |", "|---|---|---|---|"]
         for name, field in cls.model_fields.items():
-            cells = (f"`{name}`", f"`{in_toml(field.default)}`", accepted(field), purpose(field))
+            cells = (f"`{name}`", f"`{in_toml(field.default)}`", values(field), purpose(field))
             escaped = [cell.replace("|", "&#124;").replace("<", "&lt;") for cell in cells]
             lines.append(f"| {' | '.join(escaped)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+SIGNS = {  # words of `accepted`: how a table says it
+    r"^an? (?:integer|number) at least (\S+) and at most (\S+?)(,|$)": r"\1 to \2\3",
+    r"^an? (?:integer|number) at most (\S+) and at least (\S+)": r"\2 to \1",
+    r"^an? (?:integer|number) ": "",
+    r" and (?=at least|at most|above|below)": ", ",
+    r"\bat least ": "≥ ",
+    r"\bat most ": "≤ ",
+    r"\babove ": "> ",
+    r"\bbelow ": "< ",
+    r"^one of ": "",
+}
+
+
+def values(field: FieldInfo) -> str:
+    """Return the values that a key accepts, with signs in place of words."""
+    words = accepted(field)
+    for pattern, sign in SIGNS.items():
+        words = re.sub(pattern, sign, words)
+    return words
 
 
 def purpose(field: FieldInfo) -> str:
@@ -155,66 +177,47 @@ def drawing() -> str:
     return "\n".join([*lines, "```", ""])
 
 
-# --- docs/benchmarks.md ---------------------------------------------------------------------------
+# --- docs/plan.md ---------------------------------------------------------------------------------
 
 
-def published_tables() -> str:
-    """Return the errors of plans of published runs: by class, of the blind ones, and of each."""
+def published_table() -> str:
+    """Return the errors of plans of published runs: a row for each class, for all, and for those
+    that were planned blind.
+    """
     runs = [run for run in published_runs() if run.published]
-    blind = [run for run in runs if run.role == "blind"]
-    return "\n".join(
-        [
-            "Runs by class:",
-            "",
-            *class_table(runs, runs),
-            "",
-            "The blind ones alone:",
-            "",
-            *class_table(blind, runs),
-            "",
-            "Each run:",
-            "",
-            *run_table(runs),
-        ]
-    )
-
-
-def class_table(shown: Sequence[PublishedRun], runs: Sequence[PublishedRun]) -> list[str]:
-    """Return a row for each class of runs, and one for all. runs: those that ranges follow from."""
-    classes: dict[tuple[str, ...], list[PublishedRun]] = {}
-    for run in shown:
+    classes: dict[str, list[PublishedRun]] = {}
+    for run in runs:
         kind = run.kind
-        sort = "mixture" if kind.is_mixture else "dense"
-        classes.setdefault((kind.limited, kind.precision, kind.mode, sort), []).append(run)
-    return [
+        words = (kind.limited, kind.precision, kind.mode, *(["mixture"] if kind.is_mixture else []))
+        classes.setdefault(", ".join(words), []).append(run)
+    blind = [run for run in runs if run.role == "blind"]
+    rows = [
         (
-            "| device | precision | mode | models | runs | planned / published | median error |"
-            " most | in the range | half width | GiB planned / published |"
+            "| runs | | planned / published | median error | in the range |"
+            " GiB planned / published |"
         ),
-        "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|",
+        "|---|--:|--:|--:|--:|--:|",
         *(class_row(words, of_class, runs) for words, of_class in sorted(classes.items())),
-        class_row(("all", "", "", ""), shown, runs),
+        class_row("all", runs, runs),
+        class_row("blind", blind, runs),
+        "",
     ]
+    return "\n".join(rows)
 
 
-def class_row(
-    words: Sequence[str], of_class: Sequence[PublishedRun], runs: Sequence[PublishedRun]
-) -> str:
+def class_row(words: str, of_class: Sequence[PublishedRun], runs: Sequence[PublishedRun]) -> str:
+    """Return the row of some runs. runs: those that ranges follow from."""
     ranges = [left_out_range(run, runs) for run in of_class]
-    errors = [abs(run.speed - 1) for run in of_class]
     held = sum(
         slow <= run.published <= fast for run, (slow, fast) in zip(of_class, ranges, strict=True)
     )
-    width = statistics.median((fast - slow) / (fast + slow) for slow, fast in ranges)
     memory = [run.memory for run in of_class if run.published_gib]
     cells = (
-        *words,
+        words,
         len(of_class),
         least_to_most(run.speed for run in of_class),
-        f"{statistics.median(errors):.0%}",
-        f"{max(errors):.0%}",
+        f"{statistics.median(abs(run.speed - 1) for run in of_class):.0%}",
         f"{held} of {len(of_class)}",
-        f"{width:.0%}",
         least_to_most(memory) if memory else "-",
     )
     return f"| {' | '.join(map(str, cells))} |"
@@ -232,31 +235,10 @@ def least_to_most(ratios: Iterable[float]) -> str:
     return f"{values[0]:.2f} to {values[-1]:.2f}" if len(values) > 1 else f"{values[0]:.2f}"
 
 
-def run_table(runs: Sequence[PublishedRun]) -> list[str]:
-    lines = [
-        "| run | | tok/s planned | published | ratio | GiB planned | published | not known |",
-        "|---|---|--:|--:|--:|--:|--:|---|",
-    ]
-    for run in runs:
-        slow, fast = left_out_range(run, runs)
-        cells = (
-            run.name,
-            run.role,
-            f"{slow:,.0f} to {fast:,.0f}",
-            f"{run.published:,.0f}",
-            f"{run.speed:.2f}",
-            f"{run.planned_gib:.1f}",
-            f"{run.published_gib:.1f}" if run.published_gib else "-",
-            run.unknown,
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
-
-
 PARTS: dict[str, Callable[[], str]] = {
     "recipes.md": key_tables,
     "design.md": drawing,
-    "benchmarks.md": published_tables,
+    "plan.md": published_table,
 }
 
 

@@ -10,6 +10,7 @@ PAGES = {
     for path in (ROOT / README, *sorted(ROOT.glob("docs/*.md")))
 }
 ALL = "\n".join(PAGES.values())
+FAULTS = (ROOT / "tests/FAULTS.md").read_text(encoding="utf-8")  # each with its test
 
 
 def blocks(text: str, language: str = r"\w*") -> list[str]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from commands import train
 from in_transformers import in_ours
-from pages import PAGES, blocks
+from pages import ALL, blocks
 from safetensors.torch import load_file
 from tiny import DEBUG, DEBUG_TOKENIZER, OF_FAMILY, SHORT, every, steps
 
@@ -154,7 +154,7 @@ def test_a_run_goes_on_from_transformers_weights_and_transformers_from_the_runs(
 
 def test_a_recipe_of_the_pages_goes_on_from_weights(tmp_path):
     transformers = pytest.importorskip("transformers")
-    (block,) = blocks(PAGES["docs/llama3.md"], "toml")
+    (block,) = (part for part in blocks(ALL, "toml") if "Llama-3.1-8B" in part)
     recipe = tmp_path / "train_configs/mine.toml"
     recipe.parent.mkdir()
     recipe.write_text(f'extends = "{DEBUG}"\n{block}')

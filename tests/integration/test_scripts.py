@@ -15,6 +15,7 @@ from tiny import DEBUG_TOKENIZER, ROOT
 
 SCRIPTS = ROOT / "scripts"
 BESIDE_PAGES = {  # which no page names as a command that a test can run: the test that starts it
+    "compare_layouts.py": "test_layouts_have_one_curve_which_is_drawn",
     "compare_losses.py": "test_two_trees_with_the_same_sources_are_equal_to_the_bit",
     "first_step.py": "test_a_measurement_of_the_first_step_has_its_parts",
     "kill_copies.py": "test_random_kills_lose_nothing",
@@ -87,3 +88,15 @@ def test_random_kills_lose_nothing(mode):
     pytest.importorskip("torchft")
     done = run(*python(SCRIPTS / "kill_copies.py", "--kills", 3, "--seconds", 10, *mode))
     assert (done.returncode, "\nnothing is lost\n" in done.stdout) == (0, True)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_layouts_have_one_curve_which_is_drawn(tmp_path):
+    picture = tmp_path / "small.png"
+    options = ["--steps", 2, "--layouts", "FSDP 2, resumed as TP 2", "--output", picture]
+    done = run(*python(SCRIPTS / "compare_layouts.py", *options))
+    assert done.returncode == 0
+    (largest,) = re.findall(r"2 layouts, relative difference at most (\S+)", done.stdout)
+    assert float(largest) < 1e-5
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -7,29 +7,30 @@ import re
 
 import pytest
 import torch
-from pages import ALL, PAGES, README, ROOT, anchor, anchors, blocks, links
+from pages import ALL, FAULTS, PAGES, README, ROOT, anchor, anchors, blocks, links
 from tiny import DEBUG
 
-from titan_lite.config import KEYS, load_config
+from titan_lite.config import KEYS, SECTIONS, load_config
+from titan_lite.config.errors import in_toml
 from titan_lite.config.families import LLAMA3, QWEN3_MOE
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.huggingface import config_to_hf
 
-THE_READERS = "train_configs/mine.toml"  # which docs/llama3.md lets its reader write
+THE_READERS = {"train_configs/mine.toml", "train_configs/my_run.toml"}  # which pages let them write
 
 
 def test_every_test_and_file_that_a_page_names_is_there():
     sources = "\n".join(
         path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
     )
-    named = set(re.findall(r"`(test_\w+)`", ALL))
-    assert len(named) > 20
+    named = set(re.findall(r"`(test_\w+)`", ALL + FAULTS))
+    assert len(named) > 100
     assert named <= set(re.findall(r"def (test_\w+)\(", sources))
     for path in re.findall(
         r"\b(?:titan_lite|scripts|tests|train_configs|docs|assets)/[\w/.]+\.(?:py|sh|toml|md|slurm|png)\b",
         ALL,
     ):
-        assert (ROOT / path).is_file() or "NAME" in path or path == THE_READERS, path
+        assert (ROOT / path).is_file() or "NAME" in path or path in THE_READERS, path
 
 
 def test_every_key_that_a_page_names_is_one():
@@ -65,6 +66,7 @@ def test_fragments_are_those_of_github():
 # parts of recipes in the pages: a line of each, and the test that trains with it, every default as
 # it is
 TRAINED = {
+    '"../prepared/books"': "test_its_commands_train_resume_and_export",
     "[[data.sources]]": (
         "test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_sources"
     ),
@@ -118,6 +120,36 @@ def test_what_is_made_from_the_sources_is_up_to_date(write_docs):
         assert write_docs.as_of_today(ROOT / "docs" / name) == PAGES[f"docs/{name}"], (
             "run python scripts/write_docs.py"
         )
+
+
+def test_the_readme_says_how_many_blind_plans_are_in_their_range(write_docs):
+    (blind,) = re.findall(r"^\| blind .*? (\d+) of (\d+) \|", write_docs.published_table(), re.M)
+    (said,) = re.findall(r"of (\d+) speeds that were planned blind, (\d+) were", PAGES[README])
+    assert said == blind[::-1]
+
+
+def test_plans_and_twins_are_printed_alike_on_all_pages():
+    """docs/plan.md has a table that tests/unit/tools/plan/test_planned_figures.py plans again."""
+    for command, page in (("plan", "docs/plan.md"), ("verify", "docs/precision.md")):
+        (shown,) = (
+            block
+            for block in blocks(PAGES[README])
+            if block.startswith(f"$ titan-lite {command} llama3_405b")
+        )
+        assert set(shown.splitlines()[1:]) <= set(PAGES[page].splitlines())
+    (row,) = re.findall(r"^\| `llama3_405b.toml` .*$", PAGES["docs/plan.md"], re.M)
+    _, _, _, _, _, step, speed, memory, _, _ = (cell.strip(" *") for cell in row.split("|"))
+    for figure in (f"step time        {step} s", f"per GPU {speed}:", f"{memory}"):
+        assert figure in PAGES[README]
+
+
+def test_the_keys_that_people_set_have_their_defaults():
+    table = PAGES["docs/recipes.md"].partition("## Ten keys that people set")[2].partition("## ")[0]
+    rows = re.findall(r"^\| `(\w+\.\w+)` \| `(.*?)` \|", table, re.M)
+    assert len(rows) == 10
+    for key, default in rows:
+        section, _, name = key.partition(".")
+        assert default == in_toml(SECTIONS[section].model_fields[name].default), key
 
 
 def test_every_key_has_a_row(write_docs):

@@ -26,7 +26,7 @@ from titan_lite.tools.plan.trace import PlannedLayout
 FILE = Path(__file__).with_suffix(".csv")
 COVERED = 0.8  # share of runs that a range is to hold
 # No range is narrower: published speeds of one recipe on one kind of device are up to this factor
-# apart. Plans of CPU processes are within it, too (docs/benchmarks.md).
+# apart. Plans of CPU processes are within it, too (docs/plan.md).
 LEAST_ERROR = 1.15
 LEAST_RUNS = 3  # of a class that says something
 SIZE_CLASS = 2  # most times as many parameters, or as few, of models of about the same size

@@ -1,4 +1,4 @@
-"""The planned figures on docs/layouts.md and in published.csv are those of today: what changes a price
+"""The planned figures on docs/plan.md and in published.csv are those of today: what changes a price
 changes them there, in the same commit, which says why.
 """
 
@@ -30,7 +30,7 @@ def table(page, heading):
     return {first: cells for first, *cells in rows}
 
 
-PLANNED = table("layouts.md", "The recipes, as planned")
+PLANNED = table("plan.md", "The recipes, as planned")
 
 
 def test_every_recipe_for_a_cluster_has_its_row():
