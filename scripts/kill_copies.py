@@ -36,7 +36,7 @@ OPTIONS = [
     *("--model.n_layers=2", "--model.dim=64", "--model.hidden_dim=96", "--data.num_workers=0"),
     *(f"--checkpoint.interval={INTERVAL}", f"--validation.freq={INTERVAL}"),
     *("--validation.steps=1", "--training.compare_copies_freq=1"),
-    "--fault_tolerance.timeout_seconds=20",
+    *("--checkpoint.keep_latest_k=0", "--fault_tolerance.timeout_seconds=20"),
 ]
 START_LIMIT = 600  # seconds until all copies take part
 
