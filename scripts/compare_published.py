@@ -32,21 +32,23 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
 from titan_lite.collectives import all_reduce
 from titan_lite.config import load_config
 from titan_lite.config.load import option, read_toml
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.cost.profiles import PROFILES, machine_from
+from titan_lite.graph import is_fused_away
 from titan_lite.models import llama3, qwen3
-from titan_lite.models.loss import VocabularyShard
+from titan_lite.models.loss import VocabularyShard, cross_entropy
 from titan_lite.models.shapes import block_weights, flops_per_token
 from titan_lite.models.transformer import RMSNorm
 from titan_lite.tools.plan.command import lay_out
 from titan_lite.tools.plan.memory import Allocation, Replay
 from titan_lite.tools.plan.plan import Plan, make_plan
 from titan_lite.tools.plan.published import FILE, PublishedRun, kind_of_run, published_runs
-from titan_lite.tools.plan.tape import Stage
+from titan_lite.tools.plan.tape import ScheduledGraph, Stage, last_uses
 from titan_lite.tools.plan.trace import PROCESSES, PlannedLayout, start_fake_world
 
 ROOT = Path(__file__).parents[1]
@@ -159,9 +161,34 @@ class LossParallel(torch.autograd.Function):
 
 
 def loss_parallel(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard) -> Tensor:
+    if vocabulary.degree == 1:
+        return cross_entropy(logits, labels)
     first = vocabulary.entries.start
     losses = LossParallel.apply(logits.flatten(0, 1), labels.flatten(), first, vocabulary.group)
     return losses.view(labels.shape).sum(1)
+
+
+def is_of_loss(node: Node, logits: torch.Size) -> bool:
+    """Return True for a tensor of the shape of a rank's logits."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.shape == logits
+
+
+def is_never_stored(node: Node, logits: torch.Size) -> bool:
+    """Return True if the compiler of 2024 fused a result away: it did not see the loss."""
+    return is_fused_away(node) and not is_of_loss(node, logits)
+
+
+def uses_with_loss_parallel(scheduled: ScheduledGraph, logits: torch.Size) -> dict[Node, int]:
+    """Return the same as last_uses, but loss_parallel keeps its result until backward is done, the
+    first part of which a compiler moves into forward.
+    """
+    uses = last_uses(scheduled)
+    stored = [node for node in uses if is_of_loss(node, logits)]
+    results = [node for node in stored if node.target == torch.ops.aten.sub.Tensor]
+    if results:
+        uses[results[-1]] = max(uses[results[-1]], uses[stored[-1]])
+    return uses
 
 
 class ReplayOf2024(Replay):
@@ -199,9 +226,11 @@ class ReplayOf2024(Replay):
             self.kept.append(self.allocate("kept by the pipeline", hidden))
 
 
-def start_with_their_model(world_size: int, of_2024: bool) -> None:
+def start_with_their_model(world_size: int, of_2024: bool, logits: torch.Size) -> None:
     """Start a fake world in this process, with torchtitan's model
     (torchtitan/models/llama3/model.py at its commit e7c0cae).
+
+    logits: the shape of a rank's.
     """
     patch("titan_lite.models.llama3.apply_rope", rotate).start()
     # which context parallelism replaces, as it does ours
@@ -211,12 +240,18 @@ def start_with_their_model(world_size: int, of_2024: bool) -> None:
     if of_2024:
         patch.object(RMSNorm, "forward", normalize).start()
         patch("titan_lite.models.loss.cross_entropy_on_ranks", loss_parallel).start()
+        never_stored = functools.partial(is_never_stored, logits=logits)
+        patch("titan_lite.tools.plan.tape.is_fused_away", never_stored).start()
+        uses = functools.partial(uses_with_loss_parallel, logits=logits)
+        patch("titan_lite.tools.plan.tape.last_uses", uses).start()
     start_fake_world(world_size)
 
 
 @contextmanager
-def start_tracing_their_model(world_size: int, of_2024: bool) -> Iterator[ProcessPoolExecutor]:
-    context, arguments = mp.get_context("fork"), (world_size, of_2024)
+def start_tracing_their_model(
+    world_size: int, of_2024: bool, logits: torch.Size
+) -> Iterator[ProcessPoolExecutor]:
+    context, arguments = mp.get_context("fork"), (world_size, of_2024, logits)
     with ProcessPoolExecutor(
         PROCESSES, context, initializer=start_with_their_model, initargs=arguments
     ) as processes:
@@ -232,7 +267,9 @@ def planned(run: Run) -> Plan:
     if run.model == "titan_lite":
         return make_plan(layout, run.machine)
     of_2024 = run.model == "torchtitan 2024"
-    tracing = functools.partial(start_tracing_their_model, of_2024=of_2024)
+    entries = VocabularyShard(layout.model.vocab_size, degree=layout.degrees["tp"]).entries
+    logits = torch.Size((layout.tokens_per_microbatch, len(entries)))
+    tracing = functools.partial(start_tracing_their_model, of_2024=of_2024, logits=logits)
     replay = ReplayOf2024 if of_2024 else Replay
     with (
         patch("titan_lite.tools.plan.plan.start_tracing", tracing),

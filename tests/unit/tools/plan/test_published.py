@@ -2,15 +2,21 @@
 
 import dataclasses
 import sys
+from functools import partial
+from unittest.mock import patch
 
 import pytest
+import torch
 from test_changes import KIND, planned
 from test_changes import published_run as run
 from tiny import ROOT
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from titan_lite.config import load_config
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.profiles import PROFILES, machine_from
+from titan_lite.graph import is_fused_away
+from titan_lite.models.loss import VocabularyShard, cross_entropy
 from titan_lite.tools.plan.command import lay_out
 from titan_lite.tools.plan.published import (
     COVERED,
@@ -21,6 +27,7 @@ from titan_lite.tools.plan.published import (
     published_runs,
 )
 from titan_lite.tools.plan.summary import describe
+from titan_lite.tools.plan.tape import ScheduledGraph, last_uses
 
 sys.path.append(str(ROOT / "scripts"))
 import compare_published
@@ -48,6 +55,39 @@ def test_every_run_of_the_settings_has_its_plan():
         kept = found[name]
         assert (kept.role, kept.unknown) == (role, unknown)
         assert (kept.published_gib, kept.published) == pytest.approx((gib, speed), rel=1e-4)
+
+
+def test_the_loss_of_2024_is_not_fused_and_keeps_its_result():
+    """The compiler did not see it: backward's exponentials do not take the result's place."""
+
+    def exponentials(hidden, weight):
+        logits = hidden @ weight
+        result = logits - logits.logsumexp(-1, keepdim=True)
+        return result.exp() + 1
+
+    traced = make_fx(exponentials, tracing_mode="fake")(torch.ones(64, 8), torch.ones(8, 512))
+    scheduled = ScheduledGraph(traced.graph, True, False, True)
+    (product, result, exponential) = (
+        node
+        for node in traced.graph.nodes
+        if node.target
+        in (torch.ops.aten.mm.default, torch.ops.aten.sub.Tensor, torch.ops.aten.exp.default)
+    )
+    assert is_fused_away(exponential)
+    logits = torch.Size((64, 512))
+    assert not compare_published.is_never_stored(exponential, logits)
+    never_stored = partial(compare_published.is_never_stored, logits=logits)
+    with patch("titan_lite.tools.plan.tape.is_fused_away", never_stored):
+        plain = last_uses(scheduled)
+        uses = compare_published.uses_with_loss_parallel(scheduled, logits)
+    assert uses[result] > plain[result]
+    assert uses[product] == plain[product]
+
+
+def test_without_tensor_parallelism_the_loss_of_2024_is_the_usual_one():
+    logits, labels = torch.randn(2, 3, 8), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    found = compare_published.loss_parallel(logits, labels, VocabularyShard(8))
+    assert torch.equal(found, cross_entropy(logits, labels))
 
 
 def test_what_is_written_is_read(monkeypatch, tmp_path):
