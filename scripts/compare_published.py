@@ -45,11 +45,11 @@ from titan_lite.models.loss import VocabularyShard, cross_entropy
 from titan_lite.models.shapes import block_weights, flops_per_token
 from titan_lite.models.transformer import RMSNorm
 from titan_lite.tools.plan.command import lay_out
-from titan_lite.tools.plan.memory import Allocation, Replay
+from titan_lite.tools.plan.memory import Replay
 from titan_lite.tools.plan.plan import Plan, make_plan
 from titan_lite.tools.plan.published import FILE, PublishedRun, kind_of_run, published_runs
-from titan_lite.tools.plan.tape import ScheduledGraph, Stage, last_uses
-from titan_lite.tools.plan.trace import PROCESSES, PlannedLayout, start_fake_world
+from titan_lite.tools.plan.tape import ScheduledGraph, last_uses
+from titan_lite.tools.plan.trace import PROCESSES, start_fake_world
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "scripts/published.toml"
@@ -196,20 +196,6 @@ class ReplayOf2024(Replay):
     next step (stage.py).
     """
 
-    def __init__(
-        self,
-        layout: PlannedLayout,
-        stages: Mapping[int, Stage],
-        backward_of: Mapping[tuple[int, int | None], str],
-    ):
-        super().__init__(layout, stages, backward_of)
-        self.kept: list[Allocation] = []
-
-    def gather_weights(self) -> None:
-        self.free_all(self.kept)
-        self.kept = []
-        super().gather_weights()
-
     def run_graph(self, number: int, name: str, microbatch: int | None) -> None:
         super().run_graph(number, name, microbatch)
         if name != "backward" or microbatch is None:
@@ -221,9 +207,9 @@ class ReplayOf2024(Replay):
             tokens = layout.microbatch_size * layout.seq_len / layout.degrees["cp"]
             vocabulary = layout.model.vocab_size / layout.degrees["tp"]
             output = 2 * tokens * vocabulary
-        self.kept.append(self.allocate("kept by the pipeline", output))
+        self.allocate("kept by the pipeline", output)
         if number > 0:
-            self.kept.append(self.allocate("kept by the pipeline", hidden))
+            self.allocate("kept by the pipeline", hidden)
 
 
 def start_with_their_model(world_size: int, of_2024: bool, logits: torch.Size) -> None:

@@ -125,17 +125,6 @@ class Tape:
     # By graph: i allocates tensor i, ~i frees it.
     events: dict[str, list[int]] = field(default_factory=dict)
 
-    def kept_by(self, graph: str) -> int:
-        """Return the bytes that a graph allocates less those that it frees, without gradients of
-        weights.
-        """
-        kept = 0
-        for event in self.events.get(graph, ()):
-            tensor = event if event >= 0 else ~event
-            if tensor >= len(self.elements):
-                kept += self.sizes[tensor] if event >= 0 else -self.sizes[tensor]
-        return kept
-
 
 @dataclass(frozen=True)
 class Stage:

@@ -29,7 +29,6 @@ from titan_lite.feature import Kept
 from titan_lite.features.powersgd.feature import FEATURE
 from titan_lite.models.shapes import flops_per_token
 from titan_lite.tools.plan import plan
-from titan_lite.tools.plan.allocator import LARGE_GRANULE
 from titan_lite.tools.plan.costs import Costs
 from titan_lite.tools.plan.memory import memory_of
 from titan_lite.tools.plan.simulate import simulate_step
@@ -300,13 +299,19 @@ def check_tensors(less, full, blocks):
     memories = [memory_of(FSDP, [stage], H100) for stage in (repeated, traced)]
     assert memories[0].phase == memories[1].phase
     assert memories[0].peak == pytest.approx(memories[1].peak, rel=0.01)
-    assert memories[0].reserved == pytest.approx(memories[1].reserved, abs=3 * LARGE_GRANULE)
 
 
 def kept(stage, what="activations"):
     """Bytes that forward makes for backward."""
     (tape,) = stage.tapes.values()
     return sum(size for size, part in zip(tape.sizes, tape.parts, strict=True) if part == what)
+
+
+def kept_by(graph, tape):
+    """Bytes that a graph allocates less those that it frees, without gradients of weights."""
+    allocated = [event for event in tape.events[graph] if event >= len(tape.elements)]
+    freed = [~event for event in tape.events[graph] if ~event >= len(tape.elements)]
+    return sum(tape.sizes[made] for made in allocated) - sum(tape.sizes[gone] for gone in freed)
 
 
 @pytest.mark.slow
@@ -344,7 +349,7 @@ def test_two_depths_tell_of_a_third_in_halves(traces):
     between = "kept for gradients of weights"
     assert kept(repeated, between) == kept(traced, between) > 0
     for graph in ("forward", "backward_input", "backward_weight"):
-        found, expected = (stage.tapes["I"].kept_by(graph) for stage in (repeated, traced))
+        found, expected = (kept_by(graph, stage.tapes["I"]) for stage in (repeated, traced))
         assert found == expected, graph
 
 
@@ -361,7 +366,7 @@ def test_a_stage_that_runs_backward_both_ways_has_the_graphs_of_each(traces):
     assert whole.compute == pytest.approx(sum(half.compute for half in apart), rel=0.05)
     stage = stage_of(both.tensors, 3, pipelined=True)
     assert stage.tapes["I"] == stage_of(halves.tensors, 3, pipelined=True).tapes["I"]
-    forward = [tape.kept_by("forward") for tape in stage.tapes.values()]
+    forward = [kept_by("forward", tape) for tape in stage.tapes.values()]
     assert forward[0] == forward[1] > 0
     gradients = [Counter(tape.elements) for tape in stage.tapes.values()]
     assert gradients[0] == gradients[1]
