@@ -37,8 +37,8 @@ from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import parallelize
 from titan_lite.features.powersgd.compression import compressed_sizes
 from titan_lite.metrics.run_files import read_metrics
+from titan_lite.models.fqns import is_matrix
 from titan_lite.optim.build import build_optimizer
-from titan_lite.optim.state import is_matrix
 
 NAMES = tuple(OPTIMIZERS)
 
@@ -153,7 +153,8 @@ def time_updates(rank: int, folder: str, rounds: int) -> None:
     timed["Shampoo with roots"] = Optimizer(name="Shampoo", precondition_frequency=1, **roots)
     timed["Shampoo without"] = Optimizer(name="Shampoo", precondition_frequency=10**9, **roots)
     updates: dict[str, Callable] = {
-        name: build_optimizer(each, named).step for name, each in timed.items()
+        name: build_optimizer(config.replace(optimizer=each), named).step
+        for name, each in timed.items()
     }
     updates["torch.optim.Muon"] = torchs_muon(named)
     seconds: dict[str, list[float]] = {name: [] for name in updates}
@@ -180,7 +181,7 @@ def torchs_muon(named: dict[str, nn.Parameter]) -> Callable[[], None]:
     matrices = {fqn: parameter for fqn, parameter in named.items() if is_matrix(fqn)}
     muon = torch.optim.Muon([*matrices.values()], lr=3e-4, adjust_lr_fn="match_rms_adamw")
     others = {fqn: parameter for fqn, parameter in named.items() if fqn not in matrices}
-    adamw = build_optimizer(Optimizer(), others)
+    adamw = build_optimizer(Config(), others)
 
     def step() -> None:
         muon.step()

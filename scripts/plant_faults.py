@@ -155,8 +155,8 @@ FAULTS = (
     # The keys of a feature are unknown.
     Fault(
         "features/__init__.py",
-        'FEATURES = ("moe", "powersgd", "copies")',
-        'FEATURES = ("moe", "copies")',
+        '"moe", "powersgd", "copies")',
+        '"moe", "copies")',
         ("unit/rules/test_fixes.py",),
     ),
     # A skipped step leaves its errors behind.
@@ -165,6 +165,13 @@ FAULTS = (
         "torch.where(skipped, self.errors[fqn], error)",
         "error",
         ("distributed/test_powersgd.py", "integration/test_powersgd_runs.py"),
+    ),
+    # A wide matrix has the steps of a tall one.
+    Fault(
+        "features/matrix_optimizers/muon.py",
+        "math.sqrt(max(self.shapes[index][-2:]))",
+        "math.sqrt(self.shapes[index][-2])",
+        ("unit/features/matrix_optimizers/test_muon.py", "distributed/test_owners.py"),
     ),
     # A step counts although experts have left out tokens.
     Fault(
@@ -200,13 +207,6 @@ FAULTS = (
         "if not placement.is_replicate():",
         "if placement.is_shard():",
         ("unit/optim/test_adamw.py",),
-    ),
-    # A wide matrix has the steps of a tall one.
-    Fault(
-        "optim/muon.py",
-        "math.sqrt(max(self.shapes[index][-2:]))",
-        "math.sqrt(self.shapes[index][-2])",
-        ("unit/optim/test_muon.py", "distributed/test_owners.py"),
     ),
     # A rank whose standard output is a pipe without a reader ends with another exit code.
     Fault(

@@ -29,6 +29,7 @@ from titan_lite.features import FEATURES
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Parameter
 
     from titan_lite.alone import Alone
     from titan_lite.config import Config
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from titan_lite.distributed.parallelize import ParallelModel
     from titan_lite.distributed.simple_fsdp import FSDPOptions
     from titan_lite.models.transformer import Transformer
+    from titan_lite.optim.build import PartOptimizer
     from titan_lite.tools.plan.costs import Costs
     from titan_lite.trainer import Trainer
 
@@ -81,10 +83,22 @@ class Feature:
         return {}
 
     def without_approximation(self, config: Config) -> tuple[Config, str]:
-        """Return the recipe without what only approximates a run in one process, and what that is;
-        the recipe itself and "" if there is nothing. For `titan-lite verify`.
+        """Return the recipe for a few steps that are compared with one process, and what to say
+        that it is without: what only approximates; "" for nothing. All else that the feature does
+        is in the first step. For `titan-lite verify`.
         """
         return config, ""
+
+    def optimizer_state_depends_on(
+        self, recipe: Mapping[str, Any], total_steps: int
+    ) -> Mapping[str, int]:
+        """Return what the optimizer's state depends on beside keys that are marked so
+        (config/effects.py), in words. A resume starts with another state where that differs.
+
+        recipe: {section: {key: value}} of this run or of a step, for which the feature may be off.
+        total_steps: of its schedule; 0 if they are not known.
+        """
+        return {}
 
     def plan_lines(self, config: Config) -> Sequence[str]:
         """Return lines for the end of a plan."""
@@ -120,6 +134,14 @@ class Feature:
     def copies(self, trainer: Trainer) -> Alone | None:
         """Return the copies of the model that share the run; None if it is alone."""
         return None
+
+    def optimizers(
+        self, config: Config, parameters: Mapping[str, Parameter]
+    ) -> Sequence[PartOptimizer]:
+        """Return the optimizers of some of the parameters, by FQN. An elementwise one has the rest
+        (optim/build.py).
+        """
+        return ()
 
     def step_parts(self, model: ParallelModel) -> Sequence[StepPart]:
         """Return the feature's parts of a training step. model: allocated and initialized."""
@@ -171,5 +193,9 @@ class StepPart:
 
 def features_of(config: Config) -> list[Feature]:
     """Return the features that a recipe turns on."""
-    features: list[Any] = [module.FEATURE for module in part_of_each("feature")]
-    return [feature for feature in features if feature.is_on(config)]
+    return [feature for feature in all_features() if feature.is_on(config)]
+
+
+def all_features() -> list[Feature]:
+    """Return the features that there are."""
+    return [module.FEATURE for module in part_of_each("feature")]

@@ -276,9 +276,7 @@ class Trainer:
         self.step_parts = [
             part for feature in features_of(config) for part in feature.step_parts(self.model)
         ]
-        start = config.first_preconditioned_step
-        settings = config.optimizer.replace(start_preconditioning_step=start)
-        self.optimizer = build_optimizer(settings, self.parameters)
+        self.optimizer = build_optimizer(config, self.parameters)
 
     def build_data(self) -> None:
         """Build the loaders of training and validation."""

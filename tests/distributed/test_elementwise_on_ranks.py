@@ -6,7 +6,7 @@ from ranks import run_ranks
 from tiny import TIED
 from torch.distributed.tensor import DTensor
 
-from titan_lite.config import Optimizer
+from titan_lite.config import Config, Optimizer
 from titan_lite.dtensor import as_shard_of, shard_of
 from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
@@ -20,7 +20,7 @@ def after_five_steps(model):
         fqn: torch.nn.Parameter(parameter.detach().clone())
         for fqn, parameter in model.named_parameters()
     }
-    optimizer = build_optimizer(LION, parameters)
+    optimizer = build_optimizer(Config(optimizer=LION), parameters)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 6):
         for parameter in parameters.values():

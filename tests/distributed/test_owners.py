@@ -11,11 +11,11 @@ from ranks import run_ranks
 from tiny import HEADS, TIED
 from torch.distributed.tensor import DTensor
 
-from titan_lite.config import Optimizer
+from titan_lite.config import Config, Optimizer
 from titan_lite.dtensor import as_shard_of, shard_of
+from titan_lite.models.fqns import is_matrix
 from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
-from titan_lite.optim.state import is_matrix
 
 MUON, SHAMPOO = (
     Optimizer(name="Muon", ns_dtype="float32"),
@@ -36,7 +36,7 @@ def updated(model, config):
     parameters = {
         fqn: torch.nn.Parameter(parameter.detach()) for fqn, parameter in model.named_parameters()
     }
-    optimizer = build_optimizer(config, parameters)
+    optimizer = build_optimizer(Config(optimizer=config), parameters)
     generator, computed = torch.Generator().manual_seed(0), []
 
     def counting(number, whole):

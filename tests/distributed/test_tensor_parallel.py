@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_lite.config import ConfigError, Optimizer
+from titan_lite.config import Config, ConfigError
 from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.tensor_parallel import STYLES, apply_tensor_parallel, axis_of
 from titan_lite.models.loss import VocabularyShard, cross_entropy, cross_entropy_on_ranks
@@ -174,7 +174,7 @@ def bytes_held(layout):
     mesh = make_mesh(*layout)
     tokens, labels = batch(vocab_size=DEBUG.vocab_size)
     stage = build(DEBUG, mesh)
-    optimizer = build_optimizer(Optimizer(), dict(stage.model.named_parameters()))
+    optimizer = build_optimizer(Config(), dict(stage.model.named_parameters()))
     step(stage, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
     optimizer.step()
     held, blocks, whole = 0, 0, 0

@@ -52,6 +52,7 @@ SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or pl
     "recipe",
     "checkpoint.run_identity",
     "metrics.start_lines",
+    "optim.build",
     "hooks",
     "trainer",
     "train",

@@ -26,9 +26,9 @@ from titan_lite.checkpoint.run_identity import DocumentsOfRun, RunIdentity
 from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import KEYS, Checkpoint, ConfigError, LRScheduler, Optimizer, is_unset
 from titan_lite.config.effects import Effect, effect_of
-from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.config.weights_folder import STATE
 from titan_lite.data.source_identity import differences_in_words
+from titan_lite.feature import all_features
 from titan_lite.manifest import fields_of
 from titan_lite.optim.lr_scheduler import lr_factor
 
@@ -168,9 +168,9 @@ def compare(saved: SavedState, identity: RunIdentity, documents: DocumentsOfRun)
             *_changes_of_recipe(was["recipe"], now["recipe"]),
             *_changes_of_fields(was, now),
             *_changes_of_learning_rate(was, now, saved.step),
-            *_changes_of_preconditioning(was, now),
+            *_changes_of_optimizer(was, now),
             *_changes_of_documents(saved, identity, documents),
-            *_changes_of_optimizer(saved),
+            *_lost_optimizer(saved),
             *(Change(Effect.RESTARTS_TENSORS, f"{first}.*: {why}") for first, why in restarted),
         ]
         is_last_step = saved.step >= now["recipe"]["training"]["steps"]
@@ -242,25 +242,17 @@ def _learning_rate(identity: Mapping[str, Any], step: int) -> str:
     return f"{peak * lr_factor(step, schedule, identity['total_steps']):.3g}"
 
 
-def _changes_of_preconditioning(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield another first step with Shampoo's roots, which also depends on a short schedule."""
-    before = _first_preconditioned_step(was)
-    after = _first_preconditioned_step(now)
-    if before and after and before != after:
-        text = (
-            f"the first step with roots (optimizer.start_preconditioning_step): {after},"
-            f" was {before}"
+def _changes_of_optimizer(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    """Yield what features find that the optimizers' states depend on, if it differs."""
+    for feature in all_features():
+        before, after = (
+            feature.optimizer_state_depends_on(run["recipe"], run["total_steps"])
+            for run in (was, now)
         )
-        yield Change(Effect.RESTARTS_OPTIMIZER, text)
-
-
-def _first_preconditioned_step(identity: Mapping[str, Any]) -> int:
-    """Return Config.first_preconditioned_step of a run; 0: its optimizer has no roots."""
-    optimizer = identity["recipe"]["optimizer"]
-    algorithm = OPTIMIZERS.get(optimizer["name"])
-    if algorithm is None or "start_preconditioning_step" not in algorithm.keys:
-        return 0
-    return min(optimizer["start_preconditioning_step"], identity["total_steps"])
+        for words, value in after.items():
+            if before.get(words, value) != value:
+                text = f"{words}: {value}, was {before[words]}"
+                yield Change(Effect.RESTARTS_OPTIMIZER, text)
 
 
 def _changes_of_documents(
@@ -274,7 +266,7 @@ def _changes_of_documents(
         yield Change(effect, f"{words}: {'; '.join(differences)}")
 
 
-def _changes_of_optimizer(saved: SavedState) -> Iterator[Change]:
+def _lost_optimizer(saved: SavedState) -> Iterator[Change]:
     if "optimizer" not in saved.tensors:
         yield Change(Effect.RESTARTS_OPTIMIZER, ONLY_MODEL)
 

@@ -213,51 +213,23 @@ class Training(Section):
 class Optimizer(Section):
     """The optimizer and its constants."""
 
-    name: RestartsOptimizer[Literal[tuple(OPTIMIZERS)]] = "AdamW"  # type: ignore[valid-type]
-    """Lion: sign of a momentum; Muon: momentum made orthogonal; Shampoo: momentum between roots of
-    gradient statistics. The last two are for matrices within blocks, and AdamW for embedding,
-    output, norms and routers of experts; Shampoo is for dense models."""
+    name: RestartsOptimizer[Literal[tuple(OPTIMIZERS)]] = Field(  # type: ignore[valid-type]
+        "AdamW",
+        description="; ".join(f"{name}: {row.about}" for name, row in OPTIMIZERS.items())
+        + ". AdamW has the parameters that another one is not for.",
+    )
 
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
 
     beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the first moment of AdamW and Shampoo; Lion: of the momentum in a step's
-    direction."""
+    """Decay of the first moment; Lion: of the momentum in a step's direction."""
 
     beta2: float = Field(0.95, ge=0, lt=1)
-    """Decay of the second moment of AdamW, and of Shampoo's statistics; Lion: of the momentum that
-    is kept."""
+    """Decay of the second moment and of other statistics; Lion: of the momentum that is kept."""
 
     eps: float = Field(1e-8, gt=0)
     """Added to the denominator of AdamW."""
-
-    momentum: float = Field(0.95, ge=0, lt=1)
-    """Muon: decay of the momentum."""
-
-    nesterov: bool = True
-    """Muon: add the gradient once more to its momentum, before it is made orthogonal."""
-
-    ns_steps: int = Field(5, ge=1, le=99)
-    """Muon: steps of the Newton-Schulz iteration."""
-
-    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Muon: dtype of the Newton-Schulz iteration, and of the traffic of matrices to their owners
-    and back."""
-
-    max_preconditioner_dim: Annotated[
-        RestartsOptimizer[int], OnlyWith("optimizer.name", "Shampoo")
-    ] = Field(1024, ge=1)
-    """Shampoo: larger matrices are cut into blocks of at most so many rows and columns."""
-
-    precondition_frequency: int = Field(10, ge=1)
-    """Shampoo: steps from one computation of a root to the next, in which it becomes stale."""
-
-    start_preconditioning_step: int = Field(10, ge=1)
-    """Shampoo: first step with roots; earlier ones are AdamW's; in a shorter schedule its last."""
-
-    preconditioner_eps: float = Field(1e-5, gt=0)
-    """Shampoo: added to the eigenvalues of the statistics, times the largest of them."""
 
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled decay a step of all but RMSNorm weights, times the learning rate."""
@@ -814,11 +786,6 @@ class Config(Section):
             sources=validation.sources,
             validation_fraction=1.0,  # all documents are for validation
         )
-
-    @property
-    def first_preconditioned_step(self) -> int:
-        """First step for which Shampoo computes roots; a short schedule has them in its last."""
-        return min(self.optimizer.start_preconditioning_step, self.total_steps)
 
     def origin(self, key: str) -> str:
         """Return where the value of "section.key" is from: a recipe's path, "command line" or

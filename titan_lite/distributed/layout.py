@@ -30,8 +30,13 @@ from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.loss_chunk import automatic_chunk
-from titan_lite.models.shapes import active_parameters, parameter_shapes, shape_of
-from titan_lite.optim.state import FLOAT32_BYTES, numbers_in
+from titan_lite.models.shapes import (
+    FLOAT32_BYTES,
+    active_parameters,
+    numbers_in,
+    parameter_shapes,
+    shape_of,
+)
 from titan_lite.sharding import chunk_size
 
 DEGREES = {  # axis: the key of its degree in [parallelism]

@@ -2,8 +2,9 @@
 recipe turns on.
 
 A feature is a folder with
-    keys.py      KEYS, the keys that it adds to a recipe, and TENSORS, the first words of names of
-                 tensors that it adds to checkpoints; always imported, without torch
+    keys.py      KEYS, the keys that it adds to a recipe; TENSORS, the first words of names of
+                 tensors that it adds to checkpoints; OPTIMIZERS, if it adds values of
+                 optimizer.name (config/optimizers.py); always imported, without torch
     rules.py     what cannot be together with these keys (titan_lite/rules/); always imported
     feature.py   FEATURE, its Feature (titan_lite/feature.py): where it takes part in a run
 
@@ -11,4 +12,4 @@ and whatever these import. To remove a feature, delete its folder, its tests, it
 in pyproject.toml.
 """
 
-FEATURES = ("moe", "powersgd", "copies")
+FEATURES = ("matrix_optimizers", "moe", "powersgd", "copies")

@@ -19,9 +19,7 @@ from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.distributed.layout import Layout, least_batch_bytes, least_state_bytes
 from titan_lite.feature import features_of
 from titan_lite.models.attention import fits_flash, masks_by_kernel
-from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import shape_words
-from titan_lite.optim.state import OwnerCosts, matrices_in, owner_costs
 from titan_lite.sharding import chunk_size
 
 GIB = 2**30
@@ -64,8 +62,6 @@ def start_lines(
         lines.append(unused_rows_line(layout, tokens_known))
     if config.training.mask_documents:
         lines.append(documents_line(config, layout, device))
-    if costs := owner_costs(config.optimizer):
-        lines.append(owners_line(config, layout, costs))
     for feature in features_of(config):
         lines += feature.start_lines(config, layout)
     if config.compile.compiles("model") and not priced:
@@ -220,25 +216,6 @@ def attention_within_documents(config: Config, layout: Layout, device: torch.dev
     if device.type == "cuda":
         return f"{mask}, and a bias of {pairs * dtype.itemsize / GIB:.2f} GiB for its kernel"
     return mask
-
-
-def owners_line(config: Config, layout: Layout, costs: OwnerCosts) -> str:
-    ranks = layout.world_size // layout.degrees["pp"]
-    optimizer = config.optimizer
-    matrices = sum(not is_of_experts(shape) for shape in matrices_in(layout.shapes_of_rank))
-    shared = f", shared by {ranks} ranks" if ranks > 1 else ""
-    roots = ""
-    if costs.has_roots:
-        roots = f", with roots from step {config.first_preconditioned_step} on"
-    of_experts = routers = ""
-    if n_experts := layout.model.n_experts:
-        parameters = sum(map(is_of_experts, layout.shapes_of_rank.values()))
-        of_experts = f", and {n_experts * parameters} of experts on the ranks that have them"
-        routers = ", routers"
-    return (
-        f"optimizer: {optimizer.name} for {matrices} matrices{shared}{of_experts}{roots}; AdamW for"
-        f" embedding, output{routers} and norms (optimizer.name)"
-    )
 
 
 def pipeline_line(config: Config, layout: Layout) -> str:

@@ -34,6 +34,11 @@ def is_router(fqn: str) -> bool:
     return ".router." in fqn
 
 
+def is_matrix(fqn: str) -> bool:
+    """Return True for the weights within blocks, norms and routers of experts excepted."""
+    return is_in_block(fqn) and "norm" not in fqn and not is_router(fqn)
+
+
 def is_of_experts(shape: Sequence[int]) -> bool:
     """Return True for the shape of matrices of experts, (E, rows, columns): no other parameter has
     three dimensions.

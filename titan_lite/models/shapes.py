@@ -20,6 +20,7 @@ from titan_lite.models.fqns import is_of_experts, lies_within
 
 KERNEL_BYTES = 16  # a row of a factor of a grouped GEMM is a multiple of them
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+FLOAT32_BYTES = ITEM_BYTES["float32"]
 _SCALING_FIELDS = dataclasses.fields(RopeScaling)
 _REQUIRED_WITHOUT_FLAVOR = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")
 _SIZES = (*_REQUIRED_WITHOUT_FLAVOR, "n_kv_heads", "head_dim")
@@ -273,12 +274,17 @@ def block_weights(config: ModelConfig) -> BlockWeights:
     return BlockWeights(dense, experts, active)
 
 
+def numbers_in(shapes: Mapping[str, Shape]) -> int:
+    """Return the number of elements of parameters, by FQN."""
+    return sum(map(math.prod, shapes.values()))
+
+
 def active_parameters(config: ModelConfig) -> int:
     """Return the number of parameters that a token is computed with: of the experts, those that it
     chooses.
     """
     weights = block_weights(config)
-    total = sum(map(math.prod, parameter_shapes(config).values()))
+    total = numbers_in(parameter_shapes(config))
     return total - config.n_layers * (weights.experts - weights.active_experts)
 
 

@@ -1,6 +1,6 @@
 """Build the optimizer of a recipe.
 
-optimizer = build_optimizer(config.optimizer, model.parameters)
+optimizer = build_optimizer(config, model.parameters)
 optimizer.set_lr(3e-4)
 optimizer.step(skip)            # skip: a scalar on the device; if it is 1, nothing changes
 optimizer.zero_grad()
@@ -9,21 +9,30 @@ optimizer.state_tensors()       # {"layers.0.attention.wq.weight.exp_avg": DTens
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from titan_lite.config import Optimizer
-from titan_lite.models.fqns import is_of_experts
+from titan_lite.config import Config
+from titan_lite.config.optimizers import OPTIMIZERS
+from titan_lite.feature import features_of
 from titan_lite.optim.adamw import AdamW
 from titan_lite.optim.elementwise import Elementwise, OneAtATime
-from titan_lite.optim.matrices import MatrixOptimizer
-from titan_lite.optim.muon import Muon, MuonOfExperts
-from titan_lite.optim.shampoo import Shampoo
-from titan_lite.optim.state import is_matrix
 
-# by optimizer.name; all others are elementwise
-MATRIX_OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {"Muon": Muon, "Shampoo": Shampoo}
+
+class PartOptimizer(Protocol):
+    """An optimizer of some of the parameters: a torch.optim.Optimizer with state by name."""
+
+    param_groups: list[dict[str, Any]]
+
+    def step(self, skip: Tensor | None = None) -> None:
+        """Update parameters, unless the scalar `skip` is 1."""
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return the live state of a parameter, by its names in the optimizer's file."""
 
 
 class NamedOptimizer:
@@ -35,16 +44,11 @@ class NamedOptimizer:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        optimizers: Sequence[Elementwise | MatrixOptimizer],
+        optimizers: Sequence[PartOptimizer],
     ):
         self.parameters = dict(parameters)
         self.optimizers = list(optimizers)
-        self.optimizer_of: dict[nn.Parameter, Elementwise | MatrixOptimizer] = {
-            parameter: optimizer
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        self.optimizer_of = _optimizer_of(self.optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -59,8 +63,8 @@ class NamedOptimizer:
     def step(self, skip: Tensor | None = None) -> None:
         """Update parameters.
 
-        skip: a float32 scalar on their device; if it is 1, nothing changes. Only Shampoo reads it
-        on the host.
+        skip: a float32 scalar on their device; if it is 1, nothing changes. An optimizer of a
+        feature may read it on the host.
         """
         for optimizer in self.optimizers:
             optimizer.step(skip)
@@ -78,7 +82,7 @@ class NamedOptimizer:
         """Return the live state as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}.
 
         State that the first step would create is created here, so that a checkpoint can be loaded
-        into it. Of a matrix of Muon or Shampoo, some of it only its owner has.
+        into it. Another rank may have some of it.
         """
         return {
             f"{fqn}.{name}": tensor
@@ -98,40 +102,43 @@ class NamedOptimizer:
         }
 
 
-def build_optimizer(config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> NamedOptimizer:
-    """Return an elementwise optimizer, or one of the matrices within blocks, one of those of
-    experts, and AdamW for the others.
+def _optimizer_of(optimizers: Sequence[PartOptimizer]) -> dict[nn.Parameter, PartOptimizer]:
+    """Return the optimizer of each parameter that one of them has."""
+    return {
+        parameter: optimizer
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def build_optimizer(config: Config, parameters: Mapping[str, nn.Parameter]) -> NamedOptimizer:
+    """Return the optimizers that features have for some parameters, and an elementwise one for the
+    others: that of the recipe, or AdamW.
 
     parameters: by FQN. Norm weights do not decay.
     """
-    matrix_optimizer_class = MATRIX_OPTIMIZERS.get(config.name)
-    matrices: dict[str, nn.Parameter] = {}
-    of_experts: dict[str, nn.Parameter] = {}
-    if matrix_optimizer_class is not None:
-        for fqn, weight in parameters.items():
-            if is_matrix(fqn):
-                (of_experts if is_of_experts(weight.shape) else matrices)[fqn] = weight
-
+    of_features = [
+        optimizer
+        for feature in features_of(config)
+        for optimizer in feature.optimizers(config, parameters)
+    ]
+    theirs = _optimizer_of(of_features)
     decayed: list[nn.Parameter] = []
     not_decayed: list[nn.Parameter] = []
-    for fqn, parameter in parameters.items():
-        if fqn not in matrices and fqn not in of_experts:
+    for parameter in parameters.values():
+        if parameter not in theirs:
             (decayed if parameter.dim() > 1 else not_decayed).append(parameter)
+    constants = config.optimizer
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": decayed, "weight_decay": constants.weight_decay},
         {"params": not_decayed, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     elementwise: Elementwise
-    if config.name == "AdamW" or matrix_optimizer_class is not None:
-        elementwise = AdamW(groups, config)  # whose updates of all parameters are one kernel
+    if constants.name == "AdamW" or not OPTIMIZERS[constants.name].is_elementwise:
+        elementwise = AdamW(groups, constants)  # whose updates of all parameters are one kernel
     else:
-        module = importlib.import_module(f"titan_lite.optim.{config.name.lower()}")
-        elementwise = OneAtATime(groups, config, module.update)
-    optimizers: list[Elementwise | MatrixOptimizer] = [elementwise]
-    if matrix_optimizer_class is not None and matrices:
-        optimizers.append(matrix_optimizer_class(matrices, config))
-    if of_experts:
-        assert matrix_optimizer_class is Muon, "features/moe/rules.py"
-        optimizers.append(MuonOfExperts(of_experts, config))
-    return NamedOptimizer(parameters, optimizers)
+        module = importlib.import_module(f"titan_lite.optim.{constants.name.lower()}")
+        elementwise = OneAtATime(groups, constants, module.update)
+    return NamedOptimizer(parameters, [elementwise, *of_features])

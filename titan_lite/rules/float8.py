@@ -6,9 +6,8 @@ from titan_lite.config import Config
 from titan_lite.config.errors import shown
 from titan_lite.config.families import ModelConfig, Shape
 from titan_lite.distributed.layout import Layout
-from titan_lite.models.fqns import is_filtered, is_of_experts
+from titan_lite.models.fqns import is_filtered, is_matrix, is_of_experts
 from titan_lite.models.shapes import parameter_shapes
-from titan_lite.optim.state import is_matrix
 from titan_lite.rules.mistakes import Mistake, rule_of_layout
 
 

@@ -23,8 +23,7 @@ from titan_lite.distributed.layout import Layout, least_batch_bytes, least_state
 from titan_lite.distributed.process_group import all_equal
 from titan_lite.logging import logger
 from titan_lite.models.attention import check_kernel
-from titan_lite.models.shapes import shape_words
-from titan_lite.optim.state import FLOAT32_BYTES
+from titan_lite.models.shapes import FLOAT32_BYTES, shape_words
 from titan_lite.rules import mistakes_in_recipe, read_inputs
 from titan_lite.rules.fault_tolerance import missing_lighthouse
 from titan_lite.rules.float8 import float8_has_results_on_gpus

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 from tiny import UNTIED
 
-from titan_lite.config import KEYS, Corpus, Data, Optimizer
+from titan_lite.config import KEYS, Config, Corpus, Data, Optimizer
 from titan_lite.config.effects import Effect, OnlyWith, effect_of
 from titan_lite.config.sections import choices_of, kind_of
 from titan_lite.data.documents import build_source
@@ -50,7 +50,9 @@ def state_of(optimizer):
     """(shape, dtype) of each tensor of an optimizer's state."""
     model = Transformer(UNTIED)
     model.init_weights(0)
-    state = build_optimizer(optimizer, dict(model.named_parameters())).state_tensors()
+    state = build_optimizer(
+        Config(optimizer=optimizer), dict(model.named_parameters())
+    ).state_tensors()
     return {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
 
 

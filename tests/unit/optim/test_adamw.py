@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_lite.config import Optimizer
+from titan_lite.config import Config, Optimizer
 from titan_lite.config.families import ModelConfig
 from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
@@ -64,7 +64,9 @@ def take_steps(model, optimizer, steps):
 
 def test_norms_do_not_decay():
     model = build_model()
-    optimizer = build_optimizer(Optimizer(weight_decay=0.3), dict(model.named_parameters()))
+    optimizer = build_optimizer(
+        Config(optimizer=Optimizer(weight_decay=0.3)), dict(model.named_parameters())
+    )
     names = {parameter: name for name, parameter in model.named_parameters()}
     decay = {
         names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
@@ -76,7 +78,7 @@ def test_norms_do_not_decay():
 
 
 def test_settings_reach_every_group():
-    optimizer = build_optimizer(CONFIG, dict(build_model().named_parameters()))
+    optimizer = build_optimizer(Config(optimizer=CONFIG), dict(build_model().named_parameters()))
     assert len(optimizer.param_groups) == 2
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (
@@ -91,7 +93,7 @@ def test_settings_reach_every_group():
 
 def test_steps_are_those_of_the_plain_algorithm():
     model, oracle = build_model(), build_model()
-    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()))
+    optimizer = build_optimizer(Config(optimizer=CONFIG), dict(model.named_parameters()))
     theirs = [
         torch.optim.AdamW(
             [parameter],
@@ -117,7 +119,7 @@ def test_steps_are_those_of_the_plain_algorithm():
 
 def test_in_float32_the_update_is_torchs_fused_kernel_to_the_bit():
     model, oracle = build_model(), build_model()
-    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()))
+    optimizer = build_optimizer(Config(optimizer=CONFIG), dict(model.named_parameters()))
     theirs = torch.optim.AdamW(
         optimizer_groups(oracle), lr=CONFIG.lr, betas=(0.8, 0.9), eps=1e-6, fused=True
     )

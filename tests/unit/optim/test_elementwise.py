@@ -9,12 +9,12 @@ import torch
 from tiny import TIED, UNTIED
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_lite.config import Optimizer
+from titan_lite.config import Config, Optimizer
 from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.models.transformer import Transformer
-from titan_lite.optim.build import MATRIX_OPTIMIZERS, build_optimizer
+from titan_lite.optim.build import build_optimizer
 
-NAMES = [name for name in OPTIMIZERS if name not in MATRIX_OPTIMIZERS]
+NAMES = [name for name, row in OPTIMIZERS.items() if row.is_elementwise]
 LR = 0.02
 
 
@@ -26,7 +26,7 @@ def build(name, model_config=UNTIED):
     model = Transformer(model_config)
     model.init_weights(0)
     parameters = dict(model.named_parameters())
-    return parameters, build_optimizer(config_of(name), parameters)
+    return parameters, build_optimizer(Config(optimizer=config_of(name)), parameters)
 
 
 def set_gradients(parameters, step):
@@ -139,7 +139,7 @@ def test_a_shard_takes_the_steps_of_its_part_of_the_parameter(name):
 
     def after_steps(rows):
         shard = torch.nn.Parameter(initial[rows].clone())
-        optimizer = build_optimizer(config_of(name), {"output.weight": shard})
+        optimizer = build_optimizer(Config(optimizer=config_of(name)), {"output.weight": shard})
         for gradient in gradients:
             shard.grad = gradient[rows].clone()
             optimizer.step()
@@ -172,7 +172,7 @@ class CountBytes(TorchDispatchMode):
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "AdamW"])
 def test_the_row_has_the_bytes_that_an_update_of_plain_operations_moves(name):
     parameter = torch.nn.Parameter(torch.ones(50))
-    optimizer = build_optimizer(config_of(name), {"norm.weight": parameter})
+    optimizer = build_optimizer(Config(optimizer=config_of(name)), {"norm.weight": parameter})
     optimizer.state_tensors()
     parameter.grad = torch.ones(50)
     with CountBytes(50) as count:

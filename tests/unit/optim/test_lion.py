@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import UNTIED
 
-from titan_lite.config import Optimizer
+from titan_lite.config import Config, Optimizer
 from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
 
@@ -16,7 +16,7 @@ def test_steps_are_those_of_the_paper():
     model = Transformer(UNTIED)
     model.init_weights(0)
     parameters = dict(model.named_parameters())
-    optimizer = build_optimizer(LION, parameters)
+    optimizer = build_optimizer(Config(optimizer=LION), parameters)
     expected = {fqn: parameter.detach().double() for fqn, parameter in parameters.items()}
     m = {fqn: torch.zeros_like(parameter) for fqn, parameter in expected.items()}
     generator = torch.Generator().manual_seed(0)
@@ -40,7 +40,7 @@ def test_steps_are_those_of_the_paper():
 def test_an_element_without_a_gradient_stays_but_for_its_decay():
     """As the rows of tokens that no batch has had."""
     parameter = torch.nn.Parameter(torch.ones(3, 2))
-    optimizer = build_optimizer(LION, {"tok_embeddings.weight": parameter})
+    optimizer = build_optimizer(Config(optimizer=LION), {"tok_embeddings.weight": parameter})
     parameter.grad = torch.tensor([[0.0, 0.0], [1e-20, -1e-20], [5.0, -5.0]])
     optimizer.step()
     decayed = 1 - 0.02 * 0.5

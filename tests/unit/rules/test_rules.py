@@ -11,8 +11,6 @@ from titan_lite.config.errors import MachineError, nearest_multiples
 from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.features.copies import rules as rules_of_copies
-from titan_lite.metrics.start_lines import owners_line
-from titan_lite.optim.state import owner_costs
 from titan_lite.rules import check, check_all, check_recipe
 from titan_lite.rules.job import dump_folder_cannot_be_written
 from titan_lite.rules.mistakes import (
@@ -284,23 +282,6 @@ def test_a_key_that_the_optimizer_does_not_read_is_refused():
         checked("--optimizer.name=Lion", "--optimizer.eps=1e-6")
     checked("--optimizer.momentum=0.95")  # the default says no more than none
     checked("--optimizer.name=Muon", "--optimizer.momentum=0.9")
-
-
-def test_shampoo_has_roots_in_a_run_of_three_steps():
-    for options, step in (
-        (["--training.steps=3"], 3),
-        (["--training.steps=3", "--lr_scheduler.total_steps=12"], 10),
-        (["--training.steps=300"], 10),
-        (["--training.steps=4", "--optimizer.start_preconditioning_step=5"], 4),
-        (["--training.steps=4", "--optimizer.start_preconditioning_step=2"], 2),
-    ):
-        config = load_config(DEBUG, ["--optimizer.name=Shampoo", *options])
-        layout = Layout.from_config(config, 2)
-        check(config, layout)
-        assert config.first_preconditioned_step == step
-        assert f"with roots from step {step} on" in owners_line(
-            config, layout, owner_costs(config.optimizer)
-        )
 
 
 # Links in the folder of a run

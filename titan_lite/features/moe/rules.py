@@ -92,17 +92,3 @@ def a_capacity_can_be_exceeded(config: Config, layout: Layout) -> Iterator[Mista
             ),
             instead="0" if most == 1 else f"0, or a number below {most:g}",
         )
-
-
-@rule_of_layout
-def experts_have_an_optimizer(config: Config, layout: Layout) -> Iterator[Mistake]:
-    if layout.model.n_experts and config.optimizer.name == "Shampoo":
-        yield Mistake(
-            key="optimizer.name",
-            value="Shampoo",
-            why=(
-                "is for dense models: statistics of each expert would be those of few tokens, and"
-                f" {layout.model.n_experts} times as many roots"
-            ),
-            instead='"AdamW", "Lion" or "Muon"',
-        )

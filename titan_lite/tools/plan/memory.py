@@ -17,7 +17,7 @@ from titan_lite.cost.machine import GIB, Machine
 from titan_lite.cost.nccl import CHANNELS
 from titan_lite.distributed.pipeline_schedule import backward_kinds, computations, order_of
 from titan_lite.distributed.step_gather import IN_FLIGHT
-from titan_lite.optim.state import owner_costs
+from titan_lite.features.matrix_optimizers.matrix_optimizer import owner_costs
 from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION
 from titan_lite.tools.plan.rank_bytes import (
     COMPLETE_MATRICES,
@@ -317,7 +317,7 @@ class Replay:
     def update_working_bytes(self) -> float:
         """Return the bytes of tensors that an update needs beside the optimizer's state."""
         config = self.layout.config
-        costs = owner_costs(config.optimizer)
+        costs = owner_costs(config)
         if costs is not None:
             elements = max(
                 (

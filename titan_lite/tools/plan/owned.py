@@ -1,5 +1,5 @@
 """Price the complete matrices of an optimizer such as Muon: what owners compute, and how long
-matrices travel (optim/matrix_owners.py).
+matrices travel (features/matrix_optimizers/owners.py).
 
     owned = owned_matrices(layout, machine)
     owned.computing, owned.waiting, owned.sent      # seconds, seconds, bytes of a rank
@@ -13,8 +13,8 @@ import torch
 
 from titan_lite.cost.machine import Machine
 from titan_lite.distributed.tensor_parallel import largest_shard
+from titan_lite.features.matrix_optimizers.matrix_optimizer import EIGENDECOMPOSITION, owner_costs
 from titan_lite.models.fqns import is_of_experts
-from titan_lite.optim.state import EIGENDECOMPOSITION, owner_costs
 from titan_lite.tools.plan.rank_bytes import ITEM_BYTES, owner_buckets
 from titan_lite.tools.plan.trace import PlannedLayout
 
@@ -34,8 +34,7 @@ class Owned:
 
 def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
     """Return the costs of the optimizer's owners; all zero for an optimizer without any."""
-    optimizer = layout.config.optimizer
-    costs = owner_costs(optimizer)
+    costs = owner_costs(layout.config)
     if costs is None:
         return Owned()
     ranks = range(layout.world_size // layout.degrees["pp"])
@@ -50,7 +49,7 @@ def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
     computations: list[float] = []
     returns: list[float] = []
     sent = across = 0.0
-    for bucket in owner_buckets(optimizer, layout.shapes_of_rank, len(ranks)):
+    for bucket in owner_buckets(layout.config, layout.shapes_of_rank, len(ranks)):
         flops = max(costs.flops(shape, eigendecomposition) for shape in bucket.values())
         computations.append(flops / speed)
         nbytes = ITEM_BYTES[dtype] * max(map(math.prod, bucket.values()))

@@ -9,25 +9,18 @@ When a step needs them is in memory.py.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 from titan_lite.config import ActivationCheckpoint, Config, Optimizer, Training
+from titan_lite.config.families import Shape
 from titan_lite.config.optimizers import OPTIMIZERS, Algorithm
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.tensor_parallel import largest_shard
 from titan_lite.feature import Kept, features_of
+from titan_lite.features.matrix_optimizers.matrix_optimizer import matrices_in, owner_costs
+from titan_lite.features.matrix_optimizers.owners import share_out
 from titan_lite.models.fqns import is_of_experts
-from titan_lite.optim.state import (
-    FLOAT32_BYTES,
-    OWNER_COSTS,
-    Shape,
-    Shapes,
-    factor_numbers,
-    matrices_in,
-    numbers_in,
-    owner_costs,
-    share_out,
-)
+from titan_lite.models.shapes import FLOAT32_BYTES, numbers_in
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Bytes of a stored weight, of its gradient and of each of its moments: float32.
@@ -110,7 +103,7 @@ def _checkpoints_by_operator(checkpointing: ActivationCheckpoint) -> bool:
     return checkpointing.mode == "selective" and is_of_operators
 
 
-def share_of_matrices(shapes: Shapes) -> float:
+def share_of_matrices(shapes: Mapping[str, Shape]) -> float:
     """Return the share of these parameters that are in matrices within blocks."""
     return sum(map(math.prod, matrices_in(shapes))) / numbers_in(shapes)
 
@@ -118,8 +111,7 @@ def share_of_matrices(shapes: Shapes) -> float:
 def algorithms_of(optimizer: Optimizer) -> tuple[Algorithm, Algorithm]:
     """Return the algorithm of matrices within blocks, and that of all other parameters."""
     algorithm = OPTIMIZERS[optimizer.name]
-    has_owners = optimizer.name in OWNER_COSTS
-    return algorithm, OPTIMIZERS["AdamW"] if has_owners else algorithm
+    return algorithm, algorithm if algorithm.is_elementwise else OPTIMIZERS["AdamW"]
 
 
 def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> list[float]:
@@ -148,37 +140,29 @@ def update_bytes(algorithm: Algorithm) -> float:
     return FLOAT32_BYTES * (3.0 + 2 * len(algorithm.moments))
 
 
-# Owners of matrices (optim/matrix_owners.py)
+# Owners of matrices (features/matrix_optimizers/owners.py)
 
 
 def owner_bytes(config: Config, layout: Layout) -> float:
     """Return the bytes of complete matrices on the owner with most."""
+    costs = owner_costs(config)
+    if costs is None:
+        return 0.0
     ranks = layout.world_size // layout.degrees["pp"]
     owned = [0.0] * ranks
-    for bucket in owner_buckets(config.optimizer, layout.shapes_of_rank, ranks):
+    for bucket in owner_buckets(config, layout.shapes_of_rank, ranks):
         for owner, shape in bucket.items():
-            owned[owner] += OWNED_BYTES[config.optimizer.name](config.optimizer, shape)
+            owned[owner] += costs.kept_bytes(shape)
     return max(owned)
 
 
-def owner_buckets(optimizer: Optimizer, shapes: Shapes, ranks: int) -> list[dict[int, Shape]]:
+def owner_buckets(
+    config: Config, shapes: Mapping[str, Shape], ranks: int
+) -> list[dict[int, Shape]]:
     """Return buckets of {owner: shape of its matrix}; none for an optimizer without owners."""
-    costs = owner_costs(optimizer)
+    costs = owner_costs(config)
     if costs is None:
         return []
     matrices = [shape for shape in matrices_in(shapes) if not is_of_experts(shape)]
     buckets = share_out([costs.flops(shape) for shape in matrices], ranks)
     return [{owner: matrices[index] for owner, index in bucket.items()} for bucket in buckets]
-
-
-def _bytes_of_shampoo(optimizer: Optimizer, shape: Shape) -> float:
-    """Return the bytes of two moments, the factors of blocks and their roots."""
-    factors = factor_numbers(shape, optimizer.max_preconditioner_dim)
-    return FLOAT32_BYTES * 2.0 * (math.prod(shape) + factors)
-
-
-# optimizer.name: the bytes that the owner of a matrix keeps, by the shape of the matrix
-OWNED_BYTES: dict[str, Callable[[Optimizer, Shape], float]] = {
-    "Muon": lambda optimizer, shape: 0.0,
-    "Shampoo": _bytes_of_shampoo,
-}

@@ -12,9 +12,9 @@ from typing import Any
 from titan_lite.cost.machine import GIB
 from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.feature import features_of
+from titan_lite.features.matrix_optimizers.matrix_optimizer import owner_costs
 from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.shapes import shape_words
-from titan_lite.optim.state import owner_costs
 from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.simulate import StepTimes
 from titan_lite.tools.plan.trace import names_blocks
@@ -210,7 +210,7 @@ def memory_lines(plan: Plan) -> list[str]:
 
 def uncertainty_line(plan: Plan) -> str:
     """Return what the ranges are made of, and how the plan was made."""
-    costs = owner_costs(plan.layout.config.optimizer)
+    costs = owner_costs(plan.layout.config)
     guessed = ""
     if plan.machine.multiprocessors and costs is not None and costs.has_roots:
         guessed = "; eigendecompositions by a guess without a range"

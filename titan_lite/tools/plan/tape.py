@@ -89,7 +89,7 @@ class Weight:
     reduced_with: int
     copy: int = 0  # of a block that was not traced
     float8: bool = False  # gathered as float8
-    matrix: bool = False  # within a block, and no norm (optim/state.py)
+    matrix: bool = False  # within a block, and no norm (models/fqns.py)
     of_experts: bool = False  # matrices of experts, of which a rank has some whole
     updated: bool = True  # by the optimizer; False: the copy of a tied table
     kept: Kept = field(default_factory=Kept)  # by features

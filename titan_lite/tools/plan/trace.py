@@ -65,8 +65,7 @@ from titan_lite.dtensor import local
 from titan_lite.feature import Kept, features_of
 from titan_lite.graph import parameter_all_gathers, parameters_of, wait_of
 from titan_lite.models.attention import fits_flash
-from titan_lite.models.fqns import is_of_experts
-from titan_lite.optim.state import is_matrix
+from titan_lite.models.fqns import is_matrix, is_of_experts
 from titan_lite.processes import end_with_program, fork_server
 from titan_lite.tools.plan.costs import (
     GRAPHS,

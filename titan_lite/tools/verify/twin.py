@@ -27,7 +27,6 @@ from titan_lite.config import (
     FaultTolerance,
     Float8,
     Metrics,
-    Optimizer,
     Parallelism,
     Profiling,
     Training,
@@ -35,7 +34,6 @@ from titan_lite.config import (
 )
 from titan_lite.config.errors import shown
 from titan_lite.config.families import ModelConfig, find_family
-from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.distributed.layout import AXES, DEGREES, resolve_degrees
 from titan_lite.feature import features_of
 from titan_lite.models.float8 import DIM_MULTIPLE
@@ -153,7 +151,6 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
     return config.replace(
         model=config.model.replace(tokenizer_path=str(TOKENIZER)),
         training=_training(config, layout, steps),
-        optimizer=_optimizer(config.optimizer),
         lr_scheduler=config.lr_scheduler.replace(warmup_steps=0, total_steps=-1),
         parallelism=_parallelism(config, layout),
         float8=config.float8.replace(filter_fqns=_fqns(config.float8.filter_fqns)),
@@ -165,13 +162,6 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
         profiling=Profiling(),
         fault_tolerance=FaultTolerance(),
     )
-
-
-def _optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer in float32, and with all that it does in the first step."""
-    small = {"ns_dtype": "float32", "start_preconditioning_step": 1}
-    keys = OPTIMIZERS[optimizer.name].keys
-    return optimizer.replace(**{key: value for key, value in small.items() if key in keys})
 
 
 def reference(config: Config) -> Config:

@@ -20,9 +20,9 @@ from titan_lite.models.shapes import (
     active_parameters,
     block_weights,
     flops_per_token,
+    numbers_in,
     parameter_shapes,
 )
-from titan_lite.optim.state import numbers_in
 from titan_lite.tools.plan.command import main
 
 A3B = QWEN3_MOE.flavors["30B-A3B"]

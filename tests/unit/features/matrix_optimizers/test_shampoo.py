@@ -8,23 +8,26 @@ import numpy as np
 import pytest
 import torch
 from test_muon import set_gradients
-from tiny import UNTIED
+from tiny import DEBUG, UNTIED
 
-from titan_lite.config import Optimizer
+from titan_lite.config import Config, Optimizer, load_config
 from titan_lite.config.families import LLAMA3
-from titan_lite.models.transformer import Transformer
-from titan_lite.optim import shampoo
-from titan_lite.optim.build import build_optimizer
-from titan_lite.optim.shampoo import inverse_fourth_root
-from titan_lite.optim.state import (
+from titan_lite.distributed.layout import Layout
+from titan_lite.features.matrix_optimizers import shampoo
+from titan_lite.features.matrix_optimizers.feature import FEATURE
+from titan_lite.features.matrix_optimizers.matrix_optimizer import owner_costs
+from titan_lite.features.matrix_optimizers.owners import share_out
+from titan_lite.features.matrix_optimizers.shampoo import (
     blocks_of,
-    is_matrix,
-    owner_costs,
-    share_out,
+    first_preconditioned_step,
+    inverse_fourth_root,
     sides_of,
     turns_of,
 )
-from titan_lite.tools.plan.rank_bytes import OWNED_BYTES
+from titan_lite.models.fqns import is_matrix
+from titan_lite.models.transformer import Transformer
+from titan_lite.optim.build import build_optimizer
+from titan_lite.rules import check
 
 SHAMPOO = Optimizer(name="Shampoo", lr=0.02, beta2=0.9, weight_decay=0.5)
 SHAMPOO = SHAMPOO.replace(
@@ -36,7 +39,7 @@ def build(config=SHAMPOO):
     model = Transformer(UNTIED)
     model.init_weights(0)
     parameters = dict(model.named_parameters())
-    return parameters, build_optimizer(config, parameters)
+    return parameters, build_optimizer(Config(optimizer=config), parameters)
 
 
 def take_steps(parameters, optimizer, steps=range(1, 6)):
@@ -104,7 +107,7 @@ def test_steps_are_those_of_the_equations(shape, eps):
     weight = torch.nn.Parameter(start.clone())
     norm = torch.nn.Parameter(torch.ones(3))
     optimizer = build_optimizer(
-        config, {"layers.0.attention.wq.weight": weight, "norm.weight": norm}
+        Config(optimizer=config), {"layers.0.attention.wq.weight": weight, "norm.weight": norm}
     )
     for step, gradient in enumerate(gradients, 1):
         weight.grad, norm.grad = gradient.clone(), torch.ones(3)
@@ -153,7 +156,7 @@ def test_embedding_output_and_norms_have_the_steps_of_adamw_and_so_have_matrices
 def test_a_gradient_of_zeros_only_decays():
     weight, norm = torch.nn.Parameter(torch.ones(20, 20)), torch.nn.Parameter(torch.ones(3))
     optimizer = build_optimizer(
-        SHAMPOO, {"layers.0.attention.wq.weight": weight, "norm.weight": norm}
+        Config(optimizer=SHAMPOO), {"layers.0.attention.wq.weight": weight, "norm.weight": norm}
     )
     for _ in range(4):
         weight.grad, norm.grad = torch.zeros(20, 20), torch.zeros(3)
@@ -191,7 +194,7 @@ def test_the_state_is_there_before_the_first_step_and_goes_on_where_it_was(saved
         fqn: tuple(parameter.shape) for fqn, parameter in parameters.items() if is_matrix(fqn)
     }
     kept = sum(state[f"{fqn}.{name}"].numel() for fqn in shapes for name in names[True])
-    assert 4 * kept == sum(OWNED_BYTES["Shampoo"](SHAMPOO, shape) for shape in shapes.values())
+    assert 4 * kept == sum(map(owner_costs(Config(optimizer=SHAMPOO)).kept_bytes, shapes.values()))
     take_steps(parameters, optimizer, range(1, saved + 1))
     with torch.no_grad():
         for name, tensor in (parameters | optimizer.state_tensors()).items():
@@ -239,7 +242,8 @@ def test_owners_have_alike_roots_in_every_step(flavor, ranks, most):
         for name, shape in of_block.items()
     }
     work, turns = np.zeros((ranks, config.precondition_frequency)), turns_of(config, shapes)
-    for bucket in share_out([owner_costs(config).flops(shape) for shape in shapes.values()], ranks):
+    costs = owner_costs(Config(optimizer=config))
+    for bucket in share_out([costs.flops(shape) for shape in shapes.values()], ranks):
         for owner, number in bucket.items():
             sides = sides_of([*shapes.values()][number], config.max_preconditioner_dim)
             np.add.at(work[owner], turns[number], np.array(sides, dtype=float) ** 3)
@@ -254,3 +258,19 @@ def test_blocks_cover_a_matrix_row_by_row():
     starts = [(part[0].start, part[1].start) for part in blocks_of((40, 24), 16)]
     assert starts == [(0, 0), (0, 16), (16, 0), (16, 16), (32, 0), (32, 16)]
     assert blocks_of((40, 24), 64) == [(slice(0, 40), slice(0, 24))]
+
+
+def test_shampoo_has_roots_in_a_run_of_three_steps():
+    for options, step in (
+        (["--training.steps=3"], 3),
+        (["--training.steps=3", "--lr_scheduler.total_steps=12"], 10),
+        (["--training.steps=300"], 10),
+        (["--training.steps=4", "--optimizer.start_preconditioning_step=5"], 4),
+        (["--training.steps=4", "--optimizer.start_preconditioning_step=2"], 2),
+    ):
+        config = load_config(DEBUG, ["--optimizer.name=Shampoo", *options])
+        layout = Layout.from_config(config, 2)
+        check(config, layout)
+        assert first_preconditioned_step(config) == step
+        (line,) = FEATURE.start_lines(config, layout)
+        assert f"with roots from step {step} on" in line

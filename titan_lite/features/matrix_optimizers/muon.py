@@ -4,7 +4,8 @@
 A matrix is moved by its momentum, made orthogonal by a Newton-Schulz iteration and scaled to the
 size of AdamW's steps as in Moonlight (arXiv 2502.16982, section 2.2), so that one learning rate and
 one weight decay serve both. The momentum is sharded as its parameter. The iteration needs the
-complete matrix, and its owner alone computes it (matrices.py). torch.optim.Muon with adjust_lr_fn =
+complete matrix, and its owner alone computes it
+(matrix_optimizer.py). torch.optim.Muon with adjust_lr_fn =
 "match_rms_adamw" takes the same steps.
 """
 
@@ -13,10 +14,9 @@ import math
 import torch
 from torch import Tensor
 
+from titan_lite.config.families import Shape
 from titan_lite.dtensor import local
-from titan_lite.optim.matrices import MatrixOptimizer
-from titan_lite.optim.matrix_owners import WholeMatrices
-from titan_lite.optim.state import OwnerCosts
+from titan_lite.features.matrix_optimizers.matrix_optimizer import MatrixOptimizer, OwnerCosts
 
 # of the quintic polynomial: steepest at zero, so small singular values grow fastest
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -40,8 +40,30 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     return x.mT if tall else x
 
 
+def newton_schulz_flops(shape: Shape, steps: int = 1) -> float:
+    """Return the floating-point operations of the iteration: three products a step, of which one is
+    of squares.
+    """
+    *experts, rows, columns = shape
+    short, long = sorted((rows, columns))
+    return math.prod(experts) * steps * (4.0 * short * short * long + 2.0 * short**3)
+
+
+class MuonCosts(OwnerCosts):
+    @property
+    def dtype(self) -> str:
+        return self.keys.ns_dtype
+
+    def product_flops(self, shape: Shape) -> float:
+        return newton_schulz_flops(shape, self.keys.ns_steps)
+
+
 class Muon(MatrixOptimizer):
-    """The momentum, sharded, and the iteration, which the owner computes."""
+    """The momentum, sharded, and the iteration, which the owner computes. Of experts, each matrix
+    is moved by itself.
+    """
+
+    costs = MuonCosts
 
     def initial_state(self, index: int) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(self.matrices[index].detach())}
@@ -49,26 +71,16 @@ class Muon(MatrixOptimizer):
     def local_part(self, index: int) -> Tensor:
         """Return this rank's part of the direction, and update the momentum."""
         matrix = self.matrices[index]
-        momentum = self.config.momentum
+        momentum = self.keys.momentum
         buffer = local(self.state[matrix]["momentum_buffer"])
         gradient = self.gradient_of(index)
         mean = buffer.lerp(gradient, 1 - momentum)
-        direction = gradient.lerp(mean, momentum) if self.config.nesterov else mean
+        direction = gradient.lerp(mean, momentum) if self.keys.nesterov else mean
         self.store(buffer, mean)
         return direction.to(self.owners.dtype)
 
     def owner_update(self, index: int, complete: Tensor) -> Tensor:
-        return orthogonalize(complete, self.config.ns_steps)
+        return orthogonalize(complete, self.keys.ns_steps)
 
     def update_scale(self, index: int) -> float:
         return 0.2 * math.sqrt(max(self.shapes[index][-2:]))
-
-
-class MuonOfExperts(Muon):
-    """Muon for matrices of experts, (E, rows, columns), each moved by itself.
-
-    Experts are sharded whole, so a rank computes the updates of those that it has.
-    """
-
-    def owners_of(self, costs: OwnerCosts) -> WholeMatrices:
-        return WholeMatrices(len(self.matrices), getattr(torch, costs.dtype))

@@ -8,12 +8,17 @@ import torch
 from tiny import UNTIED
 from torch import nn
 
-from titan_lite.config import ConfigError, Optimizer
+from titan_lite.config import Config, ConfigError, Optimizer
 from titan_lite.config.families import LLAMA3
+from titan_lite.features.matrix_optimizers.muon import (
+    COEFFICIENTS,
+    newton_schulz_flops,
+    orthogonalize,
+)
+from titan_lite.features.matrix_optimizers.owners import share_out
+from titan_lite.models.fqns import is_matrix
 from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
-from titan_lite.optim.muon import COEFFICIENTS, orthogonalize
-from titan_lite.optim.state import is_matrix, newton_schulz_flops, share_out
 
 MUON = Optimizer(name="Muon", lr=0.02, beta2=0.9, weight_decay=0.5, momentum=0.8)
 
@@ -22,7 +27,7 @@ def build(config=MUON, **how):
     model = Transformer(UNTIED)
     model.init_weights(0)
     parameters = dict(model.named_parameters())
-    return parameters, build_optimizer(config, parameters, **how)
+    return parameters, build_optimizer(Config(optimizer=config), parameters, **how)
 
 
 def set_gradients(parameters, step, scale=1.0):
@@ -175,11 +180,13 @@ def test_each_experts_matrix_moves_by_itself_as_one_of_a_dense_model():
     config = Optimizer(name="Muon", ns_dtype="float32")
     experts = nn.Parameter(start.clone())
     fqn = "layers.0.moe.experts.w1"
-    optimizer = build_optimizer(config, {fqn: experts, "norm.weight": nn.Parameter(torch.ones(4))})
+    optimizer = build_optimizer(
+        Config(optimizer=config), {fqn: experts, "norm.weight": nn.Parameter(torch.ones(4))}
+    )
     alone = [nn.Parameter(matrix.clone()) for matrix in start]
     names = [f"layers.{number}.feed_forward.w1.weight" for number in range(3)]
     dense = build_optimizer(
-        config,
+        Config(optimizer=config),
         {**dict(zip(names, alone, strict=True)), "norm.weight": nn.Parameter(torch.ones(4))},
     )
     for _ in range(3):
@@ -201,5 +208,5 @@ def test_a_router_is_adamws():
     fqn = "layers.0.moe.router.weight"
     assert not is_matrix(fqn)
     router = nn.Parameter(torch.randn(4, 8))
-    optimizer = build_optimizer(Optimizer(name="Muon"), {fqn: router})
+    optimizer = build_optimizer(Config(optimizer=Optimizer(name="Muon")), {fqn: router})
     assert optimizer.state_of(router).keys() == {"step", "exp_avg", "exp_avg_sq"}

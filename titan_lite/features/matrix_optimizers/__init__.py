@@ -1,0 +1,1 @@
+"""Muon and Shampoo: optimizers of complete matrices, each with one owner among the ranks."""

@@ -1,0 +1,73 @@
+"""Muon and Shampoo in a run."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from titan_lite.config import Config
+from titan_lite.distributed.layout import Layout
+from titan_lite.feature import Feature
+from titan_lite.features.matrix_optimizers.keys import OPTIMIZERS
+from titan_lite.models.fqns import is_matrix, is_of_experts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titan_lite.optim.build import PartOptimizer
+
+
+class MatrixOptimizers(Feature):
+    def is_on(self, config: Config) -> bool:
+        return config.optimizer.name in OPTIMIZERS
+
+    def start_lines(self, config: Config, layout: Layout) -> Sequence[str]:
+        from titan_lite.features.matrix_optimizers.matrix_optimizer import matrices_in
+        from titan_lite.features.matrix_optimizers.shampoo import first_preconditioned_step
+
+        ranks = layout.world_size // layout.degrees["pp"]
+        matrices = sum(not is_of_experts(shape) for shape in matrices_in(layout.shapes_of_rank))
+        shared = f", shared by {ranks} ranks" if ranks > 1 else ""
+        roots = ""
+        if config.optimizer.name == "Shampoo":
+            roots = f", with roots from step {first_preconditioned_step(config)} on"
+        of_experts = routers = ""
+        if n_experts := layout.model.n_experts:
+            parameters = sum(map(is_of_experts, layout.shapes_of_rank.values()))
+            of_experts = f", and {n_experts * parameters} of experts on the ranks that have them"
+            routers = ", routers"
+        return [
+            f"optimizer: {config.optimizer.name} for {matrices}"
+            f" matrices{shared}{of_experts}{roots}; AdamW for embedding, output{routers} and norms"
+            " (optimizer.name)"
+        ]
+
+    def without_approximation(self, config: Config) -> tuple[Config, str]:
+        optimizer = config.optimizer
+        read = OPTIMIZERS[optimizer.name].keys
+        exact = {"ns_dtype": "float32", "start_preconditioning_step": 1}
+        changes = {key: value for key, value in exact.items() if key in read}
+        return config.replace(optimizer=optimizer.replace(**changes)), ""
+
+    def optimizer_state_depends_on(
+        self, recipe: Mapping[str, Any], total_steps: int
+    ) -> Mapping[str, int]:
+        optimizer = recipe["optimizer"]
+        if optimizer["name"] != "Shampoo" or not total_steps:
+            return {}
+        step = min(optimizer["start_preconditioning_step"], total_steps)
+        return {"the first step with roots (optimizer.start_preconditioning_step)": step}
+
+    def optimizers(
+        self, config: Config, parameters: Mapping[str, "nn.Parameter"]
+    ) -> Sequence["PartOptimizer"]:
+        from titan_lite.features.matrix_optimizers.matrix_optimizer import optimizer_class
+
+        matrices: dict[str, nn.Parameter] = {}
+        of_experts: dict[str, nn.Parameter] = {}
+        for fqn, weight in parameters.items():
+            if is_matrix(fqn):
+                (of_experts if is_of_experts(weight.shape) else matrices)[fqn] = weight
+        optimizer = optimizer_class(config.optimizer.name)
+        return [optimizer(weights, config) for weights in (matrices, of_experts) if weights]
+
+
+FEATURE = MatrixOptimizers()
