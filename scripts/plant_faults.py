@@ -239,8 +239,8 @@ FAULTS = (
     # A pipeline receives one microbatch at a time.
     Fault(
         "tools/plan/memory.py",
-        "range(neighbours * self.layout.pipeline.microbatches)",
-        "range(neighbours)",
+        "buffers = neighbours * self.layout.pipeline.microbatches",
+        "buffers = neighbours",
         ("unit/tools/plan/test_memory_of_plans.py", "unit/tools/plan"),
     ),
     # A source's loss is that of validation.
