@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from titan_lite.features import FEATURES
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from titan_lite.alone import Alone
     from titan_lite.config import Config
+    from titan_lite.config.families import Shape
     from titan_lite.cost.machine import Machine
     from titan_lite.distributed.axes import Axes
     from titan_lite.distributed.buckets import Specs
@@ -57,6 +58,28 @@ class Kept:
 
     always: int = 0
     before_update: int = 0  # more, from the last backward to the update
+
+
+class OwnedWork(Protocol):
+    """The work of the owner of a matrix within a block. shape: of the complete matrix."""
+
+    has_roots: bool  # computed by eigendecompositions from some step on
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which matrices travel and are multiplied."""
+        ...
+
+    def flops(self, shape: Shape, eigendecomposition: float = ...) -> float:
+        """Return the time of a step in operations of products, averaged over steps.
+
+        eigendecomposition: the operations of products, divided by n^3, in the time of one.
+        """
+        ...
+
+    def kept_bytes(self, shape: Shape) -> float:
+        """Return the bytes that it keeps of the matrix, beside this rank's shard."""
+        ...
 
 
 class Feature:
@@ -107,6 +130,12 @@ class Feature:
     def kept_of_shard(self, config: Config, shape: Sequence[int]) -> Kept:
         """Return what the feature keeps for a shard of this shape. For `titan-lite plan`."""
         return Kept()
+
+    def owner_costs(self, config: Config) -> OwnedWork | None:
+        """Return the work of a rank that owns a complete matrix; None: no rank owns any. For
+        `titan-lite plan`.
+        """
+        return None
 
     def add_costs_after_backward(
         self, config: Config, costs: Costs, specs: Specs, machine: Machine, axes: Axes

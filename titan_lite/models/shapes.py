@@ -16,7 +16,7 @@ from titan_lite.config import ConfigError, Model
 from titan_lite.config.errors import shown
 from titan_lite.config.families import Family, ModelConfig, RopeScaling, Shape, find_family
 from titan_lite.manifest import CorruptFileError, fields_of
-from titan_lite.models.fqns import is_of_experts, lies_within
+from titan_lite.models.fqns import is_matrix, is_of_experts, lies_within
 
 KERNEL_BYTES = 16  # a row of a factor of a grouped GEMM is a multiple of them
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
@@ -312,3 +312,10 @@ def sizes_without_a_kernel(shape: ModelConfig, dtype: str) -> list[tuple[str, in
     multiple = KERNEL_BYTES // ITEM_BYTES[dtype]
     sizes = {"dim": shape.dim, "hidden_dim": shape.hidden_dim}
     return [(name, size, multiple) for name, size in sizes.items() if size % multiple]
+
+
+def matrices_in(shapes: Mapping[str, Shape]) -> list[Shape]:
+    """Return the shapes of the matrices within blocks, in the order of their names. Those of all
+    experts are one.
+    """
+    return [shape for fqn, shape in shapes.items() if is_matrix(fqn)]

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 from titan_lite.config import Config
 from titan_lite.distributed.layout import Layout
 from titan_lite.feature import Feature
-from titan_lite.features.matrix_optimizers.keys import OPTIMIZERS
+from titan_lite.features.matrix_optimizers.keys import OPTIMIZERS, MatrixOptimizerKeys
 from titan_lite.models.fqns import is_matrix, is_of_experts
+from titan_lite.models.shapes import matrices_in
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from titan_lite.features.matrix_optimizers.matrix_optimizer import OwnerCosts
     from titan_lite.optim.build import PartOptimizer
 
 
@@ -20,7 +22,6 @@ class MatrixOptimizers(Feature):
         return config.optimizer.name in OPTIMIZERS
 
     def start_lines(self, config: Config, layout: Layout) -> Sequence[str]:
-        from titan_lite.features.matrix_optimizers.matrix_optimizer import matrices_in
         from titan_lite.features.matrix_optimizers.shampoo import first_preconditioned_step
 
         ranks = layout.world_size // layout.degrees["pp"]
@@ -55,6 +56,11 @@ class MatrixOptimizers(Feature):
             return {}
         step = min(optimizer["start_preconditioning_step"], total_steps)
         return {"the first step with roots (optimizer.start_preconditioning_step)": step}
+
+    def owner_costs(self, config: Config) -> "OwnerCosts":
+        from titan_lite.features.matrix_optimizers.matrix_optimizer import optimizer_class
+
+        return optimizer_class(config.optimizer.name).costs(MatrixOptimizerKeys.of(config))
 
     def optimizers(
         self, config: Config, parameters: Mapping[str, "nn.Parameter"]

@@ -2,8 +2,7 @@
 
     optimizer = Muon(matrices, config)  # or Shampoo: a file each, with what its owner does
     optimizer.step(skip)                # skip: a scalar; if it is 1, nothing changes
-    costs = owner_costs(config)         # MuonCosts, for optimizer.name = "Muon"
-    costs.flops((4096, 4096))           # operations of its owner in a step
+    Muon.costs(MatrixOptimizerKeys.of(config)).flops((4096, 4096))  # of its owner in a step
 
 Each matrix has one owner (owners.py). A part of it goes there from every rank, and a part of its
 update returns. Of experts, a rank is the owner of those that it has.
@@ -20,20 +19,13 @@ from titan_lite.config import Config, ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import Shape
 from titan_lite.dtensor import local
-from titan_lite.features.matrix_optimizers.keys import OPTIMIZERS, MatrixOptimizerKeys
+from titan_lite.features.matrix_optimizers.keys import MatrixOptimizerKeys
 from titan_lite.features.matrix_optimizers.owners import MatrixOwners, WholeMatrices
-from titan_lite.models.fqns import is_matrix, is_of_experts
+from titan_lite.models.fqns import is_of_experts
 
 # Operations of float32 products, divided by n^3, in the time of an eigendecomposition in float64 on
 # a GPU, where most of the time is waiting for memory and launches: a guess.
 EIGENDECOMPOSITION = 1000.0
-
-
-def matrices_in(shapes: Mapping[str, Shape]) -> list[Shape]:
-    """Return the shapes of the matrices within blocks, in the order of their names. Those of all
-    experts are one.
-    """
-    return [shape for fqn, shape in shapes.items() if is_matrix(fqn)]
 
 
 class OwnerCosts(ABC):
@@ -163,11 +155,3 @@ def optimizer_class(name: str) -> type[MatrixOptimizer]:
 
     classes: dict[str, type[MatrixOptimizer]] = {"Muon": Muon, "Shampoo": Shampoo}
     return classes[name]
-
-
-def owner_costs(config: Config) -> OwnerCosts | None:
-    """Return what an owner computes for a matrix; None: no rank owns any."""
-    name = config.optimizer.name
-    if name not in OPTIMIZERS:
-        return None
-    return optimizer_class(name).costs(MatrixOptimizerKeys.of(config))

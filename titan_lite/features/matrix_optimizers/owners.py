@@ -7,9 +7,9 @@
         state = owners.on_this_rank(torch.zeros(5))
 
 All ranks of a pipeline stage, along dp_replicate, dp_shard and tp, share its matrices
-(`share_out`), and no rank computes what another does. In a bucket every rank owns at most one
-matrix. One all-to-all carries the parts of the bucket's matrices to their owners, and another one
-carries the parts of the results back. Meanwhile owners compute another bucket:
+(`share_out` in sharding.py), and no rank computes what another does. In a bucket every rank owns at
+most one matrix. One all-to-all carries the parts of the bucket's matrices to their owners, and
+another one carries the parts of the results back. Meanwhile owners compute another bucket:
 
     all-to-alls     to owners of bucket 0 | of bucket 1 | results of 0, of bucket 2 | ...
     owners                                | compute 0   | compute 1                 | ...
@@ -18,7 +18,6 @@ An owner gets its matrix from its own copy of the model (dp_replicate), and send
 copies. This is how Distributed Shampoo (arXiv 2309.06497, section 4) spreads its work.
 """
 
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,32 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_lite.dtensor import local
-from titan_lite.sharding import chunk_range
+from titan_lite.sharding import chunk_range, share_out
 
 Part = tuple[slice, slice]  # rows and columns of a matrix
 Bucket = dict[int, int]  # {owner: index of its matrix}
-
-
-def share_out(costs: Iterable[float], ranks: int) -> list[dict[int, int]]:
-    """Return buckets of matrices, each as {owner: index of its matrix}, with at most one matrix for
-    each of `ranks`.
-
-    The costliest matrix goes first, always to the rank with least so far (Graham, SIAM J. Appl.
-    Math. 17 (1969)). So costs within a bucket are alike. The answer depends on nothing but the
-    costs: every rank has the same.
-    """
-    costs = list(costs)
-    loads = [(0.0, rank) for rank in range(ranks)]
-    counts = [0] * ranks  # matrices of each rank
-    buckets: list[dict[int, int]] = []
-    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        load, rank = loads[0]
-        heapq.heapreplace(loads, (load + costs[index], rank))
-        if counts[rank] == len(buckets):
-            buckets.append({})
-        buckets[counts[rank]][rank] = index
-        counts[rank] += 1
-    return buckets
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from titan_lite.cost.machine import GIB, Machine
 from titan_lite.cost.nccl import CHANNELS
 from titan_lite.distributed.pipeline_schedule import backward_kinds, computations, order_of
 from titan_lite.distributed.step_gather import IN_FLIGHT
-from titan_lite.features.matrix_optimizers.matrix_optimizer import owner_costs
 from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION
 from titan_lite.tools.plan.rank_bytes import (
     COMPLETE_MATRICES,
@@ -29,6 +28,7 @@ from titan_lite.tools.plan.rank_bytes import (
     itemsizes,
     moment_bytes,
     owner_bytes,
+    owner_costs,
 )
 from titan_lite.tools.plan.tape import Stage, Tape, Weight, buckets_of
 from titan_lite.tools.plan.trace import PlannedLayout

@@ -5,6 +5,7 @@ matrices travel (features/matrix_optimizers/owners.py).
     owned.computing, owned.waiting, owned.sent      # seconds, seconds, bytes of a rank
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ import torch
 
 from titan_lite.cost.machine import Machine
 from titan_lite.distributed.tensor_parallel import largest_shard
-from titan_lite.features.matrix_optimizers.matrix_optimizer import EIGENDECOMPOSITION, owner_costs
 from titan_lite.models.fqns import is_of_experts
-from titan_lite.tools.plan.rank_bytes import ITEM_BYTES, owner_buckets
+from titan_lite.tools.plan.rank_bytes import ITEM_BYTES, owner_buckets, owner_costs
 from titan_lite.tools.plan.trace import PlannedLayout
 
-# As EIGENDECOMPOSITION; measured 26 to 47 for n from 1024 to 256.
+# Operations of float32 products, divided by n^3, in the time of an eigendecomposition in float64 on
+# a CPU: measured 26 to 47 for n from 1024 to 256.
 ON_CPU = 30.0
 
 
@@ -42,7 +43,9 @@ def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
     ranks_of_copy = ranks[: len(ranks) // copies]
     dtype = costs.dtype
     speed = machine.flops(getattr(torch, dtype)) * machine.matmul_efficiency
-    eigendecomposition = EIGENDECOMPOSITION if machine.multiprocessors else ON_CPU
+    on_device = costs.flops
+    if not machine.multiprocessors:
+        on_device = functools.partial(costs.flops, eigendecomposition=ON_CPU)
 
     # Seconds of each bucket: to owners, on the busiest one, and back to all copies.
     scatters: list[float] = []
@@ -50,7 +53,7 @@ def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
     returns: list[float] = []
     sent = across = 0.0
     for bucket in owner_buckets(layout.config, layout.shapes_of_rank, len(ranks)):
-        flops = max(costs.flops(shape, eigendecomposition) for shape in bucket.values())
+        flops = max(map(on_device, bucket.values()))
         computations.append(flops / speed)
         nbytes = ITEM_BYTES[dtype] * max(map(math.prod, bucket.values()))
         seconds, near, far = all_to_all(machine, nbytes, ranks_of_copy)
@@ -69,7 +72,7 @@ def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
     ]
     total = scatters[0] + sum(map(max, computations, travelling)) + returns[-1]
     of_experts = sum(  # which a rank has whole
-        costs.flops(largest_shard(layout, fqn, shape), eigendecomposition) / speed
+        on_device(largest_shard(layout, fqn, shape)) / speed
         for fqn, shape in layout.shapes_of_rank.items()
         if is_of_experts(shape)
     )

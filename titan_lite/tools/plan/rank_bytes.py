@@ -16,11 +16,10 @@ from titan_lite.config.families import Shape
 from titan_lite.config.optimizers import OPTIMIZERS, Algorithm
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.tensor_parallel import largest_shard
-from titan_lite.feature import Kept, features_of
-from titan_lite.features.matrix_optimizers.matrix_optimizer import matrices_in, owner_costs
-from titan_lite.features.matrix_optimizers.owners import share_out
+from titan_lite.feature import Kept, OwnedWork, features_of
 from titan_lite.models.fqns import is_of_experts
-from titan_lite.models.shapes import FLOAT32_BYTES, numbers_in
+from titan_lite.models.shapes import FLOAT32_BYTES, matrices_in, numbers_in
+from titan_lite.sharding import share_out
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Bytes of a stored weight, of its gradient and of each of its moments: float32.
@@ -141,6 +140,12 @@ def update_bytes(algorithm: Algorithm) -> float:
 
 
 # Owners of matrices (features/matrix_optimizers/owners.py)
+
+
+def owner_costs(config: Config) -> OwnedWork | None:
+    """Return the work of an owner; None: no rank owns complete matrices."""
+    found = (feature.owner_costs(config) for feature in features_of(config))
+    return next(filter(None, found), None)
 
 
 def owner_bytes(config: Config, layout: Layout) -> float:

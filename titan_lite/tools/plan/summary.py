@@ -12,10 +12,10 @@ from typing import Any
 from titan_lite.cost.machine import GIB
 from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.feature import features_of
-from titan_lite.features.matrix_optimizers.matrix_optimizer import owner_costs
 from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.shapes import shape_words
 from titan_lite.tools.plan.plan import Plan
+from titan_lite.tools.plan.rank_bytes import owner_costs
 from titan_lite.tools.plan.simulate import StepTimes
 from titan_lite.tools.plan.trace import names_blocks
 

@@ -15,10 +15,10 @@ from titan_lite.features.matrix_optimizers.muon import (
     newton_schulz_flops,
     orthogonalize,
 )
-from titan_lite.features.matrix_optimizers.owners import share_out
 from titan_lite.models.fqns import is_matrix
 from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
+from titan_lite.sharding import share_out
 
 MUON = Optimizer(name="Muon", lr=0.02, beta2=0.9, weight_decay=0.5, momentum=0.8)
 

@@ -15,8 +15,6 @@ from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.features.matrix_optimizers import shampoo
 from titan_lite.features.matrix_optimizers.feature import FEATURE
-from titan_lite.features.matrix_optimizers.matrix_optimizer import owner_costs
-from titan_lite.features.matrix_optimizers.owners import share_out
 from titan_lite.features.matrix_optimizers.shampoo import (
     blocks_of,
     first_preconditioned_step,
@@ -28,6 +26,7 @@ from titan_lite.models.fqns import is_matrix
 from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
 from titan_lite.rules import check
+from titan_lite.sharding import share_out
 
 SHAMPOO = Optimizer(name="Shampoo", lr=0.02, beta2=0.9, weight_decay=0.5)
 SHAMPOO = SHAMPOO.replace(
@@ -194,7 +193,9 @@ def test_the_state_is_there_before_the_first_step_and_goes_on_where_it_was(saved
         fqn: tuple(parameter.shape) for fqn, parameter in parameters.items() if is_matrix(fqn)
     }
     kept = sum(state[f"{fqn}.{name}"].numel() for fqn in shapes for name in names[True])
-    assert 4 * kept == sum(map(owner_costs(Config(optimizer=SHAMPOO)).kept_bytes, shapes.values()))
+    assert 4 * kept == sum(
+        map(FEATURE.owner_costs(Config(optimizer=SHAMPOO)).kept_bytes, shapes.values())
+    )
     take_steps(parameters, optimizer, range(1, saved + 1))
     with torch.no_grad():
         for name, tensor in (parameters | optimizer.state_tensors()).items():
@@ -242,7 +243,7 @@ def test_owners_have_alike_roots_in_every_step(flavor, ranks, most):
         for name, shape in of_block.items()
     }
     work, turns = np.zeros((ranks, config.precondition_frequency)), turns_of(config, shapes)
-    costs = owner_costs(Config(optimizer=config))
+    costs = FEATURE.owner_costs(Config(optimizer=config))
     for bucket in share_out([costs.flops(shape) for shape in shapes.values()], ranks):
         for owner, number in bucket.items():
             sides = sides_of([*shapes.values()][number], config.max_preconditioner_dim)
