@@ -89,15 +89,11 @@ class Feature:
         """Return True if the recipe turns the feature on."""
         raise NotImplementedError
 
+    # The start, and a resume
+
     def start_lines(self, config: Config, layout: Layout) -> Sequence[str]:
         """Return lines for the log of the start."""
         return ()
-
-    def tensors_depend_on(self, config: Config, layout: Layout) -> Mapping[str, Mapping[str, int]]:
-        """Return what the tensors that the feature adds to a checkpoint depend on, by the first
-        word of their names. A resume loads them only where that is the same.
-        """
-        return {}
 
     def numerics(self, config: Config) -> Mapping[str, str | int]:
         """Return what rounding depends on beside the recipe, by what it is. A resume tells of it if
@@ -105,12 +101,11 @@ class Feature:
         """
         return {}
 
-    def without_approximation(self, config: Config) -> tuple[Config, str]:
-        """Return the recipe for a few steps that are compared with one process, and what to say
-        that it is without: what only approximates; "" for nothing. All else that the feature does
-        is in the first step. For `titan-lite verify`.
+    def tensors_depend_on(self, config: Config, layout: Layout) -> Mapping[str, Mapping[str, int]]:
+        """Return what the tensors that the feature adds to a checkpoint depend on, by the first
+        word of their names. A resume loads them only where that is the same.
         """
-        return config, ""
+        return {}
 
     def optimizer_state_depends_on(
         self, recipe: Mapping[str, Any], total_steps: int
@@ -123,27 +118,7 @@ class Feature:
         """
         return {}
 
-    def plan_lines(self, config: Config) -> Sequence[str]:
-        """Return lines for the end of a plan."""
-        return ()
-
-    def kept_of_shard(self, config: Config, shape: Sequence[int]) -> Kept:
-        """Return what the feature keeps for a shard of this shape. For `titan-lite plan`."""
-        return Kept()
-
-    def owner_costs(self, config: Config) -> OwnedWork | None:
-        """Return the work of a rank that owns a complete matrix; None: no rank owns any. For
-        `titan-lite plan`.
-        """
-        return None
-
-    def add_costs_after_backward(
-        self, config: Config, costs: Costs, specs: Specs, machine: Machine, axes: Axes
-    ) -> None:
-        """Add the seconds and bytes between backward and update. For `titan-lite plan`.
-
-        specs: of the parameters that the optimizer updates. axes: of groups of ranks.
-        """
+    # The model, and training
 
     def before_checkpointing(self, config: Config, model: Transformer, mesh: DeviceMesh) -> None:
         """Change the model of a pipeline stage in place, after it was split over ranks. model: on
@@ -160,10 +135,6 @@ class Feature:
         """
         return False
 
-    def copies(self, trainer: Trainer) -> Alone | None:
-        """Return the copies of the model that share the run; None if it is alone."""
-        return None
-
     def optimizers(
         self, config: Config, parameters: Mapping[str, Parameter]
     ) -> Sequence[PartOptimizer]:
@@ -174,6 +145,39 @@ class Feature:
 
     def step_parts(self, model: ParallelModel) -> Sequence[StepPart]:
         """Return the feature's parts of a training step. model: allocated and initialized."""
+        return ()
+
+    def copies(self, trainer: Trainer) -> Alone | None:
+        """Return the copies of the model that share the run; None if it is alone."""
+        return None
+
+    # `titan-lite verify` and `titan-lite plan`
+
+    def without_approximation(self, config: Config) -> tuple[Config, str]:
+        """Return the recipe for a few steps that are compared with one process, and what to say
+        that it is without: what only approximates; "" for nothing. All else that the feature does
+        is in the first step.
+        """
+        return config, ""
+
+    def kept_of_shard(self, config: Config, shape: Sequence[int]) -> Kept:
+        """Return what the feature keeps for a shard of this shape."""
+        return Kept()
+
+    def owner_costs(self, config: Config) -> OwnedWork | None:
+        """Return the work of a rank that owns a complete matrix; None: no rank owns any."""
+        return None
+
+    def add_costs_after_backward(
+        self, config: Config, costs: Costs, specs: Specs, machine: Machine, axes: Axes
+    ) -> None:
+        """Add the seconds and bytes between backward and update.
+
+        specs: of the parameters that the optimizer updates. axes: of groups of ranks.
+        """
+
+    def plan_lines(self, config: Config) -> Sequence[str]:
+        """Return lines for the end of a plan."""
         return ()
 
 
@@ -197,7 +201,9 @@ class StepPart:
         return None
 
     def after_backward(self, step: int) -> None:
-        """After the last backward, before gradients are summed over ranks, clipped and applied."""
+        """After the last backward. Gradients are sharded, and summed over the ranks of this copy of
+        the model; they are clipped and applied afterwards.
+        """
 
     def end_step(self, skip: Tensor) -> None:
         """Before the update. skip: 1 if the step does not count, else 0: a float32 scalar on the

@@ -10,6 +10,7 @@ from titan_lite.config import Config
 from titan_lite.distributed.layout import Layout
 from titan_lite.feature import Feature, Kept, StepPart
 from titan_lite.features.powersgd.keys import PowerSGDKeys
+from titan_lite.models.shapes import ITEM_BYTES
 
 if TYPE_CHECKING:
     from titan_lite.cost.machine import Machine
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from titan_lite.distributed.parallelize import ParallelModel
     from titan_lite.distributed.simple_fsdp import FSDPOptions
     from titan_lite.tools.plan.costs import Costs
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class PowerSGDFeature(Feature):

@@ -15,7 +15,8 @@ import torch
 from titan_lite.cost.machine import Machine
 from titan_lite.distributed.tensor_parallel import largest_shard
 from titan_lite.models.fqns import is_of_experts
-from titan_lite.tools.plan.rank_bytes import ITEM_BYTES, owner_buckets, owner_costs
+from titan_lite.models.shapes import ITEM_BYTES
+from titan_lite.tools.plan.rank_bytes import owner_buckets, owner_costs
 from titan_lite.tools.plan.trace import PlannedLayout
 
 # Operations of float32 products, divided by n^3, in the time of an eigendecomposition in float64 on

@@ -18,10 +18,9 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.tensor_parallel import largest_shard
 from titan_lite.feature import Kept, OwnedWork, features_of
 from titan_lite.models.fqns import is_of_experts
-from titan_lite.models.shapes import FLOAT32_BYTES, matrices_in, numbers_in
+from titan_lite.models.shapes import FLOAT32_BYTES, ITEM_BYTES, matrices_in, numbers_in
 from titan_lite.sharding import share_out
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Bytes of a stored weight, of its gradient and of each of its moments: float32.
 STORED_BYTES = FLOAT32_BYTES
 # tensors of a parameter's shape in memory while plain operations update it
