@@ -295,7 +295,7 @@ def test_a_capacity_is_not_in_the_twin_and_a_line_says_so(capsys):
     assert name_of(layout) == "dp_shard=2,ep=2"
     assert twin(config, layout, steps=1).experts.capacity_factor == 0
     program.Verification(config, [layout], steps=1).print_head()
-    assert "not in the twin: experts.capacity_factor = 1.5" in capsys.readouterr().out
+    assert "not in the proxy: experts.capacity_factor = 1.5" in capsys.readouterr().out
 
 
 def test_all_layouts_are_all_that_eight_processes_can_have():

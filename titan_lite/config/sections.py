@@ -290,7 +290,7 @@ class Parallelism(Section):
     ] = "1F1B"
     """Order of forwards and backwards in the pipeline: GPipe and 1F1B have one stage per rank,
     Interleaved1F1B two or more, InterleavedZeroBubble two or more, and ZBVZeroBubble and DualPipeV
-    two. The last three have a backward in two halves, of inputs and of weights."""
+    two. The last three split backward into gradients of inputs and of weights."""
 
     pipeline_parallel_microbatch_size: Rounding[int] = Field(1, ge=1)
     """Sequences per pipeline microbatch, of the local_batch_size."""

@@ -66,7 +66,7 @@ def start_lines(
         lines += feature.start_lines(config, layout)
     if config.compile.compiles("model") and not priced:
         lines.append(
-            f"no prices for {device_name(device)}: what communication costs is not estimated"
+            f"no cost model for {device_name(device)}: what communication costs is not estimated"
             " (compile.machine)"
         )
     if layout.degrees["pp"] > 1:

@@ -1,4 +1,4 @@
-"""Sum gradients over copies of the model as two thin factors, once a step (PowerSGD, arXiv
+"""Sum gradients over copies of the model as low-rank factors, once a step (PowerSGD, arXiv
 1905.13727).
 
     powersgd = PowerSGD(model.stages, PowerSGDKeys.of(config), seed)

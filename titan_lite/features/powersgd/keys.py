@@ -12,7 +12,7 @@ class PowerSGDKeys(Section):
 
     replicate_compression: Literal["none", "powersgd"] = "none"
     """Compression of gradients between copies. none: they travel as they are, in backward;
-    powersgd: once a step after backward, as two thin factors of each large shard, with error
+    powersgd: once a step after backward, as low-rank factors of each large shard, with error
     feedback (memory: two float32 shards of these)."""
 
     replicate_rank: int = Field(8, ge=1)

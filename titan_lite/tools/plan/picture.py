@@ -105,7 +105,7 @@ def deepest(plan: Plan) -> TracedGraphs:
     modules = f" with {', '.join(beside)}" if beside else ""
     timelines = plan.timelines[beside]
     names = [timeline.graph for timeline in timelines]
-    both = ", backward full, then in halves" if {"backward", "backward_input"} <= {*names} else ""
+    both = ", backward full, then split" if {"backward", "backward_input"} <= {*names} else ""
     title = f"one microbatch: a traced stage of {blocks} blocks{modules}{both}"
     return TracedGraphs(title, timelines, lanes_of(timelines))
 

@@ -138,7 +138,7 @@ class Verification:
         float8 = self.config.float8
         kind = f"float8 {float8.recipe} beside float32" if float8.enable else "float32"
         print(
-            f"twin of {shape_words(self.config.model)}:"
+            f"scaled-down proxy of {shape_words(self.config.model)}:"
             f" {twin_model(self.flavor, 1).n_layers} layers or more, dim"
             f" {twin_model(self.flavor, 1).dim},"
             f" {kind}, {SEQUENCES} sequences of {SEQ_LEN} tokens a step, {self.steps} steps;"
@@ -156,7 +156,7 @@ class Verification:
         for feature in features_of(self.config):
             _, why = feature.without_approximation(self.config)
             if why:
-                print(f"not in the twin: {why}")
+                print(f"not in the proxy: {why}")
         print(
             f"{'layout':<{self.width}}  processes  loss     gradient  {'of':<31} "
             f" {'first to diverge':<24}  verdict"
