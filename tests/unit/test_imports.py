@@ -13,6 +13,8 @@ from commands import python, run
 from pages import PAGES
 from tiny import AOT_EAGER, DEBUG, steps
 
+from titan_lite.features import FEATURES
+
 IMPORTED = """
 import sys
 import titan_lite.trainer
@@ -32,6 +34,12 @@ def test_a_run_imports_no_inductor_torchft_or_what_features_compute_with_unless_
     packages, of_features = told.stdout.splitlines()
     assert packages.split() == ["True", "False", "False"]
     assert set(of_features.split()) == {"keys", "rules", "feature"}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_the_keys_of_a_feature_may_be_imported_first(name):
+    module = f"titan_lite.features.{name}.keys"
+    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
 
 
 RUN = """

@@ -13,3 +13,6 @@ in pyproject.toml.
 """
 
 FEATURES = ("matrix_optimizers", "moe", "powersgd", "copies")
+
+# whoever imports a feature's keys first needs the tables that they are added to
+import titan_lite.config  # noqa: E402, F401
