@@ -17,7 +17,6 @@ from typing import Any
 from titan_lite import recipe, rules
 from titan_lite.config import Config, ConfigError, read_config
 from titan_lite.config.errors import MachineError
-from titan_lite.config.families import FAMILIES
 from titan_lite.distributed.endpoint import EndpointError
 from titan_lite.environment import (
     check_environment,
@@ -71,11 +70,6 @@ def train(config: Config, hooks: Sequence[Any] = (), wrong: Sequence[str] = ()) 
     except RepeatedFault as error:
         return print_error(error, exit_code.REPEATED)
     logger.info("starting on 1 rank" if world_size == 1 else f"starting on {world_size} ranks")
-    if config.model.name not in FAMILIES and world_size > 1:
-        logger.info(
-            f"the family in {config.model.name} is not verified on this layout;"
-            f" `titan-lite verify RECIPE --world-size {world_size}` does it"
-        )
     start_times.begin("imports")
     with large_imports():
         from titan_lite.trainer import Trainer

@@ -68,7 +68,7 @@ def apply_activation_checkpoint(
     compiled: the partitioner drops what backward does not need. In eager mode, results of a block's
     last product are not kept.
 
-    A block draws no random numbers, which recomputation would draw again (own_family.py).
+    A block draws no random numbers, which recomputation would draw again (features/own_family/).
     """
     for name, block in blocks.items():
         products = sum(parameter.ndim > 1 for parameter in block.parameters())

@@ -177,7 +177,7 @@ def apply_styles(
 def check_styles(model: Transformer, family: str) -> None:
     """Raise ConfigError for a parameter of a module without a style, or with one that cannot be.
 
-    What a style does to shapes shows when a block runs (own_family.py).
+    What a style does to shapes shows when a block runs (features/own_family/).
     """
     own = find_family(family).styles
     usual = _usual_shapes(model.config)

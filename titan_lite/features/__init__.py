@@ -12,7 +12,7 @@ and whatever these import. To remove a feature, delete its folder, its tests, it
 in pyproject.toml.
 """
 
-FEATURES = ("matrix_optimizers", "moe", "powersgd", "copies")
+FEATURES = ("matrix_optimizers", "moe", "powersgd", "copies", "own_family")
 
 # whoever imports a feature's keys first needs the tables that they are added to
 import titan_lite.config  # noqa: E402, F401

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from titan_lite.config import KEYS, Config, ConfigError, Model
 from titan_lite.config.errors import alternatives, in_toml, nearest_multiples
-from titan_lite.config.families import FAMILIES
 from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
 from titan_lite.config.from_weights import ModelOfWeights, keys_of_shape, read_model
 from titan_lite.config.weights_folder import steps_in
@@ -15,7 +14,6 @@ from titan_lite.models.shapes import (
     derives_head_dim,
     shape_of,
 )
-from titan_lite.rules.float8 import float8_products_have_multiples_of_16
 from titan_lite.rules.mistakes import Mistake, rule_of_keys, rule_of_layout, told_by
 
 
@@ -148,22 +146,6 @@ def dimensions_of_a_head_rotate_in_pairs(config: Config, layout: Layout) -> Iter
 
 def _of_flavor(config: Config, name: str) -> str:
     return "" if getattr(config.model, name) else " of the flavor"
-
-
-@rule_of_layout
-def a_family_of_ones_own_is_complete(config: Config, layout: Layout) -> Iterator[Mistake]:
-    of_shapes = (
-        query_heads_share_key_value_heads_evenly,
-        dimensions_of_a_head_rotate_in_pairs,
-        float8_products_have_multiples_of_16,
-    )
-    is_own = layout.model.family not in FAMILIES
-    if not is_own or any(mistake for rule in of_shapes for mistake in rule(config, layout)):
-        return  # a block of a shape that cannot be would say so in other words
-    from titan_lite.distributed.own_family import check_own_family
-
-    arguments = (layout, config.float8, config.training)
-    yield from told_by("model.name", check_own_family, *arguments)
 
 
 def initial_weights(config: Config) -> ModelOfWeights | None:

@@ -1,0 +1,1 @@
+"""A model family in a Python file of the user's own (model.name = "FILE.py")."""

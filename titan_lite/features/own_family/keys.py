@@ -1,0 +1,4 @@
+"""No keys: model.name is every family's."""
+
+KEYS = ()
+TENSORS = ()
