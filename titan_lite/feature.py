@@ -16,15 +16,15 @@ with only where a method needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from titan_lite.features import FEATURES
+from titan_lite.features import FEATURES as FEATURES
+from titan_lite.features import part_of_each as part_of_each
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,12 +44,6 @@ if TYPE_CHECKING:
     from titan_lite.optim.build import PartOptimizer
     from titan_lite.tools.plan.costs import Costs
     from titan_lite.trainer import Trainer
-
-
-def part_of_each(name: str) -> Iterator[ModuleType]:
-    """Import and yield a module, such as "keys", of each feature."""
-    for feature in FEATURES:
-        yield import_module(f"titan_lite.features.{feature}.{name}")
 
 
 @dataclass(frozen=True)
@@ -192,7 +186,9 @@ class StepPart:
     """What a feature does in every training step. Override what it needs."""
 
     def begin_step(self, step: int, tokens: int) -> None:
-        """Before the first forward of a step. step: the first one is 1. tokens: of all ranks."""
+        """Before the first forward of a step, and again before one that repeats or replaces it:
+        `end_step` may be missing between. step: the first one is 1. tokens: of all ranks.
+        """
 
     def repeat(self) -> Repeat | None:
         """Return how forward and backward of this step run again, None if they need not. A
@@ -231,6 +227,7 @@ def features_of(config: Config) -> list[Feature]:
     return [feature for feature in all_features() if feature.is_on(config)]
 
 
-def all_features() -> list[Feature]:
+@functools.cache
+def all_features() -> tuple[Feature, ...]:
     """Return the features that there are."""
-    return [module.FEATURE for module in part_of_each("feature")]
+    return tuple(module.FEATURE for module in part_of_each("feature"))

@@ -27,6 +27,7 @@ from titan_lite.alone import Alone
 from titan_lite.checkpoint.agreement import agree
 from titan_lite.checkpoint.manager import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
+from titan_lite.checkpoint.names import OF_FEATURES, section_of
 from titan_lite.checkpoint.resume import compare
 from titan_lite.checkpoint.run_identity import (
     DocumentsOfRun,
@@ -689,7 +690,9 @@ class Trainer:
         for name, tensor in self.optimizer.state_tensors().items():
             tensors[f"optimizer.state.{name}"] = tensor
         for part in self.step_parts:
-            tensors |= part.state_tensors()
+            added = part.state_tensors()
+            assert all(section_of(name) in OF_FEATURES for name in added), "not in TENSORS"
+            tensors |= added
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def torchtitan_values(self) -> dict[str, Any]:

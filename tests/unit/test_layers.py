@@ -27,6 +27,7 @@ LAYERS = (
         "feature",
         "__init__",
         "features.__init__",
+        "features.part_of_each",
         "features.FEATURES",
     ),
     ("sharding", "dtensor", "collectives", "graph"),  # parts of tensors; what ranks send; FX graphs
@@ -186,7 +187,9 @@ def imports_of_features(package):
         module = ".".join(path.relative_to(package).with_suffix("").parts)
         own = ".".join(["titan_lite", *module.split(".")[:2]])
         for line, name in imports_of(path, package, of_types=True):
-            if not name.startswith("titan_lite.features.") or name.endswith(".FEATURES"):
+            if not name.startswith("titan_lite.features.") or name.endswith(
+                (".part_of_each", ".FEATURES")
+            ):
                 continue
             if not (module.startswith("features.") and name.startswith(f"{own}.")):
                 found.append(f"{path}:{line}: {module} imports {name}")

@@ -14,16 +14,18 @@ torchtitan (0.3.0) has the same parameters. Those of its Llama 3 have the same l
 included; those of its Qwen3 have rotary pairs as transformers does. torchtitan 0.2 has our names.
 """
 
-import itertools
-
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import find_family
 from titan_lite.feature import part_of_each
 
+# what the tensors of features are, by the first word of their names
+OF_FEATURES: dict[str, str] = {}
+for _keys in part_of_each("keys"):
+    OF_FEATURES |= _keys.TENSORS
 SECTIONS = (  # first words of names that are no parameters
     "optimizer",
-    *itertools.chain.from_iterable(keys.TENSORS for keys in part_of_each("keys")),
+    *OF_FEATURES,
     "train_state",
     "lr_scheduler",  # in torchtitan's checkpoints alone
     "dataloader",  # in torchtitan's checkpoints alone

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from titan_lite.checkpoint.names import section_of
+from titan_lite.checkpoint.names import OF_FEATURES, section_of
 from titan_lite.checkpoint.run_identity import DocumentsOfRun, RunIdentity
 from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import KEYS, Checkpoint, ConfigError, LRScheduler, Optimizer, is_unset
@@ -171,7 +171,10 @@ def compare(saved: SavedState, identity: RunIdentity, documents: DocumentsOfRun)
             *_changes_of_optimizer(was, now),
             *_changes_of_documents(saved, identity, documents),
             *_lost_optimizer(saved),
-            *(Change(Effect.RESTARTS_TENSORS, f"{first}.*: {why}") for first, why in restarted),
+            *(
+                Change(Effect.RESTARTS_TENSORS, f"{OF_FEATURES[first]}: {why}")
+                for first, why in restarted
+            ),
         ]
         is_last_step = saved.step >= now["recipe"]["training"]["steps"]
     return Changes(

@@ -10,7 +10,7 @@ optimizers, whose rows they add (OPTIMIZERS in their keys.py).
 
 from dataclasses import dataclass
 
-from titan_lite.feature import part_of_each
+from titan_lite.features import part_of_each
 
 ADAMW_KEYS = ("beta1", "beta2", "eps")
 

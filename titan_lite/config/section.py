@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, PrivateAttr, create_model
 
 from titan_lite.config.errors import ConfigError
-from titan_lite.feature import part_of_each
+from titan_lite.features import part_of_each
 from titan_lite.text import without_secrets
 
 if TYPE_CHECKING:
@@ -135,6 +135,9 @@ def added_keys() -> list[type[Section]]:
 
 def _derived(section: type[Own], added: Sequence[type[Section]], **fields: Any) -> type[Own]:
     """Return a subclass of the same name. Its keys come in the order of section, added, fields."""
+    names = [*section.model_fields, *(name for keys in added for name in keys.model_fields)]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise TypeError(f"features add keys to {section.__name__} that are there: {sorted(twice)}")
     bases = (*reversed(added), section)
     derived: Any = create_model(
         section.__name__, __base__=bases, __module__=section.__module__, **fields

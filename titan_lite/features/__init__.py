@@ -2,9 +2,9 @@
 recipe turns on.
 
 A feature is a folder with
-    keys.py      KEYS, the keys that it adds to a recipe; TENSORS, the first words of names of
-                 tensors that it adds to checkpoints; OPTIMIZERS, if it adds values of
-                 optimizer.name (config/optimizers.py); always imported, without torch
+    keys.py      KEYS, the keys that it adds to a recipe; TENSORS, what the tensors are that it adds
+                 to checkpoints, by the first word of their names; OPTIMIZERS, the rows of
+                 optimizers, if it has any; always imported, without torch
     rules.py     what cannot be together with these keys (titan_lite/rules/); always imported
     feature.py   FEATURE, its Feature (titan_lite/feature.py): where it takes part in a run
 
@@ -12,7 +12,18 @@ and whatever these import. To remove a feature, delete its folder, its tests, it
 in pyproject.toml.
 """
 
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+
 FEATURES = ("matrix_optimizers", "moe", "powersgd", "copies", "own_family")
 
-# whoever imports a feature's keys first needs the tables that they are added to
+
+def part_of_each(name: str) -> Iterator[ModuleType]:
+    """Import and yield a module, such as "keys", of each feature."""
+    for feature in FEATURES:
+        yield import_module(f"titan_lite.features.{feature}.{name}")
+
+
+# Whoever imports a feature's keys first needs the tables that they are added to.
 import titan_lite.config  # noqa: E402, F401

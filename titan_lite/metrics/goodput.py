@@ -90,7 +90,7 @@ def time_spent(folder: Path, copies: int = 1) -> TimeSpent:
         if "resumed_from" in entry:
             kept += _without_start(attempt, spent)
             step = entry["resumed_from"]
-            kept = _without_done_again(kept, step, spent)
+            kept = _without_recomputed(kept, step, spent)
             attempt = []
             continue
         for name, value in entry.items():
@@ -126,7 +126,7 @@ def _without_start(attempt: list[_Window], spent: dict[str, float]) -> list[_Win
     return [_Window(first.first, first.last, usual, first.copies), *later]
 
 
-def _without_done_again(
+def _without_recomputed(
     windows: list[_Window], step: int, spent: dict[str, float]
 ) -> list[_Window]:
     """Return the steps up to `step`; those after it are recomputed."""

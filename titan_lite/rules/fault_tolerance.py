@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from titan_lite.config import Config
 from titan_lite.environment import COPY, LAST_PORT
+from titan_lite.feature import FEATURES
 from titan_lite.rules.mistakes import Mistake, keys_set, rule_of_keys
 
 ADDRESS = r"http://(\[[0-9a-fA-F:]+\]|[^\s/:]+):([0-9]{1,5})"
@@ -68,6 +69,13 @@ def copies_have_no_copies(config: Config) -> Iterator[Mistake]:
             ),
             instead=f"1, and fault_tolerance.copies = {copies * replicas}",
         )
+
+
+@rule_of_keys
+def copies_are_a_feature(config: Config) -> Iterator[Mistake]:
+    copies = config.fault_tolerance.copies
+    if copies > 1 and "copies" not in FEATURES:
+        yield Mistake("fault_tolerance.copies", copies, "needs titan_lite/features/copies/", "1")
 
 
 def missing_lighthouse(config: Config) -> Iterator[Mistake]:

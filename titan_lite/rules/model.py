@@ -6,13 +6,16 @@ from pathlib import Path
 
 from titan_lite.config import KEYS, Config, ConfigError, Model
 from titan_lite.config.errors import alternatives, in_toml, nearest_multiples
+from titan_lite.config.families import find_family
 from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
 from titan_lite.config.from_weights import ModelOfWeights, keys_of_shape, read_model
 from titan_lite.config.weights_folder import steps_in
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import (
     derives_head_dim,
+    has_experts,
     shape_of,
+    sizes_without_a_kernel,
 )
 from titan_lite.rules.mistakes import Mistake, rule_of_keys, rule_of_layout, told_by
 
@@ -146,6 +149,31 @@ def dimensions_of_a_head_rotate_in_pairs(config: Config, layout: Layout) -> Iter
 
 def _of_flavor(config: Config, name: str) -> str:
     return "" if getattr(config.model, name) else " of the flavor"
+
+
+@rule_of_keys
+def a_token_has_no_more_experts_than_there_are(config: Config) -> Iterator[Mistake]:
+    shape = shape_of(config.model)
+    has_any = has_experts(find_family(config.model.name))
+    if has_any and not 1 <= shape.experts_per_token <= shape.n_experts:
+        yield Mistake(
+            key="model.experts_per_token",
+            value=shape.experts_per_token,
+            why=f"is not from 1 to model.n_experts = {shape.n_experts}",
+            instead=f"1 to {shape.n_experts}",
+        )
+
+
+@rule_of_keys
+def products_of_experts_have_a_kernel(config: Config) -> Iterator[Mistake]:
+    dtype = config.training.mixed_precision_param
+    for name, size, multiple in sizes_without_a_kernel(shape_of(config.model), dtype):
+        yield Mistake(
+            key=f"model.{name}",
+            value=size,
+            why=f"is not a multiple of {multiple}, as grouped GEMMs in {dtype} need it",
+            instead=alternatives(nearest_multiples(size, multiple)),
+        )
 
 
 def initial_weights(config: Config) -> ModelOfWeights | None:

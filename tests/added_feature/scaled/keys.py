@@ -17,4 +17,4 @@ class ScaledKeys(Section):
 
 
 KEYS = (ScaledKeys,)
-TENSORS = ("scaled",)
+TENSORS = {"scaled": "steps that were scaled (scaled.factor)"}

@@ -1,4 +1,4 @@
 """No keys: [fault_tolerance] is read by the launcher, too (config/sections.py)."""
 
 KEYS = ()
-TENSORS = ()
+TENSORS: dict[str, str] = {}

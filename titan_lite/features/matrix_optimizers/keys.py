@@ -41,7 +41,7 @@ class MatrixOptimizerKeys(Section):
 
 
 KEYS = (MatrixOptimizerKeys,)
-TENSORS = ()
+TENSORS: dict[str, str] = {}
 OPTIMIZERS = {
     "Muon": Algorithm(
         about="momentum made orthogonal, for matrices within blocks, routers excepted",

@@ -33,7 +33,7 @@ from titan_lite.models.experts import ROOM_NEEDED, experts_of
 
 
 def apply_capacity(model: nn.Module, factor: float) -> None:
-    """Set the capacity of the experts of `model`, in place. factor: as in Experts."""
+    """Set the capacity of the experts of `model`, in place. factor: experts.capacity_factor."""
     for experts in experts_of(model).values():
         experts.capacity_factor = factor
 

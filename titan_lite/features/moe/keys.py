@@ -35,4 +35,4 @@ class ExpertsKeys(Section):
 
 
 KEYS = (ExpertsKeys,)
-TENSORS = ()
+TENSORS: dict[str, str] = {}

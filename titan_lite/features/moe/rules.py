@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from titan_lite.config import Config
-from titan_lite.config.errors import alternatives, nearest_multiples, shown
+from titan_lite.config.errors import alternatives, shown
 from titan_lite.config.families import FAMILIES, find_family
 from titan_lite.distributed.layout import Layout
 from titan_lite.features.moe.keys import ExpertsKeys
-from titan_lite.models.shapes import has_experts, shape_of, sizes_without_a_kernel
+from titan_lite.models.shapes import has_experts
 from titan_lite.rules.mistakes import Mistake, keys_set, rule_of_keys, rule_of_layout
 
 READ_BY = {  # key: values of experts.balance that read it
@@ -47,31 +47,6 @@ def keys_are_read_by_the_balance(config: Config) -> Iterator[Mistake]:
                 why=f'has no effect with experts.balance = "{experts.balance}"',
                 instead=f"experts.balance = {alternatives(map(shown, READ_BY[key]))}, or remove it",
             )
-
-
-@rule_of_keys
-def a_token_has_no_more_experts_than_there_are(config: Config) -> Iterator[Mistake]:
-    shape = shape_of(config.model)
-    has_any = has_experts(find_family(config.model.name))
-    if has_any and not 1 <= shape.experts_per_token <= shape.n_experts:
-        yield Mistake(
-            key="model.experts_per_token",
-            value=shape.experts_per_token,
-            why=f"is not from 1 to model.n_experts = {shape.n_experts}",
-            instead=f"1 to {shape.n_experts}",
-        )
-
-
-@rule_of_keys
-def products_of_experts_have_a_kernel(config: Config) -> Iterator[Mistake]:
-    dtype = config.training.mixed_precision_param
-    for name, size, multiple in sizes_without_a_kernel(shape_of(config.model), dtype):
-        yield Mistake(
-            key=f"model.{name}",
-            value=size,
-            why=f"is not a multiple of {multiple}, as grouped GEMMs in {dtype} need it",
-            instead=alternatives(nearest_multiples(size, multiple)),
-        )
 
 
 @rule_of_layout

@@ -1,4 +1,4 @@
 """No keys: model.name is every family's."""
 
 KEYS = ()
-TENSORS = ()
+TENSORS: dict[str, str] = {}

@@ -24,4 +24,4 @@ class PowerSGDKeys(Section):
 
 
 KEYS = (PowerSGDKeys,)
-TENSORS = ("between",)  # between.NAME.error, between.NAME.q
+TENSORS = {"between": "errors of compressed gradients (parallelism.replicate_compression)"}

@@ -55,6 +55,8 @@ def kept_of_shard(config: Config, shape: Sequence[int]) -> Kept:
 
 def kept_by_features(config: Config, layout: Layout) -> Kept:
     """Return what features keep for all shards of a rank."""
+    if not features_of(config):  # for searches, as most recipes turn none on
+        return Kept()
     shards = [largest_shard(layout, *named) for named in layout.shapes_of_rank.items()]
     kept = [kept_of_shard(config, shard) for shard in shards]
     return Kept(sum(each.always for each in kept), sum(each.before_update for each in kept))

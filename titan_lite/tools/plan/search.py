@@ -288,7 +288,7 @@ def expert_degrees(config: Config, machine: Machine, ranks: int) -> list[Change]
     """
     if not shape_of(config.model).n_experts:
         return [{}]
-    own = str(flatten(config)["experts.capacity_factor"])
+    own = str(flatten(config).get("experts.capacity_factor", 0))
     return [
         {
             "parallelism.expert_parallel_degree": str(degree),

@@ -47,6 +47,7 @@ from titan_lite.compile.passes.resharding import REGION
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, Config, Parallelism
+from titan_lite.config.section import added_keys
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.op_cost import GROUPED, expected_rows
 from titan_lite.cost.timeline import Timeline
@@ -216,6 +217,7 @@ def trace_key(layout: PlannedLayout) -> tuple[Hashable, ...]:
         layout.gathers_once,
         degrees,
         *(section for name, section in traced if name not in NOT_TRACED),
+        *(getattr(traced, keys.table) for keys in added_keys()),
     )
 
 
