@@ -32,7 +32,7 @@ ADDED = {
     "titan-lite report ": "",
     "titan-lite convert ": "",
 }
-ELSEWHERE = ("./run_train.sh --training.steps 1", "source ", "sbatch ")
+ELSEWHERE = ("./run_train.sh --training.steps 1 ", "source ", "sbatch ")
 PROGRAMS = {  # the hub, and the installed command
     "hf": 'cp "$TOKENIZER" "${@: -1}/tokenizer.json"',
     "titan-lite": 'exec python -m titan_lite "$@"',

@@ -75,6 +75,9 @@ HERE = {
     "./run_train.sh --training.steps 1": Run(
         "done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/one"
     ),
+    "./run_train.sh --training.steps 1 --job.dump_folder outputs/first": Run(
+        "done: step 1", f"{SHORT} --training.steps 1"
+    ),
     "NGPU=4 ./run_train.sh": Run(
         "layout: 4 ranks", f"{SHORT} --training.steps 1 --job.dump_folder outputs/four"
     ),
