@@ -217,7 +217,11 @@ def trace_key(layout: PlannedLayout) -> tuple[Hashable, ...]:
         layout.gathers_once,
         degrees,
         *(section for name, section in traced if name not in NOT_TRACED),
-        *(getattr(traced, keys.table) for keys in added_keys()),
+        *(
+            getattr(getattr(traced, keys.table), name)
+            for keys in added_keys()
+            for name in keys.model_fields
+        ),
     )
 
 
