@@ -52,27 +52,25 @@ def assert_all_is_there(folder, *, saved=(INTERVAL, STEPS)):
     assert found == {f"step-{step}" for step in saved}
 
 
-# What a test shows on every machine is in the first of them
+# The first is for every machine, the next ones for CI, and the others for a release.
 POINTS = [
     ("line", INTERVAL),
+    ("save", INTERVAL),
+    ("save", STEPS),
+    ("validation", STEPS),
     ("commit", INTERVAL),
     ("validation", INTERVAL),
-    ("save", INTERVAL),
     ("rename", INTERVAL),
     ("commit", STEPS),
     ("line", STEPS),
-    ("validation", STEPS),
-    ("save", STEPS),
     ("rename", STEPS),
 ]
+MARKS = [(), *3 * [pytest.mark.slow], *6 * [pytest.mark.release]]
 
 
 @pytest.mark.parametrize(
     ("at", "step"),
-    [
-        pytest.param(*point, marks=pytest.mark.slow if index else ())
-        for index, point in enumerate(POINTS)
-    ],
+    [pytest.param(*point, marks=marks) for point, marks in zip(POINTS, MARKS, strict=True)],
 )
 def test_what_the_first_copy_was_about_to_write_is_written_by_the_next_one(at, step, tmp_path):
     code, _ = killed(tmp_path / "run", at, step)
