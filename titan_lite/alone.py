@@ -22,7 +22,7 @@ class Totals(NamedTuple):
 
 
 class Alone:
-    """What a trainer asks its copies, where there is one."""
+    """The only copy of the model of a run: a trainer asks it as it would ask several."""
 
     has_several = False
     is_first = True  # this copy writes the files of the run

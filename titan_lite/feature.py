@@ -1,4 +1,4 @@
-"""Where a feature takes part in a run. titan_lite/features/ has the features.
+"""The moments of a run at which a feature takes part. titan_lite/features/ has the features.
 
     class Scaled(Feature):
         def is_on(self, config):
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from titan_lite.features import FEATURES as FEATURES
+from titan_lite.features import FEATURES as FEATURES  # checkpoints and rules have both from here
 from titan_lite.features import part_of_each as part_of_each
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Repeat(NamedTuple):
 
 
 class StepPart:
-    """What a feature does in every training step. Override what it needs."""
+    """A feature's part in every training step. Override what it needs."""
 
     def begin_step(self, step: int, tokens: int) -> None:
         """Before the first forward of a step, and again before one that repeats or replaces it:

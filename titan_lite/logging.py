@@ -163,8 +163,9 @@ class Console(logging.StreamHandler):
         self.is_of_first = shown
         self.setLevel(logging.INFO if shown and self.is_of_shown_rank else logging.WARNING)
         held, self.held = self.held, None
-        for record in held or () if shown else ():
-            self.handle(record)
+        if shown and held:
+            for record in held:
+                self.handle(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         is_own = record.levelno >= logging.ERROR or hasattr(record, "of_copy")

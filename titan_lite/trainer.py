@@ -497,7 +497,9 @@ class Trainer:
         totals = self.copies.commit(loss, tokens, stop_requests)
         if totals is None:
             return False
-        loss, tokens, stop_requests = totals
+        loss = totals.loss
+        tokens = totals.tokens
+        stop_requests = totals.stop_requests
         for hook in self.hooks:
             hook.on_gradients(self.step, self.parameters)
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)

@@ -134,6 +134,14 @@ def wrong_imports(package):
     return found
 
 
+def written(package, module, source):
+    """Write a module of a package, and return its path."""
+    path = package / module
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    return path
+
+
 def test_imports_lead_downward():
     assert wrong_imports(PACKAGE) == []
 
@@ -154,9 +162,7 @@ def test_imports_lead_downward():
     ],
 )
 def test_an_import_that_leads_upward_is_found(module, source, tmp_path):
-    path = tmp_path / module
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(source)
+    path = written(tmp_path, module, source)
     (finding,) = wrong_imports(tmp_path)
     assert str(path) in finding
 
@@ -174,9 +180,7 @@ def test_an_import_that_leads_upward_is_found(module, source, tmp_path):
     ],
 )
 def test_an_import_that_leads_downward_is_not(module, source, tmp_path):
-    path = tmp_path / module
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(source)
+    written(tmp_path, module, source)
     assert wrong_imports(tmp_path) == []
 
 
@@ -210,9 +214,7 @@ def test_a_feature_is_imported_by_itself_alone():
     ],
 )
 def test_an_import_of_a_feature_is_found(module, source, tmp_path):
-    path = tmp_path / module
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(source)
+    path = written(tmp_path, module, source)
     (finding,) = imports_of_features(tmp_path)
     assert str(path) in finding
 

@@ -1,4 +1,4 @@
-"""What copies of the model need beside the rules of [fault_tolerance]."""
+"""A rule of copies of the model, beside those of [fault_tolerance]: they need torchft."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What cannot be together with Muon and Shampoo."""
+"""Rules of Muon and Shampoo."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What cannot be together with the keys of mixtures of experts, those of their shape included."""
+"""Rules of [experts]; those of the shape of experts are in titan_lite/rules/model.py."""
 
 from collections.abc import Iterator
 

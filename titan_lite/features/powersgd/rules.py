@@ -1,4 +1,4 @@
-"""What cannot be together with PowerSGD."""
+"""Rules of PowerSGD."""
 
 from collections.abc import Iterator
 
