@@ -98,13 +98,15 @@ def test_an_asynchronous_save_that_died_with_its_writer_is_named_and_the_next_st
     (saved,) = others
     step = int(saved.removeprefix("step-"))
     assert INTERVAL <= step < STEPS
-    if step == INTERVAL:  # the other copy had done no further step
-        assert f"step {step} is due and not on disk: copy 1 saves it" in output
-    else:
-        assert (
-            f"step {INTERVAL} is not on disk, as the copy that was saving it is lost: copy 1"
-            f" saves step {step} at once"
-        ) in output
+    # The killed copy may be back before the other one has seen that it was lost.
+    told = [
+        f"step {step} is due and not on disk: copy {copy} saves it"
+        if step == INTERVAL
+        else f"step {INTERVAL} is not on disk, as the copy that was saving it is lost: copy {copy}"
+        f" saves step {step} at once"
+        for copy in range(2)
+    ]
+    assert any(line in output for line in told)
     assert_all_is_there(tmp_path / "run", saved=(step, STEPS))
 
 

@@ -102,7 +102,7 @@ def test_its_commands_train_resume_and_export(folder):
         "agrees",
         "done: step 4",
         "steps: 4 done of 8",
-        "numbers change by rounding: ranks along tp: 2, was 1",
+        "results differ by floating-point rounding: ranks along tp: 2, was 1",
         "done: step 8",
     ):
         assert words in told
