@@ -182,6 +182,35 @@ def test_all_ranks_of_a_group_sum_in_one_order(layout):
     assert all(len(ranks) == 2 and ranks[0] == ranks[1] for ranks in by_group.values())
 
 
+def gradients_held_on_one_rank(layout):
+    """The same with gradients that somebody else refers to, such as a thread that has looked at the
+    stack: autograd then copies a gradient, and does not take it over.
+    """
+    held = []
+    reduce = PrefetchGatherer._reduce_to_shard
+
+    def holding(*arguments):
+        gradient = reduce(*arguments)
+        if torch.distributed.get_rank() == 0:
+            held.append(gradient)
+        return gradient
+
+    mesh = make_mesh(*LAYOUTS[layout][0])
+    stage = build(UNTIED, mesh)
+    expected = train(stage, mesh, 2)[0]
+    with mock.patch.object(PrefetchGatherer, "_reduce_to_shard", holding):
+        found, calls = train(stage, mesh, 2)
+    assert all(torch.equal(found[fqn], gradient) for fqn, gradient in expected.items())
+    return calls
+
+
+@pytest.mark.parametrize("layout", ["HSDP", pytest.param("FSDP", marks=pytest.mark.slow)])
+def test_a_reference_to_a_gradient_on_one_rank_starts_no_sum_there(layout):
+    replicate, shard = LAYOUTS[layout][0]
+    found = run_ranks(replicate * shard, gradients_held_on_one_rank, layout)
+    assert found == of_two_microbatches(layout)
+
+
 def ways(layout):
     mesh = make_mesh(*layout)
     cases = dict(

@@ -11,8 +11,9 @@
 A bucket starts when it has all its gradients, or at the end of backward. It is waited for when a
 gradient is used or when the next bucket of the same groups starts; in HSDP, its all-reduce then
 starts. Accumulating gradients over microbatches waits for neither. The order comes from the program
-alone, so it is the same on every rank. Limit: a weight that is read twice (tied) has two gradients,
-whose sum waits for both.
+alone, so it is the same on every rank: autograd copies a gradient that something else refers to,
+such as a thread that looks at the stack, and that copy waits for nothing either. Limit: a weight
+that is read twice (tied) has two gradients, whose sum waits for both.
 """
 
 from collections import defaultdict
@@ -117,14 +118,19 @@ class PendingSum:
 class PendingRows(AsyncCollectiveTensor):
     """A PendingSum as a tensor.
 
-    Any use waits for it, except autograd's detach and its sum with those of earlier microbatches.
+    Any use waits for it, except what autograd does to accumulate it: detach or copy it, or add it
+    to those of earlier microbatches.
     """
 
-    pending: PendingSum
+    pending: PendingSum | None  # None: of a copy, which has no value yet
 
     @staticmethod
     def __new__(
-        cls, pending: PendingSum, size: Sequence[int], dtype: torch.dtype, device: torch.device
+        cls,
+        pending: PendingSum | None,
+        size: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> "PendingRows":
         rows = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         rows.pending = pending
@@ -132,21 +138,33 @@ class PendingRows(AsyncCollectiveTensor):
 
     @property
     def elem(self) -> Tensor:  # type: ignore[override]
+        assert self.pending is not None
         return self.pending.wait()
 
     def trigger_wait(self) -> Tensor:
-        return self.pending.wait()
+        return self.elem
 
     wait = trigger_wait
+
+    def accept(self, later: PendingSum, *, adds: bool) -> bool:
+        """Add a sum, or have it as the value of a copy, without waiting; return False if that
+        cannot be.
+        """
+        if self.pending is None:
+            self.pending = later
+            return True
+        return adds and self.pending.accumulate(later)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         rows = args[0]
         if _is_alias(func, args):
             return PendingRows(rows.pending, rows.shape, rows.dtype, rows.device)
-        if func is aten.add_.Tensor and not kwargs:
+        if func is aten.new_empty_strided.default and tuple(args[1]) == rows.shape:
+            return PendingRows(None, rows.shape, rows.dtype, rows.device)
+        if func in (aten.copy_.default, aten.add_.Tensor) and not kwargs:
             both_pending = isinstance(rows, PendingRows) and isinstance(args[1], PendingRows)
-            if both_pending and rows.pending.accumulate(args[1].pending):
+            if both_pending and rows.accept(args[1].pending, adds=func is aten.add_.Tensor):
                 return rows
         return super().__torch_dispatch__(func, types, args, kwargs)
 
