@@ -2,6 +2,7 @@
 bit, two runs in a folder.
 """
 
+import fcntl
 import re
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import python, run, train
-from filelock import FileLock
 from ranks import end_ranks, start_ranks
 from tiny import DEBUG, NO_CHECKPOINT, NO_VALIDATION, SMALL, every, steps
 
@@ -269,7 +269,8 @@ def test_a_second_run_in_one_folder_ends_before_it_begins(tmp_path, locked, opti
     folder.mkdir(exist_ok=True)
     (tmp_path / "lock").touch()  # as every run has one
     (tmp_path / "config.toml").write_text("of the first run")
-    with FileLock(folder / "lock"):
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         result = run(
             *python("-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path),
             *OPTIONS,

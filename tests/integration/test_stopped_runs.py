@@ -2,6 +2,7 @@
 had been.
 """
 
+import fcntl
 import json
 import os
 import random
@@ -16,7 +17,6 @@ import torch
 from checkpoints import tensors_of
 from commands import Job, launcher, ranks_of, script, train
 from descendants import until_ended
-from filelock import FileLock
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, ROOT, SMALL, every, steps
 
 from titan_lite.metrics.run_files import read_metrics
@@ -304,8 +304,8 @@ def test_a_launcher_that_is_killed_takes_the_ranks_along_which_save(ours, tmp_pa
     run.process.kill()
     until_ended(ranks)
     assert run.ended() == -signal.SIGKILL
-    with FileLock(folder / "checkpoint/lock", timeout=60):
-        pass  # it is free, or becomes it with the end of the ranks' own processes
+    with (folder / "checkpoint/lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # which waits for the end of the ranks' own processes
     assert re.search(
         r"the death of its launcher noticed by rank \d( and 1 other)? at step \d+: saving, then"
         r" exiting",
@@ -319,7 +319,8 @@ def test_a_launcher_that_is_killed_takes_the_ranks_along_which_save(ours, tmp_pa
 def test_a_run_that_is_refused_ends_with_all_its_ranks_at_once(tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoint").mkdir(parents=True)
-    with FileLock(folder / "checkpoint/lock"):
+    with (folder / "checkpoint/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         run = started(folder, *ENDLESS, MAX_RESTARTS=3)
         assert run.ended() == 2
     assert run.output.count("error: ") == 1

@@ -6,7 +6,7 @@
     lock.shared_name             # the same in all of these, if they see the same file
     lock.is_held()               # False once the lock file is gone or replaced
 
-The operating system frees the lock when the process ends, however it ends.
+The operating system frees a lock when the process ends, however it ends.
 """
 
 import errno
@@ -16,9 +16,6 @@ import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
-
-from filelock import FileLock, Timeout
 
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import error_because_of
@@ -28,14 +25,35 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system wi
 SECONDS_TO_SHARE = 5.0  # in which the first copy of a run names the run in the file
 
 
-class Inode(NamedTuple):
-    """A file, whatever its path is. Its number stays in use while a process has it open."""
+class _LockedFile:
+    """A file that this process may lock, and has open while it does.
 
-    device: int
-    inode: int
+    A process that it forks, such as a worker of a data loader, closes the file: else it would keep
+    the lock of a process that has ended.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.file: int | None = None
+        os.register_at_fork(after_in_child=self.release)
+
+    def lock(self) -> None:
+        """Raises BlockingIOError if another process has locked the file, and OSError."""
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            raise
+        self.file = file
+
+    def release(self) -> None:
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
 
 
-class FolderLock:
+class FolderLock(_LockedFile):
     """The file `lock` of a folder, which one process holds until it ends, or one of each copy of a
     run.
 
@@ -43,13 +61,10 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, key: str, instead: str):
+        super().__init__(folder / "lock")
         self.folder = folder
         self.key = key
         self.instead = instead
-        self.path = folder / "lock"
-        self.file_lock = FileLock(self.path, blocking=False, fallback_to_soft=False)
-        self.locked_file: Inode | None = None
-        self.shared_file: int | None = None  # open, with a lock that copies of the run share
         self.is_alone = True  # no other copy of the run had the lock
         self.shared_name = ""  # what the first copy of the run has written into the file
 
@@ -60,22 +75,21 @@ class FolderLock:
         run: a name of the run, if other processes of it share the lock. Raises ConfigError if
         another run has it, and MachineError.
         """
-        if self.locked_file is not None:
+        if self.file is not None:
             return True
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if run:
                 self._share(run)
             else:
-                self.file_lock.acquire()
-        except Timeout:
+                self.lock()
+        except BlockingIOError:
             raise ConfigError(
                 f"{self.key}: {self.folder} is in use by another run; end that run, or use another"
                 " job.dump_folder"
             ) from None
         except OSError as error:
             if error.errno in NO_LOCKS:
-                self.path.touch()  # by which the folder is known as one of a run
                 logger.warning(
                     f"{self.folder} has no locks ({error.strerror}): a second run that writes there"
                     " is not detected"
@@ -86,14 +100,11 @@ class FolderLock:
                 f"{self.key}: {error.filename or self.folder}: {error.strerror}; use"
                 f" {self.instead}",
             ) from None
-        self.locked_file = self._inode()
         return True
 
     def _share(self, run: str) -> None:
         """Acquire the lock together with other copies of the run, whose name is in the file, and a
-        random one beside it.
-
-        The operating system has the lock until the file is closed. Raises Timeout and OSError.
+        random one beside it. Raises BlockingIOError and OSError.
         """
         own_name = f"{run} {uuid.uuid4().hex}"
         file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -117,34 +128,23 @@ class FolderLock:
                     break
             if time.monotonic() > deadline:
                 os.close(file)
-                raise Timeout(str(self.path))
+                raise BlockingIOError
             time.sleep(0.1)
-        self.shared_file = file
-        # a worker of a data loader would keep the lock of a process that has ended
-        os.register_at_fork(after_in_child=self._close)
-
-    def _close(self) -> None:
-        """Close the file of a shared lock, once: its number is given to other files then."""
-        if self.shared_file is not None:
-            os.close(self.shared_file)
-            self.shared_file = None
+        self.file = file
 
     def is_held(self) -> bool:
         """Return False if the lock file of this process is gone or replaced; True also if this
         process has no lock.
         """
-        return self.locked_file is None or self._inode() == self.locked_file
-
-    def _inode(self) -> Inode | None:
-        """Return the file that is at the path now."""
+        if self.file is None:
+            return True
         try:
-            status = os.stat(self.path)
+            return os.path.samestat(os.fstat(self.file), os.stat(self.path))
         except OSError:
-            return None
-        return Inode(status.st_dev, status.st_ino)
+            return False
 
 
-class SaveLock:
+class SaveLock(_LockedFile):
     """The file `saving` of a folder, which a copy of the model has locked while it writes a step
     there. So others know that it lives.
 
@@ -152,47 +152,23 @@ class SaveLock:
     """
 
     def __init__(self, folder: Path):
-        self.path = folder / "saving"
-        self.file: int | None = None
-        # a worker of a data loader would keep the lock of a process that has ended
-        os.register_at_fork(after_in_child=self.release)
+        super().__init__(folder / "saving")
 
     def acquire(self) -> None:
         """Lock the file, unless another copy has."""
         if self.file is None:
-            self.file = self._locked()
-
-    def release(self) -> None:
-        if self.file is not None:
-            os.close(self.file)
-            self.file = None
+            with suppress(OSError):
+                self.lock()
 
     def is_held_by_another(self) -> bool:
         """Return True if another copy is writing a step."""
         if self.file is not None or not self.path.exists():
             return False
         try:
-            file = os.open(self.path, os.O_RDWR)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.lock()
         except BlockingIOError:
             return True
         except OSError:
             return False
-        finally:
-            os.close(file)
+        self.release()
         return False
-
-    def _locked(self) -> int | None:
-        try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError:
-            return None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(file)
-            return None
-        return file
