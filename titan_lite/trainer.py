@@ -634,7 +634,6 @@ class Trainer:
             values = {"validation_loss": float(nats / tokens), **per_source.values("validation_")}
         if not self.has_validated:
             sequences = self.config.validation.steps * self.layout.sequences_per_step
-            self.watchdog.progress("validation")  # counting documents takes some seconds
             warn_of_repeated_documents(loader, sequences)
         loader.load_state_dict(beginning)
         if self.step:  # these documents were counted by the validation before the first step

@@ -6,7 +6,6 @@ warn_of_repeated_documents(validation_loader, sequences)               # after t
 """
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,14 +13,12 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from titan_lite.config.errors import SharedConfigError
-from titan_lite.data.documents import Source
 from titan_lite.data.loader import Batch, Loader
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.process_group import all_gather_ints, hash64, max_over_ranks
 from titan_lite.logging import logger
 
 SAMPLE_CHARACTERS = 200  # of the first sequence in the log
-MAX_COUNTING = 5  # seconds, of one source; comm.train_timeout_seconds is the least limit
 # Largest difference between the first loss and ln(vocab_size), relative to that. The loss of a new
 # model is 1/32 nats above, with tied embeddings about half a nat.
 LOSS_TOLERANCE = 0.1
@@ -61,43 +58,13 @@ def warn_of_repeated_documents(loader: Loader, sequences: int) -> None:
     if dist.get_rank() != 0:
         return
     names = loader.packing.data.source_names() or [""]
-    for name, source, most in zip(names, loader.packing.sources, times, strict=True):
-        if most == 1:
-            continue
-        count = _documents_of_an_epoch(source)
-        of_source = f" of source {name}" if name else ""
-        logger.warning(
-            f"validation reads its documents{of_source} up to {most} times: there are {count} of"
-            f" them, and it takes {sequences:,} sequences; use smaller validation.steps or more"
-            " documents"
-        )
-
-
-class _CountingTakesLong(Exception):
-    pass
-
-
-def _documents_of_an_epoch(source: Source) -> str:
-    """Return the number of documents of an epoch, in words.
-
-    Other ranks wait. Few documents of a split may be in a large corpus, which takes long to read.
-    """
-    end = time.monotonic() + MAX_COUNTING
-    count = 0
-
-    def wanted(ordinal: int) -> bool:
-        if time.monotonic() > end:
-            raise _CountingTakesLong
-        return True
-
-    try:
-        for ordinal, _ in source.documents(0, wanted):
-            if source.epoch(ordinal) > 0:
-                break
-            count += 1
-    except _CountingTakesLong:
-        return f"at least {count:,}"
-    return f"{count:,}"
+    for name, most in zip(names, times, strict=True):
+        if most > 1:
+            of_source = f" of source {name}" if name else ""
+            logger.warning(
+                f"validation reads its documents{of_source} up to {most} times, for its"
+                f" {sequences:,} sequences; use smaller validation.steps or more documents"
+            )
 
 
 def check_batches(batches: Sequence[BatchSummary], vocab_size: int) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,6 @@ def test_a_first_loss_of_initial_weights_that_is_no_better_than_guessing_is_told
 def test_a_validation_that_repeats_its_documents_is_told(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(preflight, "max_over_ranks", lambda *numbers: list(numbers))
-    monkeypatch.setattr(preflight, "MAX_COUNTING", 600)  # seconds: a machine may be busy
     (tmp_path / "a.jsonl").write_text('{"text": "five documents of some tokens"}\n' * 5)
     data = Data(dataset="local", path=str(tmp_path), validation_fraction=0.0, num_workers=0)
     tokenizer = load_tokenizer(str(ROOT / "assets/tokenizer/debug.model"))
@@ -161,8 +161,5 @@ def test_a_validation_that_repeats_its_documents_is_told(tmp_path, monkeypatch, 
         return caplog.text
 
     assert after(1) == ""
-    text = after(20)
-    assert "there are 5 of them, and it takes 40 sequences" in text
-    assert "validation.steps" in text
-    monkeypatch.setattr(preflight, "MAX_COUNTING", -1)  # seconds: other ranks wait meanwhile
-    assert "there are at least 0 of them" in after(20)
+    words = r"up to \d+ times, for its 40 sequences; use smaller validation\.steps"
+    assert re.search(words, after(20))
