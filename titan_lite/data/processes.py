@@ -5,22 +5,19 @@
 
 The processes are those of torchdata's StatefulDataLoader, without its state: only the same number
 of processes could load it, and it counts windows received, not those in batches. They run torch on
-one thread, and end with the iterator or with the training process, even if they are stopped.
+one thread, and end with the iterator or with the training process.
 """
 
 import errno
 import functools
 import multiprocessing
-import multiprocessing.util
 import os
-import shutil
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.process import BaseProcess
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -48,9 +45,6 @@ class PackingProcesses(Iterator[Packed]):
             # the destructor of the incomplete iterator would print a traceback (torchdata 0.11)
             _StatefulMultiProcessingDataLoaderIter._shutdown = True
             raise LoaderError(_why_not_started(num_workers, error)) from error
-        # before multiprocessing and torchdata wait for their end
-        workers = getattr(self._packed, "_workers", ())
-        multiprocessing.util.Finalize(self, _continue, args=(workers,), exitpriority=0)
 
     def __next__(self) -> Packed:
         try:
@@ -84,13 +78,6 @@ def _start(packer: WindowPacker, num_workers: int, prefetch: int) -> Iterator[Pa
     if is_main_thread:
         signal.signal(signal.SIGCHLD, on_child)
     return packed
-
-
-def _continue(workers: Iterable[BaseProcess]) -> None:
-    """Continue processes that are stopped (SIGSTOP), so that they can end."""
-    for worker in workers:
-        if worker.is_alive() and worker.pid:
-            os.kill(worker.pid, signal.SIGCONT)
 
 
 @contextmanager
@@ -135,21 +122,14 @@ def _start_worker(worker: int, *, ends_with_program: bool) -> None:
 
 
 def _why_not_started(num_workers: int, error: OSError) -> str:
-    """Return the message if the operating system refuses processes.
-
-    Their queues need semaphores, which are files in /dev/shm.
-    """
-    why = error.strerror or str(error)
+    """Return the message if the operating system refuses processes."""
+    fix = ""
     if error.errno == errno.ENOSPC:
-        with suppress(OSError):
-            disk = shutil.disk_usage("/dev/shm")
-            why += (
-                f": /dev/shm, where their semaphores are, has {disk.free >> 20} of"
-                f" {disk.total >> 20} MiB free"
-            )
+        fix = "free space in /dev/shm, where their semaphores are (in a container, use a larger"
+        fix += " --shm-size), or "
     return (
-        f"data.num_workers = {num_workers}: loader processes cannot be started: {why}; free space"
-        " there (in a container, use a larger --shm-size), or use data.num_workers = 0"
+        f"data.num_workers = {num_workers}: loader processes cannot be started: {error}; {fix}use"
+        " data.num_workers = 0"
     )
 
 

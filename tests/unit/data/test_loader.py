@@ -609,7 +609,7 @@ def test_processes_that_cannot_be_started_are_told_in_a_line_with_what_is_full(
         batch_size=4,
     )
     with pytest.raises(
-        LoaderError, match=r"^data.num_workers = 2: .* No space left on device: /dev/shm, .* has"
+        LoaderError, match=r"^data.num_workers = 2: .* No space left on device; free .*/dev/shm, "
     ) as error:
         next(loader)
     assert "or use data.num_workers = 0" in str(error.value)
@@ -708,12 +708,10 @@ print(*[child.pid for child in multiprocessing.active_children()])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_program_ends_with_its_loader_open_and_takes_it_along(is_stopped):
+def test_a_program_ends_with_its_loader_open_and_takes_it_along():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    stop = "import os; [os.kill(child.pid, 19) for child in multiprocessing.active_children()]"
     run = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", SCRIPT + (stop if is_stopped else "")],
+        [sys.executable, "-W", "error::UserWarning", "-c", SCRIPT],
         cwd=ROOT,
         env=environment,
         capture_output=True,
