@@ -38,7 +38,6 @@ from titan_lite.data.readers import (
     BLOCK,
     CONVERT,
     HTTP,
-    REMOTE,
     NoText,
     TooLarge,
     file_system,
@@ -203,7 +202,7 @@ def _on_disk(path: str, run_folder: str, where: str) -> Match:
             sizes[file] = status.st_size
     if not sizes and not is_folder and os.path.exists(path):
         raise ConfigError(
-            f"{where} is {kind_of_file(path)}, not a file that can be read again; {_FIX}"
+            f"{where} is a pipe, a socket or a device, and is read again in each epoch; {_FIX}"
         )
     if not sizes and not is_folder:
         raise ConfigError(f"{where}: no such file, and no file matches; {_FIX}")
@@ -234,7 +233,8 @@ def _at_url(url: str, where: str) -> Match:
         raise
     except ImportError as error:
         raise ConfigError(
-            f"{where} cannot be read: {error_line(error)}; {_package_for(error)}"
+            f"{where} cannot be read: {error_line(error)}; install it where the run finds its"
+            " packages, as `titan_lite[remote]` has it"
         ) from error
     except Exception as error:  # each library has errors of its own
         raise ConfigError(
@@ -294,27 +294,6 @@ def _files_at(fs: AbstractFileSystem, path: str) -> tuple[dict[str, int], bool]:
 def _raise_if_it_may_pass(error: Exception) -> None:
     if may_pass(error):
         raise error
-
-
-def _package_for(error: ImportError) -> str:
-    """Return what to install for a URL whose package is missing."""
-    names = [name for name in REMOTE if name in str(error)]
-    if names:
-        return (
-            f"install {names[0]}, which `titan_lite[remote]` has, where the run finds its packages"
-        )
-    return "install what it names with pip, where the run finds its packages"
-
-
-def kind_of_file(path: str | os.PathLike) -> str:
-    """Return the kind of a file system entry, such as "a folder"."""
-    kinds = {
-        stat.S_IFDIR: "a folder",
-        stat.S_IFIFO: "a pipe",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFREG: "a file",
-    }
-    return kinds.get(stat.S_IFMT(os.stat(path).st_mode), "a device")
 
 
 def _not_hidden(files: Iterable[str], folder: str, where: str) -> list[str]:

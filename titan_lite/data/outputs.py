@@ -10,6 +10,7 @@ corpus, here: the absolute path of the folder that the files are in. run_folder:
 that reads them, or "". where: the key and its value, for messages.
 """
 
+import functools
 import os
 from collections.abc import Iterable
 from fnmatch import fnmatch
@@ -18,11 +19,10 @@ from pathlib import Path
 from titan_lite import manifest
 from titan_lite.config import ConfigError
 from titan_lite.logging import logger
+from titan_lite.text import first_names
 
 WRITTEN_BY_RUN = ("events.jsonl", "metrics.jsonl")  # which a pattern of documents may match
 PREPARED = "prepared.json"
-MAX_NAMED = 3  # folders in a line of the log
-
 
 # a folder of the kind has one file of each tuple
 RUN = (("config.toml", "lock"), WRITTEN_BY_RUN)
@@ -56,43 +56,33 @@ def without_outputs(files: Iterable[str], corpus: str, run_folder: str, where: s
 
     The corpus itself may lie in one.
     """
-    outputs = _Outputs(corpus, run_folder)
-    found = list(files)
-    documents = [file for file in found if not outputs.root_of(os.path.dirname(file))]
-    if len(documents) < len(found):
-        roots = sorted({root for root in outputs.roots.values() if root})
-        more = ", ..." if len(roots) > MAX_NAMED else ""
-        logger.info(
-            f"{where}: {len(found) - len(documents)} files that titan_lite has written are left out"
-            f" ({', '.join(roots[:MAX_NAMED])}{more})"
-        )
-    return documents
+    own = os.path.realpath(run_folder) if run_folder else ""
+    if own and Path(os.path.realpath(corpus)).is_relative_to(own):
+        own = ""  # the corpus has a folder of its own within that of the run
 
-
-class _Outputs:
-    """The folders below a corpus that titan_lite has written."""
-
-    def __init__(self, corpus: str, run_folder: str):
-        self.corpus = corpus
-        self.run_folder = Path(os.path.realpath(run_folder)) if run_folder else None
-        if self.run_folder and Path(os.path.realpath(corpus)).is_relative_to(self.run_folder):
-            self.run_folder = None  # the corpus has a folder of its own within that of the run
-        # folder below the corpus -> the written folder that it is or lies in, "" if none
-        self.roots: dict[str, str] = {}
-
-    def root_of(self, folder: str) -> str:
+    @functools.cache
+    def written(folder: str) -> str:
         """Return the written folder that a folder is or lies in; "" if there is none."""
         parent = os.path.dirname(folder)
-        if folder == self.corpus or parent == folder:
+        if folder == corpus or parent == folder:
             return ""
-        if folder not in self.roots:
-            self.roots[folder] = self.root_of(parent) or (folder if self._is_root(folder) else "")
-        return self.roots[folder]
+        if around := written(parent):
+            return around
+        is_own = own and Path(os.path.realpath(folder)).is_relative_to(own)
+        is_one = any(_has(folder, kind) for kind in (RUN, CHECKPOINT, PREPARED_DOCUMENTS))
+        return folder if is_own or is_one else ""
 
-    def _is_root(self, folder: str) -> bool:
-        if self.run_folder and Path(os.path.realpath(folder)).is_relative_to(self.run_folder):
-            return True
-        return any(_has(folder, kind) for kind in (RUN, CHECKPOINT, PREPARED_DOCUMENTS))
+    by_root: dict[str, list[str]] = {"": []}
+    for file in files:
+        by_root.setdefault(written(os.path.dirname(file)), []).append(file)
+    documents = by_root.pop("")
+    if by_root:
+        count = sum(map(len, by_root.values()))
+        logger.info(
+            f"{where}: {count} files that titan_lite has written are left out"
+            f" ({first_names(sorted(by_root), 3)})"
+        )
+    return documents
 
 
 def _has(folder: str, required: tuple[tuple[str, ...], ...]) -> bool:

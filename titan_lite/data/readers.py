@@ -30,7 +30,6 @@ BLOCK = 2**20  # bytes that are read at once where nothing in them is kept
 HTTP = ("http://", "https://")
 # what a damaged file at a URL raises; anything else is of the server or the way to it
 DAMAGED_AT_URL = (EOFError, ValueError, zlib.error)
-REMOTE = ("s3fs", "gcsfs", "adlfs")  # packages of the extra `remote`
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 CONVERT = (
     'convert other formats, as with datasets.load_dataset("csv", data_files="a.csv", split="train")'

@@ -11,7 +11,6 @@ import pytest
 from identified import identify
 
 from titan_lite.config import ConfigError, Data, load_config
-from titan_lite.data import files
 from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.files import local_files
 from titan_lite.data.source_identity import digest_of
@@ -347,17 +346,6 @@ def test_sizes_that_a_page_of_http_lacks_are_asked_for(pattern, served, monkeypa
     monkeypatch.setattr(served, "headers", {"size": None})
     with pytest.raises(ConfigError, match=r'data\.path = "http://host.*does not say its size; use'):
         local_files(local(f"http://host/corpus{pattern}"))
-
-
-def test_a_url_whose_package_is_not_installed_is_refused_with_its_name(monkeypatch):
-    """As http without aiohttp: what to do is to install it, and not another path."""
-
-    def lacking(url):
-        raise ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
-
-    monkeypatch.setattr(files, "file_system", lacking)
-    with pytest.raises(ConfigError, match=r'"aiohttp" to be installed; install what it names'):
-        names(local("http://host/a.jsonl"))
 
 
 @pytest.mark.parametrize(
