@@ -228,17 +228,13 @@ def read(folder: Path, step: int | None) -> dict[str, FileDigest]:
     return files
 
 
-def check_step(
-    folder: Path, step: int | None, share: int = 0, shares: int = 1
-) -> dict[str, FileDigest]:
+def check_step(folder: Path, step: int | None) -> dict[str, FileDigest]:
     """Check that the files are there, with their sizes, and return them as `read` does.
 
-    share, shares: check only every `shares`-th file from number `share` on. Raises
-    CorruptFileError.
+    Raises CorruptFileError.
     """
     files = read(folder, step)
-    own = sorted(files)[share::shares]
-    check_sizes(folder, {name: files[name] for name in own})
+    check_sizes(folder, files)
     return files
 
 

@@ -42,7 +42,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -66,8 +66,6 @@ from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.config.errors import MachineError, SharedConfigError, is_of_machine, shown
 from titan_lite.data.streams import merge_states
 from titan_lite.distributed.process_group import (
-    all_equal,
-    all_gather_objects,
     first_nonempty,
     gather_to_rank_0,
     is_communication_error,
@@ -214,7 +212,7 @@ class Checkpointer(SavedSteps):
         rank = dist.get_rank()
         world_size = dist.get_world_size()
         try:
-            files = manifest.check_step(path, step, rank, world_size)
+            files = manifest.read(path, step)
             share = {name: files[name] for name in sorted(files)[rank::world_size]}
             manifest.check_bytes(path, share, self.progress)
             self.check_state(step)
@@ -242,43 +240,19 @@ class Checkpointer(SavedSteps):
             damaged[step] = fault
 
     def _agreed_step(self, damaged: Mapping[int, str]) -> int | None:
-        """Return `step_to_load` of the first rank, if all ranks see it. Raises ConfigError.
+        """Return `step_to_load` of the first rank. Raises ConfigError on all ranks.
 
         The first rank decides: the look of every rank at every file would be ranks x files calls to
-        the file system.
+        the file system. All see its folder (check_shared).
         """
-        present: list[int] = []
         choice = error = ""
-        try:
-            present = self.present()
-            if dist.get_rank() == 0:
+        if dist.get_rank() == 0:
+            try:
                 choice = json.dumps(self.step_to_load(damaged))
-        except ConfigError as wrong:
-            error = str(wrong)
+            except ConfigError as wrong:
+                error = str(wrong)
         self._raise_on_all(error)
-        step: int | None = json.loads(first_nonempty(choice, self._processes()))
-        self._check_seen_by_all(step, present)
-        return step
-
-    def _check_seen_by_all(self, step: int | None, present: Sequence[int]) -> None:
-        """Raise ConfigError on all ranks if one does not see this step, or sees one where the first
-        rank sees none.
-
-        present: the steps that this rank sees.
-        """
-        seen = step if step in present else max(present, default=None)
-        if all_equal(str(seen), self._processes()):
-            return
-        by_rank = all_gather_objects(seen, self._processes())
-        changes = [
-            f"rank {rank}: {seen or 'none'}"
-            for rank, seen in enumerate(by_rank)
-            if rank == 0 or seen != by_rank[rank - 1]
-        ]
-        raise ConfigError(
-            f"checkpoint.folder: ranks see different newest steps in {self.folder}"
-            f" ({', '.join(changes)}); use a job.dump_folder on a file system that all nodes share"
-        )
+        return json.loads(first_nonempty(choice, self._processes()))
 
     def _set_aside_newer(self, step: int, damaged: Mapping[int, str]) -> None:
         """Rename the steps newer than `step`, which the run will save again, and log what is wrong
@@ -574,10 +548,7 @@ class Checkpointer(SavedSteps):
             if match is None or not (is_own or of_all_copies):
                 continue
             try:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:  # which a save has not made, and which would be in its way
-                    path.unlink()
+                shutil.rmtree(path)
                 logger.info(f"removed {path}, left by a killed run")
             except OSError as error:
                 logger.warning(f"{path}, left by a killed run, was not removed: {error}")
