@@ -15,7 +15,6 @@ import hashlib
 import json
 import operator
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -64,7 +63,6 @@ QUERIES = "layers.0.attention.wq.weight"
 SINGLE_FILE = "model.safetensors"  # in a Hugging Face folder, as INDEX
 INDEX = f"{SINGLE_FILE}.index.json"
 ADAPTER = "adapter_config.json"
-SHARD = re.compile(r"-\d+-of-(\d+)\.")  # in the name of one of several files
 
 
 class StoredTensor(NamedTuple):
@@ -247,13 +245,12 @@ class HuggingFaceFolder:
                 " it into the weights, or remove this file to read them without it"
             )
         try:
-            content = read_json(folder / CONFIG)
-            self.config = config_from_hf(content, family)
+            self.config = config_from_hf(read_json(folder / CONFIG), family)
         except CorruptFileError:
             raise
         except ValueError as error:
             raise CorruptFileError(f"config.json: {error}") from None
-        self.stored = self._find_tensors(content.get("transformers_weights"))
+        self.stored = self._find_tensors()
         check_size(self.config, len(self.stored))
         _raise_faults(
             f"{name} has dtype {tensor.dtype}"
@@ -281,31 +278,18 @@ class HuggingFaceFolder:
         }
         self.special_tokens = self._special_tokens()
 
-    def _find_tensors(self, named: object) -> dict[str, StoredTensor]:
-        """Return the tensors by their names there, each from the file that transformers reads.
-
-        It is the one that config.json names; else model.safetensors; else for each tensor the one
-        in the index. Without an index every file is read, and each tensor must be in one alone.
-        named: transformers_weights of config.json. Raises CorruptFileError.
+    def _find_tensors(self) -> dict[str, StoredTensor]:
+        """Return the tensors by their names there, each from the file that transformers reads:
+        model.safetensors, else for each tensor the one in the index. Raises CorruptFileError.
         """
-        candidates = [SINGLE_FILE, INDEX]
-        if named is not None:
-            if not isinstance(named, str) or not _is_weights_file(named):
-                raise CorruptFileError(
-                    f"config.json: transformers_weights = {named!r:.60}: expected the name of a"
-                    " .safetensors file, or of an index of these"
-                )
-            candidates = [named]
-        for name in candidates:
-            path = self.folder / name
-            if path.is_file():
-                return self._tensors_of_index(path) if path.suffix == ".json" else _only(path)
-        if named is not None:
-            raise CorruptFileError(f"{named} is missing, which config.json names")
-        return self._tensors_of_all_files()
-
-    def _names_of_files(self) -> list[str]:
-        return sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if (self.folder / SINGLE_FILE).is_file():
+            return _only(self.folder / SINGLE_FILE)
+        if (self.folder / INDEX).is_file():
+            return self._tensors_of_index(self.folder / INDEX)
+        raise CorruptFileError(
+            f"there is neither {SINGLE_FILE} nor {INDEX}; use save_pretrained of transformers to"
+            " write one"
+        )
 
     def _tensors_of_index(self, index: Path) -> dict[str, StoredTensor]:
         with fields_of(index.name):
@@ -316,50 +300,17 @@ class HuggingFaceFolder:
                 if not is_inside(file)
             )
             files = sorted(set(file_of.values()))
-            missing = [name for name in files if not (self.folder / name).is_file()]
-        if missing == files:
-            others = ", ".join(self._names_of_files()) or "no .safetensors file"
-            raise CorruptFileError(
-                f"{index.name} is left over: none of its {len(files)} files is there, but {others};"
-                f" remove it, or copy {files[0] if files else 'its files'} and the others here"
-            )
-        _raise_faults(f"{name} is missing, which {index.name} lists" for name in missing)
-        stored: dict[str, StoredTensor] = {}
-        elsewhere: dict[str, Path] = {}
-        for file in files:
-            for name, tensor in _read_header(self.folder / file).items():
-                if file_of.get(name, file) == file:
-                    stored[name] = tensor
-                else:
-                    elsewhere[name] = tensor.file
         _raise_faults(
-            f"{name} is not in {file_of[name]}, as {index.name} has it, but in {path.name}"
-            for name, path in elsewhere.items()
-            if name not in stored
+            f"{name} is missing, which {index.name} lists"
+            for name in files
+            if not (self.folder / name).is_file()
         )
-        return stored
-
-    def _tensors_of_all_files(self) -> dict[str, StoredTensor]:
-        files = self._names_of_files()
-        _check_one_save(files)
-        stored: dict[str, StoredTensor] = {}
-        twice: dict[str, str] = {}  # names of two files: a tensor that is in both
-        for file in files:
-            for name, tensor in _read_header(self.folder / file).items():
-                if name in stored:
-                    twice.setdefault(f"{stored[name].file.name} and {file}", name)
-                stored[name] = tensor
-        if twice:
-            two_files, name = next(iter(twice.items()))
-            raise CorruptFileError(
-                f"{name} is in {two_files}, and there is neither {SINGLE_FILE} nor {INDEX} to"
-                " choose; move the files of other weights away"
-            )
-        if not stored:
-            raise CorruptFileError(
-                "there is no .safetensors file; use save_pretrained of transformers to write one"
-            )
-        return stored
+        return {
+            name: tensor
+            for file in files
+            for name, tensor in _read_header(self.folder / file).items()
+            if file_of.get(name, file) == file
+        }
 
     def _drop_frequencies(self) -> None:
         """Forget the computed frequencies that some folders have beside parameters."""
@@ -416,25 +367,6 @@ class HuggingFaceFolder:
 
     def tokenizer_files(self) -> list[Path]:
         return tokenizer_files(self.folder)
-
-
-def _is_weights_file(name: str) -> bool:
-    """Return True for the name of a safetensors file, or of an index, within a folder."""
-    return is_inside(name) and name.endswith((".safetensors", ".safetensors.index.json"))
-
-
-def _check_one_save(files: Iterable[str]) -> None:
-    """Raise CorruptFileError if the names of shards give different numbers of shards."""
-    first_of: dict[str, str] = {}  # the number of shards: the first file with it
-    for file in files:
-        shard = SHARD.search(file)
-        if shard:
-            first_of.setdefault(shard[1], file)
-    if len(first_of) > 1:
-        raise CorruptFileError(
-            f"{' and '.join(first_of.values())} are of different saves, and there is neither"
-            f" {SINGLE_FILE} nor {INDEX} to choose; move the files of other weights away"
-        )
 
 
 def _only(path: Path) -> dict[str, StoredTensor]:

@@ -59,7 +59,7 @@ HARMLESS = {
         *("unsloth_fixed", "unsloth_version"),
     ),
     "which files and tokens belong to the weights, read elsewhere": (
-        *("transformers_weights", "tokenizer_class", "prefix"),
+        *("tokenizer_class", "prefix"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
         *("cls_token_id", "mask_token_id", "decoder_start_token_id"),
     ),
