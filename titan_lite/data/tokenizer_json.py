@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from titan_lite.data.special_tokens import CHARACTERS
 from titan_lite.data.tokenizer import (
@@ -30,41 +31,23 @@ def to_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
 
     Except that names of special tokens become these.
     """
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": PATTERN},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [_added_token(id, name) for name, id in tokenizer.special_tokens.items()],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": _begin_with_bos(tokenizer),
-        "decoder": byte_level,
-        "model": _merges(tokenizer),
-    }
-
-
-def _added_token(id: int, name: str) -> dict[str, Any]:
-    return {
-        "id": id,
-        "content": name,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
+    vocab = {_text(token): rank for token, rank in tokenizer.ranks.items()}
+    merges = [
+        (_text(first), _text(second))
+        for token in tokenizer.ranks
+        for first, second in _pairs(token, tokenizer.ranks)
+    ]
+    # a piece that is a token is not split, as in tiktoken
+    made = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    split = pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = _begin_with_bos(tokenizer)
+    made.add_special_tokens(
+        [tokenizers.AddedToken(name, normalized=False) for name in tokenizer.special_tokens]
+    )
+    return json.loads(made.to_str())
 
 
 def with_bos(tokenizer: JsonTokenizer) -> dict[str, Any]:
@@ -74,17 +57,18 @@ def with_bos(tokenizer: JsonTokenizer) -> dict[str, Any]:
     Raises ValueError if that puts other tokens there.
     """
     content = json.loads(tokenizer.content)
-    before = tokens_around_text(tokenizers.Tokenizer.from_str(tokenizer.content))["bos_token"]
+    made = tokenizers.Tokenizer.from_str(tokenizer.content)
+    before = tokens_around_text(made)["bos_token"]
     if before not in ([], [tokenizer.bos_id]):
         raise ValueError(
             f"puts {tokenizer.decode(before)} before a text, and training put"
             f" {_name_of(tokenizer, tokenizer.bos_id)}"
         )
     if not before:
-        own = content.get("post_processor")
+        own = made.post_processor
         begin = _begin_with_bos(tokenizer)
-        both = {"type": "Sequence", "processors": [own, begin]}
-        content["post_processor"] = begin if own is None else both
+        made.post_processor = begin if own is None else processors.Sequence([own, begin])
+        content["post_processor"] = json.loads(made.to_str())["post_processor"]
     return content
 
 
@@ -101,38 +85,12 @@ def config_with_bos(tokenizer: JsonTokenizer, config: Mapping[str, Any]) -> dict
     return changed
 
 
-def _begin_with_bos(tokenizer: Tokenizer) -> dict[str, Any]:
+def _begin_with_bos(tokenizer: Tokenizer) -> processors.TemplateProcessing:
     """Return the processor that puts BOS before a text."""
     bos = _name_of(tokenizer, tokenizer.bos_id)
-    before = {"SpecialToken": {"id": bos, "type_id": 0}}
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    second_text = {"Sequence": {"id": "B", "type_id": 1}}
-    return {
-        "type": "TemplateProcessing",
-        "single": [before, text],
-        "pair": [before, text, second_text],
-        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_id], "tokens": [bos]}},
-    }
-
-
-def _merges(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
-    """Return the model: the vocabulary, and the pairs to merge."""
-    merges = []
-    for token in tokenizer.ranks:
-        for first, second in _pairs(token, tokenizer.ranks):
-            merges.append([_text(first), _text(second)])
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": True,  # a piece that is a token is not split, as in tiktoken
-        "vocab": {_text(token): rank for token, rank in tokenizer.ranks.items()},
-        "merges": merges,
-    }
+    return processors.TemplateProcessing(
+        single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, tokenizer.bos_id)]
+    )
 
 
 def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
