@@ -610,15 +610,9 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def check_size(config: ModelConfig, tensors: int) -> None:
-    """Raise CorruptFileError for an impossible model, or one with more layers than tensors, before
-    names are made for its layers.
+    """Raise CorruptFileError for a model with more layers than tensors, before names are made for
+    its layers.
     """
-    if config.head_dim < 2 or config.head_dim % 2 or config.n_heads % config.n_kv_heads:
-        raise CorruptFileError(
-            f"{config.n_heads:,} heads of {config.head_dim:,} numbers, {config.n_kv_heads:,} of"
-            " keys and values: heads must have an even size, and their number must be a multiple"
-            " of that of keys and values"
-        )
     if config.n_layers > tensors:
         raise CorruptFileError(
             f"its shape has {config.n_layers:,} layers, but it has {tensors:,} tensors"

@@ -12,7 +12,6 @@ documents are added, and ranks need no communication about it.
 
 import hashlib
 import itertools
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,13 +28,12 @@ from titan_lite.data.corpora import (
     Split,
     refuse_folder_of_that_name,
 )
-from titan_lite.data.files import LocalFile, Piece, read_piece, text_of
+from titan_lite.data.files import Piece, read_piece, text_of
 from titan_lite.data.listing import Listing, list_sources
 from titan_lite.data.outputs import PREPARED
 from titan_lite.data.prepared import PreparedCorpus, PreparedDocuments
-from titan_lite.data.readers import is_url, list_names
 from titan_lite.data.stdlib import Stdlib
-from titan_lite.logging import logger, telling_if_slow
+from titan_lite.logging import telling_if_slow
 
 # An ordinal of a PiecewiseSource is epoch * EPOCH_STRIDE + group * GROUP_STRIDE + its position in
 # the group. Both strides are primes, so consecutive groups start on different streams, however many
@@ -272,7 +270,6 @@ def _check_local(listing: Listing, policy: BadDocumentPolicy) -> None:
         )
     corpus = LocalCorpus(data, listing.files, listing.pieces)
     pieces = corpus.pieces
-    _warn_of_links(data, listing.files)
     if not any(True for piece in pieces for _ in read_piece(piece, data)):
         raise ConfigError(
             f'{data.key("path")} = "{data.path}" has no document; use files with documents'
@@ -305,27 +302,6 @@ def _has_training_document(corpus: LocalCorpus) -> bool:
         if count == MAX_LOOKED_AT or _belongs(name, "train", fraction):
             return True
     return False
-
-
-def _warn_of_links(data: Data, files: Sequence[LocalFile]) -> None:
-    """Warn once if files have several names: the split goes by names, and not by contents."""
-    names = {file.path: file.name for file in files if not is_url(file.path)}
-    first: dict[tuple[int, int], str] = {}  # name of each file on disk
-    others = []
-    for file, name in names.items():
-        status = os.stat(file)
-        same = first.setdefault((status.st_dev, status.st_ino), name)
-        if same != name:
-            others.append(f"{name} is {same}")
-    if not others:
-        return
-    so = "are read once for each name"
-    if data.validation_fraction:
-        so += ", and held-out documents may be trained on under another one"
-    logger.warning(
-        f'{data.key("path")} = "{data.path}": {len(others):,} of the {len(names):,} files'
-        f" have a second name ({list_names(others)}): their documents {so}; remove the links"
-    )
 
 
 def _belongs(name: str, split: Split, validation_fraction: float) -> bool:

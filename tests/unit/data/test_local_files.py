@@ -248,19 +248,6 @@ def test_a_folder_of_save_to_disk_is_refused_with_the_way_to_convert_it(prefix, 
         fs.rm(corpus, recursive=True)
 
 
-def test_a_file_of_several_names_is_reported_in_one_line(corpus, caplog):
-    (corpus / "hard.jsonl").hardlink_to(corpus / "a.jsonl")
-    (corpus / "soft.jsonl").symlink_to(corpus / "a.jsonl")
-    with caplog.at_level(logging.INFO, logger="titan_lite"):
-        check_data(local(corpus))
-    (record,) = [record for record in caplog.records if "for each name" in record.getMessage()]
-    for part in ("2 of the 4 files", "hard.jsonl is a.jsonl", "held-out"):
-        assert part in record.getMessage()
-    caplog.clear()
-    check_data(local(corpus, validation_fraction=0.0))
-    assert "held-out" not in caplog.text
-
-
 # What cannot be read
 
 
