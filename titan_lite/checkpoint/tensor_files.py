@@ -19,10 +19,9 @@ writes there.
 
 import hashlib
 import math
-import operator
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -328,7 +327,6 @@ def write_one_by_one(
 
 # Reading
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a part of a tensor
 DCP_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")
 
 
@@ -405,45 +403,14 @@ def incomplete(tensors: Mapping[str, TensorStorageMetadata]) -> list[str]:
 
 
 def _fault_of_chunks(tensor: TensorStorageMetadata) -> str:
-    shape = list(tensor.size)
-    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
-    boxes = [(offsets, sizes) for offsets, sizes in boxes if 0 not in sizes]
-    for offsets, sizes in boxes:
-        is_in_it = all(
-            start >= 0 and size > 0 and start + size <= whole
-            for start, size, whole in zip(offsets, sizes, shape, strict=True)
-        )
-        if not is_in_it:
-            return f"is {shape}, and has numbers from {list(offsets)} on of size {list(sizes)}"
-    if overlap := _overlap(boxes, shape):
-        return f"has numbers twice, in two parts that have the one at {overlap}"
-    stored = sum(math.prod(sizes) for _, sizes in boxes)
-    if stored != math.prod(shape):
-        return f"has {stored:,} of its {math.prod(shape):,} numbers: parts of it are missing"
+    chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]
+    if len({tuple(chunk.offsets) for chunk in chunks}) < len(chunks):
+        return "has numbers twice, in two parts that begin with the same one"
+    stored = sum(math.prod(chunk.sizes) for chunk in chunks)
+    whole = math.prod(tensor.size)
+    if stored != whole:
+        return f"has {stored:,} of its {whole:,} numbers: parts of it are missing, or overlap"
     return ""
-
-
-def _ends(box: Box) -> list[int]:
-    return list(map(operator.add, *box))
-
-
-def _overlap(boxes: Sequence[Box], shape: Sequence[int]) -> list[int]:
-    """Return a position that two boxes have, or []."""
-    if len(boxes) < 2:
-        return []
-    if not shape:
-        return [0]  # a scalar
-    # Along the dimension with the most parts, few boxes are open at a position.
-    dim = max(range(len(shape)), key=lambda each: len({offsets[each] for offsets, _ in boxes}))
-    opened: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box[0][dim]):
-        opened = [other for other in opened if _ends(other)[dim] > box[0][dim]]
-        for other in opened:
-            starts = list(map(max, box[0], other[0]))
-            if all(map(operator.lt, starts, map(min, _ends(box), _ends(other)))):
-                return starts
-        opened.append(box)
-    return []
 
 
 def parameters(metadata: Metadata) -> dict[str, TensorStorageMetadata]:

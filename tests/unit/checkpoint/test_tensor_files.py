@@ -59,11 +59,9 @@ COMPLETE = [([0, 0], [32, 16]), ([32, 0], [32, 8]), ([32, 8], [32, 8]), ([64, 0]
     [
         (COMPLETE[:2], "has 768 of its 1,024 numbers: parts of it are missing"),
         ([], "has 0 of its 1,024 numbers"),
-        ([COMPLETE[0], COMPLETE[0]], r"has numbers twice, .* the one at \[0, 0\]"),
-        ([*COMPLETE, COMPLETE[1]], r"has numbers twice, .* the one at \[32, 0\]"),
-        ([([0, 0], [64, 9]), ([0, 8], [64, 8])], r"has numbers twice, .* the one at \[0, 8\]"),
-        ([([0, 0], [65, 16])], r"is \[64, 16\], and has numbers from \[0, 0\] on of size"),
-        ([([-1, 0], [64, 16])], r"is \[64, 16\], and has numbers from \[-1, 0\] on of size"),
+        ([COMPLETE[0], COMPLETE[0]], "has numbers twice"),
+        ([*COMPLETE, COMPLETE[1]], "has numbers twice"),
+        ([([0, 0], [64, 9]), ([0, 8], [64, 8])], "has 1,088 of its 1,024 numbers: .* or overlap"),
     ],
 )
 def test_a_tensor_that_is_not_complete_is_named(folder, boxes, words):
@@ -78,12 +76,6 @@ def test_a_tensor_that_is_not_complete_is_named(folder, boxes, words):
 def test_a_tensor_in_any_parts_is_complete(folder):
     change_metadata(folder, with_chunks(*COMPLETE))
     assert open_weights(folder, model=TINY).shapes[NAME] == (64, 16)
-
-
-def test_chunks_of_another_rank_are_one_line(folder):
-    change_metadata(folder, with_chunks(([0], [64])))
-    with pytest.raises(ConfigError, match=r"\.metadata is not as it was written"):
-        open_weights(folder, model=TINY)
 
 
 @pytest.mark.parametrize(
