@@ -2,7 +2,6 @@
 does it.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -20,12 +19,6 @@ from titan_lite.recipe import HELP, help_text, main
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
 DEBUG = str(ROOT / "train_configs/debug_model.toml")
-
-
-def python(*arguments, cwd=ROOT, **environment):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -139,24 +132,6 @@ def test_any_text_and_an_origin_with_a_line_break_are_printed_on_their_line(tmp_
 # python -m titan_lite recipe
 
 
-def test_exit_code_0_and_silence_for_a_good_recipe_without_torch(tmp_path):
-    code = "import sys, titan_lite.recipe as r; print(r.main(sys.argv[1:]), 'torch' in sys.modules)"
-    result = python("-c", code, DEBUG, "--training.steps", "5", cwd=tmp_path)
-    assert (result.stdout, result.stderr) == ("0 False\n", "")
-
-
-def test_exit_code_2_and_a_line_for_each_mistake(tmp_path):
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text("[training]\nsteps = 0\n[optimizer]\nlr = 0")
-    result = python("-m", "titan_lite", "recipe", recipe, cwd=tmp_path)
-    assert (result.returncode, result.stdout) == (2, "")
-    first, *rest = result.stderr.splitlines()
-    assert first == "error: invalid configuration:"
-    assert [line.split(": ")[1] for line in rest[:2]] == ["training.steps = 0", "optimizer.lr = 0"]
-    (line,) = rest[2:]  # what can be known beside them
-    assert "model.tokenizer_path" in line
-
-
 DECIDED_BY_FILES_AND_RANKS = [
     ("4", ["--parallelism.pipeline_parallel_degree=3"], "does not divide 4 ranks"),
     ("4", ["--model.flavor=7B"], 'model.flavor = "7B"'),
@@ -168,20 +143,22 @@ DECIDED_BY_FILES_AND_RANKS = [
 ]
 
 
-def test_what_files_and_the_number_of_ranks_decide_is_reported_without_torch():
-    """All command lines in one process, since none may import torch for those after it."""
-    code = (
-        "import json, sys; from titan_lite.recipe import main\n"
-        "for arguments in json.loads(sys.argv[1]): print(main(arguments), 'torch' in sys.modules)"
-    )
-    command_lines = [
-        ["--world-size", ranks, DEBUG, *options] for ranks, options, _ in DECIDED_BY_FILES_AND_RANKS
-    ]
-    result = python("-c", code, json.dumps(command_lines))
-    assert result.stdout == "2 False\n" * len(command_lines)
-    lines = result.stderr.splitlines()
-    for line, (_, _, words) in zip(lines, DECIDED_BY_FILES_AND_RANKS, strict=True):
-        assert words in line
+@pytest.mark.parametrize(("ranks", "options", "words"), DECIDED_BY_FILES_AND_RANKS)
+def test_what_files_and_the_number_of_ranks_decide_is_reported(ranks, options, words, capsys):
+    assert main(["--world-size", ranks, DEBUG, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_several_mistakes_have_a_line_each(tmp_path, capsys):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[training]\nsteps = 0\n[optimizer]\nlr = 0")
+    assert main([str(recipe)]) == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "error: invalid configuration:"
+    assert [line.split(": ")[1] for line in rest[:2]] == ["training.steps = 0", "optimizer.lr = 0"]
+    (line,) = rest[2:]  # what can be known beside them
+    assert "model.tokenizer_path" in line
 
 
 def test_a_layout_that_fits_and_ranks_that_print_are_told_nothing(monkeypatch, capsys):

@@ -120,3 +120,35 @@ def test_what_is_to_be_used_for_a_key_of_torchtitan_exists(row):
     tables = re.findall(r"\[(\w+)\]", fix)
     assert [table for table in tables if table not in SECTIONS] == []
     assert len(fix) < 200
+
+
+@pytest.mark.parametrize(
+    ("key", "fix"),
+    [
+        ("data.dataset_path", "data.path"),
+        ("data.tokenizer_path", "model.tokenizer_path"),
+        ("validation.initial_load_path", "checkpoint.initial_load_path"),
+        ("validation.val_path", "validation.path"),
+        ("val.path", "validation.path"),
+        ("val.tokenizer_path", "model.tokenizer_path"),
+        ("val_path", "validation.path"),
+        ("eval_dataset", "validation.dataset"),
+        ("validation_path", "validation.path"),
+        ("data_path", "data.path"),
+        ("training_steps", "training.steps"),
+    ],
+)
+def test_a_key_by_another_name_or_without_its_section_is_answered_with_the_key_meant(key, fix):
+    assert nearest_key(key) == f"; did you mean {fix}?"
+
+
+@pytest.mark.parametrize("section", ["validation", "val", "eval", "dev"])
+@pytest.mark.parametrize("name", ["dataset_path", "local_batch_size", "num_workers", "seq_len"])
+def test_a_key_that_validation_lacks_is_never_one_of_what_is_trained_on(section, name):
+    words = nearest_key(f"{section}.{name}")
+    assert "validation" in words
+    assert not re.search(r"did you mean (data|training)\.", words)
+
+
+def test_a_section_as_other_programs_call_it_is_named():
+    assert nearest_section("eval") == "; did you mean validation?"
