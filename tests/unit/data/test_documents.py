@@ -1,7 +1,6 @@
 import gzip
 import json
 import logging
-import random
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from titan_lite.config import ConfigError, Data, DataSource
 from titan_lite.config.errors import MachineError
 from titan_lite.data import files
 from titan_lite.data.documents import (
-    EPOCH_STRIDE,
     GROUP_STRIDE,
     _belongs,
     build_source,
@@ -185,12 +183,6 @@ def test_other_formats_in_a_folder_are_left_out_and_said(corpus, caplog):
         source = build_source(local(corpus), split="train", seed=0)
     assert [text for _, text in read(source, 0, 7)] == EVERYTHING
     assert "1 files of other formats are left out (.md)" in caplog.text
-
-
-def test_text_field_names_the_field(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", ["x", "y"], field="body")
-    source = build_source(local(tmp_path, text_field="body"), split="train", seed=0)
-    assert texts_of(source, 0, 2) == ["x", "y"]
 
 
 def test_local_shuffle_is_a_new_order_every_epoch_and_the_same_everywhere(tmp_path):
@@ -399,14 +391,6 @@ def test_rows_are_served_alike_however_few_documents_there_are(tmp_path):
         assert max(served) == min(served)
 
 
-def test_ordinals_leave_room():
-    assert EPOCH_STRIDE > 2**29 * GROUP_STRIDE
-    assert all(
-        EPOCH_STRIDE % n and GROUP_STRIDE % n
-        for n in random.Random(0).sample(range(2, 2**20), 1000)
-    )
-
-
 # C4
 
 
@@ -515,28 +499,6 @@ def test_an_unreachable_hub_is_said_with_a_way_out(error, kind, said, clock, mon
 
 
 # What tells the documents of a run from others
-
-
-def test_documents_are_known_by_names_and_contents_wherever_they_lie(tmp_path):
-    folders = [tmp_path / "here", tmp_path / "elsewhere"]
-    for folder in folders:
-        (folder / "part").mkdir(parents=True)
-        (folder / "part/a.txt").write_text("one")
-        write_jsonl(folder / "b.jsonl", ["two", "three"])
-    here, elsewhere = (digest_of(identify(local(folder))) for folder in folders)
-    assert here == elsewhere
-    seen = {here}
-    (tmp_path / "two.txt").write_text("two")
-    for change in (
-        lambda: (tmp_path / "two.txt").rename(folders[0] / "part/a.txt"),  # of the same size
-        lambda: (folders[0] / "part/a.txt").write_text("ones"),
-        lambda: (folders[0] / "part/a.txt").rename(folders[0] / "part/c.txt"),
-        lambda: (folders[0] / "b.jsonl").unlink(),
-        lambda: (folders[0] / "d.txt").write_text("four"),
-    ):
-        change()
-        seen.add(digest_of(identify(local(folders[0]))))
-    assert len(seen) == 6
 
 
 def test_the_identity_of_the_standard_library_is_of_all_its_documents():

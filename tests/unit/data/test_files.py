@@ -8,7 +8,7 @@ import pytest
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument
-from titan_lite.data.documents import build_source, check_data
+from titan_lite.data.documents import build_source
 from titan_lite.data.files import read_piece, text_of
 from titan_lite.data.listing import Listing
 from titan_lite.data.readers import TooLarge
@@ -69,22 +69,6 @@ def compressed(content, suffix):
     return content
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
-def test_texts_arrive_as_they_were_written(tmp_path, name):
-    content = as_parquet(TEXTS) if name == "a.parquet" else as_jsonl(TEXTS)
-    (tmp_path / name).write_bytes(compressed(content, name.removeprefix("a.jsonl")))
-    assert documents(local(tmp_path)) == TEXTS
-    check_data(local(tmp_path))
-
-
-@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
-def test_a_txt_file_is_one_document(tmp_path, compression):
-    (tmp_path / f"a.txt{compression}").write_bytes(
-        compressed("\n".join(TEXTS).encode(), compression)
-    )
-    assert documents(local(tmp_path)) == ["\n".join(TEXTS)]
-
-
 def test_lines_of_json_go_by_the_name_of_json_as_well(tmp_path):
     (tmp_path / "c4-train.00000.json.gz").write_bytes(gzip.compress(as_jsonl(TEXTS)))
     (tmp_path / "d.json").write_bytes(b"\xef\xbb\xbf" + as_jsonl(["after a byte order mark"]))
@@ -95,14 +79,6 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     for name in ("a.json", "b.jsonl"):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + as_jsonl(GOOD))
     assert documents(local(tmp_path)) == GOOD * 2
-
-
-@pytest.mark.parametrize(
-    "kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary()], ids=str
-)
-def test_kinds_of_columns(tmp_path, kind):
-    (tmp_path / "a.parquet").write_bytes(as_parquet([text.encode() for text in TEXTS], kind))
-    assert documents(local(tmp_path)) == TEXTS
 
 
 def test_a_parquet_file_is_read_by_row_groups(tmp_path):
@@ -275,15 +251,6 @@ def test_bad_data_is_named_with_its_place_and_nothing_else_is_lost(
         *GOOD[:left],
         "of another file",
     ]
-
-
-def test_bad_utf8_in_a_column_is_one_document(tmp_path):
-    bad = pyarrow.array([b"good one", b"\xff\xfe", b"good two"], pyarrow.binary())
-    text = pyarrow.StringArray.from_buffers(3, *bad.buffers()[1:])
-    parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
-    first, second, third = documents(local(tmp_path))
-    assert (first, third) == ("good one", "good two")
-    assert "row 1: not UTF-8 (byte 0" in str(second)
 
 
 def test_a_document_of_50_mb_is_read_where_the_recipe_allows_it(tmp_path):

@@ -218,16 +218,6 @@ def await_that(condition):
         time.sleep(0.01)
 
 
-def test_state_is_of_the_batch_given_not_of_the_one_prefetched(corpus, tokenizer):
-    data = Data(dataset="local", path=str(corpus), validation_fraction=0.0, num_workers=0)
-    for workers in (1, 2):
-        [plain] = loaders(data, tokenizer, batch_size=4)
-        [ahead] = loaders(data.replace(num_workers=workers, prefetch=8), tokenizer, batch_size=4)
-        for _ in range(5):
-            assert same(next(ahead), next(plain))
-            assert ahead.state_dict() == plain.state_dict()
-
-
 @pytest.mark.parametrize(("batch_size", "workers", "used"), [(8, 2, 2), (2, 4, 4), (1, 3, 2)])
 def test_any_number_of_processes_gives_the_same_batches_and_reads_each_document_once(
     corpus, tokenizer, batch_size, workers, used, caplog
@@ -251,21 +241,6 @@ def test_any_number_of_processes_gives_the_same_batches_and_reads_each_document_
     for _ in range(40):
         assert same(next(many), next(plain))
         assert max(Counter(number % STREAMS for number in many.received).values(), default=0) <= 2
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [((1, 2), (4, 1)), ((4, 2), (2, 4)), ((8, 1), (1, 8)), ((2, 2), (2, 4))]
-)
-def test_resume_on_another_layout(data, tokenizer, before, after):
-    one = loaders(data, tokenizer)
-    ranks = loaders(data, tokenizer, before[0], before[1])
-    for _ in range(9):
-        assert torch.equal(global_batch(ranks, before[1]), global_batch(one, STREAMS))
-    state = merge_states([json.loads(json.dumps(loader.state_dict())) for loader in ranks])
-    resumed = loaders(data, tokenizer, after[0], after[1], state=state)
-    for _ in range(9):
-        assert torch.equal(global_batch(resumed, after[1]), global_batch(one, STREAMS))
-    assert merge_states([loader.state_dict() for loader in resumed]) == one[0].state_dict()
 
 
 def hashes(batch):
@@ -316,17 +291,6 @@ def test_a_resume_at_any_step_goes_on_with_its_samples(data, tokenizer, uninterr
         ranks = loaders(data, tokenizer, dp_degree, batch_size, state=uninterrupted[at][0])
         for _, samples in uninterrupted[at : at + 2]:
             assert hashes(global_batch(ranks, batch_size)) == samples
-
-
-def test_resumed_twice_it_is_where_it_would_be(data, tokenizer, uninterrupted):
-    """The second time after no step, after one, and after two."""
-    for steps in range(3):
-        first = loaders(data, tokenizer, 2, 2, state=uninterrupted[5][0])
-        for _ in range(steps):
-            global_batch(first, 2)
-        second = loaders(data, tokenizer, 4, 1, state=state_of(first))
-        assert state_of(second) == uninterrupted[5 + steps][0]
-        assert hashes(global_batch(second, 1)) == uninterrupted[5 + steps][1]
 
 
 def test_another_length_of_sequence_goes_on_at_the_next_token(data, tokenizer):
@@ -399,21 +363,7 @@ def test_resuming_does_not_tokenize_what_is_behind(data, tokenizer):
     assert len(ears[1].texts) == in_use + len(ears[0].texts) - before
 
 
-def test_the_validation_split_is_another_stream(tokenizer):
-    shape = dict(streams=2, batch_size=2, seq_len=64, dp_rank=0, dp_degree=1, seed=0)
-    batches = [
-        next(build_loader(Data(num_workers=0), tokenizer, split=split, **shape)).input
-        for split in ("train", "validation")
-    ]
-    assert not torch.equal(*batches)
-
-
-def test_the_seed_changes_the_order(data, tokenizer):
-    batches = [global_batch(loaders(data, tokenizer, seed=seed), STREAMS) for seed in (0, 1)]
-    assert torch.equal(*batches) == (not data.shuffle)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_mistake_in_the_data_arrives_as_itself(tmp_path, tokenizer, num_workers):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": null}\n')
     (tmp_path / "b.jsonl").write_text('{"text": "fine"}\n')
@@ -442,13 +392,6 @@ class Broken:
 def test_a_bug_arrives_as_its_own_kind(num_workers):
     [loader] = loaders(Data(num_workers=num_workers), Broken())
     with pytest.raises(ZeroDivisionError, match="a bug of ours"):
-        next(loader)
-
-
-def test_a_split_without_documents_is_an_error_and_no_hang(corpus, tokenizer):
-    data = Data(dataset="local", path=str(corpus), validation_fraction=0.999999, num_workers=1)
-    [loader] = loaders(data, tokenizer)
-    with pytest.raises(ConfigError, match="no train document"):
         next(loader)
 
 
