@@ -483,18 +483,13 @@ def load_initial(
     shared_fault = first_nonempty(fault)
     if shared_fault:
         raise ConfigError(f'{key} = "{path}": {shared_fault}')
-    if not all_equal(str(weights.folder)):  # that run may still save steps
-        folders = " and ".join(dict.fromkeys(all_gather_objects(str(weights.folder))))
+    found = (str(weights.folder), weights.digest())
+    if not all_equal(str(found)):  # each rank reads its part of every file
+        by_rank = all_gather_objects(found)
+        rank = next(rank for rank, each in enumerate(by_rank) if each != by_rank[0])
         raise ConfigError(
-            f'{key} = "{path}": ranks see different newest steps in it, {folders}; use one of them'
-        )
-    digest = weights.digest()
-    if not all_equal(digest):  # each rank reads its part of every file
-        digests = all_gather_objects(digest)
-        others = [rank for rank, each in enumerate(digests) if each != digests[0]]
-        raise ConfigError(
-            f'{key} = "{path}": {len(others)} of {len(digests)} ranks, the first of them rank'
-            f" {others[0]}, find other weights there than rank 0; use the same files on all nodes"
+            f'{key} = "{path}": rank {rank} finds other weights in {by_rank[rank][0]} than rank 0'
+            f" in {by_rank[0][0]}; use the same files on all nodes, and one checkpoint of a run"
         )
     if not kept and weights.folder != Path(path):
         _keep_step(path, weights.folder, run_folder)

@@ -104,42 +104,33 @@ class LocalFile(NamedTuple):
     size: int  # bytes
 
 
-class Match(NamedTuple):
-    """The files at `data.path`."""
-
-    sizes: dict[str, int]  # by path or URL
-    names: dict[str, str]  # by path or URL
-    is_folder: bool  # of which files of other formats are left out
-
-
 def local_files(data: Data) -> list[LocalFile]:
     """Return the files at `data.path`, by path. Raises ConfigError."""
     where = f'{data.key("path")} = "{data.path}"'
     path = _path_on_disk(data.path)
-    match = _at_url(data.path, where) if path is None else _on_disk(path, data.run_folder, where)
-    if not match.is_folder:
-        unknown = [file for file in match.sizes if not _format(file)[0]]
-        if unknown:
-            suffix = "".join(Path(unknown[0]).suffixes)
-            raise ConfigError(
-                f'{where}: {unknown[0]}: unknown format "{suffix}"; {_FIX}; {CONVERT}'
-            )
-    for file in match.sizes:
-        folder, last = posixpath.split(file)
+    if path is None:
+        found, is_folder = _at_url(data.path, where)
+    else:
+        found, is_folder = _on_disk(path, data.run_folder, where)
+    files = sorted(file for file in found if _format(file.path)[0])
+    others = [file.path for file in found if not _format(file.path)[0]]
+    if others and not is_folder:
+        suffix = "".join(Path(others[0]).suffixes)
+        raise ConfigError(f'{where}: {others[0]}: unknown format "{suffix}"; {_FIX}; {CONVERT}')
+    for file in found:
+        folder, last = posixpath.split(file.path)
         if last == SAVED:
             raise ConfigError(
                 f"{where}: {folder} was written by Dataset.save_to_disk, which is not read; convert"
                 f' it with datasets.load_from_disk("{folder}").to_parquet("a.parquet")'
             )
-    files = sorted(file for file in match.sizes if _format(file)[0])
-    if len(files) < len(match.sizes):
-        others = {os.path.splitext(file)[1] for file in match.sizes if not _format(file)[0]}
+    if others:
+        suffixes = sorted({os.path.splitext(file)[1] for file in others})
         logger.info(
-            f"{where}: {len(match.sizes) - len(files)} files of other formats are left out"
-            f" ({list_names(sorted(others))})"
+            f"{where}: {len(others)} files of other formats are left out ({list_names(suffixes)})"
         )
     for file in files:
-        name = os.fsencode(match.names[file])
+        name = os.fsencode(file.name)
         try:
             name.decode()
         except UnicodeDecodeError:
@@ -149,10 +140,9 @@ def local_files(data: Data) -> list[LocalFile]:
             ) from None
     if not files:
         raise ConfigError(
-            f"{where}: none of the {len(match.sizes)} files in this folder can be read; {_FIX};"
-            f" {CONVERT}"
+            f"{where}: none of the {len(found)} files in this folder can be read; {_FIX}; {CONVERT}"
         )
-    return [LocalFile(file, match.names[file], match.sizes[file]) for file in files]
+    return files
 
 
 def _fixed_part(path: str) -> str:
@@ -173,8 +163,9 @@ def _path_on_disk(path: str) -> str | None:
     return None
 
 
-def _on_disk(path: str, run_folder: str, where: str) -> Match:
-    """Return the file, the files of the folder, or those that match the pattern at a path.
+def _on_disk(path: str, run_folder: str, where: str) -> tuple[list[LocalFile], bool]:
+    """Return (files, True for those of a folder, of which other formats are left out): the file,
+    the files of the folder, or those that match the pattern at a path.
 
     Patterns are those of the standard library: fsspec's do not enter folders that are linked. What
     titan_lite has written is left out. Raises ConfigError.
@@ -192,25 +183,25 @@ def _on_disk(path: str, run_folder: str, where: str) -> Match:
         pattern = "*" if is_folder else os.path.basename(path)
         refuse_folder_of_run(folder, pattern, run_folder, where)
         found = without_outputs(found, folder, run_folder, where)
-    sizes = {}
+    files = []
     for file in found:
         try:
             status = os.stat(file)
         except OSError as error:
             raise _unreadable(where, file, error) from None
         if stat.S_ISREG(status.st_mode):
-            sizes[file] = status.st_size
-    if not sizes and not is_folder and os.path.exists(path):
+            name = os.path.relpath(file, folder).replace(os.sep, "/")
+            files.append(LocalFile(file, name, status.st_size))
+    if not files and not is_folder and os.path.exists(path):
         raise ConfigError(
             f"{where} is a pipe, a socket or a device, and is read again in each epoch; {_FIX}"
         )
-    if not sizes and not is_folder:
+    if not files and not is_folder:
         raise ConfigError(f"{where}: no such file, and no file matches; {_FIX}")
-    names = {file: os.path.relpath(file, folder).replace(os.sep, "/") for file in sizes}
-    return Match(sizes, names, is_folder)
+    return files, is_folder
 
 
-def _at_url(url: str, where: str) -> Match:
+def _at_url(url: str, where: str) -> tuple[list[LocalFile], bool]:
     """Return what `_on_disk` returns, for a URL of fsspec. Raises ConfigError."""
     if "::" in url:  # zip://a.txt::corpus.zip, simplecache::s3://corpus/a.txt
         raise ConfigError(
@@ -246,14 +237,17 @@ def _at_url(url: str, where: str) -> Match:
     folder = path if is_folder else _fixed_part(path)
     if is_folder or (has_magic(path) and "/." not in path):  # else it names the hidden ones
         found = {name: found[name] for name in _not_hidden(found, folder, where)}
-    sizes = {fs.unstrip_protocol(name): size for name, size in found.items()}
-    names = {fs.unstrip_protocol(name): _name_at_url(name, folder) for name in found}
-    if same := next((name for name, count in Counter(names.values()).items() if count > 1), ""):
+    files = [
+        LocalFile(fs.unstrip_protocol(file), _name_at_url(file, folder), size)
+        for file, size in found.items()
+    ]
+    ((name, count),) = Counter(file.name for file in files).most_common(1) or [("", 0)]
+    if count > 1:
         raise ConfigError(
-            f"{where}: several files are documents of {same}: their URLs differ in the query alone,"
+            f"{where}: several files are documents of {name}: their URLs differ in the query alone,"
             " which is no part of a document's name; use one of them"
         )
-    return Match(sizes, names, is_folder)
+    return files, is_folder
 
 
 def _name_at_url(path: str, folder: str) -> str:

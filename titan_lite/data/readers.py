@@ -25,6 +25,7 @@ from fsspec.utils import infer_compression
 from titan_lite.config.errors import MachineError
 from titan_lite.data import servers
 from titan_lite.data.servers import RefusedError, retried, serves_no_ranges, why_not_at_url
+from titan_lite.text import first_names, one_line
 
 BLOCK = 2**20  # bytes that are read at once where nothing in them is kept
 HTTP = ("http://", "https://")
@@ -36,7 +37,7 @@ CONVERT = (
     '.to_parquet("a.parquet")'
 )
 MAX_NAMES_SHOWN = 20
-MAX_NAME_SHOWN = 40  # characters
+MAX_CHARACTERS_SHOWN = 800  # of all names
 
 T = TypeVar("T")
 
@@ -61,13 +62,7 @@ class TooLarge(ValueError):
 
 def list_names(names: Sequence[str]) -> str:
     """Return names from a file in one line of some hundred characters."""
-    words = []
-    for name in names[:MAX_NAMES_SHOWN]:
-        is_fine = len(name) <= MAX_NAME_SHOWN and name.isprintable()
-        words.append(name if is_fine else ascii(name[:MAX_NAME_SHOWN]))
-    if len(names) > MAX_NAMES_SHOWN:
-        words.append("...")
-    return ", ".join(words) or "none"
+    return one_line(first_names(names, MAX_NAMES_SHOWN), MAX_CHARACTERS_SHOWN) or "none"
 
 
 def is_url(path: str) -> bool:

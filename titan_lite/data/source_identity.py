@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from pydantic import NonNegativeInt
 
 from titan_lite.manifest import validated
+from titan_lite.text import first_names
 
 MAX_NAMES = 3  # of files in a message
 
@@ -69,10 +70,7 @@ class SourceIdentity:
 
 def digest_of(sources: Sequence[SourceIdentity]) -> str:
     """Return a SHA-256 of the documents of all sources."""
-    return _sha256([(sorted(each.settings.items()), [*each.files.items()]) for each in sources])
-
-
-def _sha256(values: list) -> str:
+    values = [(sorted(each.settings.items()), [*each.files.items()]) for each in sources]
     return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
@@ -107,8 +105,7 @@ def _differences_of_source(was: SourceIdentity, now: SourceIdentity) -> list[str
     for kind, of_kind in by_kind.items():
         if of_kind:
             files = "1 file was" if len(of_kind) == 1 else f"{len(of_kind):,} files were"
-            more = ", ..." if len(of_kind) > MAX_NAMES else ""
-            words.append(f"{files} {kind} ({', '.join(of_kind[:MAX_NAMES])}{more})")
+            words.append(f"{files} {kind} ({first_names(of_kind, MAX_NAMES)})")
     if not words and list(now.files) != list(was.files):
         words.append("files are in another order")
     return words

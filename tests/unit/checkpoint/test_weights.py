@@ -736,8 +736,8 @@ def test_nodes_with_other_weights_at_one_path_are_refused(step, folder, tmp_path
         for copy, changed in (said[:2], said[2:]):
             assert copy == ""
             assert changed == (
-                'checkpoint.initial_load_path = "mine": 1 of 2 ranks, the first of them rank 1,'
-                " find other weights there than rank 0; use the same files on all nodes"
+                'checkpoint.initial_load_path = "mine": rank 1 finds other weights in mine than'
+                " rank 0 in mine; use the same files on all nodes, and one checkpoint of a run"
             )
 
 
@@ -777,7 +777,7 @@ def test_all_ranks_start_from_the_same_weights_or_none_does(step, folder, expect
             in altered
         )
         assert (
-            f"ranks see different newest steps in it, {run}/step-1 and {later}/step-2" in differing
+            f"rank 1 finds other weights in {later}/step-2 than rank 0 in {run}/step-1" in differing
         )
 
 

@@ -135,7 +135,7 @@ def test_what_differs_is_named_and_counted(corpus):
         write_jsonl(corpus / f"new {name}.jsonl", ["one"])
     assert differences_in_words(before, identify(local(corpus))) == [
         "1 file was changed (a.jsonl)",
-        "6 files were added (d.jsonl, new 0.jsonl, new 1.jsonl, ...)",
+        "6 files were added (d.jsonl, new 0.jsonl, new 1.jsonl and 3 more)",
         "1 file was removed (b.jsonl)",
     ]
 
