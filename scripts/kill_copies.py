@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from titan_lite.metrics.run_files import read_lines, valid_entries
+from titan_lite.metrics.run_files import valid_entries
 from titan_lite.processes import descendants
 from titan_lite.resilience.exit_code import STOPPED
 
@@ -125,9 +125,7 @@ def is_rank(pid: int) -> bool:
 def count_steps(folder: Path, name: str) -> Counter[int]:
     """Return how many lines each step has with a metric, since the run has last reached it."""
     counts: Counter[int] = Counter()
-    for _, line in read_lines(folder / "metrics.jsonl"):
-        if line is None:  # cut off by a kill
-            continue
+    for line in valid_entries(folder / "metrics.jsonl"):
         if "resumed_from" in line:
             counts = Counter({s: n for s, n in counts.items() if s <= line["resumed_from"]})
         elif name in line:

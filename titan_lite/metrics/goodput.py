@@ -24,9 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from titan_lite.metrics.run_files import read_lines, valid_entries
+from titan_lite.metrics.run_files import read_events, valid_entries
 
 SECONDS_OF = "seconds_"  # the beginning of a metric: seconds since the line before, by their cause
 COUNTED = "productive steps"
@@ -145,18 +144,14 @@ def _wall_time_and_starts(folder: Path) -> tuple[float, float]:
     moments: list[float] = []
     starts: list[float] = []
     is_starting = False  # a run, and not a copy of the model beside others
-    for _, entry in read_lines(folder / "events.jsonl"):
-        if entry is None or not isinstance(entry.get("time"), str):
-            continue
-        try:
-            moments.append(datetime.fromisoformat(entry["time"]).timestamp())
-        except ValueError:
-            continue
-        if entry.get("event") == "start":
+    events, _ = read_events(folder / "events.jsonl")
+    for event in events:
+        if "time" in event:  # that of a kill is not known
+            moments.append(datetime.fromisoformat(event["time"]).timestamp())
+        if event["event"] == "start":
             is_starting = True
-        parts = entry.get("seconds")
-        if is_starting and isinstance(parts, dict):
-            starts.append(_seconds_before_first_step(parts))
+        if is_starting and "seconds" in event:
+            starts.append(_seconds_before_first_step(event["seconds"]))
             is_starting = False
     if not moments:
         return 0.0, 0.0
@@ -164,10 +159,8 @@ def _wall_time_and_starts(folder: Path) -> tuple[float, float]:
     return max(moments) - min(moments) + first_start, sum(starts)
 
 
-def _seconds_before_first_step(parts: Mapping[str, Any]) -> float:
+def _seconds_before_first_step(parts: Mapping[str, float]) -> float:
     """Return the seconds of a start (start_times.py) that no line of metrics.jsonl has."""
     return sum(
-        value
-        for part, value in parts.items()
-        if part not in ("first step", "validation") and isinstance(value, (int, float))
+        seconds for part, seconds in parts.items() if part not in ("first step", "validation")
     )

@@ -8,7 +8,6 @@ All files of a run are read by tools/report/run_record.py.
 
 import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,43 +15,27 @@ from pathlib import Path
 from typing import Any
 
 ENDINGS = {"done", "stop", "failed", "error", "killed"}  # events that end an attempt
-EVENT_KEYS = ("step", "event", "time", "text", "facts")  # of a line of events.jsonl
 FILE_OF_EXPERTS = "experts.json"  # the shares of experts (features/moe/load.py)
-MAX_LINE_BYTES = 2**20  # a longer line is not valid
-
-
-class RecordError(ValueError):
-    """An error: a folder has no run, or a damaged one.
-
-    The message names the file, the line, and what to do.
-    """
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yield (number, object) of each line that is not empty; None for a line that is not an object,
     which a kill may leave.
 
-    A line of more than MAX_LINE_BYTES gives None, too. A missing file has no lines.
+    A missing file has no lines.
     """
     if not path.is_file():
         return
     with path.open("rb") as file:
-        for number in itertools.count(1):
-            line = file.readline(MAX_LINE_BYTES)
-            if not line:
-                return
-            if len(line) == MAX_LINE_BYTES:
-                while len(file.readline(MAX_LINE_BYTES)) == MAX_LINE_BYTES:
-                    pass
-                yield number, None
-            elif line.strip():
+        for number, line in enumerate(file, start=1):
+            if line.strip():
                 yield number, _parse_object(line)
 
 
 def _parse_object(line: bytes) -> dict[str, Any] | None:
     try:
-        entry = json.loads(line.decode("utf-8", "replace"))
-    except (ValueError, RecursionError):
+        entry = json.loads(line)
+    except ValueError:
         return None
     return entry if isinstance(entry, dict) else None
 
@@ -85,18 +68,12 @@ def last_start(path: Path) -> int:
 
 def valid_entries(path: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl that are a step or a resume."""
-    return [entry for _, entry in read_lines(path) if entry is not None and not _fault(entry)]
+    return [entry for _, entry in read_lines(path) if entry is not None and _is_entry(entry)]
 
 
-def _fault(entry: Mapping[str, Any]) -> str:
-    """Return why a line is neither a step nor a resume, or "" if it is one."""
-    name = "resumed_from" if "resumed_from" in entry else "step"
-    if type(entry.get(name)) is not int or entry[name] < 0:
-        return f"{name} = {entry.get(name)!r:.60}: expected a whole number from 0 on"
-    for name, value in entry.items():
-        if value is not None and type(value) not in (int, float):
-            return f"{name} = {value!r:.60}: expected a number"
-    return ""
+def _is_entry(line: Mapping[str, Any]) -> bool:
+    """Return True if a line of metrics.jsonl is a step or a resume."""
+    return "step" in line or "resumed_from" in line
 
 
 @dataclass(frozen=True)
@@ -140,42 +117,22 @@ def timed_windows(path: Path) -> list[Window]:
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]], list[str]]:
-    """Return (rows by step, a "resume" event for each resume, notes on torn lines) of
+    """Return (rows by step, a "resume" event for each resume, notes on skipped lines) of
     metrics.jsonl.
 
-    A row also has "tokens" and "hours" of training so far. Raises RecordError for a line that is
-    not valid, unless a kill has cut it off.
+    A row also has "tokens" and "hours" of training so far.
     """
     rows: dict[int, dict[str, float]] = {}
     resumes: list[dict[str, Any]] = []
     notes: list[str] = []
-    lines = list(read_lines(path))
-    for index, (number, entry) in enumerate(lines):
-        if entry is None:
-            next_entry = lines[index + 1][1] if index + 1 < len(lines) else {"resumed_from": 0}
-            if next_entry is None or "resumed_from" not in next_entry:
-                raise RecordError(
-                    f"{path}, line {number}: not valid JSON, in the middle of the file; remove the"
-                    " line"
-                )
-            notes.append(
-                f"{path.name}, line {number}, was cut off when the run was killed, and is skipped"
-            )
-            continue
-        if fault := _fault(entry):
-            raise RecordError(
-                f"{path}, line {number}: neither a step nor a resume: {fault}; remove the line"
-            )
-        if "resumed_from" in entry:
+    for number, entry in read_lines(path):
+        if entry is None or not _is_entry(entry):
+            notes.append(f"{path.name}, line {number}, is not a step, and is skipped")
+        elif "resumed_from" in entry:
             resumes.append(_resume_event(entry["resumed_from"], rows))
             rows = {step: row for step, row in rows.items() if step <= entry["resumed_from"]}
         else:
-            finite = {
-                name: value
-                for name, value in entry.items()
-                if value is None or math.isfinite(value)
-            }
-            rows.setdefault(entry["step"], {}).update(finite)
+            rows.setdefault(entry["step"], {}).update(entry)
     ordered = [rows[step] for step in sorted(rows)]
     _add_totals(ordered)
     return ordered, resumes, notes
@@ -218,11 +175,10 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     events: list[dict[str, Any]] = []
     notes: list[str] = []
     is_running = False  # an attempt has not ended
-    for number, entry in read_lines(path):
-        if entry is None or not _is_event(entry):
+    for number, event in read_lines(path):
+        if event is None or "event" not in event:
             notes.append(f"{path.name}, line {number}, is not an event, and is skipped")
             continue
-        event = {name: entry[name] for name in EVENT_KEYS if name in entry}
         kind = event["event"]
         if is_running and kind in ("start", "restart"):
             last_step = event["step"] if kind == "restart" else 0
@@ -246,14 +202,3 @@ def step_reached(folder: Path) -> int:
         events, _ = read_events(folder / "events.jsonl")
         steps += [event["step"] for event in events[-1:]]
     return max(steps)
-
-
-def _is_event(entry: Mapping[str, Any]) -> bool:
-    texts = (entry.get("time") or "", entry.get("text") or "", entry.get("event"))
-    facts = entry.get("facts") or {}
-    return (
-        type(entry.get("step")) is int
-        and all(isinstance(text, str) for text in texts)
-        and isinstance(facts, dict)
-        and all(isinstance(fact, str) for fact in facts.values())
-    )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titan_lite.config import Config, ConfigError, flatten, load_config
 from titan_lite.cost.machine import GIB
-from titan_lite.metrics.run_files import RecordError, Window, read_rows, timed_windows
+from titan_lite.metrics.run_files import Window, timed_windows
 from titan_lite.models.shapes import shape_words
 from titan_lite.tools.plan.plan import Plan
 
@@ -53,10 +53,6 @@ def read_windows(folder: Path, config: Config) -> list[Window]:
                 f"{written}: its run had {key} = {of_run[key]!r}, and this recipe has {value!r};"
                 f" use the run's own, {recipe}"
             )
-    try:
-        read_rows(metrics)  # raises for a damaged file
-    except RecordError as error:
-        raise ConfigError(f"{written}: {error}") from None
     return _not_empty(timed_windows(metrics), written)
 
 

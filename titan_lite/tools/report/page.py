@@ -27,7 +27,6 @@ from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import error_because_of
 from titan_lite.config.weights_folder import refuse_within_step
-from titan_lite.metrics.run_files import RecordError
 from titan_lite.tools.report import sections
 from titan_lite.tools.report.markup import text
 from titan_lite.tools.report.run_record import RunRecord, read_run
@@ -61,20 +60,18 @@ def main(arguments: Sequence[str]) -> None:
         path.write_text(content, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise error_because_of(error, f"{error.filename}: {error.strerror}") from None
-    except RecordError as error:
-        raise ConfigError(str(error)) from None
     print(f"{path} written: open it in a browser")
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
     """Return the folders' names, with as many parents as needed to be unique.
 
-    Raises RecordError for a repeated folder.
+    Raises ConfigError for a repeated folder.
     """
     parts = [Path(os.path.realpath(folder)).parts for folder in folders]
     for folder, own in zip(folders, parts, strict=True):
         if parts.count(own) > 1:
-            raise RecordError(f"{folder} is given twice; use each run once")
+            raise ConfigError(f"{folder} is given twice; use each run once")
     depth = 1
     while True:
         names = ["/".join(own[-depth:]) for own in parts]

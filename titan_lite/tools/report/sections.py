@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from titan_lite.config import KEYS
-from titan_lite.metrics.goodput import time_spent
+from titan_lite.metrics.goodput import duration, time_spent
 from titan_lite.text import first_names
 from titan_lite.tools.report.markup import (
     large,
@@ -78,7 +78,7 @@ def results(run: RunRecord) -> dict[str, str]:
         "peak memory": largest(run, "memory_gib", "{:.2f} GiB"),
         "exposed (estimated)": exposed_share(run.compile_reports),
         "steps skipped": largest(run, "skipped_steps", "{:,.0f}"),
-        "training time": training_time(last["hours"]),
+        "training time": duration(3600 * last["hours"]) if last["hours"] else "",
         "goodput": goodput(run),
         "started": first_start(run),
         "resumed": times_resumed(run),
@@ -104,7 +104,7 @@ def largest(run: RunRecord, name: str, form: str) -> str:
 def steps_done(run: RunRecord) -> str:
     done = f"{run.rows[-1]['step']:,}"
     steps = run.recipe.get("training.steps")
-    return f"{done} of {steps:,}" if type(steps) is int else done
+    return f"{done} of {steps:,}" if steps else done
 
 
 def validation_loss(run: RunRecord) -> str:
@@ -114,21 +114,10 @@ def validation_loss(run: RunRecord) -> str:
     return newest(run, "validation_loss")
 
 
-def training_time(hours: float) -> str:
-    """Return a time in hours, minutes or seconds; "" for a run that timed no step."""
-    seconds = 3600 * hours
-    if not seconds:
-        return ""
-    if hours > 2:
-        return f"{hours:.2f} h"
-    return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.3g} s"
-
-
 def goodput(run: RunRecord) -> str:
     """Return the share of the time in productive steps, and where the rest went."""
-    copies = run.recipe.get("fault_tolerance.copies")
-    known = copies if type(copies) is int and copies > 0 else 1
-    return time_spent(run.folder, known).describe().removeprefix("goodput: ")
+    copies = run.recipe.get("fault_tolerance.copies", 1)
+    return time_spent(run.folder, copies).describe().removeprefix("goodput: ")
 
 
 def first_start(run: RunRecord) -> str:

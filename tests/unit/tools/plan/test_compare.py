@@ -77,7 +77,6 @@ def test_windows_with_smaller_batches_do_not_count(run, capsys):
             [{"step": 1, "step_time": 1.0, "tps": 1.0, "tokens_seen": 1, "memory_gib": 1.0}],
             "no step",
         ),
-        (["not a line", {"step": 1}], "metrics.jsonl, line 1: not valid JSON"),
     ],
 )
 def test_a_folder_without_steps_is_refused(run, lines, reason, capsys):

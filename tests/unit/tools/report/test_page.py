@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from titan_lite.config import load_config, to_toml
-from titan_lite.metrics.run_files import RecordError
+from titan_lite.config import ConfigError, load_config, to_toml
 from titan_lite.tools.report.page import FRAME, main, name_runs, page
 from titan_lite.tools.report.run_record import read_run
 from titan_lite.tools.report.script_data import MARKED, MAX_ROWS, script_data, thin
-from titan_lite.tools.report.sections import exposed_share, results
+from titan_lite.tools.report.sections import exposed_share
 
 ROOT = Path(__file__).parents[4]
 MEASURES = Path(__file__).with_name("measure_page.js")
@@ -180,15 +179,6 @@ def test_the_last_start_says_what_it_ran_on(run):
     for name, fact in (facts | {"revision": "0123456789ab+changes"}).items():
         assert f"{name} {fact}" in said
     assert "node-1" not in said
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.5, "2 s"), (29, "116 s"), (45, "3.0 min"), (3600, "4.00 h"), (0.001, "0.004 s")],
-)
-def test_a_short_training_time_is_in_seconds(seconds, words, run):
-    metrics = [row(step, step_time=seconds) for step in (1, 4)]
-    assert results(read_run(run(metrics=metrics), "run"))["training time"] == words
 
 
 def test_an_event_of_another_version_is_marked_as_one(run):
@@ -523,34 +513,14 @@ def test_lines_torn_by_a_kill_are_left_out_and_told(run):
     found = read_run(run(metrics=lines), "run")
     assert [each["step"] for each in found.rows] == [10, 20]
     assert [re.search(r"line (\d)", note)[1] for note in found.notes] == ["2", "5"]
-    assert "line 2, was cut off" in page([found])
+    assert "line 2, is not a step" in page([found])
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        (
-            ['{"step": 10}\n', "not json\n", '{"step": 20}\n'],
-            "line 2: not valid JSON, in the middle",
-        ),
-        (["nor this\n", "not this\n"], "line 1: not valid JSON"),
-        (['{"step": "ten"}\n'], "line 1: neither a step nor a resume"),
-        (['{"loss": 1.0}\n'], "line 1: neither"),
-        (['{"resumed_from": null}\n'], "line 1: neither"),
-        (
-            ['{"step": 10, "loss": 1}\n', '{"step": 20, "loss": "low"}\n'],
-            "line 2: neither a step nor a resume: loss = 'low': expected a number",
-        ),
-        (["\n"], "has no step yet"),
-        ([], "has no step yet"),
-    ],
-)
-def test_a_wrong_line_is_named(lines, words, run, capsys):
-    folder = run(metrics=lines)
+def test_a_run_without_a_step_is_refused(run, capsys):
+    folder = run(metrics=["\n", '{"loss": 1.0}\n'])
     assert main([str(folder)]) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"error: {folder}/metrics.jsonl")
-    assert words in printed.err
+    assert printed.err.startswith(f"error: {folder}/metrics.jsonl has no step yet")
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert not (folder / "report.html").exists()
 
@@ -686,42 +656,7 @@ def test_a_folder_that_is_none_or_has_no_run(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("compile.json", "[", "compile.json: not as a run writes it (JSONDecodeError: "),
-        ("compile.json", "{}", "(TypeError: it is a dict)"),
-        ("compile.json", '[{"graph": "forward"}]', "(ValueError: 0.before: field required)"),
-        ("compile.json", "[1]", "compile.json: not as a run writes it (ValueError: 0 = 1: "),
-        (
-            "compile.json",
-            '[{"graph": "forward", "before": {}, "after": [], "timeline": {}}]',
-            "(ValueError: 0.timeline.communication: field required)",
-        ),
-        (
-            "compile.json",
-            '[{"graph": "forward", "before": {"all_gather": "9"}, "after": []}]',
-            '(ValueError: 0.before.all_gather = "9": input should be a valid integer)',
-        ),
-        (
-            "compile.json",
-            '[{"graph": "f", "before": {}, "after": [{"kind": "k", "fqns": [], "nbytes": -1}]}]',
-            "(ValueError: 0.after.0.nbytes = -1: ",
-        ),
-        (
-            "compile.json",
-            '[{"graph": "f", "before": {}, "after": [], "timeline": {"communication": 1,'
-            ' "exposed": Infinity, "seconds": 1}}]',
-            "(ValueError: 0.timeline.exposed = ",
-        ),
-        ("timeline.json", "]", "timeline.json: not as a run writes it (JSONDecodeError: "),
-        (
-            "timeline.json",
-            '{"traceEvents": [{"ph": "X"}]}',
-            "(KeyError: 'ts')",
-        ),
-        (
-            "timeline.json",
-            '{"traceEvents": 5}',
-            "timeline.json: not as a run writes it (TypeError: ",
-        ),
+        ("compile.json", "[", "compile.json: not valid JSON (Expecting value: "),
         ("config.toml", "[training\n", "not valid TOML"),
     ],
 )
@@ -738,7 +673,7 @@ def test_a_damaged_file_is_named(name, text, words, run, capsys):
 def test_runs_are_named_by_what_tells_them_apart(tmp_path):
     assert name_runs([Path("outputs/a"), Path("outputs/b")]) == ["a", "b"]
     assert name_runs([Path("x/a"), Path("y/a")]) == ["x/a", "y/a"]
-    with pytest.raises(RecordError, match="given twice"):
+    with pytest.raises(ConfigError, match="given twice"):
         name_runs([tmp_path / "a", tmp_path / "b" / ".." / "a"])
 
 
@@ -776,12 +711,11 @@ def test_no_torch_is_needed(run):
     )
 
 
-@pytest.mark.parametrize("kind", ["symbolic", "hard"])
-def test_a_page_that_is_a_link_to_another_file_is_replaced(kind, run, tmp_path):
+def test_a_page_that_is_a_link_to_another_file_is_replaced(run, tmp_path):
     own = tmp_path / "own.html"
     own.write_text("of the user")
     folder = run()
-    (os.symlink if kind == "symbolic" else os.link)(own, folder / "report.html")
+    os.link(own, folder / "report.html")
     assert main([str(folder)]) == 0
     assert own.read_text() == "of the user"
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
