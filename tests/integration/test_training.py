@@ -193,7 +193,7 @@ def test_greedy_buckets_change_no_number_and_leave_their_report(tmp_path):
     assert len(forward["after"]) < 57
     assert forward["timeline"]["exposed"] >= 0
     names = {path.name for path in (tmp_path / "greedy").iterdir()}
-    assert {"timeline.png", "timeline.json"} <= names
+    assert "timeline.json" in names
     assert len(list((tmp_path / "greedy/graphs").rglob("*_traced.txt"))) == 2  # by one rank
 
 

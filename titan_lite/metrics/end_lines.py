@@ -25,7 +25,7 @@ from titan_lite.metrics.timelines import write_timelines
 
 
 def log_compile_reports(reports: Sequence[CompileReport], folder: Path) -> None:
-    """Log what the compile stage did, and write compile.json and the timelines."""
+    """Log what the compile stage did, and write compile.json and timeline.json."""
     if not reports:
         return
     for line in describe(reports):
@@ -34,7 +34,7 @@ def log_compile_reports(reports: Sequence[CompileReport], folder: Path) -> None:
         write_reports(reports, folder)
         write_timelines(reports, folder)
     except OSError as error:  # does not end the run
-        logger.warning(f"no compile.json or timeline: {error.filename}: {error.strerror}")
+        logger.warning(f"no compile.json or timeline.json: {error.filename}: {error.strerror}")
 
 
 @dataclass(frozen=True)

@@ -144,5 +144,5 @@ def test_reports_that_cannot_be_written_cost_a_warning_and_not_the_run(tmp_path,
     log_compile_reports(reports, tmp_path / "gone")
     path = tmp_path / "gone/compile.json"
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        f"no compile.json or timeline: {path}: No such file or directory"
+        f"no compile.json or timeline.json: {path}: No such file or directory"
     ]

@@ -1,13 +1,11 @@
-"""The picture and the trace of a run's estimated timelines."""
+"""The trace of a run's estimated timelines."""
 
 import json
 from dataclasses import replace
 
-from matplotlib.figure import Figure
-
 from titan_lite.compile.report import CompileReport
 from titan_lite.cost.timeline import Span, Timeline
-from titan_lite.metrics.timelines import COLORS, write_timelines
+from titan_lite.metrics.timelines import write_timelines
 
 GATHER = Span("communication", "all_gather a", 0.0, 8.0, exposed=8.0, group="dp_shard")
 PRODUCT, EXCHANGE = (
@@ -47,33 +45,7 @@ def test_a_trace_has_every_pipeline_rank_and_a_lane_for_every_axis(tmp_path):
     assert named == ["pipeline rank 0", *lanes, "pipeline rank 1", *lanes]
 
 
-def test_a_picture_has_every_pipeline_rank_labelled_and_a_legend(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    write_timelines([report("forward", pp_rank=0), report("forward", pp_rank=1)], tmp_path)
-    panels = drawn[0].axes
-    assert [panel.get_title(loc="left") for panel in panels] == [
-        "pipeline rank 0",
-        "pipeline rank 1",
-    ]
-    for panel in panels:
-        assert [label.get_text() for label in panel.get_yticklabels()] == [
-            "computation",
-            "FSDP",
-            "tensor parallelism",
-        ]
-        assert panel.get_xlim() == (0.0, 13e3)
-    assert [text.get_text() for text in panels[0].get_legend().get_texts()] == list(COLORS)
-    write_timelines([report("forward")], tmp_path)
-    assert [panel.get_title(loc="left") for panel in drawn[1].axes] == ["every rank"]
-
-
-def test_the_picture_is_written(tmp_path):
-    write_timelines([report("forward")], tmp_path)
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_nothing_is_drawn_where_nothing_communicates(tmp_path):
+def test_nothing_is_written_where_nothing_communicates(tmp_path):
     write_timelines(
         [
             CompileReport(

@@ -7,20 +7,18 @@ The graphs are those of the deepest traced stage, which may have fewer blocks th
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan_lite.cost.timeline import Timeline
 from titan_lite.metrics.timelines import (
-    COLORS,
     TraceProcess,
     TraceSpan,
-    add_legend,
-    draw_bars,
-    draw_graphs,
     graph_spans,
+    lane_of,
     lanes_of,
+    with_offsets,
     write_trace,
 )
 from titan_lite.tools.plan.plan import Plan
@@ -28,6 +26,11 @@ from titan_lite.tools.plan.plan import Plan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+COLORS = {  # of graphs
+    "computation": "tab:blue",
+    "communication under computation": "tab:orange",
+    "communication while nothing computes": "tab:red",
+}
 # By the kind of a pipeline's action.
 ACTION_NAMES = {
     "F": "forward",
@@ -150,6 +153,58 @@ def _draw_step(axes: "Axes", plan: Plan) -> None:
         ylim=(0, degree),
     )
     add_legend(axes, legend)
+
+
+def draw_graphs(
+    axes: "Axes", timelines: Sequence[Timeline], lanes: Sequence[str], captions: Sequence[str]
+) -> None:
+    """Draw one graph after another over milliseconds, each with its caption, in COLORS."""
+    computation, hidden, exposed = COLORS.values()
+    bars: dict[tuple[float, str], list[tuple[float, float]]] = defaultdict(list)
+    for (timeline, offset), caption in zip(with_offsets(timelines), captions, strict=True):
+        for span in timeline.spans:
+            lane = lanes.index(lane_of(span))
+            height = len(lanes) - 0.9 - lane
+            start = 1e3 * (offset + span.start)
+            length = 1e3 * span.seconds
+            exposed_length = 1e3 * span.exposed
+            bars[height, hidden if lane else computation].append((start, length))
+            bars[height, exposed].append((start + length - exposed_length, exposed_length))
+        middle = 1e3 * (offset + timeline.seconds / 2)
+        axes.text(middle, len(lanes), caption, ha="center", va="bottom")
+        axes.axvline(1e3 * (offset + timeline.seconds), color="black", linewidth=0.8)
+    draw_bars(axes, bars)
+    axes.set(
+        xlabel="milliseconds (estimated)",
+        yticks=[len(lanes) - 0.5 - number for number in range(len(lanes))],
+        yticklabels=lanes,
+        xlim=(0, 1e3 * sum(timeline.seconds for timeline in timelines)),
+        ylim=(0, len(lanes) + 0.6),
+    )
+
+
+def draw_bars(
+    axes: "Axes",
+    bars: Mapping[tuple[float, str], Sequence[tuple[float, float]]],
+    edge: str = "none",
+) -> None:
+    """Draw bars {(height, color): [(start, length), ...]}; a later one covers those before it."""
+    for (height, color), spans in bars.items():
+        axes.broken_barh(
+            [span for span in spans if span[1]],
+            (height, 0.8),
+            facecolors=color,
+            edgecolors=edge,
+            linewidth=0.2,
+        )
+
+
+def add_legend(axes: "Axes", colors: Mapping[str, str]) -> None:
+    """Add a legend of {meaning: color}."""
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=color, label=meaning) for meaning, color in colors.items()]
+    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
 def write_plan_trace(plan: Plan, path: Path) -> None:
