@@ -228,8 +228,8 @@ def once_per_step_costs(
     communication of the other: the longer of both counts.
     """
     last = last_block(spec.fqn for spec in specs.values())
-    gathers = [_gather_traffic(bucket, last) for bucket in gather_buckets(specs)]
-    reductions = [_reduce_traffic(bucket, last) for bucket in reduce_buckets(specs)]
+    gathers = [_traffic(bucket, "all_gather", last) for bucket in gather_buckets(specs)]
+    reductions = [_traffic(bucket, "reduce_scatter", last) for bucket in reduce_buckets(specs)]
     shares = shares_of_blocks(specs)
     shares_before = dict(zip(shares, [0.0, *shares.values()], strict=False))
 
@@ -245,22 +245,16 @@ def once_per_step_costs(
     }
 
 
-def _gather_traffic(bucket: Bucket, last: str) -> _BucketTraffic:
+def _traffic(bucket: Bucket, kind: str, last: str) -> _BucketTraffic:
+    """Return what a bucket sends. kind: of the collective over shards."""
     flat = bucket.as_one
-    nbytes = flat.rows * flat.gather_dtype.itemsize
+    is_gathered = kind == "all_gather"
+    dtype = flat.gather_dtype if is_gathered else flat.reduce_dtype
+    nbytes = flat.rows * dtype.itemsize
     collectives = []
     if flat.shard_degree > 1:
-        collectives.append(_Collective("all_gather", float(nbytes), flat.shard_group))
-    return _BucketTraffic(block_of(bucket.specs[0].fqn, last), nbytes, collectives)
-
-
-def _reduce_traffic(bucket: Bucket, last: str) -> _BucketTraffic:
-    flat = bucket.as_one
-    nbytes = flat.rows * flat.reduce_dtype.itemsize
-    collectives = []
-    if flat.shard_degree > 1:
-        collectives.append(_Collective("reduce_scatter", float(nbytes), flat.shard_group))
-    for group in flat.sum_groups:
+        collectives.append(_Collective(kind, float(nbytes), flat.shard_group))
+    for group in () if is_gathered else flat.sum_groups:
         collectives.append(_Collective("all_reduce", nbytes / flat.shard_degree, group))
     return _BucketTraffic(block_of(bucket.specs[0].fqn, last), nbytes, collectives)
 

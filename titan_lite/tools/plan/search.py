@@ -18,8 +18,7 @@ out, so only the fastest layouts are asked for it.
 import functools
 import itertools
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,6 +78,7 @@ class Candidate:
     change: Change
     layout: PlannedLayout
     seconds: float  # of a step
+    plan: Plan | None = None  # once there is one
 
     @functools.cached_property
     def nbytes(self) -> float:
@@ -160,17 +160,18 @@ class Search:
         """Return by how many times planned layouts exceed their lower bounds at least, by kind."""
         needs: dict[tuple[object, ...], float] = {}
         for candidate in self.planned:
-            for change, plan in self.rows:
-                if change == candidate.change and isinstance(plan, Plan):
-                    kind = kind_of(candidate.layout)
-                    times = plan.memory.total / candidate.nbytes
-                    needs[kind] = min(times, needs.get(kind, math.inf))
+            if candidate.plan is not None:
+                kind = kind_of(candidate.layout)
+                times = candidate.plan.memory.total / candidate.nbytes
+                needs[kind] = min(times, needs.get(kind, math.inf))
         return needs
 
     def plan(self, chosen: Sequence[Candidate]) -> None:
         changes = [candidate.change for candidate in chosen]
         rows = plan_changes(self.lay_out, changes, self.machine, self.full, label)
         for candidate, row in zip(chosen, rows, strict=True):
+            _, plan = row
+            candidate.plan = plan if isinstance(plan, Plan) else None
             self.waiting.remove(candidate)
             self.planned.append(candidate)
             self.rows = ranked([*self.rows, row])
@@ -587,7 +588,7 @@ def _least_bytes(
         pipeline_parallel_schedule=config.parallelism.pipeline_parallel_schedule,
     )
     pipeline = layout.pipeline
-    by_rank = most_in_flight(parallelism, pipeline.rank_of, pipeline.microbatches)
+    by_rank = in_flight_by_rank(parallelism, pipeline.rank_of, pipeline.microbatches)
     in_microbatches = max(
         sum(
             _bytes_in_flight(layout, sizes, stage, counts)
@@ -610,13 +611,13 @@ class InFlight(NamedTuple):
 
 
 @functools.cache
-def most_in_flight(
+def in_flight_by_rank(
     parallelism: Parallelism, rank_of: tuple[int, ...], microbatches: int
 ) -> list[set[tuple[InFlight, ...]]]:
-    """Return the moments of a step with most in flight, by rank: a value for each of its stages.
+    """Return the moments of a step, by rank: a value for each of its stages.
 
-    A moment is left out if another one has as much or more of everything. rank_of, microbatches: as
-    in PipelineSchedule.
+    Moments before a forward are left out, since more is in flight after it. rank_of, microbatches:
+    as in PipelineSchedule.
     """
     pipeline = PipelineSchedule(((),) * len(rank_of), rank_of, microbatches)
     found = []
@@ -625,7 +626,7 @@ def most_in_flight(
         moments: set[tuple[InFlight, ...]] = set()
         for kind, stage, _ in computations(actions):
             before = now[stage]
-            if kind != "F":  # less is in flight after it
+            if kind != "F":
                 moments.add(tuple(now.values()))
             if kind == "F":
                 now[stage] = before._replace(forward=before.forward + 1)
@@ -636,18 +637,8 @@ def most_in_flight(
             else:
                 now[stage] = before._replace(halves=before.halves - 1, has_gradients=True)
         moments.add(tuple(now.values()))
-        found.append(_largest(moments))
+        found.append(moments)
     return found
-
-
-def _largest(moments: Iterable[tuple[InFlight, ...]]) -> set[tuple[InFlight, ...]]:
-    """Return the moments that no other one exceeds: has as much or more of everything."""
-    largest: dict[tuple[InFlight, ...], list[int]] = {}
-    for moment in sorted(moments, key=lambda moment: -sum(map(sum, moment))):
-        counts = [*itertools.chain(*moment)]
-        if not any(all(map(operator.ge, other, counts)) for other in largest.values()):
-            largest[moment] = counts
-    return {*largest}
 
 
 def _bytes_in_flight(
