@@ -11,7 +11,6 @@ tensors of a step, or those of one safetensors file.
 
 import dataclasses
 import json
-import secrets
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -38,12 +36,7 @@ from titan_lite.checkpoint.weights import (
 )
 from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
-from titan_lite.config.errors import error_because_of
-from titan_lite.config.weights_folder import (
-    TOKENIZER_FILES,
-    refuse_within_step,
-    tokenizer_files,
-)
+from titan_lite.config.weights_folder import TOKENIZER_FILES, tokenizer_files
 from titan_lite.data.tokenizer import (
     JsonTokenizer,
     TiktokenTokenizer,
@@ -59,6 +52,7 @@ from titan_lite.data.tokenizer_json import (
 from titan_lite.logging import init_logging, logger
 from titan_lite.models.huggingface import config_to_hf, hf_names, to_halves, to_hf
 from titan_lite.models.shapes import buffer_shapes
+from titan_lite.tools.new_folder import new_folder
 
 DEFAULT_SHARD_GB = 5.0  # of a safetensors file
 
@@ -171,7 +165,7 @@ def _written_tensors(
     dtype: torch.dtype | None,
     converted: Callable[[str], Tensor],
 ) -> Iterator[Path]:
-    """Return a context with a folder, as in `_new_folder`, that has the tensors as DCP writes them.
+    """Return a context with a folder, as in `new_folder`, that has the tensors as DCP writes them.
 
     fqns: {name in the checkpoint: our name}. converted: returns a tensor by our name, as the
     checkpoint has it.
@@ -191,7 +185,8 @@ def _written_tensors(
     def read(name: str) -> Tensor:
         return rounding.apply(fqns[name], converted(fqns[name]), planned[name].dtype)
 
-    with _new_folder(folder, sum(tensor.nbytes for tensor in planned.values())) as unfinished:
+    with new_folder(folder, "TARGET") as unfinished:
+        _check_room(unfinished, sum(tensor.nbytes for tensor in planned.values()))
         tensor_files.write_one_by_one(unfinished, planned, read)
         yield unfinished
     rounding.log()
@@ -213,7 +208,8 @@ def write_hf(
     dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in hf_names(weights.config)}
     warn_of_biases(weights)
     sizes = {fqn: weights.shapes[fqn].numel() * dtypes[fqn].itemsize for fqn in dtypes}
-    with _new_folder(folder, sum(sizes.values())) as unfinished:
+    with new_folder(folder, "TARGET") as unfinished:
+        _check_room(unfinished, sum(sizes.values()))
         _write_configs(unfinished, weights, dtypes["tok_embeddings.weight"], loaded)
         rounding = Rounding()
         shards = split_into_shards(sizes, shard_bytes)
@@ -356,39 +352,18 @@ def _put_bos(folder: Path, tokenizer: JsonTokenizer) -> None:
     )
 
 
+def _check_room(unfinished: Path, needed: int) -> None:
+    """Raise ConfigError if the disk has no room for `needed` bytes."""
+    free = shutil.disk_usage(unfinished).free
+    if free < needed:
+        raise ConfigError(
+            f"{unfinished.parent} has {free / 1e9:.2f} GB free, and {needed / 1e9:.2f} GB are"
+            " needed; use another disk"
+        )
+
+
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _new_folder(folder: Path, needed: int) -> Iterator[Path]:
-    """Return a context with a folder to fill with `needed` bytes.
-
-    It gets its name when they are on disk, and is removed on failure. Until then it has a unique
-    name, so that only what was made here is deleted.
-    """
-    if folder.exists():
-        raise ConfigError(f"{folder} exists, and nothing is overwritten; use a new folder")
-    refuse_within_step(folder, "TARGET")
-    unfinished = folder.with_name(f"unfinished-{folder.name}-{secrets.token_hex(8)}")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder.parent).free
-        if free < needed:
-            raise ConfigError(
-                f"{folder} needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free; use"
-                " another disk"
-            )
-        unfinished.mkdir()
-        yield unfinished
-        for path in unfinished.iterdir():
-            manifest.sync(path)
-        manifest.publish(unfinished, folder)
-    except (OSError, SafetensorError) as error:
-        why = f"{folder} cannot be written: {error}; use another folder"
-        raise error_because_of(error, why) from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @command()

@@ -13,7 +13,7 @@ and so do documents of [validation]. The tables for the recipe are printed.
 
 `datasets` does the work: Dataset.from_generator reads the documents, Dataset.map tokenizes them in
 several processes, and save_to_disk writes them. Until everything is on disk, the folder is called
-unfinished-FOLDER. Meanwhile it needs room for the text, too; nothing is written to the cache of
+unfinished-FOLDER-*. Meanwhile it needs room for the text, too; nothing is written to the cache of
 `datasets`.
 """
 
@@ -33,8 +33,7 @@ import pyarrow.compute
 from titan_lite import manifest
 from titan_lite.cli import Parser, command
 from titan_lite.config import Config, ConfigError, Data, read_config
-from titan_lite.config.errors import MachineError, error_because_of, in_toml
-from titan_lite.config.weights_folder import refuse_within_step
+from titan_lite.config.errors import in_toml
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
 from titan_lite.data.corpora import SPLITS, Corpus, Split
 from titan_lite.data.documents import open_corpus
@@ -53,6 +52,7 @@ from titan_lite.environment import usable_cores
 from titan_lite.logging import init_logging, logger
 from titan_lite.rules import check_keys
 from titan_lite.text import without_secrets
+from titan_lite.tools.new_folder import new_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -131,40 +131,16 @@ def prepare_parts(
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """Return a context with a new folder that is called `folder` once it is complete.
-
-    It is removed after an error. Raises ConfigError.
-    """
+    """Return the context of `new_folder`, in which errors of documents are those of our readers."""
     import datasets
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    refuse_within_step(folder, "FOLDER")
-    unfinished = folder.with_name(f"unfinished-{folder.name}")
-    if folder.exists():
-        raise ConfigError(f"{folder} exists, and nothing is overwritten; use a new folder")
-    try:
-        unfinished.mkdir(parents=True)
-    except FileExistsError:
-        raise ConfigError(
-            f"{unfinished} exists: another process writes it, or one was killed; wait for it, or"
-            " remove it"
-        ) from None
-    except OSError as error:
-        why = f"{folder} cannot be written: {error}; use another folder"
-        raise error_because_of(error, why) from None
-    try:
-        yield unfinished
-        manifest.publish(unfinished, folder)
-    except datasets.exceptions.DatasetGenerationError as error:  # of the documents or the disk
-        cause = error.__cause__ or error
-        if isinstance(cause, ConfigError | MachineError):
-            raise cause from None
-        raise error_because_of(cause, f"{folder} cannot be written: {cause}") from error
-    except OSError as error:
-        raise error_because_of(error, f"{folder} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with new_folder(folder, "FOLDER") as unfinished:
+        try:
+            yield unfinished
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise (error.__cause__ or error) from None
 
 
 def _fill(folder: Path, data: Data, tokenizer: Tokenizer, workers: int) -> PreparedInfo:
@@ -314,8 +290,6 @@ def write_info(
 ) -> PreparedInfo:
     """Write prepared.json, with size and SHA-256 of every other file, and return its content."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in files:
-        manifest.sync(path)
     info = PreparedInfo(
         format=FORMAT,
         tokenizer=tokenizer.sha256,

@@ -625,7 +625,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path,
     monkeypatch.setattr(
         convert.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0)
     )
-    with pytest.raises(ConfigError, match=r"0\.00 GB are free"):
+    with pytest.raises(ConfigError, match=r"has 0\.00 GB free"):
         write_hf(tmp_path / "new", weights)
 
 

@@ -249,7 +249,6 @@ def children(pid):
         ([RECIPE, "--workers", "1"], "expected RECIPE FOLDER first"),
         ([RECIPE, "HERE", *DATA], "exists, and nothing is overwritten"),
         ([RECIPE, "new", "--workers", "-1"], "--workers -1: expected 0 or more"),
-        ([RECIPE, "begun", *DATA], "unfinished-begun exists: another process writes it"),
         (["--verify", "HERE", RECIPE], "expected nothing else"),
         ([RECIPE, "new", "--data.dataset=prepared", "--data.path=HERE"], "is prepared already"),
         ([RECIPE, "new", "--data.dataset=local", "--data.path=nowhere"], "no such file"),
@@ -260,12 +259,11 @@ def children(pid):
 )
 def test_what_is_wrong_is_one_line(folder, tmp_path, options, words, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "unfinished-begun").mkdir()
     assert command.main([option.replace("HERE", str(folder)) for option in options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert words in line
-    assert os.listdir(tmp_path) == ["unfinished-begun"]
+    assert os.listdir(tmp_path) == []
 
 
 def test_documents_are_not_written_into_a_step(tmp_path, capsys):
