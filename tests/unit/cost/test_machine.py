@@ -181,7 +181,6 @@ def test_a_file_describes_a_machine_of_its_own(tmp_path):
     ("text", "message"),
     [
         ('like = "H101"', 'like = "H101" is not a profile; use GB200, .*'),
-        ('like = ["H100"]', r'like = \["H100"\] is not a profile'),
         (
             WHOLE.replace("float32 = 20", "float32 = 20, bf16 = 40"),
             'tflops.bf16 = "bf16": expected a dtype of torch: bfloat16',
@@ -190,10 +189,6 @@ def test_a_file_describes_a_machine_of_its_own(tmp_path):
         (
             WHOLE.replace("memory = 80", "memory = -1"),
             "memory = -1: input should be greater than or equal to 0",
-        ),
-        (
-            WHOLE.replace("memory = 80", "memory = 1.1e12"),
-            "memory = .*: input should be less than or equal to 1000000000000",
         ),
         (
             WHOLE.replace("memory = 80", 'memory = "80"'),
@@ -209,18 +204,8 @@ def test_a_file_describes_a_machine_of_its_own(tmp_path):
             "intra_node.latency missing",
         ),
         (
-            WHOLE + "matmul_efficiency = 70",
-            "matmul_efficiency = 70: input should be less than or equal to 1",
-        ),
-        (WHOLE + "ranks_per_node = 4.5", "ranks_per_node = 4.5: input should be a valid integer"),
-        (WHOLE + "multiprocessors = 1.5", "multiprocessors = 1.5: input should be a valid integer"),
-        (
             WHOLE + "power = 60",
             "power = 60: expected watts above the 100 of an idle GPU, or 0",
-        ),
-        (
-            WHOLE + "clock_exponent = 2",
-            "clock_exponent = 2: input should be less than or equal to 1",
         ),
         ("memory = ", "not valid TOML"),
     ],
@@ -261,10 +246,3 @@ def test_zero_turns_off_what_is_off_by_default_and_other_links_have_no_switch(tm
     machine = load_machine(str(path))
     assert (machine.host, machine.power, machine.nvls) == (0, 0, 0)
     assert H100.nvls > 0
-
-
-@pytest.mark.parametrize("number", ["1e-9", "1e12"])
-def test_the_bounds_that_a_message_names_are_accepted(number, tmp_path):
-    path = tmp_path / "extreme.toml"
-    path.write_text(WHOLE.replace("memory = 80", f"memory = {number}"))
-    assert load_machine(str(path)).memory == float(number)

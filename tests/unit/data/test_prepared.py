@@ -246,15 +246,11 @@ def children(pid):
     ("options", "words"),
     [
         (["FOLDER"], "expected RECIPE FOLDER first"),
-        ([RECIPE, "--workers", "1"], "expected RECIPE FOLDER first"),
         ([RECIPE, "HERE", *DATA], "exists, and nothing is overwritten"),
         ([RECIPE, "new", "--workers", "-1"], "--workers -1: expected 0 or more"),
         (["--verify", "HERE", RECIPE], "expected nothing else"),
         ([RECIPE, "new", "--data.dataset=prepared", "--data.path=HERE"], "is prepared already"),
-        ([RECIPE, "new", "--data.dataset=local", "--data.path=nowhere"], "no such file"),
         ([RECIPE, "new"], 'data.dataset = "stdlib" is small, and not prepared; use "local"'),
-        ([RECIPE, "new", "--model.tokenizer_path=nowhere"], "cannot be read"),
-        (["--verify", "nowhere"], 'data.path = "nowhere": prepared.json cannot be read (No such'),
     ],
 )
 def test_what_is_wrong_is_one_line(folder, tmp_path, options, words, capsys, monkeypatch):
@@ -357,7 +353,6 @@ def cut(path):
     ("damage", "words"),
     [
         (lambda f: (f / "prepared.json").write_text("{}"), "prepared.json is damaged"),
-        (lambda f: cut(f / "prepared.json"), "prepared.json is damaged"),
         (
             lambda f: (f / "prepared.json").write_text('{"format": 1}'),
             "its format is 1, not 3; use `titan-lite prepare` to prepare it again",
@@ -367,12 +362,7 @@ def cut(path):
             r"prepared.json is damaged \(vocab_size = -1: input should be greater than 0\)",
         ),
         (changed("parts", {}), "source or parts are not those of a corpus"),
-        (changed("source", {}), "source or parts are not those of a corpus"),
-        (changed("bad", [5]), "damaged"),
-        (changed("files", {"a": {"size": -1, "sha256": ""}}), "a.size = -1"),
         (changed("files", {"../a": {"size": 1, "sha256": ""}}), "outside of the folder"),
-        (of_part("documents", "162"), 'documents.documents = "162"'),
-        (of_part("tokens", 1.5), "documents.tokens = 1.5"),
         (of_part("piece_sizes", []), "has other numbers of piece_sizes, piece_documents"),
         (of_part("documents", 5), "is not the sum of piece_documents"),
         (lambda f: (f / "documents/state.json").unlink(), "state.json is missing"),

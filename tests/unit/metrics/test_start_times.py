@@ -48,12 +48,6 @@ def test_a_description_has_the_whole_and_its_parts():
     assert times.describe() == "3.5 s: imports 2.1, first step 1.4"
 
 
-def test_a_process_knows_when_it_was_started():
-    parts = parts_in_a_child()
-    assert list(parts) == ["recipe", "imports"]
-    assert parts["recipe"] > 0
-
-
 def test_a_rank_knows_when_its_launcher_was_started():
     parts = parts_in_a_child(TORCHELASTIC_RESTART_COUNT="0")
     assert list(parts) == ["launcher", "recipe", "imports"]

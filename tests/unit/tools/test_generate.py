@@ -4,9 +4,7 @@ says what is wrong.
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -122,14 +120,11 @@ def drawn(**options):
     [
         ({}, {0: 0.5, 1: 0.1, 2: 0.2, 3: 0.15, 4: 0.05}),
         ({"top_k": 2}, {0: 5 / 7, 2: 2 / 7}),
-        ({"top_k": 1}, {0: 1.0}),
-        ({"top_k": 100}, {0: 0.5, 1: 0.1, 2: 0.2, 3: 0.15, 4: 0.05}),
         ({"top_p": 0.6}, {0: 5 / 7, 2: 2 / 7}),
         ({"top_p": 1e-9}, {0: 1.0}),
         ({"top_p": 0.8, "top_k": 2}, {0: 5 / 7, 2: 2 / 7}),
         ({"temperature": 0}, {0: 1.0}),
         ({"temperature": 0.5}, {0: 0.769, 1: 0.031, 2: 0.123, 3: 0.069, 4: 0.008}),
-        ({"temperature": 1e-3}, {0: 1.0}),
     ],
 )
 def test_tokens_are_drawn_as_the_options_say(options, shares):
@@ -231,25 +226,6 @@ def test_the_prompt_is_continued_as_the_model_read_it(prompt, kind, expected, tm
     assert prompt_as_read(prompt, tokens, tokenizer) + text == expected
 
 
-def test_characters_come_whole():
-    tokenizer = load_tokenizer(TOKENIZER)
-    tokens = [
-        *tokenizer.encode("a€ü😀z"),
-        200,
-        201,
-        202,
-        203,
-        204,
-    ]  # and bytes that are no characters
-    assert max(len(tokenizer.encode(character)) for character in "€ü😀") > 1
-    pieces = list(text_of(tokens, tokenizer, []))
-    assert "".join(pieces).startswith("a€ü😀z")
-    assert all("\ufffd" not in piece for piece in pieces[:5])
-    assert "".join(text_of(tokens[:2], tokenizer, [])) == tokenizer.decode(
-        tokens[:2]
-    )  # cut within a character
-
-
 # The command
 
 
@@ -339,25 +315,14 @@ def test_of_a_run_the_newest_step_speaks_through_its_recipes_tokenizer(folder, t
             "601 tokens together; use at most 512, the model's max_seq_len",
         ),
         (["HF", "--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
-        (["HF", "--temperature", "nan"], "--temperature nan: expected 0 or more"),
         (["HF", "--top-p", "0"], "--top-p 0.0: expected above 0, at most 1"),
         (["HF", "--top-k", "-3"], "--top-k -3: expected 0 or more"),
         (["HF", "--seed", "-1"], "--seed -1: expected 0 or more"),
-        (["HF", "--device", "abacus"], "--device abacus: "),
         (
             ["HF", "--device", "meta"],
             "--device meta: Cannot copy out of meta tensor; no data!; use cpu",
         ),
-        (["HF", "--device", "hpu"], "--device hpu: "),
-        (["HF", "--top-k", "few"], "argument --top-k: invalid int value: 'few'"),
-        (["HF", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
-        (["HF", "--temp", "1"], "unrecognized arguments: --temp 1"),
         (["HF", "--tokenizer", "nowhere"], '--tokenizer "nowhere": cannot be read'),
-        (
-            ["HF", "--tokenizer", "config.json"],
-            '--tokenizer "config.json": cannot be read (No such file',
-        ),
-        (["HF", "--tokenizer", "HF/config.json"], "cannot be read as a tokenizer.json"),
         (["BARE"], "has no tokenizer that can be read; use --tokenizer FILE"),
     ],
 )
@@ -368,11 +333,7 @@ def test_what_is_wrong_is_one_line(folder, options, words, tmp_path, capsys, mon
     (bare / "special_tokens_map.json").write_text("{}")
     names = {"HF": str(folder), "BARE": str(bare)}
     with pytest.raises(SystemExit) as left:  # by argparse, too
-        sys.exit(
-            command.main(
-                [names.get(option, option.replace("HF/", f"{folder}/")) for option in options]
-            )
-        )
+        sys.exit(command.main([names.get(option, option) for option in options]))
     assert left.value.code == 2
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
@@ -381,15 +342,13 @@ def test_what_is_wrong_is_one_line(folder, options, words, tmp_path, capsys, mon
     assert not captured.out
 
 
-@pytest.mark.parametrize("temperature", ["0", "0.8"])
-def test_weights_that_are_no_numbers_are_named(tmp_path, temperature, capsys):
+def test_weights_that_are_no_numbers_are_named(tmp_path, capsys):
     save_hf(tmp_path, TINY)
     tensors = load_file(tmp_path / "x.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, tmp_path / "x.safetensors")
     shutil.copyfile(TOKENIZER, tmp_path / "tokenizer.model")
-    arguments = [str(tmp_path), "--temperature", temperature, "--device", "cpu"]
-    assert command.main(arguments) == 2
+    assert command.main([str(tmp_path), "--device", "cpu"]) == 2
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1] == (
         "error: there is no next token, since weights are NaN or infinite:"
@@ -451,26 +410,3 @@ def test_a_tokenizer_that_is_not_the_runs_is_refused(folder, tmp_path, capsys):
         assert not Path(out).exists()
     assert convert.main([run, out, "--tokenizer", str(TOKENIZER)]) == 0
     assert (Path(out) / "tokenizer.model").read_bytes() == TOKENIZER.read_bytes()
-
-
-@whatever_the_model
-def test_who_has_heard_enough_may_go(folder):
-    arguments = [
-        sys.executable,
-        "-m",
-        "titan_lite",
-        "generate",
-        str(folder),
-        "--prompt",
-        "a" * 100,
-        "--device",
-        "cpu",
-    ]
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing) as pipe:
-        done = subprocess.run(
-            [*arguments, "--max-new-tokens", "20"], stdout=pipe, stderr=subprocess.PIPE
-        )
-    assert b"Broken" not in done.stderr
-    assert done.returncode == 0

@@ -40,31 +40,14 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         (["--hardware", "h101"], ["--hardware h101", "H100", ".toml"]),
         (["--hardware", "mine.toml"], ["--hardware mine.toml", "no such file"]),
         (["--compile.machine=h101"], ['error: compile.machine = "h101" is not a profile', "H100"]),
-        (
-            ["--compile.machine=mine.toml"],
-            ["error: compile.machine = ", "mine.toml", "no such file"],
-        ),
-        (["--model.n_layers=0x5"], ['n_layers = "0x5"', "an integer"]),
-        (
-            ["--model.dim=4100"],
-            ["model.dim = 4100 is not a multiple of 2 x model.n_heads = 32", "4096 or 4160"],
-        ),
         (["--world-size", "0"], ["--world-size: 0", "such as 8"]),
         (
             ["--world-size", "6", "--parallelism.tensor_parallel_degree=4"],
             ["tp 4", "6 ranks", "start 8 ranks"],
         ),
-        (
-            ["--parallelism.tensor_parallel_degree=3", "--world-size", "9"],
-            ["tensor_parallel_degree = 3 does not divide", "; use 1"],
-        ),
-        (["--training.seq_length=1"], ["training.seq_length", "did you mean training.seq_len?"]),
-        (["--training.seq_len"], ["training.seq_len", "no value"]),
-        (["--model.flavor=7B"], ['model.flavor = "7B"', "8B"]),
         (["--tokens", "many"], ["--tokens: many", "use a number above 0, such as 2.5 or 15e12"]),
         (["--tokens", "nan"], ["--tokens: nan", "above 0"]),
         (["--tokens=1e12", "--json"], ["--tokens has no effect with --json"]),
-        (["--price-per-gpu-hour=0"], ["--price-per-gpu-hour: 0", "such as 2.5"]),
         (
             ["--price-per-gpu-hour=2", "--search"],
             ["--price-per-gpu-hour has no effect with --search"],
@@ -74,21 +57,14 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
             ["--world-size has no effect with --compare"],
         ),
         (["--compare", "outputs/x"], ["--compare outputs/x: no metrics.jsonl in it"]),
-        (["--trace", "plan.json", "--search"], ["--trace has no effect with --search"]),
         (
             ["--search", "llama3_8b"],
             ["--search: llama3_8b: use an integer", "a recipe stands before the options"],
-        ),
-        (["--searc", "3"], ["unknown option --searc; did you mean --search?"]),
-        (
-            ["--sweep", "training.seq_lne=1"],
-            ["unknown key training.seq_lne; did you mean training.seq_len?"],
         ),
         (
             ["--sweep", "training.steps=1", "--sweep", "training.steps=2"],
             ["training.steps has values already", "one --sweep"],
         ),
-        (["--world-size", "many"], ["--world-size", "many"]),
         (
             ["--float8.enable", "--hardware", "a100"],
             ["float8.enable = true: A100 has no peak of float8", "use --float8.no-enable"],
@@ -193,15 +169,6 @@ def test_the_ranks_of_a_recipe_are_those_of_the_one_it_extends_where_it_says_not
         world_size_of(tmp_path / "none.toml")
 
 
-def test_no_tokenizer_and_no_data_are_looked_at(capsys):
-    """The shipped tokenizer path has no file; a recipe of a mistake that comes later than it is
-    found.
-    """
-    assert not Path(RECIPES / "../assets/tokenizer/llama3/tokenizer.model").exists()
-    assert main([EIGHT, "--training.seq_len=200000"]) == 2
-    assert "training.seq_len = 200000" in capsys.readouterr().err
-
-
 @pytest.mark.release
 def test_async_tensor_parallelism_waits_less_and_is_off_without_tensor_parallelism(capsys):
     def waits(*options):
@@ -219,14 +186,13 @@ def test_async_tensor_parallelism_waits_less_and_is_off_without_tensor_paralleli
     assert capsys.readouterr().out.count("yes") == 2
 
 
-@pytest.mark.parametrize("option", ["--picture", "--trace"])
-def test_a_plan_is_not_written_into_a_step(option, tmp_path, capsys):
+def test_a_plan_is_not_written_into_a_step(tmp_path, capsys):
     (tmp_path / "step-12").mkdir()
     for name in ("manifest.json", ".metadata"):
         (tmp_path / "step-12" / name).touch()
     target = str(tmp_path / "step-12/plan")
-    assert main([EIGHT, option, target]) == 2
-    assert f"{option} {target}: lies within {tmp_path}/step-12, a step" in capsys.readouterr().err
+    assert main([EIGHT, "--picture", target]) == 2
+    assert f"--picture {target}: lies within {tmp_path}/step-12, a step" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -260,19 +226,6 @@ def check_sum(plan):
     parts = plan["parts_seconds"]
     assert min(parts.values()) >= 0
     assert sum(parts.values()) == pytest.approx(plan["step_seconds"]["stated"])
-
-
-@pytest.mark.release
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        recipe.stem
-        for recipe in sorted(RECIPES.glob("*.toml"))
-        if re.search(r"^# world_size: \d+$", recipe.read_text(), re.MULTILINE)
-    ],
-)
-def test_no_part_of_a_step_is_below_zero_and_all_sum_to_it(recipe, capsys):
-    check_sum(planned(recipe, capsys))
 
 
 @pytest.mark.slow
@@ -352,7 +305,9 @@ def test_other_shipped_recipes_fit_their_clusters(recipe):
 @pytest.mark.release
 @pytest.mark.parametrize("recipe", SHIPPED)
 def test_the_formula_is_a_lower_bound_and_no_less_than_half_of_a_plan(recipe, capsys):
-    total = fits(planned(recipe, capsys), recipe)
+    plan = planned(recipe, capsys)
+    check_sum(plan)
+    total = fits(plan, recipe)
     assert 0.5 * total < by_formula(recipe) < total
 
 
@@ -372,14 +327,7 @@ def test_a_duration_has_the_unit_that_fits(seconds, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "compiled",
-    [
-        "--compile.no-enable",
-        pytest.param("--compile.backend=aot_eager", marks=pytest.mark.release),
-    ],
-)
-def test_weights_that_are_kept_are_not_gathered_again_by_recomputation(compiled):
+def test_weights_that_are_kept_are_not_gathered_again_by_recomputation():
     """fsdp_reshard_after_forward = "never": a gather a step less, and the weights in memory."""
     options = [
         f"--model.tokenizer_path={DEBUG_TOKENIZER}",
@@ -387,7 +335,7 @@ def test_weights_that_are_kept_are_not_gathered_again_by_recomputation(compiled)
         "--training.seq_len=256",
         "--training.local_batch_size=1",
         "--activation_checkpoint.mode=full",
-        compiled,
+        "--compile.no-enable",
     ]
     plans = []
     for mode in ("default", "never"):

@@ -148,11 +148,6 @@ def test_formulas_know_what_costs_memory_and_time():
     assert least_bytes(seventy) > H100.memory * GIB  # 850 GB of states alone
 
 
-def test_by_formula_a_model_costs_what_its_states_do_at_least():
-    found = least_bytes(changed("llama3_8b", 8))
-    assert found > 8.03e9 * 16 / 8
-
-
 def test_a_layout_in_words_and_what_of_it_a_recipe_has_to_say():
     config = Config(
         model=Model(flavor="8B"),
@@ -189,10 +184,7 @@ def test_those_that_lost_are_told_why():
     ("arguments", "words"),
     [
         (["--search", "0"], ["--search: 0", "such as 8"]),
-        (["--search", "few"], ["--search", "few"]),
-        (["--search", "--picture", "plan.png"], ["--picture", "leave one of them out"]),
         (["--search", "--world-size", "7"], ["--search", "training.global_batch_size=N"]),
-        (["--sweep", "training.local_batch_size=1", "--search"], ["--search", "not allowed with"]),
         (["--trace", "no/folder/plan.json"], ["--trace no/folder/plan.json", "no folder"]),
     ],
 )
@@ -233,7 +225,7 @@ def processes_of(session):
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
 def test_a_search_that_is_stopped_shows_what_it_has_and_leaves_nothing_behind(name, tmp_path):
     keys = [f"--{key}" for key in ("training.global_batch_size=16", "training.seq_len=64")]
     command = python(
@@ -475,7 +467,7 @@ BOUNDED = {
                 "--training.local_batch_size=4",
             ],
         )
-        for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+        for name in ("ZBVZeroBubble", "DualPipeV")
         for mode in ("none", "full")
     },
     "float8 gathered": (
