@@ -16,7 +16,6 @@ out of packing: sequences x seq_len. See also benchmark_resume.py.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -25,7 +24,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -190,26 +188,21 @@ def synthetic(folder: Path, tokens: int, mean: int) -> Path:
     return path
 
 
-def memory_mapped(path: Path) -> list[np.memmap]:
+def memory_mapped(path: Path) -> np.memmap:
     """Return the tokens of a prepared corpus without its documents, as other readers have them."""
     import datasets
 
     table = datasets.load_from_disk(str(path / BOTH_SPLITS)).data
-    shards = []
-    for number, chunks in enumerate(np.array_split(np.arange(table["tokens"].num_chunks), 4)):
-        file = path.with_name(f"{path.name}-{number}.tokens")
-        parts = [table["tokens"].chunk(int(chunk)) for chunk in chunks]
-        np.concatenate([part.flatten().to_numpy() for part in parts]).tofile(file)
-        ends = np.cumsum([0, *(n for part in parts for n in np.diff(part.offsets.to_numpy()))])
-        ends.astype("<u8").tofile(file.with_suffix(".documents"))
-        shards.append(np.memmap(file, dtype=np.uint32, mode="r"))
-    return shards
+    file = path.with_name(f"{path.name}.tokens")
+    chunks = [chunk.flatten().to_numpy() for chunk in table["tokens"].chunks]
+    np.concatenate(chunks).tofile(file)
+    return np.memmap(file, dtype=np.uint32, mode="r")
 
 
 def read(options: argparse.Namespace, folder: Path) -> None:
     for mean in options.mean_document:
         path = synthetic(folder, options.tokens, mean)
-        variants = readers(path, folder / f"lit-{mean}", options)
+        variants = readers(path, options)
         title = (
             f"Reading {options.tokens:,} tokens in documents of {mean} on average, {options.batch}"
             f" x {options.seq_len} a batch"
@@ -221,11 +214,11 @@ def read(options: argparse.Namespace, folder: Path) -> None:
         show(title, "million tokens/s", millions, options)
 
 
-def readers(path: Path, lit_folder: Path, options: argparse.Namespace) -> dict[str, Variant]:
+def readers(path: Path, options: argparse.Namespace) -> dict[str, Variant]:
     """Return the ways to read the prepared corpus at `path`."""
-    shards = memory_mapped(path)
+    tokens = memory_mapped(path)
     variants: dict[str, Variant] = {
-        "random windows of one np.memmap, as nanoGPT reads": lambda: windows(shards, options)
+        "random windows of one np.memmap, as nanoGPT reads": lambda: windows(tokens, options)
     }
     for num_workers in (0, 1):
         data = Data(
@@ -234,14 +227,6 @@ def readers(path: Path, lit_folder: Path, options: argparse.Namespace) -> dict[s
         variants[f"Loader, prepared, num_workers = {num_workers}"] = partial(
             read_prepared, data, options
         )
-    variants["torch DataLoader, a map-style np.memmap of windows, one worker"] = lambda: (
-        mapped_windows(shards, options)
-    )
-    if importlib.util.find_spec("litdata"):
-        name = "litdata StreamingDataset with TokensLoader, one worker"
-        variants[name] = lit(shards, lit_folder, options)
-    else:
-        print("litdata is not installed: left out", file=sys.stderr)
     return variants
 
 
@@ -254,86 +239,19 @@ def stacked(windows: list[np.ndarray]) -> torch.Tensor:
     return torch.stack([torch.from_numpy(window.astype(np.int64)) for window in windows])
 
 
-def windows(shards: list[np.ndarray], options: argparse.Namespace) -> float:
+def windows(tokens: np.ndarray, options: argparse.Namespace) -> float:
     """Do the least that any loader does: copy, widen and part windows, with replacement."""
     rng = np.random.default_rng(0)
     length = options.seq_len
 
     def batches() -> Iterator[Any]:
         while True:
-            shard = shards[rng.integers(len(shards))]
-            starts = rng.integers(len(shard) - length - 1, size=options.batch)
-            inputs = [shard[start : start + length] for start in starts]
-            labels = [shard[start + 1 : start + 1 + length] for start in starts]
+            starts = rng.integers(len(tokens) - length - 1, size=options.batch)
+            inputs = [tokens[start : start + length] for start in starts]
+            labels = [tokens[start + 1 : start + 1 + length] for start in starts]
             yield stacked(inputs), stacked(labels)
 
     return tokens_per_second(batches(), options, options.tokens)
-
-
-class _Windows(torch.utils.data.Dataset):
-    def __init__(self, shards: list[np.ndarray], length: int):
-        self.shards = shards
-        self.length = length
-        self.ends = np.cumsum([len(shard) // (length + 1) for shard in shards])
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shard = int(np.searchsorted(self.ends, index, side="right"))
-        first = int(self.ends[shard - 1]) if shard else 0
-        start = (index - first) * (self.length + 1)
-        tokens = self.shards[shard][start : start + self.length + 1]
-        window = torch.from_numpy(tokens.astype(np.int64))
-        return window[:-1], window[1:]
-
-
-def mapped_windows(shards: list[np.ndarray], options: argparse.Namespace) -> float:
-    """Read windows that are cut once, shuffled by torch's sampler, whose state is not kept."""
-    dataset = _Windows(shards, options.seq_len)
-    batches = torch.utils.data.DataLoader(
-        dataset, options.batch, shuffle=True, num_workers=1, prefetch_factor=4
-    )
-    return tokens_per_second(iter(batches), options, options.tokens * 9 // 10)
-
-
-def lit_documents(shard: str) -> Iterator[torch.Tensor]:
-    tokens = np.fromfile(f"{shard}.tokens", dtype=np.uint32).astype(np.int32)
-    for document in np.split(
-        tokens, np.fromfile(f"{shard}.documents", dtype="<u8")[1:-1].astype(np.int64)
-    ):
-        yield torch.from_numpy(document)
-
-
-def lit(corpus: list[np.memmap], target: Path, options: argparse.Namespace) -> Variant:
-    """Return a reader of litdata's chunks of the same documents, in shuffled blocks."""
-    import litdata
-
-    loader = litdata.TokensLoader(block_size=options.seq_len + 1)
-    shards = [str(Path(shard.filename).with_suffix("")) for shard in corpus]
-    with redirect_stdout(sys.stderr):
-        litdata.optimize(
-            lit_documents,
-            shards,
-            str(target),
-            chunk_bytes="64MB",
-            item_loader=loader,
-            num_workers=1,
-            verbose=False,
-        )
-
-    def run() -> float:
-        dataset = litdata.StreamingDataset(
-            str(target), item_loader=litdata.TokensLoader(options.seq_len + 1), shuffle=True
-        )
-        batches = litdata.StreamingDataLoader(
-            dataset, batch_size=options.batch, num_workers=1, prefetch_factor=4
-        )
-        return tokens_per_second(
-            ((batch[:, :-1], batch[:, 1:]) for batch in batches), options, options.tokens * 3 // 4
-        )
-
-    return run
 
 
 def measured(variants: dict[str, Variant], rounds: int) -> dict[str, list[float]]:

@@ -22,7 +22,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from kill_copies import is_rank
+
 from titan_lite.metrics.run_files import read_metrics
+from titan_lite.processes import descendants
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 5  # steps that are not timed
@@ -34,28 +37,6 @@ WAYS = {  # name: (environment, options)
         ["--parallelism.data_parallel_replicate_degree=2"],
     ),
 }
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """Return the process of each rank that descends from a launcher, in their order."""
-    parents = {}
-    ranks = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        parents[int(pid)] = int(stat.rpartition(")")[2].split()[1])
-        if b"titan_lite.train" in words:
-            ranks.append(int(pid))
-
-    def descends(pid: int) -> bool:
-        while pid > 1 and pid != launcher:
-            pid = parents.get(pid, 0)
-        return pid == launcher
-
-    return sorted(pid for pid in ranks if descends(pid))
 
 
 def step_times(folder: Path) -> dict[int, float]:
@@ -90,7 +71,7 @@ def train(way: str, folder: Path, seconds: float, every: float, options: list[st
             while time.monotonic() - started < seconds:
                 if time.monotonic() - started > (kills + 0.5) * every:
                     undisturbed = undisturbed or step_times(folder)
-                    if ranks := ranks_of(launcher.pid):
+                    if ranks := sorted(filter(is_rank, descendants())):
                         os.kill(ranks[kills % len(ranks)], signal.SIGKILL)
                     kills += 1
                 time.sleep(0.1)

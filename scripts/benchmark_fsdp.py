@@ -2,6 +2,7 @@
 
     python scripts/benchmark_fsdp.py                                # compiling takes minutes
     python scripts/benchmark_fsdp.py --models debug --no-compile    # the eager ones only
+    python scripts/benchmark_fsdp.py --variants fsdp2-compiled simple-auto-reshard
 
 A variant is a world of its own: --world-size fresh processes, on CPU over gloo with one thread
 each, or on a GPU each over NCCL where there are enough. A step is forward, backward, fused AdamW
@@ -19,14 +20,11 @@ it are buffers inside of gloo and NCCL.
 Losses are compared after every round; where variants differ by more than a relative 1e-4, there is
 no table. Compiled variants compile the loss, too.
 
-"alone" bounds what any sharding can reach: each rank trains a whole eager model, sends nothing, and
-updates its share of the parameters. Its loss is another one, and is not compared.
 """
 
 import argparse
 import ctypes
 import gc
-import math
 import os
 import statistics
 import tempfile
@@ -47,12 +45,10 @@ from torch.distributed.fsdp import fully_shard
 
 from titan_lite.compile.compile import compile_function, compile_model
 from titan_lite.compile.model_parts import TraceableModel
-from titan_lite.compile.report import CompileReport
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, Parallelism
 from titan_lite.config.families import LLAMA3, ModelConfig
-from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine
 from titan_lite.distributed.layout import resolve_degrees
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
@@ -82,12 +78,10 @@ TOLERANCE = 1e-4  # relative, between the losses of variants
 Step = Callable[[], torch.Tensor]  # trains one step
 Run = Callable[..., torch.Tensor]  # the model, or its graphs
 # how a model is sharded, and the settings of that
-Variant = tuple[Callable[..., tuple[Run, list[CompileReport]]], dict[str, Any]]
+Variant = tuple[Callable[..., Run], dict[str, Any]]
 
 
-def fsdp2(
-    model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str
-) -> tuple[Run, list[CompileReport]]:
+def fsdp2(model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str) -> Run:
     """As its documentation has it: fully_shard on every block and on the root, whose weights stay
     gathered; blocks and the loss compiled.
     """
@@ -102,17 +96,10 @@ def fsdp2(
         fully_shard(layer, mesh=mesh["dp_shard"])
     fully_shard(model, mesh=mesh["dp_shard"])
     model.to_empty(device=device)
-    return model, []
+    return model
 
 
-def alone(
-    model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str
-) -> tuple[Run, list[CompileReport]]:
-    model.to_empty(device=device)
-    return model, []
-
-
-def simple_fsdp(  # noqa: PLR0913 - what variants differ in
+def simple_fsdp(
     model: Transformer,
     mesh: DeviceMesh,
     device: torch.device,
@@ -120,33 +107,20 @@ def simple_fsdp(  # noqa: PLR0913 - what variants differ in
     backend: str,
     reshard: bool,
     bucketing: str = "none",
-    reordering: bool = True,
-    machine: Machine | None = None,
-) -> tuple[Run, list[CompileReport]]:
-    """backend: "" is eager. machine: this one by default.
-
-    Returns what runs the model, and what the reports will be in after the first step.
-    """
+) -> Run:
+    """backend: "" is eager."""
     options = FSDPOptions(keep_gathered=Parallelism().fsdp_keep_gathered if reshard else None)
     sharding = apply_simple_fsdp(model, parameter_mesh(mesh), options)
     run: Run = model
-    reports: list[CompileReport] = []
     if backend:
-        config = Compile(
-            enable=True,
-            backend=backend,
-            bucketing=bucketing,
-            reordering=reordering,
-        )
-        machine = machine or find_machine("", device)
+        config = Compile(enable=True, backend=backend, bucketing=bucketing)
+        machine = find_machine("", device)
         settings = PassSettings(
             config, machine, fused=backend == "inductor", ranks=stage_ranks(mesh)
         )
-        schedule = Schedule(settings)
-        reports = schedule.reports
-        run = compile_model(TraceableModel(model, sharding, model.layers), schedule)
+        run = compile_model(TraceableModel(model, sharding, model.layers), Schedule(settings))
     materialize(model, device)
-    return run, reports
+    return run
 
 
 def _inductor(bucketing: str, *, reshard: bool) -> Variant:
@@ -158,14 +132,10 @@ VARIANTS: dict[str, Variant] = {
     "fsdp2-compiled": (fsdp2, dict(backend="inductor")),
     "simple-eager-reshard": (simple_fsdp, dict(backend="", reshard=True)),
     "simple-eager-keep": (simple_fsdp, dict(backend="", reshard=False)),
-    "alone": (alone, dict(backend="")),
-    "simple-compiled": (simple_fsdp, dict(backend="inductor", reshard=True, reordering=False)),
+    "simple-none-reshard": _inductor("none", reshard=True),
     "simple-block-reshard": _inductor("block", reshard=True),
     "simple-block-keep": _inductor("block", reshard=False),
-    "simple-eager-chunked": (
-        simple_fsdp,
-        dict(backend="", reshard=False, chunks=8),
-    ),  # of tokens, for the loss
+    "simple-auto-reshard": _inductor("auto", reshard=True),
     "simple-greedy-reshard": _inductor("greedy", reshard=True),
     "simple-greedy-keep": _inductor("greedy", reshard=False),
 }
@@ -173,27 +143,18 @@ VARIANTS: dict[str, Variant] = {
 
 def build_step(
     variant: Variant, config: ModelConfig, batch_size: int, device: torch.device
-) -> tuple[Step, list[CompileReport]]:
-    """The model, sharded, and its batch; a step returns this rank's part of the loss.
-
-    The reports are there after the first.
-    """
+) -> Step:
+    """The model, sharded, and its batch; a step returns this rank's part of the loss."""
     world_size = dist.get_world_size()
     mesh = build_mesh(resolve_degrees(Parallelism(), world_size), device.type)
     with torch.device("meta"):
         model = Transformer(replace(config, max_seq_len=SEQ_LEN))
     shard, settings = variant
-    settings = dict(settings)
-    chunks = settings.pop("chunks", 0)
     assert model.output is not None
-    chunk = math.ceil(batch_size * SEQ_LEN / chunks) if chunks else 0
-    model.output.loss = Loss(VocabularyShard(config.vocab_size), chunk=chunk)
-    run, reports = shard(model, mesh, device, **settings)
-    model.init_weights(0, None if shard is alone else shard_of)
-    updated = [*model.parameters()]
-    if shard is alone:  # a share of each, as of shards
-        updated = [each.data.chunk(world_size)[0].requires_grad_() for each in updated]
-    optimizer = torch.optim.AdamW(updated, lr=1e-4, fused=True)
+    model.output.loss = Loss(VocabularyShard(config.vocab_size))
+    run = shard(model, mesh, device, **settings)
+    model.init_weights(0, shard_of)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(config.vocab_size, (batch_size, SEQ_LEN + 1), generator=generator).to(
         device
@@ -206,14 +167,11 @@ def build_step(
     def step() -> torch.Tensor:
         loss = run(inputs, labels=labels).sum() / (labels.numel() * world_size)
         (loss * scale).backward()
-        for part, each in zip(updated, model.parameters(), strict=True) if shard is alone else ():
-            assert each.grad is not None
-            part.grad, each.grad = each.grad.chunk(world_size)[0], None
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
-    return step, reports
+    return step
 
 
 def peak_memory(step: Step, device: torch.device) -> int:
@@ -234,15 +192,6 @@ def peak_memory(step: Step, device: torch.device) -> int:
         events += event.children
         peak = max(peak, getattr(event.extra_fields, "total_allocated", 0))
     return peak
-
-
-@dataclass(frozen=True)
-class Built:
-    """Results of a rank after its warm-up."""
-
-    peak: int  # bytes, by `peak_memory`
-    compile_seconds: float  # time of the warm-up steps beyond that of as many of the fastest steps
-    reports: list[CompileReport]  # of its graphs, if any
 
 
 def join_world(rank: int, world_size: int, store: str) -> torch.device:
@@ -267,8 +216,8 @@ def rank_main(
     variant: Variant,
     shape: tuple[ModelConfig, int],
 ) -> None:
-    """Sends what it has Built; then for every number of steps it receives, (the seconds they took,
-    the last loss).
+    """Sends its `peak_memory` after a warm-up; then for every number of steps it receives, (the
+    seconds they took, the last loss).
     """
     # The allocator's own switch, before the first tensor: else the profiler misses what gloo's
     # threads release.
@@ -277,14 +226,11 @@ def rank_main(
     )
     count_all.value = True
     device = join_world(rank, world_size, store)
-    step, reports = build_step(variant, *shape, device)
-    times = []
+    step = build_step(variant, *shape, device)
     for _ in range(WARM_UP_STEPS):
-        start = time.perf_counter()
         step().item()
-        times.append(time.perf_counter() - start)
     gc.collect()
-    pipe.send(Built(peak_memory(step, device), sum(times) - len(times) * min(times), reports))
+    pipe.send(peak_memory(step, device))
     count_all.value = False  # it costs a lock for every tensor
     while steps := pipe.recv():
         gc.collect()
@@ -319,19 +265,11 @@ class World:
             process.join()
 
 
-def start_world(
-    main: Callable[..., None],
-    world_size: int,
-    store: Path,
-    *arguments: Any,
-    environment: Mapping[str, str] | None = None,
-) -> World:
+def start_world(main: Callable[..., None], world_size: int, store: Path, *arguments: Any) -> World:
     """Fresh processes that run `main(pipe, rank, world_size, store, *arguments)`."""
     context, world = mp.get_context("spawn"), World([], [])
     # the profiler announces itself on stderr
-    with mock.patch.dict(
-        os.environ, {"KINETO_LOG_LEVEL": "99", **os.environ, **(environment or {})}
-    ):
+    with mock.patch.dict(os.environ, {"KINETO_LOG_LEVEL": "99", **os.environ}):
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -362,7 +300,6 @@ def run_in_turn(worlds: Mapping[str, World], rounds: int, steps: int) -> dict[st
             + ", ".join(f"{v} {loss:.6f}" for v, loss in losses.items()),
             flush=True,
         )
-        losses.pop("alone", None)
         expected = next(iter(losses.values()), 0.0)
         if not all(abs(loss - expected) <= TOLERANCE * abs(expected) for loss in losses.values()):
             raise SystemExit(
@@ -392,7 +329,7 @@ def benchmark(
             worlds[variant] = start_world(
                 rank_main, arguments.world_size, Path(folder) / variant, *settings
             )
-            peaks[variant] = max(rank.peak for rank in worlds[variant].receive())
+            peaks[variant] = max(worlds[variant].receive())
             print(
                 f"{variant}: built and warm after {time.perf_counter() - start:.0f} s", flush=True
             )
@@ -412,8 +349,10 @@ def benchmark(
     return "\n".join(lines)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of all measurements here."""
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
         "--batch-size", type=int, help="sequences a rank; default: 4 for debug, 1 for larger"
@@ -421,25 +360,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5, help="in one round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--world-size", type=int, default=2)
-
-
-def heading(name: str, batch_size: int, arguments: argparse.Namespace) -> str:
-    where = (
-        "CUDA, NCCL"
-        if torch.cuda.device_count() >= arguments.world_size
-        else "CPU, gloo, one thread a rank"
-    )
-    return (
-        f"{name}: {arguments.world_size} ranks ({where}), each {batch_size} x {SEQ_LEN} tokens a"
-        f" step; torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_arguments(parser)
     parser.add_argument(
         "--variants",
         nargs="+",
@@ -457,11 +377,19 @@ def main() -> None:
     if not variants:
         parser.error("--no-compile leaves no variant to run")
 
+    where = "CPU, gloo, one thread a rank"
+    if torch.cuda.device_count() >= arguments.world_size:
+        where = "CUDA, NCCL"
     for name in arguments.models:
         config, batch_size = MODELS[name]
         batch_size = arguments.batch_size or batch_size
         table = benchmark(variants, config, batch_size, arguments)
-        print(f"\n{heading(name, batch_size, arguments)}\n\n{table}\n", flush=True)
+        print(
+            f"\n{name}: {arguments.world_size} ranks ({where}), each {batch_size} x {SEQ_LEN}"
+            f" tokens a step; torch {torch.__version__}, {arguments.rounds} rounds of"
+            f" {arguments.steps} steps\n\n{table}\n",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

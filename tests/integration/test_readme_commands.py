@@ -55,7 +55,6 @@ PLANNED_8B, PLANNED_405B = (
     {f"train_configs/llama3_{size}.toml": RECIPE["RECIPE"]} for size in ("8b", "405b")
 )
 PLAN = "--hardware h100 --world-size 8 --training.global_batch_size=64"
-EAGER = "--rounds 1 --steps 1 --variants fsdp2-eager simple-eager-chunked"
 HERE = {
     "scripts/test.sh": Run("pytest 9", "--version"),
     "scripts/test.sh tests/unit -n 0 --messages all.txt": Run(
@@ -140,6 +139,9 @@ HERE = {
     f"{PLANNER} train_configs/llama3_8b.toml --sweep activation_checkpoint.mode=none,selective,full": Run(
         "activation_checkpoint.mode=full", PLAN, PLANNED_8B
     ),
+    f"{PLANNER} train_configs/llama3_8b.toml --world-size 128 --model.n_layers 6 --training.local_batch_size 1 --sweep compile.bucketing=none,block,auto,greedy": Run(
+        "compile.bucketing=greedy", f"{PLAN} --compile.enable", PLANNED_8B
+    ),
     f"{PLANNER} train_configs/llama3_8b.toml --optimizer.name Muon": Run(
         "complete matrices of the optimizer", PLAN, PLANNED_8B
     ),
@@ -207,13 +209,9 @@ HERE = {
         "--blocks 1 --backends aot_eager --steps 2",
         {" --torchtitan PYTHON": ""},
     ),
-    "python scripts/benchmark_schedule.py predict --layers 6": Run(
-        "greedy", "--layers 2 --world-sizes 8 --batch-sizes 1"
+    "python scripts/benchmark_fsdp.py --models debug": Run(
+        "simple-eager-keep", "--rounds 1 --steps 1 --variants fsdp2-eager simple-eager-keep"
     ),
-    "python scripts/benchmark_schedule.py measure --models debug": Run(
-        "fsdp2-compiled", "--rounds 1 --steps 1 --modes block --backends aot_eager"
-    ),
-    "python scripts/benchmark_fsdp.py --models debug": Run("simple-eager-chunked", EAGER),
     "python scripts/compare_measured.py": Run("FSDP 4", "--layouts 'FSDP 4' --rounds 1 --steps 1"),
     "python scripts/compare_precision.py --whole --steps 600": Run(
         "| bfloat16 |", "--steps 2 --seeds 1 --ways bfloat16"
