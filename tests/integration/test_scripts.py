@@ -17,7 +17,7 @@ SCRIPTS = ROOT / "scripts"
 BESIDE_PAGES = {  # which no page names as a command that a test can run: the test that starts it
     "compare_layouts.py": "test_layouts_have_one_curve_which_is_drawn",
     "compare_losses.py": "test_two_trees_with_the_same_sources_are_equal_to_the_bit",
-    "first_step.py": "test_a_measurement_of_the_first_step_has_its_parts",
+    "first_step.py": "test_a_command_of_the_pages_does_what_it_says",
     "kill_copies.py": "test_random_kills_lose_nothing",
     "make_debug_tokenizer.py": "test_a_tokenizer_is_made",
     "setup.sh": "test_the_main_job_writes_what_it_promises_goes_on_on_one_rank_and_is_exported",
@@ -58,14 +58,6 @@ def test_a_tokenizer_is_made(tmp_path):
     # The most frequent pairs are the same, however many there are.
     lines = DEBUG_TOKENIZER.read_bytes().splitlines()
     assert made.read_bytes().splitlines() == lines[:300]
-
-
-@pytest.mark.release
-def test_a_measurement_of_the_first_step_has_its_parts():
-    options = ["--blocks", 1, "--backend", "aot_eager", "--steps", 2]
-    done = run(*python(SCRIPTS / "first_step.py", "titan_lite", *options))
-    assert done.returncode == 0
-    assert '"first_step"' in done.stdout
 
 
 @pytest.mark.release

@@ -8,36 +8,17 @@ from titan_lite.cost.timeline import Span, Timeline
 from titan_lite.metrics.end_lines import RunEnd, end_lines, log_compile_reports
 
 
+def window(step, loss, tps, mfu, data_wait, memory_gib):
+    speed = {"tps": tps, "mfu": mfu, "mfu_full_attention": 1.2 * mfu}
+    return {"step": step, "loss": loss, **speed, "data_wait": data_wait, "memory_gib": memory_gib}
+
+
 def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_path):
     lines = [
-        {
-            "step": 10,
-            "loss": 3.0,
-            "tps": 100.0,
-            "mfu": 10.0,
-            "mfu_full_attention": 12.0,
-            "data_wait": 9.0,
-            "memory_gib": 0.5,
-        },
+        window(10, 3.0, 100.0, 10.0, data_wait=9.0, memory_gib=0.5),
         {"resumed_from": 10},
-        {
-            "step": 20,
-            "loss": 2.0,
-            "tps": 300.0,
-            "mfu": 30.0,
-            "mfu_full_attention": 36.0,
-            "data_wait": 1.0,
-            "memory_gib": 0.7,
-        },
-        {
-            "step": 30,
-            "loss": 1.0,
-            "tps": 200.0,
-            "mfu": 20.0,
-            "mfu_full_attention": 24.0,
-            "data_wait": 2.0,
-            "memory_gib": 0.6,
-        },
+        window(20, 2.0, 300.0, 30.0, data_wait=1.0, memory_gib=0.7),
+        window(30, 1.0, 200.0, 20.0, data_wait=2.0, memory_gib=0.6),
         {"step": 20, "validation_loss": 1.5},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -451,12 +451,6 @@ def _block_seconds(layout: PlannedLayout, machine: Machine, sizes: _Sizes) -> _B
     )
 
 
-def step_seconds(layout: PlannedLayout, machine: Machine) -> float:
-    """Return the approximate seconds of a step."""
-    sizes = _sizes(layout)
-    return _step_seconds(layout, machine, sizes, _parts_of_ranks(layout, sizes))
-
-
 def least_bytes(layout: PlannedLayout, *, in_flight: bool = True) -> float:
     """Return a lower bound of a rank's bytes. in_flight: with the activations of microbatches."""
     sizes = _sizes(layout)
@@ -508,14 +502,17 @@ class _PartOfStage:
 
 
 def _parts_of_ranks(layout: PlannedLayout, sizes: _Sizes) -> list[_PartOfRank]:
-    return [_part_of_rank(layout, sizes, rank) for rank in range(layout.degrees["pp"])]
-
-
-def _part_of_rank(layout: PlannedLayout, sizes: _Sizes, rank: int) -> _PartOfRank:
-    stages = layout.pipeline.stages_of(rank)
-    return _PartOfRank(
-        rank, [_part_of_stage(layout, sizes, layout.pipeline.modules[stage]) for stage in stages]
-    )
+    modules = layout.pipeline.modules
+    return [
+        _PartOfRank(
+            rank,
+            [
+                _part_of_stage(layout, sizes, modules[stage])
+                for stage in layout.pipeline.stages_of(rank)
+            ],
+        )
+        for rank in range(layout.degrees["pp"])
+    ]
 
 
 def _part_of_stage(layout: PlannedLayout, sizes: _Sizes, modules: Sequence[str]) -> _PartOfStage:
@@ -534,9 +531,10 @@ def _part_of_stage(layout: PlannedLayout, sizes: _Sizes, modules: Sequence[str])
     )
 
 
-def _step_seconds(
-    layout: PlannedLayout, machine: Machine, sizes: _Sizes, parts: Sequence[_PartOfRank]
-) -> float:
+def step_seconds(layout: PlannedLayout, machine: Machine) -> float:
+    """Return the approximate seconds of a step."""
+    sizes = _sizes(layout)
+    parts = _parts_of_ranks(layout, sizes)
     of_block = _block_seconds(layout, machine, sizes)
     peak = machine.flops(getattr(torch, layout.config.training.mixed_precision_param))
     of_output = 6 * sizes.vocabulary * sizes.tokens / (peak * machine.matmul_efficiency)

@@ -69,15 +69,5 @@ def run_order(order: Order, seconds: Callable[[str, int], float], travel: float 
                 timetable[rank].append((kind, stage, microbatch, start, end))
                 queue.pop(0)
                 progress = True
-        assert progress, f"actions wait for each other: {_first_actions(queues)}"
+        assert progress, f"actions wait for each other: {queues}"
     return Timetable(timetable)
-
-
-def _first_actions(queues: Mapping[int, Sequence[tuple[str, int, int | None]]]) -> str:
-    """Return the first action of each rank's queue, such as "rank 0 at 1F2"."""
-    waiting = []
-    for rank, queue in queues.items():
-        if queue:
-            kind, stage, microbatch = queue[0]
-            waiting.append(f"rank {rank} at {stage}{kind}{microbatch}")
-    return ", ".join(waiting)

@@ -395,86 +395,41 @@ def test_the_tokens_of_a_step_are_the_recipes():
 # The bound excludes no layout whose plan fits
 
 QUICK = ("FSDP", "1F1B", "ZBVZeroBubble, full")
-BOUNDED = {
-    "alone": (1, []),
-    "in float32, alone": (1, ["--training.mixed_precision_param=float32"]),
-    "FSDP": (4, []),
-    "FSDP, eager": (4, ["--compile.no-enable"]),
-    "recomputed": (4, ["--activation_checkpoint.mode=full"]),
-    "selective, eager": (4, ["--activation_checkpoint.mode=selective", "--compile.no-enable"]),
-    "selective": (4, ["--activation_checkpoint.mode=selective"]),
+STAGES = "parallelism.pipeline_parallel_degree=2 training.local_batch_size=4"
+SCHEDULE = f"{STAGES} parallelism.pipeline_parallel_schedule"
+BOUNDED = {  # name: (ranks, options)
+    "alone": (1, ""),
+    "in float32, alone": (1, "training.mixed_precision_param=float32"),
+    "FSDP": (4, ""),
+    "FSDP, eager": (4, "compile.no-enable"),
+    "recomputed": (4, "activation_checkpoint.mode=full"),
+    "selective, eager": (4, "activation_checkpoint.mode=selective compile.no-enable"),
+    "selective": (4, "activation_checkpoint.mode=selective"),
     "every second product": (
         4,
-        [
-            "--activation_checkpoint.mode=selective",
-            "--activation_checkpoint.selective_ac_option=op/2",
-        ],
+        "activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option=op/2",
     ),
-    "accumulation": (2, ["--training.global_batch_size=16"]),
+    "accumulation": (2, "training.global_batch_size=16"),
     "accumulation, each microbatch": (
         2,
-        ["--training.global_batch_size=16", "--parallelism.fsdp_communication=microbatch"],
+        "training.global_batch_size=16 parallelism.fsdp_communication=microbatch",
     ),
-    "copies": (4, ["--parallelism.data_parallel_replicate_degree=4"]),
+    "copies": (4, "parallelism.data_parallel_replicate_degree=4"),
     "compressed": (
         4,
-        [
-            "--parallelism.data_parallel_replicate_degree=2",
-            "--parallelism.replicate_compression=powersgd",
-        ],
+        "parallelism.data_parallel_replicate_degree=2 parallelism.replicate_compression=powersgd",
     ),
-    "TP": (4, ["--parallelism.tensor_parallel_degree=2"]),
-    "1F1B": (4, ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]),
-    "as few microbatches as ranks": (
-        2,
-        ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2"],
-    ),
-    "tied": (4, ["--model.tied_embeddings=yes"]),
-    "tied, 1F1B": (
-        4,
-        [
-            "--model.tied_embeddings=yes",
-            "--model.vocab_size=128256",
-            "--parallelism.pipeline_parallel_degree=2",
-            "--training.local_batch_size=4",
-        ],
-    ),
-    "tied, V-shaped": (
-        4,
-        [
-            "--model.tied_embeddings=yes",
-            "--parallelism.pipeline_parallel_degree=2",
-            "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
-            "--training.local_batch_size=4",
-        ],
-    ),
-    "interleaved": (
-        2,
-        [
-            "--parallelism.pipeline_parallel_degree=2",
-            "--training.local_batch_size=4",
-            "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
-            "--parallelism.fsdp_communication=microbatch",
-        ],
-    ),
-    **{
-        f"{name}, {mode}": (
-            4,
-            [
-                "--parallelism.pipeline_parallel_degree=2",
-                f"--parallelism.pipeline_parallel_schedule={name}",
-                f"--activation_checkpoint.mode={mode}",
-                "--training.local_batch_size=4",
-            ],
-        )
-        for name in ("ZBVZeroBubble", "DualPipeV")
-        for mode in ("none", "full")
-    },
-    "float8 gathered": (
-        2,
-        ["--float8.enable", "--float8.all_gather", "--training.global_batch_size=16"],
-    ),
-    "Muon": (4, ["--optimizer.name=Muon"]),
+    "TP": (4, "parallelism.tensor_parallel_degree=2"),
+    "1F1B": (4, STAGES),
+    "as few microbatches as ranks": (2, f"{STAGES} training.local_batch_size=2"),
+    "tied": (4, "model.tied_embeddings=yes"),
+    "tied, 1F1B": (4, f"{STAGES} model.tied_embeddings=yes model.vocab_size=128256"),
+    "tied, V-shaped": (4, f"{SCHEDULE}=ZBVZeroBubble model.tied_embeddings=yes"),
+    "interleaved": (2, f"{SCHEDULE}=Interleaved1F1B parallelism.fsdp_communication=microbatch"),
+    "ZBVZeroBubble, full": (4, f"{SCHEDULE}=ZBVZeroBubble activation_checkpoint.mode=full"),
+    "DualPipeV": (4, f"{SCHEDULE}=DualPipeV"),
+    "float8 gathered": (2, "float8.enable float8.all_gather training.global_batch_size=16"),
+    "Muon": (4, "optimizer.name=Muon"),
 }
 
 
@@ -484,7 +439,8 @@ BOUNDED = {
     [pytest.param(case, marks=() if case in QUICK else pytest.mark.release) for case in BOUNDED],
 )
 def test_by_formula_a_layout_never_needs_more_than_its_plan(case):
-    ranks, options = BOUNDED[case]
+    ranks, words = BOUNDED[case]
+    options = [f"--{word}" for word in words.split()]
     shrunk = [
         f"--model.tokenizer_path={RECIPES.parent / 'assets/tokenizer/debug.model'}",
         "--model.flavor=debug",
