@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from benchmark_fsdp import peak_memory, start_world
 from torch import Tensor
 
+from titan_lite import progress
 from titan_lite.collectives import all_gather_single
 from titan_lite.config import load_config
 from titan_lite.config.families import ModelConfig
@@ -275,7 +276,7 @@ def rank_main(
                 step()
                 seconds.append(time.perf_counter() - start)
         pipe.send(Measured(seconds, peak, speeds, machine))
-        trainer.watchdog.disable()
+        progress.end_phases()
         dist.barrier()
         dist.destroy_process_group()
 

@@ -23,9 +23,10 @@ import sys
 import time
 
 from titan_lite.compile import joint
+from titan_lite.features.watchdog import watchdog
 from titan_lite.hooks import Hook
 from titan_lite.logging import events
-from titan_lite.resilience import signals, watchdog
+from titan_lite.resilience import shared_errors, signals
 from titan_lite.resilience.exit_code import end_with
 from titan_lite.train import main
 
@@ -33,7 +34,8 @@ FAULT = json.loads(os.environ["FAULT"])
 happened = []  # the steps, in this process
 # A rank to which one of these happens answers the others, on a busy machine after a while.
 if {"sleep", "raise"} & FAULT.keys():
-    watchdog.GRACE = watchdog.GRACE_AFTER_LOST_CONNECTION = 60.0
+    for module in (shared_errors, watchdog):
+        module.GRACE = module.GRACE_AFTER_LOST_CONNECTION = 60.0
 
 
 def happen():

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from titan_lite.distributed.layout import Layout
     from titan_lite.distributed.parallelize import ParallelModel
     from titan_lite.distributed.simple_fsdp import FSDPOptions
+    from titan_lite.hooks import Hook
     from titan_lite.models.transformer import Transformer
     from titan_lite.optim.build import PartOptimizer
     from titan_lite.tools.plan.costs import Costs
@@ -113,6 +114,10 @@ class Feature:
         return {}
 
     # The model, and training
+
+    def hooks(self, config: Config) -> Sequence[Hook]:
+        """Return observers of the run, which change no number (titan_lite/hooks.py)."""
+        return ()
 
     def before_checkpointing(self, config: Config, model: Transformer, mesh: DeviceMesh) -> None:
         """Change the model of a pipeline stage in place, after it was split over ranks. model: on

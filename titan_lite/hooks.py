@@ -26,13 +26,13 @@ from tqdm import tqdm
 from titan_lite.config import Config, Profiling
 from titan_lite.data.preflight import check_first_batch, check_first_loss
 from titan_lite.distributed.parallelize import ParallelModel, gather_reports
+from titan_lite.feature import features_of
 from titan_lite.logging import console, logger
 from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.metrics.end_lines import RunEnd, end_lines, log_compile_reports
 from titan_lite.metrics.profiler import build_profiler
 from titan_lite.metrics.start_lines import start_facts, start_lines
 from titan_lite.metrics.writer import draw_loss
-from titan_lite.resilience.replica_check import ReplicaCheck
 from titan_lite.resilience.restarts import Restarts, restart_command
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ class Hook:
 
     def on_batch(self, step: int) -> None:
         """Before each local batch of a step is read."""
+
+    def on_batches(self, step: int) -> None:
+        """After the local batches of a step, before its first collective."""
 
     def on_gradients(self, step: int, parameters: Mapping[str, nn.Parameter]) -> None:
         """After the last backward of a step, before gradients are clipped.
@@ -230,27 +233,6 @@ class DataPreflight(Hook):
             )
 
 
-class CompareReplicas(Hook):
-    """Compare the copies of the model: every `freq` steps (0: never), and before a save."""
-
-    def __init__(self, freq: int):
-        self.freq = freq
-
-    def on_train_start(self, trainer: Trainer) -> None:
-        self.check = ReplicaCheck(trainer.checkpointer.describe_newest)
-        self.tensors = trainer.tensors  # those of a checkpoint
-        if not trainer.is_finished:
-            self.check.check(trainer.step, self.tensors())
-
-    def on_step_end(self, step: int) -> None:
-        if self.freq and step % self.freq == 0:
-            self.check.check(step, self.tensors())
-
-    def on_save(self, step: int) -> None:
-        if self.freq == 0 or step % self.freq != 0:  # else `on_step_end` has compared them
-            self.check.check(step, self.tensors())
-
-
 class RecordRestarts(Hook):
     """Record each step that begins, so that a fault that repeats ends restarts."""
 
@@ -320,8 +302,8 @@ class ProgressBar(Hook):
 
 
 def build_hooks(config: Config, rank: int, folder: Path) -> list[Hook]:
-    """Return the hooks of every run, in their order. folder: for what each copy of the model
-    writes. Several copies have no bar, as each would draw its own.
+    """Return the hooks of a run, in their order. folder: for what each copy of the model writes.
+    Several copies have no bar, as each would draw its own.
     """
     has_copies = config.fault_tolerance.copies > 1
     is_trained = bool(config.checkpoint.initial_load_path)
@@ -332,7 +314,7 @@ def build_hooks(config: Config, rank: int, folder: Path) -> list[Hook]:
         GarbageCollection(config.training.gc_freq),
         RecordRestarts(folder),
         DataPreflight(is_trained=is_trained, checks_loss=rank == 0),
-        CompareReplicas(config.training.compare_copies_freq),
+        *(hook for feature in features_of(config) for hook in feature.hooks(config)),
         Profile(config.profiling, folder, rank),
         *([] if has_copies else [ProgressBar(rank)]),
     ]

@@ -5,10 +5,12 @@ without_secrets("http://me:pw@host/a.jsonl")       # "http://***@host/a.jsonl"
 error_line(error)                   # the text of an error, which may quote a complete file
 first_names(["a", "b", "c"], 2)     # "a, b and 1 more"
 first_lines(["a", "b", "c"], 2)     # ["a", "b", "and 1 more"]
+name_ranks([0, 1, 2, 5])            # "ranks 0-2, 5"
 """
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 MAX_ERROR = 300  # characters of another library's error
 
@@ -60,3 +62,15 @@ def first_lines(lines: Sequence[str], most: int) -> list[str]:
     """Return the first `most` lines, and one with the number of the others."""
     more = [f"and {len(lines) - most} more"] if len(lines) > most else []
     return [*lines[:most], *more]
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """Return [0, 1, 2, 5] as "ranks 0-2, 5"."""
+    # Within a run of consecutive numbers, number - index is the same.
+    runs = []
+    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0]):
+        numbers = [number for _, number in run]
+        first, last = numbers[0], numbers[-1]
+        runs.append(str(first) if first == last else f"{first}-{last}")
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(runs)}"

@@ -22,10 +22,9 @@ from pydantic import NonNegativeInt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite import manifest
+from titan_lite import manifest, progress
 from titan_lite.alone import Alone
 from titan_lite.checkpoint.agreement import agree
-from titan_lite.checkpoint.manager import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.names import OF_FEATURES, section_of
 from titan_lite.checkpoint.resume import compare
@@ -63,7 +62,6 @@ from titan_lite.distributed.mesh import (
     sum_over_tokens,
 )
 from titan_lite.distributed.parallelize import ParallelModel, parallelize
-from titan_lite.distributed.param_collectives import started_last
 from titan_lite.distributed.pipeline import DeviceBatch
 from titan_lite.distributed.process_group import (
     connect_store,
@@ -88,10 +86,9 @@ from titan_lite.optim.build import NamedOptimizer, build_optimizer
 from titan_lite.optim.clipping import clip_grad_norm_
 from titan_lite.optim.lr_scheduler import lr_factor
 from titan_lite.resilience import TrainingError, exit_code, signals
+from titan_lite.resilience.shared_errors import share_errors
 from titan_lite.resilience.skipped_steps import SkippedSteps
 from titan_lite.resilience.stop_signal import StopSignal
-from titan_lite.resilience.stragglers import Stragglers
-from titan_lite.resilience.watchdog import PATIENCE, Watchdog
 from titan_lite.rules.machine import check_agreement, check_machine
 
 # Errors whose message is sufficient
@@ -157,8 +154,6 @@ class Trainer:
     copies: Alone  # of the model, which share the steps of this run
     skipped_steps: SkippedSteps
     stop: StopSignal
-    watchdog: Watchdog
-    stragglers: Stragglers
     checkpointer: Checkpointer
     identity: RunIdentity  # of this run, which a resumed run is compared with
     listings: ListingsOfRun  # the documents, as the first rank of this node has found them
@@ -190,25 +185,19 @@ class Trainer:
         self.copies = Alone(self)
         copy = copy_number(config.fault_tolerance)
         self.own_folder = folder_of_copy(self.dump_folder, copy)
+        progress.report_to(progress.Listener())  # a run before in this process is not watched
         self.hooks = [*build_hooks(config, self.rank, self.own_folder), *hooks]
         self.progress = Progress(validation_due=config.validation.enable)
 
         set_flight_recorder(config.comm.trace_buf_size, self.own_folder)
-        self.watchdog = Watchdog(
-            config.comm,
-            self.rank,
-            self.world_size,
-            started_collectives=started_last,
-            excluded_group=CHECKPOINT_GROUP,
-        )
         self.checkpointer = Checkpointer(
             config.checkpoint,
             self.dump_folder,
-            progress=self.watchdog.progress,
+            progress=progress.beat,
             run=config.fault_tolerance.address,
             own_suffix=f"-copy-{copy}" if copy else "",
         )
-        with self.watchdog.share_errors(*EXPLAINED):
+        with share_errors(*EXPLAINED):
             self.connect_ranks()
             self.build_model()
             self.build_data()
@@ -222,13 +211,12 @@ class Trainer:
         """Set up the device, the process group and the mesh."""
         config, degrees = self.config, self.layout.degrees
         self.start_times.begin("agreement of ranks")
-        self.watchdog.start_phase("start", "init_timeout_seconds")
+        progress.start_phase("start", "init_timeout_seconds")
         for hook in self.hooks:
             hook.on_start()
         self.device = init_device(config.debug, config.training.float32_matmul_precision)
         use_kernel(config.training.attention_kernel)
-        limit = config.comm.init_timeout_seconds + PATIENCE
-        store = connect_store(limit)
+        store = connect_store(config.comm.init_timeout_seconds + progress.PATIENCE)
         self.share_listings(store)
         # Before anything that differs with the recipe, and would wait for the other ranks
         identity = run_identity(config, self.layout, self.tokenizer, self.documents)
@@ -237,6 +225,7 @@ class Trainer:
         self.start_times.begin("process group")
         # On a communicator that is connected at once, a pipeline's sends and receives would wait
         # for each other.
+        limit = config.comm.longest_limit + progress.PATIENCE
         init_process_group(self.device, store, limit, connect=degrees["pp"] == 1)
         # From here on a signal ends a step and saves it, and a rank that is killed has failed.
         signals.end_start(self.before_stop)
@@ -266,8 +255,8 @@ class Trainer:
         if config.compile.enable:
             self.machine = find_machine(config.compile.machine, self.device)
         self.model = parallelize(config, self.layout, self.mesh, machine=self.machine)
-        # again, for the limits of the process groups that `parallelize` has made
-        self.watchdog.start_phase("start", "init_timeout_seconds")
+        # again: whoever listens may limit the process groups that `parallelize` has made
+        progress.start_phase("start", "init_timeout_seconds")
         for hook in self.hooks:
             hook.on_model_built(self.model)
 
@@ -329,7 +318,6 @@ class Trainer:
         self.has_done_step = False
         self.skipped_steps = SkippedSteps(config.training, config.optimizer.lr, self.device)
         self.stop = StopSignal(self.device, self.describe_stop)
-        self.stragglers = Stragglers(self.rank)
 
     def build_metrics(self) -> None:
         """Build what measures the run and writes it."""
@@ -383,7 +371,7 @@ class Trainer:
         Raises TrainingError.
         """
         with ExitStack() as contexts:
-            contexts.enter_context(self.watchdog.share_errors(*EXPLAINED))
+            contexts.enter_context(share_errors(*EXPLAINED))
             contexts.enter_context(self.bad_documents.listing_on_error(self.loaders))
             steps = range(self.step + 1, self.config.training.steps + 1)
             for hook in self.hooks:
@@ -391,7 +379,7 @@ class Trainer:
             return self.run_steps()
 
     def run_steps(self) -> bool:
-        self.watchdog.start_phase("the first step", self.compile_limit)
+        progress.start_phase("the first step", self.compile_limit)
         going_on = self.join_copies()
         for hook in self.hooks:
             hook.on_train_start(self)
@@ -412,7 +400,7 @@ class Trainer:
 
         with (
             self.throughput.exclude("saving"),
-            self.watchdog.phase("save", "init_timeout_seconds"),
+            progress.phase("save", "init_timeout_seconds"),
         ):
             self.checkpointer.wait()
         self.copies.leave()
@@ -442,7 +430,7 @@ class Trainer:
             self.config.validation.freq
         )
         events.step = self.step
-        self.watchdog.progress(f"step {self.step}")
+        progress.beat(f"step {self.step}")
         for hook in self.hooks:
             hook.on_step_start(self.step)
         sequences = self.layout.sequences_at(self.step)
@@ -463,7 +451,7 @@ class Trainer:
             hook.on_step_end(self.step)
         if not self.has_done_step:  # all graphs are compiled
             self.has_done_step = True
-            self.watchdog.start_phase(f"step {self.step}", "train_timeout_seconds")
+            progress.start_phase(f"step {self.step}", "train_timeout_seconds")
         if logs:
             self.log_metrics()
         if self.progress.validation_due and not self.stop.requested:
@@ -484,8 +472,9 @@ class Trainer:
         has changed then. Nothing here but such copies, Shampoo, and experts with a capacity, waits
         for the device: `read_metrics` gets the scalars later.
         """
-        with self.stragglers.preparing():
-            batches = self.next_batches() if self.has_done_step else self.first_batches()
+        batches = self.next_batches() if self.has_done_step else self.first_batches()
+        for hook in self.hooks:
+            hook.on_batches(self.step)
         tokens = self.count_tokens(batches)
 
         self.begin_step_parts()
@@ -530,7 +519,7 @@ class Trainer:
         """Accumulate the gradients of the loss, and return this rank's part of it, a scalar."""
         found: list[Tensor] = []
         if batches:  # a copy of the model may have none in a small step
-            found = self.model.forward_backward(batches, tokens, self.watchdog.progress)
+            found = self.model.forward_backward(batches, tokens)
         for part in self.step_parts:
             if repeat := part.repeat():
                 found = self.repeat_step(repeat, batches, tokens)
@@ -552,8 +541,8 @@ class Trainer:
                 gradient_shard(parameter)  # it may still be reduced
         self.optimizer.zero_grad()
         self.begin_step_parts()
-        with self.watchdog.phase(repeat.why, self.compile_limit), repeat.context:
-            return self.model.forward_backward(batches, tokens, self.watchdog.progress)
+        with progress.phase(repeat.why, self.compile_limit), repeat.context:
+            return self.model.forward_backward(batches, tokens)
 
     def count_tokens(self, batches: Sequence[DeviceBatch]) -> Tensor:
         """Return the number of counted labels of these batches, over all ranks: a scalar."""
@@ -581,7 +570,7 @@ class Trainer:
         """
         sequences = self.layout.sequences_at(self.step) // self.dp_degree
         what = f"packing {sequences:,} sequences of {self.layout.seq_len:,} tokens"
-        with self.watchdog.phase(what, self.compile_limit), telling_if_slow(what):
+        with progress.phase(what, self.compile_limit), telling_if_slow(what):
             return self.next_batches()
 
     def next_batches(self) -> list[DeviceBatch]:
@@ -618,12 +607,12 @@ class Trainer:
         with ExitStack() as contexts:
             contexts.enter_context(self.throughput.exclude("validation"))
             if not self.has_validated:  # the first one may compile
-                contexts.enter_context(self.watchdog.phase("validation", self.compile_limit))
+                contexts.enter_context(progress.phase("validation", self.compile_limit))
             for _ in range(self.config.validation.steps):
                 for _ in range(self.layout.accumulation):
                     for hook in self.hooks:
                         hook.on_validation_batch(self.step)
-                    self.watchdog.progress("validation")
+                    progress.beat("validation")
                     batch = self.to_device(next(loader), per_source)
                     nats += per_source.add(self.model.evaluate(batch))
                     tokens += counted(batch.label).sum()
@@ -680,7 +669,6 @@ class Trainer:
         if self.copies.has_several:
             values["copies"] = self.copies.living
         self.metrics.log(self.step, values)
-        self.stragglers.log(self.step, values["step_time"])
         self.throughput.start(self.step)
 
     # Checkpoints
@@ -731,7 +719,7 @@ class Trainer:
             hook.on_save(self.step)
         with (
             self.throughput.exclude("saving"),
-            self.watchdog.phase("save", "init_timeout_seconds"),
+            progress.phase("save", "init_timeout_seconds"),
         ):
             self.per_source.gather()
             parts = {name: part.state_dict() for name, part in self.stateful.items()}
@@ -821,11 +809,11 @@ class Trainer:
 
     def before_stop(self) -> str:
         """Return what the run does before it stops, if it received a signal now."""
-        phase = self.watchdog.phase_name
-        seconds = time.monotonic() - self.watchdog.phase_start
-        saves = self.config.checkpoint.enable and phase != "save"
+        phase = progress.current
+        seconds = time.monotonic() - phase.began
+        saves = self.config.checkpoint.enable and phase.name != "save"
         save = ", and a save" if saves else ""
-        return f"{phase}, which began {seconds:.0f} s ago{save}"
+        return f"{phase.name}, which began {seconds:.0f} s ago{save}"
 
     def describe_stop(self) -> str:
         """Return the step at which the run stops, and what it does then."""

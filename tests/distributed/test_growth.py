@@ -24,9 +24,9 @@ from titan_lite.config import Checkpoint, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentsLog, SkippedDocuments
 from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.distributed.stage_ranks import PipelineStageRanks
-from titan_lite.resilience.replica_check import ReplicaCheck
+from titan_lite.features.replica_check.comparison import compare_copies
+from titan_lite.features.watchdog.stragglers import NameStragglers
 from titan_lite.resilience.stop_signal import StopSignal
-from titan_lite.resilience.stragglers import Stragglers
 
 COUNTED = (
     "all_reduce",
@@ -121,14 +121,17 @@ def a_run(folder):
         if hasattr(tensor, "mesh")
     )
     with counting(parts["copies"]):
-        ReplicaCheck(str).check(1, tensors)
+        assert compare_copies(tensors) is None
     with counting(parts["schedule"]):
         stage = PipelineStageRanks([*range(ranks)], None)
         assert stage.all_equal("a schedule")
         assert not stage.all_equal(f"that of rank {rank}")
         assert stage.broadcast(f"choice of rank {rank}") == "choice of rank 0"
     with counting(parts["stragglers"]):
-        Stragglers(rank).log(1, step_time=1.0)
+        hook = NameStragglers(freq=1, last_step=1)
+        hook.on_step_start(1)
+        hook.on_batches(1)
+        hook.on_step_end(1)
     with counting(parts["stop"]):
         StopSignal(torch.device("cpu"), lambda: "step 1").update(1)
     documents = BadDocumentsLog(

@@ -237,8 +237,8 @@ def expect_graphs(trainer, backwards):
     rank = trainer.model.mesh["pp"].get_local_rank()
     expected = [*FORWARD, *(WHOLE if rank == 0 else backwards), *FORWARD, *backwards]
 
-    def checked(batches, tokens, progress):
-        losses = forward_backward(batches, tokens, progress)
+    def checked(batches, tokens):
+        losses = forward_backward(batches, tokens)
         graphs = [
             report.graph
             for report in trainer.model.compile_reports

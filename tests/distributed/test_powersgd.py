@@ -25,7 +25,7 @@ from titan_lite.dtensor import as_shard_of
 from titan_lite.features.powersgd import compression as powersgd
 from titan_lite.features.powersgd.compression import PowerSGD, orthogonalize
 from titan_lite.features.powersgd.keys import PowerSGDKeys
-from titan_lite.resilience.replica_check import compare_copies
+from titan_lite.features.replica_check.comparison import compare_copies
 
 F32 = torch.float32
 ANY_SIZE = functools.partial(

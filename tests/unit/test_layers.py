@@ -24,13 +24,15 @@ LAYERS = (
         "environment",
         "processes",
         "text",
+        "progress",
         "feature",
         "__init__",
         "features.__init__",
         "features.part_of_each",
         "features.FEATURES",
     ),
-    ("sharding", "dtensor", "collectives", "graph"),  # parts of tensors; what ranks send; FX graphs
+    # parts of tensors, and their checksums; what ranks send; FX graphs
+    ("sharding", "dtensor", "checksum", "collectives", "graph"),
     ("models",),
     ("cost",),
     ("compile",),

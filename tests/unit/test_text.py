@@ -1,6 +1,6 @@
 """Short texts of messages."""
 
-from titan_lite.text import error_line, first_lines, first_names, one_line
+from titan_lite.text import error_line, first_lines, first_names, name_ranks, one_line
 
 
 def test_a_text_in_one_line_loses_its_middle_and_shows_what_is_not_printable():
@@ -19,3 +19,11 @@ def test_the_first_of_many_and_how_many_there_are():
     assert first_names(["a", "b", "c"], 2) == "a, b and 1 more"
     assert first_lines(["a", "b"], 2) == ["a", "b"]
     assert first_lines(["a", "b", "c"], 2) == ["a", "b", "and 1 more"]
+
+
+def test_ranks_in_words():
+    assert [name_ranks([3]), name_ranks([0, 1, 2, 5]), name_ranks([4, 2])] == [
+        "rank 3",
+        "ranks 0-2, 5",
+        "ranks 2, 4",
+    ]

@@ -17,17 +17,21 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+from torch._dynamo import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.cpu_vec_isa import x86_isa_checker
 from torch._inductor.exc import InvalidCxxCompiler
+from torch.fx import GraphModule
 from torch.utils._triton import has_triton
 
+from titan_lite import progress
 from titan_lite.compile.backends import aot_eager_backend, inductor_backend
 from titan_lite.compile.compiled_model import CompiledModel
 from titan_lite.compile.errors import CompileError, explain
@@ -91,7 +95,13 @@ def compile_function(function: Callable[P, R], config: Compile) -> Callable[P, R
     """
     if config.backend == "inductor":
         trust_vector_instructions()
-    compiled = torch.compile(function, backend=config.backend, fullgraph=True, dynamic=False)
+    compiler = lookup_backend(config.backend)
+
+    def backend(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        with progress.phase(progress.COMPILING):
+            return compiler(graph, inputs)
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:

@@ -16,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
+from titan_lite import progress
 from titan_lite.compile.errors import compile_errors
 from titan_lite.compile.graph import placeholders, results_of
 from titan_lite.compile.joint import TraceSettings
@@ -111,7 +112,8 @@ class CompiledModel:
             *((name, *described(argument)) for name, argument in arguments.items()),
         )
         if key not in self.graphs:
-            self.graphs[key] = self.make_graphs(arguments)
+            with progress.phase(progress.COMPILING):
+                self.graphs[key] = self.make_graphs(arguments)
         return self.graphs[key]
 
     def make_graphs(self, arguments: Mapping[str, Tensor]) -> CompiledGraphs:

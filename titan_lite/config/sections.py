@@ -693,6 +693,13 @@ class Comm(Section):
     """Entries of the flight recorder, which shows where a run hangs; NCCL dumps it into
     job.dump_folder on a timeout; 0: off, and collectives do not count as progress."""
 
+    @property
+    def longest_limit(self) -> int:
+        """Seconds of the longest limit."""
+        return max(
+            self.init_timeout_seconds, self.compile_timeout_seconds, self.train_timeout_seconds
+        )
+
 
 @with_added_keys("fault_tolerance")
 class FaultTolerance(Section):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_lite import progress
 from titan_lite.compile.report import CompileReport
 from titan_lite.config import Config, Parallelism
 from titan_lite.cost.machine import Machine
@@ -148,17 +149,11 @@ class ParallelModel:
             model_kwargs["doc_stats"] = doc_stats(input, bos_id, eos_id)
         return DeviceBatch(on_device[:, self.positions], own_label, model_kwargs)
 
-    def forward_backward(
-        self,
-        batches: Sequence[DeviceBatch],
-        tokens: Tensor,
-        progress: Callable[[], None] = lambda: None,
-    ) -> list[Tensor]:
+    def forward_backward(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> list[Tensor]:
         """Compute the gradients of an optimizer step, and return the losses of each local batch.
 
         tokens: counted tokens of the step, over all ranks. Losses are divided by them: one for each
-        sequence, (B,), zero before the last pipeline stage. progress: called after each local
-        batch.
+        sequence, (B,), zero before the last pipeline stage.
         """
         losses = []
         with ExitStack() as gathered:
@@ -168,7 +163,7 @@ class ParallelModel:
                     gathered.enter_context(stage.gathered_for_step(uses))
             for batch in batches:
                 losses.append(self.runner.forward_backward(batch, tokens))
-                progress()
+                progress.beat()
         self.tied_table.add_gradients()
         return losses
 

@@ -16,7 +16,15 @@ from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
 
-FEATURES = ("matrix_optimizers", "moe", "powersgd", "copies", "own_family")
+FEATURES = (
+    "matrix_optimizers",
+    "moe",
+    "powersgd",
+    "copies",
+    "own_family",
+    "watchdog",
+    "replica_check",
+)
 
 
 def part_of_each(name: str) -> Iterator[ModuleType]:

@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from titan_lite import progress
 from titan_lite.alone import Alone, Totals
 from titan_lite.checkpoint.agreement import PARTS_OF_ERRORS, Member, differences, parts_of
 from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.checkpoint.steps import NEWEST
+from titan_lite.checksum import examine
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import SharedConfigError
 from titan_lite.distributed.pipeline import DeviceBatch
@@ -39,7 +41,6 @@ from titan_lite.environment import COPY, copy_number
 from titan_lite.features.copies.quorum import CopyState, Quorum, await_lighthouse
 from titan_lite.logging import OF_COPY, console, events, logger
 from titan_lite.resilience import TrainingError
-from titan_lite.resilience.replica_check import examine
 
 if TYPE_CHECKING:
     from titan_lite.trainer import Trainer
@@ -131,8 +132,7 @@ class Copies(Alone):
         """
         trainer = self.trainer
         self.compile()
-        progress = trainer.watchdog.progress
-        if not await_lighthouse(self.config, progress, self.waits_in_vain):
+        if not await_lighthouse(self.config, progress.beat, self.waits_in_vain):
             self.stop_alone()
             return False
         self.quorum = Quorum(
@@ -140,7 +140,7 @@ class Copies(Alone):
             self.number,
             trainer.device,
             state_of=lambda: CopyState(self.tensors(), self.parts_before),
-            progress=progress,
+            progress=progress.beat,
         )
         self.quorum.go_on_from(trainer.step)
         if not self.meet():
@@ -159,7 +159,7 @@ class Copies(Alone):
         )
         tokens = torch.ones((), dtype=torch.int64, device=trainer.device)
         trainer.begin_step_parts()
-        trainer.model.forward_backward([moved], tokens, trainer.watchdog.progress)
+        trainer.model.forward_backward([moved], tokens)
         self.gradients()
         trainer.optimizer.zero_grad()
 
@@ -185,7 +185,7 @@ class Copies(Alone):
         self.parts_before = self.parts()
         before = self.living
         started = time.perf_counter()
-        with trainer.watchdog.phase("waiting for other copies", "init_timeout_seconds"):
+        with progress.phase("waiting for other copies", "init_timeout_seconds"):
             if not self.quorum.begin_step(self.waits_in_vain):
                 self.stop_alone()
                 return False
@@ -398,7 +398,7 @@ class Copies(Alone):
         self.write_files(first=True)
         deadline = time.monotonic() + self.trainer.config.comm.init_timeout_seconds
         while self.lacks_save() and self.is_saved_by_another():
-            self.trainer.watchdog.progress()
+            progress.beat()
             if max_over_ranks(int(time.monotonic() > deadline)) == [1]:
                 break
             time.sleep(PAUSE)
@@ -424,9 +424,8 @@ class Copies(Alone):
 
     def end_together(self) -> None:
         """Meet the other copies once more, which shows who is left to write what is due."""
-        trainer = self.trainer
         self.parts_before = self.parts()  # for a copy that starts now
-        with trainer.watchdog.phase("waiting for other copies", "init_timeout_seconds"):
+        with progress.phase("waiting for other copies", "init_timeout_seconds"):
             found = self.quorum.begin_step(self.is_written, is_last=True)
             if found:
                 self.take_role()

@@ -4,7 +4,6 @@ when it stops without them.
 
 import functools
 import json
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -174,7 +173,6 @@ def copy_at(step, disk, *, last=12, stopped=False, **attributes):
         ),
         checkpointer=disk,
         metrics=SimpleNamespace(missing=list),
-        watchdog=SimpleNamespace(progress=lambda: None, phase=lambda *_: nullcontext()),
         save_here=lambda: disk.steps.append(step),
     )
     vars(copies).update(

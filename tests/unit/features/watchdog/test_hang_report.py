@@ -5,11 +5,10 @@ import sys
 
 import pytest
 
-from titan_lite.resilience.hang_report import (
+from titan_lite.features.watchdog.hang_report import (
     abbreviate,
     collectives_by_group,
     describe_frame,
-    name_ranks,
     verdict,
 )
 
@@ -191,14 +190,6 @@ def test_a_bucket_is_called_by_what_its_parameters_share(parameters, short):
     assert abbreviate(parameters) == short
 
 
-def test_ranks_in_words():
-    assert [name_ranks([3]), name_ranks([0, 1, 2, 5]), name_ranks([4, 2])] == [
-        "rank 3",
-        "ranks 0-2, 5",
-        "ranks 2, 4",
-    ]
-
-
 def test_a_frame_is_described_by_the_innermost_function_and_the_innermost_of_the_package():
     found = []
 
@@ -209,5 +200,5 @@ def test_a_frame_is_described_by_the_innermost_function_and_the_innermost_of_the
 
     abbreviate(Names())
     assert found[0].startswith("split (")
-    assert ", called by abbreviate (titan_lite/resilience/hang_report.py:" in found[0]
+    assert ", called by abbreviate (titan_lite/features/watchdog/hang_report.py:" in found[0]
     assert describe_frame(sys._getframe()).startswith("test_a_frame_is_described_by")

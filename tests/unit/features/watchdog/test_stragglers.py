@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from titan_lite.resilience import stragglers as module
-from titan_lite.resilience.stragglers import Stragglers, describe_slowest
+from titan_lite.features.watchdog import stragglers as module
+from titan_lite.features.watchdog.stragglers import NameStragglers, describe_slowest
 
 
 @pytest.mark.parametrize(
@@ -32,16 +32,21 @@ def test_the_sentence_has_the_slowest_rank_beside_the_median():
 
 
 def test_an_interval_begins_anew_after_each_line(caplog, monkeypatch):
+    now = [100.0]
     monkeypatch.setattr(module, "gather_to_rank_0", lambda own: [0.0, own])
-    monkeypatch.setattr(module.time, "perf_counter", lambda: 100.0)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     caplog.set_level(logging.WARNING, logger="titan_lite")
-    stragglers = Stragglers(rank=0)
-    stragglers.seconds = 3.0
-    stragglers.steps = 2
-    stragglers.log(10, step_time=2.0)
-    with stragglers.preparing():
-        pass
-    stragglers.log(20, step_time=2.0)
+    hook = NameStragglers(freq=2, last_step=3)
+    for step, seconds in ((1, 1.0), (2, 2.0), (3, 0.0)):
+        hook.on_step_start(step)
+        now[0] += seconds
+        hook.on_batches(step)
+        if step == 1:  # does not count, and is taken again
+            hook.on_step_start(step)
+            now[0] += seconds
+            hook.on_batches(step)
+        now[0] += 0.5
+        hook.on_step_end(step)
     (message,) = caplog.messages
-    assert message.startswith("step 10: rank 1 is ready for a step of 2.00 s after 1.50 s")
+    assert message.startswith("step 2: rank 1 is ready for a step of 2.00 s after 1.50 s")
     assert caplog.records[0].event == "slow"

@@ -1,8 +1,8 @@
 """Find copies of parameters and optimizer state that are not bitwise equal, and values that are not
 finite.
 
-    replica_check = ReplicaCheck(describe_saved)
-    replica_check.check(step, state_tensors)     # a collective; raises TrainingError on all ranks
+    compare_copies(tensors)                # a collective; None if nothing is wrong
+    CompareReplicas(freq)                  # the hook; raises TrainingError on all ranks
 
 Copies stay equal by construction: ranks start from the same bits, a collective gives all ranks of
 its group the same sum, and the update is the same function of both. After a faulty device, a
@@ -14,11 +14,10 @@ mesh axis with copies gives the minimum and the maximum over ranks that should a
 tensor; then one flag is copied to the host. Ranks exchange more only if something is wrong.
 """
 
-import functools
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,18 +25,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titan_lite.checksum import examine
 from titan_lite.distributed.process_group import all_gather_objects
-from titan_lite.dtensor import local
+from titan_lite.hooks import Hook
 from titan_lite.resilience import TrainingError
-from titan_lite.resilience.hang_report import name_ranks
-from titan_lite.text import first_lines, first_names
+from titan_lite.text import first_lines, first_names, name_ranks
 
-# Elements whose bits are summed at once: 8 bytes each fit a cache, or need few kernels
-CHUNK = {"cpu": 2**16, "cuda": 2**22}
+if TYPE_CHECKING:
+    from titan_lite.trainer import Trainer
+
 MAX_FINDINGS = 1000  # tensors in the findings of one rank
 MAX_CLAUSES = 4  # of a message
 MAX_HOSTS = 4  # named of several ranks
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 class TensorShard(NamedTuple):
@@ -56,22 +55,31 @@ class Findings(NamedTuple):
     not_finite: list[str]  # names of tensors
 
 
-class ReplicaCheck:
-    """A comparison of copies.
-
-    describe_saved: returns the step to resume from, in words.
+class CompareReplicas(Hook):
+    """Compare the copies of the model: at the start, every `freq` steps (0: never), and before a
+    save.
     """
 
-    def __init__(self, describe_saved: Callable[[], str]):
-        self.describe_saved = describe_saved
+    def __init__(self, freq: int):
+        self.freq = freq
 
-    def check(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Compare all copies. Raises the same TrainingError on all ranks.
+    def on_train_start(self, trainer: "Trainer") -> None:
+        self.describe_saved = trainer.checkpointer.describe_newest
+        self.tensors = trainer.tensors  # those of a checkpoint
+        if not trainer.is_finished:
+            self.check(trainer.step)
 
-        tensors: {"FQN": DTensor, "optimizer.state.FQN.step": a plain tensor, equal on all ranks,
-        ...}.
-        """
-        findings = compare_copies(tensors)
+    def on_step_end(self, step: int) -> None:
+        if self.freq and step % self.freq == 0:
+            self.check(step)
+
+    def on_save(self, step: int) -> None:
+        if self.freq == 0 or step % self.freq != 0:  # else `on_step_end` has compared them
+            self.check(step)
+
+    def check(self, step: int) -> None:
+        """Compare all copies. Raises the same TrainingError on all ranks."""
+        findings = compare_copies(self.tensors())
         if findings is not None:
             raise TrainingError(
                 f"step {step}: {describe(findings)}; so nothing was saved at this step;"
@@ -81,7 +89,10 @@ class ReplicaCheck:
 
 
 def compare_copies(tensors: Mapping[str, Tensor]) -> list[Findings] | None:
-    """Return the findings of all ranks, by rank, or None if nothing is wrong. A collective."""
+    """Return the findings of all ranks, by rank, or None if nothing is wrong. A collective.
+
+    tensors: {"FQN": DTensor, "optimizer.state.FQN.step": a plain tensor, equal on all ranks, ...}.
+    """
     checksums, finite = _examine_all(tensors.values())
     differing = torch.zeros_like(finite)  # by tensor
     for mesh, axis, copied in _copies(tensors.values()):
@@ -146,37 +157,6 @@ def _own_findings(
         },
         not_finite=[names[index] for index in not_finite_indices],
     )
-
-
-def examine(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (checksum, int64; True if all elements are finite) of this rank's shard, as scalars on
-    its mesh's device.
-
-    With less than 2^31 elements of up to 32 bits, the checksum changes if one element changes or if
-    two different elements are swapped. Element n is multiplied, modulo 2^64, by a weight whose
-    lower half is 2n + 1. This is odd, so a difference below 2^32 does not vanish, nor does it after
-    multiplication by the difference of two weights. The upper half spreads the weights, so that
-    several changes do not cancel.
-    """
-    elements = local(tensor).detach().reshape(-1)
-    device = elements.device
-    checksum = torch.zeros((), dtype=torch.int64, device=device)
-    is_finite = torch.ones((), dtype=torch.bool, device=device)
-    weights = _weights(device)
-    for index, chunk in enumerate(elements.split(len(weights))):
-        bits = chunk.view(INTEGERS[chunk.itemsize])
-        # the weights of this chunk are those of the first one, and this much more
-        offset = 2 * len(weights) * index
-        checksum += (bits * weights[: len(bits)]).sum() + offset * bits.sum()
-        is_finite &= chunk.isfinite().all()
-    return checksum, is_finite
-
-
-@functools.cache
-def _weights(device: torch.device) -> Tensor:
-    """Return the factors of the checksum for the first chunk's elements, int64."""
-    odd = torch.arange(1, 2 * CHUNK[device.type], 2, device=device)
-    return odd + odd * odd * odd * 2**32
 
 
 def _is_copied(tensor: Tensor, axis: int) -> bool:

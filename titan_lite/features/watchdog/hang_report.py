@@ -8,14 +8,14 @@ A record has JSON types: where a rank's Python code is, and the collectives of e
 in its flight recorder. These are plain functions; the threads are in watchdog.py.
 """
 
-import itertools
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, TypedDict
 
-from titan_lite.text import first_lines
+import titan_lite
+from titan_lite.text import first_lines, name_ranks
 
 # A collective that was about to start: (clock in nanoseconds, group, names of its parameters)
 StartedCollective = tuple[int, str, str]
@@ -31,7 +31,7 @@ OPERATIONS = (
     "send",
     "recv",
 )
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PACKAGE = os.path.dirname(os.path.abspath(titan_lite.__file__))
 MAX_WAITING = 20  # collectives of a group in a record
 MAX_NAMED = 4  # ranks, or parameters of a bucket, that are all named
 
@@ -247,15 +247,3 @@ def _clause(ranks: Collection[int], verb: str) -> str:
     """Return ([0, 1], "wait") as "ranks 0-1 wait", and ([0], "wait") as "rank 0 waits"."""
     ending = "s" if len(ranks) == 1 else ""
     return f"{name_ranks(ranks)} {verb}{ending}"
-
-
-def name_ranks(ranks: Collection[int]) -> str:
-    """Return [0, 1, 2, 5] as "ranks 0-2, 5"."""
-    # Within a run of consecutive numbers, number - index is the same.
-    runs = []
-    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0]):
-        numbers = [number for _, number in run]
-        first, last = numbers[0], numbers[-1]
-        runs.append(str(first) if first == last else f"{first}-{last}")
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {', '.join(runs)}"

@@ -1,0 +1,1 @@
+"""Copies of parameters and optimizer state are compared."""

@@ -1,0 +1,1 @@
+"""No rules: copies are compared with all other keys."""

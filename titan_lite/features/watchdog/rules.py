@@ -1,0 +1,1 @@
+"""No rules: a watchdog goes with all other keys."""
