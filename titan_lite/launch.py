@@ -30,7 +30,6 @@ from titan_lite import recipe, rules
 from titan_lite.config import SHIPPED, Config, ConfigError, load_config, read_config
 from titan_lite.config.errors import MachineError
 from titan_lite.distributed import endpoint
-from titan_lite.distributed.layout import Layout
 from titan_lite.environment import (
     COPY,
     LAST_PORT,
@@ -54,15 +53,10 @@ from titan_lite.rules.mistakes import raise_mistakes
 if TYPE_CHECKING:
     from titan_lite.launch_copies import CopyProcesses
 
-NUMA_NODES = "/sys/devices/system/node"
 # seconds from a signal until ranks that have not ended are killed; a hang ends them before
 SAVE_LIMIT = 3600
 # Seconds for the launchers of other nodes to answer, once all ranks here have ended
 NODES_LIMIT = 20
-# Seconds until a node whose ranks have not started says for whom it waits; it repeats that
-NODES_WAIT = 30
-FLOPS_OF_CORE = 1e11  # a second, in float32
-SLOW_STEP = 120  # seconds
 DEFAULT_PORT = 29400  # torchrun's, of an endpoint without one
 RESTART_LIMIT = 600  # where ranks may start again: the time of torchrun, too
 RECEIVED = (*STOPPING, signal.SIGQUIT)
@@ -195,8 +189,6 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     world_size = int(nodes.rpartition(":")[2]) * processes
     if ":" not in nodes:
         recipe.check_world(config, world_size)
-        if not gpus and not gpus_are_hidden():
-            warn_of_slow_steps(Layout.from_config(config, world_size), usable_cores())
     restarts = os.environ.get("MAX_RESTARTS") or "0"
     set_environment(gpus, processes)
     if restarts != "0" or nodes != "1":
@@ -221,7 +213,6 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
         *("--nproc-per-node", str(processes)),
         *("--max-restarts", restarts),
         *rendezvous,
-        *numa_options(gpus),
         *("-m", "titan_lite.train"),
         *arguments,
     ]
@@ -302,11 +293,6 @@ def check_endpoint(host: str, port: int, node_rank: str) -> None:
     name = f"RDZV_ENDPOINT={host}:{port}"
     if node_rank and int(node_rank) == 0:
         endpoint.check_port(name, port)
-        if not endpoint.is_here(host):
-            write_line(
-                f"titan_lite: NODE_RANK=0, and {host} is not an address of this node: the others"
-                f" meet at {name}; if that is another node, it has NODE_RANK=0, and this one not"
-            )
     elif node_rank or not endpoint.port_is_free(port) or not endpoint.is_here(host):
         endpoint.check_store(name, host, port, endpoint.CONNECT_LIMIT)
 
@@ -323,56 +309,19 @@ def count_gpus() -> int:
 
     if gpus := torch.cuda.device_count():
         return gpus
-    listed = output_of("nvidia-smi", "-L")
-    drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    driver = drivers.partition("\n")[0] if drivers else "unknown"  # one line for each GPU
-    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    wrong = (
-        f"torch cannot use the GPUs of this node ({listed or '/dev/kfd'}): torch"
-        f" {torch.__version__}, {built}, driver {driver}"
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no GPUs"
+    raise ConfigError(
+        f"torch {torch.__version__}, built for {built}, cannot use the GPUs of this node; install a"
+        " torch built for its driver, or set CUDA_VISIBLE_DEVICES= for CPU processes"
     )
-    fix = "install a torch built for this driver, or set CUDA_VISIBLE_DEVICES= for CPU processes"
-    raise ConfigError(f"{wrong}; CUDA 13 needs driver 580 or newer, CUDA 12 525: {fix}")
 
 
 def has_gpus() -> bool:
     """Return True if this node has GPUs that are not hidden."""
-    if gpus_are_hidden():
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible[:1] in ("", "-", ","):
         return False
     return output_of("nvidia-smi", "-L") is not None or os.path.exists("/dev/kfd")  # AMD's driver
-
-
-def gpus_are_hidden() -> bool:
-    """Return True if CUDA_VISIBLE_DEVICES hides all GPUs of this node."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible is not None and visible[:1] in ("", "-", ",")
-
-
-def warn_of_slow_steps(layout: Layout, cores: int) -> None:
-    """Print that there is no GPU, if a step would take minutes or more on the CPU's cores.
-
-    A step has 6 FLOPs for each parameter and token (Kaplan et al., 2020), without attention.
-    """
-    seconds = 6 * layout.parameters * layout.tokens / (FLOPS_OF_CORE * cores)
-    duration = f"{seconds / 3600:,.1f} hours" if seconds > 7200 else f"{seconds / 60:.0f} minutes"
-    if seconds > SLOW_STEP:
-        write_line(
-            f"titan_lite: no GPU found: a step of {layout.parameters / 1e9:.1f}B parameters and"
-            f" {layout.tokens:,} tokens takes about {duration} on {cores} CPU cores;"
-            " `titan-lite plan RECIPE --world-size 8` predicts it on GPUs"
-        )
-
-
-def numa_options(gpus: int) -> list[str]:
-    """Return the launcher's options that bind each process to the cores beside its GPU, if there
-    are several NUMA nodes.
-    """
-    if gpus < 2 or not os.path.exists(f"{NUMA_NODES}/node1"):
-        return []
-    if output_of("numactl", "--physcpubind=+0", "true") is not None:
-        return ["--numa-binding", "node"]
-    write_line("titan_lite: processes are not bound to the cores beside their GPU: install numactl")
-    return []
 
 
 def output_of(*command: str) -> str | None:
@@ -484,7 +433,12 @@ def launch(options: Sequence[str], *, may_restart: bool, folder: Path | None = N
             return exit_code.STOPPED
         write_line(f"error: {describe_failures(codes)}")
     elif isinstance(error, RendezvousTimeoutError):
-        write_line(f"error: the nodes have not met: {describe_wait()}")
+        variables = ("NNODES", "RDZV_ENDPOINT", "RDZV_ID")
+        same = " ".join(f"{name}={os.environ[name]}" for name in variables if name in os.environ)
+        write_line(
+            f"error: the nodes have not met: one has ended with an error of its own, has not {same}"
+            " as this one, or is a second one with NODE_RANK=0"
+        )
     else:
         first_line = str(error).partition("\n")[0]
         write_line(f"error: the launchers of the nodes have lost each other: {first_line}")
@@ -537,13 +491,8 @@ def leave_other_nodes(may_restart: bool) -> NoReturn:
     """
     waited = 0
     started = False
-    seconds = 0
     while True:
         time.sleep(1)
-        seconds += 1
-        has_others = (os.environ.get("NNODES") or "1") != "1"
-        if has_others and not started and seconds % NODES_WAIT == 0:
-            write_line(f"titan_lite: no rank has started for {seconds} s: {describe_wait()}")
         code = exit_code.recorded()
         running = ranks_run()
         started = started or running
@@ -560,17 +509,6 @@ def leave_other_nodes(may_restart: bool) -> NoReturn:
             f"error: the ranks here have failed, and the other nodes are not reached for {limit} s"
         )
     os._exit(exit_code.take_record() or exit_code.FAILED)
-
-
-def describe_wait() -> str:
-    """Return for whom a node waits, and why that may not come."""
-    nodes = os.environ.get("NNODES") or 1
-    names = ("RDZV_ENDPOINT", "RDZV_ID")
-    same = ", ".join(f"{name}={os.environ.get(name) or 'titan_lite'}" for name in names)
-    return (
-        f"waiting for NNODES={nodes} nodes with {same}; one of them may have ended with an error of"
-        " its own, have other values of these, or be a second one with NODE_RANK=0"
-    )
 
 
 def ranks_run() -> bool:
