@@ -17,7 +17,7 @@ last:
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, TypedDict, TypeVar
 
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
+from titan_lite import progress
 from titan_lite.config.errors import ConfigError, MachineError, is_of_machine, shown
 from titan_lite.text import error_line
 
@@ -170,15 +171,15 @@ def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
 # Manifests
 
 
-def digest(path: Path, progress: Callable[[], None] = lambda: None) -> FileDigest:
-    """Return size and SHA-256 of a file. progress: called after each block. Raises OSError."""
+def digest(path: Path) -> FileDigest:
+    """Return size and SHA-256 of a file. Raises OSError."""
     sha256 = hashlib.sha256()
     size = 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             sha256.update(block)
             size += len(block)
-            progress()
+            progress.beat()
     return {"sha256": sha256.hexdigest(), "size": size}
 
 
@@ -256,16 +257,11 @@ def check_sizes(folder: Path, files: Mapping[str, FileDigest]) -> None:
             raise CorruptFileError(f"{name} has {size:,} bytes of {expected['size']:,}")
 
 
-def check_bytes(
-    folder: Path, files: Mapping[str, FileDigest], progress: Callable[[], None] = lambda: None
-) -> None:
-    """Raise CorruptFileError for the first file whose bytes are not those written.
-
-    progress: as in `digest`.
-    """
+def check_bytes(folder: Path, files: Mapping[str, FileDigest]) -> None:
+    """Raise CorruptFileError for the first file whose bytes are not those written."""
     for name, expected in files.items():
         with _reading(folder / name, name):
-            present = digest(folder / name, progress)
+            present = digest(folder / name)
         if present != expected:
             raise CorruptFileError(f"{name} was altered: its SHA-256 is not the one in {NAME}")
 

@@ -193,7 +193,6 @@ class Trainer:
         self.checkpointer = Checkpointer(
             config.checkpoint,
             self.dump_folder,
-            progress=progress.beat,
             run=config.fault_tolerance.address,
             own_suffix=f"-copy-{copy}" if copy else "",
         )

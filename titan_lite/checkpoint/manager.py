@@ -42,7 +42,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -94,20 +94,18 @@ class Checkpointer(SavedSteps):
     """The steps in one folder, to be loaded and saved. Methods that are not those of SavedSteps are
     collectives unless they say otherwise.
 
-    progress: called from time to time while files are written, read and hashed, which may take
-    longer than the limit of a phase (resilience/watchdog.py). run: a name of the run, if copies of
-    the model share its folder (features/copies/). own_suffix: of this copy's unfinished steps.
+    run: a name of the run, if copies of the model share its folder (features/copies/). own_suffix:
+    of this copy's unfinished steps.
     """
 
     def __init__(
         self,
         config: Checkpoint,
         dump_folder: Path,
-        progress: Callable[[], None] = lambda: None,
         run: str = "",
         own_suffix: str = "",
     ):
-        super().__init__(config, dump_folder, progress)
+        super().__init__(config, dump_folder)
         self.run = run
         self.own_suffix = own_suffix
         self.folder_lock = FolderLock(
@@ -214,7 +212,7 @@ class Checkpointer(SavedSteps):
         try:
             files = manifest.read(path, step)
             share = {name: files[name] for name in sorted(files)[rank::world_size]}
-            manifest.check_bytes(path, share, self.progress)
+            manifest.check_bytes(path, share)
             self.check_state(step)
             if rank == 0:
                 tensor_files.read_metadata(path)
@@ -318,7 +316,7 @@ class Checkpointer(SavedSteps):
         path = self.path_of(step)
         error = ""
         try:
-            tensor_files.load(path, tensors, self.progress)
+            tensor_files.load(path, tensors)
         except CorruptFileError as damage:
             error = f"{path} cannot be loaded: {damage}"
         self._raise_on_all(error)
@@ -363,10 +361,9 @@ class Checkpointer(SavedSteps):
                 self._unfinished(step),
                 begin=functools.partial(self._begin, step),
                 commit=functools.partial(self._commit, step, sections, state),
-                progress=self.progress,
                 on_host=in_background,
             ),
-            planner=tensor_files.StepPlanner(self.progress, copies, failure),
+            planner=tensor_files.StepPlanner(copies, failure),
             process_group=self._processes(),
         )
         if in_background:

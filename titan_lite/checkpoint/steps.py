@@ -10,7 +10,7 @@ manager.py saves and loads them, with all ranks.
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from titan_lite import manifest
@@ -37,17 +37,10 @@ def log_foreign_files(folder: Path, files: Mapping[str, FileDigest]) -> None:
 
 
 class SavedSteps:
-    """The steps in one folder.
+    """The steps in one folder."""
 
-    progress: called from time to time while files are read, which may take longer than the limit of
-    a phase (resilience/watchdog.py).
-    """
-
-    def __init__(
-        self, config: Checkpoint, dump_folder: Path, progress: Callable[[], None] = lambda: None
-    ):
+    def __init__(self, config: Checkpoint, dump_folder: Path):
         self.config = config
-        self.progress = progress
         self.folder = dump_folder / config.folder
         self.key = f'checkpoint.folder = "{config.folder}"'  # the beginning of errors
 
@@ -92,7 +85,7 @@ class SavedSteps:
         try:
             files = manifest.check_step(path, step)
             small = {name: files[name] for name in sorted(files.keys() & SMALL_FILES)}
-            manifest.check_bytes(path, small, self.progress)
+            manifest.check_bytes(path, small)
             self.check_state(step)
         except CorruptFileError as error:
             return str(error)

@@ -1,8 +1,8 @@
 """Write and read the tensors of a step with torch.distributed.checkpoint (DCP).
 
-    writer = StepWriter(folder, begin, commit, progress)
-    dcp.save(by_section(values), storage_writer=writer, planner=StepPlanner(progress))
-    load(folder, tensors, progress)          # in place, on any layout, without communication
+    writer = StepWriter(folder, begin, commit)
+    dcp.save(by_section(values), storage_writer=writer, planner=StepPlanner())
+    load(folder, tensors)                    # in place, on any layout, without communication
 
 A folder has the layout of torchtitan's checkpoints, with our FQNs:
 
@@ -59,6 +59,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import _get_layout, get_crc32_options, set_crc32_options
 
+from titan_lite import progress
 from titan_lite.checkpoint.names import section_of
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import MachineError, is_of_machine
@@ -100,14 +101,12 @@ class HashedResult(WriteResult):
 
 
 class _HashedStream:
-    """A file that is hashed while it is written, from its first byte to its last: it has no `seek`.
-
-    progress: called after each block.
+    """A file that is hashed while it is written, from its first byte to its last: it has no
+    `seek`.
     """
 
-    def __init__(self, file: IO[bytes], progress: Callable[[], None]):
+    def __init__(self, file: IO[bytes]):
         self.file = file
-        self.progress = progress
         self.sha256 = hashlib.sha256()
         self.size = 0
 
@@ -117,7 +116,7 @@ class _HashedStream:
             block = view[start : start + BLOCK_BYTES]
             self.file.write(block)
             self.sha256.update(block)
-            self.progress()
+            progress.beat()
         self.size += len(view)
         return len(view)
 
@@ -139,9 +138,8 @@ class _HashedFiles(FileSystem):
     to be hashed.
     """
 
-    def __init__(self, progress: Callable[[], None]):
+    def __init__(self) -> None:
         super().__init__()
-        self.progress = progress
         self.digests: dict[str, FileDigest] = {}  # by the file's name
 
     @contextmanager
@@ -150,7 +148,7 @@ class _HashedFiles(FileSystem):
             if mode != "wb":
                 yield file
                 return
-            hashed = _HashedStream(cast(IO[bytes], file), self.progress)
+            hashed = _HashedStream(cast(IO[bytes], file))
             yield hashed
         digest: FileDigest = {"sha256": hashed.sha256.hexdigest(), "size": hashed.size}
         self.digests[Path(path).name] = digest
@@ -162,8 +160,8 @@ class StepWriter(FileSystemWriter):
 
     begin: called on the first rank with the bytes of all tensors, before anything is written; it
     makes the folder. commit: called on the first rank with the digest of each file, when all are on
-    disk. An error of either is one of `dcp.save` on all ranks. progress: called from time to time
-    while a file is written. on_host: the tensors are in host memory.
+    disk. An error of either is one of `dcp.save` on all ranks. on_host: the tensors are in host
+    memory.
     """
 
     def __init__(
@@ -171,14 +169,13 @@ class StepWriter(FileSystemWriter):
         folder: Path,
         begin: Callable[[int], None],
         commit: Callable[[dict[str, FileDigest]], None],
-        progress: Callable[[], None],
         *,
         on_host: bool,
     ):
         # With nothing to copy ahead, DCP asks for no stream: a thread's is one of the first GPU, on
         # which each rank of the node would make a context.
         super().__init__(folder, per_thread_copy_ahead=0 if on_host else COPY_AHEAD)
-        self.fs = self.files = _HashedFiles(progress)
+        self.fs = self.files = _HashedFiles()
         self.begin = begin
         self.commit = commit
 
@@ -250,7 +247,7 @@ def _os_error_of(error: Exception) -> BaseException:
 
 
 class StepPlanner(DefaultSavePlanner):
-    """A planner that calls `progress` for each part of a tensor.
+    """A planner whose parts of tensors are progress.
 
     copies: of this rank's parts of all tensors by name, which are written in place of the tensors
     themselves; None to write the tensors. failure: an error of this rank before the save, which
@@ -259,12 +256,10 @@ class StepPlanner(DefaultSavePlanner):
 
     def __init__(
         self,
-        progress: Callable[[], None],
         copies: Mapping[str, Tensor] | None = None,
         failure: Exception | None = None,
     ):
         super().__init__()
-        self.progress = progress
         self.copies = copies
         self.failure = failure
         self.pickles: dict[bytes, Any] = {}  # a value, pickled: the file that torch.save makes
@@ -275,7 +270,7 @@ class StepPlanner(DefaultSavePlanner):
         return super().create_local_plan()
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        self.progress()
+        progress.beat()
         if write_item.type == WriteItemType.BYTE_IO:
             return self._pickle_of(write_item)
         if self.copies is None:
@@ -451,23 +446,14 @@ class _Reader(FileSystemReader):
 
 
 class _ProgressLoadPlanner(DefaultLoadPlanner):
-    """A planner that fills tensors in place, and calls `progress` for each part."""
-
-    def __init__(self, progress: Callable[[], None]):
-        super().__init__()
-        self.progress = progress
+    """A planner that fills tensors in place, whose parts are progress."""
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        self.progress()
+        progress.beat()
         return super().resolve_tensor(read_item)
 
 
-def load(
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    progress: Callable[[], None] = lambda: None,
-    metadata: Metadata | None = None,
-) -> None:
+def load(folder: Path, tensors: Mapping[str, Tensor], metadata: Metadata | None = None) -> None:
     """Fill tensors and DTensors in place, without communication.
 
     metadata: those of the folder, if they were read before. Raises CorruptFileError if the tensors
@@ -484,7 +470,7 @@ def load(
             dcp.load(
                 dict(tensors),
                 storage_reader=_Reader(folder, metadata),
-                planner=_ProgressLoadPlanner(progress),
+                planner=_ProgressLoadPlanner(),
                 no_dist=True,
             )
     except CheckpointException as failed:

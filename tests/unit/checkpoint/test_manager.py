@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from titan_lite import manifest
+from titan_lite import manifest, progress
 from titan_lite.checkpoint import manager as checkpoint
 from titan_lite.checkpoint.host_copies import HostCopies
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
@@ -115,11 +115,10 @@ def test_a_step_is_loaded_as_it_was_saved(mode, tmp_path, log):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_writing_hashing_and_loading_are_progress(mode, tmp_path):
+def test_writing_hashing_and_loading_are_progress(mode, tmp_path, monkeypatch):
     beats = []
-    steps_of = Checkpointer(
-        Checkpoint(enable=True, async_mode=mode), tmp_path, lambda: beats.append(phase)
-    )
+    monkeypatch.setattr(progress, "beat", lambda: beats.append(phase))
+    steps_of = Checkpointer(Checkpoint(enable=True, async_mode=mode), tmp_path)
     phase = "save"
     steps_of.save(1, tensors(1), RunState())
     steps_of.wait()

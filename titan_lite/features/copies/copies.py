@@ -132,7 +132,7 @@ class Copies(Alone):
         """
         trainer = self.trainer
         self.compile()
-        if not await_lighthouse(self.config, progress.beat, self.waits_in_vain):
+        if not await_lighthouse(self.config, self.waits_in_vain):
             self.stop_alone()
             return False
         self.quorum = Quorum(
@@ -140,7 +140,6 @@ class Copies(Alone):
             self.number,
             trainer.device,
             state_of=lambda: CopyState(self.tensors(), self.parts_before),
-            progress=progress.beat,
         )
         self.quorum.go_on_from(trainer.step)
         if not self.meet():

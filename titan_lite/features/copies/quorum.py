@@ -1,6 +1,6 @@
 """Find the living copies of the model for a step, and sum tensors over them (torchft).
 
-    quorum = Quorum(config.fault_tolerance, number, device, state_of, progress)
+    quorum = Quorum(config.fault_tolerance, number, device, state_of)
     quorum.go_on_from(step=7)
     if not quorum.begin_step(stops): ...  # agrees on who is alive; `received`: the state of another
     quorum.share(8)                       # range(4, 8): the local batches of 8 that this copy takes
@@ -44,6 +44,7 @@ from torch import Tensor
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
 from torchft.checkpointing.http_transport import HTTPTransport
 
+from titan_lite import progress
 from titan_lite.config import FaultTolerance
 from titan_lite.distributed.process_group import first_line, max_over_ranks
 from titan_lite.environment import address_towards
@@ -83,8 +84,7 @@ class _Transport(HTTPTransport[dict[str, Any]]):
 class Quorum:
     """The living copies, and this one among them.
 
-    number: of this copy. state_of: returns the state of this rank between two steps. progress:
-    called while others are waited for.
+    number: of this copy. state_of: returns the state of this rank between two steps.
     """
 
     def __init__(
@@ -93,13 +93,11 @@ class Quorum:
         number: int,
         device: torch.device,
         state_of: Callable[[], CopyState],
-        progress: Callable[[], None],
     ):
         logging.getLogger("torchft").setLevel(logging.CRITICAL)  # what matters is logged here
         # of received tensors, which are only read
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         self.settings = settings
-        self.progress = progress
         self.living = 0  # copies in this step
         self.index = 0  # of this copy among them
         self.received: CopyState | None = None  # of another copy, which this one continues
@@ -147,7 +145,7 @@ class Quorum:
         said = ""
         step = self.manager.current_step()
         while True:
-            self.progress()
+            progress.beat()
             lacks = self._ask(1 if is_last else self.settings.min_copies)
             is_over = time.monotonic() - started > limit or stops()
             has_state = self.received is not None
@@ -213,7 +211,7 @@ class Quorum:
         After a failure the values are wrong, further sums do nothing, and `commit` returns False.
         """
         for bucket in buckets_of(tensors):
-            self.progress()
+            progress.beat()
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             self.manager.allreduce(flat, reduce_op=op).wait()
             parts = flat.split([tensor.numel() for tensor in bucket])
@@ -235,7 +233,7 @@ class Quorum:
 
         Raises RuntimeError if another rank of this copy does not answer.
         """
-        self.progress()
+        progress.beat()
         limit = timedelta(seconds=COMMIT_TIMEOUTS * self.settings.timeout_seconds)
         return self.manager.should_commit(timeout=limit)
 
@@ -244,9 +242,7 @@ class Quorum:
         self.manager.shutdown(wait=False)
 
 
-def await_lighthouse(
-    settings: FaultTolerance, progress: Callable[[], None], stops: Callable[[], bool]
-) -> bool:
+def await_lighthouse(settings: FaultTolerance, stops: Callable[[], bool]) -> bool:
     """Wait until the lighthouse answers; return False after the limit, or if `stops` returned True
     on a rank of this copy. A collective in this copy.
     """
@@ -263,7 +259,7 @@ def await_lighthouse(
                 f" at most {settings.wait_seconds} s (fault_tolerance.wait_seconds)",
                 extra=OF_COPY,
             )
-        progress()
+        progress.beat()
         time.sleep(0.2)
     return max_over_ranks(int(is_over)) == [0]
 
