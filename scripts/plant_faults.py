@@ -189,7 +189,7 @@ FAULTS = (
     ),
     # Tensor-parallel ranks scale their parts of a weight differently.
     Fault(
-        "distributed/float8_scales.py",
+        "features/float8/weights.py",
         'for axis in ("dp_shard", "tp"):',
         'for axis in ("dp_shard",):',
         ("distributed/test_float8_layouts.py",),

@@ -17,7 +17,7 @@ with only where a method needs it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +41,10 @@ if TYPE_CHECKING:
     from titan_lite.distributed.parallelize import ParallelModel
     from titan_lite.distributed.simple_fsdp import FSDPOptions
     from titan_lite.hooks import Hook
+    from titan_lite.distributed.tensor_parallel import Axis
     from titan_lite.models.transformer import Transformer
     from titan_lite.optim.build import PartOptimizer
+    from titan_lite.rules.mistakes import Mistake
     from titan_lite.tools.plan.costs import Costs
     from titan_lite.trainer import Trainer
 
@@ -53,6 +55,16 @@ class Kept:
 
     always: int = 0
     before_update: int = 0  # more, from the last backward to the update
+
+
+class LowPrecision(NamedTuple):
+    """Products of blocks with fewer bits than those of training.mixed_precision_param."""
+
+    name: str  # such as "float8"
+    scales: str  # which numbers share one, in a word
+    dtype: str  # of the factors, by its name in torch
+    is_gathered: bool  # weights travel in it, too
+    without: Config  # the recipe without it
 
 
 class OwnedWork(Protocol):
@@ -119,6 +131,11 @@ class Feature:
         """Return observers of the run, which change no number (titan_lite/hooks.py)."""
         return ()
 
+    def before_tensor_parallel(self, config: Config, model: Transformer, axis: Axis) -> None:
+        """Change the model of a pipeline stage in place, before it is split over ranks. model: on
+        the meta device. axis: of tensor parallelism.
+        """
+
     def before_checkpointing(self, config: Config, model: Transformer, mesh: DeviceMesh) -> None:
         """Change the model of a pipeline stage in place, after it was split over ranks. model: on
         the meta device. mesh: of all axes.
@@ -158,6 +175,16 @@ class Feature:
         is in the first step.
         """
         return config, ""
+
+    def low_precision(self, config: Config) -> LowPrecision | None:
+        """Return what blocks multiply with fewer bits; None: nothing. It rounds otherwise on each
+        layout, so `verify` has other tolerances.
+        """
+        return None
+
+    def mistakes_on(self, config: Config, machine: Machine) -> Iterable[Mistake]:
+        """Return mistakes of the recipe on a machine that it is planned for."""
+        return ()
 
     def kept_of_shard(self, config: Config, shape: Sequence[int]) -> Kept:
         """Return what the feature keeps for a shard of this shape."""
@@ -230,6 +257,12 @@ class StepPart:
 def features_of(config: Config) -> list[Feature]:
     """Return the features that a recipe turns on."""
     return [feature for feature in all_features() if feature.is_on(config)]
+
+
+def low_precision(config: Config) -> LowPrecision | None:
+    """Return what the blocks of a recipe multiply with fewer bits; None: nothing."""
+    found = (feature.low_precision(config) for feature in features_of(config))
+    return next(filter(None, found), None)
 
 
 @functools.cache

@@ -14,7 +14,6 @@ from titan_lite.config import (
     ActivationCheckpoint,
     Compile,
     Config,
-    Float8,
     Parallelism,
     Training,
 )
@@ -25,7 +24,7 @@ from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.distributed.step_gather import OncePerStepGatherer
 from titan_lite.dtensor import as_shard_of, local
-from titan_lite.models.float8 import Scaled
+from titan_lite.features.float8.keys import Float8Keys
 from titan_lite.models.loss import cross_entropy
 from titan_lite.models.shapes import module_fqns
 from titan_lite.models.transformer import Transformer
@@ -89,7 +88,7 @@ def build(
             **between,
         ),
         activation_checkpoint=ActivationCheckpoint(mode=checkpointing, memory_budget=0.3),
-        float8=float8 or Float8(),
+        float8=float8 or Float8Keys(),
         compile=Compile(enable=bool(compiled), backend=compiled or "inductor", bucketing=bucketing),
     )
     layout = Layout(
@@ -176,12 +175,10 @@ class GathererOfEach:
 
     def __init__(self, sharding):
         self.sharding = sharding
-        self.scales = sharding.scales
         self.weights, self.leaves, self.sums = {}, {}, {}
         for parameter, spec in sharding.specs.items():
-            scale = sharding.scales.get(spec.fqn)
-            weight = spec.start_gather(local(parameter), scale).wait().detach()
-            stand_in = spec.gradient_stand_in(weight)
+            weight = spec.start_gather(local(parameter)).wait().detach()
+            stand_in = spec.stand_in(weight)
             leaf = weight if stand_in is None else stand_in
             leaf.requires_grad_(parameter.requires_grad)
             if parameter.requires_grad:
@@ -192,10 +189,7 @@ class GathererOfEach:
     read_inputs = OncePerStepGatherer.read_inputs
 
     def read(self, parameter, spec):
-        scale, weight = self.scales.get(spec.fqn), self.weights[spec.fqn]
-        if scale is None:
-            return weight
-        return Scaled(weight, scale, self.leaves[spec.fqn] if spec.float8 else None)
+        return self.read_inputs(self.graph_inputs(parameter, spec), spec)
 
     def add(self, spec, leaf):
         if spec.fqn in self.sums:

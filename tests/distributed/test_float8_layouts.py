@@ -16,21 +16,24 @@ from parity import batch, build, gradients, make_mesh, my_microbatches, step
 from ranks import run_ranks
 from tiny import of_family, slow_unless_first
 
-from titan_lite.config import Float8
 from titan_lite.config.families import ModelConfig
 from titan_lite.cost.profiles import PROFILES
-from titan_lite.distributed import float8_scales as scales
 from titan_lite.distributed import parallelize, tensor_parallel
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.dtensor import local
-from titan_lite.models import float8
+from titan_lite.features.float8 import linear, weights
+from titan_lite.features.float8 import tokens as float8_tokens
+from titan_lite.features.float8.keys import Float8Keys
 
 # three ranks divide no dimension, two and four divide heads and hidden units
 CONFIG = ModelConfig(
     dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=64, vocab_size=61, max_seq_len=16
 )
-GATHERED, CAST = Float8(enable=True, all_gather=True), Float8(enable=True)
-ROWS, HIGH = Float8(enable=True, recipe="rowwise"), Float8(enable=True, recipe="rowwise_with_gw_hp")
+GATHERED, CAST = Float8Keys(enable=True, all_gather=True), Float8Keys(enable=True)
+ROWS, HIGH = (
+    Float8Keys(enable=True, recipe="rowwise"),
+    Float8Keys(enable=True, recipe="rowwise_with_gw_hp"),
+)
 ALL = [GATHERED, CAST, ROWS, HIGH]
 AOT = dict(compiled="aot_eager")
 MODES = [
@@ -41,8 +44,8 @@ MODES = [
 ]
 
 
-def fixed(amax, dtype=float8.E4M3, *, power_of_two=False):
-    return torch.full_like(amax, 64.0 if dtype == float8.E4M3 else 2.0**14, dtype=torch.float32)
+def fixed(amax, dtype=linear.E4M3, *, power_of_two=False):
+    return torch.full_like(amax, 64.0 if dtype == linear.E4M3 else 2.0**14, dtype=torch.float32)
 
 
 def trained(mesh, options, count=1, once=False, family="llama3"):
@@ -61,7 +64,7 @@ def several(degrees, cases, fix):
     """The results of each of `cases`: (arguments of `build`, arguments of `trained`)."""
     mesh = make_mesh(*degrees)
     with ExitStack() as patches:
-        for module in (float8, scales, tensor_parallel) if fix else ():
+        for module in (linear, weights, float8_tokens) if fix else ():
             patches.enter_context(mock.patch.object(module, "scale_of", fixed))
         return [trained(mesh, options, **how) for options, how in cases]
 
@@ -219,11 +222,11 @@ def scales_of(degrees):
         for parameter in stage.model.parameters():
             local(parameter).mul_(3)
     sharded = stage.sharding
-    sharded.refresh_scales()
+    sharded.parameters_have_changed()
     found = {
-        spec.fqn: float(sharded.scales.get(spec.fqn))
+        spec.fqn: float(spec.scales[0])
         for spec in sharded.specs.values()
-        if spec.float8
+        if spec.gather_dtype == torch.uint8
     }
     full = {
         fqn: 448 / float(parameter.full_tensor().abs().max())
@@ -256,7 +259,7 @@ def gathered_bytes(float8):
 
     def noted(plan, *arguments):
         started = start(plan, *arguments)
-        counts[plan.float8] += started.tensor.nbytes
+        counts[plan.gather_dtype == torch.uint8] += started.tensor.nbytes
         return started
 
     ShardSpec.start_gather_of = noted
@@ -303,7 +306,7 @@ def token_gathers():
     """(dtype, bytes) of each all-gather of tokens or of their gradients in the operators of a
     compiled model; whether an eager one, which gathers gradients in bfloat16, computes the same.
     """
-    mesh, gather, found = make_mesh(1, 1, 2), tensor_parallel._all_gather, []
+    mesh, gather, found = make_mesh(1, 1, 2), tensor_parallel.all_gather_tokens, []
 
     def noted(x, axis):
         found.append((x.dtype, x.nbytes))
@@ -311,7 +314,10 @@ def token_gathers():
 
     # as a model is built that will be compiled, which this one is not
     not_compiled = mock.patch.object(parallelize, "compile_stages")
-    with not_compiled, mock.patch.object(tensor_parallel, "_all_gather", noted):
+    with ExitStack() as patches:
+        patches.enter_context(not_compiled)
+        for module in (tensor_parallel, float8_tokens):
+            patches.enter_context(mock.patch.object(module, "all_gather_tokens", noted))
         in_bytes = trained(mesh, dict(float8=CAST, param=torch.bfloat16, compiled="aot_eager"))
     wide = trained(mesh, dict(float8=CAST, param=torch.bfloat16))
     return found, in_bytes[0] == wide[0] and all(

@@ -12,9 +12,9 @@ from parity import assert_same, batch, build, counted, gradients, make_mesh, my_
 from ranks import run_ranks
 from tiny import HEADS, TIED, UNTIED
 
-from titan_lite.config import Float8
 from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.prefetch import PrefetchGatherer
+from titan_lite.features.float8.keys import Float8Keys
 
 EAGER, APART = dict(), dict(compiled="aot_eager")
 BUCKETS = dict(compiled="aot_eager", bucketing="block")
@@ -112,7 +112,7 @@ OF_FLOAT8 = ModelConfig(
     dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=64, vocab_size=61, max_seq_len=16
 )
 BFLOAT16 = dict(param=torch.bfloat16)
-FLOAT8 = dict(float8=Float8(enable=True, all_gather=True), **BFLOAT16)
+FLOAT8 = dict(float8=Float8Keys(enable=True, all_gather=True), **BFLOAT16)
 NEVER = {  # model, ranks along (dp_replicate, dp_shard, tp), options
     "full": (UNTIED, (1, 2), FULL),
     "selective": (UNTIED, (1, 2), SELECTIVE),

@@ -19,7 +19,6 @@ from test_simple_fsdp import Rows
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan_lite.collectives import all_gather_single, collectives
-from titan_lite.config import Float8
 from titan_lite.distributed import buckets, param_collectives
 from titan_lite.distributed.buckets import Bucket
 from titan_lite.distributed.mesh import parameter_mesh
@@ -31,6 +30,7 @@ from titan_lite.distributed.simple_fsdp import (
 from titan_lite.distributed.stage import Stage
 from titan_lite.distributed.step_gather import IN_FLIGHT
 from titan_lite.dtensor import local
+from titan_lite.features.float8.keys import Float8Keys
 
 TIED = replace(CONFIG, tied_embeddings=True)
 MODELS = {
@@ -296,7 +296,7 @@ def watched(cls, name, events):
         yield
 
 
-FLOAT8 = Float8(enable=True, all_gather=True)
+FLOAT8 = Float8Keys(enable=True, all_gather=True)
 OVERLAPPED = {
     "float32": (CONFIG, {}),
     "tied, bfloat16": (TIED, dict(param=torch.bfloat16)),

@@ -16,7 +16,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import shape_of
 from titan_lite.rules import check
 from titan_lite.tools import convert, generate
-from titan_lite.tools.verify.compare import FLOAT8, FLOAT32, compare
+from titan_lite.tools.verify.compare import FLOAT32, LOW_PRECISION, compare
 from titan_lite.tools.verify.observe import run
 from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model
 
@@ -141,7 +141,7 @@ def test_a_weight_that_a_block_reads_twice_has_both_gradients(layout, options, t
     config = configured(file, *options)
     small = twin(config, parse_layout(layout), 2)
     model = twin_model(shape_of(config.model), 4)
-    within = FLOAT8 if config.float8.enable else FLOAT32
+    within = LOW_PRECISION if config.float8.enable else FLOAT32
     result = compare(run(small, model), run(reference(small), model), within)
     assert result.agrees, result
 

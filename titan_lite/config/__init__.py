@@ -10,6 +10,7 @@ from titan_lite.config.help import save_recipe, to_toml
 from titan_lite.config.load import SHIPPED, base_of, find_recipe, load_config, read_config
 from titan_lite.config.sections import (
     KEYS,
+    KEYS_OF_MODULES,
     SECTIONS,
     ActivationCheckpoint,
     Checkpoint,
@@ -21,7 +22,6 @@ from titan_lite.config.sections import (
     DataSource,
     Debug,
     FaultTolerance,
-    Float8,
     Job,
     LRScheduler,
     Metrics,
@@ -37,6 +37,7 @@ from titan_lite.config.sections import (
 
 __all__ = [
     "KEYS",
+    "KEYS_OF_MODULES",
     "SECTIONS",
     "SHIPPED",
     "ActivationCheckpoint",
@@ -50,7 +51,6 @@ __all__ = [
     "DataSource",
     "Debug",
     "FaultTolerance",
-    "Float8",
     "Job",
     "LRScheduler",
     "Metrics",

@@ -9,6 +9,7 @@ Imports no torch.
 
 from titan_lite.config.errors import did_you_mean
 from titan_lite.config.sections import KEYS, SECTIONS
+from titan_lite.features import part_of_each
 
 # in other programs
 NAMES_OF_VALIDATION = ("val", "valid", "validator", "eval", "evaluation", "dev", "test")
@@ -47,7 +48,6 @@ OF_TORCHTITAN = {
     "fault_tolerance.group_size": "use fault_tolerance.copies",
     "fault_tolerance.process_group_timeout_ms": "use fault_tolerance.timeout_seconds",
     "fault_tolerance.replica_id": "use a variable: COPY=0 ./run_train.sh",
-    "float8.enable_float8_linear": "use float8.enable",
     "hf_assets_path": _TOKENIZER,
     "job.config_file": _RECIPE,
     "job.custom_config_module": _OWN_FAMILY,
@@ -60,7 +60,6 @@ OF_TORCHTITAN = {
     "metrics.disable_color_printing": "use a variable: NO_COLOR=1 ./run_train.sh",
     "metrics.enable_color_printing": "use a variable for none: NO_COLOR=1 ./run_train.sh",
     "metrics.save_tb_folder": "not needed: it is tb/ in job.dump_folder",
-    "model.converters": "use float8.enable for float8",
     "model.hf_assets_path": _TOKENIZER,
     "module": f"{_RECIPE}; its model is model.name and model.flavor",
     "optimizer.implementation": "not needed: the update of AdamW is fused",
@@ -77,14 +76,10 @@ OF_TORCHTITAN = {
         "not needed: it is memory_snapshots/ in job.dump_folder"
     ),
     "profiling.save_traces_folder": "not needed: it is profile_traces/ in job.dump_folder",
-    "quantize": (
-        "only linear layers in float8: use [float8] with enable, recipe, all_gather and filter_fqns"
-    ),
     "training.compile": "use compile.enable",
     "training.data_parallel_degree": "use parallelism.data_parallel_shard_degree",
     "training.dataloader": "use data.num_workers and data.prefetch",
     "training.dataset_path": "use data.path",
-    "training.fp8_linear": "use float8.enable",
     "training.max_context_length": "use training.seq_len",
     "training.num_tokens_per_microbatch_per_dp_rank": (  # torchtitan 4121
         "use training.local_batch_size, in sequences of training.seq_len tokens; in a pipeline it"
@@ -98,6 +93,8 @@ OF_TORCHTITAN = {
     "validation.local_batch_size": "not needed: validation has the batches of training",
     "validation.seq_len": "not needed: validation has the sequences of training",
 }
+for _keys in part_of_each("keys"):
+    OF_TORCHTITAN |= getattr(_keys, "OF_TORCHTITAN", {})
 
 
 def nearest_key(key: str) -> str:

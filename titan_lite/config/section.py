@@ -112,6 +112,13 @@ RecipePath = Annotated[str, Relative()]
 OutputPath = Annotated[str, Relative(to_recipe=False)]
 
 
+class SelectsModules:
+    """Marks names of modules, or parts of them, that are treated otherwise than others."""
+
+
+ModuleNames = Annotated[tuple[str, ...], SelectsModules()]
+
+
 def with_added_keys(table: str) -> Callable[[type[Own]], type[Own]]:
     """Decorate the class of a table: features may add keys to it."""
 

@@ -25,10 +25,12 @@ from titan_lite.config.effects import OnlyWith, RestartsData, RestartsOptimizer,
 from titan_lite.config.families import FAMILIES
 from titan_lite.config.optimizers import OPTIMIZERS
 from titan_lite.config.section import (
+    ModuleNames,
     OutputPath,
     RecipePath,
     Relative,
     Section,
+    SelectsModules,
     with_added_keys,
     with_added_tables,
 )
@@ -312,7 +314,7 @@ class Parallelism(Section):
     (always), none (never), or all but those of fsdp_keep_gathered (default); fsdp_communication =
     step keeps all of them for a step."""
 
-    fsdp_keep_gathered: tuple[str, ...] = ("norm", "output")
+    fsdp_keep_gathered: ModuleNames = ("norm", "output")
     """Modules whose gathered weights are kept from forward to backward, such as layers.31, norm and
     output (memory: these weights, unsharded, in mixed_precision_param); norm and output are not
     worth freeing, since backward needs them first. A block that activation_checkpoint recomputes
@@ -344,28 +346,6 @@ class ActivationCheckpoint(Section):
     memory_budget: float = Field(0.5, ge=0, le=1)
     """With mode = memory_budget and a compiled model: share of activations kept; 0 recomputes all
     that can be, 1 nothing."""
-
-
-@with_added_keys("float8")
-class Float8(Section):
-    """Matrix products of the blocks' linear layers in float8, for GPUs from H100 on."""
-
-    enable: bool = False
-    """Compute forward and both gradients of these layers in float8; weights stay in float32.
-    Experts compute in mixed_precision_param, and routers in float32."""
-
-    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """Numbers that share a scale. tensorwise: those of a tensor, the fastest; rowwise: those of a
-    row, with scales that are powers of two, more exact; rowwise_with_gw_hp: also of a row, and
-    gradients of weights are computed in mixed_precision_param, the most exact."""
-
-    all_gather: bool = False
-    """FSDP gathers these weights in float8: half the bytes; only tensorwise, since backward
-    multiplies by columns of a weight."""
-
-    filter_fqns: tuple[str, ...] = ()
-    """Layers of the blocks that stay in mixed_precision_param, by parts of their names:
-    "attention.wk", "layers.0", "w2"; embedding and output always do."""
 
 
 @with_added_keys("compile")
@@ -758,7 +738,6 @@ class Config(Section):
     lr_scheduler: LRScheduler = LRScheduler()
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
-    float8: Float8 = Float8()
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()
     data: Data = Data()
@@ -818,6 +797,11 @@ KEYS: dict[str, FieldInfo] = {
     for name, section in SECTIONS.items()
     for key, field in section.model_fields.items()
 }
+KEYS_OF_MODULES = tuple(
+    key
+    for key, field in KEYS.items()
+    if any(isinstance(mark, SelectsModules) for mark in field.metadata)
+)
 
 
 def flatten(config: Config) -> dict[str, Any]:

@@ -38,8 +38,8 @@ aten = torch.ops.aten
 
 # Operators with results that are expensive to recompute: matrix products, all kernels of
 # F.scaled_dot_product_attention and ours, and of tensor and expert parallelism reduce-scatters and
-# all-reduces, of one number (scales of tokens in float8). All-gathers of tokens, keys and values
-# have large results: they run again.
+# all-reduces, of one number (a scale of tokens). All-gathers of tokens, keys and values have large
+# results: they run again.
 PRODUCTS = frozenset({aten.mm.default, aten._scaled_mm.default, GROUPED_PRODUCT})
 EXPENSIVE = frozenset(
     {

@@ -1,6 +1,6 @@
 """Buckets of parameters that share collectives, outside of graphs: one per transformer block.
 
-    weights = bucket.finish_gather(bucket.start_gather(scales))
+    weights = bucket.finish_gather(bucket.start_gather())
     rows = bucket.finish_reduce(bucket.start_reduce(gradients))
     gather_buckets(specs)           # in the order of their first parameters
     reduce_buckets(specs)           # the same for gradients, which may be summed over other groups
@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from titan_lite.distributed.float8_scales import Float8Scales
 from titan_lite.distributed.param_collectives import InFlight, ShardSpec, pad_rows
 from titan_lite.dtensor import local
 from titan_lite.models.fqns import block_of, last_block
@@ -39,12 +38,11 @@ class Bucket:
     parameters: tuple[nn.Parameter, ...]
     specs: tuple[ShardSpec, ...]  # of the parameters
 
-    def start_gather(self, scales: Float8Scales, tables: Sequence[Tensor] = ()) -> InFlight:
+    def start_gather(self, tables: Sequence[Tensor] = ()) -> InFlight:
         """Start the gather. tables: those that `finish_gather` will get."""
         shards = []
         for parameter, spec in zip(self.parameters, self.specs, strict=True):
-            shard = spec.cast(local(parameter), scales.get(spec.fqn))
-            shards.append(pad_rows(shard, spec.chunk).reshape(-1))
+            shards.append(pad_rows(spec.cast(local(parameter)), spec.chunk).reshape(-1))
         out = tables[0].view(-1) if len(tables) == 1 else None
         return self.as_one.start_gather_of(_cat(shards), out)
 
@@ -132,7 +130,7 @@ def gather_buckets(specs: Specs) -> list[Bucket]:
 def gather_blocks(specs: Specs) -> dict[str, list[Bucket]]:
     """Return the buckets that weights are gathered in, by transformer block.
 
-    A block with float8 weights has a second bucket, for those of other dtypes.
+    A block has one for each dtype in which its weights travel.
     """
     last = last_block(spec.fqn for spec in specs.values())
     blocks: dict[str, list[Bucket]] = defaultdict(list)

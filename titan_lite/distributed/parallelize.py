@@ -57,7 +57,6 @@ from titan_lite.distributed.tied_table import TiedTable
 from titan_lite.dtensor import shard_of
 from titan_lite.feature import features_of
 from titan_lite.models.attention import doc_starts, doc_stats, masks_by_kernel
-from titan_lite.models.float8 import apply_float8
 from titan_lite.models.loss import Loss, VocabularyShard
 from titan_lite.models.transformer import Transformer, saved_buffers, takes_documents
 
@@ -125,13 +124,13 @@ class ParallelModel:
             stage.model.init_weights(seed, shard_of)
 
     def parameters_have_changed(self) -> None:
-        """Copy a tied table to the last stage, and compute the scales of float8 weights.
+        """Copy a tied table to the last stage, and compute the scales with which weights travel.
 
         A collective. Call it after parameters are initialized, loaded or updated.
         """
         self.tied_table.update_copy()
         for stage in self.stages:
-            stage.sharding.refresh_scales()
+            stage.sharding.parameters_have_changed()
 
     def to_device(self, input: Tensor, label: Tensor, *, bos_id: int, eos_id: int) -> DeviceBatch:
         """Move a local batch (B, T) to the device, with what the model needs beside tokens.
@@ -202,6 +201,7 @@ def parallelize(
     that the stages of the layout run (`backwards_of`).
     """
     compiled = config.compile.compiles("model")
+    tp = axis_of(mesh["tp"])
     loss = build_loss(config, layout, mesh)
     positions = own_positions(layout.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
     shard_mesh = parameter_mesh(mesh)
@@ -212,7 +212,6 @@ def parallelize(
         param_dtype=getattr(torch, config.training.mixed_precision_param),
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
         keep_gathered=kept_gathered(config.parallelism),
-        float8_all_gather=config.float8.all_gather,
     )
     features = features_of(config)
     for feature in features:
@@ -226,9 +225,9 @@ def parallelize(
             model = Transformer(layout.model, positions)
         keep_modules(model, modules)
         apply_context_parallel(model, axis_of(mesh["cp"]), causal_attention)
-        if config.float8.enable:
-            apply_float8(model, config.float8.recipe, config.float8.filter_fqns)
-        apply_tensor_parallel(model, mesh["tp"], layout.model.family, compiled=compiled)
+        for feature in features:
+            feature.before_tensor_parallel(config, model, tp)
+        apply_tensor_parallel(model, mesh["tp"], layout.model.family)
         if mesh_of_experts is not None and layout.expert_parallel > 1:
             apply_expert_parallel(model, mesh_of_experts["ep"])
         for feature in features:

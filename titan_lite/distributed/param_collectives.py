@@ -9,7 +9,7 @@ SimpleFSDP (arXiv 2411.00284) needs no other collectives; the gatherers of simpl
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_lite.collectives import all_gather_single, collectives
-from titan_lite.models.float8 import stand_in, to_bytes
 from titan_lite.sharding import chunk_size
 
 # The last collectives that eager mode has started: time.time_ns(), group, parameters.
@@ -39,6 +38,41 @@ class InFlight(NamedTuple):
         if self.work is not None:
             self.work.wait()
         return self.tensor
+
+
+# What a module reads as its weight: the weight, or what its Transport returns.
+Weight = Tensor | tuple[Tensor | None, ...]
+
+
+class Transport:
+    """The form in which weights travel when they are gathered, and in which modules read them.
+
+    This one is that of most weights: both in param_dtype. A module whose attribute `transport` is
+    of a subclass has that one for its weights (`apply_simple_fsdp`).
+    """
+
+    dtype: torch.dtype | None = None  # of what travels; None: param_dtype
+
+    def allocate(self, device: torch.device) -> None:
+        """Allocate the scales, before `parameters_have_changed`."""
+
+    def parameters_have_changed(self, parameters: Mapping[str, Tensor]) -> None:
+        """Compute the scales. A collective over the ranks of a stage. parameters: by FQN."""
+
+    def scales(self, fqn: str) -> tuple[Tensor, ...]:
+        """Return the scales of a weight, which are inputs of graphs: changed in place."""
+        return ()
+
+    def send(self, shard: Tensor, dtype: torch.dtype, *scales: Tensor) -> Tensor:
+        """Return what travels of a shard, of the same shape. dtype: param_dtype."""
+        return shard.to(dtype)
+
+    def receive(self, weight: Tensor, stand_in: Tensor | None, *scales: Tensor) -> Weight:
+        """Return what a module reads, given what has arrived. stand_in: ShardSpec.stand_in."""
+        return weight
+
+
+PLAIN = Transport()
 
 
 @dataclass(frozen=True)
@@ -58,12 +92,17 @@ class ShardSpec:
     sum_groups: tuple[str, ...]  # of ranks with the same shard: its gradient is summed over them
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    float8: bool = False  # gathered as float8: one byte per element
+    transport: Transport = PLAIN
 
     @property
     def gather_dtype(self) -> torch.dtype:
         """dtype of the gathered tensor."""
-        return torch.uint8 if self.float8 else self.param_dtype
+        return self.transport.dtype or self.param_dtype
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """The scales of the parameter's transport."""
+        return self.transport.scales(self.fqn)
 
     @property
     def chunk(self) -> int:
@@ -75,16 +114,13 @@ class ShardSpec:
         """Groups of a reduction's collectives, in order."""
         return (self.shard_group, *self.sum_groups) if self.shard_degree > 1 else self.sum_groups
 
-    def cast(self, shard: Tensor, scale: Tensor | None) -> Tensor:
-        """Cast a shard to gather_dtype. scale: of the full parameter's cast to float8."""
-        if not self.float8:
-            return shard.to(self.param_dtype)
-        assert scale is not None
-        return to_bytes(shard, scale)
+    def cast(self, shard: Tensor) -> Tensor:
+        """Cast a shard to gather_dtype."""
+        return self.transport.send(shard, self.param_dtype, *self.scales)
 
-    def gather(self, shard: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Gather the full parameter in gather_dtype, as nodes of a graph. scale: as in `cast`."""
-        shard = self.cast(shard, scale)
+    def gather(self, shard: Tensor, *scales: Tensor) -> Tensor:
+        """Gather the full parameter in gather_dtype, as nodes of a graph. scales: inputs of it."""
+        shard = self.transport.send(shard, self.param_dtype, *scales)
         if self.shard_degree == 1:
             return shard
         if self.rows % self.shard_degree:
@@ -97,9 +133,9 @@ class ShardSpec:
     # for a later read.
     @_disable_current_modes()
     @torch.no_grad()
-    def start_gather(self, shard: Tensor, scale: Tensor | None = None) -> InFlight:
+    def start_gather(self, shard: Tensor) -> InFlight:
         """Start the same gather in eager mode."""
-        return self.start_gather_of(self.cast(shard, scale))
+        return self.start_gather_of(self.cast(shard))
 
     def start_gather_of(self, shard: Tensor, out: Tensor | None = None) -> InFlight:
         """Start the gather of a shard in gather_dtype. out: the padded result."""
@@ -151,15 +187,28 @@ class ShardSpec:
             return gradient
         return collectives.all_reduce(gradient.contiguous(), "sum", self.reduce_groups[number + 1])
 
-    def gradient_stand_in(self, weight: Tensor) -> Tensor | None:
-        """Return what carries the gradient of float8 bytes in autograd; None for other weights."""
-        return stand_in(weight, self.param_dtype) if self.float8 else None
+    @property
+    def has_stand_in(self) -> bool:
+        return self.gather_dtype != self.param_dtype
+
+    def stand_in(self, weight: Tensor) -> Tensor | None:
+        """Return what carries the gradient of a gathered weight in autograd, where it travels in
+        another dtype than param_dtype; None: the weight itself does.
+        """
+        return stand_in(weight, self.param_dtype) if self.has_stand_in else None
 
     def gradient_of(self, weight: Tensor | None, stand_in: Tensor | None) -> Tensor:
         """Return the gradient of a gathered weight, given those of it and of its stand-in."""
-        gradient = stand_in if self.float8 else weight
+        gradient = stand_in if self.has_stand_in else weight
         assert gradient is not None
         return gradient
+
+
+def stand_in(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor that stands for another in autograd: it has the shape of `data` and a dtype
+    but no storage, and its value is never read.
+    """
+    return data.new_empty((), dtype=dtype).expand(data.shape)
 
 
 class _GatherContext(FunctionCtx):
@@ -171,8 +220,8 @@ class _GatherContext(FunctionCtx):
 
 
 class GatheredWeight(torch.autograd.Function):
-    """Shard -> (full weight, None), or for float8 (bytes, stand-in for the weight in autograd). The
-    gradient of the weight, or of its stand-in -> the gradient of the shard.
+    """Shard -> (full weight as it travels, its stand-in or None). The gradient of the weight, or of
+    its stand-in -> the gradient of the shard.
 
     gather and reduce: run the collectives.
     """
@@ -182,7 +231,6 @@ class GatheredWeight(torch.autograd.Function):
         ctx: _GatherContext,
         shard: Tensor,
         spec: ShardSpec,
-        scale: Tensor | None,
         gather: "Gather",
         reduce: "Reduce",
     ) -> tuple[Tensor, Tensor | None]:
@@ -190,20 +238,20 @@ class GatheredWeight(torch.autograd.Function):
         ctx.spec = spec
         ctx.reduce = reduce
         ctx.set_materialize_grads(False)  # bytes have no gradient, for which autograd makes zeros
-        weight = gather(shard, spec, scale)
+        weight = gather(shard, spec)
         weight = weight.view_as(weight)  # autograd needs a new tensor if nothing was gathered
-        return weight, spec.gradient_stand_in(weight)
+        return weight, spec.stand_in(weight)
 
     @staticmethod
     def backward(
         ctx: _GatherContext, of_weight: Tensor | None, of_stand_in: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None]:
+    ) -> tuple[Tensor, None, None, None]:
         gradient = ctx.spec.gradient_of(of_weight, of_stand_in)
-        return ctx.reduce(gradient, ctx.spec, ctx.shard), None, None, None, None
+        return ctx.reduce(gradient, ctx.spec, ctx.shard), None, None, None
 
 
-# (shard, spec, scale) -> full weight
-Gather = Callable[[Tensor, ShardSpec, Tensor | None], Tensor]
+# (shard, spec) -> full weight
+Gather = Callable[[Tensor, ShardSpec], Tensor]
 # (unsharded gradient, spec, shard) -> this rank's rows of the sum, like the shard
 Reduce = Callable[[Tensor, ShardSpec, Tensor], Tensor]
 

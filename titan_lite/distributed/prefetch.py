@@ -1,6 +1,6 @@
 """Read weights in eager mode: gather one block ahead, and reshard after forward.
 
-    gatherer = PrefetchGatherer(specs, scales, resharded)       # one for a model
+    gatherer = PrefetchGatherer(specs, resharded)               # one for a model
     with gatherer.forward(reshard=True):                        # autograd saves no resharded weight
         weight = gatherer.read(parameter, spec)                 # while the next block is in flight
 
@@ -23,11 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_lite.distributed.activation_checkpoint import kept_weights
 from titan_lite.distributed.buckets import Specs, gather_blocks
-from titan_lite.distributed.float8_scales import Float8Scales
 from titan_lite.distributed.gradient_reducer import GradientReducer
-from titan_lite.distributed.param_collectives import GatheredWeight, InFlight, ShardSpec
+from titan_lite.distributed.param_collectives import GatheredWeight, InFlight, ShardSpec, Weight
 from titan_lite.dtensor import as_shard_of, local
-from titan_lite.models.float8 import Scaled
 
 # weights: the half of a backward that computes gradients of weights; None: outside of forward and
 # backward, where nothing stays gathered
@@ -68,8 +66,7 @@ class PrefetchGatherer:
     the same order every time, so the next one is in flight meanwhile: two are alive at once.
     """
 
-    def __init__(self, specs: Specs, scales: Float8Scales, resharded: frozenset[str]):
-        self.scales = scales
+    def __init__(self, specs: Specs, resharded: frozenset[str]):
         self.resharded = resharded  # FQNs of weights that are dropped after forward
         self.reducer = GradientReducer(specs)
         self.blocks = gather_blocks(specs)
@@ -91,16 +88,15 @@ class PrefetchGatherer:
         # True if the last forward has read weights to be resharded
         self.backward_gathers = False
 
-    def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor | Scaled:
+    def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Weight:
         """Return the full weight; its backward reduces the gradient."""
-        scale = self.scales.get(spec.fqn)
         # The parameter itself: DTensor's way to its local tensor and back takes 0.1 ms.
         weight, stand_in = GatheredWeight.apply(
-            parameter, spec, scale, self._full_weight, self._reduce_to_shard
+            parameter, spec, self._full_weight, self._reduce_to_shard
         )
         if self.reads is not None and spec.fqn in self.resharded:
             self._remember(weight, parameter, spec)
-        return weight if scale is None else Scaled(weight, scale, stand_in)
+        return spec.transport.receive(weight, stand_in, *spec.scales)
 
     def leaf(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor:
         """Return the tensor that autograd accumulates the gradient into: the parameter."""
@@ -109,21 +105,21 @@ class PrefetchGatherer:
     def take_gradients(self) -> None:
         """Do nothing: backward has left the gradients where the optimizer reads them."""
 
-    def _full_weight(self, parameter: Tensor, spec: ShardSpec, scale: Tensor | None) -> Tensor:
+    def _full_weight(self, parameter: Tensor, spec: ShardSpec) -> Tensor:
         """Return the full weight: gathered, or for a recomputation the one that forward kept."""
         kept = kept_weights()
         if kept is None or spec.fqn in self.resharded or spec.shard_degree == 1:
-            return self.gather(local(parameter), spec, scale)
+            return self.gather(local(parameter), spec)
         if spec.fqn not in kept:
-            kept[spec.fqn] = self.gather(local(parameter), spec, scale)
+            kept[spec.fqn] = self.gather(local(parameter), spec)
         return kept[spec.fqn]
 
     # Gathering one block ahead
 
-    def gather(self, shard: Tensor, spec: ShardSpec, scale: Tensor | None = None) -> Tensor:
+    def gather(self, shard: Tensor, spec: ShardSpec) -> Tensor:
         """Return the full weight, with its block gathered in a forward or backward."""
         if spec.shard_degree == 1 or not self._in_phase():
-            return spec.start_gather(shard, scale).wait()
+            return spec.start_gather(shard).wait()
         if spec.fqn not in self.gathered:
             self._gather_block(self.block_of[spec.fqn])
         return self.gathered[spec.fqn]
@@ -153,9 +149,7 @@ class PrefetchGatherer:
     @torch.no_grad()
     def _start_gather(self, block: str) -> None:
         if block not in self.gathering:
-            self.gathering[block] = [
-                bucket.start_gather(self.scales) for bucket in self.blocks[block]
-            ]
+            self.gathering[block] = [bucket.start_gather() for bucket in self.blocks[block]]
 
     # Reducing gradients
 
@@ -203,8 +197,7 @@ class PrefetchGatherer:
                 f"{saved.spec.fqn} was changed between its forward and its backward; update it"
                 " after backward"
             )
-        shard = local(saved.parameter).detach()
-        weight = self.gather(shard, saved.spec, self.scales.get(saved.spec.fqn))
+        weight = self.gather(local(saved.parameter).detach(), saved.spec)
         return weight.as_strided(saved.size, saved.stride, saved.storage_offset)
 
     # Phases

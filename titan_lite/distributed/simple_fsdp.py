@@ -47,8 +47,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.traceback import annotate
 
 from titan_lite.distributed.buckets import Specs
-from titan_lite.distributed.float8_scales import Float8Scales
-from titan_lite.distributed.param_collectives import GatheredWeight, ShardSpec
+from titan_lite.distributed.param_collectives import PLAIN, GatheredWeight, ShardSpec, Weight
 from titan_lite.distributed.prefetch import PrefetchGatherer
 from titan_lite.distributed.step_gather import (
     OncePerStepGatherer,
@@ -56,7 +55,6 @@ from titan_lite.distributed.step_gather import (
     StepReader,
 )
 from titan_lite.dtensor import as_shard_of, local
-from titan_lite.models.float8 import Float8Linear, Scaled
 from titan_lite.models.fqns import is_in_block, is_of_experts, parameters_within
 from titan_lite.sharding import chunk_range
 
@@ -64,10 +62,9 @@ from titan_lite.sharding import chunk_range
 class Gatherer(Protocol):
     """Decides when the collectives of a parameter run."""
 
-    def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor | Scaled:
-        """Return the full weight of a parameter, in param_dtype; its backward reduces the gradient.
-
-        Weights of tensorwise float8 products come with their scale, and may be bytes.
+    def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Weight:
+        """Return the full weight of a parameter, in param_dtype or as its Transport says; its
+        backward reduces the gradient.
         """
         ...
 
@@ -93,7 +90,7 @@ class GraphReader(Protocol):
         """Return the tensors that graphs have as inputs for a parameter."""
         ...
 
-    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Tensor | Scaled:
+    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Weight:
         """Return the full weight, given what stands for `graph_inputs`."""
         ...
 
@@ -105,7 +102,7 @@ class ShardedParameters(NamedTuple):
     sharding: "Sharding"  # of the model, shared by all its modules: has the gatherer
 
 
-def read_parameter(module: nn.Module, name: str) -> Tensor | Scaled:
+def read_parameter(module: nn.Module, name: str) -> Weight:
     """Return the full weight for `module.weight`; its backward reduces the gradient."""
     sharded: ShardedParameters = module._fsdp  # type: ignore[assignment]
     gatherer = sharded.sharding.gatherer
@@ -115,26 +112,21 @@ def read_parameter(module: nn.Module, name: str) -> Tensor | Scaled:
 class ShardReader:
     """Under the compiler: collectives are nodes of the graph, which passes move and merge.
 
-    Graphs have shards as inputs.
+    Graphs have shards as inputs, and scales of those that travel with one.
     """
 
-    def __init__(self, scales: Float8Scales):
-        self.scales = scales
-
     def graph_inputs(self, parameter: nn.Parameter, spec: ShardSpec) -> tuple[Tensor, ...]:
-        scale = self.scales.get(spec.fqn)
-        return (parameter,) if scale is None else (parameter, scale)
+        return (parameter, *spec.scales)
 
-    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Tensor | Scaled:
+    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Weight:
         """Return the full weight, as nodes of a graph with these inputs."""
         shard, *scales = inputs
-        scale = scales[0] if scales else None
-        weight, stand_in = GatheredWeight.apply(shard, spec, scale, _gather, _reduce)
-        return weight if scale is None else Scaled(weight, scale, stand_in)
 
+        def gather(shard: Tensor, spec: ShardSpec) -> Tensor:
+            return spec.gather(shard, *scales)
 
-def _gather(shard: Tensor, spec: ShardSpec, scale: Tensor | None) -> Tensor:
-    return spec.gather(shard, scale)
+        weight, stand_in = GatheredWeight.apply(shard, spec, gather, _reduce)
+        return spec.transport.receive(weight, stand_in, *scales)
 
 
 def _reduce(gradient: Tensor, spec: ShardSpec, shard: Tensor) -> Tensor:
@@ -153,9 +145,9 @@ class TracedGatherer:
         self.reader = reader
         self.inputs = inputs  # of the graph, by FQN
         # those of blocks that were read, by FQN and whether autograd records the read
-        self.of_blocks: dict[tuple[str, bool], Tensor | Scaled] = {}
+        self.of_blocks: dict[tuple[str, bool], Weight] = {}
 
-    def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor | Scaled:
+    def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Weight:
         """Return the full weight as nodes of the graph."""
         if not is_in_block(spec.fqn):
             return self._read(spec)
@@ -164,7 +156,7 @@ class TracedGatherer:
             self.of_blocks[key] = self._read(spec)
         return self.of_blocks[key]
 
-    def _read(self, spec: ShardSpec) -> Tensor | Scaled:
+    def _read(self, spec: ShardSpec) -> Weight:
         with annotate({"fqn": spec.fqn}):  # names the nodes for passes, those of backward too
             return self.reader.read_inputs(self.inputs[spec.fqn], spec)
 
@@ -175,19 +167,13 @@ class Sharding:
     It is the ModelWeights of a compiled model (compile/model_parts.py).
     """
 
-    def __init__(
-        self,
-        specs: Specs,
-        scales: Float8Scales,
-        resharded: frozenset[str],
-        reads: Counter[str],
-    ):
+    def __init__(self, specs: Specs, resharded: frozenset[str], reads: Counter[str]):
         self.specs = specs
-        self.scales = scales
+        self.transports = dict.fromkeys(spec.transport for spec in specs.values())  # each once
         self.resharded = resharded  # FQNs of weights that are dropped after forward
         self.reads = reads  # of each weight in a graph's forward, by FQN: two of the tied table
-        self.shard_reader = ShardReader(scales)
-        self.prefetch = PrefetchGatherer(specs, scales, resharded)
+        self.shard_reader = ShardReader()
+        self.prefetch = PrefetchGatherer(specs, resharded)
         # `gathered_for_step` replaces one of these. A compiled model that is called outside of a
         # step, for validation, has its own graph.
         self.eager: EagerGatherer = self.prefetch
@@ -235,11 +221,13 @@ class Sharding:
 
     def replace_parameters(self, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
         self.specs = {replaced[parameter]: spec for parameter, spec in self.specs.items()}
-        self.eager = self.prefetch = PrefetchGatherer(self.specs, self.scales, self.resharded)
+        self.eager = self.prefetch = PrefetchGatherer(self.specs, self.resharded)
 
-    def refresh_scales(self) -> None:
-        """Compute the scales of float8 weights, whenever parameters have changed. A collective."""
-        self.scales.refresh({spec.fqn: parameter for parameter, spec in self.specs.items()})
+    def parameters_have_changed(self) -> None:
+        """Compute the scales with which weights travel. A collective."""
+        parameters = {spec.fqn: parameter for parameter, spec in self.specs.items()}
+        for transport in self.transports:
+            transport.parameters_have_changed(parameters)
 
     def gradient_leaves(self) -> list[Tensor]:
         """Return the tensors that autograd accumulates into: parameters, or a step's weights."""
@@ -255,9 +243,9 @@ class Sharding:
         gradients = StepGradients(self.specs, self.prefetch, microbatches)
         step: OncePerStepGatherer | StepReader
         if compiled:
-            self.reader = step = StepReader(self.specs, self.scales, gradients, self.reads)
+            self.reader = step = StepReader(self.specs, gradients, self.reads)
         else:
-            self.eager = step = OncePerStepGatherer(self.scales, self.prefetch, gradients)
+            self.eager = step = OncePerStepGatherer(self.prefetch, gradients)
         try:
             yield
             step.finish()
@@ -290,7 +278,6 @@ class FSDPOptions:
     # FQN prefixes, such as "layers.31", of weights that stay gathered until backward; None: all.
     # Others are resharded: dropped after forward, and gathered again in backward, for less memory.
     keep_gathered: Sequence[str] | None = ()
-    float8_all_gather: bool = False  # of weights of tensorwise float8 products (models/float8.py)
     # False: gradients are not summed over dp_replicate; something else does it once a step
     reduce_over_replicas: bool = True
 
@@ -305,7 +292,8 @@ def apply_simple_fsdp(
 
     mesh: see `parameter_mesh` (mesh.py). Of a DTensor of tensor or expert parallelism, the local
     part is sharded. A parameter on the meta device becomes a meta shard (see `materialize`). One
-    with data must be equal on all ranks, and each rank keeps its rows. Tied weights stay tied.
+    with data must be equal on all ranks, and each rank keeps its rows. Tied weights stay tied. The
+    attribute `transport` of a module is the Transport of its weights.
 
     mesh_of_experts: see `expert_mesh`; a rank has whole matrices of experts. None: `mesh`.
     """
@@ -316,9 +304,8 @@ def apply_simple_fsdp(
 
     shards: dict[nn.Parameter, nn.Parameter] = {}  # by the unsharded parameter
     specs: dict[nn.Parameter, ShardSpec] = {}  # by the sharded one
-    scaled: list[str] = []  # FQNs of weights of tensorwise float8 products
     for prefix, module in model.named_modules():
-        tensorwise = isinstance(module, Float8Linear) and module.recipe == "tensorwise"
+        transport = getattr(module, "transport", PLAIN)
         for name, parameter in module._parameters.items():
             if parameter is None or parameter in shards:
                 continue
@@ -327,11 +314,8 @@ def apply_simple_fsdp(
             if mesh_of_experts is not None and is_of_experts(parameter.shape):
                 own_mesh = mesh_of_experts
             shard, spec = shard_parameter(parameter, own_mesh, fqn, options)
-            if tensorwise:
-                scaled.append(fqn)
-                spec = replace(spec, float8=options.float8_all_gather)
             shards[parameter] = shard
-            specs[shard] = spec
+            specs[shard] = replace(spec, transport=transport)
 
     reads = Counter(
         specs[shards[parameter]].fqn
@@ -341,7 +325,7 @@ def apply_simple_fsdp(
     )
     for fqn in filter(is_in_block, reads):
         reads[fqn] = 1  # see TracedGatherer
-    sharding = Sharding(specs, Float8Scales(scaled), resharded, reads)
+    sharding = Sharding(specs, resharded, reads)
     for module in model.modules():
         own_specs = {}
         for name, parameter in module._parameters.items():
@@ -438,7 +422,8 @@ def materialize(root: nn.Module, device: torch.device) -> None:
         shard = as_shard_of(meta, torch.empty_like(local(meta), device=device))
         allocated[meta] = nn.Parameter(shard, requires_grad=meta.requires_grad)
     sharding.replace_parameters(allocated)
-    sharding.scales.allocate(device)
+    for transport in sharding.transports:
+        transport.allocate(device)
     for module in root.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

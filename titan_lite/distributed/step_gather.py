@@ -46,11 +46,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_lite.collectives import collectives
 from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets
-from titan_lite.distributed.float8_scales import Float8Scales
-from titan_lite.distributed.param_collectives import InFlight, ShardSpec
+from titan_lite.distributed.param_collectives import InFlight, ShardSpec, Weight
 from titan_lite.distributed.prefetch import PrefetchGatherer
 from titan_lite.dtensor import as_shard_of, local
-from titan_lite.models.float8 import Scaled
 
 # Buckets allocated at once, beside weights and gradients: one is communicated while another is
 # copied. The planner counts their memory.
@@ -95,41 +93,32 @@ class StepGradients:
 class OncePerStepGatherer:
     """Gathers a block at its first read in a step and keeps it: for a model in eager mode.
 
-    A kept weight, or the stand-in of float8 bytes, is a leaf of autograd.
+    A kept weight, or its stand-in, is a leaf of autograd.
     """
 
-    def __init__(self, scales: Float8Scales, prefetch: PrefetchGatherer, gradients: StepGradients):
-        self.scales = scales
+    def __init__(self, prefetch: PrefetchGatherer, gradients: StepGradients):
         self.prefetch = prefetch  # gathers blocks, one ahead
         self.gradients = gradients
         self.weights: dict[str, Tensor] = {}  # full weights, by FQN
         self.leaves: dict[str, Tensor] = {}  # that autograd accumulates their gradients into
         self.specs: dict[str, ShardSpec] = {}  # of the weights
 
-    def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor | Scaled:
+    def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Weight:
         """Return the full weight, a leaf of autograd."""
-        scale = self.scales.get(spec.fqn)
         if spec.fqn not in self.weights:
             self._gather_block(spec)
-        weight = self.weights[spec.fqn]
-        if scale is None:
-            return weight
-        return Scaled(weight, scale, self.leaves[spec.fqn] if spec.float8 else None)
+        return self.read_inputs(self.graph_inputs(parameter, spec), spec)
 
     def graph_inputs(self, parameter: nn.Parameter, spec: ShardSpec) -> tuple[Tensor, ...]:
         """Return what graphs have as inputs for a parameter, when they are priced as eager mode."""
-        inputs = (self.weights[spec.fqn],)
-        scale = self.scales.get(spec.fqn)
-        if scale is None:
-            return inputs
-        return (*inputs, scale, self.leaves[spec.fqn]) if spec.float8 else (*inputs, scale)
+        stand_in = (self.leaves[spec.fqn],) if spec.has_stand_in else ()
+        return (self.weights[spec.fqn], *spec.scales, *stand_in)
 
-    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Tensor | Scaled:
+    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Weight:
         """Return the full weight, an input of the graph."""
-        weight, *scaled = inputs
-        if not scaled:
-            return weight
-        return Scaled(weight, scaled[0], scaled[1] if spec.float8 else None)
+        weight, *scales = inputs
+        stand_in = scales.pop() if spec.has_stand_in else None
+        return spec.transport.receive(weight, stand_in, *scales)
 
     @_disable_current_modes()
     @torch.no_grad()
@@ -137,8 +126,7 @@ class OncePerStepGatherer:
         """Gather the block of a weight, while the next one is in flight."""
         for bucket in self.prefetch.blocks[self.prefetch.block_of[spec.fqn]]:
             for parameter, member in zip(bucket.parameters, bucket.specs, strict=True):
-                scale = self.scales.get(member.fqn)
-                weight = self.prefetch.gather(local(parameter), member, scale)
+                weight = self.prefetch.gather(local(parameter), member)
                 leaf = self.keep(weight.detach(), member, parameter.requires_grad)
                 if parameter.requires_grad:
                     take_gradient = functools.partial(self._take_gradient, member)
@@ -146,7 +134,7 @@ class OncePerStepGatherer:
 
     def keep(self, weight: Tensor, spec: ShardSpec, requires_grad: bool) -> Tensor:
         """Keep a gathered weight, which modules read from now on. Returns its leaf."""
-        stand_in = spec.gradient_stand_in(weight)
+        stand_in = spec.stand_in(weight)
         leaf = weight if stand_in is None else stand_in
         leaf.requires_grad_(requires_grad)
         self.weights[spec.fqn] = weight
@@ -195,10 +183,7 @@ class StepReader:
     """
 
     @torch.no_grad()
-    def __init__(
-        self, specs: Specs, scales: Float8Scales, gradients: StepGradients, reads: Counter[str]
-    ):
-        self.scales = scales
+    def __init__(self, specs: Specs, gradients: StepGradients, reads: Counter[str]):
         self.gradients = gradients
         self.specs = {spec.fqn: spec for spec in specs.values()}
         self.reads = reads  # of a weight in a graph's forward, by FQN: two of the tied table
@@ -215,15 +200,13 @@ class StepReader:
 
     def graph_inputs(self, parameter: nn.Parameter, spec: ShardSpec) -> tuple[Tensor, ...]:
         """Return what graphs have as inputs for a parameter."""
-        inputs = (self.weights[spec.fqn], self.handles[spec.fqn])
-        scale = self.scales.get(spec.fqn)
-        return inputs if scale is None else (*inputs, scale)
+        return (self.weights[spec.fqn], self.handles[spec.fqn], *spec.scales)
 
-    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Tensor | Scaled:
+    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Weight:
         """Return the full weight, as nodes of a graph with these inputs that wait for it."""
         weight, handle, *scales = inputs
         weight, stand_in = _ArrivingWeight.apply(weight, handle, spec)
-        return Scaled(weight, scales[0], stand_in) if scales else weight
+        return spec.transport.receive(weight, stand_in, *scales)
 
     def _allocate(self, bucket: Bucket) -> None:
         """Allocate the weights of a bucket, and their handles."""
@@ -235,7 +218,7 @@ class StepReader:
                 self.arrivals.append(_Arrival.of(weight, finish))
             self.buckets.append(_BucketGather(bucket, tables))
         else:
-            weights = bucket.finish_gather(bucket.start_gather(self.scales))
+            weights = bucket.finish_gather(bucket.start_gather())
         for parameter, spec, weight in zip(bucket.parameters, bucket.specs, weights, strict=True):
             handle = weight.new_empty(0, dtype=spec.param_dtype)
             self.weights[spec.fqn] = weight.detach()
@@ -245,7 +228,7 @@ class StepReader:
     def _start_next(self) -> None:
         if self.started < len(self.buckets):
             gather = self.buckets[self.started]
-            gather.in_flight = gather.bucket.start_gather(self.scales, gather.tables)
+            gather.in_flight = gather.bucket.start_gather(gather.tables)
             self.started += 1
 
     @_disable_current_modes()
@@ -347,7 +330,7 @@ class _ArrivingWeight(torch.autograd.Function):
         ctx.spec = spec
         ctx.set_materialize_grads(False)  # bytes have no gradient, for which autograd makes zeros
         weight = collectives.wait_tensor(weight)
-        return weight, spec.gradient_stand_in(weight)
+        return weight, spec.stand_in(weight)
 
     @staticmethod
     def backward(

@@ -20,7 +20,7 @@ import fnmatch
 import functools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_lite.collectives import all_gather, all_reduce, reduce_scatter
+from titan_lite.collectives import all_gather, reduce_scatter
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import (
@@ -41,7 +41,6 @@ from titan_lite.config.families import (
     find_family,
 )
 from titan_lite.distributed.layout import Layout
-from titan_lite.models.float8 import E5M2, Float8Linear, Scaled, scale_of, stand_in, to_bytes
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.loss import VocabularyShard
 from titan_lite.models.transformer import Transformer
@@ -57,7 +56,6 @@ class Style:
     gathers: bool = False  # all-gather the tokens of its input
     scatters: bool = False  # reduce-scatter the tokens of its output
     vocabulary: bool = False  # look up this rank's rows of an embedding table
-    float8: bool = False  # gather tokens, and gradients of tokens, in float8
 
 
 # of the product x @ weight.T
@@ -122,9 +120,7 @@ def axis_of(mesh: DeviceMesh) -> Axis:
     return Axis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
-def apply_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, family: str, *, compiled: bool = False
-) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, family: str) -> None:
     """Split `model` over the one-axis `mesh` in place; FQNs do not change.
 
     Does nothing for a mesh of one rank.
@@ -132,14 +128,9 @@ def apply_tensor_parallel(
     Parameters become DTensors on `mesh`, split or replicated; those on the meta device stay there.
     The gradient of a replicated one must be summed over ranks, because each rank sees other tokens;
     SimpleFSDP does it. Raises ConfigError for a parameter of a module that has no style.
-
-    compiled: gradients of tokens are gathered in float8 where their products are. The gather is
-    then a part of the product's backward, which a graph computes once. Eagerly, full checkpointing
-    would repeat the product's reduce-scatter, and a pipeline that halves backwards the gather.
     """
     if mesh.size() > 1:
-        split = functools.partial(split_over, mesh)
-        apply_styles(model, axis_of(mesh), family, split, compiled=compiled)
+        apply_styles(model, axis_of(mesh), family, functools.partial(split_over, mesh))
 
 
 def apply_styles(
@@ -147,17 +138,16 @@ def apply_styles(
     axis: Axis,
     family: str,
     split: Callable[[nn.Parameter, int | None], nn.Parameter],
-    *,
-    compiled: bool = False,
 ) -> None:
     """Split `model` over `axis` in place; see `apply_tensor_parallel`.
 
     split: a parameter, and the dimension in which it is split, None: it is replicated -> this
-    rank's part. Matrices of experts are left: no expert is cut (mesh.expert_mesh).
+    rank's part. Matrices of experts are left: no expert is cut (mesh.expert_mesh). A module whose
+    attribute `exchanges_tokens` is true gathers or scatters tokens itself, along its `tp_axis`.
     """
     parts: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are split once
     for fqn, module in model.named_modules():
-        style = _style_of(fqn, family)
+        style = style_of(fqn, family)
         for name, parameter in module._parameters.items():
             if parameter is None or is_of_experts(parameter.shape):
                 continue
@@ -167,11 +157,10 @@ def apply_styles(
                 parts[parameter] = split(parameter, style.weight)
             module._parameters[name] = parts[parameter]
         if style is not None and (style.gathers or style.scatters):
-            if _in_float8(fqn, module, style, family, compiled):
-                style = replace(style, float8=True)
-            module.__dict__["_tp"] = axis
-            cls: Any = type(module)
-            module.__class__ = _parallel_class(cls, style)
+            module.__dict__["tp_axis"] = axis
+            if not getattr(module, "exchanges_tokens", False):
+                cls: Any = type(module)
+                module.__class__ = _parallel_class(cls, style)
 
 
 def check_styles(model: Transformer, family: str) -> None:
@@ -186,7 +175,7 @@ def check_styles(model: Transformer, family: str) -> None:
         module = re.sub(r"^layers\.\d+\.", "", fqn)
         if is_of_experts(parameter.shape):
             continue
-        style = _style_of(fqn, family)
+        style = style_of(fqn, family)
         if style is None:
             raise _no_style(name, family)
         subject = f"model.name = {shown(family)}: {name}"
@@ -230,28 +219,11 @@ def _no_style(name: str, family: str) -> ConfigError:
     )
 
 
-def _in_float8(fqn: str, module: nn.Module, style: Style, family: str, compiled: bool) -> bool:
-    """Return True if all products of the tokens that `module` gathers, or of the gradients that it
-    gathers in backward, are in float8 with one scale for a tensor.
-    """
-    if style == ROW:
-        products = [module] if compiled else []
-    else:
-        products = [
-            child
-            for name, child in module.named_children()
-            if _style_of(f"{fqn}.{name}", family) == COLUMN
-        ]
-    return bool(products) and all(
-        isinstance(product, Float8Linear) and product.recipe == "tensorwise" for product in products
-    )
-
-
 def weight_dim(fqn: str, family: str) -> int | None:
     """Return the dimension in which tensor parallelism splits the weight of a module; None: it is
     replicated.
     """
-    style = _style_of(fqn, family)
+    style = style_of(fqn, family)
     return None if style is None else style.weight
 
 
@@ -268,7 +240,8 @@ def largest_shard(layout: Layout, fqn: str, shape: Sequence[int]) -> Shape:
     return tuple(part)
 
 
-def _style_of(fqn: str, family: str) -> Style | None:
+def style_of(fqn: str, family: str) -> Style | None:
+    """Return the style of a module; None if it has none."""
     for pattern, style in styles_of(family).items():
         if fnmatch.fnmatchcase(fqn, pattern):
             return style
@@ -294,17 +267,10 @@ def _parallel_class(cls: type[nn.Module], style: Style) -> type[nn.Module]:
     """Return a subclass of `cls` that gathers the tokens of its input, or scatters its output's."""
 
     def forward(self: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
-        axis: Axis = self._tp  # type: ignore[assignment]
-        if style.scatters and style.float8:
-            # collectives are within the product, whose backward multiplies the gathered gradient
-            scatter = functools.partial(_reduce_scatter, axis=axis)
-            gather_gradient = functools.partial(_gather_gradient, axis=axis)
-            return cls.forward(self, x, (scatter, gather_gradient))
+        axis: Axis = self.tp_axis  # type: ignore[assignment]
         if style.vocabulary:
             entries = VocabularyShard(self.num_embeddings, axis.rank, axis.degree, axis.group)  # type: ignore[arg-type]
             x = _look_up(x, self.weight, entries)  # type: ignore[arg-type]
-        elif style.gathers and style.float8:
-            x = cls.forward(self, gather_float8_tokens(x, axis), *others)
         elif style.gathers:
             x = cls.forward(self, gather_tokens(x, axis), *others)
         else:
@@ -325,47 +291,17 @@ def _look_up(tokens: Tensor, weight: Tensor, vocabulary: VocabularyShard) -> Ten
 
 def gather_tokens(x: Tensor, axis: Axis) -> Tensor:
     """All-gather tokens: (B, t, C) -> (B, T, C). Backward reduce-scatters the gradient."""
-    return exchange_tokens(x, axis, _all_gather, _reduce_scatter)
+    return exchange_tokens(x, axis, all_gather_tokens, reduce_scatter_tokens)
 
 
 def scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter tokens: (B, T, C) -> (B, t, C). Backward all-gathers the gradient."""
-    return exchange_tokens(x, axis, _reduce_scatter, _all_gather)
+    return exchange_tokens(x, axis, reduce_scatter_tokens, all_gather_tokens)
 
 
 def exchange_tokens(x: Tensor, axis: Axis, move: Move, move_back: Move) -> Tensor:
     """Run the collective `move`. Backward runs `move_back` on the gradient."""
     return _Tokens.apply(x, axis, move, move_back)
-
-
-def gather_float8_tokens(x: Tensor, axis: Axis) -> Scaled:
-    """All-gather tokens in float8, with the scale of the tokens of all ranks: (B, t, C) -> (B, T,
-    C). Backward reduce-scatters the gradient in its own dtype.
-    """
-    scale = scale_of(all_reduce(x.detach().abs().amax(), "max", axis.group))
-    data, stands_in = _Float8Tokens.apply(x, scale, axis)
-    return Scaled(data, scale, stands_in)
-
-
-def _gather_gradient(gradient: Tensor, axis: Axis) -> Scaled:
-    """All-gather gradients of tokens in e5m2, with the scale of those of all ranks: (B, t, C) ->
-    (B, T, C).
-    """
-    scale = scale_of(all_reduce(gradient.abs().amax(), "max", axis.group), E5M2)
-    return Scaled(_all_gather(to_bytes(gradient, scale, E5M2), axis), scale)
-
-
-class _Float8Tokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:  # noqa: ANN401 torch's
-        ctx.axis = axis
-        ctx.set_materialize_grads(False)  # as in GatheredWeight (param_collectives.py)
-        data = _all_gather(to_bytes(x, scale), axis)
-        return data, stand_in(data, x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, _: None, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 torch's
-        return _reduce_scatter(gradient, ctx.axis), None, None
 
 
 class _Tokens(torch.autograd.Function):
@@ -383,11 +319,13 @@ class _Tokens(torch.autograd.Function):
 
 
 # Inductor's pass for asynchronous tensor parallelism recognises cat and chunk.
-def _all_gather(x: Tensor, axis: Axis) -> Tensor:
+def all_gather_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """All-gather tokens, without a gradient: (B, t, C) -> (B, T, C)."""
     parts = all_gather(x.contiguous(), axis.degree, axis.group)
     return torch.cat(parts.chunk(axis.degree), dim=1)
 
 
-def _reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+def reduce_scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """Reduce-scatter tokens, without a gradient: (B, T, C) -> (B, t, C)."""
     parts = torch.cat(x.chunk(axis.degree, dim=1))
     return reduce_scatter(parts, axis.degree, axis.group)

@@ -4,7 +4,8 @@ recipe turns on.
 A feature is a folder with
     keys.py      KEYS, the keys that it adds to a recipe; TENSORS, what the tensors are that it adds
                  to checkpoints, by the first word of their names; OPTIMIZERS, the rows of
-                 optimizers, if it has any; always imported, without torch
+                 optimizers, and OF_TORCHTITAN, what to use in place of keys of torchtitan
+                 (config/nearest.py), if it has any; always imported, without torch
     rules.py     what cannot be together with these keys (titan_lite/rules/); always imported
     feature.py   FEATURE, its Feature (titan_lite/feature.py): where it takes part in a run
 
@@ -19,6 +20,7 @@ from types import ModuleType
 FEATURES = (
     "matrix_optimizers",
     "moe",
+    "float8",
     "powersgd",
     "copies",
     "own_family",

@@ -50,7 +50,7 @@ def start_lines(
     lines = []
     if config.job.description:
         lines.append(config.job.description)
-    lines.append(model_line(config, layout, device))
+    lines.append(model_line(config, layout))
     lines.append(layout_line(layout, device))
     lines += mesh_picture(layout.degrees, stages_of_ranks(layout))
     lines.append(batch_line(layout))
@@ -114,7 +114,7 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
-def model_line(config: Config, layout: Layout, device: torch.device) -> str:
+def model_line(config: Config, layout: Layout) -> str:
     ways = [computed_by(config)]
     training = config.training
     if training.float32_matmul_precision != "highest":
@@ -123,14 +123,6 @@ def model_line(config: Config, layout: Layout, device: torch.device) -> str:
     dtype = getattr(torch, training.mixed_precision_param)
     if training.attention_kernel != "auto" and fits_flash(dtype, layout.model.head_dim):
         ways.append(f"attention by {training.attention_kernel} (training.attention_kernel)")
-    if config.float8.enable:
-        gathers = config.float8.all_gather and layout.fsdp_degree > 1
-        gathered = ", gathered in float8" if gathers else ""
-        emulated = "" if device.type == "cuda" else ", emulated on this CPU: no faster than float32"
-        ways.append(
-            f"products of the blocks in float8, {config.float8.recipe}{gathered}{emulated}"
-            " ([float8])"
-        )
     shape = f"{config.model.name} {shape_words(config.model)}"
     parameters = f"{layout.parameters:,} parameters"
     if layout.model.n_experts:

@@ -33,7 +33,6 @@ from titan_lite.rules import (  # noqa: F401  # importing a section adds its rul
     compile,
     data,
     fault_tolerance,
-    float8,
     job,
     lr_scheduler,
     metrics,

@@ -26,7 +26,6 @@ from titan_lite.models.attention import check_kernel
 from titan_lite.models.shapes import FLOAT32_BYTES, shape_words
 from titan_lite.rules import mistakes_in_recipe, read_inputs
 from titan_lite.rules.fault_tolerance import missing_lighthouse
-from titan_lite.rules.float8 import float8_has_results_on_gpus
 from titan_lite.rules.mistakes import (
     RULES_OF_MACHINE,
     Mistake,
@@ -129,25 +128,6 @@ def deterministic_runs_have_a_deterministic_kernel(
             why="sums gradients in any order, but debug.deterministic = true",
             instead='"FA2"',
         )
-
-
-@rule_of_machine
-def float8_has_a_gpu_with_float8_products(config: Config, layout: Layout) -> Iterator[Mistake]:
-    if not config.float8.enable or not torch.cuda.is_available():
-        return
-    name = torch.cuda.get_device_name()
-    recipe = config.float8.recipe
-    if torch.version.hip:
-        why = f"needs an NVIDIA GPU, and here is {name}"
-        yield Mistake("float8.enable", True, why, "false")
-        return
-    if torch.cuda.get_device_capability() < (8, 9):
-        why = f"needs compute capability 8.9 or newer, such as H100, and here is {name}"
-        yield Mistake("float8.enable", True, why, "false")
-    elif recipe != "tensorwise" and torch.cuda.get_device_capability() < (9, 0):
-        why = f"needs compute capability 9.0 or newer, and here is {name}"
-        yield Mistake("float8.recipe", recipe, why, '"tensorwise"')
-    yield from float8_has_results_on_gpus(config)
 
 
 @rule_of_machine

@@ -154,16 +154,6 @@ def test_the_start_says_what_will_run(monkeypatch):
     assert lines[9:] == ["checkpoints: every 50 steps and at the end (checkpoint.interval)"]
 
 
-def test_the_start_says_what_is_in_float8():
-    lines = said("--float8.enable", "--float8.all_gather")
-    assert lines[1].endswith(
-        "eager; products of the blocks in float8, tensorwise, gathered in float8, emulated on this"
-        " CPU: no faster than float32 ([float8])"
-    )
-    lines = said("--float8.enable", "--float8.all_gather", ranks=1)
-    assert not any("gathered in float8" in line for line in lines)
-
-
 def test_the_start_says_that_a_vocabulary_is_far_larger_than_the_tokenizers():
     (line,) = (line for line in said("--model.vocab_size=128256") if "vocabulary" in line)
     assert line == (

@@ -176,63 +176,6 @@ def test_tensor_parallel_degrees_that_do_not(tp, model, words):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            ["--training.local_batch_size=1", "--training.seq_len=40"],
-            ["a microbatch has 40 tokens", "use another"],
-        ),
-        (
-            [
-                "--parallelism.context_parallel_degree=2",
-                "--training.local_batch_size=1",
-                "--training.seq_len=48",
-            ],
-            ["has 24 tokens", "multiples of 16"],
-        ),
-        (
-            ["--model.hidden_dim=680"],
-            [
-                "layers.0.feed_forward.w1.weight is 680 x 256",
-                '["feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]',
-            ],
-        ),
-        (
-            ["--parallelism.tensor_parallel_degree=2", "--model.hidden_dim=688"],
-            ["w1.weight is 344 x 256", "lower tensor_parallel_degree"],
-        ),
-        (
-            ["--float8.filter_fqns=attention.wkv"],
-            ['"attention.wkv", which is no part', 'use such as "attention.wk"'],
-        ),
-        (
-            ["--float8.all_gather", "--float8.recipe=rowwise"],
-            ["float8.all_gather = true", "all_gather = false"],
-        ),
-        (
-            [
-                "--parallelism.enable_async_tensor_parallel",
-                "--parallelism.tensor_parallel_degree=2",
-                "--compile.enable",
-            ],
-            ["does not overlap", "use false"],
-        ),
-        (["--float8.filter_fqns=layers"], ["leaves no layer", "use false"]),
-    ],
-)
-def test_what_float8_products_cannot_have_is_refused(options, words):
-    with pytest.raises(ConfigError) as error:
-        checked("--float8.enable", *options)
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_layers_that_stay_in_bfloat16_may_have_any_size():
-    checked("--float8.enable", "--model.hidden_dim=680", "--float8.filter_fqns=feed_forward")
-    checked("--model.hidden_dim=680", "--training.seq_len=40")
-
-
-@pytest.mark.parametrize(
     ("chunk", "wrong"),
     [
         (

@@ -1,6 +1,6 @@
 """Check a user's own family before anything starts, without memory or other ranks.
 
-    check_own_family(layout, config.float8, config.training)       # raises ConfigError
+    check_own_family(config, layout)       # raises ConfigError
 
 Names and shapes of all blocks' parameters are compared with what the Family says. Then one block
 runs forward and backward on the meta device, where tensors and collectives have shapes alone, as
@@ -21,22 +21,22 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_lite.config import ConfigError, Float8, Training
+from titan_lite.config import Config, ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.distributed.context_parallel import apply_context_parallel, causal_attention
 from titan_lite.distributed.expert_parallel import check_experts
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.tensor_parallel import Axis, apply_styles, check_styles
+from titan_lite.feature import features_of, low_precision
 from titan_lite.models.experts import routers_of
-from titan_lite.models.float8 import DIM_MULTIPLE, apply_float8, check_layers
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import parameter_shapes
 from titan_lite.models.transformer import Transformer
 
-TOKENS = DIM_MULTIPLE  # of a rank between blocks; even, as context parallelism needs it
+TOKENS = 16  # of a rank between blocks: products of few bits need them, context parallelism 2
 
 
-def check_own_family(layout: Layout, float8: Float8, training: Training) -> None:
+def check_own_family(config: Config, layout: Layout) -> None:
     """Check the parameters of all blocks, and run one as the first rank of `layout`, forward and
     backward. Raises ConfigError.
     """
@@ -50,7 +50,7 @@ def check_own_family(layout: Layout, float8: Float8, training: Training) -> None
     _check_parameters(model, subject)
     for number in list(model.layers)[1:]:
         del model.layers[number]
-    _check_on_rank(model, layout, float8, training)
+    _check_on_rank(model, config, layout)
 
 
 def _check_parameters(model: Transformer, subject: str) -> None:
@@ -96,8 +96,9 @@ def _is_initialized(fqn: str, parameter: nn.Parameter, n_experts: int) -> bool:
     return parameter.ndim == 2
 
 
-def _check_on_rank(model: Transformer, layout: Layout, float8: Float8, training: Training) -> None:
+def _check_on_rank(model: Transformer, config: Config, layout: Layout) -> None:
     """Run the block of `model` as the first rank of `layout`. Raises ConfigError."""
+    training = config.training
     family = model.config.family
     subject = f"model.name = {shown(family)}"
     tp = Axis("", layout.degrees["tp"], 0)
@@ -114,13 +115,12 @@ def _check_on_rank(model: Transformer, layout: Layout, float8: Float8, training:
         check_experts(model)
     attend = _Counted()
     apply_context_parallel(model, cp, attend)
-    if float8.enable:
-        check_layers(model, family, float8.filter_fqns)
-        apply_float8(model, float8.recipe, float8.filter_fqns)
+    for feature in features_of(config):
+        feature.before_tensor_parallel(config, model, tp)
     if tp.degree > 1:
         apply_styles(model, tp, family, _FirstPart(tp.degree))
 
-    conditions = _conditions(layout, float8, training.mixed_precision_param)
+    conditions = _conditions(config, layout)
     instead = "return what x is"
     if tp.degree > 1:
         instead += (
@@ -222,11 +222,11 @@ class _FirstPart:
         return nn.Parameter(parameter.detach().narrow(dim, 0, length))
 
 
-def _conditions(layout: Layout, float8: Float8, param_dtype: str) -> str:
-    """Return the keys that make a rank's block another one than the family's."""
-    keys = [f"training.mixed_precision_param = {shown(param_dtype)}"]
-    if float8.enable:
-        keys.append("float8.enable = true")
+def _conditions(config: Config, layout: Layout) -> str:
+    """Return what makes a rank's block another one than the family's, keys for the most part."""
+    keys = [f"training.mixed_precision_param = {shown(config.training.mixed_precision_param)}"]
+    if low := low_precision(config):
+        keys.append(f"products in {low.name}")
     for axis, name in (("cp", "context"), ("tp", "tensor")):
         if layout.degrees[axis] > 1:
             keys.append(f"parallelism.{name}_parallel_degree = {layout.degrees[axis]}")

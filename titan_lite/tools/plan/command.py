@@ -39,8 +39,8 @@ from titan_lite.config import (
 from titan_lite.config.load import option
 from titan_lite.config.weights_folder import refuse_within_step
 from titan_lite.distributed.layout import Layout
+from titan_lite.feature import features_of
 from titan_lite.logging import print_line
-from titan_lite.rules.float8 import float8_has_results_on_gpus
 from titan_lite.rules.mistakes import raise_mistakes
 
 if TYPE_CHECKING:  # these import torch, which is slow: a wrong recipe fails before
@@ -239,13 +239,8 @@ class Subject:
             keys = self.without_idle_async_tp(change)
             changes = [option(key, value) for key, value in keys.items()]
             config = load_config(self.recipe, [*self.overrides, *changes])
-        if config.float8.enable and "float8_e4m3fn" not in self.machine.tflops:
-            raise ConfigError(
-                f"float8.enable = true: {self.machine.name} has no peak of float8; use"
-                " --float8.no-enable, another machine, or tflops.float8_e4m3fn in its file"
-            )
-        if not self.machine.is_cpu:
-            raise_mistakes(config, float8_has_results_on_gpus(config))
+        for feature in features_of(config):
+            raise_mistakes(config, feature.mistakes_on(config, self.machine))
         layout = lay_out(config, self.world_size, self.machine.memory * 2**30)
         return dataclasses.replace(layout, expert_imbalance=self.expert_imbalance)
 

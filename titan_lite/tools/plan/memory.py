@@ -252,27 +252,23 @@ class Replay:
             copied = [
                 weight
                 for weight in stage.weights
-                if weight.is_sharded or self.gathered_itemsize(weight) != STORED_BYTES
+                if weight.is_sharded or weight.gathered_itemsize != STORED_BYTES
             ]
             buckets = buckets_of(copied, "gathered_with")
             overlap(buckets, self.start_gather, self.finish_gather)
 
     def start_gather(self, bucket: list[Weight]) -> None:
-        itemsize = self.gathered_itemsize(bucket[0])  # a bucket has one dtype
+        itemsize = bucket[0].gathered_itemsize  # a bucket has one dtype
         part = WORKING if len(bucket) > 1 else FULL_WEIGHTS
         self.allocate(WORKING, itemsize * shard_elements(bucket))  # cast and padded
         self.allocate(part, itemsize * full_elements(bucket))
 
     def finish_gather(self, bucket: list[Weight]) -> None:
-        itemsize = self.gathered_itemsize(bucket[0])
+        itemsize = bucket[0].gathered_itemsize
         self.free(WORKING, itemsize * shard_elements(bucket))
         if len(bucket) > 1:  # copied out
             self.allocate(FULL_WEIGHTS, itemsize * full_elements(bucket))
             self.free(WORKING, itemsize * full_elements(bucket))
-
-    def gathered_itemsize(self, weight: Weight) -> int:
-        """Return the bytes of an element of a gathered weight."""
-        return 1 if weight.float8 else self.computed_itemsize
 
     def reduce_gradients(self) -> None:
         """Reduce the sums of full gradients, IN_FLIGHT buckets at once; free the full weights."""

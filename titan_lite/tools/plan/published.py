@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.cost.machine import Machine
+from titan_lite.feature import low_precision
 from titan_lite.models.shapes import shape_words
 from titan_lite.tools.plan.trace import PlannedLayout
 
@@ -182,13 +183,14 @@ def kind_of_run(layout: PlannedLayout, machine: Machine) -> RunKind:
     A machine of a file is of the device that it is like.
     """
     config = layout.config
+    low = low_precision(config)
     return RunKind(
         shape_words(config.model),
         layout.parameters / 1e9,
         layout.active_parameters / 1e9,
         machine.like or machine.name,
         machine.power or machine.nominal_power,
-        "float8" if config.float8.enable else config.training.mixed_precision_param,
+        low.name if low else config.training.mixed_precision_param,
         config.compile.backend if config.compile.compiles("model") else "eager",
     )
 

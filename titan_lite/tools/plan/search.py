@@ -36,7 +36,7 @@ from titan_lite.distributed.pipeline_schedule import (
     order_of,
     runs_halves,
 )
-from titan_lite.feature import Kept
+from titan_lite.feature import Kept, low_precision
 from titan_lite.models.shapes import block_weights, shape_of
 from titan_lite.tools.plan.changes import Change, Row, fitting, plan_changes, ranked, table
 from titan_lite.tools.plan.memory import outside_of_tensors
@@ -385,7 +385,8 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
     # Inputs of products, where those of the same input count once, and the gradients of results.
     factors = 3 * model.dim + hidden_dim
     gradients = 3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * hidden_dim
-    itemsize = 1 if layout.config.float8.enable else computed
+    low = low_precision(layout.config)
+    itemsize = getattr(torch, low.dtype).itemsize if low else computed
     weights = block_weights(model)
     return _Sizes(
         tokens=tokens,
@@ -416,7 +417,8 @@ def _block_seconds(layout: PlannedLayout, machine: Machine, sizes: _Sizes) -> _B
     tp = layout.degrees["tp"]
     computed, summed = itemsizes(config.training)
     peak = machine.flops(getattr(torch, config.training.mixed_precision_param))
-    peak_of_products = machine.flops(torch.float8_e4m3fn) if config.float8.enable else peak
+    low = low_precision(config)
+    peak_of_products = machine.flops(getattr(torch, low.dtype)) if low else peak
     products = 2 * sizes.multiplied * sizes.tokens / (peak_of_products * machine.matmul_efficiency)
     attended = layout.seq_len / 2  # tokens that a token attends to, on average
     heads = layout.model.n_heads * layout.model.head_dim
@@ -669,8 +671,9 @@ def _gathered_bytes(layout: PlannedLayout, part: _PartOfRank) -> float:
     computed, _ = itemsizes(config.training)
     if layout.fsdp_degree == 1 and computed == STORED_BYTES:  # they are no copies
         return 0.0
-    in_float8 = config.float8.enable and config.float8.all_gather
-    return (1 if in_float8 else computed) * part.elements
+    low = low_precision(config)
+    itemsize = getattr(torch, low.dtype).itemsize if low and low.is_gathered else computed
+    return itemsize * part.elements
 
 
 def _logits_bytes(layout: PlannedLayout, sizes: _Sizes) -> float:

@@ -85,10 +85,10 @@ class Weight:
     shard_elements: int  # of this rank
     full_elements: int  # when it is gathered
     block: int  # number of its transformer block; -1 for others
+    gathered_itemsize: int  # bytes of an element when it is gathered
     gathered_with: int
     reduced_with: int
     copy: int = 0  # of a block that was not traced
-    float8: bool = False  # gathered as float8
     matrix: bool = False  # within a block, and no norm (models/fqns.py)
     of_experts: bool = False  # matrices of experts, of which a rank has some whole
     updated: bool = True  # by the optimizer; False: the copy of a tied table

@@ -46,7 +46,7 @@ from titan_lite.compile.passes.reordering import move_gather_before, wait_for_re
 from titan_lite.compile.passes.resharding import REGION
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
-from titan_lite.config import Compile, Config, Parallelism
+from titan_lite.config import KEYS_OF_MODULES, Compile, Config, Parallelism, flatten
 from titan_lite.config.section import added_keys
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.op_cost import GROUPED, expected_rows
@@ -250,8 +250,9 @@ def checkpointing_period(config: Config) -> int:
 
 def names_blocks(config: Config) -> bool:
     """Return True if a key names single blocks, as in "layers.31"."""
-    fqns = (*config.parallelism.fsdp_keep_gathered, *config.float8.filter_fqns)
-    return any(word.isdigit() for fqn in fqns for word in re.split("[ .]", fqn))
+    values = flatten(config)
+    names = [name for key in KEYS_OF_MODULES for name in values[key]]
+    return any(word.isdigit() for name in names for word in re.split("[ .]", name))
 
 
 def modules_beside_blocks(modules: Sequence[str]) -> StageModules:
@@ -367,9 +368,9 @@ def weights_of(layout: PlannedLayout, specs: Specs) -> list[Weight]:
             shard_elements=local(parameter).numel(),
             full_elements=full_elements(spec),
             block=int(spec.fqn.split(".")[1]) if spec.fqn.startswith("layers.") else -1,
+            gathered_itemsize=spec.gather_dtype.itemsize,
             gathered_with=gathered_with[parameter],
             reduced_with=reduced_with[parameter],
-            float8=spec.float8,
             matrix=is_matrix(spec.fqn),
             of_experts=is_of_experts((spec.rows, *spec.row_shape)),
             updated=is_updated(layout, spec),
@@ -429,7 +430,7 @@ def materialize_stage(layout: PlannedLayout, stage: Stage) -> None:
     if layout.gathers_once:
         sharding = stage.sharding
         gradients = StepGradients(sharding.specs, sharding.prefetch, microbatches=1)
-        step = OncePerStepGatherer(sharding.scales, sharding.prefetch, gradients)
+        step = OncePerStepGatherer(sharding.prefetch, gradients)
         for spec in sharding.specs.values():
             full = torch.zeros(spec.rows, *spec.row_shape, dtype=spec.gather_dtype)
             step.keep(full, spec, requires_grad=True)

@@ -30,11 +30,11 @@ from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.device import device_memory
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.pipeline_schedule import TooFewLayers
-from titan_lite.feature import features_of
+from titan_lite.feature import LowPrecision, features_of, low_precision
 from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.rules import check_keys
 from titan_lite.rules.machine import check_machine
-from titan_lite.tools.verify.compare import FLOAT8, FLOAT32, Comparison, compare
+from titan_lite.tools.verify.compare import FLOAT32, LOW_PRECISION, Comparison, compare
 from titan_lite.tools.verify.observe import Observed, Prepare, run
 from titan_lite.tools.verify.twin import (
     MIN_LAYERS,
@@ -49,7 +49,6 @@ from titan_lite.tools.verify.twin import (
     reference,
     twin,
     twin_model,
-    without_float8,
 )
 
 
@@ -129,14 +128,14 @@ class Verification:
         self.layouts = layouts
         self.steps = steps
         self.prepare = prepare
-        self.tolerances = FLOAT8 if config.float8.enable else FLOAT32
+        self.tolerances = LOW_PRECISION if low_precision(config) else FLOAT32
         # by what decides the batches and the model of a twin: (layers, sequences of a step)
         self.references: dict[tuple[int, int], Observed] = {}
         self.width = max(len(name) for name in ("layout", *map(name_of, layouts)))  # first column
 
     def print_head(self) -> None:
-        float8 = self.config.float8
-        kind = f"float8 {float8.recipe} beside float32" if float8.enable else "float32"
+        low = low_precision(self.config)
+        kind = f"{low.name} {low.scales} beside float32" if low else "float32"
         print(
             f"scaled-down proxy of {shape_words(self.config.model)}:"
             f" {twin_model(self.flavor, 1).n_layers} layers or more, dim"
@@ -200,8 +199,8 @@ class Verification:
         if key not in self.references:
             alone = reference(small)
             self.references[key] = run(alone, model)
-            if small.float8.enable:
-                self._print_rounding(alone, model, self.references[key])
+            if low := low_precision(alone):
+                self._print_rounding(low, model, self.references[key])
         return self.references[key]
 
     def _first_to_diverge_in_eager_mode(
@@ -215,11 +214,12 @@ class Verification:
         name = f"{name_of(layout):<{self.width}}  {processes_of(layout):>9}"
         print(f"{name}  {text}", flush=True)
 
-    def _print_rounding(self, alone: Config, model: ModelConfig, rounded: Observed) -> None:
-        """Print how far a run in float8 is from the same without, in bfloat16 and in float32."""
+    def _print_rounding(self, low: LowPrecision, model: ModelConfig, rounded: Observed) -> None:
+        """Print how far a run is from the same without fewer bits, in bfloat16 and in float32."""
         for dtype in ("bfloat16", "float32"):
-            result = compare(rounded, run(without_float8(alone, dtype), model))
-            name = f"float8 beside {dtype}"
+            training = low.without.training.replace(mixed_precision_param=dtype)
+            result = compare(rounded, run(low.without.replace(training=training), model))
+            name = f"{low.name} beside {dtype}"
             print(f"{name:<{self.width + 11}}  {differences(result)}", flush=True)
 
 

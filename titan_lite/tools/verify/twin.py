@@ -17,6 +17,7 @@ import math
 import re
 
 from titan_lite.config import (
+    KEYS_OF_MODULES,
     SHIPPED,
     ActivationCheckpoint,
     Checkpoint,
@@ -25,7 +26,6 @@ from titan_lite.config import (
     ConfigError,
     Data,
     FaultTolerance,
-    Float8,
     Metrics,
     Parallelism,
     Profiling,
@@ -36,7 +36,6 @@ from titan_lite.config.errors import shown
 from titan_lite.config.families import ModelConfig, find_family
 from titan_lite.distributed.layout import AXES, DEGREES, resolve_degrees
 from titan_lite.feature import features_of
-from titan_lite.models.float8 import DIM_MULTIPLE
 from titan_lite.models.loss_chunk import automatic_chunk
 from titan_lite.models.shapes import shape_of
 from titan_lite.sharding import chunk_size
@@ -49,6 +48,7 @@ MAX_PROCESSES = 8
 MIN_LAYERS = 4  # more if the stages need them
 SEQUENCES = 16  # of a step, on every layout
 SEQ_LEN = 32  # tokens
+TOKENS = 16  # of a microbatch on a rank, at least: products of few bits need them
 DEGREE_OF_ANY = 4  # dp_shard of a recipe for any number of GPUs
 
 
@@ -148,12 +148,12 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
     """Return a small version of `config` on `layout`."""
     for feature in features_of(config):
         config, _ = feature.without_approximation(config)
+    config = _with_modules_of_twin(config)
     return config.replace(
         model=config.model.replace(tokenizer_path=str(TOKENIZER)),
         training=_training(config, layout, steps),
         lr_scheduler=config.lr_scheduler.replace(warmup_steps=0, total_steps=-1),
         parallelism=_parallelism(config, layout),
-        float8=config.float8.replace(filter_fqns=_fqns(config.float8.filter_fqns)),
         compile=_compile(config.compile, SEQ_LEN // layout["cp"] // layout["tp"]),
         checkpoint=Checkpoint(),
         data=Data(num_workers=0),
@@ -172,12 +172,6 @@ def reference(config: Config) -> Config:
         activation_checkpoint=ActivationCheckpoint(),
         compile=Compile(),
     )
-
-
-def without_float8(config: Config, dtype: str) -> Config:
-    """Return the recipe with weights and products in `dtype`."""
-    training = config.training.replace(mixed_precision_param=dtype)
-    return config.replace(float8=Float8(), training=training)
 
 
 def _training(config: Config, layout: Degrees, steps: int) -> Training:
@@ -216,11 +210,8 @@ def _local_batch_size(config: Config, layout: Degrees) -> int:
 
 def _microbatch_size(config: Config, layout: Degrees) -> int:
     """Return the sequences that go through a pipeline at a time."""
-    needed = 1
-    if config.float8.enable:  # products in float8 need so many tokens
-        needed = max(1, DIM_MULTIPLE * layout["cp"] // SEQ_LEN)
     many = _local_batch_size(config, layout) >= 4 * layout["pp"]
-    return max(needed, 2 if many else 1)
+    return max(TOKENS * layout["cp"] // SEQ_LEN, 2 if many else 1)
 
 
 def _parallelism(config: Config, layout: Degrees) -> Parallelism:
@@ -228,7 +219,6 @@ def _parallelism(config: Config, layout: Degrees) -> Parallelism:
     degrees = {KEYS[axis]: degree for axis, degree in layout.items()}
     parallelism = given.replace(
         **degrees,
-        fsdp_keep_gathered=_fqns(given.fsdp_keep_gathered),
         enable_async_tensor_parallel=False,
         pipeline_parallel_split_points=(),
     )
@@ -270,6 +260,15 @@ def _chunks_loss(config: Config) -> bool:
     vocab_size = shape_of(config.model).vocab_size
     entries = chunk_size(vocab_size, parallelism.tensor_parallel_degree)
     return automatic_chunk(tokens, entries) > 0
+
+
+def _with_modules_of_twin(config: Config) -> Config:
+    """Return a recipe whose keys that select modules name those of the twin."""
+    for key in KEYS_OF_MODULES:
+        table, _, name = key.partition(".")
+        section = getattr(config, table)
+        config = config.replace(**{table: section.replace(**{name: _fqns(getattr(section, name))})})
+    return config
 
 
 def _fqns(fqns: tuple[str, ...]) -> tuple[str, ...]:

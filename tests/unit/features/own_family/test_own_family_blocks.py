@@ -16,7 +16,7 @@ from titan_lite.config import ConfigError, load_config
 from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.parallelize import ParallelModel
-from titan_lite.models.float8 import Float8Linear, apply_float8
+from titan_lite.features.float8.linear import Float8Linear, apply_float8
 from titan_lite.models.transformer import Transformer, takes_documents
 from titan_lite.rules import check
 from titan_lite.tools.generate import Decoder
@@ -214,6 +214,13 @@ def test_a_matrix_of_no_linear_layer_is_not_for_float8(tmp_path):
     checked(tmp_path / "without.py", *changes)
     filtered = [*FLOAT8, "--float8.filter_fqns", "attention.gate"]
     checked(tmp_path / "filtered.py", *changes, options=filtered)
+
+
+def test_a_layout_that_cannot_be_is_told_by_its_rule_alone(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        checked(tmp_path / "own.py", options=[*FLOAT8, "--model.hidden_dim=680"])
+    (message,) = error.value.args
+    assert "layers.0.feed_forward.w1.weight is 680 x" in message
 
 
 def test_float8_leaves_a_forward_of_its_own_as_it_is():

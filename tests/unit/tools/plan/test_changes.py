@@ -10,7 +10,6 @@ from titan_lite.config import (
     Compile,
     Config,
     ConfigError,
-    Float8,
     Parallelism,
     Training,
 )
@@ -19,6 +18,7 @@ from titan_lite.cost.machine import GIB
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.layout import resolve_degrees
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
+from titan_lite.features.float8.keys import Float8Keys
 from titan_lite.tools.plan import changes
 from titan_lite.tools.plan.changes import grid, ranked, table
 from titan_lite.tools.plan.command import Subject, sweep_lines
@@ -151,7 +151,7 @@ def test_a_plan_that_does_not_fit_says_what_to_plan_next():
 @pytest.mark.parametrize(("stages", "said"), [(1, False), (2, True)])
 def test_names_of_single_blocks_are_those_of_a_stage_and_a_plan_says_so(stages, said):
     mine = layout(pipeline_parallel_degree=stages)
-    float8 = Float8(enable=True, filter_fqns=("layers.1",))
+    float8 = Float8Keys(enable=True, filter_fqns=("layers.1",))
     mine = dataclasses.replace(mine, config=mine.config.replace(float8=float8))
     text = "\n".join(describe(dataclasses.replace(planned(), layout=mine)))
     assert ("; keys that name blocks count them from each stage's first" in text) is said

@@ -43,7 +43,12 @@ from titan_lite.tools.plan.tape import (
 
 CPU = dataclasses.replace(AT_ONCE, name="CPU")
 WEIGHT = Weight(
-    shard_elements=MIB, full_elements=MIB, block=0, gathered_with=0, reduced_with=0
+    shard_elements=MIB,
+    full_elements=MIB,
+    block=0,
+    gathered_itemsize=2,
+    gathered_with=0,
+    reduced_with=0,
 )  # 4 MiB in float32
 # Its gradient of 4 MiB is in bfloat16.
 HALF = dataclasses.replace(WEIGHT, shard_elements=MIB // 2, full_elements=2 * MIB)
@@ -432,10 +437,10 @@ def test_the_traced_depth_is_as_it_was():
 
 def test_weights_of_a_middle_block_are_repeated_with_their_buckets():
     weights = [
-        Weight(1, 1, -1, 0, 0),
-        *(Weight(2, 2, block, 1 + block, 1 + block) for block in (0, 1, 2) for _ in range(2)),
+        Weight(1, 1, -1, 2, 0, 0),
+        *(Weight(2, 2, block, 2, 1 + block, 1 + block) for block in (0, 1, 2) for _ in range(2)),
     ]
-    found = weights_at([*weights, Weight(3, 3, -1, 3, 4)], 3, 5)
+    found = weights_at([*weights, Weight(3, 3, -1, 2, 3, 4)], 3, 5)
     assert [weight.block for weight in found] == [-1, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2, -1]
     assert [len(bucket) for bucket in buckets_of(found, "gathered_with")] == [1, 2, 2, 2, 2, 3]
     assert [len(bucket) for bucket in buckets_of(found, "reduced_with")] == [1, 2, 2, 2, 2, 2, 1]

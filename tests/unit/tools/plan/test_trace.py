@@ -15,7 +15,6 @@ from titan_lite.config import (
     Compile,
     Config,
     ConfigError,
-    Float8,
     Parallelism,
     Training,
     load_config,
@@ -26,6 +25,7 @@ from titan_lite.distributed.axes import axis_along
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.feature import Kept
+from titan_lite.features.float8.keys import Float8Keys
 from titan_lite.features.powersgd.feature import FEATURE
 from titan_lite.models.shapes import flops_per_token
 from titan_lite.tools.plan import plan
@@ -459,9 +459,9 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
         (dict(parallelism=Parallelism(fsdp_keep_gathered=("layers.5", "output"))), None),
         (dict(compile=Compile(enable=True, bucketing="greedy")), None),
         (dict(compile=Compile(enable=False, bucketing="greedy")), (4, 8)),
-        (dict(float8=Float8(enable=True, filter_fqns=("attention.wk", "w2"))), (4, 8)),
-        (dict(float8=Float8(enable=True, filter_fqns=("layers.31",))), None),
-        (dict(float8=Float8(enable=True, filter_fqns=("31.attention",))), None),
+        (dict(float8=Float8Keys(enable=True, filter_fqns=("attention.wk", "w2"))), (4, 8)),
+        (dict(float8=Float8Keys(enable=True, filter_fqns=("layers.31",))), None),
+        (dict(float8=Float8Keys(enable=True, filter_fqns=("31.attention",))), None),
     ],
 )
 def test_which_depths_lie_on_a_line(sections, depths):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from titan_lite.models.float8 import (
+from titan_lite.distributed.param_collectives import stand_in
+from titan_lite.features.float8.linear import (
     E4M3,
     E5M2,
     Float8Linear,
@@ -20,7 +21,6 @@ from titan_lite.models.float8 import (
     cast,
     multiply_in_float32_on_cpus,
     scale_of,
-    stand_in,
     to_bytes,
 )
 

@@ -6,16 +6,19 @@ from titan_lite.config import Config
 from titan_lite.config.errors import shown
 from titan_lite.config.families import ModelConfig, Shape
 from titan_lite.distributed.layout import Layout
+from titan_lite.features.float8.keys import Float8Keys
 from titan_lite.models.fqns import is_filtered, is_matrix, is_of_experts
 from titan_lite.models.shapes import parameter_shapes
-from titan_lite.rules.mistakes import Mistake, rule_of_layout
+from titan_lite.rules.mistakes import Mistake, rule_of_layout, rule_of_machine
+
+DIM_MULTIPLE = 16  # each dimension of a float8 product is one of its multiples, on GPUs
 
 
 @rule_of_layout
 def float8_products_are_not_overlapped_by_inductor(
     config: Config, layout: Layout
 ) -> Iterator[Mistake]:
-    if config.float8.enable and config.parallelism.enable_async_tensor_parallel:
+    if Float8Keys.of(config).enable and config.parallelism.enable_async_tensor_parallel:
         yield Mistake(
             key="parallelism.enable_async_tensor_parallel",
             value=True,
@@ -26,14 +29,14 @@ def float8_products_are_not_overlapped_by_inductor(
 
 @rule_of_layout
 def weights_gathered_in_float8_have_one_scale(config: Config, layout: Layout) -> Iterator[Mistake]:
-    float8 = config.float8
-    if float8.enable and float8.all_gather and float8.recipe != "tensorwise":
+    keys = Float8Keys.of(config)
+    if keys.enable and keys.all_gather and keys.recipe != "tensorwise":
         yield Mistake(
             key="float8.all_gather",
             value=True,
             why=(
                 "is for tensorwise scales: backward multiplies by the columns of a weight, and"
-                f' float8.recipe = "{float8.recipe}" has scales of its rows'
+                f' float8.recipe = "{keys.recipe}" has scales of its rows'
             ),
             instead='recipe = "tensorwise" or all_gather = false',
         )
@@ -41,9 +44,10 @@ def weights_gathered_in_float8_have_one_scale(config: Config, layout: Layout) ->
 
 @rule_of_layout
 def float8_has_layers_to_compute(config: Config, layout: Layout) -> Iterator[Mistake]:
-    if not config.float8.enable:
+    keys = Float8Keys.of(config)
+    if not keys.enable:
         return
-    filters = config.float8.filter_fqns
+    filters = keys.filter_fqns
     layers = _linear_layers(layout.model)
     for name in filters:
         if not any(is_filtered(fqn, [name]) for fqn in layers):
@@ -72,10 +76,10 @@ def _linear_layers(model: ModelConfig) -> dict[str, Shape]:
 
 @rule_of_layout
 def float8_products_have_multiples_of_16(config: Config, layout: Layout) -> Iterator[Mistake]:
-    if not config.float8.enable:
+    keys = Float8Keys.of(config)
+    if not keys.enable:
         return
     from titan_lite.distributed.tensor_parallel import weight_dim
-    from titan_lite.models.float8 import DIM_MULTIPLE
 
     key = "float8.enable"
     needs = f"and dimensions of float8 products are multiples of {DIM_MULTIPLE}"
@@ -83,7 +87,7 @@ def float8_products_have_multiples_of_16(config: Config, layout: Layout) -> Iter
     if tokens % DIM_MULTIPLE:
         why = f"is impossible: a microbatch has {tokens} tokens on a rank, {needs}"
         yield Mistake(key, True, why, "another training.seq_len or training.local_batch_size")
-    filters = config.float8.filter_fqns
+    filters = keys.filter_fqns
     wrong: dict[str, str] = {}  # shape on a rank, by name in a block
     for fqn, shape in _linear_layers(layout.model).items():
         if is_filtered(fqn, filters):
@@ -105,14 +109,36 @@ def float8_products_have_multiples_of_16(config: Config, layout: Layout) -> Iter
         )
 
 
+@rule_of_machine
+def float8_has_a_gpu_with_float8_products(config: Config, layout: Layout) -> Iterator[Mistake]:
+    import torch
+
+    keys = Float8Keys.of(config)
+    if not keys.enable or not torch.cuda.is_available():
+        return
+    name = torch.cuda.get_device_name()
+    if torch.version.hip:
+        why = f"needs an NVIDIA GPU, and here is {name}"
+        yield Mistake("float8.enable", True, why, "false")
+        return
+    if torch.cuda.get_device_capability() < (8, 9):
+        why = f"needs compute capability 8.9 or newer, such as H100, and here is {name}"
+        yield Mistake("float8.enable", True, why, "false")
+    elif keys.recipe != "tensorwise" and torch.cuda.get_device_capability() < (9, 0):
+        why = f"needs compute capability 9.0 or newer, and here is {name}"
+        yield Mistake("float8.recipe", keys.recipe, why, '"tensorwise"')
+    yield from float8_has_results_on_gpus(config)
+
+
 def float8_has_results_on_gpus(config: Config) -> Iterator[Mistake]:
     """Yield a mistake for float8 products whose results no GPU has in the recipe's dtype.
 
-    CPUs have them, so this is no rule of every recipe: machine rules and the planner ask.
+    CPUs have them, so this is no rule of every recipe.
     """
-    recipe = config.float8.recipe
+    keys = Float8Keys.of(config)
+    recipe = keys.recipe
     dtype = config.training.mixed_precision_param
-    if config.float8.enable and recipe != "tensorwise" and dtype != "bfloat16":
+    if keys.enable and recipe != "tensorwise" and dtype != "bfloat16":
         why = "has results in bfloat16 alone on GPUs"
         instead = 'training.mixed_precision_param = "bfloat16"'
         yield Mistake("float8.recipe", recipe, why, instead)

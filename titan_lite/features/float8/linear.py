@@ -13,7 +13,7 @@ dtypes. The recipes are those of torchao (its float8 README):
     rowwise_with_gw_hp  a row         e4m3; scales: powers of two     dtype of x
 
 A factor may also be given in float8 already, as `Scaled`: a weight that SimpleFSDP gathers with one
-byte a number, or tokens that tensor parallelism gathers so.
+byte a number (weights.py), or tokens that tensor parallelism gathers so (tokens.py).
 """
 
 import functools
@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
+from titan_lite.distributed.param_collectives import Transport
 from titan_lite.models.fqns import is_filtered, is_router
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-DIM_MULTIPLE = 16  # each dimension of a float8 product is one of its multiples, on GPUs
 MIN_AMAX = 1e-12  # a scale is computed for a largest magnitude of at least this
 
 
@@ -59,9 +59,7 @@ class Scaled(NamedTuple):
 
     data: Tensor  # float8 as bytes (uint8), or a tensor that is not cast yet
     scale: Tensor | None = None  # float32 scalar: float8 = tensor * scale; None: as the recipe says
-    # Of bytes: stands for the tensor in autograd. It has the tensor's shape and dtype but no
-    # storage, and its value is never read.
-    gradient: Tensor | None = None
+    gradient: Tensor | None = None  # of bytes: `stand_in` for the tensor in autograd
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype = E4M3, *, power_of_two: bool = False) -> Tensor:
@@ -84,11 +82,6 @@ def to_bytes(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
     return cast(x, scale, dtype).view(torch.uint8)
 
 
-def stand_in(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `Scaled.gradient` of the bytes `data`, for a tensor of `dtype`."""
-    return data.new_empty((), dtype=dtype).expand(data.shape)
-
-
 # --- Layers ---------------------------------------------------------------------------------------
 
 
@@ -96,14 +89,21 @@ class Float8Linear(nn.Linear):
     """A linear layer without bias whose products are in float8: (..., K) -> (..., N)."""
 
     recipe: str  # a name of RECIPES
+    transport: Transport  # of the weight, if it has a scale (weights.py)
 
-    def forward(self, x: Tensor | Scaled, moves: tuple[Callable, Callable] | None = None) -> Tensor:
+    def forward(self, x: Tensor | Scaled) -> Tensor:
+        """Multiply by the weight."""
+        return self.multiply(x)
+
+    def multiply(
+        self, x: Tensor | Scaled, moves: tuple[Callable, Callable] | None = None
+    ) -> Tensor:
         """Multiply by the weight.
 
         moves: what tensor parallelism does with the result, and with its gradient in backward,
         which then is a Scaled of e5m2.
         """
-        weight: Tensor | Scaled = self.weight  # Scaled if SimpleFSDP gathered it in float8
+        weight: Tensor | Scaled = self.weight
         if not isinstance(x, Scaled):
             x = Scaled(x)
         if not isinstance(weight, Scaled):

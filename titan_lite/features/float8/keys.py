@@ -1,0 +1,40 @@
+"""The keys of products in float8. Imports no torch."""
+
+from typing import ClassVar, Literal
+
+from titan_lite.config.section import ModuleNames, Section
+
+
+class Float8Keys(Section):
+    """Matrix products of the blocks' linear layers in float8, for GPUs from H100 on."""
+
+    table: ClassVar[str] = "float8"
+
+    enable: bool = False
+    """Compute forward and both gradients of these layers in float8; weights stay in float32.
+    Experts compute in mixed_precision_param, and routers in float32."""
+
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """Numbers that share a scale. tensorwise: those of a tensor, the fastest; rowwise: those of a
+    row, with scales that are powers of two, more exact; rowwise_with_gw_hp: also of a row, and
+    gradients of weights are computed in mixed_precision_param, the most exact."""
+
+    all_gather: bool = False
+    """FSDP gathers these weights in float8: half the bytes; only tensorwise, since backward
+    multiplies by columns of a weight."""
+
+    filter_fqns: ModuleNames = ()
+    """Layers of the blocks that stay in mixed_precision_param, by parts of their names:
+    "attention.wk", "layers.0", "w2"; embedding and output always do."""
+
+
+KEYS = (Float8Keys,)
+TENSORS: dict[str, str] = {}
+OF_TORCHTITAN = {
+    "float8.enable_float8_linear": "use float8.enable",
+    "model.converters": "use float8.enable for float8",
+    "quantize": (
+        "only linear layers in float8: use [float8] with enable, recipe, all_gather and filter_fqns"
+    ),
+    "training.fp8_linear": "use float8.enable",
+}
