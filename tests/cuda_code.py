@@ -49,6 +49,7 @@ from titan_lite.config import load_config
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
+from titan_lite.distributed.parallelize import passes_of
 from titan_lite.distributed.pipeline_schedule import backwards_of
 from titan_lite.graph import aten
 from titan_lite.tools.plan.trace import (
@@ -160,13 +161,8 @@ def capture(
     layout = PlannedLayout(**vars(Layout.from_config(config, world_size)), config=config)
     mesh = build_mesh(layout.degrees, "cpu")
     beside = modules_beside_blocks(layout.pipeline.modules[number])
-    settings = PassSettings(
-        config.compile,
-        load_machine("H100"),
-        fused=True,
-        async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
-    )
-    schedule = Schedule(settings)
+    settings = PassSettings(config.compile, load_machine("H100"), fused=True)
+    schedule = Schedule(settings, passes_of(config))
     kinds = backwards_of(config.parallelism, layout.pipeline)[number]
     (stage,) = parallelize_stage(layout, mesh, beside, kinds, blocks, schedule).stages
     programs: list[Program] = []

@@ -10,7 +10,6 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from titan_lite.compile import rank_agreement, report
-from titan_lite.compile.passes import choose_buckets
 from titan_lite.compile.passes.reordering import overlap_collectives
 from titan_lite.compile.settings import PassSettings
 from titan_lite.cost import op_cost
@@ -151,7 +150,7 @@ def priced(latency=0.0):
     )
 
 
-PARTS_THAT_ASK_FOR_RANKS = (op_cost, report, rank_agreement, choose_buckets)
+PARTS_THAT_ASK_FOR_RANKS = (op_cost, report, rank_agreement)
 
 
 def overlap(graph, machine=None):

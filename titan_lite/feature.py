@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from titan_lite.alone import Alone
+    from titan_lite.compile.schedule import Pass
     from titan_lite.config import Config
     from titan_lite.config.families import Shape
     from titan_lite.cost.machine import Machine
@@ -144,6 +145,10 @@ class Feature:
     def fsdp_options(self, config: Config, options: FSDPOptions) -> FSDPOptions:
         """Return the options of SimpleFSDP, changed."""
         return options
+
+    def passes(self, config: Config, passes: Sequence[Pass]) -> Sequence[Pass]:
+        """Return the passes on each graph of a compiled model (compile/schedule.py), changed."""
+        return passes
 
     def repeats_steps(self, config: Config) -> bool:
         """Return True if forward and backward of a step may run again (StepPart.repeat): other

@@ -105,10 +105,6 @@ def parameters_of(node: Node) -> tuple[str, ...]:
         return ()
     if "bucket" in node.meta:
         return tuple(node.meta["bucket"])
-    if "bucketing_custom_sources" in node.meta:  # set by Inductor's bucketing
-        return tuple(
-            source["fqn"] for source in node.meta["bucketing_custom_sources"] if "fqn" in source
-        )
     fqn = node.meta.get("custom", {}).get("fqn")
     return () if fqn is None else (fqn,)
 

@@ -19,7 +19,7 @@ from titan_lite.config import (
 )
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_tokens
-from titan_lite.distributed.parallelize import parallelize
+from titan_lite.distributed.parallelize import parallelize, passes_of
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.distributed.step_gather import OncePerStepGatherer
@@ -105,7 +105,7 @@ def build(
         torch._dynamo.reset()
         fused = compiled == "inductor"
         settings = PassSettings(recipe.compile, machine, fused=fused, ranks=stage_ranks(mesh))
-        schedule = Schedule(settings)
+        schedule = Schedule(settings, passes_of(recipe))
         if reports is not None:
             schedule.reports = reports
     model = parallelize(recipe, layout, mesh, schedule=schedule)

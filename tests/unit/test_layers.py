@@ -289,16 +289,11 @@ def is_rule(node):
 
 PRICED = (  # need seconds, or hand on what has them
     "compile.passes",
-    "compile.report",
     "compile.schedule",
     "compile.settings",
-    "compile.torch_patches",
     "cost",
-    "distributed.axes",
-    "distributed.parallelize",
-    "metrics.timelines",
+    "features.cost_buckets",
     "rules.compile",
-    "rules.machine",
     "tools",
     "trainer",
 )

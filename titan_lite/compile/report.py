@@ -9,16 +9,18 @@
 A run's compile.json is made of these reports.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch.fx import Graph, Node
 
-from titan_lite.cost.timeline import Timeline
 from titan_lite.graph import (
     aten,
     base_of,
@@ -31,6 +33,9 @@ from titan_lite.graph import (
     parameters_of,
     ranks_of,
 )
+
+if TYPE_CHECKING:  # an eager run has no timeline
+    from titan_lite.cost.timeline import Timeline
 
 HALVES = ("backward_input", "backward_weight")  # names of graphs
 
@@ -101,9 +106,14 @@ def list_collectives(graph: Graph, timeline: Timeline | None) -> tuple[Collectiv
     )
 
 
-def copied_by_buckets(graph: Graph, fused: bool) -> int:
-    """Return the bytes copied into and out of buckets. fused: as in `node_seconds`."""
-    return sum(_bytes_copied(node, fused) for node in graph.nodes if "copies" in node.meta)
+def copied_by_buckets(graph: Graph, fused: bool) -> int | None:
+    """Return the bytes copied into and out of buckets, None for those of Inductor, whose copies
+    have no mark. fused: as in `node_seconds`.
+    """
+    copies = [node for node in graph.nodes if "copies" in node.meta]
+    if not copies and any("bucket" in node.meta for node in graph.nodes):
+        return None
+    return sum(_bytes_copied(node, fused) for node in copies)
 
 
 def describe(reports: Sequence[CompileReport]) -> list[str]:

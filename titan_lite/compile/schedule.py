@@ -1,33 +1,30 @@
 """Run the passes on a forward or backward graph, and report what they did.
 
     settings = PassSettings(config.compile, machine=load_machine("H100"), fused=True)
-    schedule = Schedule(settings)
+    schedule = Schedule(settings, choose_passes(config.compile))
     schedule.run(graph_module, "forward")          # in place; appends to schedule.reports
 
 `choose_passes` is the list of passes. To add one, write `my_pass(graph, settings) -> int` in a file
-of passes/, and put it into the list. Both backends run the passes on the same graphs. One more pass
-works elsewhere (joint.py): resharding.py on the joint graphs of forward and backward.
+of passes/, and put it into the list; features have others (Feature.passes). Both backends run the
+passes on the same graphs. One more pass works elsewhere (joint.py): resharding.py on the joint
+graphs of forward and backward.
 """
 
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch.fx import Graph, GraphModule
 
 from titan_lite.compile.graph import merge_waits
-from titan_lite.compile.passes.bucketing import (
-    bucket_by_block,
-    bucket_greedily,
-)
+from titan_lite.compile.passes.bucketing import bucket_by_block
 from titan_lite.compile.passes.defer_weight_grads import (
     defer_weight_grads,
     order_activation_collectives,
 )
 from titan_lite.compile.passes.fused_collectives import keep_with_products
-from titan_lite.compile.passes.inductor_overlap import overlap_by_inductor
 from titan_lite.compile.passes.reordering import overlap_collectives
 from titan_lite.compile.passes.token_chunks import cut_token_chunks, mark_fused_collectives
 from titan_lite.compile.rank_agreement import check_same_order
@@ -39,7 +36,7 @@ from titan_lite.compile.report import (
     list_collectives,
 )
 from titan_lite.compile.settings import PassSettings
-from titan_lite.config import ConfigError
+from titan_lite.config import Compile, ConfigError
 from titan_lite.cost.timeline import Timeline, lower_bound, simulate
 from titan_lite.graph import group_of, parameter_collectives, parameters_of
 
@@ -47,21 +44,19 @@ from titan_lite.graph import group_of, parameter_collectives, parameters_of
 Pass = Callable[[Graph, PassSettings], int]
 
 
-def choose_passes(settings: PassSettings) -> list[Pass]:
-    """Return the passes that the recipe selects, in the order in which they run on each graph.
+def choose_passes(config: Compile, async_tensor_parallel: bool = False) -> list[Pass]:
+    """Return the passes of the core that the recipe selects, in the order in which they run on each
+    graph. Features change the list.
 
-    The list depends on the recipe alone, so it is the same on every rank: passes communicate.
+    It depends on the recipe alone, so it is the same on every rank: passes communicate.
 
     To add a pass: write it in passes/, and append it here under the key that selects it. Where
-    ranks could decide differently, it takes the first rank's choice (rank_agreement.py). If it must
-    not run on graphs that the planner prices as eager ones, turn its key off in `without_passes`
-    of tools/plan/trace.py.
+    ranks could decide differently, it takes the first rank's choice (rank_agreement.py).
     """
-    config = settings.config
     passes: list[Pass] = []
 
     # Collectives of activations (tensor, context and expert parallelism)
-    if settings.async_tensor_parallel:
+    if async_tensor_parallel:
         passes.append(mark_fused_collectives)
     else:
         if config.defer_weight_grads:
@@ -71,15 +66,11 @@ def choose_passes(settings: PassSettings) -> list[Pass]:
         passes.append(order_activation_collectives)
 
     # Collectives of parameters (SimpleFSDP)
-    if config.bucketing == "block":
-        passes.append(bucket_by_block)
-    elif config.bucketing == "greedy":
-        passes.append(bucket_greedily)
-    elif config.bucketing == "auto":
-        passes.append(overlap_by_inductor)
-    if config.reordering and config.bucketing != "auto":  # which has reordered as well
+    if config.bucketing != "none":
+        passes.append(bucket_by_block)  # features put other buckets in its place
+    if config.reordering:
         passes.append(overlap_collectives)
-    if settings.async_tensor_parallel:
+    if async_tensor_parallel:
         passes.append(keep_with_products)
     return passes
 
@@ -90,10 +81,12 @@ class Schedule:
     def __init__(
         self,
         settings: PassSettings,
+        passes: Sequence[Pass] = (),
         *,
         dump_folder: Path | None = None,
     ):
         self.settings = settings
+        self.passes = passes  # in order
         self.dump_folder = dump_folder  # for graphs as text, before and after each pass
         self.reports: list[CompileReport] = []
 
@@ -120,7 +113,7 @@ class Schedule:
         before = count_collectives(graph)
         mergeable = count_mergeable(graph)
         changed: dict[str, int] = {}
-        for number, run_pass in enumerate(choose_passes(settings), 1):
+        for number, run_pass in enumerate(self.passes, 1):
             pass_name = run_pass.__name__
             changed[pass_name] = run_pass(graph, settings)
             self.dump(graph, f"{name}_{number}_{pass_name}")
@@ -129,9 +122,6 @@ class Schedule:
             check_merged(graph, name, mergeable, settings.config.bucketing)
 
         timeline = estimate(graph, name, settings)
-        copied = None
-        if settings.config.bucketing != "auto":
-            copied = copied_by_buckets(graph, settings.fused)
         seconds = time.perf_counter() - started
         report = CompileReport(
             graph=name,
@@ -142,7 +132,7 @@ class Schedule:
             timeline=timeline,
             pass_seconds=seconds,
             compile_seconds=seconds,
-            copied=copied,
+            copied=copied_by_buckets(graph, settings.fused),
         )
         self.reports.append(report)
 
@@ -192,7 +182,7 @@ def check_merged(graph: Graph, name: str, mergeable: Counter[tuple], bucketing: 
         return
     if len(parameter_collectives(graph)) < mergeable.total():
         return
-    why = ", since computation is too short to hide them" if bucketing == "auto" else ""
+    why = "" if bucketing == "block" else ", since computation is too short to hide them"
     raise ConfigError(
         f'compile.bucketing = "{bucketing}" merged none of the {mergeable.total()} collectives of'
         f' the {name} graph{why}; use "block" or "none"'

@@ -9,7 +9,7 @@ schedule.py has the list of passes.
 from dataclasses import dataclass, field
 
 from titan_lite.compile.rank_agreement import OneRank, StageRanks
-from titan_lite.config import Compile, ConfigError
+from titan_lite.config import Compile
 from titan_lite.cost.machine import Machine
 
 
@@ -21,15 +21,4 @@ class PassSettings:
     machine: Machine | None = None  # estimates seconds; None: unknown, so none are estimated
     fused: bool = False  # Inductor fuses pointwise operators into kernels (as in `node_seconds`)
     ranks: StageRanks = field(default_factory=OneRank)  # those that run the same graphs
-    # Inductor will fuse collectives of tensor parallelism with their products
-    async_tensor_parallel: bool = False
     must_merge: bool = True  # bucketing that merges nothing is an error
-
-    def required_machine(self) -> Machine:
-        """Return the machine. Raises ConfigError if it is unknown."""
-        if self.machine is None:
-            raise ConfigError(
-                f'compile.bucketing = "{self.config.bucketing}" needs a cost model; use'
-                ' compile.machine = "H100"'
-            )
-        return self.machine

@@ -6,17 +6,12 @@
 The links are to the code that is replaced. Each context restores what it found.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch._functorch import partitioners
-from torch._inductor import utils as inductor_utils
-from torch._inductor.fx_passes import overlap_scheduling
-from torch.fx import GraphModule, Node
-from torch.utils import _runtime_estimation
-
-from titan_lite.cost.machine import Machine
+from torch.fx import GraphModule
 
 
 @contextmanager
@@ -54,37 +49,4 @@ def no_random_state_saved() -> Iterator[None]:
         return False
 
     with replaced(partitioners, "has_recomputable_rng_ops", has_none):
-        yield
-
-
-@contextmanager
-def rooflines_replaced(machine: Machine, estimate: Callable[[Node], float]) -> Iterator[None]:
-    """Return a context in which Inductor's overlap scheduler asks `machine` and no GPU.
-
-    It computes rooflines with this GPU's bandwidth and FLOPS even for nodes that have a custom
-    estimate, and needs triton for that. estimate: milliseconds of a node. All versions:
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_runtime_estimation.py
-    """
-
-    def memory_bandwidth() -> float:
-        return machine.memory_bandwidth  # GB/s
-
-    def device_tflops(dtype: torch.dtype) -> float:
-        return machine.flops(dtype) / 1e12
-
-    def benchmark(node: Node, *_: object) -> tuple[float, None]:
-        return estimate(node), None
-
-    with ExitStack() as stack:
-        for module in (inductor_utils, _runtime_estimation):
-            stack.enter_context(replaced(module, "get_gpu_dram_gbps", memory_bandwidth))
-            stack.enter_context(replaced(module, "get_device_tflops", device_tflops))
-        # torch 2.11 also benchmarks nodes that have custom estimates
-        if hasattr(overlap_scheduling, "estimate_runtime_analytical"):
-            stack.enter_context(
-                replaced(overlap_scheduling, "estimate_runtime_analytical", estimate)
-            )
-            stack.enter_context(
-                replaced(overlap_scheduling, "benchmark_node_with_cache_key", benchmark)
-            )
         yield

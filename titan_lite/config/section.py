@@ -135,6 +135,14 @@ def with_added_tables(config: type[Own]) -> type[Own]:
     return _derived(config, [], **{name: (keys, keys()) for name, keys in tables.items()})
 
 
+def added_values(key: str) -> dict[str, str]:
+    """Return the values that features add to a key, such as "compile.bucketing", in words."""
+    found: dict[str, str] = {}
+    for module in part_of_each("keys"):
+        found |= getattr(module, "VALUES", {}).get(key, {})
+    return found
+
+
 def added_keys() -> list[type[Section]]:
     """Return the classes of keys that features add."""
     return [keys for module in part_of_each("keys") for keys in module.KEYS]

@@ -31,6 +31,7 @@ from titan_lite.config.section import (
     Relative,
     Section,
     SelectsModules,
+    added_values,
     with_added_keys,
     with_added_tables,
 )
@@ -348,6 +349,13 @@ class ActivationCheckpoint(Section):
     that can be, 1 nothing."""
 
 
+BUCKETINGS = {
+    "none": "each has its own",
+    "block": "those of each transformer block, the last one with the last norm",
+    **added_values("compile.bucketing"),
+}
+
+
 @with_added_keys("compile")
 class Compile(Section):
     """The compiler, and the passes that bucket and overlap communication."""
@@ -362,11 +370,12 @@ class Compile(Section):
     backend: Rounding[Literal["inductor", "aot_eager"]] = "inductor"
     """inductor makes kernels; aot_eager only traces (for tests)."""
 
-    bucketing: Literal["none", "block", "greedy", "auto"] = "block"
-    """Parameters that share an all-gather and a reduction. none: each has its own; block: those of
-    each transformer block, the last one with the last norm; greedy: as many as fit under the
-    computation before them, by the cost model of machine; auto: Inductor's overlap scheduler, with
-    the same cost model."""
+    bucketing: Literal[tuple(BUCKETINGS)] = Field(  # type: ignore[valid-type]
+        "block",
+        description="Parameters that share an all-gather and a reduction. "
+        + "; ".join(f"{value}: {words}" for value, words in BUCKETINGS.items())
+        + ".",
+    )
 
     machine: Annotated[str, Relative(".toml")] = ""
     """Cost model of communication and computation: a profile (A100, H100, H100 PCIe, H100 NVL,
@@ -391,6 +400,11 @@ class Compile(Section):
 
     def compiles(self, component: str) -> bool:
         return self.enable and component in self.components
+
+    @property
+    def buckets_across_blocks(self) -> bool:
+        """True if the model is compiled with buckets that do not follow its blocks."""
+        return self.compiles("model") and self.bucketing not in ("none", "block")
 
 
 @with_added_keys("checkpoint")

@@ -7,13 +7,16 @@ AXIS_NAMES["tp"]                                # "tensor parallelism"
 
 import dataclasses
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from titan_lite.cost.timeline import Span, Timeline
 from titan_lite.distributed.layout import AXES
+
+if TYPE_CHECKING:  # an eager run has no timeline
+    from titan_lite.cost.timeline import Span, Timeline
 
 Axes = Mapping[tuple[int, ...], str]  # ranks of a group -> its axis
 AXIS_NAMES = {  # for people
@@ -65,10 +68,10 @@ def axis_along(ranks: tuple[int, ...], axes: Axes, of_parameters: bool) -> str:
     return "dp_shard" if of_parameters and axis == "cp" else axis
 
 
-def by_axis(timeline: Timeline, axes: Axes) -> Timeline:
+def by_axis(timeline: "Timeline", axes: Axes) -> "Timeline":
     """Return the timeline with the groups of its collectives named by axis."""
 
-    def with_axis(span: Span) -> Span:
+    def with_axis(span: "Span") -> "Span":
         if not span.group:
             return span
         of_parameters = span.lane == "communication"

@@ -418,15 +418,14 @@ def _gathers_once(config: Config, layout: Layout, device_memory: float) -> bool:
     would leave no room for activations on a device of `device_memory` bytes.
     """
     parallelism = config.parallelism
-    compile = config.compile
     most_local_batches = max([layout.accumulation, *(batches for batches, _ in layout.ramp)])
     of_copy = math.ceil(most_local_batches / layout.copies)
     if of_copy * layout.pipeline.microbatches == 1:
         return False
     if parallelism.fsdp_communication != "auto":
         return parallelism.fsdp_communication == "step"
-    buckets = compile.compiles("model") and compile.bucketing not in ("none", "block")
-    if buckets or parallelism.fsdp_reshard_after_forward == "always":
+    reshards = parallelism.fsdp_reshard_after_forward == "always"
+    if config.compile.buckets_across_blocks or reshards:
         return False
     needed = SHARD_BYTES * layout.own_parameters + layout.gathered_bytes
     return needed <= MAX_FILLED * device_memory

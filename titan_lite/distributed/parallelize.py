@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_lite import progress
 from titan_lite.compile.report import CompileReport
 from titan_lite.config import Config, Parallelism
-from titan_lite.cost.machine import Machine
 from titan_lite.distributed.activation_checkpoint import (
     apply_activation_checkpoint,
     checkpoint_rule,
@@ -61,7 +60,8 @@ from titan_lite.models.loss import Loss, VocabularyShard
 from titan_lite.models.transformer import Transformer, saved_buffers, takes_documents
 
 if TYPE_CHECKING:  # Inductor takes a second to import, and an eager run does without
-    from titan_lite.compile.schedule import Schedule
+    from titan_lite.compile.schedule import Pass, Schedule
+    from titan_lite.cost.machine import Machine
 
 
 @dataclass
@@ -186,7 +186,7 @@ def parallelize(
     layout: Layout,
     mesh: DeviceMesh,
     *,
-    machine: Machine | None = None,
+    machine: "Machine | None" = None,
     schedule: "Schedule | None" = None,
     backwards: Sequence[Collection[str]] | None = None,
 ) -> ParallelModel:
@@ -277,19 +277,26 @@ def build_loss(
     return loss
 
 
-def build_schedule(config: Config, mesh: DeviceMesh, machine: Machine | None) -> "Schedule":
-    """Return the passes that the recipe selects, which run on each graph."""
+def build_schedule(config: Config, mesh: DeviceMesh, machine: "Machine | None") -> "Schedule":
+    """Return what runs the passes of the recipe on each graph."""
     from titan_lite.compile.schedule import Schedule
     from titan_lite.compile.settings import PassSettings
 
-    settings = PassSettings(
-        config.compile,
-        machine,
-        fused=config.compile.backend == "inductor",
-        ranks=stage_ranks(mesh),
-        async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
+    fused = config.compile.backend == "inductor"
+    settings = PassSettings(config.compile, machine, fused=fused, ranks=stage_ranks(mesh))
+    return Schedule(settings, passes_of(config), dump_folder=graph_folder(config, mesh))
+
+
+def passes_of(config: Config) -> Sequence["Pass"]:
+    """Return the passes that the recipe selects, in the order in which they run on each graph."""
+    from titan_lite.compile.schedule import choose_passes
+
+    passes: Sequence[Pass] = choose_passes(
+        config.compile, config.parallelism.enable_async_tensor_parallel
     )
-    return Schedule(settings, dump_folder=graph_folder(config, mesh))
+    for feature in features_of(config):
+        passes = feature.passes(config, passes)
+    return passes
 
 
 def graph_folder(config: Config, mesh: DeviceMesh) -> Path | None:

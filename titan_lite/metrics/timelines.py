@@ -7,14 +7,18 @@ Computation has a lane, and each mesh axis with communication has one. tools/pla
 plans with the same functions.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan_lite.compile.report import CompileReport, rank_timelines
-from titan_lite.cost.timeline import Span, Timeline
 from titan_lite.distributed.axes import AXIS_NAMES
+
+if TYPE_CHECKING:
+    from titan_lite.cost.timeline import Span, Timeline
 
 
 class TraceSpan(NamedTuple):

@@ -1,4 +1,4 @@
-"""Rules of [compile]: components, buckets, chunks, and a profile of the machine."""
+"""Rules of [compile]: components, chunks, and a profile of the machine."""
 
 from collections.abc import Iterator
 
@@ -26,13 +26,6 @@ def there_is_something_to_compile(config: Config) -> Iterator[Mistake]:
             why="leaves nothing to compile, but compile.enable = true",
             instead='components = ["model", "loss"], or compile.enable = false',
         )
-    if compile.bucketing == "auto" and not compile.reordering:
-        yield Mistake(
-            key="compile.reordering",
-            value=compile.reordering,
-            why='is not for compile.bucketing = "auto", which orders what it buckets',
-            instead='reordering = true or bucketing = "block"',
-        )
 
 
 @rule_of_layout
@@ -49,23 +42,6 @@ def chunks_divide_the_tokens(config: Config, layout: Layout) -> Iterator[Mistake
                 " has"
             ),
             instead=alternatives(nearest_divisors(tokens, chunks)),
-        )
-
-
-@rule_of_layout
-def collectives_of_a_microbatch_are_bucketed(config: Config, layout: Layout) -> Iterator[Mistake]:
-    bucketing = config.compile.bucketing
-    if not config.compile.compiles("model") or bucketing in ("block", "none"):
-        return
-    if layout.gathers_once:
-        yield Mistake(
-            key="compile.bucketing",
-            value=bucketing,
-            why=(
-                'has nothing to bucket: parallelism.fsdp_communication = "step" gathers once for'
-                f" {layout.microbatches} microbatches"
-            ),
-            instead='fsdp_communication = "microbatch" or bucketing = "block"',
         )
 
 

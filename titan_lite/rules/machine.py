@@ -16,7 +16,6 @@ from titan_lite.checkpoint.run_identity import ListingsOfRun
 from titan_lite.checkpoint.steps import SavedSteps
 from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config import Config, ConfigError
-from titan_lite.cost.profiles import PROFILES, profile_of
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.device import device_memory, host_memory
 from titan_lite.distributed.layout import Layout, least_batch_bytes, least_state_bytes
@@ -127,24 +126,6 @@ def deterministic_runs_have_a_deterministic_kernel(
             value="cudnn",
             why="sums gradients in any order, but debug.deterministic = true",
             instead='"FA2"',
-        )
-
-
-@rule_of_machine
-def collectives_of_this_gpu_are_priced(config: Config, layout: Layout) -> Iterator[Mistake]:
-    compile = config.compile
-    estimates = compile.compiles("model") and compile.bucketing in ("greedy", "auto")
-    if not estimates or compile.machine or not torch.cuda.is_available():
-        return
-    name = torch.cuda.get_device_name()
-    if profile_of(name) is None:
-        yield Mistake(
-            key="compile.bucketing",
-            value=compile.bucketing,
-            why=f'prices collectives, and "{name}" is not known',
-            instead=(
-                f'compile.machine = {", ".join(PROFILES)} or a .toml file, or bucketing = "block"'
-            ),
         )
 
 

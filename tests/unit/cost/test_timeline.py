@@ -18,14 +18,13 @@ from handmade_graphs import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titan_lite.compile.passes.bucketing import merge_buckets
-from titan_lite.compile.passes.choose_buckets import by_block, greedy
+from titan_lite.compile.passes.bucketing import by_block, merge_buckets
 from titan_lite.compile.passes.reordering import wait_for_reductions_late
 from titan_lite.cost import timeline as timelines
 from titan_lite.cost.nccl import CHANNELS
 from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.timeline import lower_bound, peak_bytes, simulate
-from titan_lite.graph import parameters_of
+from titan_lite.graph import parameter_collectives, parameters_of
 from titan_lite.tools.plan import costs
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -199,7 +198,8 @@ def test_no_schedule_exposes_less_than_the_bound(nodes, latency, merged):
             results.append(hand.all_reduce(reduced, name) if kind == "reduce twice" else reduced)
     graph = hand.output(x, *results)
     if merged:
-        merge_buckets(graph, greedy(graph, machine))
+        in_threes = enumerate(parameter_collectives(graph))
+        merge_buckets(graph, {node: number // 3 for number, node in in_threes})
     bound = lower_bound(graph, machine)
     assert bound <= simulate(graph, machine).exposed + 1e-9
     for prices in (None, machine):

@@ -74,7 +74,7 @@ def test_the_matrix_products_of_every_block_overlap_with_their_collectives(mesh)
 def test_segments_keep_collectives_and_their_products_together(mesh):
     """Collectives of parameters stand between them in the traced graphs."""
     group = mesh.get_group("tp").group_name
-    settings = PassSettings(Compile(enable=True), async_tensor_parallel=True)
+    settings = PassSettings(Compile(enable=True))
     for graph in graphs_of(mesh):
         marked = mark_fused_collectives(graph.graph, settings)
         assert keep_with_products(graph.graph, settings) > 0

@@ -10,11 +10,11 @@
 
 Every collective has a latency, and a block of Llama has nine parameters (SimpleFSDP, arXiv
 2411.00284, section 4.1). Results stay bitwise equal: an all-gather only moves values, and a
-reduction adds the same values for each element. choose_buckets.py chooses the buckets.
+reduction adds the same values for each element.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
 import torch
@@ -22,12 +22,6 @@ from torch.fx import Graph, Node
 
 from titan_lite.collectives import collectives
 from titan_lite.compile.graph import add_call, move_before
-from titan_lite.compile.passes.choose_buckets import (
-    by_block,
-    greedy,
-    name_collectives,
-)
-from titan_lite.compile.rank_agreement import first_ranks_choice
 from titan_lite.compile.settings import PassSettings
 from titan_lite.graph import (
     aten,
@@ -40,6 +34,9 @@ from titan_lite.graph import (
     parameters_of,
     preparation,
 )
+from titan_lite.models.fqns import block_of, last_block
+
+Buckets = Mapping[Node, Hashable]  # the bucket of each collective of parameters
 
 
 def bucket_by_block(graph: Graph, settings: PassSettings) -> int:
@@ -49,26 +46,26 @@ def bucket_by_block(graph: Graph, settings: PassSettings) -> int:
     return merge_buckets(graph, by_block(graph))
 
 
-def bucket_greedily(graph: Graph, settings: PassSettings) -> int:
-    """Make buckets that computation before them hides. Return the number of collectives saved.
+def by_block(graph: Graph) -> Buckets:
+    """Return one bucket per block.
 
-    The first rank chooses, since tensor-parallel ranks reduce norms together.
+    The last norm is in the last block; embedding and output have buckets of their own. Tied weights
+    have two gradients, reduced in separate buckets.
     """
-    if not parameter_collectives(graph):
-        return 0
-    chosen = greedy(graph, settings.required_machine(), fused=settings.fused)
-    names = name_collectives(chosen)
-    own = {name: str(chosen[node]) for node, name in names.items()}
-    first = first_ranks_choice(own, settings.ranks)
-    return merge_buckets(graph, {node: first[name] for node, name in names.items()})
+    last = last_block(fqn for node in parameter_collectives(graph) for fqn in parameters_of(node))
+    occurrences: Counter[tuple] = Counter()
+    buckets: dict[Node, Hashable] = {}
+    for node in parameter_collectives(graph):
+        key = (node.target, group_of(node), parameters_of(node))
+        buckets[node] = (block_of(parameters_of(node)[0], last), occurrences[key])
+        occurrences[key] += 1
+    return buckets
 
 
-def merge_buckets(graph: Graph, buckets: Mapping[Node, Hashable]) -> int:
+def merge_buckets(graph: Graph, buckets: Buckets) -> int:
     """Merge the collectives of each bucket, in place. Return the number of collectives saved.
 
     Those of a bucket are merged that have the same kind, group, dtype and reduction.
-
-    buckets: the bucket of each collective.
     """
     members: dict[tuple, list[Node]] = defaultdict(list)
     for node, bucket in buckets.items():

@@ -40,8 +40,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from tqdm import tqdm
 
 from titan_lite.compile.graph import merge_waits
-from titan_lite.compile.passes.bucketing import merge_buckets
-from titan_lite.compile.passes.choose_buckets import by_block
+from titan_lite.compile.passes.bucketing import by_block, merge_buckets
+from titan_lite.compile.passes.defer_weight_grads import order_activation_collectives
 from titan_lite.compile.passes.reordering import move_gather_before, wait_for_reductions_late
 from titan_lite.compile.passes.resharding import REGION
 from titan_lite.compile.schedule import Schedule
@@ -56,7 +56,7 @@ from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets, reduce
 from titan_lite.distributed.context_parallel import ContextParallelAttention, causal_attention
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
-from titan_lite.distributed.parallelize import ParallelModel, parallelize
+from titan_lite.distributed.parallelize import ParallelModel, parallelize, passes_of
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, backwards_of
 from titan_lite.distributed.simple_fsdp import materialize
@@ -227,9 +227,7 @@ def trace_key(layout: PlannedLayout) -> tuple[Hashable, ...]:
 
 def depths_to_trace(config: Config) -> tuple[int, int] | None:
     """Return two depths to extrapolate from, or None if blocks differ."""
-    # Buckets by price do not repeat with blocks.
-    by_price = config.compile.compiles("model") and config.compile.bucketing in ("greedy", "auto")
-    if by_price or names_blocks(config):
+    if config.compile.buckets_across_blocks or names_blocks(config):
         return None
     period = checkpointing_period(config)
     # The first and the last blocks differ from those between them: they have gathers and reductions
@@ -484,12 +482,6 @@ def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def without_passes(compile: Compile) -> Compile:
-    return compile.replace(
-        bucketing="none", reordering=False, defer_weight_grads=False, tensor_parallel_chunks=1
-    )
-
-
 @dataclass(frozen=True)
 class PricedGraph:
     """A graph as it runs, and what it costs."""
@@ -506,17 +498,14 @@ class PricedSchedule(Schedule):
         config = layout.config
         priced_as = mode_of(config.compile)
         is_eager = priced_as == "eager"
-        passes = config.compile
-        if is_eager:
-            passes = without_passes(passes)
         settings = PassSettings(
-            passes.replace(backend="aot_eager"),  # which only traces
+            config.compile.replace(backend="aot_eager"),  # which only traces
             machine,
             fused=priced_as == "inductor",
-            async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
             must_merge=False,
         )
-        super().__init__(settings)
+        passes = [order_activation_collectives] if is_eager else passes_of(config)
+        super().__init__(settings, passes)
         self.priced_as = priced_as
         self.layout = layout
         self.machine = machine

@@ -222,7 +222,7 @@ def _parallelism(config: Config, layout: Degrees) -> Parallelism:
         enable_async_tensor_parallel=False,
         pipeline_parallel_split_points=(),
     )
-    if config.compile.compiles("model") and config.compile.bucketing not in ("none", "block"):
+    if config.compile.buckets_across_blocks:
         # with "step" there is nothing to bucket
         parallelism = parallelism.replace(fsdp_communication="microbatch")
     if layout["pp"] == 1:

@@ -17,8 +17,7 @@ from handmade_graphs import (
     overlap,
 )
 
-from titan_lite.compile.passes.bucketing import merge_buckets
-from titan_lite.compile.passes.choose_buckets import by_block
+from titan_lite.compile.passes.bucketing import by_block, merge_buckets
 from titan_lite.compile.passes.reordering import (
     start_gathers_early,
     wait_for_reductions_late,

@@ -6,10 +6,16 @@ A gather takes a second a byte.
 import pytest
 from handmade_graphs import Hand, left, priced
 
-from titan_lite.compile.passes.bucketing import merge_buckets
-from titan_lite.compile.passes.choose_buckets import by_block, greedy
+from titan_lite.compile.passes.bucketing import by_block, merge_buckets
+from titan_lite.features.cost_buckets import greedy as greedy_buckets
+from titan_lite.features.cost_buckets.greedy import greedy
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
+
+
+@pytest.fixture(autouse=True)
+def prices_are_of_two_ranks(monkeypatch):
+    monkeypatch.setattr(greedy_buckets, "ranks_of", lambda node: (0, 1))
 
 
 def forward(*parameters):

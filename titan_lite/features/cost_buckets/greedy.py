@@ -1,13 +1,13 @@
-"""Choose the parameters whose collectives share a bucket. bucketing.py merges them.
+"""Give parameters that computation hides a bucket together.
 
-    by_block(graph)            # one bucket per transformer block
-    greedy(graph, machine)     # buckets that computation before them hides
+    bucket_greedily(graph, settings)                    # a pass
+    merge_buckets(graph, greedy(graph, machine))        # what it does, in place
 
     before   gather a, gather b, gather c; compute with a (long); compute with b; compute with c
-    greedy   gather a, gather b + c;       compute with a hides the gather of b + c
+    after    gather a, gather b + c;       compute with a hides the gather of b + c
 
-SimpleFSDP calls the first manual wrapping and the second automatic wrapping (arXiv 2411.00284,
-section 4.1 and algorithm 1).
+SimpleFSDP calls this automatic wrapping, and a bucket for each block manual wrapping (arXiv
+2411.00284, section 4.1 and algorithm 1).
 """
 
 import itertools
@@ -18,11 +18,14 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
+from titan_lite.compile.passes.bucketing import Buckets, merge_buckets
+from titan_lite.compile.rank_agreement import first_ranks_choice
+from titan_lite.compile.settings import PassSettings
+from titan_lite.config import ConfigError
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.timeline import computed_before
 from titan_lite.graph import (
     collective_bytes,
-    group_of,
     is_all_gather,
     kind_of,
     parameter_collectives,
@@ -31,23 +34,29 @@ from titan_lite.graph import (
 )
 from titan_lite.models.fqns import block_of, last_block
 
-Buckets = dict[Node, Hashable]  # the bucket of each collective of parameters
 
+def bucket_greedily(graph: Graph, settings: PassSettings) -> int:
+    """Make buckets that computation before them hides. Return the number of collectives saved.
 
-def by_block(graph: Graph) -> Buckets:
-    """Return one bucket per block.
-
-    The last norm is in the last block; embedding and output have buckets of their own. Tied weights
-    have two gradients, reduced in separate buckets.
+    The first rank chooses, since tensor-parallel ranks reduce norms together.
     """
-    last = last_block(fqn for node in parameter_collectives(graph) for fqn in parameters_of(node))
-    occurrences: Counter[tuple] = Counter()
-    buckets: Buckets = {}
-    for node in parameter_collectives(graph):
-        key = (node.target, group_of(node), parameters_of(node))
-        buckets[node] = (block_of(parameters_of(node)[0], last), occurrences[key])
-        occurrences[key] += 1
-    return buckets
+    if not parameter_collectives(graph):
+        return 0
+    chosen = greedy(graph, required_machine(settings), fused=settings.fused)
+    names = name_collectives(chosen)
+    own = {name: str(chosen[node]) for node, name in names.items()}
+    first = first_ranks_choice(own, settings.ranks)
+    return merge_buckets(graph, {node: first[name] for node, name in names.items()})
+
+
+def required_machine(settings: PassSettings) -> Machine:
+    """Return the machine. Raises ConfigError if it is unknown."""
+    if settings.machine is None:
+        raise ConfigError(
+            f'compile.bucketing = "{settings.config.bucketing}" needs a cost model; use'
+            ' compile.machine = "H100"'
+        )
+    return settings.machine
 
 
 def name_collectives(nodes: Iterable[Node]) -> dict[Node, str]:
@@ -62,9 +71,6 @@ def name_collectives(nodes: Iterable[Node]) -> dict[Node, str]:
         names[node] = f"{name} {occurrences[name]}"
         occurrences[name] += 1
     return names
-
-
-# Greedy buckets
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ def greedy(graph: Graph, machine: Machine, *, fused: bool = True) -> Buckets:
     gather_items = _gather_items(graph, gathers, reductions, computed, machine)
     reduce_items = _reduce_items(gathers, reductions, computed, machine)
 
-    buckets: Buckets = {}
+    buckets: dict[Node, Hashable] = {}
     for direction, items in (("gather", gather_items), ("reduce", reduce_items[::-1])):
         number = 0
         for grown in _grow(items, machine):

@@ -1,0 +1,69 @@
+"""Buckets by the cost model among the passes: in the place of a bucket for each block."""
+
+import pytest
+import torch
+from handmade_graphs import Hand, aten, left, priced
+from torch.fx import GraphModule
+
+from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.settings import PassSettings
+from titan_lite.config import Compile, Config, ConfigError
+from titan_lite.distributed.parallelize import passes_of
+from titan_lite.features.cost_buckets import greedy
+
+pytestmark = pytest.mark.usefixtures("two_ranks")
+
+
+@pytest.fixture(autouse=True)
+def prices_are_of_two_ranks(monkeypatch):
+    monkeypatch.setattr(greedy, "ranks_of", lambda node: (0, 1))
+
+
+def four_parameters(seconds=0.0):
+    """Of two layers. seconds: of a computation with each."""
+    hand = Hand()
+    shards = {f"layers.{layer}.{part}.weight": hand.input(4) for layer in (0, 1) for part in "ab"}
+    x = hand.input(8)
+    for fqn, shard in shards.items():
+        x = hand.call(aten.mul.Tensor, x, hand.gather(shard, fqn))
+        x = hand.compute(fqn, seconds, x) if seconds else x
+    return GraphModule(torch.nn.Module(), hand.output(x))
+
+
+def scheduled(graph_module, machine=None, **options):
+    """options: of [compile]."""
+    config = Config(compile=Compile(enable=True, **options))
+    schedule = Schedule(PassSettings(config.compile, machine), passes_of(config))
+    schedule.run(graph_module, "forward")
+    return schedule.reports[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (dict(bucketing="greedy"), ["bucket_greedily", "overlap_collectives"]),
+        (dict(bucketing="greedy", reordering=False), ["bucket_greedily"]),
+        (dict(bucketing="auto"), ["overlap_by_inductor"]),  # which has reordered as well
+        (dict(bucketing="greedy", enable=False), ["bucket_by_block", "overlap_collectives"]),
+    ],
+)
+def test_the_recipe_selects_the_passes_and_their_order(options, expected):
+    passes = passes_of(Config(compile=Compile(**{"enable": True, **options})))
+    names = [each.__name__ for each in passes]
+    assert names == ["defer_weight_grads", "order_activation_collectives", *expected]
+
+
+def test_greedy_buckets_are_reordered_and_their_copies_counted():
+    graph_module = four_parameters()
+    report = scheduled(graph_module, priced(latency=100.0), bucketing="greedy")
+    assert len(report.after) == len(left(graph_module.graph)) == 1
+    assert report.passes["overlap_collectives"] == 0
+    assert report.copied == 4 * (4 + 8) * 4  # a shard and the whole, in float32
+
+
+def test_what_has_no_prices_or_hides_nothing_is_an_error():
+    why = "merged none of the 4 collectives of the forward graph, since computation is too short"
+    with pytest.raises(ConfigError, match=f'compile.bucketing = "greedy" {why}'):
+        scheduled(four_parameters(seconds=0.1), priced(), bucketing="greedy")
+    with pytest.raises(ConfigError, match=r"needs a cost model; use compile.machine"):
+        scheduled(four_parameters(), bucketing="greedy")

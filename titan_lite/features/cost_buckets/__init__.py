@@ -1,0 +1,1 @@
+"""Buckets of collectives by the cost model: greedy ones, and Inductor's."""
